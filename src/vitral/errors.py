@@ -1,0 +1,31 @@
+"""The one exception for "you can fix this", and the nearest-name suggestions that go into it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class VitralError(Exception):
+    """Something the person at the keyboard can fix: what happened, and what to do next.
+
+    The command line prints it in two lines and exits with 2. A traceback, then, always means a bug in vitral.
+    """
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(f"{what}\n{hint}" if hint else what)
+        self.what = what
+        self.hint = hint
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' Did you mean cifar10?' for 'cifar01'; nothing when no known name is close."""
+    close = difflib.get_close_matches(name.lower(), {word.lower(): word for word in known}, n=1, cutoff=0.6)
+    by_lower = {word.lower(): word for word in known}
+    return f" Did you mean {by_lower[close[0]]}?" if close else ""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> VitralError:
+    """The error for a name that is not in a table: the nearest name, then the whole table."""
+    names = list(known)
+    return VitralError(f"no {kind} named {name!r}.{nearest(name, names)}", f"Known: {', '.join(names)}")
