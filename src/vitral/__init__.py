@@ -1,1 +1,54 @@
+"""vitral: a Vision Transformer workshop.
+
+    import vitral
+    model = vitral.train("mnist", recipe="mnist-quick", quiet=False)
+    model.predict("seven.png").best
+
+Everything is looked up when first used: `import vitral` is quick and does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from vitral import data as data
+    from vitral.errors import VitralError as VitralError
+    from vitral.predict import Predictor as Predictor
+    from vitral.presets import preset as preset
+    from vitral.training.recipe import Recipe as Recipe
+    from vitral.vit import ViT as ViT
+    from vitral.vit import ViTConfig as ViTConfig
+    from vitral.workshop import demo as demo
+    from vitral.workshop import evaluate as evaluate
+    from vitral.workshop import load as load
+    from vitral.workshop import train as train
+
+_LIVES_IN = {
+    "VitralError": "errors",
+    "Predictor": "predict",
+    "preset": "presets",
+    "Recipe": "training.recipe",
+    "ViT": "vit",
+    "ViTConfig": "vit",
+    "demo": "workshop",
+    "evaluate": "workshop",
+    "load": "workshop",
+    "train": "workshop",
+}
+__all__ = ["__version__", "data", *_LIVES_IN]
+
+
+def __getattr__(name: str) -> object:
+    if name == "data":
+        return import_module("vitral.data")
+    if name not in _LIVES_IN:
+        raise AttributeError(f"module 'vitral' has no attribute {name!r}")
+    return getattr(import_module(f"vitral.{_LIVES_IN[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

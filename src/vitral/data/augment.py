@@ -1,0 +1,135 @@
+"""Augmentation of whole batches on the device, one random draw an image: no Python per image.
+
+Shapes:  B images   C channels   H, W pixels   K classes
+Every random number comes from the generator that is handed in, so that a run can be repeated and resumed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """How training images are varied. Zeros leave them as they are."""
+
+    shift: int = 0  # up to so many pixels, up, down and sideways; the border is filled with its nearest pixels
+    flip: bool = False  # left and right exchanged in half of the images
+    rotate: float = 0.0  # up to so many degrees, either way
+    scale: float = 0.0  # 0.1: between 0.9 and 1.1 times the size
+    erase: float = 0.0  # share of images that lose a random rectangle (arXiv 1708.04896)
+    mixup: float = 0.0  # α of the Beta distribution that blends two images (arXiv 1710.09412)
+    cutmix: float = 0.0  # α of the Beta distribution that pastes a rectangle of another image (arXiv 1905.04899)
+
+    def __post_init__(self) -> None:
+        for name in ("shift", "rotate", "scale", "erase", "mixup", "cutmix"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"augment.{name} must not be negative, not {getattr(self, name)}")
+        if self.scale >= 1 or self.erase > 1:
+            raise ValueError(f"augment.scale must be below 1 and augment.erase at most 1: {self.scale}, {self.erase}")
+
+    def __call__(self, images_BCHW: Tensor, targets_BK: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+        """Vary float images and, where images are mixed, their targets (rows of class probabilities) with them."""
+        if self.rotate or self.scale:
+            images_BCHW = affine(images_BCHW, self, generator)
+        elif self.shift or self.flip:
+            images_BCHW = crop_and_flip(images_BCHW, self.shift, self.flip, generator)
+        if self.erase:
+            images_BCHW = erase(images_BCHW, self.erase, generator)
+        if self.mixup and (not self.cutmix or _coin(generator)):
+            return mixup(images_BCHW, targets_BK, self.mixup, generator)
+        if self.cutmix:
+            return cutmix(images_BCHW, targets_BK, self.cutmix, generator)
+        return images_BCHW, targets_BK
+
+
+def crop_and_flip(images_BCHW: Tensor, shift: int, flip: bool, generator: Generator) -> Tensor:
+    """Move each image by whole pixels, and mirror half of them, in one gather."""
+    B, _, H, W = images_BCHW.shape
+    device = images_BCHW.device
+    down, right = torch.randint(-shift, shift + 1, (2, B, 1), generator=generator, device=device)
+    rows = (torch.arange(H, device=device) - down).clamp(0, H - 1)  # B H
+    columns = torch.arange(W, device=device) - right
+    if flip:
+        mirrored = torch.rand(B, 1, generator=generator, device=device) < 0.5
+        columns = torch.where(mirrored, W - 1 - columns, columns)
+    columns = columns.clamp(0, W - 1)  # B W
+    flat = (rows[:, :, None] * W + columns[:, None, :]).flatten(1)  # B HW, where each pixel comes from
+    return images_BCHW.flatten(2).gather(2, flat[:, None].expand(-1, images_BCHW.shape[1], -1)).view_as(images_BCHW)
+
+
+def affine(images_BCHW: Tensor, augment: Augment, generator: Generator) -> Tensor:
+    """Rotate, resize, shift and mirror each image in one bilinear resampling."""
+    B, _, H, W = images_BCHW.shape
+    device = images_BCHW.device
+    angle, size, down, right = torch.rand(4, B, generator=generator, device=device) * 2 - 1
+    angle = angle * math.radians(augment.rotate)
+    size = 1 + size * augment.scale
+    down, right = down * augment.shift * 2 / H, right * augment.shift * 2 / W  # the image spans [-1, 1]
+    mirror = torch.ones(B, device=device)
+    if augment.flip:
+        mirror = 1 - 2 * (torch.rand(B, generator=generator, device=device) < 0.5).float()
+    cos, sin = angle.cos() / size, angle.sin() / size
+    # Where output pixel (x, y) is read from; H/W keeps a rotation a rotation in images that are not square.
+    x_row = torch.stack([mirror * cos, -mirror * sin * (H / W), -mirror * right], dim=1)
+    y_row = torch.stack([sin * (W / H), cos, -down], dim=1)
+    grid = F.affine_grid(torch.stack([x_row, y_row], dim=1), list(images_BCHW.shape), align_corners=False)
+    return F.grid_sample(images_BCHW, grid.to(images_BCHW.dtype), padding_mode="border", align_corners=False)
+
+
+def erase(images_BCHW: Tensor, share: float, generator: Generator) -> Tensor:
+    """Replace a rectangle of 2 to 33 % of the area by normal noise, in `share` of the images."""
+    B, _, H, W = images_BCHW.shape
+    device = images_BCHW.device
+    draw = torch.rand(5, B, generator=generator, device=device)
+    area = 0.02 + draw[0] * (1 / 3 - 0.02)
+    ratio = torch.exp((draw[1] * 2 - 1) * math.log(3.3))  # height over width, from 0.3 to 3.3
+    box = _boxes((area * ratio).sqrt(), (area / ratio).sqrt(), draw[2], draw[3], H, W)
+    box = box & (draw[4] < share)[:, None, None]
+    noise = torch.randn(images_BCHW.shape, generator=generator, device=device, dtype=images_BCHW.dtype)
+    return torch.where(box[:, None], noise, images_BCHW)
+
+
+def mixup(images_BCHW: Tensor, targets_BK: Tensor, alpha: float, generator: Generator) -> tuple[Tensor, Tensor]:
+    """λ of each image and 1 - λ of another; the targets blend alike."""
+    share = _beta(alpha, len(images_BCHW), generator, images_BCHW.device)
+    images = torch.lerp(images_BCHW.roll(1, 0), images_BCHW, share[:, None, None, None].to(images_BCHW.dtype))
+    return images, torch.lerp(targets_BK.roll(1, 0), targets_BK, share[:, None])
+
+
+def cutmix(images_BCHW: Tensor, targets_BK: Tensor, alpha: float, generator: Generator) -> tuple[Tensor, Tensor]:
+    """A rectangle of another image in each image; the targets blend by the area that was really replaced."""
+    B, _, H, W = images_BCHW.shape
+    device = images_BCHW.device
+    side = (1 - _beta(alpha, B, generator, device)).sqrt()
+    top, left = torch.rand(2, B, generator=generator, device=device)
+    box = _boxes(side, side, top, left, H, W)
+    kept = 1 - box.float().mean(dim=(1, 2))
+    images = torch.where(box[:, None], images_BCHW.roll(1, 0), images_BCHW)
+    return images, torch.lerp(targets_BK.roll(1, 0), targets_BK, kept[:, None])
+
+
+def _boxes(height_B: Tensor, width_B: Tensor, top_B: Tensor, left_B: Tensor, H: int, W: int) -> Tensor:
+    """B H W: true inside a rectangle. Sizes are shares of the image, places shares of the room that is left."""
+    heights, widths = (height_B * H).round().clamp(max=H), (width_B * W).round().clamp(max=W)
+    tops, lefts = ((H - heights + 1) * top_B).floor(), ((W - widths + 1) * left_B).floor()
+    y, x = torch.arange(H, device=top_B.device), torch.arange(W, device=top_B.device)
+    rows = (y >= tops[:, None]) & (y < (tops + heights)[:, None])
+    columns = (x >= lefts[:, None]) & (x < (lefts + widths)[:, None])
+    return rows[:, :, None] & columns[:, None, :]
+
+
+def _beta(alpha: float, count: int, generator: Generator, device: torch.device) -> Tensor:
+    """Draws of Beta(α, α): the share of the first of two Gamma variables."""
+    concentration = torch.full((2, count), alpha, device=device)
+    first, second = torch._standard_gamma(concentration, generator=generator)
+    return first / (first + second).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _coin(generator: Generator) -> bool:
+    return bool(torch.rand((), generator=generator, device=generator.device) < 0.5)

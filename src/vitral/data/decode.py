@@ -1,0 +1,73 @@
+"""One file → one picture, upright, in 8 bits a channel, or an error that says what is wrong with the file."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from vitral.errors import VitralError
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+MOST_PIXELS = 100_000_000  # a larger picture is refused: decoded it would fill the memory
+
+
+class NotAnImage(VitralError):
+    """A file that is no picture, or a broken or too large one."""
+
+
+def decode(source: Path | str | bytes) -> Image.Image:
+    """The picture in a file or in bytes: EXIF orientation applied, alpha laid over white; mode "L" or "RGB"."""
+    name = "the image" if isinstance(source, bytes) else str(source)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about metadata and bombs; the size is checked below
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
+                if picture.width * picture.height > MOST_PIXELS:
+                    raise NotAnImage(f"{name}: {picture.width}×{picture.height} pixels are more than vitral reads")
+                picture.load()
+                return to_eight_bits(ImageOps.exif_transpose(picture))
+    except UnidentifiedImageError as error:
+        raise NotAnImage(f"{name}: not an image") from error
+    except FileNotFoundError as error:
+        raise NotAnImage(f"{name}: no such file") from error
+    except IsADirectoryError as error:
+        raise NotAnImage(f"{name}: a folder, not an image") from error
+    except PermissionError as error:
+        raise NotAnImage(f"{name}: no permission to read it") from error
+    except Image.DecompressionBombError as error:
+        raise NotAnImage(f"{name}: more pixels than vitral reads") from error
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
+        raise NotAnImage(f"{name}: broken or truncated ({str(error) or type(error).__name__})") from error
+
+
+def to_eight_bits(picture: Image.Image) -> Image.Image:
+    """Any of Pillow's modes → "L" or "RGB"."""
+    if picture.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I", "F"):
+        values = np.asarray(picture, dtype=np.float64)
+        top = 1.0 if picture.mode == "F" and values.max(initial=0) <= 1 else 65535.0
+        if picture.mode in ("I", "F") and 1 < values.max(initial=0) <= 255:
+            top = 255.0
+        return Image.fromarray((values / top * 255).clip(0, 255).round().astype(np.uint8))
+    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+        white = Image.new("RGBA", picture.size, "white")
+        return Image.alpha_composite(white, picture).convert("RGB")
+    if picture.mode in ("L", "1"):
+        return picture.convert("L")
+    return picture.convert("RGB")
+
+
+def image_files(paths: list[Path]) -> list[Path]:
+    """Files as given, and the pictures in and below folders, in order; hidden files and folders are passed over."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = (p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in SUFFIXES)
+            found += sorted(p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        else:
+            found.append(path)
+    return found

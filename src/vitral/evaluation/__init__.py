@@ -1,0 +1,1 @@
+"""How good a model is: numbers, with their uncertainty."""

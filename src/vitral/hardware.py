@@ -1,0 +1,118 @@
+"""Device, number type, compilation and threads: what this machine offers, what is used of it, and why.
+
+The only file that says "cuda". Models, data and the training loop are handed a `Hardware` and ask nothing themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vitral.errors import VitralError
+
+Device = Literal["auto", "cpu", "gpu"]
+Precision = Literal["auto", "fp32", "bf16"]
+Compile = Literal["auto", "yes", "no"]
+
+# Compiling costs about a minute; a training shorter than this many steps does not earn it back.
+STEPS_WORTH_COMPILING = 3000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What a run computes on. `reasons` says why, one sentence a choice."""
+
+    device: torch.device
+    precision: Literal["fp32", "bf16"]
+    compile: bool
+    reasons: dict[str, str]
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """bf16 where it is safe, fp32 where it is not (weights, norms, softmax, loss)."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def synchronize(self) -> None:
+        """Wait for the device, before a clock is read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def random_state(self) -> dict[str, torch.Tensor]:
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["gpu"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def set_random_state(self, states: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(states["cpu"])
+        if self.device.type == "cuda" and "gpu" in states:
+            torch.cuda.set_rng_state(states["gpu"], self.device)
+
+    @property
+    def name(self) -> str:
+        """For people: "2 cores" or the name of the GPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        threads = torch.get_num_threads()
+        return f"{threads} core{'s' if threads != 1 else ''}"
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.precision} · {self.reasons['device']}"
+
+
+def choose(
+    *, device: Device = "auto", precision: Precision = "auto", compile: Compile = "auto", steps: int | None = None
+) -> Hardware:
+    """The fastest safe choice on this machine for a run of `steps` steps, unless told otherwise."""
+    chosen, why_device = _device(device)
+    number, why_precision = _precision(chosen, precision)
+    compiled, why_compile = _compile(chosen, compile, steps)
+    return Hardware(
+        device=chosen,
+        precision=number,
+        compile=compiled,
+        reasons={"device": why_device, "precision": why_precision, "compile": why_compile},
+    )
+
+
+def _device(wish: Device) -> tuple[torch.device, str]:
+    available = torch.cuda.is_available()
+    if wish == "gpu" and not available:
+        raise VitralError("no GPU that PyTorch can use was found", "use --device cpu, or leave it at auto")
+    if wish == "cpu":
+        return torch.device("cpu"), "on the CPU, as asked"
+    if available:
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.device("cuda", rank), "GPU found"
+    return torch.device("cpu"), "no GPU found, computing on the CPU"
+
+
+def _precision(device: torch.device, wish: Precision) -> tuple[Literal["fp32", "bf16"], str]:
+    if wish != "auto":
+        return wish, "as asked"
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16", "the GPU has bf16 units"
+        return "fp32", "the GPU has no bf16 units"
+    if cpu_has_bf16():
+        return "bf16", "the CPU has bf16 instructions"
+    return "fp32", "the CPU has no bf16 instructions"
+
+
+def cpu_has_bf16() -> bool:
+    """AVX-512-BF16 or AMX: without them bf16 on a CPU is emulated, and slower than fp32."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "amx_tile"))
+
+
+def _compile(device: torch.device, wish: Compile, steps: int | None) -> tuple[bool, str]:
+    if wish != "auto":
+        return wish == "yes", "as asked"
+    if device.type != "cuda":
+        return False, "on a CPU compiling takes longer than it saves"
+    if steps is not None and steps < STEPS_WORTH_COMPILING:
+        return False, f"{steps} steps are too few to earn it back"
+    return True, "fused kernels"

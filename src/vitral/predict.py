@@ -1,0 +1,118 @@
+"""Predictor: the one door from an image to ranked labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitral.data.datasets import Split
+from vitral.data.decode import NotAnImage, decode, image_files
+from vitral.data.preprocess import adapt
+from vitral.errors import VitralError
+from vitral.evaluation.metrics import Metrics, logits_of, measure
+from vitral.hardware import Device, Hardware, choose
+from vitral.run import ModelCard, load_model
+from vitral.vit import ViT
+
+Picture = str | Path | bytes | Image.Image
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    name: str
+    probability: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the model says about one picture, or why it could not be asked."""
+
+    source: str
+    labels: tuple[Label, ...] = ()  # most probable first
+    error: str = ""
+
+    @property
+    def best(self) -> Label:
+        if not self.labels:
+            raise VitralError(f"there is no answer for {self.source}: {self.error}")
+        return self.labels[0]
+
+
+class Predictor:
+    """A trained model, with the preprocessing and the class names it was trained with."""
+
+    def __init__(self, model: ViT, card: ModelCard, hardware: Hardware, path: Path | None = None) -> None:
+        self.model, self.card, self.hardware, self.path = model.to(hardware.device).eval(), card, hardware, path
+
+    @classmethod
+    def load(cls, path: Path | str, device: Device = "auto") -> Predictor:
+        """From a run folder or a model folder."""
+        model, card = load_model(path)
+        return cls(model, card, choose(device=device, precision="fp32", compile="no"), Path(path))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.card.classes
+
+    def predict(self, picture: Picture, top: int | None = None) -> Prediction:
+        """The answer for one picture; what cannot be read is an error."""
+        answer = next(iter(self.predict_many([picture], top=top)))
+        if answer.error:
+            raise NotAnImage(answer.error)
+        return answer
+
+    def predict_many(
+        self, pictures: Iterable[Picture], top: int | None = None, batch: int = 64
+    ) -> Iterable[Prediction]:
+        """An answer for each picture, in order. One that cannot be read gets an error and stops nothing."""
+        waiting: list[tuple[str, Tensor | str]] = []
+        for picture in pictures:
+            waiting.append(self._open(picture))
+            if len(waiting) == batch:
+                yield from self._answer(waiting, top)
+                waiting = []
+        yield from self._answer(waiting, top)
+
+    def predict_files(self, paths: Sequence[Path | str], top: int | None = None) -> list[Prediction]:
+        """Files, and the pictures in folders."""
+        files = image_files([Path(path) for path in paths])
+        if not files:
+            raise VitralError(
+                f"no images in {', '.join(map(str, paths))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read"
+            )
+        return list(self.predict_many(files, top=top))
+
+    @torch.inference_mode()
+    def probabilities(self, images_BCHW: Tensor) -> Tensor:
+        """uint8 images as the model wants them → B K."""
+        return logits_of(self.model, images_BCHW, self.card.preprocessing, self.hardware).softmax(dim=1).cpu()
+
+    def evaluate(self, split: Split) -> Metrics:
+        """Loss, accuracy, per-class figures and confusion on labelled images."""
+        images = adapt(split.images, self.card.preprocessing)
+        logits = logits_of(self.model, images, self.card.preprocessing, self.hardware)
+        return measure(logits, split.labels, self.classes)
+
+    def _open(self, picture: Picture) -> tuple[str, Tensor | str]:
+        """A name for the picture, with its pixels or with what is wrong with it."""
+        name = str(picture) if isinstance(picture, str | Path) else "image"
+        try:
+            opened = picture if isinstance(picture, Image.Image) else decode(picture)
+            return name, self.card.preprocessing.pixels(opened)
+        except NotAnImage as error:
+            return name, error.what
+
+    def _answer(self, waiting: list[tuple[str, Tensor | str]], top: int | None) -> Iterable[Prediction]:
+        readable = [pixels for _, pixels in waiting if isinstance(pixels, Tensor)]
+        rows = iter(self.probabilities(torch.stack(readable)).tolist() if readable else [])
+        for name, pixels in waiting:
+            if isinstance(pixels, str):
+                yield Prediction(source=name, error=pixels)
+                continue
+            ranked = sorted(zip(self.classes, next(rows), strict=True), key=lambda item: -item[1])
+            yield Prediction(source=name, labels=tuple(Label(name=c, probability=p) for c, p in ranked[:top]))

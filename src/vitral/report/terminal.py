@@ -1,0 +1,78 @@
+"""Figures and answers as text: for people, as CSV and as JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from vitral.evaluation.metrics import Metrics
+from vitral.predict import Prediction
+
+MOST_CLASSES = 20  # a larger confusion matrix does not fit a terminal
+
+
+def show_metrics(metrics: Metrics, split: str) -> None:
+    console = Console(highlight=False)
+    console.print(
+        f"{split}     [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
+        f"top-5 {metrics.top5:.2%}   loss {metrics.loss:.4f}   {metrics.images:,} images\n"
+    )
+    table = Table(box=None, padding=(0, 2))
+    for name, justify in (
+        ("class", "left"),
+        ("precision", "right"),
+        ("recall", "right"),
+        ("F1", "right"),
+        ("images", "right"),
+    ):
+        table.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
+    for figures in metrics.per_class:
+        table.add_row(
+            figures.name,
+            f"{figures.precision:.2%}",
+            f"{figures.recall:.2%}",
+            f"{figures.f1:.2%}",
+            f"{figures.images:,}",
+        )
+    console.print(table)
+    if len(metrics.per_class) <= MOST_CLASSES:
+        matrix = Table(box=None, padding=(0, 1), title="is ↓  said →", title_justify="left", title_style="dim")
+        matrix.add_column("")
+        for figures in metrics.per_class:
+            matrix.add_column(figures.name[:8], justify="right", header_style="dim")
+        for true, (figures, row) in enumerate(zip(metrics.per_class, metrics.confusion, strict=True)):
+            cells = [f"[bold]{count}[/bold]" if said == true else str(count or "·") for said, count in enumerate(row)]
+            matrix.add_row(f"[dim]{figures.name}[/dim]", *cells)
+        console.print()
+        console.print(matrix)
+
+
+def as_lines(answers: Sequence[Prediction]) -> None:
+    """bottle.jpg     glass 0.94 · plastic 0.04 · metal 0.01"""
+    width = max(len(answer.source) for answer in answers)
+    for answer in answers:
+        if answer.error:
+            continue
+        labels = " · ".join(f"{label.name} {label.probability:.2f}" for label in answer.labels)
+        print(f"{answer.source:<{width}}   {labels}")
+
+
+def as_json(answers: Sequence[Prediction]) -> None:
+    for answer in answers:
+        labels = [{"name": label.name, "probability": label.probability} for label in answer.labels]
+        print(json.dumps({"file": answer.source, "labels": labels} | ({"error": answer.error} if answer.error else {})))
+
+
+def as_csv(answers: Sequence[Prediction]) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["file", "rank", "label", "probability", "error"])
+    for answer in answers:
+        if answer.error:
+            writer.writerow([answer.source, "", "", "", answer.error])
+        for rank, label in enumerate(answer.labels, start=1):
+            writer.writerow([answer.source, rank, label.name, f"{label.probability:.6f}", ""])

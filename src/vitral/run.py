@@ -1,0 +1,222 @@
+"""The run folder, and the portable model inside it.
+
+runs/<recipe>-<date>-<id>/
+  recipe.toml         complete: `vitral train --recipe runs/x/recipe.toml` repeats the run
+  environment.json    versions, hardware and the reasons, seed, git revision, data fingerprint
+  metrics.jsonl       one line an epoch
+  model/              weights.safetensors and config.json: all that predict and evaluate need
+  checkpoints/        everything for an exact resume
+  test.json           what the test set said, once, at the end
+  figures/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from vitral import __version__
+from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError
+from vitral.plain import from_plain, to_plain
+from vitral.vit import ViT, ViTConfig
+
+FORMAT = 1  # of the model folder; raised when an older vitral could no longer read it
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """The whole file or the old one, never half of it: written beside, synced, then renamed."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise VitralError(f"cannot write {path}: {error.strerror or error}", _what_to_do(error)) from error
+
+
+def _what_to_do(error: OSError) -> str:
+    return "free some space; what was saved before is whole" if error.errno in (27, 28) else "is the folder writable?"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What travels with the weights: architecture, preprocessing, class names."""
+
+    architecture: ViTConfig
+    preprocessing: Preprocessing
+    classes: tuple[str, ...]
+    trained_on: str
+    epoch: int  # the one with the best validation accuracy, whose weights these are
+
+
+class Run:
+    """A run folder that exists. Holds no state but its path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe_file = path / "recipe.toml"
+        self.environment_file = path / "environment.json"
+        self.metrics_file = path / "metrics.jsonl"
+        self.test_file = path / "test.json"
+        self.model = path / "model"
+        self.checkpoints = path / "checkpoints"
+        self.figures = path / "figures"
+
+    @classmethod
+    def create(cls, root: Path, recipe_name: str, out: Path | None = None) -> Run:
+        """A new folder under `root`, or `out` itself; one that already holds a run is refused."""
+        path = out or root / f"{recipe_name}-{time.strftime('%m%d')}-{secrets.token_hex(2)}"
+        if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
+            raise VitralError(
+                f"{path} already exists and is not empty",
+                f"choose another --out, or go on with: vitral train --resume {path}",
+            )
+        run = cls(path)
+        try:
+            for folder in (run.path, run.checkpoints, run.figures):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise VitralError(
+                f"cannot make the run folder {path}: {error.strerror}", "choose another with --out"
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path | str) -> Run:
+        path = Path(path)
+        if not path.exists():
+            raise VitralError(f"there is no run folder {path}", _runs_beside(path))
+        if not (path / "recipe.toml").is_file():
+            raise VitralError(f"{path} is not a run folder: it has no recipe.toml", _runs_beside(path))
+        return cls(path)
+
+    @property
+    def finished(self) -> bool:
+        return (self.model / "config.json").is_file()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dictionary an epoch. A last line that a crash cut short is passed over."""
+        if not self.metrics_file.exists():
+            return []
+        rows = []
+        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return rows
+
+    def write_metrics(self, rows: list[dict[str, Any]]) -> None:
+        write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+def _runs_beside(path: Path) -> str:
+    """A hint: the run folders that do exist nearby."""
+    for root in (path, path.parent, Path("runs")):
+        if root.is_dir():
+            runs = sorted((p.parent for p in root.glob("*/recipe.toml")), key=lambda p: p.stat().st_mtime)
+            if runs:
+                return f"Newest runs: {', '.join(str(run) for run in runs[-3:][::-1])}"
+    return "vitral train mnist makes one"
+
+
+def save_model(folder: Path, model: ViT, card: ModelCard) -> None:
+    """weights.safetensors, then config.json: a folder with a config.json is complete."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise VitralError(f"cannot make {folder}: {error.strerror}", _what_to_do(error)) from error
+    save_weights(folder / "weights.safetensors", model.state_dict())
+    config = {"format": FORMAT, "made_by": f"vitral {__version__}", **to_plain(card)}
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, beside)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except (OSError, SafetensorError) as error:
+        beside.unlink(missing_ok=True)
+        raise VitralError(f"cannot write {path}: {error}", "free some space; what was saved before is whole") from error
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        raise VitralError(f"{path} is missing", "the folder was not copied whole") from error
+    except (OSError, SafetensorError) as error:
+        raise VitralError(
+            f"{path} is not a whole safetensors file: {error}", "copy it again, or train again"
+        ) from error
+
+
+def load_model(path: Path | str) -> tuple[ViT, ModelCard]:
+    """The model of a run folder or of a model folder, ready to answer."""
+    path = Path(path)
+    folder = path / "model" if (path / "model").is_dir() or (path / "recipe.toml").is_file() else path
+    config_file = folder / "config.json"
+    if not path.exists():
+        raise VitralError(f"there is no run or model folder {path}", _runs_beside(path))
+    if not config_file.is_file():
+        if folder == path:
+            raise VitralError(f"{path} holds neither a run nor a model", _runs_beside(path))
+        epochs = len(Run(path).metrics())
+        raise VitralError(
+            f"{path} has no finished model: training stopped in epoch {epochs + 1}",
+            f"go on with: vitral train --resume {path}",
+        )
+    card = _read_card(config_file)
+    model = ViT(card.architecture)
+    wanted, found = model.state_dict(), load_weights(folder / "weights.safetensors")
+    wrong = sorted(
+        name
+        for name in wanted.keys() | found.keys()
+        if name not in wanted or name not in found or wanted[name].shape != found[name].shape
+    )
+    if wrong:
+        raise VitralError(
+            f"{folder}: weights and config.json do not belong together ({len(wrong)} tensors differ)",
+            f"the first: {', '.join(wrong[:4])}",
+        )
+    model.load_state_dict(found)
+    return model.eval(), card
+
+
+def _read_card(path: Path) -> ModelCard:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        version, made_by = config.pop("format"), config.pop("made_by", "")
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise VitralError(f"{path} cannot be read: {error!r}", "copy it again, or train again") from error
+    if version != FORMAT:
+        raise VitralError(
+            f"{path} has format {version} ({made_by or 'unknown version'}); this vitral reads format {FORMAT}",
+            "install the version that made it, or a newer one: pip install --upgrade vitral",
+        )
+    try:
+        return from_plain(ModelCard, config)
+    except VitralError as error:
+        raise VitralError(f"{path}: {error.what}", error.hint) from error

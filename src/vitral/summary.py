@@ -1,0 +1,72 @@
+"""A model layer by layer: shapes, parameters, arithmetic, memory. Tensors have shapes and no values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torchinfo
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitral.vit import ViT, ViTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    table: str  # torchinfo's, a line a layer
+    parameters: int
+    multiply_adds: int  # of one image, forward; a multiplication and an addition count as one
+    weight_bytes: int  # fp32
+    activation_bytes: int  # kept for the backward pass of one image, fp32
+
+    def __str__(self) -> str:
+        return (
+            f"{self.table}\n"
+            f"parameters          {self.parameters:,} ({self.weight_bytes / 2**20:,.1f} MiB in fp32)\n"
+            f"one image forward   {self.multiply_adds / 1e9:,.2f} GMACs = {2 * self.multiply_adds / 1e9:,.2f} GFLOPs\n"
+            f"one image training  {self.activation_bytes / 2**20:,.1f} MiB of activations in fp32, besides "
+            f"{4 * self.weight_bytes / 2**20:,.1f} MiB of weights, gradients and AdamW's averages"
+        )
+
+
+def summarise(config: ViTConfig, depth: int = 3) -> Summary:
+    """Everything about one image's way through the model."""
+    shape = (1, config.channels, *config.image_size)
+    with torch.device("meta"):
+        model = ViT(config)
+        table = torchinfo.summary(
+            model,
+            input_size=shape,
+            depth=depth,
+            device="meta",
+            verbose=0,
+            mode="eval",
+            col_names=("output_size", "num_params"),
+            row_settings=("var_names",),
+            col_width=22,
+        )
+    with FakeTensorMode():  # shapes without values, but with the kernels that a CPU would use
+        model = ViT(config)
+        counter = FlopCounterMode(display=False)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits = model(torch.empty(shape))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    del logits
+    lines = str(table).splitlines()
+    end = next((i for i, line in enumerate(lines) if line.startswith("Total params")), len(lines))
+    return Summary(
+        table="\n".join(lines[: end - 1]),
+        parameters=parameters,
+        multiply_adds=counter.get_total_flops() // 2,
+        weight_bytes=4 * parameters,
+        activation_bytes=sum(size for storage, size in kept.items() if storage not in weights),
+    )

@@ -1,0 +1,63 @@
+"""A training on the terminal: one line an epoch, and a bar inside the epoch that is running."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from vitral.training.loop import Watch
+
+HEADER = (
+    f"{'epoch':>5}   {'train loss':>10} {'top-1':>8}   {'validation':>10} {'top-1':>8}   {'images/s':>9}   {'left':>6}"
+)
+
+
+class Display(Watch):
+    """Use as a context: `with Display(console, steps) as watch: fit(…, watch=watch)`."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self.console, self.steps = console, steps
+        self.live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Display:
+        self.console.print(Text(HEADER, style="dim"))
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def step(self, epoch: int, step: int, loss: float, images_per_second: float, seconds_left: float) -> None:
+        if not self.console.is_terminal or (step % 5 and step != self.steps):
+            return
+        line = Table.grid(padding=(0, 3))
+        line.add_row(
+            f"{epoch:>5}",
+            f"{loss:>10.4f}",
+            ProgressBar(total=self.steps, completed=step, width=30),
+            f"{images_per_second:>9,.0f}",
+            f"{clock(seconds_left):>6}",
+        )
+        self.live.update(line, refresh=True)
+
+    def epoch(self, row: dict[str, Any], seconds_left: float) -> None:
+        star = "[green]best[/green]" if row["best"] else ""
+        self.console.print(
+            f"{row['epoch']:>5}   {row['train_loss']:>10.4f} {row['train_top1']:>8.2%}   "
+            f"{row['validation_loss']:>10.4f} {row['validation_top1']:>8.2%}   "
+            f"{row['images_per_second']:>9,.0f}   {clock(seconds_left):>6}   {star}",
+            highlight=False,
+        )
+
+
+def clock(seconds: float) -> str:
+    """0:07, 12:30, 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,315 @@
+"""fit: one training, top to bottom.
+
+    batch of uint8 images ─▶ normalise ─▶ augment ─▶ model ─▶ loss ─▶ gradients ─▶ optimizer ─▶ averaged weights
+
+After each epoch the validation images are asked; the weights of the best epoch become the model. The test set is
+not seen here. Whatever moves is in `State`, so that a checkpoint is a State and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+
+from vitral.data.datasets import Dataset
+from vitral.data.loader import Loader
+from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError
+from vitral.evaluation.metrics import logits_of, measure
+from vitral.hardware import Hardware
+from vitral.run import ModelCard, Run, load_weights, save_model, save_weights
+from vitral.training import checkpoint
+from vitral.training.optim import Averaged, learning_rate, make_optimizer
+from vitral.training.recipe import Recipe
+from vitral.vit import ViT
+
+READ_EVERY = 50  # steps between looks at the device; in between it runs ahead of Python
+
+
+class Watch:
+    """Whoever wants to see a training go by. This one looks away."""
+
+    def step(self, epoch: int, step: int, loss: float, images_per_second: float, seconds_left: float) -> None: ...
+
+    def epoch(self, row: dict[str, Any], seconds_left: float) -> None: ...
+
+
+class Interrupted(VitralError):
+    """The person pressed Ctrl-C; everything is saved."""
+
+
+@dataclass
+class State:
+    """All that changes while training."""
+
+    model: ViT
+    optimizer: Optimizer
+    averaged: Averaged | None
+    draws: Generator  # for augmentation; dropout and stochastic depth draw from the device's own generator
+    totals: Tensor  # of this epoch so far: loss, right answers, images
+    first_bad: Tensor  # the step whose loss was not finite, or -1
+    epoch: int = 0
+    position: int = 0  # batches of this epoch already seen
+    step: int = 0
+    seconds: float = 0.0
+    best: dict[str, float] = field(default_factory=dict)  # epoch, top1, loss
+
+    @property
+    def answering(self) -> ViT:
+        """The model that is asked: averaged weights where there are such."""
+        return self.averaged.model if self.averaged is not None else self.model  # type: ignore[return-value]
+
+    def to_save(self, hardware: Hardware) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "averaged": self.averaged.model.state_dict() if self.averaged is not None else None,
+            "optimizer": self.optimizer.state_dict(),
+            "draws": self.draws.get_state(),
+            "random": hardware.random_state(),
+            "totals": self.totals,
+            "epoch": self.epoch,
+            "position": self.position,
+            "seconds": self.seconds,
+            "best": self.best,
+        }
+
+    def restore(self, saved: dict[str, Any], hardware: Hardware) -> None:
+        self.model.load_state_dict(saved["model"])
+        if self.averaged is not None:
+            self.averaged.model.load_state_dict(saved["averaged"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.draws.set_state(saved["draws"])
+        hardware.set_random_state(saved["random"])
+        self.totals.copy_(saved["totals"])
+        self.epoch, self.position, self.step = saved["epoch"], saved["position"], saved["step"]
+        self.seconds, self.best = saved["seconds"], saved["best"]
+
+
+def fit(
+    recipe: Recipe,
+    dataset: Dataset,
+    preprocessing: Preprocessing,
+    run: Run,
+    hardware: Hardware,
+    watch: Watch | None = None,
+) -> None:
+    """Train as the recipe says, from the run's newest checkpoint if it has one; leaves the model in the run folder."""
+    watch = watch or Watch()
+    device = hardware.device
+    loader = Loader(
+        images=dataset.train.images.to(device),
+        labels=dataset.train.labels.to(device),
+        batch=recipe.batch,
+        seed=recipe.seed,
+    )
+    steps = loader.steps * recipe.epochs
+    state = begin(recipe, hardware, steps)
+    if (saved := checkpoint.newest(run.checkpoints)) is not None:
+        state.restore(checkpoint.load(saved), hardware)
+    rows = [row for row in run.metrics() if row["epoch"] <= state.epoch]
+    run.write_metrics(rows)
+    forward = torch.compile(state.model) if hardware.compile else state.model
+    log = tensorboard(run) if recipe.tensorboard else None
+
+    with interruptible() as interrupt:
+        clock = Clock(state, min(recipe.batch, len(dataset.train)))
+        while state.epoch < recipe.epochs:
+            for images, labels in loader.epoch(state.epoch, start=state.position):
+                for group in state.optimizer.param_groups:
+                    group["lr"] = learning_rate(state.step, steps, recipe.optim)
+                train_step(forward, state, images, labels, recipe, preprocessing, hardware)
+                state.position += 1
+                state.step += 1
+                if device.type == "cpu" or state.step % READ_EVERY == 0 or state.position == loader.steps:
+                    check_finite(state, run)
+                    loss = (state.totals[0] / state.totals[2]).item()
+                    speed = clock.images_per_second(state)
+                    watch.step(state.epoch + 1, state.position, loss, speed, clock.seconds_left(state, steps))
+                if interrupt.is_set():
+                    clock.stop(state)
+                    checkpoint.save(run.checkpoints, state.step, state.to_save(hardware), recipe.keep)
+                    raise Interrupted(
+                        f"stopped after step {state.step} of {steps}; everything is saved", resume_line(run)
+                    )
+                if clock.due(recipe.checkpoint_minutes) and state.position < loader.steps:
+                    clock.stop(state)
+                    checkpoint.save(run.checkpoints, state.step, state.to_save(hardware), recipe.keep)
+
+            row = end_of_epoch(state, recipe, dataset, preprocessing, hardware, run)
+            clock.stop(state)
+            row |= {"seconds": round(state.seconds, 3), "images_per_second": round(clock.images_per_second(state), 1)}
+            rows.append(row)
+            run.write_metrics(rows)
+            checkpoint.save(run.checkpoints, state.step, state.to_save(hardware), recipe.keep)
+            watch.epoch(row, clock.seconds_left(state, steps))
+            if log is not None:
+                log(row)
+
+    model = ViT(recipe.model)
+    model.load_state_dict(load_weights(run.checkpoints / "best.safetensors"))
+    card = ModelCard(
+        architecture=recipe.model,
+        preprocessing=preprocessing,
+        classes=dataset.classes,
+        trained_on=dataset.name,
+        epoch=int(state.best["epoch"]),
+    )
+    save_model(run.model, model, card)
+
+
+def begin(recipe: Recipe, hardware: Hardware, steps: int) -> State:
+    """Everything as it is before the first step. Same seed, same start, on any device."""
+    torch.manual_seed(recipe.seed)
+    model = ViT(recipe.model).to(hardware.device)
+    return State(
+        model=model.train(),
+        optimizer=make_optimizer(model, recipe.optim),
+        averaged=Averaged(model, recipe.ema, steps) if recipe.ema else None,
+        draws=Generator(hardware.device).manual_seed(recipe.seed),
+        totals=torch.zeros(3, device=hardware.device),
+        first_bad=torch.full((), -1, device=hardware.device),
+    )
+
+
+def train_step(
+    forward: Callable[[Tensor], Tensor],
+    state: State,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    recipe: Recipe,
+    preprocessing: Preprocessing,
+    hardware: Hardware,
+) -> None:
+    """One batch: look, be wrong, move. Nothing is read back from the device."""
+    targets_BK = F.one_hot(labels_B, recipe.model.classes).float()
+    images, targets_BK = recipe.augment(preprocessing.normalise(images_BCHW), targets_BK, state.draws)
+    with hardware.autocast():
+        logits_BK = forward(images)
+    logits_BK = logits_BK.float()
+    loss = F.cross_entropy(logits_BK, targets_BK, label_smoothing=recipe.label_smoothing)
+    loss.backward()
+    if recipe.optim.clip:
+        nn.utils.clip_grad_norm_(state.model.parameters(), recipe.optim.clip)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    if state.averaged is not None:
+        state.averaged.update(state.step)
+    with torch.no_grad():
+        right = (logits_BK.argmax(dim=1) == labels_B).sum()
+        state.totals += torch.stack([loss.detach() * len(labels_B), right, torch.full_like(loss, len(labels_B))])
+        state.first_bad.copy_(torch.where((state.first_bad < 0) & ~loss.isfinite(), state.step, state.first_bad))
+
+
+def end_of_epoch(
+    state: State, recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, hardware: Hardware, run: Run
+) -> dict[str, Any]:
+    """Ask the validation images, keep the weights if they are the best so far, and turn the page."""
+    loss, right, images = state.totals.tolist()
+    answering = state.answering.eval()
+    logits = logits_of(answering, dataset.validation.images, preprocessing, hardware)
+    state.model.train()
+    found = measure(logits, dataset.validation.labels, dataset.classes)
+    if not state.best or (found.top1, -found.loss) > (state.best["top1"], -state.best["loss"]):
+        state.best = {"epoch": state.epoch + 1, "top1": found.top1, "loss": found.loss}
+        save_weights(run.checkpoints / "best.safetensors", answering.state_dict())
+    row = {
+        "epoch": state.epoch + 1,
+        "step": state.step,
+        "lr": state.optimizer.param_groups[0]["lr"],
+        "train_loss": loss / images,
+        "train_top1": right / images,
+        "validation_loss": found.loss,
+        "validation_top1": found.top1,
+        "best": state.best["epoch"] == state.epoch + 1,
+    }
+    state.epoch, state.position = state.epoch + 1, 0
+    state.totals.zero_()
+    return row
+
+
+def check_finite(state: State, run: Run) -> None:
+    """Stop at the first loss that is not a number; what was saved before stays."""
+    if (step := int(state.first_bad.item())) >= 0:
+        saved = checkpoint.newest(run.checkpoints)
+        kept = f"the last good state is {saved}" if saved else "no epoch was finished before"
+        raise VitralError(
+            f"the loss is not finite at step {step}: the training diverged", f"{kept}; try a lower --optim.lr"
+        )
+
+
+class Clock:
+    """Seconds of training, across interruptions, and what follows from them."""
+
+    def __init__(self, state: State, batch: int) -> None:
+        self.started = self.saved = time.perf_counter()
+        self.first_step, self.batch = state.step, batch
+
+    def stop(self, state: State) -> None:
+        """Add the time since the last stop to the state's, before it is saved."""
+        now = time.perf_counter()
+        state.seconds += now - self.saved
+        self.saved = now
+
+    def due(self, minutes: float) -> bool:
+        return time.perf_counter() - self.saved > minutes * 60
+
+    def seconds_a_step(self, state: State) -> float:
+        """In this process, validation included."""
+        return (time.perf_counter() - self.started) / max(state.step - self.first_step, 1)
+
+    def images_per_second(self, state: State) -> float:
+        return self.batch / self.seconds_a_step(state)
+
+    def seconds_left(self, state: State, steps: int) -> float:
+        return self.seconds_a_step(state) * (steps - state.step)
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """While inside, the first Ctrl-C only sets the event; a second one stops at once."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def first(_signal: int, _frame: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def resume_line(run: Run) -> str:
+    return f"go on with: vitral train --resume {run}"
+
+
+def tensorboard(run: Run) -> Any:
+    """A function that writes one row of metrics for TensorBoard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise VitralError("TensorBoard is not installed", "pip install 'vitral[tensorboard]'") from error
+    writer = SummaryWriter(run.path / "tensorboard")
+
+    def write(row: dict[str, Any]) -> None:
+        for name, value in row.items():
+            if isinstance(value, float) and math.isfinite(value):
+                writer.add_scalar(name, value, row["epoch"])
+        writer.flush()
+
+    return write

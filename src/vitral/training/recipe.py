@@ -1,0 +1,121 @@
+"""What a run is: one frozen dataclass, complete, that can be written to TOML and read back.
+
+A recipe says everything that decides the result. Where it comes from (a name, a file, flags) is other files' business.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from vitral.data.augment import Augment
+from vitral.errors import VitralError
+from vitral.hardware import Compile, Device, Precision
+from vitral.plain import from_plain, to_plain
+from vitral.vit import ViTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Which images, and how much of the training set is held out to choose the best epoch."""
+
+    name: str
+    validation: float = 0.1
+    mean: tuple[float, ...] | None = None  # a value a channel, pixels in [0, 1]; None: measured on the training images
+    std: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.validation < 1:
+            raise ValueError(f"data.validation must be above 0 and below 1, not {self.validation}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """How the weights move."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.05  # on matrices; norms, biases, tokens and positions are spared
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW
+    momentum: float = 0.9  # SGD
+    clip: float = 1.0  # largest norm of the gradient; 0: not clipped
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: float = 0.1  # share of the run if below 1, otherwise a number of steps
+    final_lr: float = 0.0  # share of lr at the end of the schedule
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"optim.lr must be above 0, not {self.lr}")
+        if self.warmup < 0:
+            raise ValueError(f"optim.warmup must not be negative, not {self.warmup}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides the result of a training."""
+
+    name: str
+    data: Data
+    model: ViTConfig
+    augment: Augment = field(default_factory=Augment)
+    optim: Optim = field(default_factory=Optim)
+    epochs: int = 10
+    batch: int = 128
+    label_smoothing: float = 0.0
+    ema: float = 0.0  # memory of the averaged weights as a share of the run; 0: no averaging
+    seed: int = 0
+    device: Device = "auto"
+    precision: Precision = "auto"
+    compile: Compile = "auto"
+    checkpoint_minutes: float = 10.0  # besides the one after each epoch
+    keep: int = 2  # checkpoints kept
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("batch", 1), ("keep", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name in ("label_smoothing", "ema"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+
+    def to_toml(self) -> str:
+        """Complete: every field, but for those that are None, which TOML cannot say."""
+        return tomli_w.dumps(to_plain(self))
+
+    def changed(self, changes: Mapping[str, Any]) -> Recipe:
+        """A copy with some fields changed, nested ones by a dot: `recipe.changed({"optim.lr": 3e-4})`."""
+        values = to_plain(self)
+        for path, value in changes.items():
+            inner = values
+            *groups, last = path.split(".")
+            for group in groups:
+                inner = inner.setdefault(group, {})
+                if not isinstance(inner, dict):
+                    raise VitralError(f"{path!r} is no field of a recipe: {group!r} has no fields inside")
+            if value is None:
+                inner.pop(last, None)
+            else:
+                inner[last] = value
+        return from_plain(Recipe, values)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """A recipe from a TOML file; every mistake in it is named."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise VitralError(f"cannot read the recipe {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise VitralError(
+            f"{path} is not a valid recipe: {error}", "vitral recipes show NAME prints a valid one"
+        ) from error
+    try:
+        return from_plain(Recipe, values)
+    except VitralError as error:
+        raise VitralError(f"{path}: {error.what}", error.hint) from error

@@ -1,0 +1,270 @@
+"""What people do here, each a function: train, evaluate, load, summary, demo. The command line calls these."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+
+from vitral import __version__
+from vitral.data.datasets import KNOWN, Dataset, Split
+from vitral.data.datasets import load as load_dataset
+from vitral.data.preprocess import Preprocessing, adapt, measure
+from vitral.errors import VitralError
+from vitral.evaluation.metrics import Metrics
+from vitral.hardware import Hardware, choose
+from vitral.predict import Predictor
+from vitral.report import figures
+from vitral.run import Run, write_atomically
+from vitral.training.display import Display
+from vitral.training.loop import fit
+from vitral.training.recipe import Data, Recipe, read_recipe
+from vitral.training.recipes import RECIPES, named
+
+RUNS = Path("runs")
+SplitName = Literal["test", "validation", "train"]
+
+
+def train(
+    data: str | None = None,
+    *,
+    recipe: Recipe | str | Path | None = None,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    quiet: bool = True,
+    **changes: Any,
+) -> Predictor:
+    """Train a ViT and return it, ready to be asked.
+
+    `data` is a known set ("mnist"); `recipe` a name, a TOML file or a Recipe (default: the one named like the data);
+    `changes` are fields of the recipe: `train("mnist", epochs=3, **{"optim.lr": 1e-3})`. With `resume`, an
+    interrupted run goes on exactly where it was.
+    """
+    console = Console(quiet=quiet, highlight=False)
+    if resume is not None:
+        if data or recipe or out or changes:
+            raise VitralError(
+                "--resume goes on with a run as it is, so it takes no data, recipe, out or other settings"
+            )
+        run = Run.open(resume)
+        if run.finished and run.test_file.is_file():
+            raise VitralError(f"{run} is finished", f"vitral evaluate {run} says how good it is")
+        plan = read_recipe(run.recipe_file)
+    else:
+        plan = plan_for(data, recipe).changed(changes)
+        run = None
+    console.print(f"vitral {__version__}\n")
+    dataset = load_dataset(plan.data.name, validation=plan.data.validation, progress=not quiet)
+    plan, preprocessing = settle(plan, dataset)
+    dataset = shaped(dataset, preprocessing)
+    steps = max(len(dataset.train) // plan.batch, 1)
+    hardware = choose(device=plan.device, precision=plan.precision, compile=plan.compile, steps=steps * plan.epochs)
+    if run is None:
+        run = Run.create(RUNS, plan.name, Path(out) if out else None)
+        write_atomically(run.recipe_file, plan.to_toml())
+        write_atomically(run.environment_file, json.dumps(environment(plan, dataset, hardware), indent=2) + "\n")
+    else:
+        check_same_data(run, dataset)
+    introduce(console, plan, dataset, hardware, run)
+    with Display(console, steps) as watch:
+        fit(plan, dataset, preprocessing, run, hardware, watch)
+    return finish(run, plan, dataset, console)
+
+
+def plan_for(data: str | None, recipe: Recipe | str | Path | None) -> Recipe:
+    """The recipe that is meant, pointed at the data that is meant."""
+    if recipe is None:
+        if data is None:
+            raise VitralError("what should it learn from?", f"Known sets: {', '.join(KNOWN)} (vitral data list)")
+        check_known(data)
+        return named(data)
+    if isinstance(recipe, Recipe):
+        plan = recipe
+    elif str(recipe).endswith(".toml"):
+        plan = read_recipe(Path(recipe))
+    else:
+        plan = named(str(recipe))
+    return plan if data in (None, plan.data.name) else pointed_at(plan, str(data))
+
+
+def check_known(data: str) -> None:
+    from vitral.data.sources import check_name
+
+    check_name(data)
+
+
+def pointed_at(plan: Recipe, data: str) -> Recipe:
+    """A recipe for one set, used for another: channels and image size become the other set's own."""
+    check_known(data)
+    own = RECIPES[data]().model
+    model = replace(plan.model, channels=own.channels)
+    if own.image_size != plan.model.image_size and all(side % plan.model.patch_size == 0 for side in own.image_size):
+        model = replace(model, image_size=own.image_size)
+    return replace(plan, data=Data(name=data, validation=plan.data.validation), model=model)
+
+
+def settle(plan: Recipe, dataset: Dataset) -> tuple[Recipe, Preprocessing]:
+    """What only the data can say: number of classes, mean and deviation."""
+    mean, std = plan.data.mean, plan.data.std
+    channels = plan.model.channels
+    if mean is None or std is None:
+        mean, std = measure(dataset.train.images)
+        if len(mean) != channels:
+            mean, std = (mean * channels, std * channels) if channels == 3 else (mean[1:2], std[1:2])
+    if len(mean) != channels or len(std) != channels:
+        raise VitralError(f"data.mean and data.std need {channels} values, one a channel: {mean}, {std}")
+    plan = replace(
+        plan,
+        data=replace(plan.data, mean=mean, std=std),
+        model=replace(plan.model, classes=len(dataset.classes)),
+    )
+    return plan, Preprocessing(image_size=plan.model.image_size, channels=channels, mean=mean, std=std)
+
+
+def shaped(dataset: Dataset, preprocessing: Preprocessing) -> Dataset:
+    """The training and validation images in the size and channels of the model."""
+
+    def of(split: Split) -> Split:
+        return Split(images=adapt(split.images, preprocessing), labels=split.labels)
+
+    return replace(dataset, train=of(dataset.train), validation=of(dataset.validation))
+
+
+def introduce(console: Console, plan: Recipe, dataset: Dataset, hardware: Hardware, run: Run) -> None:
+    from vitral.vit import ViT
+
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in ViT(plan.model).parameters())
+    m, o = plan.model, plan.optim
+    size = "×".join(map(str, m.image_size))
+    console.print(
+        f"data      {dataset.name}: {len(dataset.train):,} train · {len(dataset.validation):,} validation, "
+        f"{dataset.source}\n"
+        f"model     ViT {size}/{m.patch_size}, width {m.width}, depth {m.depth}, heads {m.heads}: "
+        f"{parameters / 1e6:.2f} M parameters, {m.grid[0] * m.grid[1]} patches\n"
+        f"recipe    {plan.name}: {o.name} {o.lr:g}, {plan.epochs} epochs, batch {plan.batch}, {o.schedule} schedule\n"
+        f"hardware  {hardware}\n"
+        f"run       {run}\n"
+    )
+
+
+def environment(plan: Recipe, dataset: Dataset, hardware: Hardware) -> dict[str, Any]:
+    """Where and with what a run was made."""
+    return {
+        "vitral": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "hardware": hardware.name,
+        "precision": hardware.precision,
+        "compile": hardware.compile,
+        "threads": torch.get_num_threads(),
+        "reasons": hardware.reasons,
+        "seed": plan.seed,
+        "git": git_revision(),
+        "command": shlex.join(sys.argv),
+        "data": {"name": dataset.name, "fingerprint": dataset.fingerprint, "source": dataset.source},
+    }
+
+
+def git_revision() -> str | None:
+    """Of the folder the person is in, with '+' where files differ from it."""
+    try:
+        asked = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None
+
+
+def check_same_data(run: Run, dataset: Dataset) -> None:
+    try:
+        before = json.loads(run.environment_file.read_text(encoding="utf-8"))["data"]["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if before != dataset.fingerprint:
+        raise VitralError(
+            f"{dataset.name} is not the data this run began with (fingerprint {dataset.fingerprint}, was {before})",
+            "put the old data back, or begin a new run",
+        )
+
+
+def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predictor:
+    """Read the test set, once; draw the pictures; say what came out."""
+    predictor = Predictor.load(run.path, device=plan.device)
+    metrics = predictor.evaluate(dataset.test)
+    write_atomically(run.test_file, json.dumps(metrics.as_dict(), indent=2) + "\n")
+    draw(run, predictor, dataset.test, metrics)
+    console.print(
+        f"\ntest      [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
+        f"{metrics.images:,} images the model had never seen; weights of epoch {predictor.card.epoch}\n"
+    )
+    mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in metrics.mistakes(3))
+    console.print(f"It confuses most often: {mistakes or 'nothing'}")
+    for what, file in (
+        ("Which is taken for which", "confusion.png"),
+        ("What it looked at", "attention.png"),
+        ("How it learned", "curves.png"),
+    ):
+        console.print(f"{what + ':':<27} {run.figures / file}")
+    return predictor
+
+
+def draw(run: Run, predictor: Predictor, test: Split, metrics: Metrics) -> None:
+    images = adapt(test.images, predictor.card.preprocessing)
+    shown = figures.choose_examples(predictor.probabilities(images), test.labels)
+    figures.curves(run.metrics(), run.figures / "curves.png")
+    figures.confusion(metrics, run.figures / "confusion.png", title=f"{metrics.top1:.2%} of {metrics.images:,} right")
+    figures.attention(predictor, images[shown], test.labels[shown], run.figures / "attention.png")
+
+
+def load(path: str | Path) -> Predictor:
+    """A trained model from its run folder or model folder."""
+    return Predictor.load(path)
+
+
+def evaluate(path: str | Path, *, data: str | None = None, split: SplitName = "test") -> Metrics:
+    """How good a model is on a split of the set it was trained on, or of another one with the same classes."""
+    predictor = Predictor.load(path)
+    run = Path(path) / "recipe.toml"
+    plan = read_recipe(run) if run.is_file() else None
+    name = data or predictor.card.trained_on
+    dataset = load_dataset(name, validation=plan.data.validation) if plan else load_dataset(name)
+    if dataset.classes != predictor.classes:
+        raise VitralError(
+            f"{name} has other classes than the model: {_few(dataset.classes)}",
+            f"The model knows {_few(predictor.classes)}",
+        )
+    return predictor.evaluate(getattr(dataset, split))
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a demo will train on, and why."""
+
+    recipe: str
+    why: str
+
+
+def demo(*, quiet: bool = False, out: str | Path | None = None) -> Predictor:
+    """Train a small ViT in about a minute, on MNIST if it can be had, otherwise on the digits that come along."""
+    try:
+        load_dataset("mnist", progress=not quiet)
+        offer = Offer("mnist-quick", "MNIST")
+    except VitralError as error:
+        offer = Offer("digits", f"scikit-learn's digits, because MNIST cannot be had: {error.what}")
+    if not quiet:
+        print(f"Training on {offer.why}.")
+    return train(recipe=offer.recipe, out=out, quiet=quiet)
