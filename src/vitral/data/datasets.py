@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.sources import KNOWN, catalogue, check_name, fetch, obtain, where
+from vitral.data.sources import KNOWN, check_name, obtain
 from vitral.errors import VitralError
 
-__all__ = ["KNOWN", "Dataset", "Split", "catalogue", "fetch", "load", "where"]
+__all__ = ["KNOWN", "Dataset", "Split", "load"]
 
 # Every run on every machine holds out the same images, whatever its own seed: results stay comparable, and no image
 # of the validation split was ever trained on by an earlier run.

@@ -62,6 +62,10 @@ class File:
         except OSError:
             return False
 
+    def check(self, path: Path) -> None:
+        if not self.is_at(path):
+            raise SourceError(f"{self.name}: wrong checksum")
+
 
 def has_digest(path: Path, digest: str) -> bool:
     algorithm, _, expected = digest.partition(":")
@@ -91,23 +95,26 @@ def settle(staged: Path, final: Path) -> None:
 # ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def download_then(use: Callable[[Path], None], url: str, staging: Path, *, limit: int, meter: Meter) -> None:
-    """Download into `staging`, then `use` the file. If one continued from an earlier day is bad, start it again.
+def part_path(staging: Path, url: str) -> Path:
+    """Where a half-finished download waits: named by its URL, so mirrors never continue one another's files."""
+    return staging / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}.part"
 
-    A half-finished download waits under a name made of its URL, so mirrors never continue one another's files.
-    """
-    part = staging / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}.part"
+
+def download_then(use: Callable[[Path], None], url: str, staging: Path, *, limit: int, meter: Meter) -> None:
+    """Download into `staging`, then `use` the file. If one continued from an earlier day is bad, start it again."""
+    part = part_path(staging, url)
     continued = part.exists()
     while True:
         try:
             download(url, part, limit=limit, meter=meter)
             use(part)
-            return part.unlink()
+            break
         except SourceError:
             part.unlink(missing_ok=True)
             if not continued:
                 raise
             continued = False
+    part.unlink()
 
 
 def download(url: str, part: Path, *, limit: int, meter: Meter) -> None:

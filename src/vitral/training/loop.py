@@ -1,6 +1,6 @@
 """fit: one training, top to bottom.
 
-    batch of uint8 images ─▶ normalise ─▶ augment ─▶ model ─▶ loss ─▶ gradients ─▶ optimizer ─▶ averaged weights
+    batch of uint8 images ─▶ move ─▶ normalise ─▶ mix ─▶ model ─▶ loss ─▶ gradients ─▶ optimizer ─▶ averaged weights
 
 After each epoch the validation images are asked; the weights of the best epoch become the model. The test set is
 not seen here. Whatever moves is in `State`, so that a checkpoint is a State and nothing else.
@@ -193,7 +193,8 @@ def train_step(
 ) -> None:
     """One batch: look, be wrong, move. Nothing is read back from the device."""
     targets_BK = F.one_hot(labels_B, recipe.model.classes).float()
-    images, targets_BK = recipe.augment(preprocessing.normalise(images_BCHW), targets_BK, state.draws)
+    images = preprocessing.normalise(recipe.augment.move(images_BCHW, state.draws))
+    images, targets_BK = recipe.augment.mix(images, targets_BK, state.draws)
     with hardware.autocast():
         logits_BK = forward(images)
     logits_BK = logits_BK.float()
