@@ -166,7 +166,7 @@ def _demo(words: list[str]) -> int:
     out = parse(Demo, words, "demo").out
     from vitral import workshop
 
-    workshop.demo(out=out)
+    workshop.demo(out=out, quiet=False)
     return 0
 
 

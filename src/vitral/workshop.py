@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,32 +198,35 @@ def check_same_data(run: Run, dataset: Dataset) -> None:
 
 
 def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predictor:
-    """Read the test set, once; draw the pictures; say what came out."""
+    """Read the test set, once; draw the pictures; say what came out and what to try next."""
     predictor = Predictor.load(run.path, device=plan.device)
     metrics = predictor.evaluate(dataset.test)
     write_atomically(run.test_file, json.dumps(metrics.as_dict(), indent=2) + "\n")
-    draw(run, predictor, dataset.test, metrics)
+    example = draw(run, predictor, dataset.test, metrics)
+    mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in metrics.mistakes(3))
     console.print(
         f"\ntest      [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
-        f"{metrics.images:,} images the model had never seen; weights of epoch {predictor.card.epoch}\n"
+        f"{metrics.images:,} images the model had never seen\n\n"
+        f"It confuses most often:   {mistakes or 'nothing'}\n"
+        f"Which it takes for which: {run.figures / 'confusion.png'}\n"
+        f"What it looked at:        {run.figures / 'attention.png'}\n"
+        f"How it learned:           {run.figures / 'curves.png'}\n\n"
+        f"Next:  vitral predict {run} {example}\n"
+        f"       vitral evaluate {run}\n"
+        f"       vitral train {dataset.name} --epochs {2 * plan.epochs} --model.depth {plan.model.depth + 2}",
+        soft_wrap=True,
     )
-    mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in metrics.mistakes(3))
-    console.print(f"It confuses most often: {mistakes or 'nothing'}")
-    for what, file in (
-        ("Which is taken for which", "confusion.png"),
-        ("What it looked at", "attention.png"),
-        ("How it learned", "curves.png"),
-    ):
-        console.print(f"{what + ':':<27} {run.figures / file}")
     return predictor
 
 
-def draw(run: Run, predictor: Predictor, test: Split, metrics: Metrics) -> None:
+def draw(run: Run, predictor: Predictor, test: Split, metrics: Metrics) -> Path:
+    """The run's pictures; returns one test image as a file, to try things with."""
     images = adapt(test.images, predictor.card.preprocessing)
     shown = figures.choose_examples(predictor.probabilities(images), test.labels)
     figures.curves(run.metrics(), run.figures / "curves.png")
     figures.confusion(metrics, run.figures / "confusion.png", title=f"{metrics.top1:.2%} of {metrics.images:,} right")
     figures.attention(predictor, images[shown], test.labels[shown], run.figures / "attention.png")
+    return figures.picture(test.images[shown[0]], run.figures / "example.png")
 
 
 def load(path: str | Path) -> Predictor:
@@ -250,21 +253,13 @@ def _few(names: tuple[str, ...]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-@dataclass(frozen=True)
-class Offer:
-    """What a demo will train on, and why."""
-
-    recipe: str
-    why: str
-
-
-def demo(*, quiet: bool = False, out: str | Path | None = None) -> Predictor:
-    """Train a small ViT in about a minute, on MNIST if it can be had, otherwise on the digits that come along."""
+def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:
+    """Train a small ViT in about a minute: on MNIST if it can be had, otherwise on the digits that come along."""
+    console = Console(quiet=quiet, highlight=False)
     try:
         load_dataset("mnist", progress=not quiet)
-        offer = Offer("mnist-quick", "MNIST")
+        recipe = "mnist-quick"
     except VitralError as error:
-        offer = Offer("digits", f"scikit-learn's digits, because MNIST cannot be had: {error.what}")
-    if not quiet:
-        print(f"Training on {offer.why}.")
-    return train(recipe=offer.recipe, out=out, quiet=quiet)
+        console.print(f"{error.what}\nTraining on scikit-learn's digits instead: they come along with vitral.\n")
+        recipe = "digits"
+    return train(recipe=recipe, out=out, quiet=quiet)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 from vitral.evaluation.metrics import Metrics
@@ -109,3 +110,10 @@ def choose_examples(probabilities_NK: Tensor, labels_N: Tensor, count: int = 12)
         found = ((labels_N == label) & (said == labels_N)).nonzero().flatten()
         right += found[:1].tolist()
     return torch.cat([torch.tensor(right[: count - len(shown_wrong)], dtype=torch.long), shown_wrong])
+
+
+def picture(image_CHW: Tensor, path: Path) -> Path:
+    """One uint8 image as a file."""
+    pixels = image_CHW.permute(1, 2, 0).squeeze(-1).cpu().numpy()
+    Image.fromarray(pixels).save(path)
+    return path

@@ -30,7 +30,7 @@ from vitral.evaluation.metrics import logits_of, measure
 from vitral.hardware import Hardware
 from vitral.run import ModelCard, Run, load_weights, save_model, save_weights
 from vitral.training import checkpoint
-from vitral.training.optim import Averaged, learning_rate, make_optimizer
+from vitral.training.optim import Averaged, learning_rate, make_optimizers, set_learning_rate
 from vitral.training.recipe import Recipe
 from vitral.vit import ViT
 
@@ -54,7 +54,7 @@ class State:
     """All that changes while training."""
 
     model: ViT
-    optimizer: Optimizer
+    optimizers: list[Optimizer]
     averaged: Averaged | None
     draws: Generator  # for augmentation; dropout and stochastic depth draw from the device's own generator
     totals: Tensor  # of this epoch so far: loss, right answers, images
@@ -74,7 +74,7 @@ class State:
         return {
             "model": self.model.state_dict(),
             "averaged": self.averaged.model.state_dict() if self.averaged is not None else None,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "draws": self.draws.get_state(),
             "random": hardware.random_state(),
             "totals": self.totals,
@@ -88,7 +88,8 @@ class State:
         self.model.load_state_dict(saved["model"])
         if self.averaged is not None:
             self.averaged.model.load_state_dict(saved["averaged"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         self.draws.set_state(saved["draws"])
         hardware.set_random_state(saved["random"])
         self.totals.copy_(saved["totals"])
@@ -126,8 +127,7 @@ def fit(
         clock = Clock(state, min(recipe.batch, len(dataset.train)))
         while state.epoch < recipe.epochs:
             for images, labels in loader.epoch(state.epoch, start=state.position):
-                for group in state.optimizer.param_groups:
-                    group["lr"] = learning_rate(state.step, steps, recipe.optim)
+                set_learning_rate(state.optimizers, learning_rate(state.step, steps, recipe.optim))
                 train_step(forward, state, images, labels, recipe, preprocessing, hardware)
                 state.position += 1
                 state.step += 1
@@ -174,7 +174,7 @@ def begin(recipe: Recipe, hardware: Hardware, steps: int) -> State:
     model = ViT(recipe.model).to(hardware.device)
     return State(
         model=model.train(),
-        optimizer=make_optimizer(model, recipe.optim),
+        optimizers=make_optimizers(model, recipe.optim),
         averaged=Averaged(model, recipe.ema, steps) if recipe.ema else None,
         draws=Generator(hardware.device).manual_seed(recipe.seed),
         totals=torch.zeros(3, device=hardware.device),
@@ -202,8 +202,9 @@ def train_step(
     loss.backward()
     if recipe.optim.clip:
         nn.utils.clip_grad_norm_(state.model.parameters(), recipe.optim.clip)
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    for optimizer in state.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     if state.averaged is not None:
         state.averaged.update(state.step)
     with torch.no_grad():
@@ -227,7 +228,7 @@ def end_of_epoch(
     row = {
         "epoch": state.epoch + 1,
         "step": state.step,
-        "lr": state.optimizer.param_groups[0]["lr"],
+        "lr": state.optimizers[0].param_groups[0]["lr"],
         "train_loss": loss / images,
         "train_top1": right / images,
         "validation_loss": found.loss,

@@ -14,19 +14,29 @@ from vitral.training.recipe import Optim
 SPARED = ("token", "table", "registers", "probe")  # learned vectors, not maps: decay would pull them to zero
 
 
-def make_optimizer(model: nn.Module, optim: Optim) -> Optimizer:
-    """AdamW or SGD; weight decay on matrices alone."""
+def make_optimizers(model: nn.Module, optim: Optim) -> list[Optimizer]:
+    """AdamW, SGD, or Muon for the encoder's matrices and AdamW for the rest. Weight decay on matrices alone."""
+    matrices: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        (spared if parameter.ndim < 2 or name.endswith(SPARED) else decayed).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": spared, "weight_decay": 0.0},
-    ]
+        if parameter.ndim < 2 or name.endswith(SPARED):
+            spared.append(parameter)
+        elif optim.name == "muon" and "blocks." in name:
+            matrices.append(parameter)
+        else:
+            decayed.append(parameter)
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
+        return [torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)]
+    adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
+    if not matrices:
+        return [adamw]
+    # Steps of AdamW's size (arXiv 2502.16982), so that one learning rate serves both.
+    muon = torch.optim.Muon(
+        matrices, lr=optim.lr, weight_decay=optim.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, adamw]
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:
@@ -37,6 +47,12 @@ def learning_rate(step: int, steps: int, optim: Optim) -> float:
     progress = (step - warmup) / max(steps - warmup, 1)
     falling = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     return optim.lr * (optim.final_lr + (1 - optim.final_lr) * falling[optim.schedule])
+
+
+def set_learning_rate(optimizers: list[Optimizer], lr: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
 
 
 class Averaged:

@@ -38,7 +38,7 @@ class Data:
 class Optim:
     """How the weights move."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] = "adamw"  # muon: for the encoder's matrices, AdamW for the rest
     lr: float = 1e-3
     weight_decay: float = 0.05  # on matrices; norms, biases, tokens and positions are spared
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW

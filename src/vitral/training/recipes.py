@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from vitral.data.augment import Augment
@@ -12,28 +13,30 @@ from vitral.vit import ViTConfig
 
 
 def digits() -> Recipe:
-    """scikit-learn's 8×8 digits."""
+    """scikit-learn's digits, 8×8 pixels: about a minute on two cores."""
     return Recipe(
         name="digits",
         data=Data(name="digits", validation=0.1),
-        model=small(image_size=(8, 8), patch_size=2, width=64, depth=4, heads=4),
+        model=gray(
+            image_size=(8, 8), patch_size=2, width=64, depth=4, heads=4, positions="learned+rotary", qk_norm=True
+        ),
         augment=Augment(shift=1, rotate=10, scale=0.1, border="black"),
-        optim=Optim(lr=3e-3, weight_decay=0.1),
-        epochs=120,
+        optim=Optim(lr=6e-3, weight_decay=0.1),
+        epochs=150,
         batch=64,
         ema=0.1,
     )
 
 
 def mnist() -> Recipe:
-    """MNIST."""
+    """MNIST, to 99.4 %: some minutes on two cores."""
     return Recipe(
         name="mnist",
         data=Data(name="mnist", validation=1 / 12),
-        model=small(image_size=(28, 28), patch_size=4, width=96, depth=4, heads=4),
+        model=gray(patch_size=7, width=96, depth=4, heads=4, mlp_width=192, positions="learned+rotary"),
         augment=Augment(shift=2, rotate=10, scale=0.1, border="black"),
-        optim=Optim(lr=2e-3, weight_decay=0.1),
-        epochs=20,
+        optim=Optim(name="muon", lr=5e-3, weight_decay=0.1),
+        epochs=14,
         batch=128,
         label_smoothing=0.1,
         ema=0.05,
@@ -41,27 +44,27 @@ def mnist() -> Recipe:
 
 
 def mnist_quick() -> Recipe:
-    """MNIST in a coffee sip: what `make demo` trains."""
+    """MNIST, to more than 98 % in half a minute on two cores: what `vitral demo` trains."""
     return Recipe(
         name="mnist-quick",
         data=Data(name="mnist", validation=1 / 12),
-        model=small(image_size=(28, 28), patch_size=7, width=64, depth=3, heads=4),
+        model=gray(patch_size=7, width=64, depth=3, heads=4, mlp_width=128),
         augment=Augment(shift=1, border="black"),
-        optim=Optim(lr=5e-3, weight_decay=0.1, schedule="linear"),
-        epochs=4,
+        optim=Optim(name="muon", lr=1e-2, weight_decay=0.1, schedule="linear"),
+        epochs=3,
         batch=128,
         ema=0.05,
     )
 
 
 def fashion_mnist() -> Recipe:
-    """Fashion-MNIST."""
+    """Fashion-MNIST, to 93 %: minutes on a GPU, most of an hour on two cores."""
     return Recipe(
         name="fashion-mnist",
         data=Data(name="fashion-mnist", validation=1 / 12),
-        model=small(image_size=(28, 28), patch_size=4, width=96, depth=6, heads=4),
-        augment=Augment(shift=2, flip=True, border="black"),
-        optim=Optim(lr=2e-3, weight_decay=0.1),
+        model=gray(patch_size=4, width=96, depth=4, heads=4, mlp_width=192, positions="learned+rotary", qk_norm=True),
+        augment=Augment(shift=1, flip=True, border="black"),
+        optim=Optim(name="muon", lr=4e-3, weight_decay=0.1),
         epochs=30,
         batch=128,
         label_smoothing=0.1,
@@ -69,9 +72,44 @@ def fashion_mnist() -> Recipe:
     )
 
 
-def small(**settings: Any) -> ViTConfig:
-    """What the recipes for small gray images share: rotary positions besides learned ones, normed queries and keys."""
-    return ViTConfig(**{"channels": 1, "classes": 10, "positions": "learned+rotary", "qk_norm": True} | settings)
+def cifar10() -> Recipe:
+    """CIFAR-10 from scratch: for a GPU. Its accuracy has not been measured yet."""
+    return Recipe(
+        name="cifar10",
+        data=Data(name="cifar10", validation=0.1),
+        model=ViTConfig(
+            image_size=(32, 32),
+            patch_size=4,
+            classes=10,
+            width=256,
+            depth=6,
+            heads=4,
+            pooling="mean",
+            positions="learned+rotary",
+            qk_norm=True,
+            drop_path=0.1,
+        ),
+        augment=Augment(shift=4, flip=True, cutmix=1.0),
+        optim=Optim(name="muon", lr=4e-3, weight_decay=0.1),
+        epochs=60,
+        batch=512,
+        label_smoothing=0.1,
+        ema=0.05,
+    )
+
+
+def cifar100() -> Recipe:
+    """CIFAR-100 from scratch, like CIFAR-10: for a GPU. Its accuracy has not been measured yet."""
+    base = cifar10()
+    return replace(
+        base, name="cifar100", data=Data(name="cifar100", validation=0.1), model=replace(base.model, classes=100)
+    )
+
+
+def gray(**settings: Any) -> ViTConfig:
+    """A ViT for small gray images of ten kinds."""
+    shared: dict[str, Any] = {"image_size": (28, 28), "channels": 1, "classes": 10}
+    return ViTConfig(**shared | settings)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -79,6 +117,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "mnist": mnist,
     "mnist-quick": mnist_quick,
     "fashion-mnist": fashion_mnist,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
 }
 
 
