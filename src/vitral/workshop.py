@@ -66,7 +66,13 @@ def train(
     plan, preprocessing = settle(plan, dataset)
     dataset = shaped(dataset, preprocessing)
     steps = max(len(dataset.train) // plan.batch, 1)
-    hardware = choose(device=plan.device, precision=plan.precision, compile=plan.compile, steps=steps * plan.epochs)
+    hardware = choose(
+        device=plan.device,
+        precision=plan.precision,
+        compile=plan.compile,
+        width=plan.model.width,
+        steps=steps * plan.epochs,
+    )
     if run is None:
         run = Run.create(RUNS, plan.name, Path(out) if out else None)
         write_atomically(run.recipe_file, plan.to_toml())

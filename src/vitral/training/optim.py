@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vitral.training.muon import Muon
 from vitral.training.recipe import Optim
 
 SPARED = ("token", "table", "registers", "probe")  # learned vectors, not maps: decay would pull them to zero
@@ -32,11 +33,7 @@ def make_optimizers(model: nn.Module, optim: Optim) -> list[Optimizer]:
     adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
     if not matrices:
         return [adamw]
-    # Steps of AdamW's size (arXiv 2502.16982), so that one learning rate serves both.
-    muon = torch.optim.Muon(
-        matrices, lr=optim.lr, weight_decay=optim.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
-    return [muon, adamw]
+    return [Muon(matrices, lr=optim.lr, weight_decay=optim.weight_decay), adamw]
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:
