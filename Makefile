@@ -1,10 +1,35 @@
-# Everything runs in .venv; the first target that needs it makes it.
+# Everything runs in .venv, which the first target that needs it makes.
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test test-all check format bench clean
+
+demo: $(READY)
+	$(BIN)/vitral demo
+
+test: check
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+test-all: check
+	$(BIN)/python -m pytest -n 2
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY)
+	$(BIN)/python benchmarks/mnist_cpu.py
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+clean:
+	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

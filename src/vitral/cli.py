@@ -70,6 +70,8 @@ def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any
     try:
         with redirect_stderr(said):
             return tyro.cli(kind, args=_squares(words), prog=f"vitral {command}", **more)
+    except ValueError as error:  # from a dataclass that refuses its values
+        raise VitralError(str(error), f"vitral {command} --help lists the flags") from error
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -77,14 +79,15 @@ def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any
 
 
 def _in_two_lines(boxed: str, command: str) -> VitralError:
-    """What tyro prints in a box, as a sentence and a hint."""
-    lines = [line.strip("│ ").strip() for line in boxed.splitlines() if line.startswith("│")]
-    sections = [part.split() for part in "\n".join(lines).split("──") if part.strip("─ \n")]
-    what = " ".join(sections[0]) if sections else boxed.strip()
+    """What tyro prints as a box, drawn with lines or with dashes, as a sentence and a hint."""
+    lines = [line.strip("╭╮╰╯│ ") for line in boxed.splitlines()]
+    text = " ".join("¶" if set(line) <= set("─-") else line for line in lines if line and not line.startswith("─ "))
+    parts = [part.strip() for part in text.split("¶") if part.strip()]
+    what = (parts if boxed.startswith("╭") else parts[1:] or [boxed])[0]  # without lines, the title is a part
     if match := re.match(r"Unrecognized options: (\S+?),?(?= |$)", what):
         what = f"vitral {command} has no flag {match[1]}."
-        if close := re.search(r"Perhaps you meant:\s+(--\S+)", "\n".join(lines)):
-            what += f" Did you mean {close[1].rstrip(',')}?"
+        if close := re.search(r"Perhaps you meant: (--[\w.-]+)", text):
+            what += f" Did you mean {close[1]}?"
     elif match := re.match(r"Error parsing (\S+): (.*)", what):
         what = f"{match[1]}: {match[2]}" if match[1].startswith("-") else match[2]
     return VitralError(what, f"vitral {command} --help lists the flags")

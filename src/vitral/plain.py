@@ -61,5 +61,6 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if hint in (int, str, bool) and type(value) is hint:
         return value
-    wanted = f"one of {', '.join(map(str, choices))}" if origin is Literal else getattr(hint, "__name__", str(hint))
+    kind = hint.__name__ if isinstance(hint, type) else str(hint)
+    wanted = f"one of {', '.join(map(str, choices))}" if origin is Literal else kind
     raise VitralError(f"{where} must be {wanted}, not {value!r}")

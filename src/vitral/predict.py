@@ -70,6 +70,8 @@ class Predictor:
         self, pictures: Iterable[Picture], top: int | None = None, batch: int = 64
     ) -> Iterable[Prediction]:
         """An answer for each picture, in order. One that cannot be read gets an error and stops nothing."""
+        if top is not None and top < 1:
+            raise VitralError(f"top must be at least 1, not {top}")
         waiting: list[tuple[str, Tensor | str]] = []
         for picture in pictures:
             waiting.append(self._open(picture))
@@ -102,8 +104,7 @@ class Predictor:
         """A name for the picture, with its pixels or with what is wrong with it."""
         name = str(picture) if isinstance(picture, str | Path) else "image"
         try:
-            opened = picture if isinstance(picture, Image.Image) else decode(picture)
-            return name, self.card.preprocessing.pixels(opened)
+            return name, self.card.preprocessing.pixels(decode(picture))
         except NotAnImage as error:
             return name, error.what
 

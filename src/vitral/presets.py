@@ -45,13 +45,11 @@ PUBLISHED: dict[str, str] = {
 
 def preset(name: str, **changes: Any) -> ViTConfig:
     """The configuration called `name`, with changes: `preset("B/16", image_size=(384, 384), classes=10)`."""
-    by_lower = {known.lower(): known for known in PRESETS}
-    if len(by_lower) < len(PRESETS):  # g/14 and G/14 differ in case alone
-        by_lower = {known: known for known in PRESETS} | {k: v for k, v in by_lower.items() if v[0] not in "gG"}
-    if name not in PRESETS and name.lower() in by_lower:
-        name = by_lower[name.lower()]
     if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
+        meant = [known for known in PRESETS if known.lower() == name.lower()]
+        if len(meant) != 1:
+            raise unknown("preset", name, PRESETS)
+        name = meant[0]
     known_fields = [field.name for field in fields(ViTConfig)]
     for change in changes:
         if change not in known_fields:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torchinfo
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from vitral.vit import ViT, ViTConfig
 
@@ -48,7 +49,8 @@ def summarise(config: ViTConfig, depth: int = 3) -> Summary:
         )
     with FakeTensorMode():  # shapes without values, but with the kernels that a CPU would use
         model = ViT(config)
-        counter = FlopCounterMode(display=False)
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts the GPU's kernels only
+        counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
         kept: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,3 +72,7 @@ def summarise(config: ViTConfig, depth: int = 3) -> Summary:
         weight_bytes=4 * parameters,
         activation_bytes=sum(size for storage, size in kept.items() if storage not in weights),
     )
+
+
+def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *rest: Any, **more: Any) -> int:
+    return sdpa_flop_count(q, k, v)

@@ -27,7 +27,7 @@ Positions = Literal["learned", "sincos", "rotary", "learned+rotary", "none"]
 Head = Literal["linear", "mlp"]
 Gelu = Literal["exact", "tanh"]
 Grid = tuple[int, int]  # patches down, patches across
-Turn = tuple[Tensor, Tensor]  # cosines and sines of the rotary positions, T d/2
+Turn = Tensor  # cosines and sines of the rotary positions, 2 T d/2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +57,24 @@ class ViTConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        def are(names: str, holds: Callable[[Any], bool], must: str) -> None:
+        def are(names: str, kind: Any, holds: Callable[[Any], bool], must: str) -> None:
             for name in names.split():
-                if not holds(value := getattr(self, name)):
+                if not (isinstance(value := getattr(self, name), kind) and holds(value)):
                     raise ValueError(f"{name} must be {must}, not {value!r}")
 
-        are("patch_size channels classes width depth heads", lambda n: n >= 1, "at least 1")
-        are("mlp_width", lambda n: n is None or n >= 1, "at least 1")
-        are("registers", lambda n: n >= 0, "at least 0")
-        are("dropout_embedding dropout_attention dropout drop_path", lambda p: 0 <= p < 1, "at least 0 and below 1")
+        are("image_size", tuple, lambda sides: [*map(type, sides)] == [int, int], "(height, width), whole numbers")
+        are("patch_size channels classes width depth heads", int, lambda n: n >= 1, "a whole number, at least 1")
+        are("mlp_width", int | None, lambda n: n is None or n >= 1, "a whole number, at least 1, or None")
+        are("registers", int, lambda n: n >= 0, "a whole number, at least 0")
+        rates = "dropout_embedding dropout_attention dropout drop_path"
+        are(rates, int | float, lambda p: 0 <= p < 1, "at least 0 and below 1")
+        are("layer_scale", int | float | None, lambda s: s is None or s > 0, "above 0, or None")
+        are("norm_eps", int | float, lambda e: e > 0, "above 0")
+        are("qk_norm qkv_bias", bool, lambda _: True, "True or False")
         for name, kind in (("pooling", Pooling), ("positions", Positions), ("head", Head), ("gelu", Gelu)):
-            are(name, get_args(kind).__contains__, f"one of {', '.join(get_args(kind))}")
-        step = 4 if self.positions == "sincos" else self.heads * (4 if "rotary" in self.positions else 1)
-        are("width", lambda D: D % math.lcm(step, self.heads) == 0, f"a multiple of {step} (heads, positions)")
+            are(name, str, get_args(kind).__contains__, f"one of {', '.join(get_args(kind))}")
+        step = math.lcm(self.heads * (4 if "rotary" in self.positions else 1), 4 if self.positions == "sincos" else 1)
+        are("width", int, lambda D: D % step == 0, f"a multiple of {step} (heads, positions)")
         check_divides(self.image_size, self.patch_size)
 
     @property
@@ -130,7 +135,7 @@ class ClassToken(nn.Module):
         self.token = nn.Parameter(torch.empty(1, 1, width))
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
-        return torch.cat([self.token.expand(len(tokens_BND), -1, -1), tokens_BND], dim=1)
+        return torch.cat([self.token.expand(tokens_BND.shape[0], -1, -1), tokens_BND], dim=1)
 
 
 class PositionEmbedding(nn.Module):
@@ -174,9 +179,8 @@ class PositionEmbedding(nn.Module):
 def resample_positions(rows_1ND: Tensor, old: Grid, new: Grid) -> Tensor:
     """The rows of the grid `old`, seen as a picture with D channels, resized to the grid `new`."""
     picture = rows_1ND.view(1, *old, -1).permute(0, 3, 1, 2).float()  # 1 (y x) d -> 1 d y x
-    return (
-        F.interpolate(picture, size=new, mode="bicubic", antialias=True).flatten(2).transpose(1, 2).to(rows_1ND.dtype)
-    )
+    resized = F.interpolate(picture, size=new, mode="bicubic", antialias=True)
+    return resized.flatten(2).transpose(1, 2).to(rows_1ND.dtype)
 
 
 def places(grid: Grid, trained: Grid) -> Tensor:
@@ -189,21 +193,21 @@ class RotaryPosition(nn.Module):
     """Turns pairs of numbers in queries and keys by angles that grow with row and column (arXiv 2104.09864, in 2-D):
     their product then depends on how far apart the places are. Tokens in front of the patches are not turned."""
 
-    angles: Tensor
+    turn: Tensor
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.grid, self.prefix, self.quarter = config.grid, config.prefix, config.width // config.heads // 4
-        self.register_buffer("angles", self.angles_of(config.grid), persistent=False)
+        self.register_buffer("turn", self.turn_of(config.grid), persistent=False)  # angles would not survive bf16
 
-    def angles_of(self, grid: Grid) -> Tensor:
-        """T d/2: half of the pairs turn with the row, half with the column; the fastest by π a patch."""
+    def turn_of(self, grid: Grid) -> Turn:
+        """2 T d/2: half of the pairs turn with the row, half with the column; the fastest by π a patch."""
         frequency = math.pi * 100 ** -(torch.arange(self.quarter) / self.quarter)
-        return F.pad((places(grid, self.grid)[:, :, None] * frequency).flatten(1), (0, 0, self.prefix, 0))
+        angles = F.pad((places(grid, self.grid)[:, :, None] * frequency).flatten(1), (0, 0, self.prefix, 0))
+        return torch.stack([angles.cos(), angles.sin()])
 
     def forward(self, grid: Grid) -> Turn:
-        angles = self.angles if grid == self.grid else self.angles_of(grid).to(self.angles)
-        return angles.cos(), angles.sin()
+        return self.turn if grid == self.grid else self.turn_of(grid).to(self.turn)
 
 
 def rotate(x_BhTd: Tensor, turn: Turn) -> Tensor:
@@ -266,7 +270,7 @@ class Residual(nn.Module):
         if self.scale is not None:
             f_BTD = f_BTD * self.scale
         if self.training and self.drop:
-            kept = torch.rand(len(f_BTD), 1, 1, device=f_BTD.device) >= self.drop
+            kept = torch.rand(f_BTD.shape[0], 1, 1, device=f_BTD.device) >= self.drop
             f_BTD = f_BTD * (kept / (1 - self.drop)).to(f_BTD.dtype)  # divided, so that the mean stays what it was
         return z_BTD + f_BTD
 
@@ -320,8 +324,8 @@ class AttentionPooling(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, patches_BND: Tensor) -> Tensor:
-        q = self.q(self.probe).unflatten(-1, (self.heads, -1)).transpose(1, 2).expand(len(patches_BND), -1, -1, -1)
         k, v = self.kv(patches_BND).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q = self.q(self.probe).unflatten(-1, (self.heads, -1)).transpose(1, 2).expand(k.shape[0], -1, -1, -1)
         answer = self.project(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return (answer + self.mlp(self.norm(answer))).squeeze(1)
 
@@ -401,7 +405,7 @@ class ViT(nn.Module):
             tokens = self.position_embedding(tokens, grid)
         if self.registers is not None:
             front = int(self.class_token is not None)
-            registers = self.registers.expand(len(tokens), -1, -1)
+            registers = self.registers.expand(tokens.shape[0], -1, -1)
             tokens = torch.cat([tokens[:, :front], registers, tokens[:, front:]], dim=1)
         return self.dropout(tokens)
 

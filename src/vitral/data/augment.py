@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
+
+Border = Literal["edge", "black"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +25,23 @@ class Augment:
     flip: bool = False  # left and right exchanged in half of the images
     rotate: float = 0.0  # up to so many degrees, either way
     scale: float = 0.0  # 0.1: between 0.9 and 1.1 times the size
-    border: Literal["edge", "black"] = "edge"  # what comes in from outside when an image is moved
+    border: Border = "edge"  # what comes in from outside when an image is moved
     erase: float = 0.0  # share of images that lose a random rectangle (arXiv 1708.04896)
     mixup: float = 0.0  # α of the Beta distribution that blends two images (arXiv 1710.09412)
     cutmix: float = 0.0  # α of the Beta distribution that pastes a rectangle of another image (arXiv 1905.04899)
 
     def __post_init__(self) -> None:
         for name in ("shift", "rotate", "scale", "erase", "mixup", "cutmix"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"augment.{name} must not be negative, not {getattr(self, name)}")
-        for name in ("scale", "erase"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"augment.{name} must be at most 1, not {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"augment.{name} must be a number and not negative, not {getattr(self, name)}")
+        if self.shift != int(self.shift):
+            raise ValueError(f"augment.shift must be a whole number of pixels, not {self.shift}")
+        if self.scale >= 1:
+            raise ValueError(f"augment.scale must be below 1, not {self.scale}")
+        if self.erase > 1:
+            raise ValueError(f"augment.erase must be at most 1, not {self.erase}")
+        if self.border not in get_args(Border):
+            raise ValueError(f"augment.border must be one of {', '.join(get_args(Border))}, not {self.border!r}")
 
     def move(self, images_BCHW: Tensor, generator: Generator) -> Tensor:
         """Before normalising: shift, mirror, rotate, resize. Whole pixels stay uint8, the rest becomes float."""
@@ -45,14 +52,21 @@ class Augment:
         return images_BCHW
 
     def mix(self, images_BCHW: Tensor, targets_BK: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-        """After normalising: erase, then blend with other images; targets are rows of class probabilities."""
+        """After normalising: erase, then blend with other images; targets are rows of class probabilities.
+
+        With mixup and cutmix both, a coin decides for each image: on the device, which never waits for Python.
+        """
         if self.erase:
             images_BCHW = erase(images_BCHW, self.erase, generator)
-        if self.mixup and (not self.cutmix or _coin(generator)):
-            return mixup(images_BCHW, targets_BK, self.mixup, generator)
-        if self.cutmix:
-            return cutmix(images_BCHW, targets_BK, self.cutmix, generator)
-        return images_BCHW, targets_BK
+        mixed = mixup(images_BCHW, targets_BK, self.mixup, generator) if self.mixup else (images_BCHW, targets_BK)
+        if not self.cutmix:
+            return mixed
+        pasted = cutmix(images_BCHW, targets_BK, self.cutmix, generator)
+        if not self.mixup:
+            return pasted
+        coin = torch.rand(len(images_BCHW), generator=generator, device=images_BCHW.device) < 0.5
+        images = torch.where(coin[:, None, None, None], pasted[0], mixed[0])
+        return images, torch.where(coin[:, None], pasted[1], mixed[1])
 
 
 def shift_and_flip(images_BCHW: Tensor, augment: Augment, generator: Generator) -> Tensor:
@@ -109,7 +123,7 @@ def mixup(images_BCHW: Tensor, targets_BK: Tensor, alpha: float, generator: Gene
     """λ of each image and 1 - λ of another; the targets blend alike."""
     share = _beta(alpha, len(images_BCHW), generator, images_BCHW.device)
     images = torch.lerp(images_BCHW.roll(1, 0), images_BCHW, share[:, None, None, None].to(images_BCHW.dtype))
-    return images, torch.lerp(targets_BK.roll(1, 0), targets_BK, share[:, None])
+    return images, torch.lerp(targets_BK.roll(1, 0), targets_BK, share[:, None].to(targets_BK.dtype))
 
 
 def cutmix(images_BCHW: Tensor, targets_BK: Tensor, alpha: float, generator: Generator) -> tuple[Tensor, Tensor]:
@@ -121,7 +135,7 @@ def cutmix(images_BCHW: Tensor, targets_BK: Tensor, alpha: float, generator: Gen
     box = _boxes(side, side, top, left, H, W)
     kept = 1 - box.float().mean(dim=(1, 2))
     images = torch.where(box[:, None], images_BCHW.roll(1, 0), images_BCHW)
-    return images, torch.lerp(targets_BK.roll(1, 0), targets_BK, kept[:, None])
+    return images, torch.lerp(targets_BK.roll(1, 0), targets_BK, kept[:, None].to(targets_BK.dtype))
 
 
 def _boxes(height_B: Tensor, width_B: Tensor, top_B: Tensor, left_B: Tensor, H: int, W: int) -> Tensor:
@@ -135,11 +149,7 @@ def _boxes(height_B: Tensor, width_B: Tensor, top_B: Tensor, left_B: Tensor, H: 
 
 
 def _beta(alpha: float, count: int, generator: Generator, device: torch.device) -> Tensor:
-    """Draws of Beta(α, α): the share of the first of two Gamma variables."""
-    concentration = torch.full((2, count), alpha, device=device)
+    """Draws of Beta(α, α): the share of the first of two Gamma variables, which for a small α need 64 bits."""
+    concentration = torch.full((2, count), alpha, device=device, dtype=torch.float64)
     first, second = torch._standard_gamma(concentration, generator=generator)
-    return first / (first + second).clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def _coin(generator: Generator) -> bool:
-    return bool(torch.rand((), generator=generator, device=generator.device) < 0.5)
+    return (first / (first + second)).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from vitral.errors import VitralError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # Pillow knows more, some of which start other programs
 MOST_PIXELS = 100_000_000  # a larger picture is refused: decoded it would fill the memory
 
 
@@ -19,17 +21,21 @@ class NotAnImage(VitralError):
     """A file that is no picture, or a broken or too large one."""
 
 
-def decode(source: Path | str | bytes) -> Image.Image:
-    """The picture in a file or in bytes: EXIF orientation applied, alpha laid over white; mode "L" or "RGB"."""
-    name = "the image" if isinstance(source, bytes) else str(source)
+def decode(source: Path | str | bytes | Image.Image) -> Image.Image:
+    """The picture in a file or in bytes: EXIF orientation applied, alpha laid over white; mode "L" or "RGB".
+
+    One that Pillow has already opened is made upright and 8 bits like the others, and is itself left as it was.
+    """
+    name = str(source) if isinstance(source, Path | str) else "the image"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about metadata and bombs; the size is checked below
-            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
-                if picture.width * picture.height > MOST_PIXELS:
-                    raise NotAnImage(f"{name}: {picture.width}×{picture.height} pixels are more than vitral reads")
-                picture.load()
-                return to_eight_bits(ImageOps.exif_transpose(picture))
+            if isinstance(source, Image.Image):
+                return _upright(source, name)
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as picture:
+                return _upright(picture, name)
+    except NotAnImage:
+        raise
     except UnidentifiedImageError as error:
         raise NotAnImage(f"{name}: not an image") from error
     except FileNotFoundError as error:
@@ -40,19 +46,28 @@ def decode(source: Path | str | bytes) -> Image.Image:
         raise NotAnImage(f"{name}: no permission to read it") from error
     except Image.DecompressionBombError as error:
         raise NotAnImage(f"{name}: more pixels than vitral reads") from error
-    except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
+    except Exception as error:  # a broken file makes Pillow raise almost anything: struct.error, IndexError, …
         raise NotAnImage(f"{name}: broken or truncated ({str(error) or type(error).__name__})") from error
+
+
+def _upright(picture: Image.Image, name: str) -> Image.Image:
+    if picture.width * picture.height > MOST_PIXELS:
+        raise NotAnImage(f"{name}: {picture.width}×{picture.height} pixels are more than vitral reads")
+    picture.load()
+    with contextlib.suppress(Exception):  # broken metadata costs the orientation, not the picture
+        picture = ImageOps.exif_transpose(picture)
+    return to_eight_bits(picture)
 
 
 def to_eight_bits(picture: Image.Image) -> Image.Image:
     """Any of Pillow's modes → "L" or "RGB"."""
     if picture.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I", "F"):
-        values = np.asarray(picture, dtype=np.float64)
+        values = np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0, neginf=0)
         top = 1.0 if picture.mode == "F" and values.max(initial=0) <= 1 else 65535.0
         if picture.mode in ("I", "F") and 1 < values.max(initial=0) <= 255:
             top = 255.0
         return Image.fromarray((values / top * 255).clip(0, 255).round().astype(np.uint8))
-    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+    if picture.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in picture.info:
         picture = picture.convert("RGBA")
         white = Image.new("RGBA", picture.size, "white")
         return Image.alpha_composite(white, picture).convert("RGB")

@@ -21,12 +21,12 @@ class Loader:
 
     @property
     def steps(self) -> int:
-        """Batches an epoch: full ones; what is left over comes first in no epoch, it is drawn anew each time."""
+        """Full batches an epoch. What is left over, less than a batch, sits this epoch out: other images each time."""
         return max(len(self.labels) // self.batch, 1)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch, from batch `start` on."""
-        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+        generator = torch.Generator().manual_seed(((self.seed << 20) + epoch) % 2**64)
         order = torch.randperm(len(self.labels), generator=generator).to(self.labels.device)
         for step in range(start, self.steps):
             chosen = order[step * self.batch : (step + 1) * self.batch]

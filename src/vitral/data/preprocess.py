@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from vitral.errors import VitralError
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+Interpolation = Literal["bilinear", "bicubic"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,36 @@ class Preprocessing:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop: float = 1.0  # share of the scaled picture's shorter side that is kept
-    interpolation: str = "bilinear"
+    interpolation: Interpolation = "bilinear"
+
+    def __post_init__(self) -> None:
+        if min(self.image_size) < 1:
+            raise ValueError(f"preprocessing.image_size must be at least 1×1, not {self.image_size}")
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) != self.channels:
+                raise ValueError(
+                    f"preprocessing.{name} needs {self.channels} values, one a channel, not {getattr(self, name)}"
+                )
+        if not min(self.std) > 0:
+            raise ValueError(f"preprocessing.std must be above 0, not {self.std}")
+        if not 0 < self.crop <= 1:
+            raise ValueError(f"preprocessing.crop must be above 0 and at most 1, not {self.crop}")
+        if self.interpolation not in get_args(Interpolation):
+            known = ", ".join(get_args(Interpolation))
+            raise ValueError(f"preprocessing.interpolation must be one of {known}, not {self.interpolation!r}")
+
+    def placed(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Height and width that a picture is scaled to, then top and left of the crop in it.
+
+        As timm and torchvision do it: sides are rounded down, the crop's corner to the nearest, halves to even.
+        """
+        H, W = self.image_size
+        least_H, least_W = math.floor(H / self.crop), math.floor(W / self.crop)
+        if least_H * width >= least_W * height:
+            scaled = least_H, least_H * width // height
+        else:
+            scaled = least_W * height // width, least_W
+        return *scaled, round((scaled[0] - H) / 2), round((scaled[1] - W) / 2)
 
     def pixels(self, picture: Image.Image) -> Tensor:
         """uint8, C H W: scaled and cropped, not yet normalised."""
@@ -33,12 +65,11 @@ class Preprocessing:
         if mode is None:
             raise VitralError(f"a picture has 1, 3 or 4 channels; this model wants {self.channels}")
         picture = picture.convert(mode)
-        factor = max(height / picture.height, width / picture.width) / self.crop
-        size = max(round(picture.width * factor), width), max(round(picture.height * factor), height)
-        if picture.size != size:
-            picture = picture.resize(size, Image.Resampling[self.interpolation.upper()])
-        left, top = (size[0] - width) // 2, (size[1] - height) // 2
-        array = np.array(picture.crop((left, top, left + width, top + height)))
+        scaled_H, scaled_W, top, left = self.placed(picture.height, picture.width)
+        down, across = picture.height / scaled_H, picture.width / scaled_W
+        # Only the crop is computed: a strip of 9000×2 pixels, scaled as a whole, would fill the memory.
+        box = (left * across, top * down, (left + width) * across, (top + height) * down)
+        array = np.array(picture.resize((width, height), Image.Resampling[self.interpolation.upper()], box=box))
         return torch.from_numpy(array.reshape(height, width, self.channels)).permute(2, 0, 1).contiguous()
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
@@ -49,7 +80,7 @@ class Preprocessing:
 
 
 def adapt(images_NCHW: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """A set of uint8 images in the size and the channels that a model wants."""
+    """A set of uint8 images in the size and the channels that a model wants: as `Preprocessing.pixels` makes them."""
     C = preprocessing.channels
     if images_NCHW.shape[1] != C:
         if {images_NCHW.shape[1], C} != {1, 3}:
@@ -57,9 +88,11 @@ def adapt(images_NCHW: Tensor, preprocessing: Preprocessing) -> Tensor:
         luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)  # ITU-R 601, as Pillow does
         gray = images_NCHW if C == 3 else (images_NCHW * luma).sum(dim=1, keepdim=True).round().to(torch.uint8)
         images_NCHW = gray.expand(-1, C, -1, -1)
-    if tuple(images_NCHW.shape[2:]) == preprocessing.image_size:
-        return images_NCHW
-    return F.interpolate(images_NCHW, size=preprocessing.image_size, mode="bilinear", antialias=True)
+    *scaled, top, left = preprocessing.placed(*images_NCHW.shape[2:])
+    if scaled != list(images_NCHW.shape[2:]):
+        images_NCHW = F.interpolate(images_NCHW, size=scaled, mode=preprocessing.interpolation, antialias=True)
+    H, W = preprocessing.image_size
+    return images_NCHW[:, :, top : top + H, left : left + W]
 
 
 def measure(images_NCHW: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -75,6 +75,15 @@ class Metrics:
 def measure(logits_NK: Tensor, labels_N: Tensor, classes: tuple[str, ...]) -> Metrics:
     """All figures at once, from one pass over the set."""
     N, K = logits_NK.shape
+    if not N:
+        raise VitralError("there are no images to evaluate")
+    if len(classes) != K:
+        raise VitralError(f"the model answers for {K} classes, but {len(classes)} are named")
+    if strange := labels_N[(labels_N < 0) | (labels_N >= K)].unique().tolist():
+        raise VitralError(
+            f"there are labels outside the model's {K} classes: {', '.join(map(str, strange[:5]))}",
+            f"labels count from 0 ({classes[0]}) to {K - 1} ({classes[-1]})",
+        )
     labels_N = labels_N.to(logits_NK.device)
     ranked = logits_NK.topk(min(5, K), dim=1).indices
     confusion = torch.bincount(labels_N * K + ranked[:, 0], minlength=K * K).view(K, K).cpu().double()

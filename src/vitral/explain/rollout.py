@@ -25,6 +25,6 @@ def rollout(model: ViT, images_BCHW: Tensor) -> Tensor:
         looked_BTT = (attention.mean(dim=1) + torch.eye(first.shape[-1], device=first.device)) / 2 @ looked_BTT
     rows = looked_BTT[:, :1] if model.config.pooling == "class" else looked_BTT[:, trace.prefix :]
     heat = rows.mean(dim=1)[:, trace.prefix :].unflatten(-1, trace.grid)
+    heat = F.interpolate(heat[:, None], size=images_BCHW.shape[2:], mode="bilinear", align_corners=False)[:, 0]
     low, high = heat.amin(dim=(1, 2), keepdim=True), heat.amax(dim=(1, 2), keepdim=True)
-    heat = (heat - low) / (high - low).clamp_min(1e-12)
-    return F.interpolate(heat[:, None], size=images_BCHW.shape[2:], mode="bilinear", align_corners=False)[:, 0]
+    return (heat - low) / (high - low).clamp_min(1e-12)

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image
 from torch import Tensor
 
+from vitral.data.decode import decode
 from vitral.evaluation.metrics import Metrics
 from vitral.explain.rollout import rollout
-from vitral.predict import Predictor
+from vitral.predict import Picture, Predictor
 
 BLUE, ORANGE = "#0072B2", "#D55E00"  # told apart by the colour-blind too (Okabe and Ito)
+GRAY, PALE = "#6B7280", "#D5DBE3"
+MISTAKES = LinearSegmentedColormap.from_list("mistakes", ["white", "#FDD0A2", "#F16913", "#8C2D04"])
+
+Array = np.ndarray[Any, Any]
 
 
 def save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a class name in a script the font lacks
+        figure.savefig(path, dpi=130, bbox_inches="tight")
     return path
 
 
@@ -30,16 +42,17 @@ def curves(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     loss, accuracy = figure.subplots(1, 2)
     epochs = [row["epoch"] for row in rows]
     for axes, what, name in ((loss, "loss", "loss"), (accuracy, "top1", "accuracy")):
-        axes.plot(
-            epochs, [row[f"train_{what}"] for row in rows], "o-", color=ORANGE, ms=3, label="training (augmented)"
-        )
-        axes.plot(epochs, [row[f"validation_{what}"] for row in rows], "o-", color=BLUE, ms=3, label="validation")
+        for split, color, label in (("train", ORANGE, "training (augmented)"), ("validation", BLUE, "validation")):
+            axes.plot(epochs, [row[f"{split}_{what}"] for row in rows], "o-", color=color, ms=3, label=label)
         axes.set(xlabel="epoch", title=name)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    best = max((row["epoch"] for row in rows if row["best"]), default=epochs[-1])
-    accuracy.axvline(best, color="gray", ls=":", label="best epoch")
+        if len(epochs) == 1:
+            axes.set_xlim(epochs[0] - 0.5, epochs[0] + 0.5)
+    if len(epochs) > 1:
+        best = max((row["epoch"] for row in rows if row["best"]), default=epochs[-1])
+        accuracy.axvline(best, color=GRAY, ls=":", zorder=0, label=f"best epoch ({best})")
     accuracy.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
     accuracy.legend(frameon=False)
     return save(figure, path)
@@ -47,56 +60,147 @@ def curves(rows: Sequence[dict[str, Any]], path: Path) -> Path:
 
 def confusion(metrics: Metrics, path: Path, title: str = "") -> Path:
     """Rows: what it is. Columns: what it was called. Mistakes are coloured; right answers would drown them."""
-    names = [figures.name for figures in metrics.per_class]
+    names = [shortened(figures.name, 24) for figures in metrics.per_class]
     counts = np.array(metrics.confusion)
     K = len(names)
     mistakes = counts.astype(float)
     np.fill_diagonal(mistakes, 0)
-    size = min(max(0.55 * K, 4.0), 16)
+    size = min(max(0.55 * K, 4.0), 14)
     figure = Figure(figsize=(size, size), layout="constrained")
     axes = figure.subplots()
-    axes.imshow(mistakes, cmap="Oranges", vmin=0, vmax=max(mistakes.max(), 1))
+    axes.imshow(mistakes, cmap=MISTAKES, vmin=0, vmax=max(mistakes.max(), 1))
     if K <= 30:
-        for true in range(K):
-            for said in range(K):
-                if counts[true, said]:
-                    dark = mistakes[true, said] > 0.6 * mistakes.max()
-                    color = "white" if dark else "black" if true != said else BLUE
-                    axes.text(said, true, str(counts[true, said]), ha="center", va="center", fontsize=8, color=color)
-    ticks = range(K) if K <= 30 else range(0, K, max(K // 20, 1))
-    axes.set_xticks(list(ticks), [names[i] for i in ticks], rotation=90 if max(map(len, names)) > 2 else 0)
-    axes.set_yticks(list(ticks), [names[i] for i in ticks])
-    axes.set(xlabel="the model said", ylabel="it is", title=title)
+        for true, said in zip(*counts.nonzero(), strict=True):
+            dark = mistakes[true, said] > 0.6 * mistakes.max()
+            color = BLUE if true == said else "white" if dark else "black"
+            axes.text(said, true, f"{counts[true, said]}", ha="center", va="center", fontsize=9, color=color)
+    ticks = list(range(0, K, 1 if K <= 30 else max(K // 20, 1)))
+    shown = [names[i] for i in ticks]
+    crowded = 0.1 * max(map(len, shown)) > size / len(ticks)  # 0.1 inch a letter
+    axes.set_xticks(ticks, shown, rotation=90 if crowded else 0, parse_math=False)
+    axes.set_yticks(ticks, shown, parse_math=False)
+    axes.set_xlabel("the model said")
+    axes.set_ylabel("it is")
+    axes.set_title(title, parse_math=False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_color(PALE)
+    if K <= 30:
+        axes.set_xticks(np.arange(K - 1) + 0.5, minor=True)
+        axes.set_yticks(np.arange(K - 1) + 0.5, minor=True)
+        axes.grid(which="minor", color=PALE, lw=0.5)
+        axes.tick_params(which="minor", length=0)
     return save(figure, path)
 
 
 def attention(predictor: Predictor, images_NCHW: Tensor, labels_N: Tensor, path: Path) -> Path:
     """Each image, with the answer and its probability, and beside it where the model looked."""
-    preprocessing = predictor.card.preprocessing
-    probabilities = predictor.probabilities(images_NCHW)
-    heat = rollout(predictor.model, preprocessing.normalise(images_NCHW.to(predictor.hardware.device))).cpu()
-    columns = min(6, len(images_NCHW))
+    probabilities, heat = predictor.probabilities(images_NCHW), looked_at(predictor, images_NCHW)
+    columns = min(4, len(images_NCHW))
     rows = -(-len(images_NCHW) // columns)
-    figure = Figure(figsize=(2.6 * columns, 1.65 * rows), layout="constrained")
-    grid = figure.subplots(rows, 2 * columns, squeeze=False)
+    H, W = images_NCHW.shape[2:]
+    side = 1.25 * H / W  # inches
+    height = (side + 0.35) * rows
+    figure = Figure(figsize=(2.8 * columns, height))
+    caption = "left: the image, what the model said, how sure it was\nright: where it looked"
+    figure.text(0, 1 + 0.1 / height, caption, fontsize=10, color=GRAY, va="bottom")
+    figure.subplots_adjust(left=0, right=1, bottom=0, top=1 - 0.25 / height, wspace=0.06, hspace=0.35 / side)
+    ratios = [1, 1, 0.12] * columns
+    grid = figure.subplots(rows, 3 * columns, squeeze=False, gridspec_kw={"width_ratios": ratios})
     for axes in grid.flat:
         axes.axis("off")
     for index, (image, label, chances) in enumerate(zip(images_NCHW, labels_N.tolist(), probabilities, strict=True)):
-        plain, seen = grid[index // columns, 2 * (index % columns) : 2 * (index % columns) + 2]
-        pixels = image.permute(1, 2, 0).numpy()
-        gray = pixels[..., 0] if pixels.shape[-1] == 1 else pixels[..., :3]
+        plain, seen = grid[index // columns, 3 * (index % columns) :][:2]
         said = int(chances.argmax())
-        right = said == label
-        plain.imshow(gray, cmap="gray", vmin=0, vmax=255)
+        answer = f"{shortened(predictor.classes[said], 13)} · {chances[said]:.0%}"
+        if said != label:
+            answer += f", is {shortened(predictor.classes[label], 13)}"
+        show(plain, shown(image))
         plain.set_title(
-            f"{predictor.classes[said]} {chances[said]:.0%}" + ("" if right else f" (is {predictor.classes[label]})"),
-            fontsize=9,
-            color="black" if right else ORANGE,
-            loc="left",
+            answer, fontsize=10, color="black" if said == label else ORANGE, loc="left", pad=3, parse_math=False
         )
-        seen.imshow(gray, cmap="gray", vmin=0, vmax=255)
-        seen.imshow(heat[index], cmap="inferno", alpha=0.6, vmin=0, vmax=1)
+        show(seen, glowing(shown(image), heat[index]))
     return save(figure, path)
+
+
+def glass(predictor: Predictor, image: Picture | Tensor, path: Path) -> Path:
+    """One row: an image, its patches, where the model looked, and its answer.
+
+    `image` is a file, bytes or a picture, or a uint8 tensor C H W as the model wants it.
+    """
+    pixels = image if isinstance(image, Tensor) else predictor.card.preprocessing.pixels(decode(image))
+    chances = predictor.probabilities(pixels[None])[0]
+    H, W = pixels.shape[1:]
+    figure = Figure(figsize=(6.5 * W / H + 3.5, 2.5), layout=ConstrainedLayoutEngine(w_pad=0.07))
+    ratios = [W / H, W / H, W / H, 1]
+    picture, patches, seen, answer = figure.subplots(1, 4, gridspec_kw={"width_ratios": ratios})
+    show(picture, shown(pixels))
+    show(patches, with_gaps(shown(pixels), predictor.model.config.patch_size))
+    show(seen, glowing(shown(pixels), looked_at(predictor, pixels[None])[0]))
+    rows, columns = H // predictor.model.config.patch_size, W // predictor.model.config.patch_size
+    titles = ("an image", f"its {rows} × {columns} patches", "where the model looked", "its answer")
+    for axes, title in zip((picture, patches, seen, answer), titles, strict=True):
+        axes.set_title(title, fontsize=11, color=GRAY, pad=7)
+        axes.axis("off")
+    best = chances.topk(min(5, len(chances)))
+    for row, (chance, index) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+        first = {"color": BLUE, "weight": "bold"} if row == 0 else {"color": "black"}
+        answer.barh(row, 1, height=0.62, color="#EEF1F5")
+        answer.barh(row, chance, height=0.62, color=BLUE if row == 0 else "#9DB8CC")
+        name = shortened(predictor.classes[index], 14)
+        answer.text(-0.06, row, name, ha="right", va="center", fontsize=12, parse_math=False, **first)
+        answer.text(1.06, row, percent(chance), ha="left", va="center", fontsize=11, **first)
+    answer.set(xlim=(0, 1), ylim=(4.4, -0.4), box_aspect=1)
+    return save(figure, path)
+
+
+def percent(share: float) -> str:
+    """Never 100 % for what is not certain, nor 0 % for what is not impossible."""
+    return "> 99.9 %" if 0.9995 <= share < 1 else "< 0.1 %" if 0 < share < 0.0005 else f"{share:.1%}".replace("%", " %")
+
+
+def shortened(name: str, most: int) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def shown(image_CHW: Tensor) -> Array:
+    """H W 3, as it is drawn: gray in three equal channels, alpha left out."""
+    pixels = image_CHW[:3] if len(image_CHW) >= 3 else image_CHW[:1].expand(3, -1, -1)
+    array: Array = pixels.permute(1, 2, 0).cpu().numpy()
+    return array
+
+
+def show(axes: Axes, picture_HW3: Array) -> None:
+    axes.imshow(picture_HW3, interpolation="nearest", extent=(0, 1, 0, picture_HW3.shape[0] / picture_HW3.shape[1]))
+
+
+def with_gaps(picture_HW3: Array, patch_size: int) -> Array:
+    """The picture cut into its patches, with a little white between them."""
+    H, W, _ = picture_HW3.shape
+    enlarge = max(-(-420 // min(H, W)), 1)  # so that a gap can be thinner than a pixel of the picture
+    P = patch_size * enlarge
+    gap = max(P // 7, 2)
+    rows, columns = H // patch_size, W // patch_size
+    large = picture_HW3.repeat(enlarge, axis=0).repeat(enlarge, axis=1)
+    cut: Array = np.full((rows * (P + gap) - gap, columns * (P + gap) - gap, 3), 255, dtype=np.uint8)
+    for row in range(rows):
+        for column in range(columns):
+            top, left = row * (P + gap), column * (P + gap)
+            cut[top : top + P, left : left + P] = large[row * P : (row + 1) * P, column * P : (column + 1) * P]
+    return cut
+
+
+def looked_at(predictor: Predictor, images_NCHW: Tensor) -> Array:
+    """N H W in 0…1: attention rollout."""
+    images = predictor.card.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
+    heat: Array = rollout(predictor.model, images).cpu().numpy()
+    return heat
+
+
+def glowing(picture_HW3: Array, heat_HW: Array) -> Array:
+    """The picture, darker, with the heat's light added to it as by a second lamp: what lies under it stays visible."""
+    glow = colormaps["inferno"](0.85 * heat_HW)[..., :3] * (1.5 * heat_HW[..., None]).clip(0, 1)
+    lit: Array = 1 - (1 - 0.6 * picture_HW3 / 255) * (1 - 0.9 * glow)
+    return (lit * 255).round().astype(np.uint8)
 
 
 def choose_examples(probabilities_NK: Tensor, labels_N: Tensor, count: int = 12) -> Tensor:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vitral.evaluation.metrics import Metrics
@@ -33,7 +34,7 @@ def show_metrics(metrics: Metrics, split: str) -> None:
         table.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
     for figures in metrics.per_class:
         table.add_row(
-            figures.name,
+            escape(figures.name),
             f"{figures.precision:.2%}",
             f"{figures.recall:.2%}",
             f"{figures.f1:.2%}",
@@ -44,10 +45,10 @@ def show_metrics(metrics: Metrics, split: str) -> None:
         matrix = Table(box=None, padding=(0, 1), title="is ↓  said →", title_justify="left", title_style="dim")
         matrix.add_column("")
         for figures in metrics.per_class:
-            matrix.add_column(figures.name[:8], justify="right", header_style="dim")
+            matrix.add_column(escape(figures.name[:8]), justify="right", header_style="dim")
         for true, (figures, row) in enumerate(zip(metrics.per_class, metrics.confusion, strict=True)):
             cells = [f"[bold]{count}[/bold]" if said == true else str(count or "·") for said, count in enumerate(row)]
-            matrix.add_row(f"[dim]{figures.name}[/dim]", *cells)
+            matrix.add_row(f"[dim]{escape(figures.name)}[/dim]", *cells)
         console.print()
         console.print(matrix)
 

@@ -90,7 +90,10 @@ class State:
             self.averaged.model.load_state_dict(saved["averaged"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        self.draws.set_state(saved["draws"])
+        if saved["draws"].shape == self.draws.get_state().shape:
+            self.draws.set_state(saved["draws"])
+        else:  # made on another kind of device: its draws cannot be continued here, only begun anew
+            self.draws.manual_seed(saved["step"])
         hardware.set_random_state(saved["random"])
         self.totals.copy_(saved["totals"])
         self.epoch, self.position, self.step = saved["epoch"], saved["position"], saved["step"]
@@ -106,6 +109,9 @@ def fit(
     watch: Watch | None = None,
 ) -> None:
     """Train as the recipe says, from the run's newest checkpoint if it has one; leaves the model in the run folder."""
+    for kind, split in (("training", dataset.train), ("validation", dataset.validation)):
+        if not len(split):
+            raise VitralError(f"{dataset.name} has no {kind} images", "another --data.validation may leave some")
     watch = watch or Watch()
     device = hardware.device
     loader = Loader(
@@ -117,7 +123,12 @@ def fit(
     steps = loader.steps * recipe.epochs
     state = begin(recipe, hardware, steps)
     if (saved := checkpoint.newest(run.checkpoints)) is not None:
-        state.restore(checkpoint.load(saved), hardware)
+        try:
+            state.restore(checkpoint.load(saved), hardware)
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise VitralError(
+                f"the checkpoint {saved} does not fit {run.recipe_file}", "put the recipe back, or begin a new run"
+            ) from error
     rows = [row for row in run.metrics() if row["epoch"] <= state.epoch]
     run.write_metrics(rows)
     forward = torch.compile(state.model) if hardware.compile else state.model
@@ -137,24 +148,22 @@ def fit(
                     speed = clock.images_per_second(state)
                     watch.step(state.epoch + 1, state.position, loss, speed, clock.seconds_left(state, steps))
                 if interrupt.is_set():
-                    clock.stop(state)
-                    checkpoint.save(run.checkpoints, state.step, state.to_save(hardware), recipe.keep)
-                    raise Interrupted(
-                        f"stopped after step {state.step} of {steps}; everything is saved", resume_line(run)
-                    )
+                    save(state, recipe, hardware, run, clock)
+                    raise stopped(state, steps, run)
                 if clock.due(recipe.checkpoint_minutes) and state.position < loader.steps:
-                    clock.stop(state)
-                    checkpoint.save(run.checkpoints, state.step, state.to_save(hardware), recipe.keep)
+                    save(state, recipe, hardware, run, clock)
 
             row = end_of_epoch(state, recipe, dataset, preprocessing, hardware, run)
             clock.stop(state)
             row |= {"seconds": round(state.seconds, 3), "images_per_second": round(clock.images_per_second(state), 1)}
             rows.append(row)
             run.write_metrics(rows)
-            checkpoint.save(run.checkpoints, state.step, state.to_save(hardware), recipe.keep)
+            save(state, recipe, hardware, run, clock)
             watch.epoch(row, clock.seconds_left(state, steps))
             if log is not None:
                 log(row)
+            if interrupt.is_set():  # while validating
+                raise stopped(state, steps, run)
 
     model = ViT(recipe.model)
     model.load_state_dict(load_weights(run.checkpoints / "best.safetensors"))
@@ -177,7 +186,7 @@ def begin(recipe: Recipe, hardware: Hardware, steps: int) -> State:
         optimizers=make_optimizers(model, recipe.optim),
         averaged=Averaged(model, recipe.ema, steps) if recipe.ema else None,
         draws=Generator(hardware.device).manual_seed(recipe.seed),
-        totals=torch.zeros(3, device=hardware.device),
+        totals=torch.zeros(3, device=hardware.device, dtype=torch.float64),  # fp32 counts to 16 million
         first_bad=torch.full((), -1, device=hardware.device),
     )
 
@@ -222,6 +231,8 @@ def end_of_epoch(
     logits = logits_of(answering, dataset.validation.images, preprocessing, hardware)
     state.model.train()
     found = measure(logits, dataset.validation.labels, dataset.classes)
+    if not math.isfinite(found.loss):  # the last step's own loss was; these weights must not be saved
+        raise diverged(f"the validation loss is not finite after step {state.step}", run)
     if not state.best or (found.top1, -found.loss) > (state.best["top1"], -state.best["loss"]):
         state.best = {"epoch": state.epoch + 1, "top1": found.top1, "loss": found.loss}
         save_weights(run.checkpoints / "best.safetensors", answering.state_dict())
@@ -243,11 +254,26 @@ def end_of_epoch(
 def check_finite(state: State, run: Run) -> None:
     """Stop at the first loss that is not a number; what was saved before stays."""
     if (step := int(state.first_bad.item())) >= 0:
-        saved = checkpoint.newest(run.checkpoints)
-        kept = f"the last good state is {saved}" if saved else "no epoch was finished before"
-        raise VitralError(
-            f"the loss is not finite at step {step}: the training diverged", f"{kept}; try a lower --optim.lr"
-        )
+        raise diverged(f"the loss is not finite at step {step + 1}", run)
+
+
+def diverged(what: str, run: Run) -> VitralError:
+    saved = checkpoint.newest(run.checkpoints)
+    kept = f"the last good state is {saved}" if saved else "nothing was saved before"
+    return VitralError(f"{what}: the training diverged", f"{kept}; try a lower --optim.lr")
+
+
+def save(state: State, recipe: Recipe, hardware: Hardware, run: Run, clock: Clock) -> None:
+    """A checkpoint, unless the training has diverged since the device was last looked at."""
+    check_finite(state, run)
+    clock.stop(state)
+    checkpoint.save(run.checkpoints, state.step, state.to_save(hardware), recipe.keep)
+
+
+def stopped(state: State, steps: int, run: Run) -> Interrupted:
+    return Interrupted(
+        f"stopped after step {state.step} of {steps}; everything is saved", f"go on with: vitral train --resume {run}"
+    )
 
 
 class Clock:
@@ -294,10 +320,6 @@ def interruptible() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def resume_line(run: Run) -> str:
-    return f"go on with: vitral train --resume {run}"
 
 
 def tensorboard(run: Run) -> Any:

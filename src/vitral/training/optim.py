@@ -38,7 +38,7 @@ def make_optimizers(model: nn.Module, optim: Optim) -> list[Optimizer]:
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:
     """At `step` of `steps`: a straight climb to lr, then down to lr·final_lr along half a cosine or a line."""
-    warmup = optim.warmup * steps if optim.warmup < 1 else optim.warmup
+    warmup = round(optim.warmup * steps) if optim.warmup < 1 else optim.warmup
     if step < warmup:
         return optim.lr * (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(steps - warmup, 1)

@@ -51,8 +51,12 @@ class Optim:
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise ValueError(f"optim.lr must be above 0, not {self.lr}")
-        if self.warmup < 0:
-            raise ValueError(f"optim.warmup must not be negative, not {self.warmup}")
+        for name in ("weight_decay", "clip", "warmup", "final_lr"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"optim.{name} must not be negative, not {getattr(self, name)}")
+        for name, shares in (("betas", self.betas), ("momentum", (self.momentum,))):
+            if not all(0 <= share < 1 for share in shares):
+                raise ValueError(f"optim.{name} must be at least 0 and below 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,8 @@ class Recipe:
         for name in ("label_smoothing", "ema"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be at least 0 and below 2**32, not {self.seed}")
 
     def to_toml(self) -> str:
         """Complete: every field, but for those that are None, which TOML cannot say."""
@@ -98,10 +104,7 @@ class Recipe:
                 inner = inner.setdefault(group, {})
                 if not isinstance(inner, dict):
                     raise VitralError(f"{path!r} is no field of a recipe: {group!r} has no fields inside")
-            if value is None:
-                inner.pop(last, None)
-            else:
-                inner[last] = value
+            inner[last] = to_plain(value)
         return from_plain(Recipe, values)
 
 

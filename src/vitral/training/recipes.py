@@ -20,7 +20,7 @@ def digits() -> Recipe:
         model=gray(
             image_size=(8, 8), patch_size=2, width=64, depth=4, heads=4, positions="learned+rotary", qk_norm=True
         ),
-        augment=Augment(shift=1, rotate=10, scale=0.1, border="black"),
+        augment=Augment(shift=1, rotate=10.0, scale=0.1, border="black"),
         optim=Optim(lr=6e-3, weight_decay=0.1),
         epochs=150,
         batch=64,
@@ -34,9 +34,9 @@ def mnist() -> Recipe:
         name="mnist",
         data=Data(name="mnist", validation=1 / 12),
         model=gray(patch_size=7, width=96, depth=4, heads=4, mlp_width=192, positions="learned+rotary"),
-        augment=Augment(shift=2, rotate=10, scale=0.1, border="black"),
+        augment=Augment(shift=2, rotate=10.0, scale=0.1, border="black"),
         optim=Optim(name="muon", lr=5e-3, weight_decay=0.1),
-        epochs=14,
+        epochs=20,
         batch=128,
         label_smoothing=0.1,
         ema=0.05,

@@ -37,7 +37,7 @@ class DistilledViT(ViT):
     def embed(self, images_BCHW: Tensor, grid: Grid) -> Tensor:
         """[x_class; x_distillation; x1·E; …; xN·E] + E_pos."""
         tokens = super().embed(images_BCHW, grid)
-        extra = (self.distillation_token + self.distillation_position_table).expand(len(tokens), -1, -1)
+        extra = (self.distillation_token + self.distillation_position_table).expand(tokens.shape[0], -1, -1)
         return torch.cat([tokens[:, :1], self.dropout(extra), tokens[:, 1:]], dim=1)
 
     def pool(self, tokens_BTD: Tensor) -> Tensor:

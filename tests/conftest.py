@@ -1,0 +1,145 @@
+"""What all tests share: one thread, a cache of their own, no network, and a set that is learned in a second."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child processes inherit it
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitral.data.datasets import Dataset, Split
+from vitral.data.preprocess import Preprocessing, measure
+from vitral.hardware import Hardware
+from vitral.run import Run, write_atomically
+from vitral.training.loop import Watch, fit
+from vitral.training.recipe import Data, Optim, Recipe
+from vitral.vit import ViTConfig
+
+torch.set_num_threads(1)
+
+Fit = Callable[..., Run]
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or fills the person's cache."""
+    monkeypatch.setenv("VITRAL_HOME", str(tmp_path_factory.getbasetemp() / "vitral-home"))
+    monkeypatch.delenv("VITRAL_DATA", raising=False)
+
+
+@pytest.fixture
+def network() -> None:
+    """Ask for this to be let out of the machine."""
+
+
+@pytest.fixture(autouse=True)
+def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only this machine answers, unless the test asks for `network`."""
+    if "network" in request.fixturenames:
+        return
+    connect = socket.socket.connect
+
+    def only_here(self: socket.socket, address: Any) -> None:
+        if isinstance(address, tuple) and str(address[0]) not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"a test wanted to reach {address[0]}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", only_here)
+
+
+def textures(count: int, seed: int, size: int = 8, channels: int = 1) -> Split:
+    """Four kinds of noisy images: rows, columns, a chequerboard, or nothing of it."""
+    draws = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 120, (count, channels, size, size), generator=draws, dtype=torch.uint8)
+    labels = torch.arange(count) % 4
+    y, x = torch.arange(size)[:, None] // 2, torch.arange(size)[None, :] // 2
+    kinds = torch.stack([(y + 0 * x) % 2, (x + 0 * y) % 2, (x + y) % 2, 0 * (x + y)])
+    return Split(images=images + 100 * kinds[labels][:, None].to(torch.uint8), labels=labels)
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    return Dataset(
+        name="textures",
+        classes=("rows", "columns", "chequerboard", "plain"),
+        train=textures(96, seed=1),
+        validation=textures(40, seed=2),
+        source="made by a test",
+        fingerprint="0123456789abcdef",
+        read_test=lambda: textures(40, seed=3),
+    )
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    """Six steps an epoch, four epochs, a fraction of a second."""
+    return Recipe(
+        name="tiny",
+        data=Data(name="textures"),
+        model=ViTConfig(image_size=(8, 8), patch_size=4, channels=1, classes=4, width=16, depth=2, heads=2),
+        optim=Optim(lr=1e-2),
+        epochs=4,
+        batch=16,
+        device="cpu",
+        precision="fp32",
+        compile="no",
+    )
+
+
+@pytest.fixture
+def cpu() -> Hardware:
+    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
+    return Hardware(device=torch.device("cpu"), precision="fp32", compile=False, reasons=reasons)
+
+
+@pytest.fixture
+def preprocessing(dataset: Dataset, recipe: Recipe) -> Preprocessing:
+    mean, std = measure(dataset.train.images)
+    return Preprocessing(image_size=recipe.model.image_size, channels=recipe.model.channels, mean=mean, std=std)
+
+
+@pytest.fixture
+def train_tiny(
+    tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing, cpu: Hardware
+) -> Iterator[Fit]:
+    """`train_tiny("name", watch=…, dataset=…, **changes of the recipe)`: fit in the run folder of that name."""
+
+    def run_it(
+        name: str = "run",
+        watch: Watch | None = None,
+        dataset: Dataset = dataset,
+        preprocessing: Preprocessing = preprocessing,
+        recipe: Recipe = recipe,
+        **changes: Any,
+    ) -> Run:
+        path = tmp_path / name
+        run = Run(path) if path.exists() else Run.create(tmp_path, name, path)
+        plan = recipe.changed(changes)
+        write_atomically(run.recipe_file, plan.to_toml())
+        fit(plan, dataset, preprocessing, run, cpu, watch)
+        return run
+
+    yield run_it
+
+
+@pytest.fixture
+def unread(dataset: Dataset) -> Dataset:
+    """The same set, with a test split that nobody may read."""
+
+    def read_test() -> Split:
+        raise AssertionError("the test set was read")
+
+    return replace(dataset, read_test=read_test)
+
+
+def identical(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """The same names and the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

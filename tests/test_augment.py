@@ -1,0 +1,359 @@
+"""Augmentation against Pillow and NumPy. The draws are not known here: a picture of coordinates tells where each pixel
+came from, and the reference is then asked to do the same."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from scipy import stats
+from torch import Generator, Tensor
+
+from vitral.data.augment import Augment, _beta, cutmix, erase, mixup
+
+BORDERS = ("edge", "black")
+
+
+def seeded(seed: int = 0) -> Generator:
+    return Generator().manual_seed(seed)
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(1, 256, shape, generator=seeded(seed), dtype=torch.uint8)  # no zero: black is the border
+
+
+def coordinates(B: int, H: int, W: int) -> Tensor:
+    """B 2 H W: column and row of each pixel."""
+    y, x = torch.meshgrid(torch.arange(H), torch.arange(W), indexing="ij")
+    return torch.stack([x, y]).float().expand(B, 2, H, W).clone()
+
+
+def map_of(augment: Augment, B: int, H: int, W: int, seed: int) -> np.ndarray[Any, Any]:
+    """B 2 3: the affine map from an output pixel's centre to the place it was read from, fitted to the inner pixels."""
+    moved = augment.move(coordinates(B, H, W), seeded(seed))
+    y, x = np.mgrid[:H, :W]
+    found = []
+    for read_x, read_y in moved.numpy():
+        inner = (read_x > 0.01) & (read_x < W - 1.01) & (read_y > 0.01) & (read_y < H - 1.01)
+        at = np.stack([x[inner], y[inner], np.ones(inner.sum())], axis=1)
+        found.append([np.linalg.lstsq(at, read[inner], rcond=None)[0] for read in (read_x, read_y)])
+    return np.array(found)
+
+
+def by_slicing(image: np.ndarray[Any, Any], down: int, right: int, flip: bool, border: str) -> np.ndarray[Any, Any]:
+    """Mirror, then shift, by padding and cutting."""
+    _, H, W = image.shape
+    image = image[:, :, ::-1] if flip else image
+    room = max(abs(down), abs(right))
+    mode: Any = "edge" if border == "edge" else "constant"
+    padded = np.pad(image, ((0, 0), (room, room), (room, room)), mode=mode)
+    return padded[:, room - down : room - down + H, room - right : room - right + W]
+
+
+@pytest.mark.parametrize("border", BORDERS)
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_shift_and_a_flip_are_those_of_numpy_slices(border: Any, flip: bool) -> None:
+    augment, B, H, W = Augment(shift=3, flip=flip, border=border), 64, 9, 13
+    images = noise(B, 3, H, W)
+    moved = augment.move(images, seeded(5)).numpy()
+    every = [(d, r, f) for d in range(-3, 4) for r in range(-3, 4) for f in ([False, True] if flip else [False])]
+    used = set()
+    for before, after in zip(images.numpy(), moved, strict=True):
+        fitting = [way for way in every if np.array_equal(by_slicing(before, *way, border), after)]
+        assert len(fitting) == 1
+        used.add(fitting[0])
+    assert len(used) > 30, "each image must have a draw of its own"
+
+
+def test_a_shift_is_the_one_of_pillow() -> None:
+    images = noise(16, 1, 12, 8)
+    moved = Augment(shift=2, border="black").move(images, seeded(3))
+    for before, after in zip(images, moved, strict=True):
+        picture = Image.fromarray(before[0].numpy())
+        ways = [
+            np.asarray(picture.transform(picture.size, Image.Transform.AFFINE, (1, 0, -right, 0, 1, -down)))
+            for down in range(-2, 3)
+            for right in range(-2, 3)
+        ]
+        assert sum(np.array_equal(way, after[0].numpy()) for way in ways) == 1
+
+
+def test_a_shift_larger_than_the_image_leaves_only_border() -> None:
+    images = noise(200, 1, 3, 3)
+    black = Augment(shift=40, border="black").move(images, seeded())
+    edge = Augment(shift=40).move(images, seeded())
+    gone = black.flatten(1).sum(dim=1) == 0
+    assert gone.float().mean() > 0.8
+    assert (edge > 0).all()
+
+
+def test_shifts_are_uniform_up_to_and_with_the_bound() -> None:
+    B, S = 7000, 3
+    marked = torch.zeros(B, 1, 9, 9, dtype=torch.uint8)
+    marked[:, :, 4, 4] = 1
+    places = Augment(shift=S, border="black").move(marked, seeded(11)).flatten(1).argmax(dim=1).numpy()
+    counts = np.zeros((9, 9))
+    np.add.at(counts, (places // 9, places % 9), 1)
+    assert counts[4 - S : 5 + S, 4 - S : 5 + S].sum() == B
+    assert stats.chisquare(counts[4 - S : 5 + S, 4 - S : 5 + S].ravel()).pvalue > 0.01
+
+
+def test_half_of_the_images_are_mirrored() -> None:
+    images = coordinates(4000, 1, 5)[:, :1]
+    mirrored = Augment(flip=True).move(images, seeded(2))[:, 0, 0, 0] == 4
+    assert 0.47 < mirrored.float().mean() < 0.53
+
+
+@pytest.mark.parametrize(("H", "W"), [(24, 24), (16, 40), (40, 16)])
+def test_rotation_and_scaling_turn_about_the_centre_by_no_more_than_asked(H: int, W: int) -> None:
+    maps = map_of(Augment(rotate=30, scale=0.2), 300, H, W, seed=4)
+    linear, offset = maps[:, :, :2], maps[:, :, 2]
+    centre = np.array([(W - 1) / 2, (H - 1) / 2])
+    assert np.allclose(linear @ centre + offset, centre, atol=1e-3)
+    size = 1 / np.sqrt(np.linalg.det(linear))
+    turned = linear * size[:, None, None]
+    assert np.allclose(turned @ turned.transpose(0, 2, 1), np.eye(2), atol=1e-3), "a rotation must not shear"
+    angle = np.degrees(np.arctan2(turned[:, 1, 0], turned[:, 0, 0]))
+    for values, low, high in ((angle, -30, 30), (size, 0.8, 1.2)):
+        assert values.min() >= low - 1e-2
+        assert values.max() <= high + 1e-2
+        assert stats.kstest(values, "uniform", args=(low, high - low)).pvalue > 0.01
+    assert abs(np.corrcoef(angle, size)[0, 1]) < 0.2
+
+
+@pytest.mark.parametrize(("H", "W"), [(20, 20), (14, 30), (30, 14)])
+def test_a_rotation_is_the_one_of_pillow(H: int, W: int) -> None:
+    augment, B = Augment(rotate=45, border="black"), 12
+    maps = map_of(Augment(rotate=45), B, H, W, seed=8)
+    images = smooth(B, H, W)
+    moved = augment.move(images, seeded(8)).numpy()[:, 0]
+    for (x_row, _), before, after in zip(maps, images.numpy()[:, 0], moved, strict=True):
+        degrees = math.degrees(math.atan2(-x_row[1], x_row[0]))
+        wanted = np.asarray(Image.fromarray(before).rotate(degrees, Image.Resampling.BILINEAR))
+        inner = Image.fromarray(np.pad(np.ones((H - 4, W - 4), dtype=np.uint8), 2))
+        inside = np.asarray(inner.rotate(degrees)) > 0  # Pillow and PyTorch fade differently into the border
+        assert inside.mean() > 0.3
+        assert np.abs(wanted - after)[inside].max() < 0.5
+
+
+@pytest.mark.parametrize("border", BORDERS)
+def test_all_of_affine_together_is_one_transform_of_pillow(border: Any) -> None:
+    augment, B, H, W = Augment(rotate=20, scale=0.3, shift=4, flip=True, border=border), 16, 22, 34
+    maps = map_of(Augment(rotate=20, scale=0.3, shift=4, flip=True), B, H, W, seed=9)
+    images = smooth(B, H, W)
+    moved = augment.move(images, seeded(9)).numpy()[:, 0]
+    for ((a, b, c), (d, e, f)), before, after in zip(maps, images.numpy()[:, 0], moved, strict=True):
+        # Pillow's map is between corners, ours between pixel centres.
+        corners = (a, b, c - 0.5 * (a + b) + 0.5, d, e, f - 0.5 * (d + e) + 0.5)
+        picture = Image.fromarray(before)
+        wanted = np.asarray(picture.transform((W, H), Image.Transform.AFFINE, corners, Image.Resampling.BILINEAR))
+        y, x = np.mgrid[:H, :W]
+        read_x, read_y = a * x + b * y + c, d * x + e * y + f
+        inside = (read_x > 0) & (read_x < W - 1) & (read_y > 0) & (read_y < H - 1)
+        outside = (read_x < -1.01) | (read_x > W + 0.01) | (read_y < -1.01) | (read_y > H + 0.01)
+        assert inside.mean() > 0.3
+        assert np.abs(wanted - after)[inside].max() < 0.5
+        assert (after[outside] == 0).all() if border == "black" else (after > 0).all()
+    signs = np.sign(np.linalg.det(maps[:, :, :2]))
+    assert set(signs) == {-1, 1}
+
+
+def smooth(B: int, H: int, W: int) -> Tensor:
+    """Low frequencies, 40 to 250: interpolation by different libraries agrees on them."""
+    coarse = torch.rand(B, 1, 4, 5, generator=seeded(6)) * 210 + 40
+    return torch.nn.functional.interpolate(coarse, size=(H, W), mode="bilinear")
+
+
+def test_an_affine_shift_goes_all_four_ways_up_to_its_bound_and_no_further() -> None:
+    offsets = map_of(Augment(scale=1e-6, shift=3), 400, 16, 24, seed=3)[:, :, 2]
+    for values in offsets.T:
+        assert stats.kstest(values, "uniform", args=(-3, 6)).pvalue > 0.01
+
+
+EVERYTHING = Augment(shift=2, flip=True, rotate=10, scale=0.1, erase=0.5, mixup=0.4, cutmix=1.0)
+SOME = [
+    Augment(shift=2, flip=True),
+    Augment(rotate=15),
+    Augment(erase=0.5),
+    Augment(mixup=0.4),
+    Augment(cutmix=1.0),
+    EVERYTHING,
+]
+
+
+def both(augment: Augment, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+    targets = torch.eye(5)[torch.arange(len(images)) % 5]
+    return augment.mix(augment.move(images, generator).float(), targets, generator)
+
+
+@pytest.mark.parametrize("augment", SOME)
+def test_the_draws_come_from_the_generator_alone(augment: Augment) -> None:
+    images, generator = noise(8, 3, 12, 10), seeded(1)
+    generator.manual_seed(77)
+    before = generator.get_state()
+    torch.manual_seed(1)
+    first = both(augment, images, generator)
+    other = both(augment, images, generator)
+    torch.manual_seed(2)
+    again = both(augment, images, generator.set_state(before))
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+    assert not torch.equal(first[0], both(augment, images, seeded(78))[0])
+
+
+@pytest.mark.parametrize("augment", SOME)
+def test_the_images_of_a_batch_are_drawn_for_one_by_one(augment: Augment) -> None:
+    images = noise(5, 1, 16, 16)[torch.arange(50) % 5]  # ten times the same five, with the same neighbours
+    changed = both(augment, images, seeded(3))[0]
+    assert len(changed.unique(dim=0)) > 15
+
+
+def test_zeros_leave_everything_as_it_is_and_draw_nothing() -> None:
+    images, targets, generator = noise(4, 1, 6, 6), torch.eye(4), seeded(3)
+    state = generator.get_state()
+    assert Augment().move(images, generator) is images
+    mixed, still = Augment().mix(images, targets, generator)
+    assert mixed is images
+    assert still is targets
+    assert torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize("border", BORDERS)
+def test_whole_pixel_moves_keep_the_number_type_and_resampling_makes_floats(border: Any) -> None:
+    images, generator = noise(4, 3, 8, 8), seeded()
+    for kind in (torch.uint8, torch.float32, torch.bfloat16):
+        assert Augment(shift=1, flip=True, border=border).move(images.to(kind), generator).dtype == kind
+        assert Augment(rotate=5, border=border).move(images.to(kind), generator).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("augment", SOME[2:5])
+def test_mixing_keeps_the_number_types_of_images_and_targets(augment: Augment, kind: torch.dtype) -> None:
+    images, targets = augment.mix(noise(6, 1, 8, 8).to(kind), torch.eye(6, dtype=kind), seeded())
+    assert images.dtype == targets.dtype == kind
+    assert images.isfinite().all()
+    torch.testing.assert_close(targets.float().sum(dim=1), torch.ones(6), atol=1e-2, rtol=0)
+
+
+def test_erasing_covers_one_rectangle_of_two_to_thirty_three_percent_in_the_asked_share_of_images() -> None:
+    B, H, W = 3000, 40, 56
+    gone = erase(torch.full((B, 1, H, W), 99.0), 0.3, seeded(2))[:, 0] != 99
+    area = gone.float().mean(dim=(1, 2))
+    touched = area > 0
+    assert 0.27 < touched.float().mean() < 0.33
+    assert area[touched].min() > 0.02 * 0.8  # sides are rounded to whole pixels
+    assert area[touched].max() < 0.33 * 1.1
+    assert 0.16 < area[touched].mean() < 0.19
+    rows, columns = gone.any(dim=2), gone.any(dim=1)
+    assert torch.equal(gone, rows[:, :, None] & columns[:, None, :])
+    for line in (rows[touched], columns[touched]):
+        steps = torch.nn.functional.pad(line.int(), (1, 1)).diff(dim=1)
+        assert (steps.abs().sum(dim=1) == 2).all(), "it must be in one piece"
+    ratio = torch.log(rows[touched].sum(1) / H / (columns[touched].sum(1) / W))
+    assert ratio.abs().max() < math.log(3.3) * 1.3
+    assert abs(ratio.mean()) < 0.1
+    for line in (rows[touched], columns[touched]):
+        first, last = line[:, 0].float().mean(), line[:, -1].float().mean()
+        assert 0.02 < first < 0.1, "the borders must be within reach"
+        assert abs(first - last) < 0.03, "no side may be favoured"
+
+
+def test_erasing_all_or_none_of_the_images_is_possible_and_fills_with_normal_noise() -> None:
+    images = torch.full((500, 1, 32, 32), 99.0)
+    assert torch.equal(erase(images, 0.0, seeded()), images)
+    erased = erase(images, 1.0, seeded())
+    assert (erased != 99).flatten(1).any(dim=1).all()
+    filling = erased[erased != 99]
+    assert abs(filling.mean()) < 0.02
+    assert abs(filling.std() - 1) < 0.02
+
+
+def test_the_targets_of_mixup_are_the_shares_of_the_pixels() -> None:
+    B = 64
+    mixed, targets = mixup(torch.eye(B)[:, :, None, None], torch.eye(B), 0.8, seeded(4))
+    torch.testing.assert_close(mixed[:, :, 0, 0], targets)
+    torch.testing.assert_close(targets.sum(dim=1), torch.ones(B))
+    assert ((targets > 0).sum(dim=1) <= 2).all()
+    assert targets.diag().unique().numel() > 50
+
+
+def test_the_targets_of_cutmix_are_the_counted_pixels() -> None:
+    B, H, W = 200, 11, 17
+    images = torch.arange(B).float().view(B, 1, 1, 1).expand(B, 3, H, W)
+    mixed, targets = cutmix(images, torch.eye(B), 1.0, seeded(4))
+    assert all(len(image.unique()) <= 2 for image in mixed)
+    for image, target in zip(mixed[:, 0].long(), targets, strict=True):
+        shares = torch.bincount(image.flatten(), minlength=B) / (H * W)
+        torch.testing.assert_close(target, shares)
+    kept = targets.diag()
+    assert kept.min() < 0.1
+    assert kept.max() > 0.9
+
+
+def test_mixup_and_cutmix_together_give_each_image_one_of_the_two() -> None:
+    B, H, W = 600, 12, 12
+    images = torch.arange(B).float().view(B, 1, 1, 1).expand(B, 1, H, W)
+    mixed, targets = Augment(mixup=1.0, cutmix=1.0).mix(images, torch.eye(B), seeded(4))
+    torch.testing.assert_close(targets.sum(dim=1), torch.ones(B))
+    blended = torch.tensor([not set(image.unique().tolist()) <= {i, (i - 1) % B} for i, image in enumerate(mixed)])
+    assert 0.42 < blended.float().mean() < 0.58
+    numbers = torch.arange(B).float()
+    torch.testing.assert_close(mixed.mean(dim=(1, 2, 3)), targets @ numbers, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0, 4.0])
+def test_mixing_shares_follow_the_beta_distribution(alpha: float) -> None:
+    shares = _beta(alpha, 40_000, seeded(3), torch.device("cpu")).double().numpy()
+    assert np.isfinite(shares).all()
+    expected = stats.beta(alpha, alpha)
+    assert abs(shares.mean() - 0.5) < 0.01
+    assert abs(shares.var() / expected.var() - 1) < 0.03
+    assert abs((np.abs(shares - 0.5) < 0.25).mean() - (expected.cdf(0.75) - expected.cdf(0.25))) < 0.01
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    B=st.integers(1, 4),
+    C=st.integers(1, 4),
+    H=st.integers(1, 12),
+    W=st.integers(1, 12),
+    shift=st.integers(0, 15),
+    flip=st.booleans(),
+    rotate=st.floats(0, 180),
+    scale=st.floats(0, 0.99),
+    border=st.sampled_from(BORDERS),
+    seed=st.integers(0, 9),
+)
+def test_images_of_any_shape_keep_it_and_stay_in_their_range(
+    B: int, C: int, H: int, W: int, shift: int, flip: bool, rotate: float, scale: float, border: Any, seed: int
+) -> None:
+    augment = Augment(
+        shift=shift, flip=flip, rotate=rotate, scale=scale, border=border, erase=0.5, mixup=0.5, cutmix=0.5
+    )
+    images = noise(B, C, H, W, seed=seed)
+    moved = augment.move(images, seeded(seed))
+    assert moved.shape == images.shape
+    assert moved.float().isfinite().all()
+    assert moved.max() <= images.max().float() + 1e-2
+    assert moved.min() >= (0 if border == "black" else images.min().float() - 1e-2)
+    mixed, targets = augment.mix(moved.float(), torch.eye(3)[torch.arange(B) % 3], seeded(seed))
+    assert mixed.shape == images.shape
+    torch.testing.assert_close(targets.sum(dim=1), torch.ones(B))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [(name, -1) for name in ("shift", "rotate", "scale", "erase", "mixup", "cutmix")]
+    + [(name, math.nan) for name in ("rotate", "scale", "erase", "mixup", "cutmix")]
+    + [("rotate", math.inf), ("mixup", math.inf), ("scale", 1.0), ("erase", 1.01), ("shift", 1.5), ("border", "white")],
+)
+def test_a_setting_that_makes_no_sense_is_refused_by_name(setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"augment\.{setting} .*{value}"):
+        Augment(**{setting: value})

@@ -1,0 +1,236 @@
+"""The command line as a person meets it: answers, exit codes, and mistakes in two lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vitral import cli, workshop
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on the digits."""
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    workshop.train("digits", epochs=2, out=out, **{"model.depth": 1, "model.width": 32})
+    return out
+
+
+@pytest.fixture
+def vitral(capsys: pytest.CaptureFixture[str]):
+    """Run a command in this process: (exit code, what it printed, what it complained about)."""
+
+    def command(*words: object) -> tuple[int, str, str]:
+        code = 0
+        try:
+            cli.main([str(word) for word in words])
+        except SystemExit as stop:
+            code = stop.code or 0
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return command
+
+
+@pytest.fixture
+def digit(run: Path) -> Path:
+    return run / "figures" / "example.png"
+
+
+def test_help_names_every_command(vitral):
+    code, out, _ = vitral("--help")
+    assert code == 0
+    for name in cli.COMMANDS:
+        assert f"\n  {name}" in out
+
+
+def test_the_module_is_the_command():
+    answer = subprocess.run([sys.executable, "-m", "vitral", "--version"], capture_output=True, text=True, check=True)
+    assert answer.stdout.startswith("vitral ")
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_explains_itself(vitral, name):
+    code, out, _ = vitral(name, "--help")
+    assert code == 0
+    assert f"usage: vitral {name}" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        (["trian", "mnist"], "there is no command 'trian'. Did you mean train?", "Known: demo, train"),
+        (["train", "cifar01"], "no data set or folder named 'cifar01'. Did you mean cifar10?", "Known sets: digits"),
+        (["train"], "what should it learn from?", "Known sets: digits"),
+        (["train", "digits", "--recipe", "mnsit"], "no recipe named 'mnsit'. Did you mean mnist?", "Known: digits"),
+        (["train", "digits", "--optim.lrr", "1"], "no flag --optim.lrr. Did you mean --optim.lr?", "--help lists"),
+        (["train", "digits", "--epochs", "many"], "--epochs: invalid literal for int()", "--help lists"),
+        (["train", "digits", "--epochs", "0"], "epochs must be at least 1, not 0", "--help lists"),
+        (["train", "digits", "--optim.schedule", "cosin"], "--optim.schedule", "--help lists"),
+        (
+            ["train", "digits", "--model.image-size", "9"],
+            "image height 9 is not a multiple of patch_size 2; 8 and 10 are",
+            "--help lists",
+        ),
+        (["train", "digits", "--model.heads", "5"], "width must be a multiple of", "--help lists"),
+        (["train", "digits", "--device", "gpu"], "no GPU that PyTorch can use was found", "--device cpu"),
+        (["train", "--recipe", "nowhere.toml"], "cannot read the recipe nowhere.toml", ""),
+        (["train", "--resume", "nowhere"], "there is no run folder nowhere", "vitral train mnist makes one"),
+        (["summary", "B/61"], "no preset named 'B/61'. Did you mean B/16?", "Known: Ti/16"),
+        (["summary"], "which model?", "Known: Ti/16"),
+        (["recipes", "show", "minst"], "no recipe named 'minst'. Did you mean mnist?", "Known: digits"),
+        (["data", "fetch", "mnits"], "no data set or folder named 'mnits'. Did you mean mnist?", "Known sets"),
+        (["evaluate", "nowhere"], "there is no run or model folder nowhere", "vitral train mnist makes one"),
+        (["predict", "nowhere", "x.png"], "there is no run or model folder nowhere", "vitral train mnist makes one"),
+    ],
+)
+def test_mistakes_are_two_lines_and_exit_with_2(vitral, monkeypatch, tmp_path, words, what, hint):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = vitral(*words)
+    lines = err.strip().splitlines()
+    assert code == 2
+    assert lines[0].startswith("error: ")
+    assert what in lines[0]
+    assert hint in (lines[1] if len(lines) > 1 else "")
+    assert len(lines) <= 2
+    assert "Traceback" not in err
+
+
+def test_train_leaves_everything_in_the_run_folder(run):
+    for name in (
+        "recipe.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "test.json",
+        "model/weights.safetensors",
+        "model/config.json",
+        "figures/curves.png",
+        "figures/confusion.png",
+        "figures/attention.png",
+    ):
+        assert (run / name).stat().st_size > 0, name
+    environment = json.loads((run / "environment.json").read_text())
+    assert {"vitral", "torch", "hardware", "reasons", "seed", "git", "data", "command"} <= environment.keys()
+
+
+def test_train_ends_with_the_result_and_the_next_commands(vitral, tmp_path):
+    out = tmp_path / "run"
+    code, printed, _ = vitral("train", "digits", "--epochs", 1, "--model.depth", 1, "--out", out)
+    test = json.loads((out / "test.json").read_text())
+    assert code == 0
+    assert f"{test['top1']:.2%}" in printed
+    for text in ("epoch", "confusion.png", "attention.png", str(out), "Next:", f"vitral predict {out}"):
+        assert text in printed
+
+
+def test_a_recipe_file_from_show_trains(vitral, tmp_path):
+    _, toml, _ = vitral("recipes", "show", "digits")
+    (tmp_path / "mine.toml").write_text(toml)
+    code, _, err = vitral("train", "--recipe", tmp_path / "mine.toml", "--epochs", 1, "--out", tmp_path / "run")
+    assert (code, err) == (0, "")
+
+
+def test_a_recipe_for_one_set_trains_another(vitral, tmp_path):
+    out = tmp_path / "run"
+    words = ("--epochs", 1, "--model.depth", 1, "--model.width", 32, "--batch", 256)
+    code, _, _ = vitral("train", "digits", "--recipe", "mnist-quick", *words, "--out", out)
+    config = json.loads((out / "model" / "config.json").read_text())
+    assert code == 0
+    assert config["trained_on"] == "digits"
+    assert config["architecture"]["image_size"] == [28, 28]  # 8 is not a multiple of that recipe's patch size
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(vitral, run):
+    code, _, err = vitral("train", "digits", "--out", run)
+    assert code == 2
+    assert f"vitral train --resume {run}" in err
+
+
+def test_evaluate_prints_figures_for_people_and_for_programs(vitral, run):
+    code, out, _ = vitral("evaluate", run)
+    assert code == 0
+    for word in ("precision", "recall", "F1", "top-5", "loss"):
+        assert word in out
+    code, out, _ = vitral("evaluate", run, "--json")
+    assert json.loads(out) == json.loads((run / "test.json").read_text())
+
+
+def test_evaluate_can_ask_the_validation_split(vitral, run):
+    _, out, _ = vitral("evaluate", run, "--split", "validation", "--json")
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert json.loads(out)["top1"] == pytest.approx(max(row["validation_top1"] for row in last))
+
+
+def test_predict_ranks_labels(vitral, run, digit):
+    code, out, _ = vitral("predict", run, digit, "--top", 3)
+    assert code == 0
+    assert out.startswith(str(digit))
+    assert out.count("·") == 2
+
+
+def test_predict_as_json_and_csv(vitral, run, digit):
+    _, out, _ = vitral("predict", run, digit, "--json", "--top", 10)
+    answer = json.loads(out)
+    assert answer["file"] == str(digit)
+    assert sum(label["probability"] for label in answer["labels"]) == pytest.approx(1)
+    _, out, _ = vitral("predict", run, digit, "--csv", "--top", 10)
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [row["label"] for row in rows] == [label["name"] for label in answer["labels"]]
+
+
+def test_predict_takes_the_model_folder_alone(vitral, run, digit):
+    assert vitral("predict", run / "model", digit)[1] == vitral("predict", run, digit)[1]
+
+
+def test_a_file_that_is_no_image_is_named_and_the_others_are_answered(vitral, run, digit, tmp_path):
+    (tmp_path / "notes.png").write_text("not an image")
+    Image.new("RGB", (40, 20), "white").save(tmp_path / "white.jpg")
+    code, out, err = vitral("predict", run, tmp_path / "notes.png", tmp_path / "white.jpg", digit)
+    assert code == 1
+    assert "white.jpg" in out
+    assert str(digit) in out
+    assert "notes.png: not an image" in err
+    assert "1 of 3 files could not be read" in err
+
+
+def test_predict_walks_folders(vitral, run, tmp_path):
+    for name in ("a.png", "deep/b.jpg", ".hidden/c.png"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        Image.new("L", (9, 30)).save(path)
+    _, out, _ = vitral("predict", run, tmp_path)
+    assert [line.split()[0] for line in out.splitlines()] == [str(tmp_path / "a.png"), str(tmp_path / "deep/b.jpg")]
+
+
+def test_summary_counts_parameters_and_arithmetic(vitral):
+    code, out, _ = vitral("summary", "B/16", "--classes", 10)
+    assert code == 0
+    assert "85,806,346" in out  # 86,567,656 less 990 classes of 769
+    assert "GFLOPs" in out
+    assert "EncoderBlock" in out
+    assert "MiB of activations" in out
+
+
+def test_one_number_is_a_square_image(vitral):
+    assert "[1, 577, 192]" in vitral("summary", "Ti/16", "--image-size", 384)[1]
+
+
+def test_data_list_names_every_set_and_where_says_what_is_missing(vitral):
+    _, out, _ = vitral("data", "list")
+    assert [line.split()[0] for line in out.splitlines()] == ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100"]
+    code, _, err = vitral("data", "where", "cifar100")
+    assert code == 2
+    assert "vitral data fetch cifar100" in err
+
+
+def test_output_into_a_closed_pipe_is_no_traceback():
+    command = f"{sys.executable} -m vitral recipes show digits | head -1"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in answer.stderr

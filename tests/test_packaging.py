@@ -1,0 +1,43 @@
+"""A wheel, installed into an environment that has nothing else, trains a ViT."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", out, ROOT], check=True, capture_output=True)
+    return next(out.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_its_licence(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/vitral").rglob("*.py")}
+    assert sources <= set(names)
+    assert "vitral/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_wheel_in_a_clean_environment_runs_the_demo(wheel, tmp_path):
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel]
+    subprocess.run(install, check=True, timeout=600)
+    vitral = tmp_path / "env" / "bin" / "vitral"
+    answer = subprocess.run([vitral, "demo"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr
+    assert "images the model had never seen" in answer.stdout
+    assert len(list(tmp_path.glob("runs/*/figures/attention.png"))) == 1

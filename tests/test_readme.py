@@ -1,0 +1,83 @@
+"""What the README tells people to type works as it stands there, on a smaller set and for fewer epochs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vitral import workshop
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"`(vitral [^`]+)`", README)
+PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the README's reader has it: photo.png, folder/ and an interrupted run in runs/mine."""
+    place = tmp_path_factory.mktemp("reader")
+    (place / "folder").mkdir()
+    for name in ("photo.png", "folder/a.png"):
+        Image.new("L", (64, 48), 128).save(place / name)
+    run = place / "runs" / "mine"
+    workshop.train("digits", epochs=1, out=run)
+    return place
+
+
+def quick(command: str) -> list[str]:
+    """The command, with a smaller set, fewer epochs and a folder of its own."""
+    words = shlex.split(command)
+    if words[1] == "train" and "--resume" not in words:
+        words = ["digits" if word == "mnist" else word for word in words]
+        if "--epochs" in words:
+            words[words.index("--epochs") + 1] = "1"
+        else:
+            words += ["--epochs", "1"]
+    return [sys.executable, "-m", *words]
+
+
+def test_the_readme_shows_every_command():
+    from vitral import cli
+
+    told = {command.split()[1] for command in COMMANDS} | {"demo"}
+    assert told == set(cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--resume" not in c])
+def test_the_command_works(place, command):
+    answer = subprocess.run(quick(command), cwd=place, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout
+
+
+def test_the_resume_command_goes_on(place):
+    (command,) = [c for c in COMMANDS if "--resume" in c]
+    (place / "runs" / "mine" / "test.json").unlink(missing_ok=True)
+    (place / "runs" / "mine" / "model" / "config.json").unlink(missing_ok=True)
+    answer = subprocess.run(quick(command), cwd=place, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    assert (place / "runs" / "mine" / "model" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("block", PYTHON)
+def test_the_python_works(place, monkeypatch, block):
+    monkeypatch.chdir(place)
+    exec(compile(block.replace("epochs=20", "epochs=1"), "README.md", "exec"), {})
+
+
+def test_make_has_the_two_commands():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^    make (\w+)", README, flags=re.MULTILINE):
+        assert f"\n{target}:" in makefile
+
+
+def test_every_link_leads_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link

@@ -1,0 +1,114 @@
+"""The same from Python."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import vitral
+from vitral import workshop
+from vitral.data import datasets
+from vitral.errors import VitralError
+from vitral.training.recipes import RECIPES, named
+
+TINY = {"epochs": 1, "model.depth": 1, "model.width": 32}
+
+
+def test_train_load_and_predict_in_three_lines(tmp_path):
+    model = vitral.train("digits", out=tmp_path / "run", **TINY)
+    answer = model.predict(tmp_path / "run" / "figures" / "example.png")
+    again = vitral.load(tmp_path / "run").predict(tmp_path / "run" / "figures" / "example.png")
+    assert answer.best == again.best
+    assert 0 < answer.best.probability <= 1
+
+
+def test_training_says_nothing_unless_asked(tmp_path, capsys):
+    vitral.train("digits", out=tmp_path / "run", **TINY)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_test_set_is_not_read_before_training_is_over(tmp_path, monkeypatch):
+    order = []
+    digits = datasets.load("digits")
+
+    def read_test():
+        order.append("test")
+        return digits.test
+
+    monkeypatch.setattr(workshop, "load_dataset", lambda *_, **__: replace(digits, read_test=read_test))
+    fit = workshop.fit
+    monkeypatch.setattr(workshop, "fit", lambda *a, **k: (fit(*a, **k), order.append("trained"))[0])
+    vitral.train("digits", out=tmp_path / "run", **TINY)
+    assert order == ["trained", "test"]
+
+
+def test_evaluate_gives_what_training_wrote_down(tmp_path):
+    vitral.train("digits", out=tmp_path / "run", **TINY)
+    metrics = vitral.evaluate(tmp_path / "run")
+    assert metrics.as_dict() == json.loads((tmp_path / "run" / "test.json").read_text())
+
+
+def test_a_set_with_other_classes_is_refused(tmp_path, monkeypatch):
+    vitral.train("digits", out=tmp_path / "run", **TINY)
+    digits = datasets.load("digits")
+    other = replace(digits, name="letters", classes=tuple("abcdefghij"))
+    monkeypatch.setattr(workshop, "load_dataset", lambda *_, **__: other)
+    with pytest.raises(VitralError, match="letters has other classes than the model"):
+        vitral.evaluate(tmp_path / "run", data="letters")
+
+
+def test_the_written_recipe_repeats_the_run_bit_for_bit(tmp_path):
+    vitral.train("digits", out=tmp_path / "a", **TINY)
+    vitral.train(recipe=tmp_path / "a" / "recipe.toml", out=tmp_path / "b")
+    first, second = ((tmp_path / name / "model" / "weights.safetensors").read_bytes() for name in "ab")
+    assert first == second
+
+
+def test_unknown_settings_are_refused_with_the_nearest(tmp_path):
+    with pytest.raises(VitralError, match=r"no field 'optim\.lrr'\. Did you mean lr\?"):
+        vitral.train("digits", out=tmp_path / "run", **{"optim.lrr": 1.0})
+
+
+def test_resume_takes_no_other_settings(tmp_path):
+    with pytest.raises(VitralError, match="takes no data"):
+        vitral.train("digits", resume=tmp_path)
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_every_recipe_fits_the_set_it_names(name):
+    plan = named(name)
+    assert plan.data.name in datasets.KNOWN
+    assert plan.model.classes == len(datasets.CLASSES[plan.data.name])
+
+
+def test_the_demo_falls_back_to_the_digits_and_says_why(tmp_path, monkeypatch, capsys):
+    load = datasets.load
+
+    def offline(name, **more):
+        if name == "mnist":
+            raise VitralError("mnist cannot be had: no route to host")
+        return load(name, **more)
+
+    monkeypatch.setattr(workshop, "load_dataset", offline)
+    quick = named("digits").changed(TINY)
+    monkeypatch.setitem(RECIPES, "digits", lambda: quick)
+    vitral.demo(out=tmp_path / "run", quiet=False)
+    printed = capsys.readouterr().out
+    assert "no route to host" in printed
+    assert "scikit-learn's digits instead" in printed
+    assert "Next:" in printed
+
+
+def test_normalisation_is_measured_on_the_training_images_and_travels_with_the_model(tmp_path):
+    model = vitral.train("digits", out=tmp_path / "run", **TINY)
+    pixels = datasets.load("digits").train.images.double() / 255
+    assert model.card.preprocessing.mean[0] == pytest.approx(pixels.mean().item(), abs=1e-4)
+    assert model.card.preprocessing.std[0] == pytest.approx(pixels.std(correction=0).item(), abs=1e-4)
+
+
+def test_a_bare_model_is_a_torch_module():
+    model = vitral.ViT.from_preset("Ti/16", classes=7, depth=1)
+    assert model(torch.rand(1, 3, 224, 224)).shape == (1, 7)
