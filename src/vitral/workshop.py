@@ -232,6 +232,7 @@ def draw(run: Run, predictor: Predictor, test: Split, metrics: Metrics) -> Path:
     figures.curves(run.metrics(), run.figures / "curves.png")
     figures.confusion(metrics, run.figures / "confusion.png", title=f"{metrics.top1:.2%} of {metrics.images:,} right")
     figures.attention(predictor, images[shown], test.labels[shown], run.figures / "attention.png")
+    figures.glass(predictor, images[shown[0]], run.figures / "glass.png")
     return figures.picture(test.images[shown[0]], run.figures / "example.png")
 
 

@@ -49,7 +49,7 @@ def curves(rows: Sequence[dict[str, Any]], path: Path) -> Path:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if len(epochs) == 1:
-            axes.set_xlim(epochs[0] - 0.5, epochs[0] + 0.5)
+            axes.set_xticks(epochs)
     if len(epochs) > 1:
         best = max((row["epoch"] for row in rows if row["best"]), default=epochs[-1])
         accuracy.axvline(best, color=GRAY, ls=":", zorder=0, label=f"best epoch ({best})")
