@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,7 @@ def preprocessing(dataset: Dataset, recipe: Recipe) -> Preprocessing:
 
 
 @pytest.fixture
-def train_tiny(
-    tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing, cpu: Hardware
-) -> Iterator[Fit]:
+def train_tiny(tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing, cpu: Hardware) -> Fit:
     """`train_tiny("name", watch=…, dataset=…, **changes of the recipe)`: fit in the run folder of that name."""
 
     def run_it(
@@ -127,7 +125,7 @@ def train_tiny(
         fit(plan, dataset, preprocessing, run, cpu, watch)
         return run
 
-    yield run_it
+    return run_it
 
 
 @pytest.fixture

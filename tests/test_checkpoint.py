@@ -44,8 +44,8 @@ def test_an_empty_folder_has_no_newest(tmp_path: Path) -> None:
 
 def test_what_a_killed_writer_left_does_not_count_and_is_cleared_away(tmp_path: Path) -> None:
     """A SIGKILL in the middle of writing leaves half a file under a temporary name."""
-    leftover = tmp_path / ".step-000000005.pt.12345"
-    leftover.write_bytes(b"half")
+    (tmp_path / ".step-000000005.pt.12345").write_bytes(b"half")
+    (tmp_path / ".best.safetensors.12345").write_bytes(b"half")
     other = tmp_path / "best.safetensors"
     other.write_bytes(b"whole")
     assert checkpoint.newest(tmp_path) is None
@@ -118,7 +118,7 @@ def test_a_stop_in_the_middle_of_saving_leaves_no_rubbish(tmp_path: Path, monkey
 
 
 def test_a_folder_that_is_gone_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(VitralError, match="cannot save the checkpoint .*No such file"):
+    with pytest.raises(VitralError, match=r"cannot save the checkpoint .*No such file"):
         checkpoint.save(tmp_path / "gone", 1, STATE, keep=1)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Fit, identical, textures
 from torch import Tensor
 
+from conftest import Fit, identical, textures
 from vitral.data.datasets import Dataset
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
@@ -78,7 +78,7 @@ class PressCtrlC(Watch):
     def step(self, *_: Any) -> None:
         self.steps += 1
         if self.steps == self.after:
-            for _ in range(self.times):
+            for _press in range(self.times):
                 signal.raise_signal(signal.SIGINT)
 
 
@@ -162,7 +162,7 @@ def test_another_seed_gives_another_run(train_tiny: Fit) -> None:
     assert without_times(one) != without_times(two)
 
 
-def test_the_seed_decides_start_order_and_augmentation(recipe: Recipe, cpu: Hardware) -> None:
+def test_the_seed_decides_the_start_and_the_augmentation(recipe: Recipe, cpu: Hardware) -> None:
     def starts(seed: int) -> tuple[Tensor, Tensor]:
         state = begin(recipe.changed({"seed": seed}), cpu, 10)
         return state.model.patch_embedding.project.weight, torch.rand(4, generator=state.draws)
@@ -366,9 +366,7 @@ def one_step(recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, cpu
     with torch.no_grad():
         state.model.head.out.weight.normal_(generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr, operator]
     before = model_of(recipe, {name: tensor.clone() for name, tensor in state.model.state_dict().items()})
-    train_step(
-        state.model, state, dataset.train.images[:16], dataset.train.labels[:16], recipe, preprocessing, cpu
-    )
+    train_step(state.model, state, dataset.train.images[:16], dataset.train.labels[:16], recipe, preprocessing, cpu)
     return state, before
 
 
@@ -468,12 +466,14 @@ def test_images_that_fill_no_batch_wait_for_another_epoch(train_tiny: Fit, datas
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_an_empty_split_is_refused_before_the_first_step(train_tiny: Fit, dataset: Dataset, split: str) -> None:
+    empty: dict[str, Any] = {split: textures(0, seed=1)}
+
     class NoSteps(Watch):
         def step(self, *_: Any) -> None:
             raise AssertionError("it trained")
 
     with pytest.raises(VitralError, match=f"no {'training' if split == 'train' else 'validation'} images"):
-        train_tiny(dataset=replace(dataset, **{split: textures(0, seed=1)}), watch=NoSteps())
+        train_tiny(dataset=replace(dataset, **empty), watch=NoSteps())
 
 
 def test_bf16_learns_too_and_keeps_its_weights_in_fp32(

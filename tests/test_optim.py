@@ -123,7 +123,7 @@ def test_the_learning_rate_peaks_at_lr_never_jumps_and_is_never_negative(
 
 def test_the_last_rate_is_the_final_share_of_the_peak() -> None:
     for schedule in ("cosine", "linear"):
-        optim = Optim(lr=0.5, schedule=schedule, final_lr=0.1)  # type: ignore[arg-type]
+        optim = Optim(lr=0.5, schedule=schedule, final_lr=0.1)
         assert learning_rate(300, 300, optim) == pytest.approx(0.05)
 
 
@@ -147,7 +147,7 @@ def test_weights_that_stay_are_their_own_average() -> None:
     averaged = Averaged(model, 0.1, 1000)
     for step in range(100):
         averaged.update(step)
-    assert averaged.model.value.item() == pytest.approx(0.3, abs=1e-12)  # type: ignore[union-attr, operator]
+    assert averaged.model.value.item() == pytest.approx(0.3, abs=1e-12)  # type: ignore[operator]
 
 
 def test_the_average_of_a_ramp_lags_by_the_memory() -> None:
@@ -158,7 +158,7 @@ def test_the_average_of_a_ramp_lags_by_the_memory() -> None:
         model.set(float(step))
         averaged.update(step)
     assert averaged.memory == 20
-    assert averaged.model.value.item() == pytest.approx(999 - 19, abs=1e-6)  # type: ignore[union-attr, operator]
+    assert averaged.model.value.item() == pytest.approx(999 - 19, abs=1e-6)  # type: ignore[operator]
 
 
 def test_the_first_steps_are_followed_closely() -> None:
@@ -167,7 +167,7 @@ def test_the_first_steps_are_followed_closely() -> None:
     for step in range(20):
         model.set(0.0)
         averaged.update(step)
-    assert averaged.model.value.item() < 0.1  # type: ignore[union-attr, operator]
+    assert averaged.model.value.item() < 0.1  # type: ignore[operator]
 
 
 def test_after_a_short_run_nothing_of_the_random_start_is_left() -> None:
@@ -177,7 +177,7 @@ def test_after_a_short_run_nothing_of_the_random_start_is_left() -> None:
         for step in range(50):
             model.set(1.0)
             averaged.update(step)
-        assert abs(averaged.model.value.item() - 1) < 1, share  # type: ignore[union-attr, operator]
+        assert abs(averaged.model.value.item() - 1) < 1, share  # type: ignore[operator]
 
 
 def test_the_average_is_a_model_of_its_own() -> None:

@@ -87,7 +87,13 @@ def test_what_recipes_show_prints_is_a_file_that_trains(
         split = Split(images=images, labels=torch.arange(20) % model.classes)
         classes = tuple(map(str, range(model.classes)))
         return Dataset(
-            name=asked, classes=classes, train=split, validation=split, source="", fingerprint="", read_test=lambda: split
+            name=asked,
+            classes=classes,
+            train=split,
+            validation=split,
+            source="",
+            fingerprint="",
+            read_test=lambda: split,
         )
 
     monkeypatch.setattr(workshop, "load_dataset", stand_in)
@@ -240,7 +246,7 @@ def test_a_recipe_file_that_cannot_be_read_is_a_clear_error(tmp_path: Path, cont
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest() -> None:
-    with pytest.raises(VitralError, match="no recipe named 'mnist-quik'. Did you mean mnist-quick?"):
+    with pytest.raises(VitralError, match=r"no recipe named 'mnist-quik'\. Did you mean mnist-quick\?"):
         named("mnist-quik")
 
 

@@ -39,7 +39,7 @@ def test_heads_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_class_token_one_block_shows_the_mean_of_where_the_patches_looked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looked = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.6, 0.4, 0.0], [0.3, 0.1, 0.6, 0.0], [0.0, 0.5, 0.5, 0.0]])
+    looked = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 0.6, 0.4, 0.0], [0.3, 0.1, 0.6, 0.0], [0.0, 0.5, 0.5, 0.0]])
     model = model_that_looked(monkeypatch, [looked[None, None]], pooling="mean", registers=1)
     heat = rollout(model, torch.zeros(1, 1, 1, 3))
     torch.testing.assert_close(heat, torch.tensor([[[1.2 / 1.5, 1.0, 0.0]]]))

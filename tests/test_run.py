@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Fit, identical
 from safetensors.torch import load_file, save_file
 
+from conftest import Fit, identical
 from vitral import __version__, run, workshop
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
@@ -22,7 +22,7 @@ from vitral.run import ModelCard, Run, load_model, load_weights, save_model, sav
 from vitral.training.recipe import Recipe, read_recipe
 from vitral.vit import ViT
 
-TINY = {
+TINY: dict[str, Any] = {
     "epochs": 2,
     "batch": 256,
     "model.width": 16,
@@ -86,11 +86,13 @@ def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> Non
 
 
 def test_weights_of_any_layout_come_back(tmp_path: Path) -> None:
-    """Transposed views, and two names for one tensor."""
-    matrix = torch.arange(6.0).view(2, 3)
-    save_weights(tmp_path / "w.safetensors", {"turned": matrix.T, "one": matrix, "same": matrix})
-    found = load_weights(tmp_path / "w.safetensors")
-    assert identical(found, {"turned": matrix.T, "one": matrix, "same": matrix})
+    tensors = {
+        "turned": torch.arange(6.0).view(2, 3).T,
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "": torch.ones(()),
+    }
+    save_weights(tmp_path / "w.safetensors", tensors)
+    assert identical(load_weights(tmp_path / "w.safetensors"), tensors)
 
 
 # ── the folder ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -162,7 +164,7 @@ def test_metrics_pass_over_a_line_that_was_cut_short(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def locked(tmp_path_factory: pytest.TempPathFactory, train_tiny: Fit) -> Iterator[Path]:
+def locked(train_tiny: Fit) -> Iterator[Path]:
     """A finished run that this process may not look into, even where the tests run as root."""
     path = train_tiny(epochs=1).path
     path.chmod(0)
@@ -180,7 +182,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory, train_tiny: Fit) -> Iterato
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_a_folder_that_may_not_be_read_is_a_clear_error(locked: Path) -> None:
     for opening in (Run.open, load_model):
-        with pytest.raises(VitralError, match="cannot read .*: Permission denied") as caught:
+        with pytest.raises(VitralError, match=r"cannot read .*: Permission denied") as caught:
             opening(locked)
         assert str(locked) in caught.value.what
     with pytest.raises(VitralError, match=r"cannot .*: Permission denied"):
@@ -303,7 +305,9 @@ def test_damaged_weights_are_named(folder: Path, damage: str) -> None:
         path.unlink()
         path.mkdir()
     else:
-        path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n" if damage == "text" else content[: kept[damage]])
+        path.write_bytes(
+            b"version https://git-lfs.github.com/spec/v1\n" if damage == "text" else content[: kept[damage]]
+        )
     error = refused(folder)
     assert error.what.startswith(f"{path} is not a whole safetensors file")
     assert "\n" not in error.what
@@ -358,7 +362,8 @@ def test_a_training_leaves_the_documented_files_and_figures(tmp_path: Path) -> N
 
 def test_the_recipe_in_a_run_repeats_it_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workshop, "draw", lambda run, *_: run.figures / "example.png")
-    workshop.train("digits", out=tmp_path / "one", **TINY, seed=5, **{"model.dropout": 0.1, "augment.cutmix": 1.0})
+    changes = TINY | {"seed": 5, "model.dropout": 0.1, "augment.cutmix": 1.0}
+    workshop.train("digits", out=tmp_path / "one", **changes)
     first = Run.open(tmp_path / "one")
     again = workshop.train(recipe=first.recipe_file, out=tmp_path / "two")
     second = Run.open(tmp_path / "two")

@@ -225,6 +225,14 @@ def test_mistake_5_attention_dropout_keeps_the_mean_on_the_fast_and_on_the_trace
     torch.testing.assert_close(record[0].sum(-1), torch.ones(20_000, 2, 6))
 
 
+@pytest.mark.parametrize(("gelu", "approximate"), [("exact", "none"), ("tanh", "tanh")])
+def test_the_two_kinds_of_gelu_are_told_apart(gelu: Any, approximate: str) -> None:
+    mlp = FeedForward(ViTConfig(**TINY | {"gelu": gelu})).double()
+    x = torch.linspace(-6, 6, 16, dtype=torch.float64).view(1, 1, 16)
+    want = F.linear(F.gelu(mlp.expand(x), approximate=approximate), mlp.contract.weight, mlp.contract.bias)
+    torch.testing.assert_close(mlp(x), want, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["patch_sizem", "attn_drop", "atten_drop", "drop_out", "num_classes"])
 def test_mistake_6_a_misspelt_setting_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=name):
@@ -397,6 +405,14 @@ def test_images_of_another_size_are_answered_with_a_warning_where_positions_are_
             assert model(x).shape == (2, 5)
 
 
+@pytest.mark.parametrize("positions", ["learned+rotary", "sincos"])
+def test_positions_of_another_size_are_on_the_device_of_the_model(positions: str) -> None:
+    with torch.device("meta"):
+        model, x = ViT(ViTConfig(**TINY | {"positions": positions})), torch.ones(1, 3, 16, 16)
+    with warns_of_resampling("3×2", "4×4"):
+        assert model(x).device.type == "meta"
+
+
 def test_registers_get_no_position_and_stand_between_class_token_and_patches() -> None:
     model, bare, x = lively(registers=2), lively(), images()
     assert isinstance(model.registers, nn.Parameter)
@@ -536,7 +552,7 @@ def test_gradient_reaches_every_parameter(settings: dict[str, Any]) -> None:
 
 
 def test_gradient_reaches_every_parameter_of_a_distilled_model() -> None:
-    reaches_every_parameter(lively(DistilledViT, head="mlp", qk_norm=True, positions="learned"))
+    reaches_every_parameter(lively(DistilledViT, head="mlp", layer_scale=0.1))
 
 
 def reaches_every_parameter(model: ViT) -> None:
@@ -654,8 +670,9 @@ def test_a_compiled_model_gives_the_same_logits() -> None:
 def test_an_exported_model_takes_any_batch_and_gives_the_same_logits(model_class: type[ViT], pooling: str) -> None:
     more: dict[str, Any] = {"registers": 1, "positions": "learned+rotary"} if model_class is ViT else {}
     model = lively(model_class, pooling=pooling, **more)
-    batch = torch.export.Dim("batch")
-    exported: Any = torch.export.export(model, (images(2),), dynamic_shapes=({0: batch},)).module()
+    batch = torch.export.Dim("batch")  # type: ignore[no-untyped-call]
+    program: Any = torch.export.export(model, (images(2),), dynamic_shapes=({0: batch},))
+    exported = program.module()
     for size in (1, 2, 7):
         torch.testing.assert_close(exported(images(size)), model(images(size)))
 

@@ -12,43 +12,76 @@ runs/<recipe>-<date>-<id>/
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
 
 from vitral import __version__
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.plain import from_plain, to_plain
+from vitral.variants import VARIANTS
 from vitral.vit import ViT, ViTConfig
 
 FORMAT = 1  # of the model folder; raised when an older vitral could no longer read it
 
 
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """The whole file or the old one, never half of it: written beside, synced, then renamed."""
+@contextmanager
+def whole_or_not(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to that becomes `path` when all went well; otherwise what was there stays, and nothing else.
+
+    Written beside, synced, renamed; a rename is safe against a power cut only when its folder is synced too.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError as error:
+        if os.name == "posix":
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+    finally:
         beside.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """The whole file or the old one, never half of it."""
+    try:
+        with whole_or_not(path) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
         raise VitralError(f"cannot write {path}: {error.strerror or error}", _what_to_do(error)) from error
 
 
 def _what_to_do(error: OSError) -> str:
-    return "free some space; what was saved before is whole" if error.errno in (27, 28) else "is the folder writable?"
+    full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    return "free some space; what was saved before is whole" if full else "is the folder writable?"
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What the system refuses in here is an error that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise VitralError(f"cannot read {path}: {error.strerror or error}", "may this user read it?") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +93,13 @@ class ModelCard:
     classes: tuple[str, ...]
     trained_on: str
     epoch: int  # the one with the best validation accuracy, whose weights these are
+    variant: str = "plain"  # of the table in vitral.variants
+
+    def __post_init__(self) -> None:
+        if len(self.classes) != self.architecture.classes:
+            raise ValueError(f"{len(self.classes)} class names for a model of {self.architecture.classes} classes")
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, not {self.variant!r}")
 
 
 class Run:
@@ -79,13 +119,13 @@ class Run:
     def create(cls, root: Path, recipe_name: str, out: Path | None = None) -> Run:
         """A new folder under `root`, or `out` itself; one that already holds a run is refused."""
         path = out or root / f"{recipe_name}-{time.strftime('%m%d')}-{secrets.token_hex(2)}"
-        if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
-            raise VitralError(
-                f"{path} already exists and is not empty",
-                f"choose another --out, or go on with: vitral train --resume {path}",
-            )
         run = cls(path)
         try:
+            if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
+                raise VitralError(
+                    f"{path} already exists and is not empty",
+                    f"choose another --out, or go on with: vitral train --resume {path}",
+                )
             for folder in (run.path, run.checkpoints, run.figures):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -97,10 +137,11 @@ class Run:
     @classmethod
     def open(cls, path: Path | str) -> Run:
         path = Path(path)
-        if not path.exists():
-            raise VitralError(f"there is no run folder {path}", _runs_beside(path))
-        if not (path / "recipe.toml").is_file():
-            raise VitralError(f"{path} is not a run folder: it has no recipe.toml", _runs_beside(path))
+        with reading(path):
+            if not path.exists():
+                raise VitralError(f"there is no run folder {path}", _runs_beside(path))
+            if not (path / "recipe.toml").is_file():
+                raise VitralError(f"{path} is not a run folder: it has no recipe.toml", _runs_beside(path))
         return cls(path)
 
     @property
@@ -112,10 +153,10 @@ class Run:
         if not self.metrics_file.exists():
             return []
         rows = []
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+        for line in self.metrics_file.read_bytes().splitlines():
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError:
+            except ValueError:
                 continue
         return rows
 
@@ -146,20 +187,16 @@ def save_model(folder: Path, model: ViT, card: ModelCard) -> None:
     except OSError as error:
         raise VitralError(f"cannot make {folder}: {error.strerror}", _what_to_do(error)) from error
     save_weights(folder / "weights.safetensors", model.state_dict())
+    write_card(folder, card)
+
+
+def write_card(folder: Path, card: ModelCard) -> None:
     config = {"format": FORMAT, "made_by": f"vitral {__version__}", **to_plain(card)}
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, beside)
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except (OSError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
-        raise VitralError(f"cannot write {path}: {error}", "free some space; what was saved before is whole") from error
+    write_atomically(path, to_safetensors({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}))
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -175,27 +212,12 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def load_model(path: Path | str) -> tuple[ViT, ModelCard]:
     """The model of a run folder or of a model folder, ready to answer."""
-    path = Path(path)
-    folder = path / "model" if (path / "model").is_dir() or (path / "recipe.toml").is_file() else path
-    config_file = folder / "config.json"
-    if not path.exists():
-        raise VitralError(f"there is no run or model folder {path}", _runs_beside(path))
-    if not config_file.is_file():
-        if folder == path:
-            raise VitralError(f"{path} holds neither a run nor a model", _runs_beside(path))
-        epochs = len(Run(path).metrics())
-        raise VitralError(
-            f"{path} has no finished model: training stopped in epoch {epochs + 1}",
-            f"go on with: vitral train --resume {path}",
-        )
-    card = _read_card(config_file)
-    model = ViT(card.architecture)
+    with reading(Path(path)):
+        folder = model_folder(Path(path))
+    card = read_card(folder / "config.json")
+    model = VARIANTS[card.variant](card.architecture)
     wanted, found = model.state_dict(), load_weights(folder / "weights.safetensors")
-    wrong = sorted(
-        name
-        for name in wanted.keys() | found.keys()
-        if name not in wanted or name not in found or wanted[name].shape != found[name].shape
-    )
+    wrong = [said for name in sorted(wanted.keys() | found.keys()) if (said := _differs(name, wanted, found))]
     if wrong:
         raise VitralError(
             f"{folder}: weights and config.json do not belong together ({len(wrong)} tensors differ)",
@@ -205,7 +227,32 @@ def load_model(path: Path | str) -> tuple[ViT, ModelCard]:
     return model.eval(), card
 
 
-def _read_card(path: Path) -> ModelCard:
+def model_folder(path: Path) -> Path:
+    """Where the model is: here, or in the run folder that this is."""
+    if not path.exists():
+        raise VitralError(f"there is no run or model folder {path}", _runs_beside(path))
+    folder = path / "model" if (path / "model").is_dir() or (path / "recipe.toml").is_file() else path
+    if (folder / "config.json").is_file():
+        return folder
+    if folder == path:
+        raise VitralError(f"{path} holds neither a run nor a model", _runs_beside(path))
+    raise VitralError(
+        f"{path} has no finished model: training stopped in epoch {len(Run(path).metrics()) + 1}",
+        f"go on with: vitral train --resume {path}",
+    )
+
+
+def _differs(name: str, wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:
+    """How the tensor of this name is not as the model wants it; empty where it is."""
+    if name not in found:
+        return f"{name} (missing)"
+    if name not in wanted:
+        return f"{name} (not in the model)"
+    is_so, should = ("×".join(map(str, tensors[name].shape)) for tensors in (found, wanted))
+    return f"{name} ({is_so}, not {should})" if is_so != should else ""
+
+
+def read_card(path: Path) -> ModelCard:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         version, made_by = config.pop("format"), config.pop("made_by", "")

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vitral.errors import VitralError
+from vitral.run import whole_or_not
 
 FORMAT = 1  # raised when what is in a checkpoint changes its meaning
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write to a temporary name, sync, rename; then forget all but the newest `keep`."""
+    """Write it whole, then forget all but the newest `keep`, and what a killed writer left behind."""
     path = folder / f"step-{step:09d}.pt"
-    beside = folder / f".{path.name}.{os.getpid()}"
     try:
-        with beside.open("wb") as file:
+        with whole_or_not(path) as file:
             torch.save({"format": FORMAT, "step": step, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-        _sync_folder(folder)
-    except (OSError, RuntimeError) as error:  # torch reports some write errors as RuntimeError
-        beside.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # torch's writer turns some of the one into the other
+        cause = error if isinstance(error, OSError) else error.__context__
         older = newest(folder)
-        why = getattr(error, "strerror", None) or "no space left, or not writable"
         raise VitralError(
-            f"cannot save the checkpoint {path}: {why}",
+            f"cannot save the checkpoint {path}: {getattr(cause, 'strerror', None) or error}",
             f"free some space; {'the one before is whole: ' + older.name if older else 'none was saved before'}",
         ) from error
-    for old in _all(folder)[:-keep]:
+    for old in [*_all(folder)[:-keep], *folder.glob(".step-*.pt.*"), *folder.glob(".best.safetensors.*")]:
         old.unlink(missing_ok=True)
     return path
 
@@ -62,13 +56,3 @@ def load(path: Path) -> dict[str, Any]:
 
 def _all(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.pt"))
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is safe against a power cut only when its folder is synced too."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
