@@ -22,8 +22,8 @@ LAYERS = [
     ["workshop"],
     ["report", "serve", "summary"],
     ["training", "predict", "explain", "export", "doctor"],
-    ["evaluation", "run"],
-    ["data", "weights", "variants"],
+    ["evaluation", "run", "weights"],
+    ["data", "variants"],
     ["presets"],
     ["vit", "hardware", "plain", "errors"],
 ]

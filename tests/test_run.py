@@ -342,7 +342,7 @@ def test_a_training_leaves_the_documented_files_and_figures(tmp_path: Path) -> N
         "recipe.toml", "environment.json", "metrics.jsonl", "test.json", "model/config.json",
         "model/weights.safetensors", "checkpoints/best.safetensors", "checkpoints/step-000000005.pt",
         "checkpoints/step-000000010.pt", "figures/curves.png", "figures/confusion.png", "figures/attention.png",
-        "figures/example.png",
+        "figures/example.png", "figures/glass.png", "checkpoints/.lock",
     }  # fmt: skip
     assert (tmp_path / "run" / "figures" / "curves.png").read_bytes().startswith(b"\x89PNG")
     test = json.loads((tmp_path / "run" / "test.json").read_text())
@@ -372,3 +372,11 @@ def test_the_recipe_in_a_run_repeats_it_bit_for_bit(tmp_path: Path, monkeypatch:
     assert all((first.path / name).read_bytes() == (second.path / name).read_bytes() for name in names)
     assert read_recipe(second.recipe_file).data.mean is not None
     assert again.card.trained_on == "digits"
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    run = Run.create(tmp_path, "x", tmp_path / "run")
+    with run.alone(), pytest.raises(VitralError, match="another process is training in"), Run(run.path).alone():
+        pass
+    with run.alone():
+        assert (run.checkpoints / ".lock").exists()

@@ -662,7 +662,7 @@ def test_a_bf16_model_stays_bf16_at_another_size(positions: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_compiled_model_gives_the_same_logits() -> None:
     model = lively(positions="learned+rotary", depth=1, qk_norm=True)
-    compiled = torch.compile(model, fullgraph=True)
+    compiled: Any = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(images()), model(images()))
 
 
@@ -670,7 +670,7 @@ def test_a_compiled_model_gives_the_same_logits() -> None:
 def test_an_exported_model_takes_any_batch_and_gives_the_same_logits(model_class: type[ViT], pooling: str) -> None:
     more: dict[str, Any] = {"registers": 1, "positions": "learned+rotary"} if model_class is ViT else {}
     model = lively(model_class, pooling=pooling, **more)
-    batch = torch.export.Dim("batch")  # type: ignore[no-untyped-call]
+    batch = torch.export.Dim("batch")
     program: Any = torch.export.export(model, (images(2),), dynamic_shapes=({0: batch},))
     exported = program.module()
     for size in (1, 2, 7):

@@ -112,3 +112,31 @@ def test_normalisation_is_measured_on_the_training_images_and_travels_with_the_m
 def test_a_bare_model_is_a_torch_module():
     model = vitral.ViT.from_preset("Ti/16", classes=7, depth=1)
     assert model(torch.rand(1, 3, 224, 224)).shape == (1, 7)
+
+
+def test_a_folder_that_is_taken_is_refused_before_anything_is_fetched(tmp_path, monkeypatch):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    monkeypatch.setattr(workshop, "load_dataset", lambda *_, **__: pytest.fail("data was asked for"))
+    with pytest.raises(VitralError, match="already exists and is not empty"):
+        vitral.train("mnist", out=tmp_path / "taken")
+
+
+def test_pictures_that_cannot_be_written_cost_no_result(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(workshop, "draw", full)
+    with pytest.raises(VitralError, match="No space left on device") as caught:
+        vitral.train("digits", out=tmp_path / "run", **TINY)
+    assert "the model is whole" in caught.value.hint
+    assert vitral.evaluate(tmp_path / "run").images == 359
+
+
+def test_a_changed_recipe_is_noticed_on_resume(tmp_path):
+    vitral.train("digits", out=tmp_path / "run", **TINY)
+    (tmp_path / "run" / "test.json").unlink()
+    recipe = tmp_path / "run" / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("epochs = 1\n", "epochs = 2\n"))
+    with pytest.raises(VitralError, match=r"does not fit .*recipe\.toml"):
+        vitral.train(resume=tmp_path / "run")

@@ -49,10 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         sys.exit(COMMANDS[words[0]](words[1:]))
     except VitralError as error:
-        print(f"error: {error.what}", file=sys.stderr)
+        interrupted = type(error).__name__ == "Interrupted"  # by name: its module would import torch
+        print(error.what if interrupted else f"error: {error.what}", file=sys.stderr)
         for line in error.hint.splitlines():
-            print(f"       {line}", file=sys.stderr)
-        sys.exit(130 if type(error).__name__ == "Interrupted" else 2)
+            print(line if interrupted else f"       {line}", file=sys.stderr)
+        sys.exit(130 if interrupted else 2)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)

@@ -45,11 +45,10 @@ PUBLISHED: dict[str, str] = {
 
 def preset(name: str, **changes: Any) -> ViTConfig:
     """The configuration called `name`, with changes: `preset("B/16", image_size=(384, 384), classes=10)`."""
+    if name not in PRESETS:  # case alone tells g/14 from G/14, and does not matter elsewhere
+        name = next((known for known in PRESETS if known.lower() == name.lower()), name)
     if name not in PRESETS:
-        meant = [known for known in PRESETS if known.lower() == name.lower()]
-        if len(meant) != 1:
-            raise unknown("preset", name, PRESETS)
-        name = meant[0]
+        raise unknown("preset", name, PRESETS)
     known_fields = [field.name for field in fields(ViTConfig)]
     for change in changes:
         if change not in known_fields:

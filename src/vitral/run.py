@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
@@ -121,11 +122,7 @@ class Run:
         path = out or root / f"{recipe_name}-{time.strftime('%m%d')}-{secrets.token_hex(2)}"
         run = cls(path)
         try:
-            if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
-                raise VitralError(
-                    f"{path} already exists and is not empty",
-                    f"choose another --out, or go on with: vitral train --resume {path}",
-                )
+            cls.check_free(path)
             for folder in (run.path, run.checkpoints, run.figures):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -133,6 +130,23 @@ class Run:
                 f"cannot make the run folder {path}: {error.strerror}", "choose another with --out"
             ) from error
         return run
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
+            raise VitralError(
+                f"{path} already exists and is not empty",
+                f"choose another --out, or go on with: vitral train --resume {path}",
+            )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from training in this folder."""
+        try:
+            with FileLock(self.checkpoints / ".lock", timeout=0):
+                yield
+        except Timeout as error:
+            raise VitralError(f"another process is training in {self}", "wait for it, or stop it") from error
 
     @classmethod
     def open(cls, path: Path | str) -> Run:

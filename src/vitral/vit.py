@@ -300,7 +300,7 @@ class Encoder(nn.Module):
         self.rotary_position = RotaryPosition(config) if "rotary" in config.positions else None
         drops = [config.drop_path * block / max(config.depth - 1, 1) for block in range(config.depth)]
         self.blocks = nn.ModuleList(EncoderBlock(config, drop) for drop in drops)
-        self.norm = nn.LayerNorm(config.width, config.norm_eps)
+        self.norm: nn.Module = nn.LayerNorm(config.width, config.norm_eps)
 
     def forward(self, z_BTD: Tensor, grid: Grid, trace: Trace | None = None) -> Tensor:
         turn = None if self.rotary_position is None else self.rotary_position(grid)

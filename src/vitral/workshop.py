@@ -61,6 +61,8 @@ def train(
     else:
         plan = plan_for(data, recipe).changed(changes)
         run = None
+        if out is not None:  # before anything is fetched
+            Run.check_free(Path(out))
     console.print(f"vitral {__version__}\n")
     dataset = load_dataset(plan.data.name, validation=plan.data.validation, progress=not quiet)
     plan, preprocessing = settle(plan, dataset)
@@ -80,7 +82,7 @@ def train(
     else:
         check_same_data(run, dataset)
     introduce(console, plan, dataset, hardware, run)
-    with Display(console, steps) as watch:
+    with run.alone(), Display(console, steps) as watch:
         fit(plan, dataset, preprocessing, run, hardware, watch)
     return finish(run, plan, dataset, console)
 
@@ -158,7 +160,8 @@ def introduce(console: Console, plan: Recipe, dataset: Dataset, hardware: Hardwa
         f"{parameters / 1e6:.2f} M parameters, {m.grid[0] * m.grid[1]} patches\n"
         f"recipe    {plan.name}: {o.name} {o.lr:g}, {plan.epochs} epochs, batch {plan.batch}, {o.schedule} schedule\n"
         f"hardware  {hardware}\n"
-        f"run       {run}\n"
+        f"run       {run}\n",
+        soft_wrap=True,
     )
 
 
@@ -208,7 +211,13 @@ def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predic
     predictor = Predictor.load(run.path, device=plan.device)
     metrics = predictor.evaluate(dataset.test)
     write_atomically(run.test_file, json.dumps(metrics.as_dict(), indent=2) + "\n")
-    example = draw(run, predictor, dataset.test, metrics)
+    try:
+        example = draw(run, predictor, dataset.test, metrics)
+    except OSError as error:
+        raise VitralError(
+            f"the pictures cannot be written into {run.figures}: {error.strerror or error}",
+            f"the model is whole and its test accuracy is {metrics.top1:.2%}: vitral evaluate {run}",
+        ) from error
     mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in metrics.mistakes(3))
     console.print(
         f"\ntest      [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "

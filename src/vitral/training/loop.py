@@ -46,7 +46,7 @@ class Watch:
 
 
 class Interrupted(VitralError):
-    """The person pressed Ctrl-C; everything is saved."""
+    """Somebody asked the training to stop; everything is saved."""
 
 
 @dataclass
@@ -124,7 +124,10 @@ def fit(
     state = begin(recipe, hardware, steps)
     if (saved := checkpoint.newest(run.checkpoints)) is not None:
         try:
-            state.restore(checkpoint.load(saved), hardware)
+            content = checkpoint.load(saved)
+            if content["recipe"] != recipe.essence():
+                raise ValueError("the recipe was changed")
+            state.restore(content, hardware)
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise VitralError(
                 f"the checkpoint {saved} does not fit {run.recipe_file}", "put the recipe back, or begin a new run"
@@ -267,7 +270,8 @@ def save(state: State, recipe: Recipe, hardware: Hardware, run: Run, clock: Cloc
     """A checkpoint, unless the training has diverged since the device was last looked at."""
     check_finite(state, run)
     clock.stop(state)
-    checkpoint.save(run.checkpoints, state.step, state.to_save(hardware), recipe.keep)
+    content = {"recipe": recipe.essence(), **state.to_save(hardware)}
+    checkpoint.save(run.checkpoints, state.step, content, recipe.keep)
 
 
 def stopped(state: State, steps: int, run: Run) -> Interrupted:
@@ -305,21 +309,22 @@ class Clock:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """While inside, the first Ctrl-C only sets the event; a second one stops at once."""
+    """While inside, the first Ctrl-C, or a scheduler's SIGTERM, only sets the event; a second one stops at once."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
 
-    def first(_signal: int, _frame: object) -> None:
+    def first(number: int, _frame: object) -> None:
         event.set()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before[signal.Signals(number)])
 
-    before = signal.signal(signal.SIGINT, first)
+    before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def tensorboard(run: Run) -> Any:

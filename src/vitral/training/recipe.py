@@ -90,6 +90,11 @@ class Recipe:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be at least 0 and below 2**32, not {self.seed}")
 
+    def essence(self) -> dict[str, Any]:
+        """What decides the result: everything but where it is computed and what is kept on disk."""
+        rest = ("device", "precision", "compile", "checkpoint_minutes", "keep", "tensorboard")
+        return {name: value for name, value in to_plain(self).items() if name not in rest}
+
     def to_toml(self) -> str:
         """Complete: every field, but for those that are None, which TOML cannot say."""
         return tomli_w.dumps(to_plain(self))
