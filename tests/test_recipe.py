@@ -15,6 +15,7 @@ from vitral.data.augment import Augment
 from vitral.data.datasets import KNOWN, Dataset, Split
 from vitral.errors import VitralError
 from vitral.run import Run, load_model
+from vitral.training import plan
 from vitral.training.recipe import Data, Optim, Recipe, read_recipe
 from vitral.training.recipes import RECIPES, named
 from vitral.vit import ViT, ViTConfig
@@ -96,7 +97,7 @@ def test_what_recipes_show_prints_is_a_file_that_trains(
             read_test=lambda: split,
         )
 
-    monkeypatch.setattr(workshop, "load_dataset", stand_in)
+    monkeypatch.setattr(plan, "load", stand_in)
     monkeypatch.setattr(workshop, "draw", lambda run, *_: run.figures / "example.png")
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", "--recipe", str(file), "--epochs", "1", "--device", "cpu", "--out", str(tmp_path / "run")])

@@ -12,6 +12,7 @@ import vitral
 from vitral import workshop
 from vitral.data import datasets
 from vitral.errors import VitralError
+from vitral.training import plan
 from vitral.training.recipes import RECIPES, named
 
 TINY = {"epochs": 1, "model.depth": 1, "model.width": 32}
@@ -38,7 +39,7 @@ def test_the_test_set_is_not_read_before_training_is_over(tmp_path, monkeypatch)
         order.append("test")
         return digits.test
 
-    monkeypatch.setattr(workshop, "load_dataset", lambda *_, **__: replace(digits, read_test=read_test))
+    monkeypatch.setattr(plan, "load", lambda *_, **__: replace(digits, read_test=read_test))
     fit = workshop.fit
     monkeypatch.setattr(workshop, "fit", lambda *a, **k: (fit(*a, **k), order.append("trained"))[0])
     vitral.train("digits", out=tmp_path / "run", **TINY)
@@ -56,7 +57,7 @@ def test_a_set_with_other_classes_is_refused(tmp_path, monkeypatch):
     digits = datasets.load("digits")
     other = replace(digits, name="letters", classes=tuple("abcdefghij"))
     monkeypatch.setattr(workshop, "load_dataset", lambda *_, **__: other)
-    with pytest.raises(VitralError, match="letters has other classes than the model"):
+    with pytest.raises(VitralError, match="letters has classes that the model does not know"):
         vitral.evaluate(tmp_path / "run", data="letters")
 
 
@@ -79,9 +80,10 @@ def test_resume_takes_no_other_settings(tmp_path):
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_every_recipe_fits_the_set_it_names(name):
-    plan = named(name)
-    assert plan.data.name in datasets.KNOWN
-    assert plan.model.classes == len(datasets.CLASSES[plan.data.name])
+    recipe = named(name)
+    if not name.startswith("folder-"):
+        assert recipe.data.name in datasets.KNOWN
+        assert recipe.model.classes == len(datasets.CLASSES[recipe.data.name])
 
 
 def test_the_demo_falls_back_to_the_digits_and_says_why(tmp_path, monkeypatch, capsys):
@@ -117,7 +119,7 @@ def test_a_bare_model_is_a_torch_module():
 def test_a_folder_that_is_taken_is_refused_before_anything_is_fetched(tmp_path, monkeypatch):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    monkeypatch.setattr(workshop, "load_dataset", lambda *_, **__: pytest.fail("data was asked for"))
+    monkeypatch.setattr(plan, "load", lambda *_, **__: pytest.fail("data was asked for"))
     with pytest.raises(VitralError, match="already exists and is not empty"):
         vitral.train("mnist", out=tmp_path / "taken")
 

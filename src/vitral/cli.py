@@ -22,9 +22,10 @@ HELP = f"""vitral {__version__}: a Vision Transformer workshop
 usage: vitral COMMAND …          vitral COMMAND --help says more
 
   demo                           train a small ViT in about a minute and look at it
-  train DATA                     train on a known set; every field of the recipe is a flag
+  train DATA                     train on class folders or a known set; every field of the recipe is a flag
   evaluate RUN                   loss, accuracy, per-class figures, confusion matrix
   predict RUN FILES…             ranked labels for image files and folders
+  convert SOURCE FILE --to LIB   a checkpoint of one library as another's
   summary PRESET                 a model layer by layer: shapes, parameters, arithmetic, memory
   recipes [show NAME]            the named recipes; a complete one as TOML
   data list | fetch | where      the known sets
@@ -109,6 +110,7 @@ def _train(words: list[str]) -> int:
     from tyro.conf import Positional, arg
 
     from vitral import workshop
+    from vitral.training.plan import plan_for
     from vitral.training.recipe import Recipe
 
     @dataclass(frozen=True)
@@ -121,9 +123,9 @@ def _train(words: list[str]) -> int:
         workshop.train(resume=parse(Resume, words, "train").resume, quiet=False)
         return 0
     # The recipe decides what the other flags' defaults are, so it is looked for first.
-    data, recipe = _positional(words), _value_of("--recipe", words)
+    data, recipe, init = _positional(words), _value_of("--recipe", words), _value_of("--init", words)
     showing_help = data is None and recipe is None and ("--help" in words or "-h" in words)
-    plan = workshop.plan_for("mnist" if showing_help else data, recipe)
+    plan = plan_for("mnist" if showing_help else data, recipe, init)
 
     @dataclass(frozen=True)
     class Train:
@@ -131,7 +133,7 @@ def _train(words: list[str]) -> int:
 
         An interrupted run goes on with: vitral train --resume RUN"""
 
-        data: Positional[str | None]  # a known set (vitral data list)
+        data: Positional[str | None]  # a folder with class folders, a CSV list, or a known set (vitral data list)
         recipe: str | None  # a name (vitral recipes) or a TOML file; default: the one named like the data
         settings: Annotated[Recipe, arg(name="")]
         out: Path | None = None  # the run folder to make; default: runs/<recipe>-<date>-<id>
@@ -182,7 +184,7 @@ def _evaluate(words: list[str]) -> int:
         """How good a model is: loss, accuracy, per-class figures, confusion matrix."""
 
         run: Positional[Path]  # a run folder or a model folder
-        data: str | None = None  # another known set with the same classes; default: what it was trained on
+        data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
         split: Literal["test", "validation", "train"] = "test"
         json: bool = False  # for programs
 
@@ -206,8 +208,9 @@ def _predict(words: list[str]) -> int:
     class Predict:
         """Ranked labels for image files of any size, mode and orientation, and for the images in folders."""
 
-        run: Positional[Path]  # a run folder or a model folder
+        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
         files: Positional[tuple[Path, ...]]
+        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
         top: int = 3  # labels a picture
         json: FlagCreatePairsOff[bool] = False  # one object a line
         csv: FlagCreatePairsOff[bool] = False  # file, rank, label, probability, error
@@ -218,7 +221,7 @@ def _predict(words: list[str]) -> int:
     from vitral.predict import Predictor
     from vitral.report import terminal
 
-    answers = Predictor.load(chosen.run).predict_files(chosen.files, top=chosen.top)
+    answers = Predictor.load(chosen.run, labels=chosen.labels).predict_files(chosen.files, top=chosen.top)
     show = terminal.as_json if chosen.json else terminal.as_csv if chosen.csv else terminal.as_lines
     show(answers)
     failed = [answer for answer in answers if answer.error]
@@ -227,6 +230,27 @@ def _predict(words: list[str]) -> int:
     if failed:
         print(f"       {len(failed)} of {len(answers)} files could not be read", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _convert(words: list[str]) -> int:
+    from tyro.conf import Positional
+
+    @dataclass(frozen=True)
+    class Convert:
+        """Write a checkpoint of one library as another's, and prove that nothing was lost."""
+
+        source: Positional[str]  # a file, a folder, a run, or hf:owner/name[@revision]
+        destination: Positional[Path]
+        to: Literal["vitral", "timm", "transformers", "torchvision", "npz", "vit-pytorch"] = "vitral"
+        heads: int | None = None  # where the tensors do not tell
+
+    chosen = parse(Convert, words, "convert")
+    from vitral import weights
+
+    for note in weights.convert(chosen.source, chosen.destination, to=chosen.to, heads=chosen.heads):
+        print(note)
+    print(f"{chosen.destination}: written for {chosen.to}")
+    return 0
 
 
 def _summary(words: list[str]) -> int:
@@ -309,6 +333,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "evaluate": _evaluate,
     "predict": _predict,
+    "convert": _convert,
     "summary": _summary,
     "recipes": _recipes,
     "data": _data,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from vitral import weights
 from vitral.data.datasets import Split
 from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.preprocess import adapt
@@ -43,6 +44,23 @@ class Prediction:
         return self.labels[0]
 
 
+def is_checkpoint(path: Path | str) -> bool:
+    """Whether a name means weights of some library, not a folder of vitral's own."""
+    place = Path(path)
+    ours = (place / "recipe.toml").is_file() or (place / "model").is_dir() or (place / "weights.safetensors").is_file()
+    return str(path).startswith("hf:") or place.is_file() or (place.is_dir() and not ours and any(place.iterdir()))
+
+
+def read_labels(path: Path, count: int) -> tuple[str, ...]:
+    try:
+        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise VitralError(f"cannot read the labels in {path}: {error}") from error
+    if len(names) != count:
+        raise VitralError(f"{path} has {len(names)} names; the model has {count} classes")
+    return names
+
+
 class Predictor:
     """A trained model, with the preprocessing and the class names it was trained with."""
 
@@ -50,9 +68,15 @@ class Predictor:
         self.model, self.card, self.hardware, self.path = model.to(hardware.device).eval(), card, hardware, path
 
     @classmethod
-    def load(cls, path: Path | str, device: Device = "auto") -> Predictor:
-        """From a run folder or a model folder."""
-        model, card = load_model(path)
+    def load(cls, path: Path | str, device: Device = "auto", labels: Path | None = None) -> Predictor:
+        """From a run folder, a model folder, or any checkpoint that vitral reads; `labels`: a file, one name a line."""
+        if is_checkpoint(path):
+            checkpoint = weights.read(path)
+            model, card = checkpoint.build(), checkpoint.card
+        else:
+            model, card = load_model(path)
+        if labels is not None:
+            card = replace(card, classes=read_labels(labels, card.architecture.classes))
         return cls(model, card, choose(device=device, precision="fp32", compile="no"), Path(path))
 
     @property

@@ -7,7 +7,6 @@ import platform
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +14,10 @@ import torch
 from rich.console import Console
 
 from vitral import __version__
-from vitral.data.datasets import KNOWN, Dataset, Split
+from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_dataset
-from vitral.data.preprocess import Preprocessing, adapt, measure
+from vitral.data.folder import load_files, looks_like_files
+from vitral.data.preprocess import adapt
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import Metrics
 from vitral.hardware import Hardware, choose
@@ -26,8 +26,9 @@ from vitral.report import figures
 from vitral.run import Run, write_atomically
 from vitral.training.display import Display
 from vitral.training.loop import fit
-from vitral.training.recipe import Data, Recipe, read_recipe
-from vitral.training.recipes import RECIPES, named
+from vitral.training.plan import Prepared, plan_for, prepare
+from vitral.training.recipe import Recipe, read_recipe
+from vitral.vit import ViT
 
 RUNS = Path("runs")
 SplitName = Literal["test", "validation", "train"]
@@ -44,9 +45,10 @@ def train(
 ) -> Predictor:
     """Train a ViT and return it, ready to be asked.
 
-    `data` is a known set ("mnist"); `recipe` a name, a TOML file or a Recipe (default: the one named like the data);
-    `changes` are fields of the recipe: `train("mnist", epochs=3, **{"optim.lr": 1e-3})`. With `resume`, an
-    interrupted run goes on exactly where it was.
+    `data` is a known set ("mnist"), a folder with class folders or a CSV list; `recipe` a name, a TOML file or a
+    Recipe (default: the one that suits the data); `changes` are fields of the recipe, `init` among them:
+    `train("photos/", init="vit.safetensors", epochs=3, **{"optim.lr": 1e-3})`. With `resume`, an interrupted run
+    goes on exactly where it was.
     """
     console = Console(quiet=quiet, highlight=False)
     if resume is not None:
@@ -59,14 +61,13 @@ def train(
             raise VitralError(f"{run} is finished", f"vitral evaluate {run} says how good it is")
         plan = read_recipe(run.recipe_file)
     else:
-        plan = plan_for(data, recipe).changed(changes)
+        plan = plan_for(data, recipe, changes.pop("init", None)).changed(changes)
         run = None
         if out is not None:  # before anything is fetched
             Run.check_free(Path(out))
     console.print(f"vitral {__version__}\n")
-    dataset = load_dataset(plan.data.name, validation=plan.data.validation, progress=not quiet)
-    plan, preprocessing = settle(plan, dataset)
-    dataset = shaped(dataset, preprocessing)
+    ready = prepare(plan, progress=not quiet)
+    plan, dataset = ready.recipe, ready.dataset
     steps = max(len(dataset.train) // plan.batch, 1)
     hardware = choose(
         device=plan.device,
@@ -81,74 +82,14 @@ def train(
         write_atomically(run.environment_file, json.dumps(environment(plan, dataset, hardware), indent=2) + "\n")
     else:
         check_same_data(run, dataset)
-    introduce(console, plan, dataset, hardware, run)
+    introduce(console, ready, hardware, run)
     with run.alone(), Display(console, steps) as watch:
-        fit(plan, dataset, preprocessing, run, hardware, watch)
+        fit(plan, dataset, ready.preprocessing, run, hardware, watch, ready.start)
     return finish(run, plan, dataset, console)
 
 
-def plan_for(data: str | None, recipe: Recipe | str | Path | None) -> Recipe:
-    """The recipe that is meant, pointed at the data that is meant."""
-    if recipe is None:
-        if data is None:
-            raise VitralError("what should it learn from?", f"Known sets: {', '.join(KNOWN)} (vitral data list)")
-        check_known(data)
-        return named(data)
-    if isinstance(recipe, Recipe):
-        plan = recipe
-    elif str(recipe).endswith(".toml"):
-        plan = read_recipe(Path(recipe))
-    else:
-        plan = named(str(recipe))
-    return plan if data in (None, plan.data.name) else pointed_at(plan, str(data))
-
-
-def check_known(data: str) -> None:
-    from vitral.data.sources import check_name
-
-    check_name(data)
-
-
-def pointed_at(plan: Recipe, data: str) -> Recipe:
-    """A recipe for one set, used for another: channels and image size become the other set's own."""
-    check_known(data)
-    own = RECIPES[data]().model
-    model = replace(plan.model, channels=own.channels)
-    if own.image_size != plan.model.image_size and all(side % plan.model.patch_size == 0 for side in own.image_size):
-        model = replace(model, image_size=own.image_size)
-    return replace(plan, data=Data(name=data, validation=plan.data.validation), model=model)
-
-
-def settle(plan: Recipe, dataset: Dataset) -> tuple[Recipe, Preprocessing]:
-    """What only the data can say: number of classes, mean and deviation."""
-    mean, std = plan.data.mean, plan.data.std
-    channels = plan.model.channels
-    if mean is None or std is None:
-        mean, std = measure(dataset.train.images)
-        if len(mean) != channels:
-            mean, std = (mean * channels, std * channels) if channels == 3 else (mean[1:2], std[1:2])
-    if len(mean) != channels or len(std) != channels:
-        raise VitralError(f"data.mean and data.std need {channels} values, one a channel: {mean}, {std}")
-    plan = replace(
-        plan,
-        data=replace(plan.data, mean=mean, std=std),
-        model=replace(plan.model, classes=len(dataset.classes)),
-    )
-    return plan, Preprocessing(image_size=plan.model.image_size, channels=channels, mean=mean, std=std)
-
-
-def shaped(dataset: Dataset, preprocessing: Preprocessing) -> Dataset:
-    """The training and validation images in the size and channels of the model."""
-
-    def of(split: Split) -> Split:
-        return Split(images=adapt(split.images, preprocessing), labels=split.labels)
-
-    return replace(dataset, train=of(dataset.train), validation=of(dataset.validation))
-
-
-def introduce(console: Console, plan: Recipe, dataset: Dataset, hardware: Hardware, run: Run) -> None:
-    from vitral.vit import ViT
-
+def introduce(console: Console, ready: Prepared, hardware: Hardware, run: Run) -> None:
+    plan, dataset = ready.recipe, ready.dataset
     with torch.device("meta"):
         parameters = sum(p.numel() for p in ViT(plan.model).parameters())
     m, o = plan.model, plan.optim
@@ -158,7 +99,8 @@ def introduce(console: Console, plan: Recipe, dataset: Dataset, hardware: Hardwa
         f"{dataset.source}\n"
         f"model     ViT {size}/{m.patch_size}, width {m.width}, depth {m.depth}, heads {m.heads}: "
         f"{parameters / 1e6:.2f} M parameters, {m.grid[0] * m.grid[1]} patches\n"
-        f"recipe    {plan.name}: {o.name} {o.lr:g}, {plan.epochs} epochs, batch {plan.batch}, {o.schedule} schedule\n"
+        + "".join(f"          {note}\n" for note in ready.notes)
+        + f"recipe    {plan.name}: {o.name} {o.lr:g}, {plan.epochs} epochs, batch {plan.batch}, {o.schedule} schedule\n"
         f"hardware  {hardware}\n"
         f"run       {run}\n",
         soft_wrap=True,
@@ -209,10 +151,13 @@ def check_same_data(run: Run, dataset: Dataset) -> None:
 def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predictor:
     """Read the test set, once; draw the pictures; say what came out and what to try next."""
     predictor = Predictor.load(run.path, device=plan.device)
-    metrics = predictor.evaluate(dataset.test)
+    split, name, seen = dataset.test, "test", "images the model had never seen"
+    if not len(split):
+        split, name, seen = dataset.validation, "validation", "images, on which the epoch was chosen: no test images"
+    metrics = predictor.evaluate(split)
     write_atomically(run.test_file, json.dumps(metrics.as_dict(), indent=2) + "\n")
     try:
-        example = draw(run, predictor, dataset.test, metrics)
+        example = draw(run, predictor, split, metrics)
     except OSError as error:
         raise VitralError(
             f"the pictures cannot be written into {run.figures}: {error.strerror or error}",
@@ -220,15 +165,15 @@ def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predic
         ) from error
     mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in metrics.mistakes(3))
     console.print(
-        f"\ntest      [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
-        f"{metrics.images:,} images the model had never seen\n\n"
+        f"\n{name:<9} [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
+        f"{metrics.images:,} {seen}\n\n"
         f"It confuses most often:   {mistakes or 'nothing'}\n"
         f"Which it takes for which: {run.figures / 'confusion.png'}\n"
         f"What it looked at:        {run.figures / 'attention.png'}\n"
         f"How it learned:           {run.figures / 'curves.png'}\n\n"
         f"Next:  vitral predict {run} {example}\n"
         f"       vitral evaluate {run}\n"
-        f"       vitral train {dataset.name} --epochs {2 * plan.epochs} --model.depth {plan.model.depth + 2}",
+        f"       vitral train {dataset.name} --recipe {run.recipe_file} --epochs {2 * plan.epochs}",
         soft_wrap=True,
     )
     return predictor
@@ -251,18 +196,32 @@ def load(path: str | Path) -> Predictor:
 
 
 def evaluate(path: str | Path, *, data: str | None = None, split: SplitName = "test") -> Metrics:
-    """How good a model is on a split of the set it was trained on, or of another one with the same classes."""
+    """How good a model is on a split of what it was trained on, or on another set or folder with classes it knows.
+
+    Where a folder has no such split, all of its images are asked if it is another folder than the trained one.
+    """
     predictor = Predictor.load(path)
-    run = Path(path) / "recipe.toml"
-    plan = read_recipe(run) if run.is_file() else None
+    recipe = Path(path) / "recipe.toml"
+    plan = read_recipe(recipe) if recipe.is_file() else None
     name = data or predictor.card.trained_on
-    dataset = load_dataset(name, validation=plan.data.validation) if plan else load_dataset(name)
-    if dataset.classes != predictor.classes:
+    validation = plan.data.validation if plan else 0.15
+    if looks_like_files(name):
+        dataset = load_files(name, predictor.card.preprocessing, validation=validation)
+    else:
+        dataset = load_dataset(name, validation=validation) if plan else load_dataset(name)
+    if strange := [c for c in dataset.classes if c not in predictor.classes]:
         raise VitralError(
-            f"{name} has other classes than the model: {_few(dataset.classes)}",
+            f"{name} has classes that the model does not know: {_few(tuple(strange))}",
             f"The model knows {_few(predictor.classes)}",
         )
-    return predictor.evaluate(getattr(dataset, split))
+    asked: Split = getattr(dataset, split)
+    if not len(asked) and data:
+        both = (dataset.train, dataset.validation)
+        asked = Split(images=torch.cat([s.images for s in both]), labels=torch.cat([s.labels for s in both]))
+    elif not len(asked):
+        raise VitralError(f"{name} has no {split} images", "ask --split validation, or another folder with --data")
+    by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes])  # a missing class shifts nothing
+    return predictor.evaluate(Split(images=asked.images, labels=by_name[asked.labels]))
 
 
 def _few(names: tuple[str, ...]) -> str:

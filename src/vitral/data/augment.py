@@ -21,6 +21,7 @@ Border = Literal["edge", "black"]
 class Augment:
     """How training images are varied. Zeros leave them as they are."""
 
+    crop: float = 0.0  # 0.4: a random part of 40 to 100 % of the area, scaled to the model's size; 0: the middle
     shift: int = 0  # up to so many pixels, up, down and sideways
     flip: bool = False  # left and right exchanged in half of the images
     rotate: float = 0.0  # up to so many degrees, either way
@@ -31,20 +32,25 @@ class Augment:
     cutmix: float = 0.0  # α of the Beta distribution that pastes a rectangle of another image (arXiv 1905.04899)
 
     def __post_init__(self) -> None:
-        for name in ("shift", "rotate", "scale", "erase", "mixup", "cutmix"):
+        for name in ("crop", "shift", "rotate", "scale", "erase", "mixup", "cutmix"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"augment.{name} must be a number and not negative, not {getattr(self, name)}")
         if self.shift != int(self.shift):
             raise ValueError(f"augment.shift must be a whole number of pixels, not {self.shift}")
         if self.scale >= 1:
             raise ValueError(f"augment.scale must be below 1, not {self.scale}")
-        if self.erase > 1:
-            raise ValueError(f"augment.erase must be at most 1, not {self.erase}")
+        for name in ("erase", "crop"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"augment.{name} must be at most 1, not {getattr(self, name)}")
         if self.border not in get_args(Border):
             raise ValueError(f"augment.border must be one of {', '.join(get_args(Border))}, not {self.border!r}")
 
-    def move(self, images_BCHW: Tensor, generator: Generator) -> Tensor:
-        """Before normalising: shift, mirror, rotate, resize. Whole pixels stay uint8, the rest becomes float."""
+    def move(self, images_BCHW: Tensor, generator: Generator, size: tuple[int, int] | None = None) -> Tensor:
+        """Before normalising: crop, shift, mirror, rotate, resize. Whole pixels stay uint8, the rest becomes float."""
+        if self.crop:
+            images_BCHW = random_crop(
+                images_BCHW, self.crop, size or (images_BCHW.shape[2], images_BCHW.shape[3]), generator
+            )
         if self.rotate or self.scale:
             return affine(images_BCHW.float(), self, generator)
         if self.shift or self.flip:
@@ -67,6 +73,20 @@ class Augment:
         coin = torch.rand(len(images_BCHW), generator=generator, device=images_BCHW.device) < 0.5
         images = torch.where(coin[:, None, None, None], pasted[0], mixed[0])
         return images, torch.where(coin[:, None], pasted[1], mixed[1])
+
+
+def random_crop(images_BCHW: Tensor, least: float, size: tuple[int, int], generator: Generator) -> Tensor:
+    """A random part of each image, of `least` to all of its area and 3:4 to 4:3 of its shape, scaled to `size`."""
+    B = images_BCHW.shape[0]
+    draw = torch.rand(4, B, generator=generator, device=images_BCHW.device)
+    area = least + draw[0] * (1 - least)
+    ratio = torch.exp((draw[1] * 2 - 1) * math.log(4 / 3))
+    height, width = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)
+    down, right = (1 - height) * (draw[2] * 2 - 1), (1 - width) * (draw[3] * 2 - 1)  # affine_grid spans [-1, 1]
+    zero = torch.zeros_like(area)
+    x_row, y_row = torch.stack([width, zero, right], dim=1), torch.stack([zero, height, down], dim=1)
+    grid = F.affine_grid(torch.stack([x_row, y_row], dim=1), [B, images_BCHW.shape[1], *size], align_corners=False)
+    return F.grid_sample(images_BCHW.float(), grid, padding_mode="border", align_corners=False)
 
 
 def shift_and_flip(images_BCHW: Tensor, augment: Augment, generator: Generator) -> Tensor:

@@ -21,8 +21,10 @@ class NotAnImage(VitralError):
     """A file that is no picture, or a broken or too large one."""
 
 
-def decode(source: Path | str | bytes | Image.Image) -> Image.Image:
+def decode(source: Path | str | bytes | Image.Image, *, at_least: tuple[int, int] | None = None) -> Image.Image:
     """The picture in a file or in bytes: EXIF orientation applied, alpha laid over white; mode "L" or "RGB".
+
+    A JPEG may come at a half, a quarter or an eighth of its size, where that still covers `at_least` (height, width).
 
     One that Pillow has already opened is made upright and 8 bits like the others, and is itself left as it was.
     """
@@ -33,6 +35,8 @@ def decode(source: Path | str | bytes | Image.Image) -> Image.Image:
             if isinstance(source, Image.Image):
                 return _upright(source, name)
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as picture:
+                if at_least is not None:
+                    _draft(picture, max(at_least))
                 return _upright(picture, name)
     except NotAnImage:
         raise
@@ -48,6 +52,13 @@ def decode(source: Path | str | bytes | Image.Image) -> Image.Image:
         raise NotAnImage(f"{name}: more pixels than vitral reads") from error
     except Exception as error:  # a broken file makes Pillow raise almost anything: struct.error, IndexError, …
         raise NotAnImage(f"{name}: broken or truncated ({str(error) or type(error).__name__})") from error
+
+
+def _draft(picture: Image.Image, least: int) -> None:
+    """Let the JPEG decoder skip detail that would be scaled away: both sides stay at least `least`."""
+    short = min(picture.size)
+    if short >= 2 * least:
+        picture.draft(None, (picture.width * least // short, picture.height * least // short))
 
 
 def _upright(picture: Image.Image, name: str) -> Image.Image:

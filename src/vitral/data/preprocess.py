@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitral.errors import VitralError
 
+MOST_SCALED = 8  # a picture scaled as a whole may have so many times the pixels of the crop
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 Interpolation = Literal["bilinear", "bicubic"]
 
@@ -66,11 +67,19 @@ class Preprocessing:
             raise VitralError(f"a picture has 1, 3 or 4 channels; this model wants {self.channels}")
         picture = picture.convert(mode)
         scaled_H, scaled_W, top, left = self.placed(picture.height, picture.width)
+        filter = Image.Resampling[self.interpolation.upper()]
+        if scaled_H * scaled_W <= MOST_SCALED * height * width:
+            scaled = picture.resize((scaled_W, scaled_H), filter)
+            array = np.array(scaled.crop((left, top, left + width, top + height)))
+            return self._tensor(array)
         down, across = picture.height / scaled_H, picture.width / scaled_W
-        # Only the crop is computed: a strip of 9000×2 pixels, scaled as a whole, would fill the memory.
+        # A strip of 9000×2 pixels, scaled as a whole, would fill the memory: only the crop is computed, which is the
+        # same but for rounding.
         box = (left * across, top * down, (left + width) * across, (top + height) * down)
-        array = np.array(picture.resize((width, height), Image.Resampling[self.interpolation.upper()], box=box))
-        return torch.from_numpy(array.reshape(height, width, self.channels)).permute(2, 0, 1).contiguous()
+        return self._tensor(np.array(picture.resize((width, height), filter, box=box)))
+
+    def _tensor(self, array: Any) -> Tensor:
+        return torch.from_numpy(array.reshape(*self.image_size, self.channels)).permute(2, 0, 1).contiguous()
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
         """uint8 in 0…255 → float with mean 0 and deviation 1 over the training set."""

@@ -107,6 +107,7 @@ def fit(
     run: Run,
     hardware: Hardware,
     watch: Watch | None = None,
+    start: dict[str, Tensor] | None = None,
 ) -> None:
     """Train as the recipe says, from the run's newest checkpoint if it has one; leaves the model in the run folder."""
     for kind, split in (("training", dataset.train), ("validation", dataset.validation)):
@@ -121,7 +122,7 @@ def fit(
         seed=recipe.seed,
     )
     steps = loader.steps * recipe.epochs
-    state = begin(recipe, hardware, steps)
+    state = begin(recipe, hardware, steps, start)
     if (saved := checkpoint.newest(run.checkpoints)) is not None:
         try:
             content = checkpoint.load(saved)
@@ -180,10 +181,15 @@ def fit(
     save_model(run.model, model, card)
 
 
-def begin(recipe: Recipe, hardware: Hardware, steps: int) -> State:
-    """Everything as it is before the first step. Same seed, same start, on any device."""
+def begin(recipe: Recipe, hardware: Hardware, steps: int, start: dict[str, Tensor] | None = None) -> State:
+    """Everything as it is before the first step, with weights drawn from the seed or given in `start`."""
     torch.manual_seed(recipe.seed)
-    model = ViT(recipe.model).to(hardware.device)
+    model = ViT(recipe.model)
+    if start is not None:
+        model.load_state_dict(start)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(recipe.frozen))
+    model.to(hardware.device)
     return State(
         model=model.train(),
         optimizers=make_optimizers(model, recipe.optim),
@@ -205,7 +211,7 @@ def train_step(
 ) -> None:
     """One batch: look, be wrong, move. Nothing is read back from the device."""
     targets_BK = F.one_hot(labels_B, recipe.model.classes).float()
-    images = preprocessing.normalise(recipe.augment.move(images_BCHW, state.draws))
+    images = preprocessing.normalise(recipe.augment.move(images_BCHW, state.draws, preprocessing.image_size))
     images, targets_BK = recipe.augment.mix(images, targets_BK, state.draws)
     with hardware.autocast():
         logits_BK = forward(images)

@@ -20,7 +20,13 @@ from vitral.hardware import bf16_is_faster
 class Muon(Optimizer):
     """For matrices alone. Steps are as long as AdamW's (arXiv 2502.16982), so that both share a learning rate."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +17,38 @@ SPARED = ("token", "table", "registers", "probe")  # learned vectors, not maps: 
 
 
 def make_optimizers(model: nn.Module, optim: Optim) -> list[Optimizer]:
-    """AdamW, SGD, or Muon for the encoder's matrices and AdamW for the rest. Weight decay on matrices alone."""
-    matrices: list[nn.Parameter] = []
-    decayed: list[nn.Parameter] = []
-    spared: list[nn.Parameter] = []
+    """AdamW, SGD, or Muon for the encoder's matrices and AdamW for the rest. Weight decay on matrices alone.
+
+    Parameters that do not learn are left out. With layer decay, a group's `scale` is its share of the learning rate.
+    """
+    matrices: dict[float, list[nn.Parameter]] = defaultdict(list)
+    others: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    depth = 1 + max((int(n.split("blocks.")[1].split(".")[0]) for n, _ in model.named_parameters() if "blocks." in n))
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        scale = optim.layer_decay ** (depth + 1 - layer_of(name, depth))
         if parameter.ndim < 2 or name.endswith(SPARED):
-            spared.append(parameter)
+            others[scale, 0.0].append(parameter)
         elif optim.name == "muon" and "blocks." in name:
-            matrices.append(parameter)
+            matrices[scale].append(parameter)
         else:
-            decayed.append(parameter)
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+            others[scale, optim.weight_decay].append(parameter)
+    groups = [{"params": p, "weight_decay": decay, "scale": scale} for (scale, decay), p in others.items()]
     if optim.name == "sgd":
         return [torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)]
     adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
     if not matrices:
         return [adamw]
-    return [Muon(matrices, lr=optim.lr, weight_decay=optim.weight_decay), adamw]
+    alike = [{"params": p, "scale": scale} for scale, p in matrices.items()]
+    return [Muon(alike, lr=optim.lr, weight_decay=optim.weight_decay), adamw]
+
+
+def layer_of(name: str, depth: int) -> int:
+    """0 for the embedding, 1 … depth for the blocks, depth + 1 for what comes after them."""
+    if "blocks." in name:
+        return 1 + int(name.split("blocks.")[1].split(".")[0])
+    return depth + 1 if name.startswith(("encoder.norm", "head", "attention_pooling")) else 0
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:
@@ -49,7 +64,7 @@ def learning_rate(step: int, steps: int, optim: Optim) -> float:
 def set_learning_rate(optimizers: list[Optimizer], lr: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("scale", 1.0)
 
 
 class Averaged:

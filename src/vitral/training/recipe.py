@@ -14,6 +14,7 @@ from typing import Any, Literal
 import tomli_w
 
 from vitral.data.augment import Augment
+from vitral.data.preprocess import Interpolation
 from vitral.errors import VitralError
 from vitral.hardware import Compile, Device, Precision
 from vitral.plain import from_plain, to_plain
@@ -28,6 +29,8 @@ class Data:
     validation: float = 0.1
     mean: tuple[float, ...] | None = None  # a value a channel, pixels in [0, 1]; None: measured on the training images
     std: tuple[float, ...] | None = None
+    crop: float = 1.0  # share of the scaled picture's shorter side that the model sees
+    interpolation: Interpolation = "bilinear"
 
     def __post_init__(self) -> None:
         if not 0 < self.validation < 1:
@@ -47,10 +50,13 @@ class Optim:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: float = 0.1  # share of the run if below 1, otherwise a number of steps
     final_lr: float = 0.0  # share of lr at the end of the schedule
+    layer_decay: float = 1.0  # each block learns this much slower than the one behind it (arXiv 2106.08254)
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise ValueError(f"optim.lr must be above 0, not {self.lr}")
+        if not 0 < self.layer_decay <= 1:
+            raise ValueError(f"optim.layer_decay must be above 0 and at most 1, not {self.layer_decay}")
         for name in ("weight_decay", "clip", "warmup", "final_lr"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"optim.{name} must not be negative, not {getattr(self, name)}")
@@ -68,6 +74,8 @@ class Recipe:
     model: ViTConfig
     augment: Augment = field(default_factory=Augment)
     optim: Optim = field(default_factory=Optim)
+    init: str = ""  # a checkpoint to begin from: a file, a folder, a run, hf:owner/name; empty: from scratch
+    freeze: str = ""  # "backbone": only the head learns; a number: so many blocks and the embedding stay as they are
     epochs: int = 10
     batch: int = 128
     label_smoothing: float = 0.0
@@ -81,6 +89,8 @@ class Recipe:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
+        if self.freeze not in ("", "backbone") and not self.freeze.isdigit():
+            raise ValueError(f"freeze must be 'backbone' or a number of blocks, not {self.freeze!r}")
         for name, least in (("epochs", 1), ("batch", 1), ("keep", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
@@ -89,6 +99,16 @@ class Recipe:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be at least 0 and below 2**32, not {self.seed}")
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """What the names of parameters that do not learn begin with."""
+        if self.freeze == "backbone":
+            return ("patch_", "class_", "position_", "registers", "encoder", "attention_")
+        if not self.freeze:
+            return ()
+        embedding = ("patch_", "class_", "position_", "registers")
+        return embedding + tuple(f"encoder.blocks.{block}." for block in range(int(self.freeze)))
 
     def essence(self) -> dict[str, Any]:
         """What decides the result: everything but where it is computed and what is kept on disk."""

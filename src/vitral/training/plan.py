@@ -1,0 +1,129 @@
+"""From what a person asked for to everything a training needs: recipe, images, preprocessing, first weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from vitral import weights
+from vitral.data.datasets import KNOWN, Dataset, Split, load
+from vitral.data.folder import load_files, looks_like_files
+from vitral.data.preprocess import Preprocessing, adapt, measure
+from vitral.data.sources import check_name
+from vitral.errors import VitralError
+from vitral.training.recipe import Recipe, read_recipe
+from vitral.training.recipes import RECIPES, named
+from vitral.weights.transfer import transfer
+
+
+def plan_for(data: str | None, recipe: Recipe | str | Path | None, init: str | None = None) -> Recipe:
+    """The recipe that is meant, pointed at the data that is meant, shaped like the checkpoint it begins from."""
+    if isinstance(recipe, Recipe):
+        plan = recipe
+    elif recipe is not None:
+        plan = read_recipe(Path(recipe)) if str(recipe).endswith(".toml") else named(str(recipe))
+    elif data is None:
+        raise VitralError(
+            "what should it learn from?", f"a folder with class folders, or a known set: {', '.join(KNOWN)}"
+        )
+    elif looks_like_files(data) or init:
+        plan = named("folder-finetune" if init else "folder-scratch")
+    else:
+        check_name(data)
+        plan = named(data)
+    if data not in (None, plan.data.name):
+        plan = pointed_at(plan, str(data))
+    return shaped_like(plan, init) if init else plan
+
+
+def pointed_at(plan: Recipe, data: str) -> Recipe:
+    """A recipe for one set, used for another: a known set brings its own channels and, if they fit, its image size."""
+    plan = replace(plan, data=replace(plan.data, name=data, mean=None, std=None))
+    if looks_like_files(data):
+        return plan
+    check_name(data)
+    own = RECIPES[data]().model
+    model = replace(plan.model, channels=own.channels)
+    if all(side % plan.model.patch_size == 0 for side in own.image_size):
+        model = replace(model, image_size=own.image_size)
+    return replace(plan, model=model)
+
+
+def shaped_like(plan: Recipe, init: str) -> Recipe:
+    """The recipe with the architecture and the preprocessing of a checkpoint; regularisation stays the recipe's."""
+    checkpoint = weights.read(init)
+    seen = checkpoint.preprocessing
+    ours = {
+        name: getattr(plan.model, name) for name in ("dropout", "dropout_attention", "dropout_embedding", "drop_path")
+    }
+    return replace(
+        plan,
+        init=init,
+        model=replace(checkpoint.config, **ours, head="linear"),
+        data=replace(plan.data, mean=seen.mean, std=seen.std, crop=seen.crop, interpolation=seen.interpolation),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that a training needs. `recipe` is complete: written down, it repeats the run."""
+
+    recipe: Recipe
+    dataset: Dataset
+    preprocessing: Preprocessing
+    start: dict[str, Tensor] | None  # the first weights; None: drawn at random
+    notes: tuple[str, ...]  # for people
+
+
+def prepare(plan: Recipe, progress: bool = False) -> Prepared:
+    """Read the images, fill in what only they can say, and fit the checkpoint's weights to the model."""
+    dataset, plan = images_for(plan, progress)
+    preprocessing = preprocessing_of(plan)
+    start: dict[str, Tensor] | None = None
+    notes: tuple[str, ...] = ()
+    if plan.init:
+        checkpoint = weights.read(plan.init)
+        moved = transfer(checkpoint, plan.model, dataset.classes)
+        start, notes = moved.state, (*checkpoint.notes, *moved.notes)
+    train = dataset.train if plan.augment.crop else of_size(dataset.train, preprocessing)
+    dataset = replace(dataset, train=train, validation=of_size(dataset.validation, preprocessing))
+    return Prepared(recipe=plan, dataset=dataset, preprocessing=preprocessing, start=start, notes=notes)
+
+
+def images_for(plan: Recipe, progress: bool = False) -> tuple[Dataset, Recipe]:
+    """The data set, and the recipe with classes, mean and deviation filled in."""
+    C = plan.model.channels
+    if looks_like_files(plan.data.name):
+        blank = plan if plan.data.mean else replace(plan, data=replace(plan.data, mean=(0.5,) * C, std=(0.5,) * C))
+        dataset = load_files(plan.data.name, preprocessing_of(blank), validation=plan.data.validation)
+    else:
+        dataset = load(plan.data.name, validation=plan.data.validation, progress=progress)
+    mean, std = plan.data.mean, plan.data.std
+    if mean is None or std is None:
+        mean, std = measure(dataset.train.images)
+    if len(mean) != C and {len(mean), C} == {1, 3}:  # gray seen in colour, or the other way round: green is nearest
+        mean, std = (mean * 3, std * 3) if C == 3 else (mean[1:2], std[1:2])
+    model = replace(plan.model, classes=len(dataset.classes))
+    return dataset, replace(plan, data=replace(plan.data, mean=mean, std=std), model=model)
+
+
+def preprocessing_of(plan: Recipe) -> Preprocessing:
+    assert plan.data.mean is not None
+    assert plan.data.std is not None
+    try:
+        return Preprocessing(
+            image_size=plan.model.image_size,
+            channels=plan.model.channels,
+            mean=plan.data.mean,
+            std=plan.data.std,
+            crop=plan.data.crop,
+            interpolation=plan.data.interpolation,
+        )
+    except ValueError as error:
+        raise VitralError(str(error).replace("preprocessing.", "data.")) from error
+
+
+def of_size(split: Split, preprocessing: Preprocessing) -> Split:
+    return Split(images=adapt(split.images, preprocessing), labels=split.labels)

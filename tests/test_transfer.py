@@ -1,0 +1,182 @@
+"""A checkpoint's weights in a model of another size, and fine-tuning from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import vitral
+from test_folder import photograph
+from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError
+from vitral.run import ModelCard, save_model
+from vitral.training.optim import make_optimizers, set_learning_rate
+from vitral.training.recipe import Optim
+from vitral.vit import ViT, ViTConfig, patchify
+from vitral.weights.checkpoint import Checkpoint
+from vitral.weights.transfer import other_channels, resample_kernels, transfer
+
+CONFIG = ViTConfig(image_size=(32, 32), patch_size=8, classes=3, width=32, depth=2, heads=2)
+NAMES = ("ants", "bees", "wasps")
+
+
+def checkpoint(config: ViTConfig = CONFIG) -> Checkpoint:
+    torch.manual_seed(0)
+    model = ViT(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    seen = Preprocessing(image_size=config.image_size, channels=3, mean=(0.4,) * 3, std=(0.2,) * 3, crop=0.9)
+    card = ModelCard(architecture=config, preprocessing=seen, classes=NAMES, trained_on="x", epoch=1)
+    return Checkpoint.of(model, card)
+
+
+def built(config: ViTConfig, state: dict[str, torch.Tensor]) -> ViT:
+    model = ViT(config).eval()
+    model.load_state_dict(state)
+    return model
+
+
+def test_the_same_classes_keep_their_answers():
+    source = checkpoint()
+    images = torch.rand(2, 3, 32, 32)
+    moved = built(CONFIG, transfer(source, CONFIG, NAMES).state)
+    assert torch.equal(moved(images), source.build()(images))
+
+
+def test_known_classes_keep_their_rows_by_name_and_new_ones_start_at_zero():
+    source = checkpoint()
+    config = replace(CONFIG, classes=4)
+    moved = transfer(source, config, ("aphids", "bees", "ants", "moths"))
+    logits, before = built(config, moved.state)(torch.ones(1, 3, 32, 32)), source.build()(torch.ones(1, 3, 32, 32))
+    assert torch.allclose(logits[0, [1, 2]], before[0, [1, 0]])
+    assert torch.equal(logits[0, [0, 3]], torch.zeros(2))
+    assert "2 of 4 classes kept" in moved.notes[-1]
+
+
+def test_other_classes_get_a_head_at_zero():
+    config = replace(CONFIG, classes=2)
+    moved = transfer(checkpoint(), config, ("x", "y"))
+    assert not built(config, moved.state)(torch.rand(1, 3, 32, 32)).any()
+    assert moved.notes[-1] == "head: new, at zero"
+
+
+def test_positions_follow_another_image_size():
+    source = checkpoint()
+    config = replace(CONFIG, image_size=(48, 32))
+    moved = transfer(source, config, NAMES)
+    images = torch.rand(1, 3, 48, 32)
+    with pytest.warns(UserWarning, match="positions resampled"):
+        expected = source.build()(images)
+    assert torch.allclose(built(config, moved.state)(images), expected, atol=1e-5)
+    assert "positions resampled from 4×4 to 6×4" in moved.notes
+
+
+def test_resampled_kernels_give_resized_patches_the_same_product():
+    torch.manual_seed(0)
+    kernels, patch = torch.randn(5, 3 * 64), torch.randn(1, 3, 8, 8)
+    larger = F.interpolate(patch, size=(12, 12), mode="bilinear")
+    before = patchify(patch, 8) @ kernels.T
+    after = patchify(larger, 12) @ resample_kernels(kernels, 8, 12).T
+    assert torch.allclose(before, after, atol=1e-3)
+
+
+def test_a_model_with_another_patch_size_still_answers_alike():
+    source = checkpoint()
+    config = replace(CONFIG, image_size=(64, 64), patch_size=16)
+    moved = built(config, transfer(source, config, NAMES).state)
+    images = torch.rand(4, 3, 32, 32)
+    larger = F.interpolate(images, size=(64, 64), mode="bilinear")
+    assert torch.allclose(moved(larger), source.build()(images), atol=1e-2)
+
+
+def test_gray_images_look_to_summed_kernels_like_gray_colour_images():
+    kernels, gray = torch.randn(5, 3 * 16), torch.randn(1, 1, 4, 4)
+    colour = gray.expand(-1, 3, -1, -1)
+    summed = other_channels(kernels, 3, 1)
+    assert torch.allclose(patchify(gray, 4) @ summed.T, patchify(colour, 4) @ kernels.T, atol=1e-5)
+
+
+def test_many_equal_channels_look_like_three():
+    kernels, one = torch.randn(5, 3 * 16), torch.randn(1, 1, 4, 4)
+    six = other_channels(kernels, 3, 6)
+    three = patchify(one.expand(-1, 3, -1, -1), 4) @ kernels.T
+    assert torch.allclose(patchify(one.expand(-1, 6, -1, -1), 4) @ six.T, three, atol=1e-5)
+
+
+def test_a_model_of_another_shape_is_refused_by_name():
+    with pytest.raises(VitralError, match="the checkpoint has depth 2, the recipe 3"):
+        transfer(checkpoint(), replace(CONFIG, depth=3), NAMES)
+
+
+def test_early_blocks_learn_slower_by_the_layer_decay():
+    model = ViT(CONFIG)
+    optimizers = make_optimizers(model, Optim(layer_decay=0.5))
+    set_learning_rate(optimizers, 1.0)
+    rates = {id(p): group["lr"] for o in optimizers for group in o.param_groups for p in group["params"]}
+    named = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
+    assert named["head.out.weight"] == named["encoder.norm.weight"] == 1
+    assert named["encoder.blocks.1.mlp.expand.weight"] == 0.5
+    assert named["encoder.blocks.0.norm1.bias"] == 0.25
+    assert named["patch_embedding.project.weight"] == named["class_token.token"] == 0.125
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    found = checkpoint()
+    save_model(tmp_path / "source", found.build(), found.card)
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for name, colour in (("blue", (20, 20, 220)), ("red", (220, 20, 20))):
+        for index in range(12):
+            photograph(tmp_path / "photos" / name / f"{index}.png", colour, index)
+    return tmp_path / "photos"
+
+
+def moved_parts(before: Path, after: Path) -> set[str]:
+    old, new = load_file(before / "weights.safetensors"), load_file(after / "model" / "weights.safetensors")
+    return {name for name in old if old[name].shape != new[name].shape or not torch.equal(old[name], new[name])}
+
+
+def test_training_from_a_checkpoint_takes_its_shape_and_its_preprocessing(source, photos, tmp_path):
+    model = vitral.train(str(photos), init=str(source), epochs=2, out=tmp_path / "run")
+    assert model.card.architecture.width == CONFIG.width
+    assert model.card.preprocessing.mean == (0.4,) * 3
+    assert model.card.preprocessing.crop == 0.9
+    assert model.classes == ("blue", "red")
+
+
+def test_a_frozen_backbone_stays_as_it_was(source, photos, tmp_path):
+    vitral.train(str(photos), init=str(source), epochs=2, freeze="backbone", out=tmp_path / "run")
+    assert moved_parts(source, tmp_path / "run") == {"head.out.weight", "head.out.bias"}
+
+
+def test_frozen_blocks_stay_as_they_were(source, photos, tmp_path):
+    vitral.train(str(photos), init=str(source), epochs=2, freeze="1", out=tmp_path / "run")
+    moved = moved_parts(source, tmp_path / "run")
+    assert not any(name.startswith(("encoder.blocks.0.", "patch_", "position_", "class_")) for name in moved)
+    assert any(name.startswith("encoder.blocks.1.") for name in moved)
+
+
+def test_a_run_begun_from_a_checkpoint_is_repeated_by_its_recipe(source, photos, tmp_path):
+    vitral.train(str(photos), init=str(source), epochs=1, out=tmp_path / "a")
+    vitral.train(recipe=tmp_path / "a" / "recipe.toml", out=tmp_path / "b")
+    first, second = ((tmp_path / name / "model" / "weights.safetensors").read_bytes() for name in "ab")
+    assert first == second
+
+
+def test_freeze_wants_backbone_or_a_number(source, photos, tmp_path):
+    with pytest.raises(VitralError, match="freeze must be 'backbone' or a number of blocks, not 'all'"):
+        vitral.train(str(photos), init=str(source), freeze="all", out=tmp_path / "run")
+
+
+def test_a_checkpoint_that_is_not_there_is_named(photos, tmp_path):
+    with pytest.raises(VitralError, match=r"nowhere\.safetensors"):
+        vitral.train(str(photos), init="nowhere.safetensors", out=tmp_path / "run")
