@@ -68,7 +68,7 @@ def test_every_command_explains_itself(vitral, name):
     [
         (["trian", "mnist"], "there is no command 'trian'. Did you mean train?", "Known: demo, train"),
         (["train", "cifar01"], "no data set or folder named 'cifar01'. Did you mean cifar10?", "Known sets: digits"),
-        (["train"], "what should it learn from?", "Known sets: digits"),
+        (["train"], "what should it learn from?", "or a known set: digits"),
         (["train", "digits", "--recipe", "mnsit"], "no recipe named 'mnsit'. Did you mean mnist?", "Known: digits"),
         (["train", "digits", "--optim.lrr", "1"], "no flag --optim.lrr. Did you mean --optim.lr?", "--help lists"),
         (["train", "digits", "--epochs", "many"], "--epochs: invalid literal for int()", "--help lists"),

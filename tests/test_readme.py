@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vitral import workshop
+from test_folder import photograph
+from vitral import weights, workshop
+from vitral.data.preprocess import Preprocessing
+from vitral.run import ModelCard
+from vitral.vit import ViT, ViTConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,13 +25,19 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the README's reader has it: photo.png, folder/ and an interrupted run in runs/mine."""
+    """A folder as the README's reader has it: photographs, a run, and a checkpoint of another library."""
     place = tmp_path_factory.mktemp("reader")
     (place / "folder").mkdir()
     for name in ("photo.png", "folder/a.png"):
         Image.new("L", (64, 48), 128).save(place / name)
+    for index in range(24):
+        photograph(place / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
     run = place / "runs" / "mine"
     workshop.train("digits", epochs=1, out=run)
+    config = ViTConfig(image_size=(32, 32), patch_size=8, classes=3, width=192, depth=1, heads=3)
+    seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    card = ModelCard(architecture=config, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)
+    weights.write((ViT(config), card), place / "model.safetensors", to="timm")
     return place
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file
 
 import vitral
 from test_folder import photograph
+from vitral import cli
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.run import ModelCard, save_model
@@ -180,3 +183,65 @@ def test_freeze_wants_backbone_or_a_number(source, photos, tmp_path):
 def test_a_checkpoint_that_is_not_there_is_named(photos, tmp_path):
     with pytest.raises(VitralError, match=r"nowhere\.safetensors"):
         vitral.train(str(photos), init="nowhere.safetensors", out=tmp_path / "run")
+
+
+# ── the commands around a checkpoint ───────────────────────────────────────────────────────────────────────────
+
+
+def vitral_command(*words: object) -> int:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(word) for word in words])
+    return stop.value.code or 0
+
+
+def test_probe_judges_features_without_training(source, photos, tmp_path, capsys):
+    assert vitral_command("probe", photos, "--init", source, "--out", tmp_path / "probe.png") == 0
+    printed = capsys.readouterr().out
+    assert "nearest neighbours" in printed
+    assert "linear" in printed
+    assert (tmp_path / "probe.png").stat().st_size > 10_000
+
+
+def test_embed_writes_what_the_head_would_see(source, photos, tmp_path, capsys):
+    (photos / "red" / "broken.png").write_text("not an image")
+    assert vitral_command("embed", source, photos / "red", "--out", tmp_path / "features.npy") == 1
+    assert "broken.png: not an image" in capsys.readouterr().err
+    features = np.load(tmp_path / "features.npy")
+    names = (tmp_path / "features.names.txt").read_text().splitlines()
+    model = vitral.load(source)
+    with torch.inference_mode():
+        pixels = model.card.preprocessing.pixels(Image.open(names[3]))
+        expected = model.model.features(model.card.preprocessing.normalise(pixels[None]))
+    assert features.shape == (12, 32)
+    assert np.allclose(features[3], expected[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["timm", "transformers", "torchvision", "npz", "vit-pytorch"])
+def test_convert_goes_there_and_back_or_says_why_not(source, tmp_path, capsys, family):
+    there = tmp_path / ("there.npz" if family == "npz" else "there")
+    code = vitral_command("convert", source, there, "--to", family)
+    printed = capsys.readouterr()
+    if code:
+        assert printed.err.startswith("error: ")
+        return
+    assert f"written for {family}" in printed.out
+    assert vitral_command("convert", there, tmp_path / "back", "--heads", 2) == 0
+    images = torch.rand(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.allclose(
+            vitral.load(source).model(images), vitral.load(tmp_path / "back").model(images), atol=1e-5
+        )
+
+
+def test_predict_asks_a_checkpoint_of_another_library(source, photos, tmp_path, capsys):
+    vitral_command("convert", source, tmp_path / "timm", "--to", "timm")
+    (tmp_path / "names.txt").write_text("x\ny\nz\n")
+    file = next((photos / "red").iterdir())
+    capsys.readouterr()
+    assert vitral_command("predict", tmp_path / "timm", file, "--labels", tmp_path / "names.txt", "--top", 3) == 0
+    theirs = capsys.readouterr().out
+    vitral_command("predict", source, file, "--top", 3)
+    ours = capsys.readouterr().out
+    for old, new in zip(NAMES, "xyz", strict=True):
+        ours = ours.replace(f" {old} ", f" {new} ")
+    assert theirs == ours

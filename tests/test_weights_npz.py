@@ -200,20 +200,28 @@ def test_jaxs_bfloat16_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"class_token": False, "global_pool": "map"}], ids=["class token", "MAP"])
-def test_what_vitral_writes_timm_reads_with_its_own_reader(changes: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiny", [False, True], ids=["small", "Ti/16"])
+def test_what_vitral_writes_timm_reads_with_its_own_reader(tiny: bool, changes: dict[str, Any], tmp_path: Path) -> None:
     pooling = "attention" if changes else "class"
-    config = ViTConfig(
-        image_size=(32, 32), patch_size=8, width=48, depth=3, heads=4, classes=7, pooling=pooling, gelu="tanh"
-    )
-    model = lively(ViT(config))
+    side, patch, width, depth, heads = (224, 16, 192, 12, 3) if tiny else (32, 8, 48, 3, 4)
+    sizes: dict[str, Any] = {"image_size": (side, side), "patch_size": patch, "width": width, "depth": depth}
+    model = lively(ViT(ViTConfig(**sizes, heads=heads, classes=7, pooling=pooling, gelu="tanh")))
     weights.write(ours(model), tmp_path / "ours.npz", to="npz")
-    small = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 7}
-    theirs = VisionTransformer(**small, act_layer="gelu_tanh", **changes).eval()
+    theirs = VisionTransformer(
+        img_size=side,
+        patch_size=patch,
+        embed_dim=width,
+        depth=depth,
+        num_heads=heads,
+        num_classes=7,
+        act_layer="gelu_tanh",
+        **changes,
+    ).eval()
     with torch.no_grad():
         theirs.load_pretrained(str(tmp_path / "ours.npz"))
-    x = pictures(32, 32)
+    x = pictures(side, side, count=1)
     torch.testing.assert_close(answers(theirs, x), answers(model, x), atol=1e-4, rtol=0)
-    assert identical(weights.read(tmp_path / "ours.npz").state, model.state_dict())
+    assert identical(weights.read(tmp_path / "ours.npz").state, dict(model.state_dict()))
 
 
 def test_sines_and_cosines_need_the_image_size_and_come_back_without_a_table(tmp_path: Path) -> None:

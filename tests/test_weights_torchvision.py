@@ -26,17 +26,27 @@ SMALL: dict[str, Any] = {
 }
 
 
+TINY: dict[str, Any] = {
+    "image_size": 224,
+    "patch_size": 16,
+    "num_layers": 12,
+    "num_heads": 3,
+    "hidden_dim": 192,
+    "mlp_dim": 768,
+}
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"num_layers": 1}, {"representation_size": 48}, {"mlp_dim": 192, "num_heads": 6}],
-    ids=["small", "one block", "representation layer", "six heads"],
+    [{}, {"num_layers": 1}, {"representation_size": 48}, {"mlp_dim": 192, "num_heads": 6}, TINY],
+    ids=["small", "one block", "representation layer", "six heads", "Ti/16"],
 )
 def test_torchvision_and_vitral_give_the_same_logits_both_ways(changes: dict[str, Any], tmp_path: Path) -> None:
     given = SMALL | changes
     theirs = lively(torchvision.models.VisionTransformer(**given))
     torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
     checkpoint = weights.read(tmp_path / "theirs.pth", heads=given["num_heads"])
-    x = pictures(32, 32)
+    x = pictures(given["image_size"], given["image_size"])
     assert checkpoint.family == "torchvision"
     torch.testing.assert_close(answers(checkpoint.build(), x), answers(theirs, x), atol=1e-4, rtol=0)
     weights.write(checkpoint, tmp_path / "back.pth", to="torchvision")

@@ -27,6 +27,14 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_labels": 7,
 }
+TINY: dict[str, Any] = {
+    "image_size": 224,
+    "patch_size": 16,
+    "hidden_size": 192,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 3,
+    "intermediate_size": 768,
+}
 MLP = {"intermediate_size": 80}
 TEACHER, STUDENT = "DeiTForImageClassificationWithTeacher", "DeiTForImageClassification"
 DINO, DINO_REG = "Dinov2ForImageClassification", "Dinov2WithRegistersForImageClassification"
@@ -39,6 +47,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "vit, no bias in qkv": ("ViTForImageClassification", {**MLP, "qkv_bias": False}, "plain", True),
     "vit, tanh": ("ViTForImageClassification", {**MLP, "hidden_act": "gelu_pytorch_tanh"}, "plain", True),
     "vit, another eps": ("ViTForImageClassification", {**MLP, "layer_norm_eps": 1e-3}, "plain", True),
+    "vit, Ti/16": ("ViTForImageClassification", TINY, "plain", True),
     "deit, two heads": (TEACHER, MLP, "distilled", True),
     "deit, one head": (STUDENT, MLP, "plain", False),
     "dinov2": (DINO, {}, "class-and-mean", True),
@@ -65,10 +74,10 @@ def test_transformers_and_vitral_give_the_same_logits_both_ways(kind: str, tmp_p
     theirs = made(name, changes)
     theirs.save_pretrained(tmp_path / "theirs")
     checkpoint = weights.read(tmp_path / "theirs")
-    size = changes.get("image_size", [32, 32])
-    x = pictures(*size, channels=changes.get("num_channels", 3))
+    size = changes.get("image_size", 32)
+    x = pictures(*(size if isinstance(size, list) else (size, size)), channels=changes.get("num_channels", 3))
     assert checkpoint.variant == variant
-    assert "heads: 4, from config.json" in checkpoint.notes
+    assert f"heads: {(SMALL | changes)['num_attention_heads']}, from config.json" in checkpoint.notes
     torch.testing.assert_close(answers(checkpoint.build(), x), answers(theirs, x), atol=1e-4, rtol=0)
     weights.write(checkpoint, tmp_path / "back", to="transformers")
     back = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "back").eval()
@@ -104,6 +113,20 @@ def test_a_model_without_a_classifier_gives_its_features(kind: str, changes: dic
     back = transformers.AutoModel.from_pretrained(tmp_path / "back").eval()
     with torch.inference_mode():
         torch.testing.assert_close(back(x).pooler_output, theirs(x).pooler_output, atol=1e-4, rtol=0)
+
+
+def test_a_deit_without_a_classifier_gives_its_features(tmp_path: Path) -> None:
+    theirs = made("DeiTModel", MLP)
+    theirs.save_pretrained(tmp_path / "theirs")
+    checkpoint = weights.read(tmp_path / "theirs")
+    weights.write(checkpoint, tmp_path / "back", to="transformers")
+    back = transformers.AutoModel.from_pretrained(tmp_path / "back").eval()
+    x = pictures(32, 32)
+    with torch.inference_mode():
+        expected = theirs(x)
+        torch.testing.assert_close(back(x).pooler_output, expected.pooler_output, atol=1e-4, rtol=0)
+        features = checkpoint.build().features(x)
+        torch.testing.assert_close(features, expected.last_hidden_state[:, 0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["ViTForImageClassification", DINO_REG])

@@ -25,12 +25,22 @@ SMALL: dict[str, Any] = {
     "dim_head": 12,
     "mlp_dim": 80,
 }
+TINY: dict[str, Any] = {
+    "image_size": (224, 224),
+    "patch_size": 16,
+    "dim": 192,
+    "depth": 12,
+    "heads": 3,
+    "dim_head": 64,
+    "mlp_dim": 768,
+}
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "class token": (vit_pytorch.ViT, {}),
     "mean": (vit_pytorch.ViT, {"pool": "mean"}),
     "one block": (vit_pytorch.ViT, {"depth": 1}),
     "not square": (vit_pytorch.ViT, {"image_size": (24, 48)}),
     "one channel": (vit_pytorch.ViT, {"channels": 1}),
+    "Ti/16": (vit_pytorch.ViT, TINY),
     "simple": (vit_pytorch.SimpleViT, {}),
     "simple, not square": (vit_pytorch.SimpleViT, {"image_size": (24, 48)}),
     "simple, one channel": (vit_pytorch.SimpleViT, {"channels": 1, "depth": 1}),
@@ -43,7 +53,7 @@ def test_vit_pytorch_and_vitral_give_the_same_logits_both_ways(kind: str, tmp_pa
     given = SMALL | changes
     theirs = lively(make(**given))
     torch.save(theirs.state_dict(), tmp_path / "theirs.pt")
-    checkpoint = weights.read(tmp_path / "theirs.pt", heads=4, image_size=given["image_size"])
+    checkpoint = weights.read(tmp_path / "theirs.pt", heads=given["heads"], image_size=given["image_size"])
     x = pictures(*given["image_size"], channels=given.get("channels", 3))
     assert (checkpoint.family, checkpoint.variant) == ("vit-pytorch", "patch-norm")
     torch.testing.assert_close(answers(checkpoint.build(), x), answers(theirs, x), atol=1e-4, rtol=0)

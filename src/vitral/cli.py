@@ -25,6 +25,8 @@ usage: vitral COMMAND …          vitral COMMAND --help says more
   train DATA                     train on class folders or a known set; every field of the recipe is a flag
   evaluate RUN                   loss, accuracy, per-class figures, confusion matrix
   predict RUN FILES…             ranked labels for image files and folders
+  probe DATA --init SOURCE       how good a checkpoint's features are for your images
+  embed RUN FILES… --out FILE    feature vectors as .npy, .parquet or .csv
   convert SOURCE FILE --to LIB   a checkpoint of one library as another's
   summary PRESET                 a model layer by layer: shapes, parameters, arithmetic, memory
   recipes [show NAME]            the named recipes; a complete one as TOML
@@ -232,6 +234,51 @@ def _predict(words: list[str]) -> int:
     return 1 if failed else 0
 
 
+def _probe(words: list[str]) -> int:
+    from tyro.conf import Positional
+
+    @dataclass(frozen=True)
+    class Probe:
+        """How good a checkpoint's features are for your images, without training it: minutes on a CPU."""
+
+        data: Positional[str]  # a folder with class folders, a CSV list, or a known set
+        init: str  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        out: Path | None = None  # a plot: probe.png
+        json: bool = False  # for programs
+
+    chosen = parse(Probe, words, "probe")
+    from vitral import workshop
+    from vitral.report import terminal
+
+    result = workshop.probe(chosen.data, chosen.init, out=chosen.out)
+    if chosen.json:
+        print(json.dumps(result.as_dict()))
+    else:
+        terminal.show_probe(result)
+    return 0
+
+
+def _embed(words: list[str]) -> int:
+    from tyro.conf import Positional
+
+    @dataclass(frozen=True)
+    class Embed:
+        """One vector an image, from before the head, for programs of your own."""
+
+        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        files: Positional[tuple[Path, ...]]
+        out: Path  # features.npy, .parquet or .csv
+
+    chosen = parse(Embed, words, "embed")
+    from vitral import workshop
+
+    troubles = workshop.embed(chosen.run, chosen.files, chosen.out)
+    for trouble in troubles:
+        print(f"error: {trouble}", file=sys.stderr)
+    print(f"{chosen.out}: written")
+    return 1 if troubles else 0
+
+
 def _convert(words: list[str]) -> int:
     from tyro.conf import Positional
 
@@ -333,6 +380,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "evaluate": _evaluate,
     "predict": _predict,
+    "probe": _probe,
+    "embed": _embed,
     "convert": _convert,
     "summary": _summary,
     "recipes": _recipes,

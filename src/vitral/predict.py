@@ -16,6 +16,7 @@ from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.preprocess import adapt
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import Metrics, logits_of, measure
+from vitral.evaluation.probe import features_of
 from vitral.hardware import Device, Hardware, choose
 from vitral.run import ModelCard, load_model
 from vitral.vit import ViT
@@ -112,6 +113,19 @@ class Predictor:
                 f"no images in {', '.join(map(str, paths))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read"
             )
         return list(self.predict_many(files, top=top))
+
+    def embed_files(self, paths: Sequence[Path | str]) -> tuple[list[str], Tensor, list[str]]:
+        """Names and features, N D, of the images that could be read, and what was wrong with the others."""
+        opened = [self._open(file) for file in image_files([Path(path) for path in paths])]
+        names = [name for name, pixels in opened if isinstance(pixels, Tensor)]
+        if not names:
+            raise VitralError(f"no readable images in {', '.join(map(str, paths))}")
+        images = torch.stack([pixels for _, pixels in opened if isinstance(pixels, Tensor)])
+        return names, self.features(images), [pixels for _, pixels in opened if isinstance(pixels, str)]
+
+    def features(self, images_NCHW: Tensor) -> Tensor:
+        """What the head sees of uint8 images as the model wants them → N D."""
+        return features_of(self.model, images_NCHW, self.card.preprocessing, self.hardware)
 
     @torch.inference_mode()
     def probabilities(self, images_BCHW: Tensor) -> Tensor:

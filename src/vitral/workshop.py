@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +21,12 @@ from vitral.data.folder import load_files, looks_like_files
 from vitral.data.preprocess import adapt
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import Metrics
+from vitral.evaluation.probe import ProbeResult
+from vitral.evaluation.probe import probe as probe_features
 from vitral.hardware import Hardware, choose
 from vitral.predict import Predictor
 from vitral.report import figures
+from vitral.report.features import check_features_path, write_features
 from vitral.run import Run, write_atomically
 from vitral.training.display import Display
 from vitral.training.loop import fit
@@ -226,6 +230,40 @@ def evaluate(path: str | Path, *, data: str | None = None, split: SplitName = "t
 
 def _few(names: tuple[str, ...]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def probe(data: str, init: str | Path, *, out: str | Path | None = None) -> ProbeResult:
+    """How well a model's frozen features tell classes apart: nearest neighbours, a linear probe, few-shot regression.
+
+    Judged on the test images; where there are none, on the validation images, and then everything is chosen by
+    cross-validation inside the training images. With `out`, a plot.
+    """
+    predictor = Predictor.load(init)
+    seen = predictor.card.preprocessing
+    dataset = load_files(data, seen) if looks_like_files(data) else load_dataset(data)
+
+    def features(split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+        return predictor.features(adapt(split.images, seen)), split.labels
+
+    validation = features(dataset.validation)
+    tested = len(dataset.test) > 0
+    result = probe_features(
+        features(dataset.train),
+        validation if tested else None,
+        features(dataset.test) if tested else validation,
+        dataset.classes,
+    )
+    if out is not None:
+        figures.probe(result, Path(out))
+    return result
+
+
+def embed(path: str | Path, files: Sequence[str | Path], out: str | Path) -> list[str]:
+    """Write the feature vectors of images to .npy, .parquet or .csv; returns what was wrong with unreadable ones."""
+    check_features_path(out)
+    names, vectors, troubles = Predictor.load(path).embed_files(files)
+    write_features(names, vectors, out)
+    return troubles
 
 
 def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:

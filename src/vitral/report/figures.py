@@ -14,15 +14,17 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import PercentFormatter
 from PIL import Image
 from torch import Tensor
 
 from vitral.data.decode import decode
 from vitral.evaluation.metrics import Metrics
+from vitral.evaluation.probe import ProbeResult
 from vitral.explain.rollout import rollout
 from vitral.predict import Picture, Predictor
 
-BLUE, ORANGE = "#0072B2", "#D55E00"  # told apart by the colour-blind too (Okabe and Ito)
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # told apart by the colour-blind too (Okabe and Ito)
 GRAY, PALE = "#6B7280", "#D5DBE3"
 MISTAKES = LinearSegmentedColormap.from_list("mistakes", ["white", "#FDD0A2", "#F16913", "#8C2D04"])
 
@@ -221,3 +223,43 @@ def picture(image_CHW: Tensor, path: Path) -> Path:
     pixels = image_CHW.permute(1, 2, 0).squeeze(-1).cpu().numpy()
     Image.fromarray(pixels).save(path)
     return path
+
+
+def probe(result: ProbeResult, path: Path) -> Path:
+    """Accuracy against the labelled images a class: few of them, then all, with 95 % intervals."""
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.subplots()
+    few = [row for row in result.rows if row.shots is not None]
+    every = [row for row in result.rows if row.shots is None]
+    ticks = {float(row.shots): str(row.shots) for row in few if row.shots is not None}
+    if few:
+        label = f"least squares, few images ({result.seeds} draws)"
+        between = np.array([(row.accuracy - row.low, row.high - row.accuracy) for row in few]).T.clip(min=0)
+        axes.errorbar(
+            list(ticks), [row.accuracy for row in few], between, fmt="o-", color=BLUE, ms=5, capsize=3, label=label
+        )
+    most = max(row.images for row in every) / len(result.classes)
+    styles = {
+        "nearest neighbours": (0.94, "s", ORANGE),
+        "linear": (1.06, "D", GREEN),
+    }  # side by side, not on each other
+    for row in every:
+        aside, marker, color = styles[row.method]
+        between = np.array([[row.accuracy - row.low], [row.high - row.accuracy]]).clip(min=0)
+        label = f"{row.method}, all images ({row.chosen})"
+        axes.errorbar([most * aside], [row.accuracy], between, fmt=marker, color=color, ms=6, capsize=3, label=label)
+        axes.axhline(row.accuracy, color=color, lw=0.8, ls=":", alpha=0.6, zorder=0)
+    ticks = {place: name for place, name in ticks.items() if not 0.8 < place / most < 1.25} | {
+        most: f"all\n({most:.0f})"
+    }
+    axes.set_xscale("log")
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.minorticks_off()
+    axes.set(xlabel="labelled images a class", ylabel=f"accuracy on {result.test_images:,} test images")
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, -0.004), min(high, 1.004))
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1))  # above: inside it would cover something
+    return save(figure, path)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitral.evaluation.metrics import Metrics
+from vitral.evaluation.probe import ProbeResult
 from vitral.predict import Prediction
 
 MOST_CLASSES = 20  # a larger confusion matrix does not fit a terminal
@@ -77,3 +78,30 @@ def as_csv(answers: Sequence[Prediction]) -> None:
             writer.writerow([answer.source, "", "", "", answer.error])
         for rank, label in enumerate(answer.labels, start=1):
             writer.writerow([answer.source, rank, label.name, f"{label.probability:.6f}", ""])
+
+
+def show_probe(result: ProbeResult) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, padding=(0, 1))
+    for name in ("classifier", "per class", "images", "accuracy", "95 % interval", "chosen"):
+        left = name in ("classifier", "chosen")
+        table.add_column(name, justify="left" if left else "right", header_style="dim", no_wrap=True)
+    best = max(row.accuracy for row in result.rows)
+    for row in result.rows:
+        accuracy = f"{row.accuracy:.2%}"
+        table.add_row(
+            row.method,
+            "all" if row.shots is None else str(row.shots),
+            f"{row.images:,}",
+            f"[bold]{accuracy}[/bold]" if row.accuracy == best else accuracy,
+            f"{row.low:.2%} – {row.high:.2%}",
+            row.chosen,
+        )
+    console.print(table)
+    how = "on the validation images" if result.chosen_on == "validation" else "by cross-validation"
+    console.print(
+        f"\n{result.test_images:,} test images, {len(result.classes)} classes. k and C were chosen {how}; λ is fixed."
+        f" Intervals of least squares: over {result.seeds} draws of the images; the others: over the test images."
+    )
+    for note in result.notes:
+        console.print(f"[dim]{escape(note)}[/dim]")

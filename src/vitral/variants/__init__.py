@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from vitral.variants.class_and_mean import ClassAndMeanViT
 from vitral.variants.distilled import DistilledViT
+from vitral.variants.hybrid import HybridConfig, HybridViT
 from vitral.variants.late_norm import LateNormViT
 from vitral.variants.patch_norm import PatchNormViT
-from vitral.vit import ViT
+from vitral.vit import ViT, ViTConfig
 
 VARIANTS: dict[str, type[ViT]] = {
     "plain": ViT,
@@ -17,7 +18,10 @@ VARIANTS: dict[str, type[ViT]] = {
     "late-norm": LateNormViT,
     "patch-norm": PatchNormViT,
     "class-and-mean": ClassAndMeanViT,
+    "hybrid": HybridViT,
 }
+# What describes those with settings of their own; the others, a ViTConfig.
+CONFIGS: dict[str, type[ViTConfig]] = {"hybrid": HybridConfig}
 
 
 def variant_of(model: ViT) -> str:

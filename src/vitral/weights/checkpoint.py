@@ -8,8 +8,9 @@ from typing import Any
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.run import ModelCard
-from vitral.variants import VARIANTS, variant_of
+from vitral.variants import variant_of
 from vitral.vit import ViT, ViTConfig
+from vitral.weights.blank import blank
 from vitral.weights.names import State
 
 NO_HEAD = "(no head)"  # the one class name of a model folder made from weights without a classifier
@@ -44,7 +45,7 @@ class Checkpoint:
 
     def build(self) -> ViT:
         """The model with these weights, in fp32, ready to answer."""
-        model = VARIANTS[self.variant](self.config)
+        model = blank(self.variant, self.config)
         model.load_state_dict(self.state)
         return model.eval()
 

@@ -6,12 +6,16 @@ import re
 from pathlib import Path
 
 from vitral.errors import VitralError
-from vitral.weights.files import one_line
+from vitral.weights.files import SUFFIXES, one_line
 
 SCHEME = "hf:"
 CONFIGS = ["config.json", "preprocessor_config.json"]
 # In this order: what cannot hold code first, and nothing twice.
-WEIGHTS = (["model*.safetensors", "model.safetensors.index.json"], ["pytorch_model*.bin*"], ["*.npz", "*.pth", "*.pt"])
+WEIGHTS = (
+    ["model*.safetensors", "model.safetensors.index.json", "weights.safetensors"],
+    ["pytorch_model*.bin*"],
+    ["*.npz", "*.pth", "*.pt"],
+)
 
 
 def fetch(source: str) -> Path:
@@ -26,7 +30,7 @@ def fetch(source: str) -> Path:
     try:
         for weights in WEIGHTS:
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=CONFIGS + weights))
-            if any(file.suffix != ".json" for file in folder.iterdir()):
+            if any(file.suffix in SUFFIXES for file in folder.iterdir()):
                 return folder
     except Exception as error:  # huggingface_hub lets its HTTP client's own errors through
         raise VitralError(f"{source}: {one_line(error)}", _what_to_do(error)) from error

@@ -8,13 +8,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.variants import VARIANTS
 from vitral.vit import ViTConfig
+from vitral.weights.blank import shapes
 from vitral.weights.checkpoint import Asked, Checkpoint, described, refuse
 from vitral.weights.files import Found
 from vitral.weights.names import State
@@ -116,8 +115,7 @@ def finish(
 ) -> Checkpoint:
     """The comparison with the model that the configuration describes, and all that is known in one place."""
     try:
-        with torch.device("meta"):  # names and shapes, no numbers
-            wanted: dict[str, Tensor] = VARIANTS[variant](config).state_dict()
+        wanted = shapes(variant, config)
     except ValueError as error:
         raise VitralError(f"{found.where}: {error}", "the tensors describe no model that vitral can build") from error
     headless = family != "vitral" and not _classifiers(state)
