@@ -259,14 +259,27 @@ def test_nothing_is_chosen_on_the_test_set(validated: bool) -> None:
     assert plain.chosen_on == ("validation" if validated else "cross-validation")
 
 
-def test_choices_follow_the_validation_images() -> None:
-    """Validation images in a corner that one mislabelled neighbour decides: there k = 1 is right and more is not."""
+@pytest.mark.parametrize("validated", [True, False])
+def test_an_answer_does_not_depend_on_the_other_test_images(validated: bool) -> None:
+    """Nothing, neither a mean nor a deviation, is fitted to the test images: right answers add up."""
+    train, validation, test = (clouds(N, 3, apart=1.0, seed=s) for N, s in ((120, 0), (90, 1), (150, 2)))
+    wild = 1000 * clouds(60, 3, seed=3)[0] - 300, test[1][:60]
+    both = torch.cat([test[0], wild[0]]), torch.cat([test[1], wild[1]])
+    judged = validation if validated else None
+    results = [probe(train, judged, split, names(3)) for split in (test, wild, both)]
+    for near, far, all_of_them in zip(*(result.rows for result in results), strict=True):
+        assert 150 * near.accuracy + 60 * far.accuracy == pytest.approx(210 * all_of_them.accuracy)
+
+
+def test_k_follows_the_validation_images_and_no_image_judges_itself() -> None:
     train = clouds(300, 3, apart=2.0)
-    at = train[0].clone()
-    validation = at, train[1]  # every image is its own nearest neighbour
-    assert rows_by(probe(train, validation, train, names(3), shots=(1,)))["nearest neighbours"].value == 1
-    assert rows_by(probe(train, clouds(300, 3, apart=2.0, seed=5), train, names(3)))["nearest neighbours"].value > 1
-    assert rows_by(probe(train, None, train, names(3)))["nearest neighbours"].value > 1  # no image judges itself
+    chosen = [
+        rows_by(probe(train, validation, train, names(3), shots=(1,)))["nearest neighbours"].value
+        for validation in (train, clouds(300, 3, apart=2.0, seed=5), None)
+    ]
+    assert chosen[0] == 1  # each validation image is its own nearest neighbour
+    assert chosen[1] > 1
+    assert chosen[2] > 1
 
 
 def test_the_sweep_takes_the_c_that_is_best_on_validation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,6 +499,7 @@ def test_the_figure_shows_accuracies_and_intervals(result: ProbeResult, tmp_path
     np.testing.assert_allclose(ends, [[0.4, 0.6], [0.65, 0.75], [0.75, 0.84], [0.87, 0.925]])
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "5", "all\n(100)"]
     assert axes.get_ylabel() == "accuracy on 1,234 test images"
+    assert "60%" in [label.get_text() for label in axes.get_yticklabels()]
 
 
 def test_the_figure_without_few_shot_rows_and_with_all_near_a_shot(
@@ -494,8 +508,11 @@ def test_the_figure_without_few_shot_rows_and_with_all_near_a_shot(
     figures.probe(replace(result, rows=result.rows[2:]), tmp_path / "probe.png")
     close = (*result.rows[:2], *(replace(row, images=16) for row in result.rows[2:]))
     figures.probe(replace(result, rows=close), tmp_path / "probe.png")
+    sure = (*result.rows[:3], replace(result.rows[3], accuracy=1.0, high=1.0))
+    figures.probe(replace(result, rows=sure), tmp_path / "probe.png")
     ticks = [[label.get_text() for label in figure.axes[0].get_xticklabels()] for figure in drawn]
-    assert ticks == [["all\n(100)"], ["1", "all\n(5)"]]
+    assert ticks == [["all\n(100)"], ["1", "all\n(5)"], ["1", "5", "all\n(100)"]]
+    assert drawn[2].axes[0].get_ylim()[1] == pytest.approx(1.004)  # no accuracy of 105 %
 
 
 def test_the_table_on_a_terminal(

@@ -227,10 +227,10 @@ def test_convert_goes_there_and_back_or_says_why_not(source, tmp_path, capsys, f
     assert f"written for {family}" in printed.out
     assert vitral_command("convert", there, tmp_path / "back", "--heads", 2) == 0
     images = torch.rand(2, 3, 32, 32)
+    near = 1e-3 if family == "npz" else 1e-5  # Google's code computes GELU by its tanh approximation
     with torch.inference_mode():
-        assert torch.allclose(
-            vitral.load(source).model(images), vitral.load(tmp_path / "back").model(images), atol=1e-5
-        )
+        before, after = (vitral.load(path).model(images) for path in (source, tmp_path / "back"))
+    assert torch.allclose(before, after, atol=near)
 
 
 def test_predict_asks_a_checkpoint_of_another_library(source, photos, tmp_path, capsys):

@@ -290,11 +290,14 @@ def _convert(words: list[str]) -> int:
         destination: Positional[Path]
         to: Literal["vitral", "timm", "transformers", "torchvision", "npz", "vit-pytorch"] = "vitral"
         heads: int | None = None  # where the tensors do not tell
+        image_size: tuple[int, int] | None = None  # likewise
 
     chosen = parse(Convert, words, "convert")
     from vitral import weights
 
-    for note in weights.convert(chosen.source, chosen.destination, to=chosen.to, heads=chosen.heads):
+    for note in weights.convert(
+        chosen.source, chosen.destination, to=chosen.to, heads=chosen.heads, image_size=chosen.image_size
+    ):
         print(note)
     print(f"{chosen.destination}: written for {chosen.to}")
     return 0

@@ -42,7 +42,7 @@ NAMES = Names(
         "attention_pooling.norm.{leaf}": "attn_pool.norm.{leaf}",
         "attention_pooling.mlp.expand.{leaf}": "attn_pool.mlp.fc1.{leaf}",
         "attention_pooling.mlp.contract.{leaf}": "attn_pool.mlp.fc2.{leaf}",
-        "head.hidden.{leaf}": "pre_logits.fc.{leaf}",  # timm before 0.6.5
+        "head.hidden.{leaf}": "pre_logits.fc.{leaf}",  # older versions of timm
         "head.out.{leaf}": "head.{leaf}",
         "head.label_head.out.{leaf}": "head.{leaf}",
         "head.teacher_head.out.{leaf}": "head_dist.{leaf}",

@@ -20,7 +20,7 @@ NAMES = Names(
         "encoder.blocks.{i}.attention.qkv.{leaf}": f"{BLOCK}.self_attention.in_proj_{{leaf}}",
         "encoder.blocks.{i}.attention.project.{leaf}": f"{BLOCK}.self_attention.out_proj.{{leaf}}",
         "encoder.blocks.{i}.norm2.{leaf}": f"{BLOCK}.ln_2.{{leaf}}",
-        # the second spelling is the first release's (0.12)
+        # the second spelling is that of earlier releases
         "encoder.blocks.{i}.mlp.expand.{leaf}": (f"{BLOCK}.mlp.0.{{leaf}}", f"{BLOCK}.mlp.linear_1.{{leaf}}"),
         "encoder.blocks.{i}.mlp.contract.{leaf}": (f"{BLOCK}.mlp.3.{{leaf}}", f"{BLOCK}.mlp.linear_2.{{leaf}}"),
         "encoder.norm.{leaf}": "encoder.ln.{leaf}",

@@ -71,7 +71,7 @@ def to_vitral(found: Found, asked: Asked) -> Checkpoint:
         pooling = "class" if token.shape[1] else "mean"
         if token.shape[1]:
             state["class_token.token"] = token
-            notes.append("pooling: class token, ASSUMED: versions before 1.12 have one with pool='mean' too")
+            notes.append("pooling: class token, ASSUMED: earlier versions have one with pool='mean' too")
         table = state["position_embedding.table"].reshape(1, -1, width)
         state["position_embedding.table"] = table
         _, size = place_rows(table.shape[1], [token.shape[1]], patch, asked, None, found.where)
