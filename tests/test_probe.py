@@ -90,16 +90,18 @@ def test_least_squares_answers_as_scikit_learns_ridge_classifier(K: int) -> None
     np.testing.assert_array_equal(said, theirs)
 
 
-def test_few_shots_are_least_squares_on_the_drawn_images_only() -> None:
-    train, test = (tuple(t.double() if t.is_floating_point() else t for t in clouds(60, 3, seed=s)) for s in (0, 1))
-    row = few_shots(train, test, 3, shots=4, seeds=3)
-    assert (row.images, row.shots, row.value) == (12, 4, 1024)
-    unseen = torch.ones(60, dtype=torch.bool)
+def test_few_shots_see_the_drawn_images_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even mean and deviation come from the others. With a small penalty, so that the features' scale matters."""
+    monkeypatch.setattr(module, "PENALTY", 1.0)
+    train, test = clouds(120, 3, apart=0.7), clouds(300, 3, apart=0.7, seed=1)
+    row = few_shots(train, test, 3, shots=15, seeds=3)
+    assert (row.images, row.shots, row.value) == (45, 15, 1)
+    unseen = torch.ones(120, dtype=torch.bool)
     for seed in range(3):
-        unseen[draw(train[1], 4, seed)] = False
-    assert unseen.sum() > 20
+        unseen[draw(train[1], 15, seed)] = False
+    assert unseen.sum() > 15
     poisoned = torch.where(unseen[:, None], 1e6, train[0]), train[1]
-    assert few_shots(poisoned, test, 3, shots=4, seeds=3) == row
+    assert few_shots(poisoned, test, 3, shots=15, seeds=3) == row
 
 
 @pytest.mark.parametrize("K", [2, 10])
