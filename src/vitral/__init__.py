@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from vitral import data as data
+    from vitral import weights as weights
     from vitral.errors import VitralError as VitralError
     from vitral.predict import Predictor as Predictor
     from vitral.presets import preset as preset
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
     from vitral.vit import ViT as ViT
     from vitral.vit import ViTConfig as ViTConfig
     from vitral.workshop import demo as demo
+    from vitral.workshop import embed as embed
     from vitral.workshop import evaluate as evaluate
     from vitral.workshop import load as load
+    from vitral.workshop import probe as probe
     from vitral.workshop import train as train
 
 _LIVES_IN = {
@@ -35,16 +38,18 @@ _LIVES_IN = {
     "ViT": "vit",
     "ViTConfig": "vit",
     "demo": "workshop",
+    "embed": "workshop",
     "evaluate": "workshop",
     "load": "workshop",
+    "probe": "workshop",
     "train": "workshop",
 }
-__all__ = ["__version__", "data", *_LIVES_IN]
+__all__ = ["__version__", "data", "weights", *_LIVES_IN]
 
 
 def __getattr__(name: str) -> object:
-    if name == "data":
-        return import_module("vitral.data")
+    if name in ("data", "weights"):
+        return import_module(f"vitral.{name}")
     if name not in _LIVES_IN:
         raise AttributeError(f"module 'vitral' has no attribute {name!r}")
     return getattr(import_module(f"vitral.{_LIVES_IN[name]}"), name)
