@@ -142,3 +142,11 @@ def test_a_changed_recipe_is_noticed_on_resume(tmp_path):
     recipe.write_text(recipe.read_text().replace("epochs = 1\n", "epochs = 2\n"))
     with pytest.raises(VitralError, match=r"does not fit .*recipe\.toml"):
         vitral.train(resume=tmp_path / "run")
+
+
+def test_the_next_commands_can_be_typed_as_they_stand(monkeypatch):
+    monkeypatch.setattr("sys.argv", [".venv/bin/vitral", "demo"])
+    monkeypatch.setenv("PATH", "")
+    assert workshop.command() == ".venv/bin/vitral"
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/vitral")
+    assert workshop.command() == "vitral"

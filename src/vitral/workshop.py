@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -175,12 +176,18 @@ def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predic
         f"Which it takes for which: {run.figures / 'confusion.png'}\n"
         f"What it looked at:        {run.figures / 'attention.png'}\n"
         f"How it learned:           {run.figures / 'curves.png'}\n\n"
-        f"Next:  vitral predict {run} {example}\n"
-        f"       vitral evaluate {run}\n"
-        f"       vitral train {dataset.name} --recipe {run.recipe_file} --epochs {2 * plan.epochs}",
+        f"Next:  {command()} predict {run} {example}\n"
+        f"       {command()} evaluate {run}\n"
+        f"       {command()} train {dataset.name} --recipe {run.recipe_file} --epochs {2 * plan.epochs}",
         soft_wrap=True,
     )
     return predictor
+
+
+def command() -> str:
+    """How to call vitral from this shell: `make demo` leaves it in .venv, which is not on everybody's path."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "vitral" and not shutil.which("vitral") else "vitral"
 
 
 def draw(run: Run, predictor: Predictor, test: Split, metrics: Metrics) -> Path:
