@@ -19,6 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # From the top down. A module may import from its own layer and from those below. A new file belongs in one of them.
 LAYERS = [
     ["__init__", "__main__", "cli"],
+    ["commands"],
     ["workshop"],
     ["report", "serve", "summary"],
     ["training", "predict", "explain", "export", "doctor"],

@@ -36,6 +36,7 @@ class Prediction:
 
     source: str
     labels: tuple[Label, ...] = ()  # most probable first
+    unknown: bool = False  # it looks like nothing the model was trained on
     error: str = ""
 
     @property
@@ -128,9 +129,13 @@ class Predictor:
         return features_of(self.model, images_NCHW, self.card.preprocessing, self.hardware)
 
     @torch.inference_mode()
-    def probabilities(self, images_BCHW: Tensor) -> Tensor:
+    def logits(self, images_BCHW: Tensor) -> Tensor:
         """uint8 images as the model wants them → B K."""
-        return logits_of(self.model, images_BCHW, self.card.preprocessing, self.hardware).softmax(dim=1).cpu()
+        return logits_of(self.model, images_BCHW, self.card.preprocessing, self.hardware).cpu()
+
+    def probabilities(self, images_BCHW: Tensor) -> Tensor:
+        """uint8 images as the model wants them → calibrated, B K."""
+        return self.card.calibration.probabilities(self.logits(images_BCHW))
 
     def evaluate(self, split: Split) -> Metrics:
         """Loss, accuracy, per-class figures and confusion on labelled images."""
@@ -148,10 +153,14 @@ class Predictor:
 
     def _answer(self, waiting: list[tuple[str, Tensor | str]], top: int | None) -> Iterable[Prediction]:
         readable = [pixels for _, pixels in waiting if isinstance(pixels, Tensor)]
-        rows = iter(self.probabilities(torch.stack(readable)).tolist() if readable else [])
+        logits = self.logits(torch.stack(readable)) if readable else torch.empty(0, len(self.classes))
+        calibration = self.card.calibration
+        rows = zip(calibration.probabilities(logits).tolist(), calibration.unknown(logits).tolist(), strict=True)
         for name, pixels in waiting:
             if isinstance(pixels, str):
                 yield Prediction(source=name, error=pixels)
                 continue
-            ranked = sorted(zip(self.classes, next(rows), strict=True), key=lambda item: -item[1])
-            yield Prediction(source=name, labels=tuple(Label(name=c, probability=p) for c, p in ranked[:top]))
+            probabilities, unknown = next(rows)
+            ranked = sorted(zip(self.classes, probabilities, strict=True), key=lambda item: -item[1])
+            labels = tuple(Label(name=c, probability=p) for c, p in ranked[:top])
+            yield Prediction(source=name, labels=labels, unknown=unknown)

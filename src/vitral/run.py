@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +32,7 @@ from safetensors.torch import save as to_safetensors
 from vitral import __version__
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.evaluation.calibration import Calibration
 from vitral.plain import from_plain, to_plain
 from vitral.variants import CONFIGS, VARIANTS
 from vitral.vit import ViT, ViTConfig
@@ -95,6 +96,7 @@ class ModelCard:
     trained_on: str
     epoch: int  # the one with the best validation accuracy, whose weights these are
     variant: str = "plain"  # of the table in vitral.variants
+    calibration: Calibration = field(default_factory=Calibration)
 
     def __post_init__(self) -> None:
         if len(self.classes) != self.architecture.classes:

@@ -1,0 +1,31 @@
+"""Checkpoints from one library to another."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vitral.commands.flags import parse
+
+
+def run(words: list[str]) -> int:
+    from tyro.conf import Positional
+
+    @dataclass(frozen=True)
+    class Convert:
+        """Write a checkpoint of one library as another's, and prove that nothing was lost."""
+
+        source: Positional[str]  # a file, a folder, a run, or hf:owner/name[@revision]
+        destination: Positional[Path]
+        to: Literal["vitral", "timm", "transformers", "torchvision", "npz", "vit-pytorch"] = "vitral"
+        heads: int | None = None  # where the tensors do not tell
+        image_size: tuple[int, int] | None = None  # likewise
+
+    chosen = parse(Convert, words, "convert")
+    from vitral import weights
+
+    for note in weights.convert(
+        chosen.source, chosen.destination, to=chosen.to, heads=chosen.heads, image_size=chosen.image_size
+    ):
+        print(note)
+    print(f"{chosen.destination}: written for {chosen.to}")
+    return 0

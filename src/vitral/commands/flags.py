@@ -1,0 +1,73 @@
+"""Flags off dataclasses, and what is wrong with them in two lines.
+
+Annotations are evaluated in this package (no `from __future__ import annotations`): tyro reads the flags off local
+dataclasses. Each command is a file with `run(words) -> exit status`; torch is imported where one needs it.
+"""
+
+import io
+import re
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from typing import Any
+
+from vitral.errors import VitralError
+
+
+def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any = None) -> Any:
+    """Typed flags from the fields of a dataclass; a mistake in them is a VitralError like any other."""
+    import tyro
+
+    said = io.StringIO()
+    more = {} if default is None else {"default": default}
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(kind, args=_squares(words), prog=f"vitral {command}", **more)
+    except ValueError as error:  # from a dataclass that refuses its values
+        raise VitralError(str(error), f"vitral {command} --help lists the flags") from error
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    raise _in_two_lines(said.getvalue(), command)
+
+
+def _in_two_lines(boxed: str, command: str) -> VitralError:
+    """What tyro prints as a box, drawn with lines or with dashes, as a sentence and a hint."""
+    lines = [line.strip("╭╮╰╯│ ") for line in boxed.splitlines()]
+    text = " ".join("¶" if set(line) <= set("─-") else line for line in lines if line and not line.startswith("─ "))
+    parts = [part.strip() for part in text.split("¶") if part.strip()]
+    what = (parts if boxed.startswith("╭") else parts[1:] or [boxed])[0]  # without lines, the title is a part
+    if match := re.match(r"Unrecognized options: (\S+?),?(?= |$)", what):
+        what = f"vitral {command} has no flag {match[1]}."
+        if close := re.search(r"Perhaps you meant: (--[\w.-]+)", text):
+            what += f" Did you mean {close[1]}?"
+    elif match := re.match(r"Error parsing (\S+): (.*)", what):
+        what = f"{match[1]}: {match[2]}" if match[1].startswith("-") else match[2]
+    return VitralError(what, f"vitral {command} --help lists the flags")
+
+
+def _squares(words: list[str]) -> list[str]:
+    """`--model.image-size 224` means 224 224."""
+    written: list[str] = []
+    for index, word in enumerate(words):
+        written.append(word)
+        alone = word.isdigit() and not (index + 1 < len(words) and words[index + 1].isdigit())
+        if alone and index and words[index - 1].endswith("image-size"):
+            written.append(word)
+    return written
+
+
+def positional(words: list[str]) -> str | None:
+    """The first word that is neither a flag nor stands behind one."""
+    for before, word in zip(["", *words], words, strict=False):
+        if not word.startswith("-") and (not before.startswith("--") or "=" in before):
+            return word
+    return None
+
+
+def value_of(flag: str, words: list[str]) -> str | None:
+    for index, word in enumerate(words):
+        if word == flag and index + 1 < len(words):
+            return words[index + 1]
+        if word.startswith(flag + "="):
+            return word.removeprefix(flag + "=")
+    return None

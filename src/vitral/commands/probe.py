@@ -1,0 +1,31 @@
+"""How good frozen features are."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitral.commands.flags import parse
+
+
+def run(words: list[str]) -> int:
+    from tyro.conf import Positional
+
+    @dataclass(frozen=True)
+    class Probe:
+        """How good a checkpoint's features are for your images, without training it: minutes on a CPU."""
+
+        data: Positional[str]  # a folder with class folders, a CSV list, or a known set
+        init: str  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        out: Path | None = None  # a plot: probe.png
+        json: bool = False  # for programs
+
+    chosen = parse(Probe, words, "probe")
+    from vitral import workshop
+    from vitral.report import terminal
+
+    result = workshop.probe(chosen.data, chosen.init, out=chosen.out)
+    if chosen.json:
+        print(json.dumps(result.as_dict()))
+    else:
+        terminal.show_probe(result)
+    return 0

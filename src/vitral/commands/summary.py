@@ -1,0 +1,35 @@
+"""A model layer by layer."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from vitral.commands.flags import parse, positional
+from vitral.errors import VitralError
+
+
+def run(words: list[str]) -> int:
+    from tyro.conf import Positional, arg
+
+    from vitral.presets import PRESETS, PUBLISHED, preset
+    from vitral.vit import ViTConfig
+
+    name = positional(words)
+    if name is None and not {"-h", "--help"} & set(words):
+        raise VitralError("which model?", f"Known: {', '.join(PRESETS)}")
+
+    @dataclass(frozen=True)
+    class Summary:
+        """A model layer by layer: shapes, parameters, arithmetic and memory for one image."""
+
+        preset: Positional[str]
+        config: Annotated[ViTConfig, arg(name="")]
+        levels: int = 3  # how deep the table goes into the modules
+
+    default = Summary(name or "B/16", preset(name or "B/16"))
+    chosen = parse(Summary, words, "summary", default=default)
+    from vitral.summary import summarise
+
+    print(summarise(chosen.config, chosen.levels))
+    if name in PUBLISHED:
+        print(f"published           {PUBLISHED[name]}")
+    return 0

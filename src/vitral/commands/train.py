@@ -1,0 +1,47 @@
+"""Train on class folders or a known set."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from vitral.commands.flags import parse, positional, value_of
+from vitral.errors import VitralError
+
+
+def run(words: list[str]) -> int:
+    from tyro.conf import Positional, arg
+
+    from vitral import workshop
+    from vitral.training.plan import plan_for
+    from vitral.training.recipe import Recipe
+
+    @dataclass(frozen=True)
+    class Resume:
+        """Go on with an interrupted run, exactly where it was."""
+
+        resume: Path  # the run folder
+
+    if any(word.startswith("--resume") for word in words):
+        workshop.train(resume=parse(Resume, words, "train").resume, quiet=False)
+        return 0
+    # The recipe decides what the other flags' defaults are, so it is looked for first.
+    data, recipe, init = positional(words), value_of("--recipe", words), value_of("--init", words)
+    showing_help = data is None and recipe is None and ("--help" in words or "-h" in words)
+    plan = plan_for("mnist" if showing_help else data, recipe, init)
+
+    @dataclass(frozen=True)
+    class Train:
+        """Train a ViT. The defaults below are those of the recipe.
+
+        An interrupted run goes on with: vitral train --resume RUN"""
+
+        data: Positional[str | None]  # a folder with class folders, a CSV list, or a known set (vitral data list)
+        recipe: str | None  # a name (vitral recipes) or a TOML file; default: the one named like the data
+        settings: Annotated[Recipe, arg(name="")]
+        out: Path | None = None  # the run folder to make; default: runs/<recipe>-<date>-<id>
+
+    chosen = parse(Train, words, "train", default=Train(data, recipe, plan))
+    if (chosen.data, chosen.recipe) != (data, recipe):
+        raise VitralError("the data set must come first", f"vitral train {chosen.data} …")
+    workshop.train(recipe=chosen.settings, out=chosen.out, quiet=False)
+    return 0
