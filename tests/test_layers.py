@@ -23,7 +23,7 @@ LAYERS = [
     ["workshop"],
     ["report", "serve", "summary"],
     ["training", "predict", "explain", "export", "doctor"],
-    ["evaluation", "run", "weights"],
+    ["evaluation", "run", "weights", "estimate"],
     ["data", "variants"],
     ["presets"],
     ["vit", "hardware", "plain", "errors"],

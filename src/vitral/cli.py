@@ -22,6 +22,7 @@ TABLE = (
     ("embed", "RUN FILES… --out FILE", "feature vectors as .npy, .parquet or .csv"),
     # look inside
     ("summary", "PRESET", "a model layer by layer: shapes, parameters, arithmetic, memory"),
+    ("plan", "PRESET --gpus N", "memory, communication and days of a training on many GPUs"),
     # hand on
     ("convert", "SOURCE FILE --to LIB", "a checkpoint of one library as another's"),
     # what there is
