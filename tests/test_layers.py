@@ -21,7 +21,7 @@ LAYERS = [
     ["__init__", "__main__", "cli"],
     ["commands"],
     ["workshop"],
-    ["report", "serve", "summary"],
+    ["report", "serve", "summary", "judge"],
     ["training", "predict", "explain", "export", "doctor"],
     ["evaluation", "run", "weights", "estimate"],
     ["data", "variants"],

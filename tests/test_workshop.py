@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vitral
-from vitral import workshop
+from vitral import judge, workshop
 from vitral.data import datasets
 from vitral.errors import VitralError
 from vitral.training import plan
@@ -56,7 +56,7 @@ def test_a_set_with_other_classes_is_refused(tmp_path, monkeypatch):
     vitral.train("digits", out=tmp_path / "run", **TINY)
     digits = datasets.load("digits")
     other = replace(digits, name="letters", classes=tuple("abcdefghij"))
-    monkeypatch.setattr(workshop, "load_dataset", lambda *_, **__: other)
+    monkeypatch.setattr(judge, "load_dataset", lambda *_, **__: other)
     with pytest.raises(VitralError, match="letters has classes that the model does not know"):
         vitral.evaluate(tmp_path / "run", data="letters")
 

@@ -10,33 +10,34 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from vitral import __version__
+from vitral import __version__, judge
 from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_dataset
 from vitral.data.folder import load_files, looks_like_files
 from vitral.data.preprocess import adapt
 from vitral.errors import VitralError
-from vitral.evaluation.metrics import Metrics
+from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score
+from vitral.evaluation.metrics import Metrics, measure
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
 from vitral.hardware import Hardware, choose
+from vitral.judge import SplitName
 from vitral.predict import Predictor
 from vitral.report import figures
 from vitral.report.features import check_features_path, write_features
 from vitral.run import Run, write_atomically
 from vitral.training.display import Display
 from vitral.training.loop import fit
-from vitral.training.plan import Prepared, plan_for, prepare
+from vitral.training.plan import Prepared, of_size, plan_for, prepare
 from vitral.training.recipe import Recipe, read_recipe
 from vitral.vit import ViT
 
 RUNS = Path("runs")
-SplitName = Literal["test", "validation", "train"]
 
 
 def train(
@@ -156,10 +157,16 @@ def check_same_data(run: Run, dataset: Dataset) -> None:
 def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predictor:
     """Read the test set, once; draw the pictures; say what came out and what to try next."""
     predictor = Predictor.load(run.path, device=plan.device)
-    split, name, seen = dataset.test, "test", "images the model had never seen"
-    if not len(split):
+    judge.calibrate_model(predictor, dataset.validation)
+    if len(dataset.test):
+        split, name, seen = (
+            of_size(dataset.test, predictor.card.preprocessing),
+            "test",
+            "images the model had never seen",
+        )
+    else:
         split, name, seen = dataset.validation, "validation", "images, on which the epoch was chosen: no test images"
-    metrics = predictor.evaluate(split)
+    metrics = measure(predictor.logits(split.images), split.labels, predictor.classes)
     write_atomically(run.test_file, json.dumps(metrics.as_dict(), indent=2) + "\n")
     try:
         example = draw(run, predictor, split, metrics)
@@ -192,13 +199,13 @@ def command() -> str:
 
 def draw(run: Run, predictor: Predictor, test: Split, metrics: Metrics) -> Path:
     """The run's pictures; returns one test image as a file, to try things with."""
-    images = adapt(test.images, predictor.card.preprocessing)
+    images = test.images
     shown = figures.choose_examples(predictor.probabilities(images), test.labels)
     figures.curves(run.metrics(), run.figures / "curves.png")
     figures.confusion(metrics, run.figures / "confusion.png", title=f"{metrics.top1:.2%} of {metrics.images:,} right")
     figures.attention(predictor, images[shown], test.labels[shown], run.figures / "attention.png")
     figures.glass(predictor, images[shown[0]], run.figures / "glass.png")
-    return figures.picture(test.images[shown[0]], run.figures / "example.png")
+    return figures.picture(images[shown[0]], run.figures / "example.png")
 
 
 def load(path: str | Path) -> Predictor:
@@ -211,32 +218,14 @@ def evaluate(path: str | Path, *, data: str | None = None, split: SplitName = "t
 
     Where a folder has no such split, all of its images are asked if it is another folder than the trained one.
     """
-    predictor = Predictor.load(path)
-    recipe = Path(path) / "recipe.toml"
-    plan = read_recipe(recipe) if recipe.is_file() else None
-    name = data or predictor.card.trained_on
-    validation = plan.data.validation if plan else 0.15
-    if looks_like_files(name):
-        dataset = load_files(name, predictor.card.preprocessing, validation=validation)
-    else:
-        dataset = load_dataset(name, validation=validation) if plan else load_dataset(name)
-    if strange := [c for c in dataset.classes if c not in predictor.classes]:
-        raise VitralError(
-            f"{name} has classes that the model does not know: {_few(tuple(strange))}",
-            f"The model knows {_few(predictor.classes)}",
-        )
-    asked: Split = getattr(dataset, split)
-    if not len(asked) and data:
-        both = (dataset.train, dataset.validation)
-        asked = Split(images=torch.cat([s.images for s in both]), labels=torch.cat([s.labels for s in both]))
-    elif not len(asked):
-        raise VitralError(f"{name} has no {split} images", "ask --split validation, or another folder with --data")
-    by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes])  # a missing class shifts nothing
-    return predictor.evaluate(Split(images=asked.images, labels=by_name[asked.labels]))
+    asked = judge.question(path, data, split)
+    return measure(asked.predictor.logits(asked.split.images), asked.split.labels, asked.predictor.classes)
 
 
-def _few(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+def calibrate(path: str | Path, *, score: Score = "energy", false_alarms: float = FALSE_ALARMS) -> Calibration:
+    """Fit temperature and threshold on the validation images, and write them into the model's config.json."""
+    asked = judge.question(path, None, "validation")
+    return judge.calibrate_model(asked.predictor, asked.split, score, false_alarms)
 
 
 def probe(data: str, init: str | Path, *, out: str | Path | None = None) -> ProbeResult:

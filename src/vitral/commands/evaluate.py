@@ -9,7 +9,7 @@ from vitral.commands.flags import parse
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import Positional
+    from tyro.conf import FlagCreatePairsOff, Positional
 
     @dataclass(frozen=True)
     class Evaluate:
@@ -18,11 +18,17 @@ def run(words: list[str]) -> int:
         run: Positional[Path]  # a run folder or a model folder
         data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
         split: Literal["test", "validation", "train"] = "test"
-        json: bool = False  # for programs
+        calibrate: FlagCreatePairsOff[bool] = False  # first fit temperature and threshold on the validation images anew
+        json: FlagCreatePairsOff[bool] = False  # for programs
 
     chosen = parse(Evaluate, words, "evaluate")
     from vitral import workshop
 
+    if chosen.calibrate:
+        found = workshop.calibrate(chosen.run)
+        if not chosen.json:
+            below = "none" if found.unknown_below is None else f"{found.score} below {found.unknown_below:.2f}"
+            print(f"calibrated on the validation images: temperature {found.temperature:.3f}, unknown: {below}\n")
     metrics = workshop.evaluate(chosen.run, data=chosen.data, split=chosen.split)
     if chosen.json:
         print(json.dumps(metrics.as_dict()))

@@ -20,7 +20,7 @@ def run(words: list[str]) -> int:
         labels: Path | None = None  # class names, one a line, for a checkpoint that has none
         top: int = 3  # labels a picture
         json: FlagCreatePairsOff[bool] = False  # one object a line
-        csv: FlagCreatePairsOff[bool] = False  # file, rank, label, probability, error
+        csv: FlagCreatePairsOff[bool] = False  # file, rank, label, probability, unknown, error
 
     chosen = parse(Predict, words, "predict")
     if not chosen.files:

@@ -61,23 +61,28 @@ def as_lines(answers: Sequence[Prediction]) -> None:
         if answer.error:
             continue
         labels = " · ".join(f"{label.name} {label.probability:.2f}" for label in answer.labels)
+        if answer.unknown:
+            nearest = f"{answer.best.name} {answer.best.probability:.2f}"
+            labels = f"unsure: looks like nothing it was trained on (nearest: {nearest})"
         print(f"{answer.source:<{width}}   {labels}")
 
 
 def as_json(answers: Sequence[Prediction]) -> None:
     for answer in answers:
         labels = [{"name": label.name, "probability": label.probability} for label in answer.labels]
-        print(json.dumps({"file": answer.source, "labels": labels} | ({"error": answer.error} if answer.error else {})))
+        more = {"error": answer.error} if answer.error else {"unknown": answer.unknown}
+        print(json.dumps({"file": answer.source, "labels": labels} | more))
 
 
 def as_csv(answers: Sequence[Prediction]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["file", "rank", "label", "probability", "error"])
+    writer.writerow(["file", "rank", "label", "probability", "unknown", "error"])
     for answer in answers:
         if answer.error:
-            writer.writerow([answer.source, "", "", "", answer.error])
+            writer.writerow([answer.source, "", "", "", "", answer.error])
         for rank, label in enumerate(answer.labels, start=1):
-            writer.writerow([answer.source, rank, label.name, f"{label.probability:.6f}", ""])
+            unknown = "yes" if answer.unknown else "no"
+            writer.writerow([answer.source, rank, label.name, f"{label.probability:.6f}", unknown, ""])
 
 
 def show_probe(result: ProbeResult) -> None:
