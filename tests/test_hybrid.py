@@ -397,7 +397,7 @@ def test_a_hybrid_survives_a_model_folder(config: HybridConfig, tmp_path: Path) 
         ({"architecture": {"classes": 5}}, "a hybrid has one stem, resnet or conv, not neither"),
         ({"architecture": {"conv": {"width": [8]}}}, "no field 'architecture.conv.width'. Did you mean widths?"),
         ({"architecture": {"conv": {"widths": [8]}}}, "the field 'architecture.conv.strides' is missing"),
-        ({"architecture": None}, "architecture must be ViTConfig, not None"),
+        ({"architecture": None}, "architecture must be HybridConfig, not None"),
         ({"classes": ["one"]}, "1 class names for a model of 5 classes"),
     ],
 )

@@ -47,14 +47,14 @@ def built(config: ViTConfig, state: dict[str, torch.Tensor]) -> ViT:
 def test_the_same_classes_keep_their_answers():
     source = checkpoint()
     images = torch.rand(2, 3, 32, 32)
-    moved = built(CONFIG, transfer(source, CONFIG, NAMES).state)
+    moved = built(CONFIG, transfer(source, "plain", CONFIG, NAMES).state)
     assert torch.equal(moved(images), source.build()(images))
 
 
 def test_known_classes_keep_their_rows_by_name_and_new_ones_start_at_zero():
     source = checkpoint()
     config = replace(CONFIG, classes=4)
-    moved = transfer(source, config, ("aphids", "bees", "ants", "moths"))
+    moved = transfer(source, "plain", config, ("aphids", "bees", "ants", "moths"))
     logits, before = built(config, moved.state)(torch.ones(1, 3, 32, 32)), source.build()(torch.ones(1, 3, 32, 32))
     assert torch.allclose(logits[0, [1, 2]], before[0, [1, 0]])
     assert torch.equal(logits[0, [0, 3]], torch.zeros(2))
@@ -63,7 +63,7 @@ def test_known_classes_keep_their_rows_by_name_and_new_ones_start_at_zero():
 
 def test_other_classes_get_a_head_at_zero():
     config = replace(CONFIG, classes=2)
-    moved = transfer(checkpoint(), config, ("x", "y"))
+    moved = transfer(checkpoint(), "plain", config, ("x", "y"))
     assert not built(config, moved.state)(torch.rand(1, 3, 32, 32)).any()
     assert moved.notes[-1] == "head: new, at zero"
 
@@ -71,7 +71,7 @@ def test_other_classes_get_a_head_at_zero():
 def test_positions_follow_another_image_size():
     source = checkpoint()
     config = replace(CONFIG, image_size=(48, 32))
-    moved = transfer(source, config, NAMES)
+    moved = transfer(source, "plain", config, NAMES)
     images = torch.rand(1, 3, 48, 32)
     with pytest.warns(UserWarning, match="positions resampled"):
         expected = source.build()(images)
@@ -91,7 +91,7 @@ def test_resampled_kernels_give_resized_patches_the_same_product():
 def test_a_model_with_another_patch_size_still_answers_alike():
     source = checkpoint()
     config = replace(CONFIG, image_size=(64, 64), patch_size=16)
-    moved = built(config, transfer(source, config, NAMES).state)
+    moved = built(config, transfer(source, "plain", config, NAMES).state)
     images = torch.rand(4, 3, 32, 32)
     larger = F.interpolate(images, size=(64, 64), mode="bilinear")
     assert torch.allclose(moved(larger), source.build()(images), atol=1e-2)
@@ -113,7 +113,7 @@ def test_many_equal_channels_look_like_three():
 
 def test_a_model_of_another_shape_is_refused_by_name():
     with pytest.raises(VitralError, match="the checkpoint has depth 2, the recipe 3"):
-        transfer(checkpoint(), replace(CONFIG, depth=3), NAMES)
+        transfer(checkpoint(), "plain", replace(CONFIG, depth=3), NAMES)
 
 
 def test_early_blocks_learn_slower_by_the_layer_decay():

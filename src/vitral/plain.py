@@ -23,9 +23,12 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """A dataclass from a dictionary: unknown fields are refused with the nearest known one, types are checked."""
-    hints = typing.get_type_hints(cls)
+def from_plain(cls: type[T], values: Mapping[str, Any], where: str = "", kinds: Mapping[str, type] | None = None) -> T:
+    """A dataclass from a dictionary: unknown fields are refused with the nearest known one, types are checked.
+
+    `kinds`: what stands in a field whose annotation is a base class.
+    """
+    hints = typing.get_type_hints(cls) | dict(kinds or {})
     known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
         if name not in known:

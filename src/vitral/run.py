@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +34,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import Calibration
 from vitral.plain import from_plain, to_plain
-from vitral.variants import CONFIGS, VARIANTS
+from vitral.variants import VARIANTS, check, config_class
 from vitral.vit import ViT, ViTConfig
 
 FORMAT = 1  # of the model folder; raised when an older vitral could no longer read it
@@ -101,11 +101,7 @@ class ModelCard:
     def __post_init__(self) -> None:
         if len(self.classes) != self.architecture.classes:
             raise ValueError(f"{len(self.classes)} class names for a model of {self.architecture.classes} classes")
-        if self.variant not in VARIANTS:
-            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, not {self.variant!r}")
-        wanted, given = CONFIGS.get(self.variant, ViTConfig).__name__, type(self.architecture).__name__
-        if wanted != given:
-            raise ValueError(f"the architecture of variant {self.variant!r} must be a {wanted}, not a {given}")
+        check(self.variant, self.architecture)
 
 
 class Run:
@@ -283,16 +279,6 @@ def read_card(path: Path) -> ModelCard:
             "install the version that made it, or a newer one: pip install --upgrade vitral",
         )
     try:
-        return _card(config)
+        return from_plain(ModelCard, config, kinds={"architecture": config_class(config.get("variant"))})
     except VitralError as error:
         raise VitralError(f"{path}: {error.what}", error.hint) from error
-
-
-def _card(config: dict[str, Any]) -> ModelCard:
-    """The card in config.json, whose architecture is of the kind that its variant wants."""
-    variant, said = config.get("variant"), config.get("architecture")
-    if not (isinstance(variant, str) and variant in CONFIGS and isinstance(said, dict)):
-        return from_plain(ModelCard, config)
-    architecture = from_plain(CONFIGS[variant], said, "architecture.")
-    stand_in = {"variant": "plain", "architecture": {"classes": architecture.classes}}
-    return replace(from_plain(ModelCard, config | stand_in), variant=variant, architecture=architecture)

@@ -10,7 +10,8 @@ import torchinfo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from vitral.vit import ViT, ViTConfig
+from vitral.variants import VARIANTS
+from vitral.vit import ViTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +32,11 @@ class Summary:
         )
 
 
-def summarise(config: ViTConfig, depth: int = 3) -> Summary:
+def summarise(config: ViTConfig, depth: int = 3, variant: str = "plain") -> Summary:
     """Everything about one image's way through the model."""
     shape = (1, config.channels, *config.image_size)
     with torch.device("meta"):
-        model = ViT(config)
+        model = VARIANTS[variant](config)
         table = torchinfo.summary(
             model,
             input_size=shape,
@@ -48,7 +49,7 @@ def summarise(config: ViTConfig, depth: int = 3) -> Summary:
             col_width=22,
         )
     with FakeTensorMode():  # shapes without values, but with the kernels that a CPU would use
-        model = ViT(config)
+        model = VARIANTS[variant](config)
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts the GPU's kernels only
         counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
         kept: dict[int, int] = {}

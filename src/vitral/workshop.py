@@ -35,7 +35,7 @@ from vitral.training.display import Display
 from vitral.training.loop import fit
 from vitral.training.plan import Prepared, of_size, plan_for, prepare
 from vitral.training.recipe import Recipe, read_recipe
-from vitral.vit import ViT
+from vitral.variants import VARIANTS
 
 RUNS = Path("runs")
 
@@ -53,8 +53,8 @@ def train(
 
     `data` is a known set ("mnist"), a folder with class folders or a CSV list; `recipe` a name, a TOML file or a
     Recipe (default: the one that suits the data); `changes` are fields of the recipe, `init` among them:
-    `train("photos/", init="vit.safetensors", epochs=3, **{"optim.lr": 1e-3})`. With `resume`, an interrupted run
-    goes on exactly where it was.
+    `train("photos/", init="vit.safetensors", epochs=3, **{"optim.lr": 1e-3})`, and `preset`, a model of the tables
+    ("S/16", "R26+S/32"). With `resume`, an interrupted run goes on exactly where it was.
     """
     console = Console(quiet=quiet, highlight=False)
     if resume is not None:
@@ -67,7 +67,7 @@ def train(
             raise VitralError(f"{run} is finished", f"vitral evaluate {run} says how good it is")
         plan = read_recipe(run.recipe_file)
     else:
-        plan = plan_for(data, recipe, changes.pop("init", None)).changed(changes)
+        plan = plan_for(data, recipe, changes.pop("init", None), changes.pop("preset", None)).changed(changes)
         run = None
         if out is not None:  # before anything is fetched
             Run.check_free(Path(out))
@@ -97,13 +97,13 @@ def train(
 def introduce(console: Console, ready: Prepared, hardware: Hardware, run: Run) -> None:
     plan, dataset = ready.recipe, ready.dataset
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in ViT(plan.model).parameters())
+        parameters = sum(p.numel() for p in VARIANTS[plan.variant](plan.model).parameters())
     m, o = plan.model, plan.optim
-    size = "×".join(map(str, m.image_size))
+    size, kind = "×".join(map(str, m.image_size)), "ViT" if plan.variant == "plain" else f"{plan.variant} ViT"
     console.print(
         f"data      {dataset.name}: {len(dataset.train):,} train · {len(dataset.validation):,} validation, "
         f"{dataset.source}\n"
-        f"model     ViT {size}/{m.patch_size}, width {m.width}, depth {m.depth}, heads {m.heads}: "
+        f"model     {kind} {size}/{m.patch_size}, width {m.width}, depth {m.depth}, heads {m.heads}: "
         f"{parameters / 1e6:.2f} M parameters, {m.grid[0] * m.grid[1]} patches\n"
         + "".join(f"          {note}\n" for note in ready.notes)
         + f"recipe    {plan.name}: {o.name} {o.lr:g}, {plan.epochs} epochs, batch {plan.batch}, {o.schedule} schedule\n"

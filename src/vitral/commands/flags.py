@@ -21,7 +21,9 @@ def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any
     more = {} if default is None else {"default": default}
     try:
         with redirect_stderr(said):
-            return tyro.cli(kind, args=_squares(words), prog=f"vitral {command}", **more)
+            return tyro.cli(
+                kind, args=_squares(words), prog=f"vitral {command}", config=(tyro.conf.AvoidSubcommands,), **more
+            )
     except ValueError as error:  # from a dataclass that refuses its values
         raise VitralError(str(error), f"vitral {command} --help lists the flags") from error
     except SystemExit as stop:

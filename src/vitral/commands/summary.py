@@ -10,12 +10,14 @@ from vitral.errors import VitralError
 def run(words: list[str]) -> int:
     from tyro.conf import Positional, arg
 
-    from vitral.presets import PRESETS, PUBLISHED, preset
+    from vitral.presets import PRESETS, PUBLISHED
+    from vitral.variants import architecture
+    from vitral.variants.hybrid import HYBRIDS
     from vitral.vit import ViTConfig
 
     name = positional(words)
     if name is None and not {"-h", "--help"} & set(words):
-        raise VitralError("which model?", f"Known: {', '.join(PRESETS)}")
+        raise VitralError("which model?", f"Known: {', '.join([*PRESETS, *HYBRIDS])}")
 
     @dataclass(frozen=True)
     class Summary:
@@ -25,11 +27,11 @@ def run(words: list[str]) -> int:
         config: Annotated[ViTConfig, arg(name="")]
         levels: int = 3  # how deep the table goes into the modules
 
-    default = Summary(name or "B/16", preset(name or "B/16"))
-    chosen = parse(Summary, words, "summary", default=default)
+    variant, config = architecture(name or "B/16")
+    chosen = parse(Summary, words, "summary", default=Summary(name or "B/16", config))
     from vitral.summary import summarise
 
-    print(summarise(chosen.config, chosen.levels))
+    print(summarise(chosen.config, chosen.levels, variant))
     if name in PUBLISHED:
         print(f"published           {PUBLISHED[name]}")
     return 0

@@ -26,8 +26,9 @@ def run(words: list[str]) -> int:
         return 0
     # The recipe decides what the other flags' defaults are, so it is looked for first.
     data, recipe, init = positional(words), value_of("--recipe", words), value_of("--init", words)
+    preset = value_of("--preset", words)
     showing_help = data is None and recipe is None and ("--help" in words or "-h" in words)
-    plan = plan_for("mnist" if showing_help else data, recipe, init)
+    plan = plan_for("mnist" if showing_help else data, recipe, init, preset)
 
     @dataclass(frozen=True)
     class Train:
@@ -37,10 +38,11 @@ def run(words: list[str]) -> int:
 
         data: Positional[str | None]  # a folder with class folders, a CSV list, or a known set (vitral data list)
         recipe: str | None  # a name (vitral recipes) or a TOML file; default: the one named like the data
+        preset: str | None  # a model of the tables instead of the recipe's: Ti/16, B/32, R26+S/32, conv-Ti/4 …
         settings: Annotated[Recipe, arg(name="")]
         out: Path | None = None  # the run folder to make; default: runs/<recipe>-<date>-<id>
 
-    chosen = parse(Train, words, "train", default=Train(data, recipe, plan))
+    chosen = parse(Train, words, "train", default=Train(data, recipe, preset, plan))
     if (chosen.data, chosen.recipe) != (data, recipe):
         raise VitralError("the data set must come first", f"vitral train {chosen.data} …")
     workshop.train(recipe=chosen.settings, out=chosen.out, quiet=False)

@@ -32,6 +32,7 @@ from vitral.run import ModelCard, Run, load_weights, save_model, save_weights
 from vitral.training import checkpoint
 from vitral.training.optim import Averaged, learning_rate, make_optimizers, set_learning_rate
 from vitral.training.recipe import Recipe
+from vitral.variants import VARIANTS
 from vitral.vit import ViT
 
 READ_EVERY = 50  # steps between looks at the device; in between it runs ahead of Python
@@ -169,7 +170,7 @@ def fit(
             if interrupt.is_set():  # while validating
                 raise stopped(state, steps, run)
 
-    model = ViT(recipe.model)
+    model = VARIANTS[recipe.variant](recipe.model)
     model.load_state_dict(load_weights(run.checkpoints / "best.safetensors"))
     card = ModelCard(
         architecture=recipe.model,
@@ -177,6 +178,7 @@ def fit(
         classes=dataset.classes,
         trained_on=dataset.name,
         epoch=int(state.best["epoch"]),
+        variant=recipe.variant,
     )
     save_model(run.model, model, card)
 
@@ -184,7 +186,7 @@ def fit(
 def begin(recipe: Recipe, hardware: Hardware, steps: int, start: dict[str, Tensor] | None = None) -> State:
     """Everything as it is before the first step, with weights drawn from the seed or given in `start`."""
     torch.manual_seed(recipe.seed)
-    model = ViT(recipe.model)
+    model = VARIANTS[recipe.variant](recipe.model)
     if start is not None:
         model.load_state_dict(start)
     for name, parameter in model.named_parameters():

@@ -48,7 +48,7 @@ def layer_of(name: str, depth: int) -> int:
     """0 for the embedding, 1 … depth for the blocks, depth + 1 for what comes after them."""
     if "blocks." in name:
         return 1 + int(name.split("blocks.")[1].split(".")[0])
-    return depth + 1 if name.startswith(("encoder.norm", "head", "attention_pooling")) else 0
+    return depth + 1 if name.startswith(("encoder.norm", "head", "attention_pooling", "pooled_norm")) else 0
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:

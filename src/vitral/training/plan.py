@@ -15,10 +15,15 @@ from vitral.data.sources import check_name
 from vitral.errors import VitralError
 from vitral.training.recipe import Recipe, read_recipe
 from vitral.training.recipes import RECIPES, named
+from vitral.variants import architecture
 from vitral.weights.transfer import transfer
 
+REGULARISATION = ("dropout", "dropout_attention", "dropout_embedding", "drop_path")
 
-def plan_for(data: str | None, recipe: Recipe | str | Path | None, init: str | None = None) -> Recipe:
+
+def plan_for(
+    data: str | None, recipe: Recipe | str | Path | None, init: str | None = None, preset: str | None = None
+) -> Recipe:
     """The recipe that is meant, pointed at the data that is meant, shaped like the checkpoint it begins from."""
     if isinstance(recipe, Recipe):
         plan = recipe
@@ -35,7 +40,22 @@ def plan_for(data: str | None, recipe: Recipe | str | Path | None, init: str | N
         plan = named(data)
     if data not in (None, plan.data.name):
         plan = pointed_at(plan, str(data))
+    if preset and init:
+        raise VitralError("--preset and --init both say what the model is", "a checkpoint brings its own shape")
+    if preset:
+        plan = of_preset(plan, preset)
     return shaped_like(plan, init) if init else plan
+
+
+def of_preset(plan: Recipe, name: str) -> Recipe:
+    """The recipe with a model of the tables, plain or hybrid; what the images decide and regularisation stay.
+
+    Where the patches do not divide the image size, images are scaled up to the next one that they do.
+    """
+    kept = {name: getattr(plan.model, name) for name in ("channels", "classes", *REGULARISATION)}
+    variant, model = architecture(name, **kept)
+    sides = [-(-side // model.patch_size) * model.patch_size for side in plan.model.image_size]
+    return replace(plan, variant=variant, model=replace(model, image_size=(sides[0], sides[1])))
 
 
 def pointed_at(plan: Recipe, data: str) -> Recipe:
@@ -55,12 +75,11 @@ def shaped_like(plan: Recipe, init: str) -> Recipe:
     """The recipe with the architecture and the preprocessing of a checkpoint; regularisation stays the recipe's."""
     checkpoint = weights.read(init)
     seen = checkpoint.preprocessing
-    ours = {
-        name: getattr(plan.model, name) for name in ("dropout", "dropout_attention", "dropout_embedding", "drop_path")
-    }
+    ours = {name: getattr(plan.model, name) for name in REGULARISATION}
     return replace(
         plan,
         init=init,
+        variant=checkpoint.variant,
         model=replace(checkpoint.config, **ours, head="linear"),
         data=replace(plan.data, mean=seen.mean, std=seen.std, crop=seen.crop, interpolation=seen.interpolation),
     )
@@ -85,7 +104,7 @@ def prepare(plan: Recipe, progress: bool = False) -> Prepared:
     notes: tuple[str, ...] = ()
     if plan.init:
         checkpoint = weights.read(plan.init)
-        moved = transfer(checkpoint, plan.model, dataset.classes)
+        moved = transfer(checkpoint, plan.variant, plan.model, dataset.classes)
         start, notes = moved.state, (*checkpoint.notes, *moved.notes)
     train = dataset.train if plan.augment.crop else of_size(dataset.train, preprocessing)
     dataset = replace(dataset, train=train, validation=of_size(dataset.validation, preprocessing))

@@ -18,7 +18,10 @@ from vitral.data.preprocess import Interpolation
 from vitral.errors import VitralError
 from vitral.hardware import Compile, Device, Precision
 from vitral.plain import from_plain, to_plain
+from vitral.variants import check, config_class
 from vitral.vit import ViTConfig
+
+EMBEDDING = ("patch_", "class_", "distillation_", "position_", "registers")  # what comes before the first block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,8 @@ class Recipe:
 
     name: str
     data: Data
-    model: ViTConfig
+    model: ViTConfig  # of the kind that the variant wants: a HybridConfig for "hybrid"
+    variant: str = "plain"  # of the table in vitral.variants
     augment: Augment = field(default_factory=Augment)
     optim: Optim = field(default_factory=Optim)
     init: str = ""  # a checkpoint to begin from: a file, a folder, a run, hf:owner/name; empty: from scratch
@@ -89,6 +93,7 @@ class Recipe:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
+        check(self.variant, self.model)
         if self.freeze not in ("", "backbone") and not self.freeze.isdigit():
             raise ValueError(f"freeze must be 'backbone' or a number of blocks, not {self.freeze!r}")
         for name, least in (("epochs", 1), ("batch", 1), ("keep", 1)):
@@ -104,11 +109,10 @@ class Recipe:
     def frozen(self) -> tuple[str, ...]:
         """What the names of parameters that do not learn begin with."""
         if self.freeze == "backbone":
-            return ("patch_", "class_", "position_", "registers", "encoder", "attention_")
+            return (*EMBEDDING, "encoder", "attention_", "pooled_")
         if not self.freeze:
             return ()
-        embedding = ("patch_", "class_", "position_", "registers")
-        return embedding + tuple(f"encoder.blocks.{block}." for block in range(int(self.freeze)))
+        return EMBEDDING + tuple(f"encoder.blocks.{block}." for block in range(int(self.freeze)))
 
     def essence(self) -> dict[str, Any]:
         """What decides the result: everything but where it is computed and what is kept on disk."""
@@ -130,7 +134,12 @@ class Recipe:
                 if not isinstance(inner, dict):
                     raise VitralError(f"{path!r} is no field of a recipe: {group!r} has no fields inside")
             inner[last] = to_plain(value)
-        return from_plain(Recipe, values)
+        return from_values(values)
+
+
+def from_values(values: Mapping[str, Any]) -> Recipe:
+    """A recipe from a dictionary, whose variant says what describes its model."""
+    return from_plain(Recipe, values, kinds={"model": config_class(values.get("variant"))})
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -144,6 +153,6 @@ def read_recipe(path: Path) -> Recipe:
             f"{path} is not a valid recipe: {error}", "vitral recipes show NAME prints a valid one"
         ) from error
     try:
-        return from_plain(Recipe, values)
+        return from_values(values)
     except VitralError as error:
         raise VitralError(f"{path}: {error.what}", error.hint) from error

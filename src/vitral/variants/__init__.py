@@ -5,9 +5,13 @@ This table names them, so that a saved model can say what it is.
 
 from __future__ import annotations
 
+from typing import Any
+
+from vitral.errors import unknown
+from vitral.presets import PRESETS, preset
 from vitral.variants.class_and_mean import ClassAndMeanViT
 from vitral.variants.distilled import DistilledViT
-from vitral.variants.hybrid import HybridConfig, HybridViT
+from vitral.variants.hybrid import HYBRIDS, HybridConfig, HybridViT, hybrid
 from vitral.variants.late_norm import LateNormViT
 from vitral.variants.patch_norm import PatchNormViT
 from vitral.vit import ViT, ViTConfig
@@ -22,6 +26,30 @@ VARIANTS: dict[str, type[ViT]] = {
 }
 # What describes those with settings of their own; the others, a ViTConfig.
 CONFIGS: dict[str, type[ViTConfig]] = {"hybrid": HybridConfig}
+
+
+def config_class(variant: Any) -> type[ViTConfig]:
+    """What describes a model of this variant; of one that is not in the table, a ViTConfig."""
+    return CONFIGS.get(variant, ViTConfig) if isinstance(variant, str) else ViTConfig
+
+
+def check(variant: str, config: ViTConfig) -> None:
+    """A ValueError where there is no such variant, or this describes another."""
+    if variant not in VARIANTS:
+        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, not {variant!r}")
+    wanted, given = config_class(variant).__name__, type(config).__name__
+    if wanted != given:
+        names = f": a preset has one, {', '.join(HYBRIDS)}" if variant == "hybrid" else ""
+        raise ValueError(f"the architecture of variant {variant!r} must be a {wanted}, not a {given}{names}")
+
+
+def architecture(name: str, **changes: Any) -> tuple[str, ViTConfig]:
+    """Variant and configuration of a preset, plain or hybrid: `architecture("R50+B/16", classes=10)`."""
+    if name.lower() in (known.lower() for known in HYBRIDS):
+        return "hybrid", hybrid(name, **changes)
+    if name.lower() in (known.lower() for known in PRESETS):
+        return "plain", preset(name, **changes)
+    raise unknown("preset", name, [*PRESETS, *HYBRIDS])
 
 
 def variant_of(model: ViT) -> str:

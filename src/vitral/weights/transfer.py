@@ -5,6 +5,7 @@ Shapes:  P patch side   C channels   D width   K classes
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.vit import ViT, ViTConfig, resample_positions
+from vitral.variants.hybrid import HybridConfig
+from vitral.vit import ViTConfig, resample_positions
+from vitral.weights.blank import shapes
 from vitral.weights.checkpoint import Checkpoint
 
 
@@ -22,24 +25,21 @@ class Transferred:
     notes: tuple[str, ...]  # what was changed, for people
 
 
-def transfer(checkpoint: Checkpoint, config: ViTConfig, classes: tuple[str, ...]) -> Transferred:
-    """The checkpoint's weights for a model of `config`; what cannot follow starts anew, a new head at zero."""
-    if checkpoint.variant != "plain":
-        raise VitralError(f"a {checkpoint.variant} model cannot be fine-tuned yet; a plain ViT can")
+def transfer(checkpoint: Checkpoint, variant: str, config: ViTConfig, classes: tuple[str, ...]) -> Transferred:
+    """The checkpoint's weights for a model of `config`; what cannot follow starts anew, a new head at zero.
+
+    A checkpoint keeps its variant: a distilled model stays one, and both of its heads learn from the labels.
+    """
     old, notes = checkpoint.config, []
-    for name in ("width", "depth", "heads", "pooling", "positions", "registers", "qk_norm", "qkv_bias", "hidden_width"):
-        if getattr(old, name) != getattr(config, name):
-            raise VitralError(
-                f"the checkpoint has {name} {getattr(old, name)}, the recipe {getattr(config, name)}",
-                "only image size, patch size, channels and classes may differ from the checkpoint's",
-            )
+    _check_alike(checkpoint, variant, config)
     state = {name: tensor.float() for name, tensor in checkpoint.state.items()}
     kernels = "patch_embedding.project.weight"
     if old.channels != config.channels:
         state[kernels] = other_channels(state[kernels], old.channels, config.channels)
         notes.append(f"kernels for {config.channels} channels made from those for {old.channels}")
     if old.patch_size != config.patch_size:
-        state[kernels] = resample_kernels(state[kernels], old.patch_size, config.patch_size)
+        stride = old.stem.stride if isinstance(old, HybridConfig) else 1  # kernels lie on the stem's map
+        state[kernels] = resample_kernels(state[kernels], old.patch_size // stride, config.patch_size // stride)
         notes.append(f"patch kernels resampled from {old.patch_size} to {config.patch_size} pixels")
     table = "position_embedding.table"
     if table in state and old.grid != config.grid:
@@ -47,11 +47,12 @@ def transfer(checkpoint: Checkpoint, config: ViTConfig, classes: tuple[str, ...]
         patches = resample_positions(state[table][:, front:], old.grid, config.grid)
         state[table] = torch.cat([state[table][:, :front], patches], dim=1)
         notes.append(f"positions resampled from {old.grid[0]}×{old.grid[1]} to {config.grid[0]}×{config.grid[1]}")
-    notes.append(new_head(state, checkpoint, config, classes))
-    with torch.device("meta"):
-        wanted = ViT(config).state_dict()
+    notes.append(new_heads(state, checkpoint, classes))
+    if variant == "distilled":
+        notes.append("distilled: its two heads are kept, and both learn from the labels")
     if config.head != "mlp":  # a hidden layer in the head belongs to the old classes
-        state = {name: tensor for name, tensor in state.items() if not name.startswith("head.hidden")}
+        state = {name: tensor for name, tensor in state.items() if not re.match(r"head\.(\w+\.)?hidden\.", name)}
+    wanted = shapes(variant, config)
     wrong = sorted(
         n
         for n in wanted.keys() | state.keys()
@@ -64,18 +65,38 @@ def transfer(checkpoint: Checkpoint, config: ViTConfig, classes: tuple[str, ...]
     return Transferred(state=state, notes=tuple(notes))
 
 
-def new_head(state: dict[str, Tensor], checkpoint: Checkpoint, config: ViTConfig, classes: tuple[str, ...]) -> str:
+def _check_alike(checkpoint: Checkpoint, variant: str, config: ViTConfig) -> None:
+    """Only image size, patch size, channels and classes may differ; less where a stem or a norm sees them."""
+    old = checkpoint.config
+    if checkpoint.variant != variant:
+        raise VitralError(
+            f"the checkpoint is a {checkpoint.variant} ViT, the recipe's model a {variant} one",
+            f"leave out --variant, or say --variant {checkpoint.variant}",
+        )
+    alike = ["width", "depth", "heads", "pooling", "positions", "registers", "qk_norm", "qkv_bias", "hidden_width"]
+    may, why = "image size, patch size, channels and classes", ""
+    if variant == "hybrid":
+        alike, may, why = [*alike, "stem", "channels"], "image size, patch size and classes", "; the stem sees channels"
+    elif variant == "patch-norm":
+        alike, may, why = [*alike, "patch_size", "channels"], "image size and classes", "; a norm sees each pixel"
+    for name in alike:
+        if getattr(old, name) != getattr(config, name):
+            raise VitralError(
+                f"the checkpoint has {name} {getattr(old, name)}, the recipe {getattr(config, name)}",
+                f"only {may} may differ from the checkpoint's{why}",
+            )
+
+
+def new_heads(state: dict[str, Tensor], checkpoint: Checkpoint, classes: tuple[str, ...]) -> str:
     """Rows of classes that the checkpoint knows by name are kept; all others start at zero."""
-    weight, bias = state["head.out.weight"], state["head.out.bias"]
     known = {name: row for row, name in enumerate(checkpoint.classes or ()) if not checkpoint.headless}
-    state["head.out.weight"], state["head.out.bias"] = (
-        weight.new_zeros(len(classes), weight.shape[1]),
-        bias.new_zeros(len(classes)),
-    )
     kept = [name for name in classes if name in known]
-    for row, name in enumerate(classes):
-        if name in known:
-            state["head.out.weight"][row], state["head.out.bias"][row] = weight[known[name]], bias[known[name]]
+    for name in [name for name in state if re.fullmatch(r"head\.(\w+\.)?out\.(weight|bias)", name)]:
+        before = state[name]
+        state[name] = before.new_zeros(len(classes), *before.shape[1:])
+        for row, of_class in enumerate(classes):
+            if of_class in known:
+                state[name][row] = before[known[of_class]]
     return f"head: {len(kept)} of {len(classes)} classes kept, the others new" if kept else "head: new, at zero"
 
 
