@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitral.data.preprocess import Preprocessing
 from vitral.evaluation.metrics import Metrics, measure
-from vitral.explain.rollout import rollout
+from vitral.explain import METHODS, scaled
 from vitral.hardware import Hardware
 from vitral.predict import Predictor
 from vitral.report import figures
@@ -208,7 +208,7 @@ def test_attention_of_one_image_and_of_a_wide_one_is_drawn(tmp_path: Path, cpu: 
 def test_the_glow_is_strongest_where_the_model_looked_and_leaves_the_picture_visible(cpu: Hardware) -> None:
     model, images = predictor(cpu), noise(1, 1, 16, 16)
     heat = figures.looked_at(model, images)[0]
-    wanted = rollout(model.model, model.card.preprocessing.normalise(images))[0]
+    wanted = scaled(METHODS["rollout"](model.model, model.card.preprocessing.normalise(images)))[0]
     np.testing.assert_allclose(heat, wanted.numpy(), atol=1e-5)
     black, white = np.zeros((16, 16, 3), dtype=np.uint8), np.full((16, 16, 3), 255, dtype=np.uint8)
     red = figures.glowing(black, heat)[..., 0].astype(int)

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitral.explain.rollout import rollout
+from vitral.explain import METHODS, scaled
 from vitral.vit import Trace, ViT, ViTConfig
+
+
+def rollout(model: ViT, images_BCHW: Tensor, **options: Any) -> Tensor:
+    return scaled(METHODS["rollout"](model, images_BCHW, **options))
 
 
 def model_that_looked(monkeypatch: pytest.MonkeyPatch, attention: list[Tensor], **settings: Any) -> ViT:
@@ -61,6 +65,26 @@ def test_blocks_are_multiplied_the_last_one_first_with_half_of_each_token_stayin
 def test_looking_everywhere_alike_gives_an_even_map_and_not_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     heat = rollout(model_that_looked(monkeypatch, [torch.full((1, 1, 4, 4), 0.25)]), torch.zeros(1, 1, 1, 3))
     torch.testing.assert_close(heat, torch.zeros(1, 1, 3))
+
+
+def test_without_the_residual_the_attention_is_multiplied_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    blocks = list(torch.randn(3, 1, 2, 4, 4).softmax(-1))
+    first, second, third = (block.mean(dim=1)[0] for block in blocks)
+    heat = METHODS["rollout"](model_that_looked(monkeypatch, blocks), torch.zeros(1, 1, 3), residual=False)
+    torch.testing.assert_close(heat[0], (third @ second @ first)[0, 1:])
+
+
+@pytest.mark.parametrize("fusion", ["mean", "max", "min"])
+def test_the_whole_product_with_fused_heads(monkeypatch: pytest.MonkeyPatch, fusion: str) -> None:
+    torch.manual_seed(0)
+    blocks = list(torch.randn(3, 1, 2, 4, 4).softmax(-1))
+    product = torch.eye(4)
+    for block in blocks:
+        fused = {"mean": block.mean(1), "max": block.max(1).values, "min": block.min(1).values}[fusion][0]
+        product = (fused / fused.sum(1, keepdim=True) + torch.eye(4)) / 2 @ product
+    heat = METHODS["rollout"](model_that_looked(monkeypatch, blocks), torch.zeros(1, 1, 3), fusion=fusion)
+    torch.testing.assert_close(heat[0], product[0, 1:])
 
 
 @pytest.mark.parametrize("pooling", ["class", "mean", "attention"])

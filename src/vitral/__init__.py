@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from vitral import data as data
+    from vitral import explain as explain
     from vitral import weights as weights
     from vitral.errors import VitralError as VitralError
     from vitral.predict import Predictor as Predictor
@@ -44,11 +45,12 @@ _LIVES_IN = {
     "probe": "workshop",
     "train": "workshop",
 }
-__all__ = ["__version__", "data", "weights", *_LIVES_IN]
+_PACKAGES = ("data", "explain", "weights")
+__all__ = ["__version__", *_PACKAGES, *_LIVES_IN]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("data", "weights"):
+    if name in _PACKAGES:
         return import_module(f"vitral.{name}")
     if name not in _LIVES_IN:
         raise AttributeError(f"module 'vitral' has no attribute {name!r}")

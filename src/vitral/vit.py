@@ -216,13 +216,21 @@ def rotate(x_BhTd: Tensor, turn: Turn) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x_BhTd.dtype)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, record: list[Tensor] | None = None) -> Tensor:
+    """softmax(q·kᵀ/√d)·v for queries B h Q d, keys and values B h T d; rows of the softmax sum to one."""
+    if record is None:  # one fused kernel, which never forms the Q×T matrix
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+    record.append((q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1))  # the same by hand, for whoever wants to look
+    return F.dropout(record[-1], dropout) @ v
+
+
 class MultiHeadAttention(nn.Module):
-    """softmax(q·kᵀ/√d)·v in each of h heads, side by side, then mixed by one projection (equations 5 to 8)."""
+    """Attention in each of h heads, side by side, then mixed by one projection (equations 5 to 8)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         D, d = config.width, config.width // config.heads
-        self.heads, self.scale, self.dropout_attention = config.heads, d**-0.5, config.dropout_attention
+        self.heads, self.dropout_attention = config.heads, config.dropout_attention
         self.qkv = nn.Linear(D, 3 * D, bias=config.qkv_bias)
         self.norm_q = nn.LayerNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
         self.norm_k = nn.LayerNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
@@ -235,12 +243,7 @@ class MultiHeadAttention(nn.Module):
         q, k = self.norm_q(q), self.norm_k(k)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
-        dropout = self.dropout_attention if self.training else 0.0
-        if record is None:  # one fused kernel, which never forms the T×T matrix
-            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
-        else:  # the same by hand, for whoever wants to look: B h T T, rows sum to one
-            record.append((q @ k.mT * self.scale).softmax(dim=-1))
-            mixed = F.dropout(record[-1], dropout) @ v
+        mixed = attend(q, k, v, dropout=self.dropout_attention if self.training else 0.0, record=record)
         return self.dropout(self.project(mixed.transpose(1, 2).flatten(2)))  # b h t d -> b t (h d)
 
 
@@ -323,10 +326,10 @@ class AttentionPooling(nn.Module):
         self.norm = nn.LayerNorm(D, config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, patches_BND: Tensor) -> Tensor:
+    def forward(self, patches_BND: Tensor, record: list[Tensor] | None = None) -> Tensor:
         k, v = self.kv(patches_BND).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         q = self.q(self.probe).unflatten(-1, (self.heads, -1)).transpose(1, 2).expand(k.shape[0], -1, -1, -1)
-        answer = self.project(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        answer = self.project(attend(q, k, v, record=record).transpose(1, 2).flatten(2))
         return (answer + self.mlp(self.norm(answer))).squeeze(1)
 
 
@@ -351,6 +354,7 @@ class Trace:
     patches: Tensor  # B N CPP, pixels
     tokens: list[Tensor]  # B T D: with positions, then after each block
     attention: list[Tensor] = field(default_factory=list)  # B h T T for each block; row i: where token i looked
+    pooling: list[Tensor] = field(default_factory=list)  # B h 1 N: where attention pooling looked, if there is one
     pooled: Tensor = field(init=False)  # B D
     logits: Tensor = field(init=False)  # B K
 
@@ -392,7 +396,7 @@ class ViT(nn.Module):
         tokens = self.embed(images_BCHW, grid)
         patches = patchify(images_BCHW, self.config.patch_size)
         trace = Trace(grid=grid, prefix=tokens.shape[1] - patches.shape[1], patches=patches, tokens=[tokens])
-        trace.pooled = self.pool(self.encoder(tokens, grid, trace))
+        trace.pooled = self.pool(self.encoder(tokens, grid, trace), trace.pooling)
         trace.logits = self.head(trace.pooled)
         return trace
 
@@ -409,12 +413,12 @@ class ViT(nn.Module):
             tokens = torch.cat([tokens[:, :front], registers, tokens[:, front:]], dim=1)
         return self.dropout(tokens)
 
-    def pool(self, tokens_BTD: Tensor) -> Tensor:
+    def pool(self, tokens_BTD: Tensor, record: list[Tensor] | None = None) -> Tensor:
         """One vector an image: the class token (equation 4), the mean of the patches, or their attention pooling."""
         if self.config.pooling == "class":
             return tokens_BTD[:, 0]
         patches = tokens_BTD[:, self.config.prefix :]
-        return patches.mean(dim=1) if self.attention_pooling is None else self.attention_pooling(patches)
+        return patches.mean(dim=1) if self.attention_pooling is None else self.attention_pooling(patches, record)
 
     def check(self, images_BCHW: Tensor) -> Grid:
         """The patch grid of these images, or a sentence about why they do not fit."""

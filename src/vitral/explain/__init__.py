@@ -1,1 +1,13 @@
-"""What the model looked at: one method a file, each from images to heatmaps of the images' shape."""
+"""What the model looked at: one method a file, one signature for all, and pictures explained as a whole.
+
+METHODS["relevance"](model, image, target)              one map, as a tensor
+explain(predictor, "bee.jpg", methods=["relevance"])    maps laid back onto the picture
+"""
+
+from __future__ import annotations
+
+from vitral.explain.method import Method, scaled
+from vitral.explain.pictures import Explanation, Heat, explain
+from vitral.explain.table import DEFAULT, METHODS
+
+__all__ = ["DEFAULT", "METHODS", "Explanation", "Heat", "Method", "explain", "scaled"]

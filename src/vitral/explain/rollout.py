@@ -1,30 +1,36 @@
-"""Attention rollout (arXiv 2005.00928): attention of all blocks multiplied, residuals counted as looking at oneself.
-
-Shapes:  B images   h heads   T tokens   H, W pixels
-"""
+"""Attention rollout (arXiv 2005.00928): attention of all blocks multiplied, residuals counted as looking at oneself."""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import Literal
+
 from torch import Tensor
 
+from vitral.explain.method import readout, to_pixels, traced
 from vitral.vit import ViT
 
+Fusion = Literal["mean", "max", "min"]
 
-@torch.no_grad()
-def rollout(model: ViT, images_BCHW: Tensor) -> Tensor:
-    """How much of each patch reached the answer: B H W, each image scaled to 0…1.
 
-    With a class token: the patches it gathered from. Without: the mean of what all patches gathered.
+def rollout(
+    model: ViT, images_BCHW: Tensor, targets_B: Tensor, *, residual: bool = True, fusion: Fusion = "mean"
+) -> Tensor:
+    """How much of each patch reached the answer: B H W, shares of 1.
+
+    The product of all layers is T×T; only the row that is read matters, so it alone goes back, layer by layer.
     """
-    trace = model.trace(images_BCHW)
-    first = trace.attention[0].mean(dim=1)
-    looked_BTT = torch.eye(first.shape[-1], device=first.device).expand_as(first)
-    for attention in trace.attention:
-        looked_BTT = (attention.mean(dim=1) + torch.eye(first.shape[-1], device=first.device)) / 2 @ looked_BTT
-    rows = looked_BTT[:, :1] if model.config.pooling == "class" else looked_BTT[:, trace.prefix :]
-    heat = rows.mean(dim=1)[:, trace.prefix :].unflatten(-1, trace.grid)
-    heat = F.interpolate(heat[:, None], size=images_BCHW.shape[2:], mode="bilinear", align_corners=False)[:, 0]
-    low, high = heat.amin(dim=(1, 2), keepdim=True), heat.amax(dim=(1, 2), keepdim=True)
-    return (heat - low) / (high - low).clamp_min(1e-12)
+    trace = traced(model, images_BCHW)
+    row_BT = readout(model, trace)
+    for looked_BhTT in reversed(trace.attention):
+        fused_BTT = fuse(looked_BhTT.float(), fusion)
+        passed_BT = (row_BT[:, None] @ fused_BTT)[:, 0]
+        row_BT = (row_BT + passed_BT) / 2 if residual else passed_BT
+    return to_pixels(row_BT[:, trace.prefix :], trace.grid, images_BCHW)
+
+
+def fuse(looked_BhTT: Tensor, fusion: Fusion) -> Tensor:
+    """One matrix for all heads, B T T, rows summing to one."""
+    if fusion == "mean":
+        return looked_BhTT.mean(dim=1)
+    fused = looked_BhTT.amax(dim=1) if fusion == "max" else looked_BhTT.amin(dim=1)
+    return fused / fused.sum(dim=-1, keepdim=True).clamp_min(1e-12)

@@ -21,7 +21,7 @@ from torch import Tensor
 from vitral.data.decode import decode
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
-from vitral.explain.rollout import rollout
+from vitral.explain import METHODS, scaled
 from vitral.predict import Picture, Predictor
 
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # told apart by the colour-blind too (Okabe and Ito)
@@ -194,7 +194,7 @@ def with_gaps(picture_HW3: Array, patch_size: int) -> Array:
 def looked_at(predictor: Predictor, images_NCHW: Tensor) -> Array:
     """N H W in 0…1: attention rollout."""
     images = predictor.card.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
-    heat: Array = rollout(predictor.model, images).cpu().numpy()
+    heat: Array = scaled(METHODS["rollout"](predictor.model, images)).cpu().numpy()
     return heat
 
 

@@ -18,7 +18,7 @@ class ClassAndMeanViT(ViT):
         self.head = ClassificationHead(replace(config, width=2 * config.width))
         initialise(self)
 
-    def pool(self, tokens_BTD: Tensor) -> Tensor:
+    def pool(self, tokens_BTD: Tensor, record: list[Tensor] | None = None) -> Tensor:
         """B 2D: [class token; mean of the patches]."""
         patches = tokens_BTD[:, self.config.prefix :]
         return torch.cat([tokens_BTD[:, 0], patches.mean(dim=1)], dim=1)

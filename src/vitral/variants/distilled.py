@@ -40,5 +40,5 @@ class DistilledViT(ViT):
         extra = (self.distillation_token + self.distillation_position_table).expand(tokens.shape[0], -1, -1)
         return torch.cat([tokens[:, :1], self.dropout(extra), tokens[:, 1:]], dim=1)
 
-    def pool(self, tokens_BTD: Tensor) -> Tensor:
+    def pool(self, tokens_BTD: Tensor, record: list[Tensor] | None = None) -> Tensor:
         return tokens_BTD[:, :2].flatten(1)

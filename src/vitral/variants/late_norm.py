@@ -14,5 +14,5 @@ class LateNormViT(ViT):
         super().__init__(config)
         self.pooled_norm, self.encoder.norm = self.encoder.norm, nn.Identity()
 
-    def pool(self, tokens_BTD: Tensor) -> Tensor:
-        return self.pooled_norm(super().pool(tokens_BTD))
+    def pool(self, tokens_BTD: Tensor, record: list[Tensor] | None = None) -> Tensor:
+        return self.pooled_norm(super().pool(tokens_BTD, record))
