@@ -21,7 +21,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from torch import Tensor, nn
 
 from conftest import Fit, identical
 from vitral import cli, workshop
@@ -220,8 +222,8 @@ def test_a_training_that_diverges_stops_in_two_lines_that_name_the_step(
 ) -> None:
     vitral(*TRAIN, "--optim.lr", "1e30", "--optim.warmup", "0", "--out", tmp_path / "run", expect=2)
     first, second = complaint(capsys)
-    assert "the loss is not finite at step 2: the training diverged" in first
-    assert "try a lower --optim.lr" in second
+    assert "the loss is not finite at step 2, first in encoder.blocks.0.norm1 (activation): the training div" in first
+    assert "try a lower --optim.lr, or --on-nan rollback" in second
     assert "step-000000001.pt" in second
 
 
@@ -264,7 +266,7 @@ def test_the_state_before_a_divergence_is_kept_and_named(
 def test_an_image_that_is_not_a_number_stops_the_first_step(
     train_tiny: Fit, preprocessing: Preprocessing, tmp_path: Path
 ) -> None:
-    with pytest.raises(VitralError, match="the loss is not finite at step 1:") as caught:
+    with pytest.raises(VitralError, match="the loss is not finite at step 1, first in the images:") as caught:
         train_tiny("run", preprocessing=replace(preprocessing, mean=(math.nan,)))
     assert "nothing was saved before" in caught.value.hint
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
@@ -277,9 +279,9 @@ def test_a_diverged_state_is_not_saved_though_nobody_looked_yet(
     explode_at(7, monkeypatch)
     look = loop.check_finite
 
-    def seldom(state: loop.State, run: Run) -> None:
+    def seldom(state: loop.State) -> None:
         if sys._getframe(1).f_code.co_name != "fit":
-            look(state, run)
+            look(state)
 
     monkeypatch.setattr(loop, "check_finite", seldom)
 
@@ -293,6 +295,165 @@ def test_a_diverged_state_is_not_saved_though_nobody_looked_yet(
     newest = checkpoint.newest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     assert newest.name == "step-000000006.pt"
+
+
+def poison(name: str, kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From `step` on, an activation or a gradient of the module is not a number, whoever computes it."""
+
+    def spoil(module: nn.Module, _: Any, made: Tensor) -> Tensor | None:
+        if kind == "activation":
+            return made + math.nan
+        made.register_hook(lambda gradient: gradient * math.nan)
+        return None
+
+    def hooked(*given: Any) -> None:
+        state: loop.State = given[1]
+        if state.step == step:
+            state.model.get_submodule(name).register_forward_hook(spoil)
+        train_step(*given)
+
+    train_step = loop.train_step
+    monkeypatch.setattr(loop, "train_step", hooked)
+
+
+@pytest.mark.parametrize("kind", ["activation", "gradient"])
+@pytest.mark.parametrize("name", ["patch_embedding.project", "encoder.blocks.1.mlp.expand", "head.out"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_the_module_that_broke_first_is_named_and_no_weight_was_moved_by_it(
+    train_tiny: Fit, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, optimizer: str
+) -> None:
+    """Though nobody looks for a while, as on a GPU: the weights stay those before the bad step."""
+    states: list[loop.State] = []
+    begin = loop.begin
+    monkeypatch.setattr(loop, "begin", lambda *given: states.append(begin(*given)) or states[0])  # type: ignore[func-returns-value]
+    poison(name, kind, 7, monkeypatch)
+    look = loop.check_finite
+    kept: dict[int, dict[str, Tensor]] = {}
+
+    def seldom(state: loop.State) -> None:
+        kept[state.step] = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+        if state.step > 10:
+            look(state)
+
+    monkeypatch.setattr(loop, "check_finite", seldom)
+    with pytest.raises(VitralError, match=rf"not finite at step 8, first in {name} \({kind}\): the training div"):
+        train_tiny("run", **{"optim.name": optimizer, "augment.mixup": 0.2, "ema": 0.1, "model.dropout": 0.1})
+    state = states[0]
+    assert not identical(kept[7], kept[6])
+    assert identical(kept[11], kept[7])
+    assert state.averaged is not None
+    assert all(bool(tensor.isfinite().all()) for tensor in state.averaged.model.state_dict().values())
+    assert all(parameter.grad is None for parameter in state.model.parameters())
+
+
+def test_attention_that_breaks_is_named_and_not_the_layer_behind_it(
+    train_tiny: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *given, **how: attend(*given, **how) / 0)
+    with pytest.raises(VitralError, match=r"step 1, first in encoder\.blocks\.0\.attention \(activation\)"):
+        train_tiny("run")
+
+
+def test_a_loss_out_of_all_proportion_stops_too(train_tiny: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "learning_rate", lambda now, steps, optim: 1e6 if now == 8 else 1e-2)
+    with pytest.raises(VitralError, match=r"the loss is \S+e\+\d+ at step 10, the largest value is .*, in \S+: the tr"):
+        train_tiny("run")
+
+
+# ── rolling back ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Notes(Watch):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def said(self, what: str) -> None:
+        self.notes.append(what)
+
+
+def too_fast(monkeypatch: pytest.MonkeyPatch, at: int, bearable: float) -> None:
+    """At one step the schedule asks for a rate that throws the weights, unless it is lowered below `bearable`."""
+    sets = loop.set_learning_rate
+    monkeypatch.setattr(loop, "learning_rate", lambda now, steps, optim: 1.0 if now == at else 1e-2)
+    monkeypatch.setattr(
+        loop, "set_learning_rate", lambda which, lr: sets(which, 1e30 if lr > bearable else min(lr, 1e-2))
+    )
+
+
+def test_a_rollback_goes_on_from_the_last_checkpoint_at_half_the_rate(
+    train_tiny: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_fast(monkeypatch, at=8, bearable=0.6)
+    watch = Notes()
+    run = train_tiny("run", watch=watch, on_nan="rollback")
+    assert len(watch.notes) == 1
+    assert "the loss is not finite at step 10, first in " in watch.notes[0]
+    assert watch.notes[0].endswith("back to step 6, with 1/2 of the learning rate")
+    assert [row["step"] for row in run.metrics()] == [6, 12, 18, 24]
+    assert [row["lr"] for row in run.metrics()] == [1e-2, *[pytest.approx(0.5e-2)] * 3]
+    assert run.metrics()[-1]["validation_top1"] > 0.9
+
+
+@pytest.mark.parametrize("at", [0, 2, 11])
+def test_a_rollback_finds_a_state_in_the_first_epoch_and_after_a_bad_validation(
+    train_tiny: Fit, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    too_fast(monkeypatch, at, bearable=0.3)
+    watch = Notes()
+    run = train_tiny("run", watch=watch, on_nan="rollback", keep=1)
+    assert len(watch.notes) == 2
+    assert f"back to step {0 if at < 6 else 6}, with 1/4 of" in watch.notes[1]
+    assert run.finished
+    assert len(run.metrics()) == 4
+
+
+def test_a_checkpoint_that_does_not_help_is_given_up_for_the_one_before(
+    train_tiny: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved between the step that threw the weights and the one that showed it."""
+    too_fast(monkeypatch, at=8, bearable=0.3)
+    watch = Notes()
+    save = checkpoint.save
+
+    def only_some(folder: Path, step: int, *rest: Any) -> Path:
+        return save(folder, step, *rest) if step in (0, 6, 9) or step % 6 == 0 else folder
+
+    monkeypatch.setattr(checkpoint, "save", only_some)
+    assert train_tiny("run", watch=watch, on_nan="rollback", keep=5, checkpoint_minutes=0.0).finished
+    assert [note.split(": ")[-1].split(",")[0] for note in watch.notes] == ["back to step 9", "back to step 6"]
+
+
+def test_what_never_goes_well_stops_after_some_rollbacks(
+    train_tiny: Fit, monkeypatch: pytest.MonkeyPatch, preprocessing: Preprocessing
+) -> None:
+    watch = Notes()
+    with pytest.raises(VitralError, match="first in the images") as caught:
+        train_tiny("run", watch=watch, on_nan="rollback", preprocessing=replace(preprocessing, mean=(math.nan,)))
+    assert len(watch.notes) == loop.MOST_ROLLBACKS
+    assert "1/32 of the learning rate did not help either" in caught.value.hint
+
+
+@pytest.mark.parametrize("after", [7, 10, 12])
+def test_a_lowered_rate_survives_an_interruption(train_tiny: Fit, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    too_fast(monkeypatch, at=8, bearable=0.6)
+    straight = train_tiny("straight", on_nan="rollback")
+
+    class Press(Watch):
+        steps = 0
+
+        def step(self, *_: Any) -> None:
+            self.steps += 1
+            if self.steps == after:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train_tiny("run", on_nan="rollback", watch=Press())
+    again = train_tiny("run", on_nan="rollback")
+    if after != 7:  # Ctrl-C leaves a checkpoint of its own: then step 7 is gone back to, not 6
+        assert bits(again.path) == bits(straight.path)
+        assert told(again) == told(straight)
+    assert again.metrics()[-1]["lr"] == pytest.approx(0.5e-2)
 
 
 # ── resuming what cannot be resumed ────────────────────────────────────────────────────────────────────────────

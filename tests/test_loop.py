@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ from vitral.hardware import Hardware
 from vitral.run import Run, load_model, load_weights
 from vitral.training import checkpoint, loop
 from vitral.training.loop import Interrupted, State, Watch, begin, train_step
-from vitral.training.recipe import Recipe
+from vitral.training.loss import balanced_weights, losses
+from vitral.training.recipe import Recipe, read_recipe
 from vitral.vit import ViT
 
 KEYS = {
@@ -93,6 +95,7 @@ class PressCtrlC(Watch):
         {"optim.name": "muon"},
         {"optim.name": "sgd", "optim.lr": 0.1, "epochs": 6},
         {"augment.shift": 1, "label_smoothing": 0.1},
+        {"loss": "sigmoid", "accumulate": 4, "class_weights": "balanced"},
     ],
     ids=str,
 )
@@ -483,6 +486,136 @@ def test_bf16_learns_too_and_keeps_its_weights_in_fp32(
     loop.fit(recipe, dataset, preprocessing, run, replace(cpu, precision="bf16"))
     assert max(row["validation_top1"] for row in run.metrics()) > 0.95
     assert {tensor.dtype for tensor in weights(run).values()} == {torch.float32}
+
+
+# ── losses, weights of classes, batches in parts ───────────────────────────────────────────────────────────────
+
+
+def test_the_losses_are_those_of_torch_for_hard_labels() -> None:
+    draws = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(50, 7, generator=draws) * 3, torch.randint(0, 7, (50,), generator=draws)
+    weights = torch.rand(7, generator=draws) + 0.1
+    targets = F.one_hot(labels, 7).float()
+    torch.testing.assert_close(
+        losses(logits, targets, "softmax", weights_K=weights),
+        F.cross_entropy(logits, labels, weight=weights, reduction="none"),
+    )
+    torch.testing.assert_close(
+        losses(logits, targets, "softmax", 0.1), F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
+    )
+    p = logits.double().sigmoid()
+    by_hand = -torch.where(targets > 0, p, 1 - p).log().sum(dim=1)
+    torch.testing.assert_close(losses(logits, targets, "sigmoid").double(), by_hand, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_classes_are_those_of_scikit_learn() -> None:
+    from sklearn.utils.class_weight import compute_class_weight
+
+    labels = torch.tensor([0] * 50 + [1] * 5 + [3] * 20)
+    found = balanced_weights(labels, 4)
+    expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=labels.numpy())
+    assert found[[0, 1, 3]].tolist() == pytest.approx(expected.tolist())
+    assert found[labels].mean().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("classes", [2, 4, 1000, 21_843])
+def test_a_sigmoid_head_starts_with_even_odds(classes: int, recipe: Recipe, cpu: Hardware) -> None:
+    state = begin(recipe.changed({"loss": "sigmoid", "model.classes": classes}), cpu, 10)
+    bias = state.model.head.out.bias  # type: ignore[union-attr]
+    torch.testing.assert_close(bias.sigmoid(), torch.full((classes,), 1 / classes))  # type: ignore[operator]
+    if classes in (1000, 21_843):
+        assert bias[0].item() == pytest.approx(-6.9 if classes == 1000 else -10.0, abs=0.02)  # type: ignore[index]
+
+
+def test_a_head_that_has_learned_keeps_its_bias(recipe: Recipe, cpu: Hardware) -> None:
+    learned = begin(recipe, cpu, 10).model.state_dict()
+    learned["head.out.weight"] += 1
+    state = begin(recipe.changed({"loss": "sigmoid"}), cpu, 10, learned)
+    assert state.model.head.out.bias.abs().max() == 0  # type: ignore[union-attr, operator]
+
+
+MIXED = {"augment.mixup": 0.5, "augment.cutmix": 0.5, "augment.erase": 0.3, "augment.rotate": 10.0}
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5, 16])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim.name": "sgd", "optim.lr": 0.5, "optim.clip": 0.0},
+        {"optim.name": "sgd", "optim.lr": 0.5, "optim.clip": 0.1, "loss": "sigmoid", **MIXED},
+        {"optim.name": "sgd", "optim.lr": 0.5, "class_weights": "balanced", "label_smoothing": 0.1, **MIXED},
+    ],
+    ids=["plain", "sigmoid, clipped", "weighted, mixed"],
+)
+def test_a_batch_in_parts_is_the_large_batch(
+    parts: int, changes: dict[str, Any], recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, cpu: Hardware
+) -> None:
+    """Also where the parts are of unequal size, and where one part has the rare classes."""
+    labels = torch.tensor([0] * 12 + [1, 2, 3, 3])
+
+    def after(accumulate: int) -> State:
+        plan = recipe.changed({**changes, "accumulate": accumulate})
+        state = begin(plan, cpu, 10)
+        with torch.no_grad():
+            state.model.head.out.weight.normal_(generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr, operator]
+        weights = balanced_weights(labels, 4) if plan.class_weights == "balanced" else None
+        for _ in range(2):
+            train_step(state.model, state, dataset.train.images[:16], labels, plan, preprocessing, cpu, weights)
+        return state
+
+    whole, split = after(1), after(parts)
+    for one, other in zip(whole.model.parameters(), split.model.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(split.totals, whole.totals, rtol=1e-5, atol=1e-5)
+    assert moved(whole, begin(recipe, cpu, 10).model) > 0.05
+
+
+def test_balanced_weights_pull_a_run_towards_rare_classes(train_tiny: Fit, dataset: Dataset) -> None:
+    """A set in which all images look alike: the model can only learn how often a class occurs."""
+    grey = torch.full((96, 1, 8, 8), 128, dtype=torch.uint8)
+    labels = torch.tensor([0] * 60 + [1] * 20 + [2] * 12 + [3] * 4)
+    alike = replace(dataset, train=replace(dataset.train, images=grey, labels=labels))
+
+    def answer(**changes: Any) -> Tensor:
+        run = train_tiny(f"run-{changes}", dataset=alike, epochs=30, batch=96, **changes)
+        return model_of(read_recipe(run.recipe_file), newest(run)["model"])(torch.zeros(1, 1, 8, 8)).softmax(dim=1)[0]
+
+    torch.testing.assert_close(answer(), torch.tensor([60, 20, 12, 4]) / 96, atol=0.03, rtol=0)
+    torch.testing.assert_close(answer(class_weights="balanced"), torch.full((4,), 0.25), atol=0.03, rtol=0)
+
+
+def saved_bytes(state: State, recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, cpu: Hardware) -> int:
+    """What one forward pass keeps for the backward pass."""
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        state.model(preprocessing.normalise(dataset.train.images)).sum()
+    return sum(sizes.values()) - sum(p.nbytes for p in state.model.parameters())
+
+
+def test_recomputed_activations_give_the_same_bits_with_less_memory(
+    train_tiny: Fit, recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, cpu: Hardware
+) -> None:
+    kept, again = (train_tiny(str(recompute), **EVERYTHING, recompute=recompute) for recompute in (False, True))
+    assert identical(weights(kept), weights(again))
+    assert without_times(kept) == without_times(again)
+    plain, small = (recipe.changed({"model.depth": 6, "recompute": recompute}) for recompute in (False, True))
+    needs = [saved_bytes(begin(r, cpu, 10), r, dataset, preprocessing, cpu) for r in (plain, small)]
+    assert needs[1] < 0.25 * needs[0]
+
+
+def test_everything_new_goes_on_exactly_too(train_tiny: Fit) -> None:
+    new: dict[str, Any] = {
+        "loss": "sigmoid", "class_weights": "balanced", "accumulate": 3, "recompute": True, "on_nan": "rollback",
+    }  # fmt: skip
+    straight = train_tiny("straight", **EVERYTHING, **new)
+    resumed = interrupt_and_resume(train_tiny, "resumed", [4, 5], **EVERYTHING, **new)
+    assert identical(weights(straight), weights(resumed))
+    assert without_times(straight) == without_times(resumed)
 
 
 # ── TensorBoard ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -31,9 +31,9 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     return path
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint. Temporary files of a writer that was killed do not count."""
-    found = _all(folder)
+def newest(folder: Path, before: Path | None = None) -> Path | None:
+    """The newest complete checkpoint (before another). Temporary files of a writer that was killed do not count."""
+    found = [path for path in _all(folder) if before is None or path < before]
     return found[-1] if found else None
 
 

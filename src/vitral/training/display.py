@@ -55,6 +55,9 @@ class Display(Watch):
             highlight=False,
         )
 
+    def said(self, what: str) -> None:
+        self.console.print(what, highlight=False, soft_wrap=True, style="yellow")
+
 
 def clock(seconds: float) -> str:
     """0:07, 12:30, 1:02:03."""

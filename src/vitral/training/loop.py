@@ -12,9 +12,11 @@ import math
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +32,17 @@ from vitral.evaluation.metrics import logits_of, measure
 from vitral.hardware import Hardware
 from vitral.run import ModelCard, Run, load_weights, save_model, save_weights
 from vitral.training import checkpoint
+from vitral.training.loss import balanced_weights, guessing, losses, start_at_even_odds
+from vitral.training.memory import recompute_blocks
 from vitral.training.optim import Averaged, learning_rate, make_optimizers, set_learning_rate
 from vitral.training.recipe import Recipe
+from vitral.training.trouble import Diverged, where_it_breaks
 from vitral.variants import VARIANTS
 from vitral.vit import ViT
 
 READ_EVERY = 50  # steps between looks at the device; in between it runs ahead of Python
+EXPLODED = 1000  # times the loss of guessing: no training comes back from there
+MOST_ROLLBACKS = 5  # each halves the learning rate; what does not go at a 32nd of it has another cause
 
 
 class Watch:
@@ -44,6 +51,8 @@ class Watch:
     def step(self, epoch: int, step: int, loss: float, images_per_second: float, seconds_left: float) -> None: ...
 
     def epoch(self, row: dict[str, Any], seconds_left: float) -> None: ...
+
+    def said(self, what: str) -> None: ...
 
 
 class Interrupted(VitralError):
@@ -59,12 +68,15 @@ class State:
     averaged: Averaged | None
     draws: Generator  # for augmentation; dropout and stochastic depth draw from the device's own generator
     totals: Tensor  # of this epoch so far: loss, right answers, images
-    first_bad: Tensor  # the step whose loss was not finite, or -1
+    first_bad: Tensor  # the step whose loss or gradient was not finite, or -1; from then on no weight moves
+    halted: Tensor  # 1 from then on: torch's fused optimizers look at it, on the device
     epoch: int = 0
     position: int = 0  # batches of this epoch already seen
     step: int = 0
     seconds: float = 0.0
     best: dict[str, float] = field(default_factory=dict)  # epoch, top1, loss
+    rollbacks: int = 0  # each has halved the learning rate
+    rolled_to: int = -1  # the step that the last one went back to
 
     @property
     def answering(self) -> ViT:
@@ -83,6 +95,8 @@ class State:
             "position": self.position,
             "seconds": self.seconds,
             "best": self.best,
+            "rollbacks": self.rollbacks,
+            "rolled_to": self.rolled_to,
         }
 
     def restore(self, saved: dict[str, Any], hardware: Hardware) -> None:
@@ -99,6 +113,9 @@ class State:
         self.totals.copy_(saved["totals"])
         self.epoch, self.position, self.step = saved["epoch"], saved["position"], saved["step"]
         self.seconds, self.best = saved["seconds"], saved["best"]
+        self.rollbacks, self.rolled_to = saved.get("rollbacks", 0), saved.get("rolled_to", -1)
+        self.first_bad.fill_(-1)
+        self.halted.zero_()
 
 
 def fit(
@@ -137,28 +154,45 @@ def fit(
     rows = [row for row in run.metrics() if row["epoch"] <= state.epoch]
     run.write_metrics(rows)
     forward = torch.compile(state.model) if hardware.compile else state.model
+    weights_K = None
+    if recipe.class_weights == "balanced":
+        weights_K = balanced_weights(loader.labels, recipe.model.classes)
     log = tensorboard(run) if recipe.tensorboard else None
 
     with interruptible() as interrupt:
         clock = Clock(state, min(recipe.batch, len(dataset.train)))
+        if saved is None and recipe.on_nan == "rollback":
+            save(state, recipe, hardware, run, clock)
+        before: deque[Draws] = deque(maxlen=READ_EVERY)
         while state.epoch < recipe.epochs:
-            for images, labels in loader.epoch(state.epoch, start=state.position):
-                set_learning_rate(state.optimizers, learning_rate(state.step, steps, recipe.optim))
-                train_step(forward, state, images, labels, recipe, preprocessing, hardware)
-                state.position += 1
-                state.step += 1
-                if device.type == "cpu" or state.step % READ_EVERY == 0 or state.position == loader.steps:
-                    check_finite(state, run)
-                    loss = (state.totals[0] / state.totals[2]).item()
-                    speed = clock.images_per_second(state)
-                    watch.step(state.epoch + 1, state.position, loss, speed, clock.seconds_left(state, steps))
-                if interrupt.is_set():
-                    save(state, recipe, hardware, run, clock)
-                    raise stopped(state, steps, run)
-                if clock.due(recipe.checkpoint_minutes) and state.position < loader.steps:
-                    save(state, recipe, hardware, run, clock)
-
-            row = end_of_epoch(state, recipe, dataset, preprocessing, hardware, run)
+            try:
+                for images, labels in loader.epoch(state.epoch, start=state.position):
+                    rate = learning_rate(state.step, steps, recipe.optim) * 0.5**state.rollbacks
+                    set_learning_rate(state.optimizers, rate)
+                    before.append((state.step, state.draws.get_state(), hardware.random_state()))
+                    train_step(forward, state, images, labels, recipe, preprocessing, hardware, weights_K)
+                    state.position += 1
+                    state.step += 1
+                    if device.type == "cpu" or state.step % READ_EVERY == 0 or state.position == loader.steps:
+                        check_finite(state)
+                        loss = (state.totals[0] / state.totals[2]).item()
+                        speed = clock.images_per_second(state)
+                        watch.step(state.epoch + 1, state.position, loss, speed, clock.seconds_left(state, steps))
+                    if interrupt.is_set():
+                        save(state, recipe, hardware, run, clock)
+                        raise stopped(state, steps, run)
+                    if clock.due(recipe.checkpoint_minutes) and state.position < loader.steps:
+                        save(state, recipe, hardware, run, clock)
+                row = end_of_epoch(state, recipe, dataset, preprocessing, hardware, run)
+            except Diverged as trouble:
+                found = explain(trouble, state, loader, before, recipe, preprocessing, hardware, weights_K, run)
+                if recipe.on_nan == "stop" or state.rollbacks == MOST_ROLLBACKS:
+                    raise found from None
+                roll_back(state, recipe, hardware, run)
+                watch.said(f"{found.what}: back to step {state.step}, with 1/{2**state.rollbacks} of the learning rate")
+                rows = [row for row in rows if row["epoch"] <= state.epoch]
+                run.write_metrics(rows)
+                continue
             clock.stop(state)
             row |= {"seconds": round(state.seconds, 3), "images_per_second": round(clock.images_per_second(state), 1)}
             rows.append(row)
@@ -189,17 +223,25 @@ def begin(recipe: Recipe, hardware: Hardware, steps: int, start: dict[str, Tenso
     model = VARIANTS[recipe.variant](recipe.model)
     if start is not None:
         model.load_state_dict(start)
+    if recipe.loss == "sigmoid":
+        start_at_even_odds(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(recipe.frozen))
     model.to(hardware.device)
-    return State(
+    state = State(
         model=model.train(),
         optimizers=make_optimizers(model, recipe.optim),
         averaged=Averaged(model, recipe.ema, steps) if recipe.ema else None,
         draws=Generator(hardware.device).manual_seed(recipe.seed),
         totals=torch.zeros(3, device=hardware.device, dtype=torch.float64),  # fp32 counts to 16 million
         first_bad=torch.full((), -1, device=hardware.device),
+        halted=torch.zeros((), device=hardware.device),
     )
+    for optimizer in state.optimizers:
+        optimizer.found_inf = state.halted  # type: ignore[attr-defined]
+    if recipe.recompute:
+        recompute_blocks(model)
+    return state
 
 
 def train_step(
@@ -210,27 +252,58 @@ def train_step(
     recipe: Recipe,
     preprocessing: Preprocessing,
     hardware: Hardware,
+    weights_K: Tensor | None = None,
 ) -> None:
-    """One batch: look, be wrong, move. Nothing is read back from the device."""
-    targets_BK = F.one_hot(labels_B, recipe.model.classes).float()
-    images = preprocessing.normalise(recipe.augment.move(images_BCHW, state.draws, preprocessing.image_size))
-    images, targets_BK = recipe.augment.mix(images, targets_BK, state.draws)
-    with hardware.autocast():
-        logits_BK = forward(images)
-    logits_BK = logits_BK.float()
-    loss = F.cross_entropy(logits_BK, targets_BK, label_smoothing=recipe.label_smoothing)
-    loss.backward()
+    """One batch: look, be wrong, move. Nothing is read back from the device.
+
+    A loss or a gradient that is not finite moves no weight, then or later: whoever looks finds the state before it.
+    """
+    loss, right = look(forward, state, images_BCHW, labels_B, recipe, preprocessing, hardware, weights_K)
+    gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
     if recipe.optim.clip:
-        nn.utils.clip_grad_norm_(state.model.parameters(), recipe.optim.clip)
+        nn.utils.clip_grads_with_norm_(state.model.parameters(), recipe.optim.clip, norm)
+    good = norm.isfinite() & loss.isfinite() & (loss < EXPLODED * guessing(recipe.model.classes))
+    state.first_bad.copy_(torch.where((state.first_bad < 0) & ~good, state.step, state.first_bad))
+    state.halted.copy_(state.first_bad >= 0)
     for optimizer in state.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     if state.averaged is not None:
         state.averaged.update(state.step)
-    with torch.no_grad():
-        right = (logits_BK.argmax(dim=1) == labels_B).sum()
-        state.totals += torch.stack([loss.detach() * len(labels_B), right, torch.full_like(loss, len(labels_B))])
-        state.first_bad.copy_(torch.where((state.first_bad < 0) & ~loss.isfinite(), state.step, state.first_bad))
+    state.totals += torch.stack([loss * len(labels_B), right, torch.full_like(loss, len(labels_B))])
+
+
+def look(
+    forward: Callable[[Tensor], Tensor],
+    state: State,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    recipe: Recipe,
+    preprocessing: Preprocessing,
+    hardware: Hardware,
+    weights_K: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mean loss and number of right answers; the gradients stay in the parameters.
+
+    The batch is varied and mixed as a whole, then computed in as many parts as the recipe accumulates. Each part
+    counts by its images, so the gradient is that of the whole batch at once.
+    """
+    B = len(labels_B)
+    targets_BK = F.one_hot(labels_B, recipe.model.classes).float()
+    images = preprocessing.normalise(recipe.augment.move(images_BCHW, state.draws, preprocessing.image_size))
+    images, targets_BK = recipe.augment.mix(images, targets_BK, state.draws)
+    total, right = torch.zeros((), device=images.device), torch.zeros((), device=images.device)
+    parts = (batch.tensor_split(min(recipe.accumulate, B)) for batch in (images, targets_BK, labels_B))
+    for part, targets, labels in zip(*parts, strict=True):
+        with hardware.autocast():
+            logits = forward(part)
+        logits = logits.float()
+        loss = losses(logits, targets, recipe.loss, recipe.label_smoothing, weights_K).sum() / B
+        loss.backward()
+        total += loss.detach()
+        right += (logits.detach().argmax(dim=1) == labels).sum()
+    return total, right
 
 
 def end_of_epoch(
@@ -243,7 +316,9 @@ def end_of_epoch(
     state.model.train()
     found = measure(logits, dataset.validation.labels, dataset.classes)
     if not math.isfinite(found.loss):  # the last step's own loss was; these weights must not be saved
-        raise diverged(f"the validation loss is not finite after step {state.step}", run)
+        bad = dataset.validation.images[int((~logits.isfinite()).any(dim=1).int().argmax())][None]
+        where, _ = where_it_breaks(answering, lambda: logits_of(answering, bad, preprocessing, hardware))
+        raise Diverged(f"the validation loss is not finite after step {state.step}, {where}", state.step)
     if not state.best or (found.top1, -found.loss) > (state.best["top1"], -state.best["loss"]):
         state.best = {"epoch": state.epoch + 1, "top1": found.top1, "loss": found.loss}
         save_weights(run.checkpoints / "best.safetensors", answering.state_dict())
@@ -262,21 +337,71 @@ def end_of_epoch(
     return row
 
 
-def check_finite(state: State, run: Run) -> None:
+def check_finite(state: State) -> None:
     """Stop at the first loss that is not a number; what was saved before stays."""
     if (step := int(state.first_bad.item())) >= 0:
-        raise diverged(f"the loss is not finite at step {step + 1}", run)
+        raise Diverged(f"the loss is not finite at step {step + 1}", step)
 
 
-def diverged(what: str, run: Run) -> VitralError:
+Draws = tuple[int, Tensor, dict[str, Tensor]]  # a step, and the random generators as they were before it
+
+
+def explain(
+    trouble: Diverged,
+    state: State,
+    loader: Loader,
+    before: deque[Draws],
+    recipe: Recipe,
+    preprocessing: Preprocessing,
+    hardware: Hardware,
+    weights_K: Tensor | None,
+    run: Run,
+) -> Diverged:
+    """Compute the bad step once more, with the weights and the draws it had, and name the module it breaks in."""
+    what = trouble.what
+    for step, draws, random in before:
+        if step != trouble.step:
+            continue
+        images, labels = next(loader.epoch(state.epoch, start=state.position - (state.step - step)))
+        state.draws.set_state(draws)
+        hardware.set_random_state(random)
+        batch = (images, labels, recipe, preprocessing, hardware, weights_K)
+        where, loss = where_it_breaks(state.model, partial(_loss_again, state, *batch))
+        if loss.isfinite():
+            what = f"the gradient is not finite at step {step + 1}"
+            if not where.startswith("first"):
+                what = f"the loss is {loss:.1e} at step {step + 1}"
+        what += f", {where}"
     saved = checkpoint.newest(run.checkpoints)
     kept = f"the last good state is {saved}" if saved else "nothing was saved before"
-    return VitralError(f"{what}: the training diverged", f"{kept}; try a lower --optim.lr")
+    if recipe.on_nan == "rollback":
+        return Diverged(what, trouble.step, f"{kept}; 1/{2**MOST_ROLLBACKS} of the learning rate did not help either")
+    return Diverged(
+        f"{what}: the training diverged", trouble.step, f"{kept}; try a lower --optim.lr, or --on-nan rollback"
+    )
+
+
+def _loss_again(state: State, *batch: Any) -> Tensor:
+    return look(state.model, state, *batch)[0]
+
+
+def roll_back(state: State, recipe: Recipe, hardware: Hardware, run: Run) -> None:
+    """To the last checkpoint, or to the one before if the last did not help; the learning rate is halved for good."""
+    rollbacks, best = state.rollbacks + 1, state.best  # the best weights stay, though their epoch may be taken back
+    saved = checkpoint.newest(run.checkpoints)
+    assert saved is not None
+    content = checkpoint.load(saved)
+    if content["step"] == state.rolled_to and (older := checkpoint.newest(run.checkpoints, before=saved)):
+        saved.unlink()
+        content = checkpoint.load(older)
+    state.restore(content, hardware)
+    state.rollbacks, state.rolled_to, state.best = rollbacks, state.step, best
+    checkpoint.save(run.checkpoints, state.step, {"recipe": recipe.essence(), **state.to_save(hardware)}, recipe.keep)
 
 
 def save(state: State, recipe: Recipe, hardware: Hardware, run: Run, clock: Clock) -> None:
     """A checkpoint, unless the training has diverged since the device was last looked at."""
-    check_finite(state, run)
+    check_finite(state)
     clock.stop(state)
     content = {"recipe": recipe.essence(), **state.to_save(hardware)}
     checkpoint.save(run.checkpoints, state.step, content, recipe.keep)

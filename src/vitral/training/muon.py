@@ -20,6 +20,8 @@ from vitral.hardware import bf16_is_faster
 class Muon(Optimizer):
     """For matrices alone. Steps are as long as AdamW's (arXiv 2502.16982), so that both share a learning rate."""
 
+    found_inf: Tensor | None = None
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
@@ -51,7 +53,11 @@ class Muon(Optimizer):
         ahead = torch._foreach_lerp(gradients, averages, momentum)  # Nesterov
         directions = orthogonalise(torch.stack(list(ahead)))
         length = 0.2 * max(parameters[0].shape) ** 0.5  # makes the mean square of a step that of AdamW's
-        torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+        decay: float | Tensor = 1 - lr * weight_decay
+        if self.found_inf is not None:  # as in torch's fused optimizers: where it is 1, no weight moves
+            decay = 1 - lr * weight_decay * (1 - self.found_inf)
+            directions = torch.where(self.found_inf > 0, 0.0, directions)
+        torch._foreach_mul_(parameters, decay)
         torch._foreach_add_(parameters, list(directions.to(parameters[0].dtype).unbind(0)), alpha=-lr * length)
 
 

@@ -18,6 +18,7 @@ from vitral.data.preprocess import Interpolation
 from vitral.errors import VitralError
 from vitral.hardware import Compile, Device, Precision
 from vitral.plain import from_plain, to_plain
+from vitral.training.loss import Loss
 from vitral.variants import check, config_class
 from vitral.vit import ViTConfig
 
@@ -82,6 +83,10 @@ class Recipe:
     freeze: str = ""  # "backbone": only the head learns; a number: so many blocks and the embedding stay as they are
     epochs: int = 10
     batch: int = 128
+    accumulate: int = 1  # parts that a batch is computed in, one after the other: less memory, the same step
+    recompute: bool = False  # activations computed again in the backward pass: less memory, a third more time
+    loss: Loss = "softmax"  # sigmoid: each class a question of its own (arXiv 2006.07159)
+    class_weights: Literal["none", "balanced"] = "none"  # balanced: rare classes weigh more in the loss
     label_smoothing: float = 0.0
     ema: float = 0.0  # memory of the averaged weights as a share of the run; 0: no averaging
     seed: int = 0
@@ -90,18 +95,21 @@ class Recipe:
     compile: Compile = "auto"
     checkpoint_minutes: float = 10.0  # besides the one after each epoch
     keep: int = 2  # checkpoints kept
+    on_nan: Literal["stop", "rollback"] = "stop"  # rollback: to the last checkpoint, with half the learning rate
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
         check(self.variant, self.model)
         if self.freeze not in ("", "backbone") and not self.freeze.isdigit():
             raise ValueError(f"freeze must be 'backbone' or a number of blocks, not {self.freeze!r}")
-        for name, least in (("epochs", 1), ("batch", 1), ("keep", 1)):
+        for name, least in (("epochs", 1), ("batch", 1), ("accumulate", 1), ("keep", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         for name in ("label_smoothing", "ema"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        if self.accumulate > self.batch:
+            raise ValueError(f"accumulate must be at most the batch, {self.batch}, not {self.accumulate}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be at least 0 and below 2**32, not {self.seed}")
 
@@ -116,7 +124,7 @@ class Recipe:
 
     def essence(self) -> dict[str, Any]:
         """What decides the result: everything but where it is computed and what is kept on disk."""
-        rest = ("device", "precision", "compile", "checkpoint_minutes", "keep", "tensorboard")
+        rest = ("device", "precision", "compile", "recompute", "checkpoint_minutes", "keep", "on_nan", "tensorboard")
         return {name: value for name, value in to_plain(self).items() if name not in rest}
 
     def to_toml(self) -> str:
