@@ -39,8 +39,20 @@ def test_a_gpu_is_used_where_there_is_one(machine: Any) -> None:
 
 def test_each_process_of_a_group_takes_its_own_gpu(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(gpu=True)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert choose().device == torch.device("cuda", 3)
+    met: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: met.append(str(device)))
+    monkeypatch.setattr(hardware, "join", lambda world, backend: met.append(backend))
+    for name, value in (("WORLD_SIZE", "8"), ("RANK", "7"), ("LOCAL_RANK", "3")):
+        monkeypatch.setenv(name, value)
+    chosen = choose()
+    assert chosen.device == torch.device("cuda", 3)
+    assert (chosen.world.rank, chosen.world.size, chosen.world.first) == (7, 8, False)
+    assert met == ["cuda:3", "cpu:gloo,cuda:nccl"]
+    assert chosen.reasons["world"] == "started as process 7 of 8, GPUs talk through nccl"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(VitralError, match="process 3 on this machine has no GPU of its own: PyTorch sees 2"):
+        choose()
 
 
 def test_an_old_gpu_computes_in_fp32(machine: Any) -> None:

@@ -26,7 +26,7 @@ LAYERS = [
     ["evaluation", "run", "weights", "estimate"],
     ["data", "variants"],
     ["presets"],
-    ["vit", "hardware", "plain", "errors"],
+    ["vit", "hardware", "world", "plain", "errors"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 UPWARD = {("vit", "presets")}  # ViT.from_preset, the one line that everybody wants to write

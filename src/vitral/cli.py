@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 
 from vitral import __version__
 from vitral.errors import VitralError, nearest
@@ -44,6 +49,8 @@ def help_text() -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; exit with 0, with 2 where a person can fix it, with 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
+        silence()
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
         return
@@ -57,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         sys.exit(import_module(f"vitral.commands.{words[0]}").run(words[1:]))
     except VitralError as error:
+        tell_torchrun(error.what)
         interrupted = type(error).__name__ == "Interrupted"  # by name: its module would import torch
         print(error.what if interrupted else f"error: {error.what}", file=sys.stderr)
         for line in error.hint.splitlines():
@@ -68,3 +76,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output (head, less) is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Exception:
+        tell_torchrun(traceback.format_exc())
+        raise
+
+
+def silence() -> None:
+    """Of several processes only the first prints; torchrun reports what another one fails of."""
+    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        sys.stderr = sys.stdout
+
+
+def tell_torchrun(what: str) -> None:
+    """The reason, where torchrun looks for it: its report names the first process that failed, and this."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": what, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": what, "extraInfo": extra}}), encoding="utf-8")

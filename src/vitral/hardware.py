@@ -1,11 +1,10 @@
-"""Device, number type, compilation and threads: what this machine offers, what is used of it, and why.
+"""Device, number type, compilation, processes: what this machine offers, what is used of it, and why.
 
 The only file that says "cuda". Models, data and the training loop are handed a `Hardware` and ask nothing themselves.
 """
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Literal
 import torch
 
 from vitral.errors import VitralError
+from vitral.world import ALONE, World, from_environment, join
 
 Device = Literal["auto", "cpu", "gpu"]
 Precision = Literal["auto", "fp32", "bf16"]
@@ -35,6 +35,7 @@ class Hardware:
     precision: Literal["fp32", "bf16"]
     compile: bool
     reasons: dict[str, str]
+    world: World = ALONE  # the processes that work together; it has a reason only where there are several
 
     def autocast(self) -> AbstractContextManager[object]:
         """bf16 where it is safe, fp32 where it is not (weights, norms, softmax, loss)."""
@@ -64,8 +65,15 @@ class Hardware:
         threads = torch.get_num_threads()
         return f"{threads} core{'s' if threads != 1 else ''}"
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes of the GPU; None on a CPU."""
+        return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
+
     def __str__(self) -> str:
-        return f"{self.name}, {self.precision} ({self.reasons['precision']}) · {self.reasons['device']}"
+        several = f"{self.world.size} × " if self.world.size > 1 else ""
+        why = [self.reasons[name] for name in ("device", "world") if name in self.reasons]
+        return f"{several}{self.name}, {self.precision} ({self.reasons['precision']}) · {' · '.join(why)}"
 
 
 def choose(
@@ -77,26 +85,39 @@ def choose(
     steps: int | None = None,
 ) -> Hardware:
     """The fastest safe choice on this machine for a model of `width` and a run of `steps`, unless told otherwise."""
-    chosen, why_device = _device(device)
+    world = from_environment()
+    chosen, why_device = _device(device, world)
     number, why_precision = _precision(chosen, precision, width)
     compiled, why_compile = _compile(chosen, compile, steps)
-    return Hardware(
-        device=chosen,
-        precision=number,
-        compile=compiled,
-        reasons={"device": why_device, "precision": why_precision, "compile": why_compile},
-    )
+    reasons = {"device": why_device, "precision": why_precision, "compile": why_compile}
+    if world.size > 1:
+        backend, reasons["world"] = _backend(chosen, world)
+        join(world, backend)
+    return Hardware(device=chosen, precision=number, compile=compiled, reasons=reasons, world=world)
 
 
-def _device(wish: Device) -> tuple[torch.device, str]:
+def _backend(device: torch.device, world: World) -> tuple[str, str]:
+    """Which library carries tensors between the processes. What lies on the CPU, flags and names, goes by gloo."""
+    started = f"started as process {world.rank} of {world.size}"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return "cpu:gloo,cuda:nccl", f"{started}, GPUs talk through nccl"
+    return "gloo", f"{started}, CPUs talk through gloo"
+
+
+def _device(wish: Device, world: World = ALONE) -> tuple[torch.device, str]:
     available = torch.cuda.is_available()
     if wish == "gpu" and not available:
         raise VitralError("no GPU that PyTorch can use was found", "use --device cpu, or leave it at auto")
     if wish == "cpu":
         return torch.device("cpu"), "on the CPU, as asked"
     if available:
-        rank = int(os.environ.get("LOCAL_RANK", "0"))
-        return torch.device("cuda", rank), "GPU found"
+        if world.size > 1 and world.local_rank >= (count := torch.cuda.device_count()):
+            raise VitralError(
+                f"process {world.local_rank} on this machine has no GPU of its own: PyTorch sees {count}",
+                f"torchrun --nproc-per-node {count} …",
+            )
+        return torch.device("cuda", world.local_rank), "GPU found"
     return torch.device("cpu"), "no GPU found, computing on the CPU"
 
 
