@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -92,11 +93,14 @@ def load(name: str, *, validation: float = 0.1, progress: bool = False) -> Datas
     )
 
 
-def stratified(labels: np.ndarray[Any, Any], fraction: float, *, seed: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def stratified(
+    labels: np.ndarray[Any, Any], fraction: float, *, seed: int, groups: np.ndarray[Any, Any] | None = None
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which images to hold out: round(fraction · N) in all, and of each class its share to within one image.
 
     Each class gives the whole part of its share; the images still lacking come from the classes whose shares were
     cut most. RandomState, because NumPy promises that its stream never changes (NEP 19); `default_rng` may.
+    `groups` numbers copies of one picture alike: they stay on one side, and a class may then give a few images less.
     """
     random = np.random.RandomState(seed)
     members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
@@ -105,6 +109,17 @@ def stratified(labels: np.ndarray[Any, Any], fraction: float, *, seed: int) -> n
     lacking = round(fraction * len(labels)) - int(counts.sum())
     counts[np.argsort(counts - shares, kind="stable")[:lacking]] += 1
     held_out = np.zeros(len(labels), dtype=np.bool_)
+    if groups is not None and len(np.unique(groups)) < len(labels):
+        room = dict(zip(np.unique(labels).tolist(), counts.tolist(), strict=True))
+        order = np.argsort(groups, kind="stable")
+        wholes = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
+        for index in random.permutation(len(wholes)):  # each in turn, if there is still room for all of it
+            wanted = Counter(labels[wholes[index]].tolist())
+            if all(count <= room[label] for label, count in wanted.items()):
+                held_out[wholes[index]] = True
+                for label, count in wanted.items():
+                    room[label] -= count
+        return held_out
     for of_class, count in zip(members, counts, strict=True):
         held_out[random.permutation(of_class)[:count]] = True
     return held_out

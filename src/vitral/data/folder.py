@@ -14,9 +14,11 @@ import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from vitral.data.datasets import VALIDATION_SEED, Dataset, Split, stratified
 from vitral.data.decode import NotAnImage, decode, image_files
+from vitral.data.duplicates import copies
 from vitral.data.preprocess import Preprocessing
 from vitral.data.sources import home
 from vitral.errors import VitralError, nearest
@@ -80,13 +83,31 @@ def listing(path: Path, validation: float) -> Listing:
     source = f"from {path}"
     if not items["validation"]:
         labels = np.array([label for _, label in items["train"]])
-        held_out = stratified(labels, validation, seed=VALIDATION_SEED)
+        groups = _copies([file for file, _ in items["train"]])
+        held_out = stratified(labels, validation, seed=VALIDATION_SEED, groups=groups)
         items["validation"] = tuple(item for item, out in zip(items["train"], held_out, strict=True) if out)
         items["train"] = tuple(item for item, out in zip(items["train"], held_out, strict=True) if not out)
         source += f", {validation:.0%} held out for validation"
+        if alike := len(groups) - len(np.unique(groups)):
+            source += f", {alike:,} near-duplicate{'s' if alike > 1 else ''} kept on one side"
     return Listing(
         classes=classes, train=items["train"], validation=items["validation"], test=items["test"], source=source
     )
+
+
+def _copies(files: list[Path]) -> np.ndarray[Any, Any]:
+    """Which files show the same picture; asked once, and remembered until a file changes."""
+    known = home() / "copies" / f"{_fingerprint(files)}.npy"
+    if known.is_file():
+        groups: np.ndarray[Any, Any] = np.load(known)
+        return groups
+    groups = copies(files)
+    with suppress(OSError):  # no room for a cache is no reason to stop
+        known.parent.mkdir(parents=True, exist_ok=True)
+        beside = known.with_name(f"{known.stem}.{os.getpid()}.npy")
+        np.save(beside, groups)
+        beside.replace(known)
+    return groups
 
 
 def _from_folders(path: Path) -> dict[str, list[tuple[Path, str]]]:
@@ -159,7 +180,7 @@ def _packed(items: Iterable[Item], stored: Preprocessing) -> tuple[Tensor, Tenso
     Kept in the cache under the fingerprint, so that the next run begins at once and a changed file is never missed.
     """
     files = [file for file, _ in items]
-    fingerprint = _fingerprint(files, stored)
+    fingerprint = _fingerprint(files, stored.image_size, stored.channels, stored.interpolation)
     cache = home() / "packed" / f"{fingerprint}.safetensors"
     if cache.is_file():
         kept = load_file(cache)
@@ -192,8 +213,9 @@ def _packed(items: Iterable[Item], stored: Preprocessing) -> tuple[Tensor, Tenso
     return images, good, fingerprint
 
 
-def _fingerprint(files: list[Path], stored: Preprocessing) -> str:
-    digest = hashlib.sha256(repr((stored.image_size, stored.channels, stored.interpolation)).encode())
+def _fingerprint(files: list[Path], *more: object) -> str:
+    """Of names, sizes and times, and of whatever else decides what is made from the files."""
+    digest = hashlib.sha256(repr(more).encode())
     for file in files:
         try:
             state = file.stat()
