@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vitral.data.loader import Loader
+from vitral.data.loader import Loader, Sampling
 
 
 def loader(count: int, batch: int, seed: int = 0) -> Loader:
@@ -101,3 +103,80 @@ def test_batches_are_copies() -> None:
     for batch, _ in Loader(images=images, labels=torch.arange(4), batch=4, seed=0).epoch(0):
         batch += 1
     assert images.sum() == 0
+
+
+# ── each class equally often ───────────────────────────────────────────────────────────────────────────────────
+
+UNEVEN = torch.tensor([0] * 70 + [1] * 9 + [3] * 20 + [4])
+
+
+def uneven(batch: int, seed: int = 0, repeat: int = 1) -> Loader:
+    """Images that are their own numbers."""
+    images = torch.arange(100, dtype=torch.uint8).view(100, 1, 1, 1)
+    return Loader(images=images, labels=UNEVEN, batch=batch, seed=seed, sampling="balanced", repeat=repeat)
+
+
+def numbers(batches: Loader, epoch: int, start: int = 0) -> list[list[int]]:
+    return [images.flatten().tolist() for images, _ in batches.epoch(epoch, start)]
+
+
+def test_balanced_classes_are_equally_often_in_an_epoch_and_images_of_a_class_nearly_so() -> None:
+    for epoch in range(5):
+        (seen,) = numbers(uneven(100), epoch)
+        found = torch.tensor(seen)
+        assert torch.bincount(UNEVEN[found], minlength=5).tolist() == [25, 25, 0, 25, 25]
+        counts = torch.bincount(found, minlength=100)
+        assert counts[:70].max() == 1
+        assert set(counts[70:79].tolist()) == {2, 3}
+        assert set(counts[79:99].tolist()) == {1, 2}
+        assert counts[99] == 25
+
+
+def test_over_epochs_every_image_of_a_large_class_is_seen_and_no_class_gets_more() -> None:
+    seen = [number for epoch in range(30) for batch in numbers(uneven(30), epoch) for number in batch]
+    assert set(range(100)) == set(seen)
+    shares = torch.bincount(UNEVEN[torch.tensor(seen)], minlength=5) / len(seen)
+    assert shares[[0, 1, 3, 4]].tolist() == pytest.approx([0.25] * 4, abs=0.02)
+
+
+def test_a_class_with_more_places_than_images_and_more_classes_than_images_are_no_trouble() -> None:
+    lone = Loader(
+        images=torch.zeros(3, 1, 1, 1), labels=torch.tensor([5, 900, 5]), batch=2, seed=0, sampling="balanced"
+    )
+    assert all(sorted(found.tolist()) in ([5, 5], [5, 900], [900, 900]) for _, found in lone.epoch(0))
+
+
+# ── several copies of an image in a batch ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("batch", "repeat"), [(12, 3), (16, 3), (7, 2), (10, 10), (5, 9), (200, 3)])
+@pytest.mark.parametrize("sampling", ["plain", "balanced"])
+def test_each_image_of_a_batch_is_there_so_many_times_and_never_beside_itself(
+    batch: int, repeat: int, sampling: Sampling
+) -> None:
+    batches = Loader(
+        images=torch.arange(100, dtype=torch.uint8).view(100, 1, 1, 1),
+        labels=torch.arange(100),
+        batch=batch,
+        seed=0,
+        sampling=sampling,
+        repeat=repeat,
+    )
+    rows = numbers(batches, 3)
+    assert len(rows) == batches.steps
+    for row in rows:
+        counts = torch.bincount(torch.tensor(row))
+        assert len(row) == min(batch, 100)
+        assert counts.max() == min(repeat, batch)
+        assert (counts > 0).sum() == -(-len(row) // repeat)
+        if (counts > 0).sum() > 1:
+            assert all(one != other for one, other in itertools.pairwise(row))
+    different = [set(row) for row in rows]
+    assert sum(map(len, different)) == len(set().union(*different))
+
+
+def test_with_copies_too_an_epoch_can_be_gone_on_with_and_others_come_next() -> None:
+    batches = uneven(12, seed=2, repeat=3)
+    assert numbers(batches, 4, start=3) == numbers(batches, 4)[3:]
+    assert numbers(batches, 4) == numbers(uneven(12, seed=2, repeat=3), 4)
+    assert numbers(batches, 5) != numbers(batches, 4)

@@ -610,7 +610,8 @@ def test_recomputed_activations_give_the_same_bits_with_less_memory(
 
 def test_everything_new_goes_on_exactly_too(train_tiny: Fit) -> None:
     new: dict[str, Any] = {
-        "loss": "sigmoid", "class_weights": "balanced", "accumulate": 3, "recompute": True, "on_nan": "rollback",
+        "loss": "sigmoid", "sampling": "balanced", "augment.repeat": 3, "accumulate": 3, "recompute": True,
+        "on_nan": "rollback",
     }  # fmt: skip
     straight = train_tiny("straight", **EVERYTHING, **new)
     resumed = interrupt_and_resume(train_tiny, "resumed", [4, 5], **EVERYTHING, **new)

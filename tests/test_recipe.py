@@ -174,6 +174,8 @@ def test_a_value_of_the_wrong_type_is_named(path: str, value: Any, expected: str
         ("accumulate", 17),
         ("loss", "hinge"),
         ("on_nan", "ignore"),
+        ("sampling", "fair"),
+        ("augment.repeat", 0),
         ("label_smoothing", 1.0),
         ("ema", -0.1),
         ("seed", -1),
@@ -195,6 +197,11 @@ def test_a_value_of_the_wrong_type_is_named(path: str, value: Any, expected: str
 )
 def test_a_value_that_cannot_work_is_refused_before_training_and_named(path: str, value: Any, recipe: Recipe) -> None:
     assert path.rpartition(".")[2] in said({path: value}, recipe)
+
+
+def test_rare_classes_are_not_favoured_twice(recipe: Recipe) -> None:
+    message = said({"sampling": "balanced", "class_weights": "balanced"}, recipe)
+    assert "must not both be balanced" in message
 
 
 def test_a_change_reaches_its_field_and_leaves_the_rest_alone(recipe: Recipe) -> None:

@@ -30,6 +30,7 @@ class Augment:
     erase: float = 0.0  # share of images that lose a random rectangle (arXiv 1708.04896)
     mixup: float = 0.0  # α of the Beta distribution that blends two images (arXiv 1710.09412)
     cutmix: float = 0.0  # α of the Beta distribution that pastes a rectangle of another image (arXiv 1905.04899)
+    repeat: int = 1  # so many differently varied copies of an image in its batch, for fewer others (arXiv 1902.05509)
 
     def __post_init__(self) -> None:
         for name in ("crop", "shift", "rotate", "scale", "erase", "mixup", "cutmix"):
@@ -37,6 +38,8 @@ class Augment:
                 raise ValueError(f"augment.{name} must be a number and not negative, not {getattr(self, name)}")
         if self.shift != int(self.shift):
             raise ValueError(f"augment.shift must be a whole number of pixels, not {self.shift}")
+        if self.repeat < 1:
+            raise ValueError(f"augment.repeat must be at least 1, not {self.repeat}")
         if self.scale >= 1:
             raise ValueError(f"augment.scale must be below 1, not {self.scale}")
         for name in ("erase", "crop"):

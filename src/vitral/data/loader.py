@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Sampling = Literal["plain", "balanced"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +21,8 @@ class Loader:
     labels: Tensor  # int64, N
     batch: int
     seed: int
+    sampling: Sampling = "plain"  # balanced: each class equally often, whatever the set has of it
+    repeat: int = 1  # so often an image is in its batch, and so many fewer others (arXiv 1902.05509)
 
     @property
     def steps(self) -> int:
@@ -27,7 +32,28 @@ class Loader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch, from batch `start` on."""
         generator = torch.Generator().manual_seed(((self.seed << 20) + epoch) % 2**64)
-        order = torch.randperm(len(self.labels), generator=generator).to(self.labels.device)
+        if self.sampling == "balanced":
+            order = balanced(self.labels, generator).to(self.labels.device)
+        else:
+            order = torch.randperm(len(self.labels), generator=generator).to(self.labels.device)
+        size = min(self.batch, len(order))
+        others = -(-size // self.repeat)  # different images in a batch
         for step in range(start, self.steps):
-            chosen = order[step * self.batch : (step + 1) * self.batch]
+            # Copies stand far apart: mixing takes its partner from next door.
+            chosen = order[step * others : (step + 1) * others].repeat(self.repeat)[:size]
             yield self.images[chosen], self.labels[chosen]
+
+
+def balanced(labels_N: Tensor, generator: torch.Generator) -> Tensor:
+    """N places, in which each class has an equal share: small classes come round again, large ones only in part."""
+    labels = labels_N.cpu()
+    classes = labels.unique()
+    classes = classes[torch.randperm(len(classes), generator=generator)]  # who gets what does not divide evenly
+    chosen = []
+    for index, one in enumerate(classes):
+        members = (labels == one).nonzero().flatten()
+        wanted = len(labels) // len(classes) + (index < len(labels) % len(classes))
+        rounds = [torch.randperm(len(members), generator=generator) for _ in range(-(-wanted // len(members)))]
+        chosen.append(members[torch.cat(rounds)[:wanted]] if rounds else members[:0])
+    order = torch.cat(chosen)
+    return order[torch.randperm(len(order), generator=generator)]

@@ -138,6 +138,8 @@ def fit(
         labels=dataset.train.labels.to(device),
         batch=recipe.batch,
         seed=recipe.seed,
+        sampling=recipe.sampling,
+        repeat=recipe.augment.repeat,
     )
     steps = loader.steps * recipe.epochs
     state = begin(recipe, hardware, steps, start)

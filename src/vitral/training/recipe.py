@@ -14,6 +14,7 @@ from typing import Any, Literal
 import tomli_w
 
 from vitral.data.augment import Augment
+from vitral.data.loader import Sampling
 from vitral.data.preprocess import Interpolation
 from vitral.errors import VitralError
 from vitral.hardware import Compile, Device, Precision
@@ -85,6 +86,7 @@ class Recipe:
     batch: int = 128
     accumulate: int = 1  # parts that a batch is computed in, one after the other: less memory, the same step
     recompute: bool = False  # activations computed again in the backward pass: less memory, a third more time
+    sampling: Sampling = "plain"  # balanced: each class equally often in an epoch, small ones again and again
     loss: Loss = "softmax"  # sigmoid: each class a question of its own (arXiv 2006.07159)
     class_weights: Literal["none", "balanced"] = "none"  # balanced: rare classes weigh more in the loss
     label_smoothing: float = 0.0
@@ -110,6 +112,8 @@ class Recipe:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
         if self.accumulate > self.batch:
             raise ValueError(f"accumulate must be at most the batch, {self.batch}, not {self.accumulate}")
+        if self.sampling == self.class_weights == "balanced":
+            raise ValueError("sampling and class_weights must not both be balanced: rare classes would count twice")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be at least 0 and below 2**32, not {self.seed}")
 
