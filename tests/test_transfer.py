@@ -233,6 +233,25 @@ def test_convert_goes_there_and_back_or_says_why_not(source, tmp_path, capsys, f
     assert torch.allclose(before, after, atol=near)
 
 
+@pytest.mark.parametrize("command", ["train", "probe", "predict", "embed", "push"])
+def test_heads_that_the_tensors_do_not_tell_are_asked_for(source, photos, tmp_path, capsys, command):
+    bare = tmp_path / "bare.safetensors"
+    vitral_command("convert", source, bare, "--to", "timm")
+    capsys.readouterr()
+    words = {
+        "train": [photos, "--init", bare, "--epochs", 1, "--out", tmp_path / "run"],
+        "probe": [photos, "--init", bare],
+        "predict": [bare, photos / "red"],
+        "embed": [bare, photos / "red", "--out", tmp_path / "features.npy"],
+        "push": [bare, "hf:me/mine", "--dry-run"],
+    }[command]
+    assert vitral_command(command, *words) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert "the tensors do not tell how many heads a model of width 32 has" in told[0]
+    assert "--heads N" in told[1]
+    assert vitral_command(command, *words, "--heads", 2) == 0
+
+
 def test_predict_asks_a_checkpoint_of_another_library(source, photos, tmp_path, capsys):
     vitral_command("convert", source, tmp_path / "timm", "--to", "timm")
     (tmp_path / "names.txt").write_text("x\ny\nz\n")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vitral.errors import VitralError as VitralError
     from vitral.predict import Predictor as Predictor
     from vitral.presets import preset as preset
+    from vitral.report.publish import push as push
     from vitral.training.recipe import Recipe as Recipe
     from vitral.vit import ViT as ViT
     from vitral.vit import ViTConfig as ViTConfig
@@ -42,6 +43,7 @@ _LIVES_IN = {
     "embed": "workshop",
     "evaluate": "workshop",
     "load": "workshop",
+    "push": "report.publish",
     "probe": "workshop",
     "train": "workshop",
 }

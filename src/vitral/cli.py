@@ -30,6 +30,7 @@ TABLE = (
     ("plan", "PRESET --gpus N", "memory, communication and days of a training on many GPUs"),
     # hand on
     ("convert", "SOURCE FILE --to LIB", "a checkpoint of one library as another's"),
+    ("push", "RUN hf:owner/name", "onto the Hugging Face hub, with a card, as timm and transformers load it"),
     # what there is
     ("recipes", "[show NAME]", "the named recipes; a complete one as TOML"),
     ("data", "list | fetch | where", "the known sets"),

@@ -70,10 +70,15 @@ class Predictor:
         self.model, self.card, self.hardware, self.path = model.to(hardware.device).eval(), card, hardware, path
 
     @classmethod
-    def load(cls, path: Path | str, device: Device = "auto", labels: Path | None = None) -> Predictor:
-        """From a run folder, a model folder, or any checkpoint that vitral reads; `labels`: a file, one name a line."""
+    def load(
+        cls, path: Path | str, device: Device = "auto", labels: Path | None = None, heads: int | None = None
+    ) -> Predictor:
+        """From a run folder, a model folder, or any checkpoint that vitral reads.
+
+        `labels`: a file, one name a line; `heads`: for a checkpoint whose tensors do not tell.
+        """
         if is_checkpoint(path):
-            checkpoint = weights.read(path)
+            checkpoint = weights.read(path, heads=heads)
             model, card = checkpoint.build(), checkpoint.card
         else:
             model, card = load_model(path)

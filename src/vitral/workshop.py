@@ -53,8 +53,9 @@ def train(
 
     `data` is a known set ("mnist"), a folder with class folders or a CSV list; `recipe` a name, a TOML file or a
     Recipe (default: the one that suits the data); `changes` are fields of the recipe, `init` among them:
-    `train("photos/", init="vit.safetensors", epochs=3, **{"optim.lr": 1e-3})`, and `preset`, a model of the tables
-    ("S/16", "R26+S/32"). With `resume`, an interrupted run goes on exactly where it was.
+    `train("photos/", init="vit.safetensors", epochs=3, **{"optim.lr": 1e-3})`, `preset`, a model of the tables ("S/16",
+    "R26+S/32"), and `heads`, for a checkpoint that does not tell. With `resume`, an interrupted run goes on exactly
+    where it was.
     """
     console = Console(quiet=quiet, highlight=False)
     if resume is not None:
@@ -67,7 +68,8 @@ def train(
             raise VitralError(f"{run} is finished", f"vitral evaluate {run} says how good it is")
         plan = read_recipe(run.recipe_file)
     else:
-        plan = plan_for(data, recipe, changes.pop("init", None), changes.pop("preset", None)).changed(changes)
+        asked = {name: changes.pop(name, None) for name in ("init", "preset", "heads")}
+        plan = plan_for(data, recipe, **asked).changed(changes)
         run = None
         if out is not None:  # before anything is fetched
             Run.check_free(Path(out))
@@ -167,7 +169,7 @@ def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predic
     else:
         split, name, seen = dataset.validation, "validation", "images, on which the epoch was chosen: no test images"
     metrics = measure(predictor.logits(split.images), split.labels, predictor.classes)
-    write_atomically(run.test_file, json.dumps(metrics.as_dict(), indent=2) + "\n")
+    write_atomically(run.test_file, json.dumps({"split": name} | metrics.as_dict(), indent=2) + "\n")
     try:
         example = draw(run, predictor, split, metrics)
     except OSError as error:
@@ -228,13 +230,13 @@ def calibrate(path: str | Path, *, score: Score = "energy", false_alarms: float 
     return judge.calibrate_model(asked.predictor, asked.split, score, false_alarms)
 
 
-def probe(data: str, init: str | Path, *, out: str | Path | None = None) -> ProbeResult:
+def probe(data: str, init: str | Path, *, out: str | Path | None = None, heads: int | None = None) -> ProbeResult:
     """How well a model's frozen features tell classes apart: nearest neighbours, a linear probe, few-shot regression.
 
     Judged on the test images; where there are none, on the validation images, and then everything is chosen by
     cross-validation inside the training images. With `out`, a plot.
     """
-    predictor = Predictor.load(init)
+    predictor = Predictor.load(init, heads=heads)
     seen = predictor.card.preprocessing
     dataset = load_files(data, seen) if looks_like_files(data) else load_dataset(data)
 
@@ -254,10 +256,10 @@ def probe(data: str, init: str | Path, *, out: str | Path | None = None) -> Prob
     return result
 
 
-def embed(path: str | Path, files: Sequence[str | Path], out: str | Path) -> list[str]:
+def embed(path: str | Path, files: Sequence[str | Path], out: str | Path, *, heads: int | None = None) -> list[str]:
     """Write the feature vectors of images to .npy, .parquet or .csv; returns what was wrong with unreadable ones."""
     check_features_path(out)
-    names, vectors, troubles = Predictor.load(path).embed_files(files)
+    names, vectors, troubles = Predictor.load(path, heads=heads).embed_files(files)
     write_features(names, vectors, out)
     return troubles
 

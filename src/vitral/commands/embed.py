@@ -17,11 +17,12 @@ def run(words: list[str]) -> int:
         run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
         files: Positional[tuple[Path, ...]]
         out: Path  # features.npy, .parquet or .csv
+        heads: int | None = None  # of a checkpoint whose tensors do not tell
 
     chosen = parse(Embed, words, "embed")
     from vitral import workshop
 
-    troubles = workshop.embed(chosen.run, chosen.files, chosen.out)
+    troubles = workshop.embed(chosen.run, chosen.files, chosen.out, heads=chosen.heads)
     for trouble in troubles:
         print(f"error: {trouble}", file=sys.stderr)
     print(f"{chosen.out}: written")

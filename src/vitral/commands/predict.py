@@ -18,6 +18,7 @@ def run(words: list[str]) -> int:
         run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
         files: Positional[tuple[Path, ...]]
         labels: Path | None = None  # class names, one a line, for a checkpoint that has none
+        heads: int | None = None  # of a checkpoint whose tensors do not tell
         top: int = 3  # labels a picture
         json: FlagCreatePairsOff[bool] = False  # one object a line
         csv: FlagCreatePairsOff[bool] = False  # file, rank, label, probability, unknown, error
@@ -28,7 +29,8 @@ def run(words: list[str]) -> int:
     from vitral.predict import Predictor
     from vitral.report import terminal
 
-    answers = Predictor.load(chosen.run, labels=chosen.labels).predict_files(chosen.files, top=chosen.top)
+    predictor = Predictor.load(chosen.run, labels=chosen.labels, heads=chosen.heads)
+    answers = predictor.predict_files(chosen.files, top=chosen.top)
     show = terminal.as_json if chosen.json else terminal.as_csv if chosen.csv else terminal.as_lines
     show(answers)
     failed = [answer for answer in answers if answer.error]

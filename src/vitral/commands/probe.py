@@ -16,6 +16,7 @@ def run(words: list[str]) -> int:
 
         data: Positional[str]  # a folder with class folders, a CSV list, or a known set
         init: str  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        heads: int | None = None  # of a checkpoint whose tensors do not tell
         out: Path | None = None  # a plot: probe.png
         json: bool = False  # for programs
 
@@ -23,7 +24,7 @@ def run(words: list[str]) -> int:
     from vitral import workshop
     from vitral.report import terminal
 
-    result = workshop.probe(chosen.data, chosen.init, out=chosen.out)
+    result = workshop.probe(chosen.data, chosen.init, out=chosen.out, heads=chosen.heads)
     if chosen.json:
         print(json.dumps(result.as_dict()))
     else:

@@ -26,9 +26,11 @@ def run(words: list[str]) -> int:
         return 0
     # The recipe decides what the other flags' defaults are, so it is looked for first.
     data, recipe, init = positional(words), value_of("--recipe", words), value_of("--init", words)
-    preset = value_of("--preset", words)
+    preset, heads = value_of("--preset", words), (value_of("--heads", words) or "")
     showing_help = data is None and recipe is None and ("--help" in words or "-h" in words)
-    plan = plan_for("mnist" if showing_help else data, recipe, init, preset)
+    plan = plan_for(
+        "mnist" if showing_help else data, recipe, init, preset, int(heads) if heads and heads.isdigit() else None
+    )
 
     @dataclass(frozen=True)
     class Train:
@@ -40,6 +42,7 @@ def run(words: list[str]) -> int:
         recipe: str | None  # a name (vitral recipes) or a TOML file; default: the one named like the data
         preset: str | None  # a model of the tables instead of the recipe's: Ti/16, B/32, R26+S/32, conv-Ti/4 …
         settings: Annotated[Recipe, arg(name="")]
+        heads: int | None = None  # of a checkpoint (--init) whose tensors do not tell
         out: Path | None = None  # the run folder to make; default: runs/<recipe>-<date>-<id>
 
     chosen = parse(Train, words, "train", default=Train(data, recipe, preset, plan))

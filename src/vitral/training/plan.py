@@ -22,7 +22,11 @@ REGULARISATION = ("dropout", "dropout_attention", "dropout_embedding", "drop_pat
 
 
 def plan_for(
-    data: str | None, recipe: Recipe | str | Path | None, init: str | None = None, preset: str | None = None
+    data: str | None,
+    recipe: Recipe | str | Path | None,
+    init: str | None = None,
+    preset: str | None = None,
+    heads: int | None = None,
 ) -> Recipe:
     """The recipe that is meant, pointed at the data that is meant, shaped like the checkpoint it begins from."""
     if isinstance(recipe, Recipe):
@@ -44,7 +48,7 @@ def plan_for(
         raise VitralError("--preset and --init both say what the model is", "a checkpoint brings its own shape")
     if preset:
         plan = of_preset(plan, preset)
-    return shaped_like(plan, init) if init else plan
+    return shaped_like(plan, init, heads) if init else plan
 
 
 def of_preset(plan: Recipe, name: str) -> Recipe:
@@ -71,9 +75,9 @@ def pointed_at(plan: Recipe, data: str) -> Recipe:
     return replace(plan, model=model)
 
 
-def shaped_like(plan: Recipe, init: str) -> Recipe:
+def shaped_like(plan: Recipe, init: str, heads: int | None = None) -> Recipe:
     """The recipe with the architecture and the preprocessing of a checkpoint; regularisation stays the recipe's."""
-    checkpoint = weights.read(init)
+    checkpoint = weights.read(init, heads=heads)
     seen = checkpoint.preprocessing
     ours = {name: getattr(plan.model, name) for name in REGULARISATION}
     return replace(
@@ -103,7 +107,7 @@ def prepare(plan: Recipe, progress: bool = False) -> Prepared:
     start: dict[str, Tensor] | None = None
     notes: tuple[str, ...] = ()
     if plan.init:
-        checkpoint = weights.read(plan.init)
+        checkpoint = weights.read(plan.init, heads=plan.model.heads)
         moved = transfer(checkpoint, plan.variant, plan.model, dataset.classes)
         start, notes = moved.state, (*checkpoint.notes, *moved.notes)
     train = dataset.train if plan.augment.crop else of_size(dataset.train, preprocessing)

@@ -18,11 +18,16 @@ WEIGHTS = (
 )
 
 
-def fetch(source: str) -> Path:
-    spelled = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@(.+))?", source)
-    if spelled is None:
+def spelled(source: str) -> tuple[str, str | None]:
+    """owner/name, and the revision if one is named."""
+    found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@(.+))?", source)
+    if found is None:
         raise VitralError(f"{source!r} is not a model on the hub", "write hf:owner/name or hf:owner/name@revision")
-    repository, revision = spelled.groups()
+    return found[1], found[2]
+
+
+def fetch(source: str) -> Path:
+    repository, revision = spelled(source)
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -36,6 +41,41 @@ def fetch(source: str) -> Path:
         raise VitralError(f"{source}: {one_line(error)}", _what_to_do(error)) from error
     looked_for = ", ".join(pattern for patterns in WEIGHTS for pattern in patterns)
     raise VitralError(f"{source} holds no weights that vitral reads", f"looked for {looked_for}")
+
+
+def upload(folder: Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:
+    """The folder as one commit, in a repository that is made if it is not there; returns its address."""
+    try:
+        from huggingface_hub import HfApi, get_token
+    except ImportError as error:
+        raise VitralError(f"hf:{repository} needs huggingface_hub", "pip install 'vitral[hub]'") from error
+    if not get_token():
+        raise VitralError(
+            f"there is no token to write hf:{repository} with", "log in with: hf auth login (or set HF_TOKEN)"
+        )
+    try:
+        api = HfApi(library_name="vitral")
+        made = api.create_repo(repository, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            revision=revision,
+            commit_message="A model from vitral, with its card",
+        )
+    except Exception as error:  # huggingface_hub lets its HTTP client's own errors through
+        raise VitralError(f"hf:{repository} was not written: {one_line(error)}", _why_not_written(error)) from error
+    return str(made)
+
+
+def _why_not_written(error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return "may this token write there? Make one with write access and log in with: hf auth login"
+    if status is not None:
+        return "the hub refused it; --dry-run --folder DIR writes the same files without uploading"
+    return "no network? HF_ENDPOINT names a mirror; --dry-run --folder DIR writes the same files without uploading"
 
 
 def _what_to_do(error: Exception) -> str:

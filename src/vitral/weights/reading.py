@@ -21,6 +21,8 @@ from vitral.weights.names import State
 # Heads of the papers' and libraries' models, by width: 64 numbers a head up to L, 16 heads beyond.
 HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1664: 16}
 
+SAY_SIZE = "say it: vitral convert … --image-size H W writes a folder that tells; in Python image_size=(H, W)"
+
 TheirName = Callable[[str], str | None]
 
 
@@ -36,7 +38,8 @@ def choose_heads(width: int, asked: Asked, said: int | None, by: str, notes: lis
         return asked.heads
     if width not in HEADS:
         raise VitralError(
-            f"{where}: the tensors do not tell how many heads a model of width {width} has", "pass heads="
+            f"{where}: the tensors do not tell how many heads a model of width {width} has",
+            "say it: --heads N, in Python heads=N",
         )
     notes.append(f"heads: {HEADS[width]}, ASSUMED: usual at width {width}")
     return HEADS[width]
@@ -55,7 +58,7 @@ def place_rows(
             side = math.isqrt(max(rows - front, 0))
             if side and side**2 == rows - front:
                 return front, (side * patch, side * patch)
-        raise VitralError(f"{where}: {rows} positions are no square image", "pass image_size=(height, width)")
+        raise VitralError(f"{where}: {rows} positions are no square image", SAY_SIZE)
     height, width = asked.image_size
     raise VitralError(f"{where}: {rows} positions do not fit images of {height}×{width}", "leave image_size out")
 

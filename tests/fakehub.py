@@ -1,0 +1,106 @@
+"""A hub of models on this machine: as much of the real one's HTTP interface as huggingface_hub needs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_a_token_that_may_write"
+
+
+@dataclass
+class Hub:
+    endpoint: str = ""
+    repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    private: dict[str, bool] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def fake_hub() -> Iterator[Hub]:
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+        def answer(self, status: int, content: Any = None, **headers: str) -> None:
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            for name, value in ({"Content-Length": str(len(body))} | headers).items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                return self.answer(401, {"error": "Invalid username or password."})
+            parts = self.path.strip("/").split("/")
+            if parts == ["api", "repos", "create"]:
+                asked = json.loads(body)
+                name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
+                name = name if "/" in name else f"me/{name}"
+                hub.repositories.setdefault(name, {})
+                hub.private[name] = asked.get("private") or asked.get("visibility") == "private"
+                return self.answer(200, {"url": f"{hub.endpoint}/{name}"})
+            if parts == ["api", "validate-yaml"]:
+                return self.answer(200, {"errors": [], "warnings": []})
+            name, action = "/".join(parts[2:4]), parts[4]
+            if action == "preupload":
+                files = [
+                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for file in json.loads(body)["files"]
+                ]
+                return self.answer(200, {"files": files})
+            if action == "commit":
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "header":
+                        hub.messages.append(line["value"]["summary"])
+                    else:
+                        hub.repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                said = {"commitUrl": f"{hub.endpoint}/{name}/commit/{COMMIT}", "commitOid": COMMIT, "success": True}
+                return self.answer(200, said)
+            return self.answer(404, {"error": self.path})
+
+        def do_GET(self) -> None:
+            parts = self.path.split("?")[0].strip("/").split("/")
+            if parts[:2] == ["api", "models"]:
+                name = "/".join(parts[2:4])
+                if name not in hub.repositories:
+                    return self.answer(404, {"error": "not found"}, X_Error_Code="RepoNotFound")
+                if "tree" in parts:
+                    entries = [
+                        {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                        for path, content in hub.repositories[name].items()
+                    ]
+                    return self.answer(200, entries)
+                files = [{"rfilename": path} for path in hub.repositories[name]]
+                return self.answer(200, {"id": name, "sha": COMMIT, "siblings": files, "private": False, "tags": []})
+            name, path = "/".join(parts[:2]), "/".join(parts[4:])
+            content = hub.repositories.get(name, {}).get(path)
+            if content is None:
+                return self.answer(404, {"error": "not found"}, X_Error_Code="EntryNotFound")
+            tag = f'"{hashlib.sha1(content).hexdigest()}"'
+            return self.answer(200, content, ETag=tag, X_Repo_Commit=COMMIT, Content_Type="application/octet-stream")
+
+        do_HEAD = do_GET
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
