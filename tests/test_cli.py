@@ -159,7 +159,7 @@ def test_evaluate_prints_figures_for_people_and_for_programs(vitral, run):
     for word in ("precision", "recall", "F1", "top-5", "loss"):
         assert word in out
     code, out, _ = vitral("evaluate", run, "--json")
-    assert json.loads(out) == json.loads((run / "test.json").read_text())
+    assert {"split": "test"} | json.loads(out) == json.loads((run / "test.json").read_text())
 
 
 def test_evaluate_can_ask_the_validation_split(vitral, run):
