@@ -23,7 +23,7 @@ LAYERS = [
     ["workshop"],
     ["report", "serve", "summary", "judge"],
     ["training", "predict", "explain", "export", "doctor"],
-    ["evaluation", "run", "weights", "estimate"],
+    ["evaluation", "run", "weights", "estimate", "inference"],
     ["data", "variants"],
     ["presets"],
     ["vit", "hardware", "world", "plain", "errors"],

@@ -5,9 +5,13 @@ The only file that says "cuda". Models, data and the training loop are handed a 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -145,6 +149,34 @@ def cpu_has_bf16() -> bool:
     """AVX-512-BF16 or AMX: without them bf16 on a CPU is emulated, and slower than fp32."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
+@cache
+def cpu_has_int8() -> bool:
+    """AVX-512-VNNI or AMX: without them 8-bit products are slower, and on older CPUs they overflow."""
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    has = any(capabilities.get(name, False) for name in ("avx512_vnni", "amx_int8"))
+    return has and hasattr(torch.ops.onednn, "qlinear_pointwise")
+
+
+@cache
+def cpu_packs_matrices() -> bool:
+    """oneDNN with the operators that PyTorch's own compiler calls for frozen models."""
+    names = ("_linear_pointwise", "_reorder_linear_weight")
+    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+@cache
+def cpu_name() -> str:
+    """The CPU and what matters about it for speed: measurements on one are not applied on another."""
+    said: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    model = said.get("model name") or platform.processor() or platform.machine()
+    number = f" {said['cpu family']}/{said['model']}" if {"cpu family", "model"} <= said.keys() else ""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model}{number}, {cores} core{'s' if cores != 1 else ''}"
 
 
 def _compile(device: torch.device, wish: Compile, steps: int | None) -> tuple[bool, str]:

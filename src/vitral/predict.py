@@ -18,7 +18,9 @@ from vitral.errors import VitralError
 from vitral.evaluation.metrics import Metrics, logits_of, measure
 from vitral.evaluation.probe import features_of
 from vitral.hardware import Device, Hardware, choose
-from vitral.run import ModelCard, load_model
+from vitral.inference.choice import Choice, Wish
+from vitral.inference.choice import choose as choose_numbers
+from vitral.run import ModelCard, load_model, model_folder
 from vitral.vit import ViT
 
 Picture = str | Path | bytes | Image.Image
@@ -66,25 +68,40 @@ def read_labels(path: Path, count: int) -> tuple[str, ...]:
 class Predictor:
     """A trained model, with the preprocessing and the class names it was trained with."""
 
-    def __init__(self, model: ViT, card: ModelCard, hardware: Hardware, path: Path | None = None) -> None:
+    def __init__(
+        self, model: ViT, card: ModelCard, hardware: Hardware, path: Path | None = None, choice: Choice | None = None
+    ) -> None:
         self.model, self.card, self.hardware, self.path = model.to(hardware.device).eval(), card, hardware, path
+        self.choice = choice or Choice(precision=hardware.precision, batch=64, why="the model as it is", run=None)
 
     @classmethod
     def load(
-        cls, path: Path | str, device: Device = "auto", labels: Path | None = None, heads: int | None = None
+        cls,
+        path: Path | str,
+        device: Device = "auto",
+        labels: Path | None = None,
+        heads: int | None = None,
+        precision: Wish = "auto",
+        threads: int | None = None,
     ) -> Predictor:
         """From a run folder, a model folder, or any checkpoint that vitral reads.
 
-        `labels`: a file, one name a line; `heads`: for a checkpoint whose tensors do not tell.
+        `labels`: a file, one name a line; `heads`: for a checkpoint whose tensors do not tell. `precision` and
+        `threads` (of the whole process): what `vitral bench` found best on this machine, if it was asked;
+        `Predictor.choice` says what was chosen and why.
         """
         if is_checkpoint(path):
             checkpoint = weights.read(path, heads=heads)
-            model, card = checkpoint.build(), checkpoint.card
+            model, card, folder = checkpoint.build(), checkpoint.card, None
         else:
             model, card = load_model(path)
+            folder = model_folder(Path(path))
         if labels is not None:
             card = replace(card, classes=read_labels(labels, card.architecture.classes))
-        return cls(model, card, choose(device=device, precision="fp32", compile="no"), Path(path))
+        hardware = choose(device=device, precision="fp32", compile="no")
+        on_cpu = hardware.device.type == "cpu"
+        choice = choose_numbers(model, card.preprocessing, folder, precision, threads) if on_cpu else None
+        return cls(model, card, hardware, Path(path), choice)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -135,7 +152,9 @@ class Predictor:
 
     @torch.inference_mode()
     def logits(self, images_BCHW: Tensor) -> Tensor:
-        """uint8 images as the model wants them → B K."""
+        """uint8 images as the model wants them → B K, fp32. Threads may call it side by side."""
+        if self.choice.run is not None:
+            return torch.cat([self.choice.run(images) for images in images_BCHW.split(self.choice.batch)])
         return logits_of(self.model, images_BCHW, self.card.preprocessing, self.hardware).cpu()
 
     def probabilities(self, images_BCHW: Tensor) -> Tensor:
@@ -145,7 +164,7 @@ class Predictor:
     def evaluate(self, split: Split) -> Metrics:
         """Loss, accuracy, per-class figures and confusion on labelled images."""
         images = adapt(split.images, self.card.preprocessing)
-        logits = logits_of(self.model, images, self.card.preprocessing, self.hardware)
+        logits = self.logits(images)
         return measure(logits, split.labels, self.classes)
 
     def _open(self, picture: Picture) -> tuple[str, Tensor | str]:

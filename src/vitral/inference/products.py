@@ -64,9 +64,7 @@ class ByteProduct:
         return x_MK, self.step, self.zero, self.weight, self.steps, self.zeros
 
     def __call__(self, x_MK: Tensor) -> Tensor:
-        return torch.ops.onednn.qlinear_pointwise(
-            *self._given(x_MK), self.bias, 1.0, 0, self.out, "none", [], ""
-        )
+        return torch.ops.onednn.qlinear_pointwise(*self._given(x_MK), self.bias, 1.0, 0, self.out, "none", [], "")
 
     def gelu_to_bytes(self, x_MK: Tensor, approximate: str, step: float, zero: int) -> Tensor:
         """The activation, as the bytes that the next product reads."""
