@@ -1,0 +1,1 @@
+"""Models over HTTP: the app, the batches, the limits, and the page."""

@@ -1,0 +1,224 @@
+"""The process: uvicorn with the timeouts it lacks, a shutdown that answers what was accepted, and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import uvicorn
+from PIL import Image
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from vitral.errors import VitralError
+from vitral.hardware import Device
+from vitral.predict import Predictor
+from vitral.serve.app import make_app
+from vitral.serve.guard import State, digests
+from vitral.serve.limits import Limits
+from vitral.serve.models import Served, model_thread, name_all
+
+Log = Literal["text", "json"]
+SAID = b'{"error": "there are too many connections: try again in a moment"}'
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\nconnection: close\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(SAID), SAID)
+)
+
+
+def protocol(limits: Limits) -> type[H11Protocol]:
+    """HTTP/1.1 that does not wait for ever: for headers, for an answer to be fetched, for its turn."""
+
+    class Patient(H11Protocol):
+        watch: asyncio.TimerHandle | None = None  # headers that are not whole
+        stuck: asyncio.TimerHandle | None = None  # an answer that nobody fetches
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > limits.connections:
+                transport.write(FULL)
+                transport.close()
+            else:
+                self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.response_complete:
+                self._watch()
+            else:
+                self._unwatch()
+
+        def _watch(self) -> None:
+            if self.watch is None:
+                self.watch = self.loop.call_later(limits.header_s, self.transport.abort)
+
+        def _unwatch(self) -> None:
+            if self.watch is not None:
+                self.watch.cancel()
+                self.watch = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.stuck = self.loop.call_later(limits.pause_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self.stuck is not None:
+                self.stuck.cancel()
+                self.stuck = None
+
+        def timeout_keep_alive_handler(self) -> None:
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()
+            else:
+                super().timeout_keep_alive_handler()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._unwatch()
+            if self.stuck is not None:
+                self.stuck.cancel()
+            self._unset_keepalive_if_required()
+            super().connection_lost(exc)
+
+    return Patient
+
+
+class Draining(uvicorn.Server):
+    """SIGTERM: not ready any more, then `drain_s` seconds of answering, then no new connections, then the end.
+
+    Ctrl-C does not drain; a second one does not wait for answers either.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: State, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.state, self.leaves_at, self.on_start = state, float("inf"), started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_start()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.state.draining and sig == signal.SIGINT:
+            self.force_exit = True
+        if not self.state.draining:
+            self.state.draining = True
+            self.leaves_at = time.monotonic() + (self.state.limits.drain_s if sig == signal.SIGTERM else 0)
+
+    async def on_tick(self, counter: int) -> bool:
+        self.should_exit = self.should_exit or self.force_exit or time.monotonic() >= self.leaves_at
+        return await super().on_tick(counter)
+
+
+class Lines(logging.Formatter):
+    """One line an event: JSON for programs, words for people."""
+
+    def __init__(self, kind: Log) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        trouble = self.formatException(record.exc_info) if record.exc_info else ""
+        if self.kind == "json":
+            at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+            more = {"trouble": trouble} if trouble else {}
+            said = {"time": at, "level": record.levelname.lower(), "event": record.getMessage()} | fields | more
+            return json.dumps(said, ensure_ascii=False)
+        if record.getMessage() == "request" and "route" in fields:
+            images = f"  {fields['images']} image{'s' * (fields['images'] != 1)}" if "images" in fields else ""
+            return f"{fields['method']:<5}{fields['status']}  {fields['ms']:>7.1f} ms  {fields['route']}{images}"
+        return "\n".join(filter(None, [record.getMessage(), *(f"{k}: {v}" for k, v in fields.items()), trouble]))
+
+
+def log_to(stream: Any, kind: Log) -> None:
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(Lines(kind))
+    for name, level in (("vitral.serve", logging.INFO), ("uvicorn.error", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The port, or why it cannot be had, before a model is loaded for nothing."""
+    if not 0 <= port < 2**16:
+        raise VitralError(f"there is no port {port}", "they go from 1 to 65535; 0: any free one")
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family[0], family[1], family[2])
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(family[4])
+    except (OSError, UnicodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise VitralError(f"cannot listen on {host}:{port}: {said}", "choose another with --port or --host") from error
+    return bound
+
+
+def serve(
+    runs: Sequence[str],
+    *,
+    names: Sequence[str] = (),
+    labels: Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    keys: Sequence[str] = (),
+    limits: Limits | None = None,
+    device: Device = "auto",
+    log: Log = "text",
+) -> None:
+    """Serve models until a signal says to stop."""
+    limits = limits or Limits()
+    chosen = name_all(runs, names)
+    state = State(limits=limits, keys=digests(keys))
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limits say what is too large
+    cores = os.cpu_count() or 1
+    with (
+        bind(host, port) as bound,
+        ThreadPoolExecutor(max(2, min(cores, 8)), thread_name_prefix="decode") as decoders,
+        model_thread() as thread,
+    ):
+        models = [
+            Served(name, Predictor.load(run, device=device, labels=labels), limits, decoders, thread, state.meters)
+            for name, run in zip(chosen, runs, strict=True)
+        ]
+        log_to(sys.stderr, log)
+        where = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+        config = uvicorn.Config(
+            make_app(models, state),
+            http=protocol(limits),
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # nothing here depends on who asks
+            timeout_keep_alive=int(limits.idle_s),
+            timeout_graceful_shutdown=int(limits.body_s + limits.request_s) + 5,
+            h11_max_incomplete_event_size=32 * 1024,
+            backlog=min(limits.connections, 1024),
+        )
+        Draining(config, state, lambda: announce(models, where, log)).run(sockets=[bound])
+    logging.getLogger("vitral.serve").info("stopped")
+
+
+def announce(models: Sequence[Served], where: str, log: Log) -> None:
+    if log == "json":
+        said = [{"name": model.name, "version": model.version} for model in models]
+        logging.getLogger("vitral.serve").info("listening", extra={"fields": {"at": where, "models": said}})
+        return
+    for model in models:
+        described = f"{len(model.predictor.classes)} classes, version {model.version}, {model.predictor.hardware}"
+        print(f"{model.name:<16} {described}")
+    print(f"\nThe page         {where}/\nFor programs     {where}/docs\nStop with Ctrl-C.\n", flush=True)
