@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from served import picture, tiny_model
 from vitral import cli
 from vitral.errors import VitralError
-from vitral.explain.rollout import rollout
+from vitral.explain import METHODS, scaled
 from vitral.predict import Predictor
 from vitral.serve.app import make_app
 from vitral.serve.guard import State, digests
@@ -377,14 +377,15 @@ def test_attention_arrives_as_the_model_has_it(client, predictor):
     assert "attention" not in client.post(EXPLAIN, content=content).json()
 
 
-def test_heatmaps_arrive_as_the_methods_make_them(client, predictor):
+@pytest.mark.parametrize("method", ["rollout", "relevance", "gradcam"])
+def test_heatmaps_arrive_as_the_methods_make_them(client, predictor, method):
     content = picture(8)
-    reply = client.post(f"{EXPLAIN}?methods=rollout&target=bee", content=content).json()
+    reply = client.post(f"{EXPLAIN}?methods={method}&target=bee", content=content).json()
     pixels = predictor.card.preprocessing.pixels(Image.open(io.BytesIO(content)))
-    heat = rollout(predictor.model, predictor.card.preprocessing.normalise(pixels[None]))[0]
-    sent = reply["heatmaps"]["rollout"]
+    heat = METHODS[method](predictor.model, predictor.card.preprocessing.normalise(pixels[None])[0], 1)
+    sent = reply["heatmaps"][method]
     levels = unpack(sent, "levels", "u1", sent["height"], sent["width"]) / 255
-    np.testing.assert_allclose(levels, heat.numpy(), atol=0.51 / 255)
+    np.testing.assert_allclose(levels, scaled(heat).numpy(), atol=0.51 / 255)
     assert reply["target"] == "bee"
 
 

@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitral.explain.rollout import rollout
+from vitral import explain
 from vitral.predict import Predictor
 from vitral.vit import Trace
 
 MOST_ATTENTION = 8 * 2**20  # bytes; beyond, heads are averaged, then the first layers are left out
-METHODS = ("rollout",)
+METHODS = ("rollout", "relevance", "gradcam")  # of vitral.explain's those that need no more than a pass or two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +48,16 @@ def look_inside(predictor: Predictor, pixels_CHW: Tensor, wish: Wish) -> dict[st
         "grid": list(trace.grid),
         "heatmaps": {method: heatmap(predictor, image, target, method) for method in wish.methods},
     }
-    return found | ({"attention": packed(trace)} if wish.attention else {})
+    return found | ({"attention": packed(trace, model.config.pooling == "class")} if wish.attention else {})
 
 
 def heatmap(predictor: Predictor, image_1CHW: Tensor, target: int, method: str) -> dict[str, Any]:
-    heat = rollout(predictor.model, image_1CHW)[0]
-    levels = (heat.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    heat = explain.scaled(explain.METHODS[method](predictor.model, image_1CHW[0], target))
+    levels = (heat * 255).round().to(torch.uint8).cpu()
     return {"width": levels.shape[1], "height": levels.shape[0], "levels": text(levels)}
 
 
-def packed(trace: Trace) -> dict[str, Any]:
+def packed(trace: Trace, has_class: bool) -> dict[str, Any]:
     """Where each token looked among the patches, L h T N. Each row is scaled to its largest value, which `peaks` holds.
 
     Rows are the class token, where there is one, and the patches; registers are left out. What a row looks at in other
@@ -65,7 +65,6 @@ def packed(trace: Trace) -> dict[str, Any]:
     """
     N = trace.grid[0] * trace.grid[1]
     front = trace.attention[0].shape[-1] - N
-    has_class = front > 0
     chosen = [*([0] if has_class else []), *range(front, front + N)]
     layers = list(range(len(trace.attention)))
     heads = trace.attention[0].shape[1]
