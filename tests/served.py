@@ -24,7 +24,9 @@ from vitral.run import ModelCard, save_model
 from vitral.vit import ViT, ViTConfig
 
 
-def tiny_model(folder: Path, *, channels: int = 3, size: int = 32, unknown_below: float | None = None) -> Path:
+def tiny_model(
+    folder: Path, *, channels: int = 3, size: int = 32, unknown_below: float | None = None, mean: float = 0.5
+) -> Path:
     """A ViT with 4 × 4 patches, 3 layers, 2 heads and random weights, a head that has opinions included."""
     torch.manual_seed(0)
     config = ViTConfig(
@@ -35,7 +37,7 @@ def tiny_model(folder: Path, *, channels: int = 3, size: int = 32, unknown_below
     card = ModelCard(
         architecture=config,
         preprocessing=Preprocessing(
-            image_size=(size, size), channels=channels, mean=(0.5,) * channels, std=(0.25,) * channels
+            image_size=(size, size), channels=channels, mean=(mean,) * channels, std=(0.25,) * channels
         ),
         classes=("ant", "bee", "<b>wasp</b>", "나비"),
         trained_on="noise",

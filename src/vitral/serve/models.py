@@ -154,6 +154,8 @@ class Served:
             "heads": architecture.heads,
             "parameters": sum(parameter.numel() for parameter in self.predictor.model.parameters()),
             "trained_on": card.trained_on,
+            "mean": list(card.preprocessing.mean),
+            "calibrated": card.calibration.temperature != 1,
             "methods": list(METHODS),
             "knows_unknown": card.calibration.unknown_below is not None,
             "most_images": self.limits.images,

@@ -88,6 +88,8 @@ class Model(Exact):
     heads: int
     parameters: int
     trained_on: str
+    mean: list[float] = Field(description="brightness of the images it learned from, channel by channel, 0…1")
+    calibrated: bool = Field(description="whether its probabilities were set right on validation images")
     knows_unknown: bool = Field(description="whether it can say that it does not know an image")
     methods: list[str] = Field(description="what …/explain takes")
     most_images: int
