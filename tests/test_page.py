@@ -446,6 +446,7 @@ def test_everything_that_can_be_used_has_a_name(open_page, running):
     assert nameless == []
 
 
+@pytest.mark.slow
 def test_a_key_is_asked_for(browser, tmp_path):
     (tmp_path / "keys").write_text("# mine\nopen-sesame\n")
     with server(tiny_model(tmp_path / "tiny"), "--keys", tmp_path / "keys") as running:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from PIL import Image
 
+from served import server
 from test_folder import photograph
 from vitral import weights, workshop
 from vitral.data.preprocess import Preprocessing
@@ -60,11 +62,18 @@ def test_the_readme_shows_every_command():
     assert told == set(cli.COMMANDS)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "--resume" not in c])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--resume" not in c and c.split()[1] != "serve"])
 def test_the_command_works(place, command):
     answer = subprocess.run(quick(command), cwd=place, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] == "serve"])
+def test_the_server_answers(place, monkeypatch, command):
+    monkeypatch.chdir(place)
+    with server(*shlex.split(command)[2:]) as running:
+        assert httpx.get(f"{running.url}/v1/models").json()["models"][0]["name"] == "mine"
 
 
 def test_the_resume_command_goes_on(place):

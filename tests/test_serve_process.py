@@ -223,6 +223,7 @@ def test_sigterm_under_load_answers_all_that_was_accepted(model):
             httpx.get(running.url)
 
 
+@pytest.mark.slow
 def test_sigterm_waits_for_a_body_that_is_on_its_way(model):
     with server(model, "--drain-s", 0) as running:
         whole = post(picture())
