@@ -308,6 +308,15 @@ def test_mixup_and_cutmix_together_give_each_image_one_of_the_two() -> None:
     torch.testing.assert_close(mixed.mean(dim=(1, 2, 3)), targets @ numbers, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("switch", [0.0, 0.2, 1.0])
+def test_the_share_of_images_that_get_cutmix_can_be_said(switch: float) -> None:
+    B = 600
+    images = torch.arange(B).float().view(B, 1, 1, 1).expand(B, 1, 12, 12)
+    mixed, _ = Augment(mixup=1.0, cutmix=1.0, switch=switch).mix(images, torch.eye(B), seeded(4))
+    pasted = torch.tensor([set(image.unique().tolist()) <= {i, (i - 1) % B} for i, image in enumerate(mixed)])
+    assert abs(pasted.float().mean() - switch) < 0.06
+
+
 @pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0, 4.0])
 def test_mixing_shares_follow_the_beta_distribution(alpha: float) -> None:
     shares = _beta(alpha, 40_000, seeded(3), torch.device("cpu")).double().numpy()
@@ -352,7 +361,8 @@ def test_images_of_any_shape_keep_it_and_stay_in_their_range(
     ("setting", "value"),
     [(name, -1) for name in ("shift", "rotate", "scale", "erase", "mixup", "cutmix")]
     + [(name, math.nan) for name in ("rotate", "scale", "erase", "mixup", "cutmix")]
-    + [("rotate", math.inf), ("mixup", math.inf), ("scale", 1.0), ("erase", 1.01), ("shift", 1.5), ("border", "white")],
+    + [("rotate", math.inf), ("mixup", math.inf), ("scale", 1.0), ("erase", 1.01), ("shift", 1.5), ("border", "white")]
+    + [("jitter", 1.5), ("jitter", -0.1), ("switch", 2.0), ("repeat", 0)],
 )
 def test_a_setting_that_makes_no_sense_is_refused_by_name(setting: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"augment\.{setting} .*{value}"):

@@ -7,12 +7,14 @@ Every random number comes from the generator that is handed in, so that a run ca
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
+
+from vitral.data.policy import Policy, jitter
 
 Border = Literal["edge", "black"]
 
@@ -27,13 +29,16 @@ class Augment:
     rotate: float = 0.0  # up to so many degrees, either way
     scale: float = 0.0  # 0.1: between 0.9 and 1.1 times the size
     border: Border = "edge"  # what comes in from outside when an image is moved
+    policy: Policy = field(default_factory=Policy)  # RandAugment, TrivialAugment
+    jitter: float = 0.0  # 0.3: brightness, contrast and colour, each times 0.7 to 1.3
     erase: float = 0.0  # share of images that lose a random rectangle (arXiv 1708.04896)
     mixup: float = 0.0  # α of the Beta distribution that blends two images (arXiv 1710.09412)
     cutmix: float = 0.0  # α of the Beta distribution that pastes a rectangle of another image (arXiv 1905.04899)
+    switch: float = 0.5  # with mixup and cutmix both: the share of images that get cutmix
     repeat: int = 1  # so many differently varied copies of an image in its batch, for fewer others (arXiv 1902.05509)
 
     def __post_init__(self) -> None:
-        for name in ("crop", "shift", "rotate", "scale", "erase", "mixup", "cutmix"):
+        for name in ("crop", "shift", "rotate", "scale", "jitter", "erase", "mixup", "cutmix", "switch"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"augment.{name} must be a number and not negative, not {getattr(self, name)}")
         if self.shift != int(self.shift):
@@ -42,23 +47,28 @@ class Augment:
             raise ValueError(f"augment.repeat must be at least 1, not {self.repeat}")
         if self.scale >= 1:
             raise ValueError(f"augment.scale must be below 1, not {self.scale}")
-        for name in ("erase", "crop"):
+        for name in ("erase", "crop", "jitter", "switch"):
             if getattr(self, name) > 1:
                 raise ValueError(f"augment.{name} must be at most 1, not {getattr(self, name)}")
         if self.border not in get_args(Border):
             raise ValueError(f"augment.border must be one of {', '.join(get_args(Border))}, not {self.border!r}")
 
     def move(self, images_BCHW: Tensor, generator: Generator, size: tuple[int, int] | None = None) -> Tensor:
-        """Before normalising: crop, shift, mirror, rotate, resize. Whole pixels stay uint8, the rest becomes float."""
+        """Before normalising: crop, shift, mirror, rotate, resize, then colours. What stays whole stays uint8."""
         if self.crop:
             images_BCHW = random_crop(
                 images_BCHW, self.crop, size or (images_BCHW.shape[2], images_BCHW.shape[3]), generator
             )
         if self.rotate or self.scale:
-            return affine(images_BCHW.float(), self, generator)
-        if self.shift or self.flip:
-            return shift_and_flip(images_BCHW, self, generator)
-        return images_BCHW
+            images_BCHW = affine(images_BCHW.float(), self, generator)
+        elif self.shift or self.flip:
+            images_BCHW = shift_and_flip(images_BCHW, self, generator)
+        if self.policy.name == "none" and not self.jitter:
+            return images_BCHW
+        if images_BCHW.dtype != torch.uint8:
+            images_BCHW = images_BCHW.round().clamp(0, 255).to(torch.uint8)
+        images_BCHW = self.policy(images_BCHW, generator)
+        return jitter(images_BCHW, self.jitter, generator) if self.jitter else images_BCHW
 
     def mix(self, images_BCHW: Tensor, targets_BK: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         """After normalising: erase, then blend with other images; targets are rows of class probabilities.
@@ -73,7 +83,7 @@ class Augment:
         pasted = cutmix(images_BCHW, targets_BK, self.cutmix, generator)
         if not self.mixup:
             return pasted
-        coin = torch.rand(len(images_BCHW), generator=generator, device=images_BCHW.device) < 0.5
+        coin = torch.rand(len(images_BCHW), generator=generator, device=images_BCHW.device) < self.switch
         images = torch.where(coin[:, None, None, None], pasted[0], mixed[0])
         return images, torch.where(coin[:, None], pasted[1], mixed[1])
 
