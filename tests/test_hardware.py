@@ -34,6 +34,7 @@ def test_a_gpu_is_used_where_there_is_one(machine: Any) -> None:
         "device": "GPU found",
         "precision": "the GPU has bf16 units",
         "compile": "fused kernels",
+        "graph": "a step is one graph that the GPU replays without Python",
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitral.training import muon
 from vitral.training.muon import Muon, orthogonalise
-from vitral.training.optim import Averaged, learning_rate, make_optimizers, set_learning_rate
+from vitral.training.optim import Averaged, learning_rate, make_optimizers, restore_optimizer, set_learning_rate
 from vitral.training.recipe import Optim
 from vitral.variants.distilled import DistilledViT
 from vitral.vit import ViT, ViTConfig
@@ -146,7 +146,7 @@ def test_weights_that_stay_are_their_own_average() -> None:
     model = Single(0.3)
     averaged = Averaged(model, 0.1, 1000)
     for step in range(100):
-        averaged.update(step)
+        averaged.update(torch.tensor(step))
     assert averaged.model.value.item() == pytest.approx(0.3, abs=1e-12)  # type: ignore[operator]
 
 
@@ -156,7 +156,7 @@ def test_the_average_of_a_ramp_lags_by_the_memory() -> None:
     averaged = Averaged(model, 0.02, 1000)
     for step in range(1000):
         model.set(float(step))
-        averaged.update(step)
+        averaged.update(torch.tensor(step))
     assert averaged.memory == 20
     assert averaged.model.value.item() == pytest.approx(999 - 19, abs=1e-6)  # type: ignore[operator]
 
@@ -166,7 +166,7 @@ def test_the_first_steps_are_followed_closely() -> None:
     averaged = Averaged(model, 0.5, 10_000)
     for step in range(20):
         model.set(0.0)
-        averaged.update(step)
+        averaged.update(torch.tensor(step))
     assert averaged.model.value.item() < 0.1  # type: ignore[operator]
 
 
@@ -176,7 +176,7 @@ def test_after_a_short_run_nothing_of_the_random_start_is_left() -> None:
         averaged = Averaged(model, share, 50)
         for step in range(50):
             model.set(1.0)
-            averaged.update(step)
+            averaged.update(torch.tensor(step))
         assert abs(averaged.model.value.item() - 1) < 1, share  # type: ignore[operator]
 
 
@@ -285,3 +285,62 @@ def test_muon_goes_on_from_its_saved_state_bit_for_bit() -> None:
     again.load_state_dict(saved)
     go(again, second, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(straight, second, strict=True))
+
+
+def test_queries_keys_and_values_are_three_maps() -> None:
+    draws = torch.Generator().manual_seed(11)
+    start, gradient = (torch.randn(24, 8, generator=draws) for _ in range(2))
+    together = nn.Parameter(start.clone())
+    together.grad = gradient.clone()
+    Muon([{"params": [together], "parts": 3}], lr=0.1, weight_decay=0.1).step()
+    apart = [nn.Parameter(part.clone()) for part in start.chunk(3)]
+    for part, its in zip(apart, gradient.chunk(3), strict=True):
+        part.grad = its.clone()
+    Muon(apart, lr=0.1, weight_decay=0.1).step()
+    torch.testing.assert_close(together.detach(), torch.cat([part.detach() for part in apart]))
+    model = ViT(ViTConfig(**SMALL))  # type: ignore[arg-type]
+    parts = {
+        id(p): group["parts"]
+        for group in make_optimizers(model, Optim(name="muon"))[0].param_groups
+        for p in group["params"]
+    }
+    for name, parameter in model.named_parameters():
+        assert parts.get(id(parameter), 1) == (3 if name.endswith("qkv.weight") else 1)
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])  # torch's AdamW takes a tensor on a GPU alone
+def test_a_learning_rate_on_the_device_moves_weights_as_a_number_does(name: str) -> None:
+    def moved(on_device: torch.device | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = ViT(ViTConfig(**SMALL))  # type: ignore[arg-type]
+        optimizers = make_optimizers(model, Optim(name=name, layer_decay=0.8), on_device)  # type: ignore[arg-type]
+        for step in range(3):
+            set_learning_rate(optimizers, 0.01 * (step + 1))
+            for parameter in model.parameters():
+                parameter.grad = torch.cos(parameter.detach() * (step + 7))
+            for optimizer in optimizers:
+                optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for number, tensor in zip(moved(None), moved(torch.device("cpu")), strict=True):
+        torch.testing.assert_close(number, tensor)
+
+
+def test_a_restored_optimizer_keeps_its_tensors_and_its_kind_of_learning_rate() -> None:
+    parameters = matrices()
+    optimizer = Muon(parameters, lr=0.02, weight_decay=0.1)
+    go(optimizer, parameters, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    go(optimizer, parameters, range(2, 4))
+    addresses = [optimizer.state[p]["momentum"].data_ptr() for p in parameters]
+    restore_optimizer(optimizer, saved)
+    assert [optimizer.state[p]["momentum"].data_ptr() for p in parameters] == addresses
+    for parameter, before in zip(parameters, saved["state"].values(), strict=True):
+        assert torch.equal(optimizer.state[parameter]["momentum"], before["momentum"])
+    on_device = Muon(matrices(), lr=torch.tensor(1.0), weight_decay=0.1)
+    dial = on_device.param_groups[0]["lr"]
+    restore_optimizer(on_device, saved)
+    assert on_device.param_groups[0]["lr"] is dial
+    assert dial.item() == pytest.approx(0.02)
+    restore_optimizer(optimizer, on_device.state_dict())
+    assert isinstance(optimizer.param_groups[0]["lr"], float)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from vitral.errors import VitralError
 from vitral.world import ALONE, World, from_environment, join
@@ -39,11 +42,33 @@ class Hardware:
     precision: Literal["fp32", "bf16"]
     compile: bool
     reasons: dict[str, str]
+    graph: bool = False  # whether a training step is recorded once and then replayed
     world: World = ALONE  # the processes that work together; it has a reason only where there are several
 
     def autocast(self) -> AbstractContextManager[object]:
         """bf16 where it is safe, fp32 where it is not (weights, norms, softmax, loss)."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function) if self.compile else function
+
+    def forward(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """The model for training. On a GPU in bf16 all of it is computed in bf16, from weights that stay in fp32:
+        a rounded copy is made in each step, and gradients reach the weights in fp32. Half the bytes of autocast's
+        fp32 norms and residuals, and the same loss curve (docs/results.md)."""
+        if not (self.graph and self.precision == "bf16"):
+            return self.compiled(model)
+
+        def forward(images_BCHW: Tensor) -> Tensor:
+            rounded = {name: tensor.bfloat16() for name, tensor in model.named_parameters()}
+            rounded |= {name: t.bfloat16() for name, t in model.named_buffers() if name.endswith("embedding.table")}
+            return functional_call(model, rounded, (images_BCHW.bfloat16(),))
+
+        return self.compiled(forward)
+
+    def recorded(self, step: Callable[..., None], generator: torch.Generator) -> Callable[..., None]:
+        """The step, or one that is recorded and then replayed. It takes tensors, and draws from `generator`."""
+        return Replayed(step, generator) if self.graph else step
 
     def synchronize(self) -> None:
         """Wait for the device, before a clock is read."""
@@ -80,6 +105,44 @@ class Hardware:
         return f"{several}{self.name}, {self.precision} ({self.reasons['precision']}) · {' · '.join(why)}"
 
 
+class Replayed:
+    """A training step as one CUDA graph: Python launches it once, not its thousand kernels one by one.
+
+    The first calls are real steps too, in which libraries and compiler warm up; the next one is recorded and, like
+    all that follow, replayed. Tensors that it is called with are copied to where the graph reads them.
+    """
+
+    WARM_UP = 3
+
+    def __init__(self, step: Callable[..., None], generator: torch.Generator) -> None:
+        self.step, self.generator, self.calls = step, generator, 0
+        self.inputs: tuple[Tensor, ...] = ()
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if not self.inputs:
+            self.inputs = tuple(tensor.clone() for tensor in tensors)
+        if any(kept.shape != given.shape for kept, given in zip(self.inputs, tensors, strict=True)):
+            self.step(*tensors)  # a batch of another size
+            return
+        for kept, given in zip(self.inputs, tensors, strict=True):
+            kept.copy_(given)
+        if self.calls < self.WARM_UP:
+            self.calls += 1
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                self.step(*self.inputs)
+            torch.cuda.current_stream().wait_stream(beside)
+            return
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            self.graph.register_generator_state(self.generator)
+            with torch.cuda.graph(self.graph):
+                self.step(*self.inputs)
+        self.graph.replay()
+
+
 def choose(
     *,
     device: Device = "auto",
@@ -97,7 +160,10 @@ def choose(
     if world.size > 1:
         backend, reasons["world"] = _backend(chosen, world)
         join(world, backend)
-    return Hardware(device=chosen, precision=number, compile=compiled, reasons=reasons, world=world)
+    graph = chosen.type == "cuda" and compile != "no" and world.size == 1
+    if graph:
+        reasons["graph"] = "a step is one graph that the GPU replays without Python"
+    return Hardware(device=chosen, precision=number, compile=compiled, reasons=reasons, graph=graph, world=world)
 
 
 def _backend(device: torch.device, world: World) -> tuple[str, str]:

@@ -34,7 +34,7 @@ from vitral.run import ModelCard, Run, load_weights, save_model, save_weights
 from vitral.training import checkpoint
 from vitral.training.loss import balanced_weights, guessing, losses, start_at_even_odds
 from vitral.training.memory import recompute_blocks
-from vitral.training.optim import Averaged, learning_rate, make_optimizers, set_learning_rate
+from vitral.training.optim import Averaged, learning_rate, make_optimizers, restore_optimizer, set_learning_rate
 from vitral.training.recipe import Recipe
 from vitral.training.trouble import Diverged, where_it_breaks
 from vitral.variants import VARIANTS
@@ -70,6 +70,7 @@ class State:
     totals: Tensor  # of this epoch so far: loss, right answers, images
     first_bad: Tensor  # the step whose loss or gradient was not finite, or -1; from then on no weight moves
     halted: Tensor  # 1 from then on: torch's fused optimizers look at it, on the device
+    at: Tensor  # `step`, on the device
     epoch: int = 0
     position: int = 0  # batches of this epoch already seen
     step: int = 0
@@ -104,7 +105,7 @@ class State:
         if self.averaged is not None:
             self.averaged.model.load_state_dict(saved["averaged"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+            restore_optimizer(optimizer, state)
         if saved["draws"].shape == self.draws.get_state().shape:
             self.draws.set_state(saved["draws"])
         else:  # made on another kind of device: its draws cannot be continued here, only begun anew
@@ -155,12 +156,16 @@ def fit(
             ) from error
     rows = [row for row in run.metrics() if row["epoch"] <= state.epoch]
     run.write_metrics(rows)
-    forward = torch.compile(state.model) if hardware.compile else state.model
+    forward = hardware.compiled(state.model) if recipe.recompute else hardware.forward(state.model)
     weights_K = None
     if recipe.class_weights == "balanced":
         weights_K = balanced_weights(loader.labels, recipe.model.classes)
     log = tensorboard(run) if recipe.tensorboard else None
 
+    def step_on(images_BCHW: Tensor, labels_B: Tensor) -> None:
+        train_step(forward, state, images_BCHW, labels_B, recipe, preprocessing, hardware, weights_K)
+
+    take_step = hardware.recorded(step_on, state.draws)
     with interruptible() as interrupt:
         clock = Clock(state, min(recipe.batch, len(dataset.train)))
         if saved is None and recipe.on_nan == "rollback":
@@ -172,7 +177,8 @@ def fit(
                     rate = learning_rate(state.step, steps, recipe.optim) * 0.5**state.rollbacks
                     set_learning_rate(state.optimizers, rate)
                     before.append((state.step, state.draws.get_state(), hardware.random_state()))
-                    train_step(forward, state, images, labels, recipe, preprocessing, hardware, weights_K)
+                    state.at.fill_(state.step)
+                    take_step(images, labels)
                     state.position += 1
                     state.step += 1
                     if device.type == "cpu" or state.step % READ_EVERY == 0 or state.position == loader.steps:
@@ -232,12 +238,15 @@ def begin(recipe: Recipe, hardware: Hardware, steps: int, start: dict[str, Tenso
     model.to(hardware.device)
     state = State(
         model=model.train(),
-        optimizers=make_optimizers(model, recipe.optim),
+        optimizers=make_optimizers(
+            model, recipe.optim, on_device=hardware.device if hardware.graph else None, compile=hardware.compile
+        ),
         averaged=Averaged(model, recipe.ema, steps) if recipe.ema else None,
         draws=Generator(hardware.device).manual_seed(recipe.seed),
         totals=torch.zeros(3, device=hardware.device, dtype=torch.float64),  # fp32 counts to 16 million
         first_bad=torch.full((), -1, device=hardware.device),
         halted=torch.zeros((), device=hardware.device),
+        at=torch.zeros((), device=hardware.device, dtype=torch.int64),
     )
     for optimizer in state.optimizers:
         optimizer.found_inf = state.halted  # type: ignore[attr-defined]
@@ -266,13 +275,13 @@ def train_step(
     if recipe.optim.clip:
         nn.utils.clip_grads_with_norm_(state.model.parameters(), recipe.optim.clip, norm)
     good = norm.isfinite() & loss.isfinite() & (loss < EXPLODED * guessing(recipe.model.classes))
-    state.first_bad.copy_(torch.where((state.first_bad < 0) & ~good, state.step, state.first_bad))
+    state.first_bad.copy_(torch.where((state.first_bad < 0) & ~good, state.at, state.first_bad))
     state.halted.copy_(state.first_bad >= 0)
     for optimizer in state.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     if state.averaged is not None:
-        state.averaged.update(state.step)
+        state.averaged.update(state.at)
     state.totals += torch.stack([loss * len(labels_B), right, torch.full_like(loss, len(labels_B))])
 
 
@@ -327,7 +336,7 @@ def end_of_epoch(
     row = {
         "epoch": state.epoch + 1,
         "step": state.step,
-        "lr": state.optimizers[0].param_groups[0]["lr"],
+        "lr": float(state.optimizers[0].param_groups[0]["lr"]),
         "train_loss": loss / images,
         "train_top1": right / images,
         "validation_loss": found.loss,

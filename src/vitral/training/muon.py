@@ -18,18 +18,24 @@ from vitral.hardware import bf16_is_faster
 
 
 class Muon(Optimizer):
-    """For matrices alone. Steps are as long as AdamW's (arXiv 2502.16982), so that both share a learning rate."""
+    """For matrices alone. Steps are as long as AdamW's (arXiv 2502.16982), so that both share a learning rate.
 
-    found_inf: Tensor | None = None
+    A group's `parts` says how many square maps its matrices hold, one above the other: queries, keys and values are
+    three. Each is orthogonalised by itself. With `compile`, the learning rate must be a tensor.
+    """
+
+    found_inf: Tensor | None = None  # as in torch's fused optimizers: where it is 1, no weight moves
 
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float,
+        lr: float | Tensor,
         weight_decay: float,
         momentum: float = 0.95,
+        compile: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": 1})
+        self.turn = torch.compile(turn) if compile else turn
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim != 2:
@@ -37,28 +43,56 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        moving = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not moving:
+            return
+        averages = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p, _ in moving]
+        moves = self.turn(
+            [p.grad for p, _ in moving],
+            averages,
+            [group["momentum"] for _, group in moving],
+            [group["parts"] for _, group in moving],
+        )
         for group in self.param_groups:
-            alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    alike[parameter.shape].append(parameter)
-            for parameters in alike.values():
-                self._move(parameters, **{name: group[name] for name in ("lr", "weight_decay", "momentum")})
+            mine = [(p, move) for (p, its), move in zip(moving, moves, strict=True) if its is group]
+            lr, decay = group["lr"], group["lr"] * group["weight_decay"]
+            if self.found_inf is not None:
+                lr, decay = lr * (1 - self.found_inf), decay * (1 - self.found_inf)
+            if mine:
+                parameters, directions = map(list, zip(*mine, strict=True))
+                if self.found_inf is not None:  # 0 times what is not finite is not 0
+                    directions = [torch.where(self.found_inf > 0, 0.0, direction) for direction in directions]
+                torch._foreach_mul_(parameters, 1 - decay)
+                torch._foreach_mul_(directions, lr)
+                torch._foreach_sub_(parameters, directions)
 
-    def _move(self, parameters: list[Tensor], lr: float, weight_decay: float, momentum: float) -> None:
-        """One step for matrices of one shape."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        averages = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in parameters]
-        torch._foreach_lerp_(averages, gradients, 1 - momentum)
-        ahead = torch._foreach_lerp(gradients, averages, momentum)  # Nesterov
-        directions = orthogonalise(torch.stack(list(ahead)))
-        length = 0.2 * max(parameters[0].shape) ** 0.5  # makes the mean square of a step that of AdamW's
-        decay: float | Tensor = 1 - lr * weight_decay
-        if self.found_inf is not None:  # as in torch's fused optimizers: where it is 1, no weight moves
-            decay = 1 - lr * weight_decay * (1 - self.found_inf)
-            directions = torch.where(self.found_inf > 0, 0.0, directions)
-        torch._foreach_mul_(parameters, decay)
-        torch._foreach_add_(parameters, list(directions.to(parameters[0].dtype).unbind(0)), alpha=-lr * length)
+
+def turn(gradients: list[Tensor], averages: list[Tensor], momentum: list[float], parts: list[int]) -> list[Tensor]:
+    """The averages moved on, and for each matrix the orthogonal direction of its step, of AdamW's length.
+
+    All square maps and all wide matrices of one shape, tall ones turned on their side, go through together.
+    """
+    ahead = []
+    for gradient, average, memory in zip(gradients, averages, momentum, strict=True):
+        average.lerp_(gradient, 1 - memory)
+        ahead.append(gradient.lerp(average, memory))  # Nesterov
+    alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+    for matrix, count in zip(ahead, parts, strict=True):
+        for piece in matrix.chunk(count):
+            wide = piece.mT if piece.shape[0] > piece.shape[1] else piece
+            alike[wide.shape[0], wide.shape[1]].append(wide)
+    # The mean square of a step is that of AdamW's.
+    turned = {
+        shape: iter((orthogonalise(torch.stack(pieces)) * (0.2 * shape[1] ** 0.5)).unbind(0))
+        for shape, pieces in alike.items()
+    }
+    directions = []
+    for matrix, count in zip(ahead, parts, strict=True):
+        rows, columns = matrix.shape[0] // count, matrix.shape[1]
+        found = [next(turned[min(rows, columns), max(rows, columns)]) for _ in range(count)]
+        whole = torch.cat([piece.mT if rows > columns else piece for piece in found])
+        directions.append(whole.to(matrix.dtype))
+    return directions
 
 
 def orthogonalise(matrices_NAB: Tensor, steps: int = 5) -> Tensor:

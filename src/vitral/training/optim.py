@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,15 @@ from vitral.training.recipe import Optim
 SPARED = ("token", "table", "registers", "probe")  # learned vectors, not maps: decay would pull them to zero
 
 
-def make_optimizers(model: nn.Module, optim: Optim) -> list[Optimizer]:
+def make_optimizers(
+    model: nn.Module, optim: Optim, on_device: torch.device | None = None, compile: bool = False
+) -> list[Optimizer]:
     """AdamW, SGD, or Muon for the encoder's matrices and AdamW for the rest. Weight decay on matrices alone.
 
     Parameters that do not learn are left out. With layer decay, a group's `scale` is its share of the learning rate.
+    With `on_device`, learning rates are tensors there, which a recorded step reads anew each time.
     """
-    matrices: dict[float, list[nn.Parameter]] = defaultdict(list)
+    matrices: dict[tuple[float, int], list[nn.Parameter]] = defaultdict(list)
     others: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     depth = 1 + max((int(n.split("blocks.")[1].split(".")[0]) for n, _ in model.named_parameters() if "blocks." in n))
     for name, parameter in model.named_parameters():
@@ -31,17 +35,23 @@ def make_optimizers(model: nn.Module, optim: Optim) -> list[Optimizer]:
         if parameter.ndim < 2 or name.endswith(SPARED):
             others[scale, 0.0].append(parameter)
         elif optim.name == "muon" and "blocks." in name:
-            matrices[scale].append(parameter)
+            matrices[scale, 3 if name.endswith("qkv.weight") else 1].append(parameter)
         else:
             others[scale, optim.weight_decay].append(parameter)
     groups = [{"params": p, "weight_decay": decay, "scale": scale} for (scale, decay), p in others.items()]
+    lr = optim.lr if on_device is None else torch.tensor(optim.lr, device=on_device)
     if optim.name == "sgd":
-        return [torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)]
-    adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
-    if not matrices:
-        return [adamw]
-    alike = [{"params": p, "scale": scale} for scale, p in matrices.items()]
-    return [Muon(alike, lr=optim.lr, weight_decay=optim.weight_decay), adamw]
+        optimizers: list[Optimizer] = [torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=True)]
+    else:
+        recorded = on_device is not None
+        optimizers = [torch.optim.AdamW(groups, lr=lr, betas=optim.betas, fused=True, capturable=recorded)]
+    if matrices:
+        alike = [{"params": p, "scale": scale, "parts": parts} for (scale, parts), p in matrices.items()]
+        optimizers.insert(0, Muon(alike, lr=lr, weight_decay=optim.weight_decay, compile=compile))
+    if on_device is not None:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["lr"].clone()  # each group's own
+    return optimizers
 
 
 def layer_of(name: str, depth: int) -> int:
@@ -62,9 +72,30 @@ def learning_rate(step: int, steps: int, optim: Optim) -> float:
 
 
 def set_learning_rate(optimizers: list[Optimizer], lr: float) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("scale", 1.0)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        own = lr * group.get("scale", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(own)
+        else:
+            group["lr"] = own
+
+
+def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """The saved state in the tensors that are there, where there are such: a recorded step knows them by address.
+
+    Learning rates stay what they are here, numbers or tensors, whatever they were where the state was saved.
+    """
+    before = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+    own = [(group["lr"], group.get("capturable")) for group in optimizer.param_groups]
+    optimizer.load_state_dict(saved)
+    for parameter, values in before.items():
+        for name, tensor in values.items():
+            if isinstance(tensor, Tensor):
+                optimizer.state[parameter][name] = tensor.copy_(optimizer.state[parameter][name])
+    for group, (lr, capturable) in zip(optimizer.param_groups, own, strict=True):
+        group["lr"] = lr.fill_(float(group["lr"])) if isinstance(lr, Tensor) else float(group["lr"])
+        if capturable is not None:
+            group["capturable"] = capturable
 
 
 class Averaged:
@@ -81,6 +112,9 @@ class Averaged:
         self._current: list[Tensor] = list(model.parameters())
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        memory = min(self.memory, (10 + step) / 9)
-        torch._foreach_lerp_(self._averaged, self._current, 1 / memory)
+    def update(self, step: Tensor) -> None:
+        """After this step, a number on the device: nothing is read back."""
+        share = 1 / ((10 + step) / 9).clamp(max=self.memory)
+        ahead = torch._foreach_sub(self._current, self._averaged)
+        torch._foreach_mul_(ahead, share)
+        torch._foreach_add_(self._averaged, ahead)
