@@ -75,6 +75,10 @@ class Hardware:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def room(self) -> float:
+        """Bytes that a data set may take on the device: half of what is free. On a CPU it is read where it lies."""
+        return torch.cuda.mem_get_info(self.device)[0] / 2 if self.device.type == "cuda" else torch.inf
+
     def random_state(self) -> dict[str, torch.Tensor]:
         states = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":

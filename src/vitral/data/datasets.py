@@ -1,6 +1,7 @@
 """Known data sets as tensors: `load("mnist")`.
 
-Everything fits into memory, so a split is two tensors and nothing else.
+They fit into memory, so their splits are two tensors and nothing else; other sets' images may be read as they are
+asked for (`vitral.data.images`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitral.data.images import Pixels
 from vitral.data.sources import KNOWN, check_name, obtain
 from vitral.errors import VitralError
 
@@ -35,7 +37,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class Split:
     """Images and their labels, in the order of the official files."""
 
-    images: Tensor  # uint8, N C H W
+    images: Pixels  # uint8, N C H W
     labels: Tensor  # int64, N
 
     def __len__(self) -> int:

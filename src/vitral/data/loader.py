@@ -1,4 +1,4 @@
-"""Batches of a set that lies on the device, in an order that depends on seed and epoch alone.
+"""Batches in an order that depends on seed and epoch alone, from the device, from a mapped file or from a stream.
 
 So a place in a training is two numbers, epoch and step, and a resumed run sees the batches it would have seen.
 """
@@ -12,13 +12,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vitral.data.images import Images, Pixels, batches_of
+from vitral.hardware import Hardware
+
 Sampling = Literal["plain", "balanced"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    images: Tensor  # uint8, N C H W
-    labels: Tensor  # int64, N
+    images: Pixels  # uint8, N C H W
+    labels: Tensor  # int64, N; batches come to where they are
     batch: int
     seed: int
     sampling: Sampling = "plain"  # balanced: each class equally often, whatever the set has of it
@@ -29,19 +32,26 @@ class Loader:
         """Full batches an epoch. What is left over, less than a batch, sits this epoch out: other images each time."""
         return max(len(self.labels) // self.batch, 1)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from batch `start` on."""
+    def order(self, epoch: int) -> Tensor:
+        """Which images an epoch shows, one after the other."""
         generator = torch.Generator().manual_seed(((self.seed << 20) + epoch) % 2**64)
         if self.sampling == "balanced":
-            order = balanced(self.labels, generator).to(self.labels.device)
-        else:
-            order = torch.randperm(len(self.labels), generator=generator).to(self.labels.device)
+            return balanced(self.labels, generator)
+        return torch.randperm(len(self.labels), generator=generator)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch, from batch `start` on."""
+        device = self.labels.device
+        order = self.order(epoch).to("cpu" if isinstance(self.images, Images) else self.images.device)
         size = min(self.batch, len(order))
         others = -(-size // self.repeat)  # different images in a batch
-        for step in range(start, self.steps):
-            # Copies stand far apart: mixing takes its partner from next door.
-            chosen = order[step * others : (step + 1) * others].repeat(self.repeat)[:size]
-            yield self.images[chosen], self.labels[chosen]
+        rows = [order[step * others : (step + 1) * others] for step in range(start, self.steps)]
+        for chosen, images in zip(rows, batches_of(self.images, rows), strict=True):
+            labels = self.labels[chosen.to(device)]
+            images = images.to(device, non_blocking=True)
+            if self.repeat > 1:  # copies stand far apart: mixing takes its partner from next door
+                images, labels = images.repeat(self.repeat, 1, 1, 1)[:size], labels.repeat(self.repeat)[:size]
+            yield images, labels
 
 
 def balanced(labels_N: Tensor, generator: torch.Generator) -> Tensor:
@@ -57,3 +67,9 @@ def balanced(labels_N: Tensor, generator: torch.Generator) -> Tensor:
         chosen.append(members[torch.cat(rounds)[:wanted]] if rounds else members[:0])
     order = torch.cat(chosen)
     return order[torch.randperm(len(order), generator=generator)]
+
+def on_device(images: Pixels, hardware: Hardware) -> Pixels:
+    """The images on the device if there is room; otherwise where they are, and each batch is sent there."""
+    if isinstance(images, Images) or images.nbytes > hardware.room():
+        return images
+    return images.to(hardware.device)

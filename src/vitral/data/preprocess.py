@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args, overload
 
 import numpy as np
 import torch
@@ -12,10 +11,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from vitral.data import scale
+from vitral.data.images import Adapted, Images, Pixels, some_of
 from vitral.errors import VitralError
 
-MOST_SCALED = 8  # a picture scaled as a whole may have so many times the pixels of the crop
-MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+MOST_MEASURED = 2**30  # bytes that mean and deviation are taken from; of larger sets, evenly spaced images
 Interpolation = Literal["bilinear", "bicubic"]
 
 
@@ -46,40 +46,19 @@ class Preprocessing:
             known = ", ".join(get_args(Interpolation))
             raise ValueError(f"preprocessing.interpolation must be one of {known}, not {self.interpolation!r}")
 
-    def placed(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Height and width that a picture is scaled to, then top and left of the crop in it.
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """C H W of what a model sees."""
+        return self.channels, *self.image_size
 
-        As timm and torchvision do it: sides are rounded down, the crop's corner to the nearest, halves to even.
-        """
-        H, W = self.image_size
-        least_H, least_W = math.floor(H / self.crop), math.floor(W / self.crop)
-        if least_H * width >= least_W * height:
-            scaled = least_H, least_H * width // height
-        else:
-            scaled = least_W * height // width, least_W
-        return *scaled, round((scaled[0] - H) / 2), round((scaled[1] - W) / 2)
+    def placed(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Height and width that a picture is scaled to, then top and left of the crop in it."""
+        return scale.placed(height, width, self.image_size, self.crop)
 
     def pixels(self, picture: Image.Image) -> Tensor:
         """uint8, C H W: scaled and cropped, not yet normalised."""
-        height, width = self.image_size
-        mode = MODES.get(self.channels)
-        if mode is None:
-            raise VitralError(f"a picture has 1, 3 or 4 channels; this model wants {self.channels}")
-        picture = picture.convert(mode)
-        scaled_H, scaled_W, top, left = self.placed(picture.height, picture.width)
-        filter = Image.Resampling[self.interpolation.upper()]
-        if scaled_H * scaled_W <= MOST_SCALED * height * width:
-            scaled = picture.resize((scaled_W, scaled_H), filter)
-            array = np.array(scaled.crop((left, top, left + width, top + height)))
-            return self._tensor(array)
-        down, across = picture.height / scaled_H, picture.width / scaled_W
-        # A strip of 9000×2 pixels, scaled as a whole, would fill the memory: only the crop is computed, which is the
-        # same but for rounding.
-        box = (left * across, top * down, (left + width) * across, (top + height) * down)
-        return self._tensor(np.array(picture.resize((width, height), filter, box=box)))
-
-    def _tensor(self, array: Any) -> Tensor:
-        return torch.from_numpy(array.reshape(*self.image_size, self.channels)).permute(2, 0, 1).contiguous()
+        array = scale.pixels(picture, self.image_size, self.channels, self.crop, self.interpolation)
+        return torch.from_numpy(np.array(array, order="C"))
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
         """uint8 in 0…255 → float with mean 0 and deviation 1 over the training set."""
@@ -88,8 +67,14 @@ class Preprocessing:
         return (images_BCHW.float() - mean) / std
 
 
-def adapt(images_NCHW: Tensor, preprocessing: Preprocessing) -> Tensor:
+@overload
+def adapt(images_NCHW: Tensor, preprocessing: Preprocessing) -> Tensor: ...
+@overload
+def adapt(images_NCHW: Pixels, preprocessing: Preprocessing) -> Pixels: ...
+def adapt(images_NCHW: Pixels, preprocessing: Preprocessing) -> Pixels:
     """A set of uint8 images in the size and the channels that a model wants: as `Preprocessing.pixels` makes them."""
+    if isinstance(images_NCHW, Images):
+        return Adapted(images_NCHW, lambda images: adapt(images, preprocessing), preprocessing.shape)
     C = preprocessing.channels
     if images_NCHW.shape[1] != C:
         if {images_NCHW.shape[1], C} != {1, 3}:
@@ -104,11 +89,13 @@ def adapt(images_NCHW: Tensor, preprocessing: Preprocessing) -> Tensor:
     return images_NCHW[:, :, top : top + H, left : left + W]
 
 
-def measure(images_NCHW: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def measure(images_NCHW: Pixels) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of each channel, of pixels in [0, 1]."""
-    counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images_NCHW.unbind(1)])
+    counts = torch.zeros(images_NCHW.shape[1], 256, dtype=torch.float64)
+    for part in some_of(images_NCHW, MOST_MEASURED):
+        counts += torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in part.unbind(1)]).cpu()
     values = torch.arange(256, dtype=torch.float64) / 255
-    share = counts.cpu().double() / counts.sum(dim=1, keepdim=True).cpu()
+    share = counts / counts.sum(dim=1, keepdim=True)
     mean = (share * values).sum(dim=1)
     std = (share * (values - mean[:, None]) ** 2).sum(dim=1).sqrt().clamp_min(1e-4)
     return tuple(round(x, 4) for x in mean.tolist()), tuple(round(x, 4) for x in std.tolist())

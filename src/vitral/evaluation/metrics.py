@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitral.data.images import Pixels
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.hardware import Hardware
@@ -20,7 +21,7 @@ from vitral.hardware import Hardware
 
 @torch.inference_mode()
 def logits_of(
-    model: nn.Module, images_NCHW: Tensor, preprocessing: Preprocessing, hardware: Hardware, batch: int = 512
+    model: nn.Module, images_NCHW: Pixels, preprocessing: Preprocessing, hardware: Hardware, batch: int = 512
 ) -> Tensor:
     """The model's answers for uint8 images: N K, fp32, on the device."""
     if not len(images_NCHW):

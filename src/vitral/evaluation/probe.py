@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitral.data.images import Pixels
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import wilson
@@ -40,7 +41,7 @@ FOLDS_SEED = 2010_11929
 
 @torch.no_grad()
 def features_of(
-    model: ViT, images_NCHW: Tensor, preprocessing: Preprocessing, hardware: Hardware, batch: int = 64
+    model: ViT, images_NCHW: Pixels, preprocessing: Preprocessing, hardware: Hardware, batch: int = 64
 ) -> Tensor:
     """What the model's head would see of uint8 images: N D, fp32, in main memory."""
     if not len(images_NCHW):

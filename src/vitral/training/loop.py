@@ -25,7 +25,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from vitral.data.datasets import Dataset
-from vitral.data.loader import Loader
+from vitral.data.loader import Loader, on_device
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import logits_of, measure
@@ -135,7 +135,7 @@ def fit(
     watch = watch or Watch()
     device = hardware.device
     loader = Loader(
-        images=dataset.train.images.to(device),
+        images=on_device(dataset.train.images, hardware),
         labels=dataset.train.labels.to(device),
         batch=recipe.batch,
         seed=recipe.seed,
