@@ -12,7 +12,6 @@ from PIL import Image
 
 import vitral
 from vitral import cli
-from vitral.data import folder
 from vitral.data.folder import listing, load_files, looks_like_files
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
@@ -124,34 +123,6 @@ def test_images_are_as_large_as_the_crop_needs(photos):
     means = data.train.images.float().mean(dim=(2, 3))
     assert (means.argmax(dim=1) == data.train.labels).all()
     assert len(data.test) == 0
-
-
-def test_a_second_reading_comes_from_the_pack_and_a_changed_file_makes_a_new_one(photos, monkeypatch):
-    first = load_files(photos, SEEN)
-    decode = folder.decode
-    monkeypatch.setattr(folder, "decode", lambda *_, **__: pytest.fail("decoded again"))
-    again = load_files(photos, SEEN)
-    assert torch.equal(first.train.images, again.train.images)
-    assert first.fingerprint == again.fingerprint
-    monkeypatch.setattr(folder, "decode", decode)
-    photograph(photos / "ants" / "00.jpg", (0, 0, 0), 1)
-    assert load_files(photos, SEEN).fingerprint != first.fingerprint
-
-
-def test_a_few_broken_files_are_left_out_and_counted_and_many_stop_the_run(photos, monkeypatch):
-    (photos / "ants" / "00.jpg").write_bytes((photos / "ants" / "00.jpg").read_bytes()[:300])
-    with pytest.raises(VitralError, match=r"1 of 40 images cannot be read: .*00\.jpg: broken or truncated"):
-        load_files(photos, SEEN)
-    monkeypatch.setattr(folder, "MOST_UNREADABLE", 0.05)
-    data = load_files(photos, SEEN, validation=0.2)
-    assert len(data.train) + len(data.validation) == 39
-    assert "1 unreadable image left out" in data.source
-
-
-def test_a_set_too_large_for_memory_is_refused_before_decoding(photos, monkeypatch):
-    monkeypatch.setattr(folder, "MOST_BYTES", 1000)
-    with pytest.raises(VitralError, match="GiB decoded"):
-        load_files(photos, SEEN)
 
 
 def test_names_of_known_sets_are_not_folders_and_paths_are(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_dataset
 from vitral.data.folder import load_files, looks_like_files
+from vitral.data.images import Joined
 from vitral.data.preprocess import adapt
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score, calibrate
@@ -49,24 +50,25 @@ def question(path: str | Path, data: str | None, split: SplitName) -> Asked:
     asked: Split = getattr(dataset, split)
     if not len(asked) and data:
         both = (dataset.train, dataset.validation)
-        asked = Split(images=torch.cat([s.images for s in both]), labels=torch.cat([s.labels for s in both]))
+        images = Joined(*(part.images for part in both))
+        asked = Split(images=images, labels=torch.cat([part.labels for part in both]))
     elif not len(asked):
         raise VitralError(
             f"{dataset.name} has no {split} images", "ask --split validation, or another folder with --data"
         )
     by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes])  # a missing class shifts nothing
-    images = adapt(asked.images, predictor.card.preprocessing)
-    asked = Split(images=images, labels=by_name[asked.labels])
+    asked = Split(images=adapt(asked.images, predictor.card.preprocessing), labels=by_name[asked.labels])
     return Asked(predictor=predictor, plan=plan, dataset=dataset, name=split, split=asked)
 
 
 def images_of(name: str, predictor: Predictor, plan: Recipe | None) -> Dataset:
     """A known set, or a person's files, with the validation images held out that the run held out."""
-    validation = plan.data.validation if plan else None
+    seen = predictor.card.preprocessing
     if looks_like_files(name):
-        share = {} if validation is None else {"validation": validation}
-        return load_files(name, predictor.card.preprocessing, **share)
-    return load_dataset(name) if validation is None else load_dataset(name, validation=validation)
+        if plan is None:
+            return load_files(name, seen)
+        return load_files(name, seen, validation=plan.data.validation, how=plan.data.how)
+    return load_dataset(name) if plan is None else load_dataset(name, validation=plan.data.validation)
 
 
 def few(names: tuple[str, ...]) -> str:

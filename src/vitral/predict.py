@@ -13,6 +13,7 @@ from torch import Tensor
 from vitral import weights
 from vitral.data.datasets import Split
 from vitral.data.decode import NotAnImage, decode, image_files
+from vitral.data.images import Pixels
 from vitral.data.preprocess import adapt
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import Metrics, logits_of, measure
@@ -146,18 +147,18 @@ class Predictor:
         images = torch.stack([pixels for _, pixels in opened if isinstance(pixels, Tensor)])
         return names, self.features(images), [pixels for _, pixels in opened if isinstance(pixels, str)]
 
-    def features(self, images_NCHW: Tensor) -> Tensor:
+    def features(self, images_NCHW: Pixels) -> Tensor:
         """What the head sees of uint8 images as the model wants them → N D."""
         return features_of(self.model, images_NCHW, self.card.preprocessing, self.hardware)
 
     @torch.inference_mode()
-    def logits(self, images_BCHW: Tensor) -> Tensor:
+    def logits(self, images_BCHW: Pixels) -> Tensor:
         """uint8 images as the model wants them → B K, fp32. Threads may call it side by side."""
         if self.choice.run is not None:
             return torch.cat([self.choice.run(images) for images in images_BCHW.split(self.choice.batch)])
         return logits_of(self.model, images_BCHW, self.card.preprocessing, self.hardware).cpu()
 
-    def probabilities(self, images_BCHW: Tensor) -> Tensor:
+    def probabilities(self, images_BCHW: Pixels) -> Tensor:
         """uint8 images as the model wants them → calibrated, B K."""
         return self.card.calibration.probabilities(self.logits(images_BCHW))
 

@@ -137,6 +137,7 @@ def _part(whole: Split, held_out: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[
 
 
 def _fingerprint(split: Split) -> str:
+    assert isinstance(split.images, Tensor)
     hashed = hashlib.sha256(repr(tuple(split.images.shape)).encode())
     hashed.update(split.images.numpy().data)
     hashed.update(split.labels.numpy().data)

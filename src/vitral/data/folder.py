@@ -1,4 +1,4 @@
-"""What a person has on disk, class folders or a CSV list, as a Dataset: decoded once, in threads, and kept packed.
+"""What a person has on disk, class folders or a CSV list: which file belongs to which class and split.
 
     photos/ants/*.jpg  photos/bees/*.jpg                    a share is held out for validation
     photos/train/ants  photos/val/ants  [photos/test/ants]  the splits that are there are used
@@ -10,26 +10,22 @@ Class names and their order come from the training images. Hidden folders and fo
 from __future__ import annotations
 
 import csv
-import hashlib
 import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from vitral.data.datasets import VALIDATION_SEED, Dataset, Split, stratified
-from vitral.data.decode import NotAnImage, decode, image_files
+from vitral.data.datasets import VALIDATION_SEED, Dataset, stratified
+from vitral.data.decode import image_files
 from vitral.data.duplicates import copies
+from vitral.data.packed import fingerprint, is_packed
 from vitral.data.preprocess import Preprocessing
+from vitral.data.reading import Listed, Reading, read, read_packed
 from vitral.data.sources import home
+from vitral.data.workers import Source
 from vitral.errors import VitralError, nearest
 
 SPLITS = {
@@ -37,8 +33,6 @@ SPLITS = {
     "val": "validation", "valid": "validation", "validation": "validation", "dev": "validation",
     "test": "test", "testing": "test",
 }  # fmt: skip
-MOST_BYTES = 8 * 2**30  # of decoded images: they are held in memory
-MOST_UNREADABLE = 0.01  # share of broken files above which a training would not be what it seems
 
 Item = tuple[Path, int]  # a file and the number of its class
 
@@ -97,7 +91,7 @@ def listing(path: Path, validation: float) -> Listing:
 
 def _copies(files: list[Path]) -> np.ndarray[Any, Any]:
     """Which files show the same picture; asked once, and remembered until a file changes."""
-    known = home() / "copies" / f"{_fingerprint(files)}.npy"
+    known = home() / "copies" / f"{fingerprint(Source(str(file)) for file in files)}.npy"
     if known.is_file():
         groups: np.ndarray[Any, Any] = np.load(known)
         return groups
@@ -140,86 +134,19 @@ def _from_csv(path: Path) -> dict[str, list[tuple[Path, str]]]:
     return found
 
 
-def load_files(path: Path | str, preprocessing: Preprocessing, *, validation: float = 0.15) -> Dataset:
+def load_files(
+    path: Path | str, preprocessing: Preprocessing, *, validation: float = 0.15, how: Reading | None = None
+) -> Dataset:
     """A Dataset whose images are as large as `preprocessing` wants them before the crop, for crops to be drawn from."""
-    listed = listing(Path(path), validation)
-    margin = tuple(int(side / preprocessing.crop) for side in preprocessing.image_size)
-    stored = replace(preprocessing, image_size=(margin[0], margin[1]), crop=1.0)
-    items = (*listed.train, *listed.validation, *listed.test)
-    size = len(items) * stored.channels * stored.image_size[0] * stored.image_size[1]
-    if size > MOST_BYTES:
-        raise VitralError(
-            f"{len(items):,} images of {margin[0]}×{margin[1]} take {size / 2**30:.0f} GiB decoded; "
-            f"vitral holds them in memory, up to {MOST_BYTES / 2**30:.0f} GiB",
-            "choose a smaller --model.image-size, or fewer images",
-        )
-    images, good, fingerprint = _packed(items, stored)
-    broken = int((~good).sum())
-    cuts = np.cumsum([0, len(listed.train), len(listed.validation), len(listed.test)])
-    labels = torch.tensor([label for _, label in items])
-    splits = []
-    for start, end in pairwise(cuts):
-        kept = good[start:end]
-        splits.append(Split(images=images[start:end][kept], labels=labels[start:end][kept]))
-    train, held_out, test = splits
-    note = f" ({broken} unreadable image{'s' if broken > 1 else ''} left out)" if broken else ""
-    return Dataset(
-        name=str(path),
-        classes=listed.classes,
-        train=train,
-        validation=held_out,
-        source=listed.source + note,
-        fingerprint=fingerprint,
-        read_test=lambda: test,
-    )
+    if is_packed(Path(path)):
+        return read_packed(Path(path), preprocessing)
+    return read(listed_files(path, validation), preprocessing, how or Reading())
 
 
-def _packed(items: Iterable[Item], stored: Preprocessing) -> tuple[Tensor, Tensor, str]:
-    """All images decoded, N C H W; which could be read; and a fingerprint of files and size.
-
-    Kept in the cache under the fingerprint, so that the next run begins at once and a changed file is never missed.
-    """
-    files = [file for file, _ in items]
-    fingerprint = _fingerprint(files, stored.image_size, stored.channels, stored.interpolation)
-    cache = home() / "packed" / f"{fingerprint}.safetensors"
-    if cache.is_file():
-        kept = load_file(cache)
-        return kept["images"], kept["good"].bool(), fingerprint
-    images = torch.zeros(len(files), stored.channels, *stored.image_size, dtype=torch.uint8)
-    good = torch.ones(len(files), dtype=torch.bool)
-    troubles: list[str] = []
-
-    def fill(index: int) -> None:
-        try:
-            images[index] = stored.pixels(decode(files[index], at_least=stored.image_size))
-        except NotAnImage as error:
-            good[index] = False
-            troubles.append(error.what)
-
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # Pillow lets go of the interpreter while it decodes
-        list(pool.map(fill, range(len(files))))
-    if len(troubles) > MOST_UNREADABLE * len(files):
-        raise VitralError(
-            f"{len(troubles)} of {len(files)} images cannot be read: {troubles[0]}",
-            "mend or remove them: " + "; ".join(trouble.split(":")[0] for trouble in sorted(troubles)[:5]),
-        )
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    beside = cache.with_suffix(f".{os.getpid()}")
-    try:
-        save_file({"images": images, "good": good.to(torch.uint8)}, beside)
-        beside.replace(cache)
-    except OSError:
-        beside.unlink(missing_ok=True)  # no room for a cache is no reason to stop
-    return images, good, fingerprint
-
-
-def _fingerprint(files: list[Path], *more: object) -> str:
-    """Of names, sizes and times, and of whatever else decides what is made from the files."""
-    digest = hashlib.sha256(repr(more).encode())
-    for file in files:
-        try:
-            state = file.stat()
-        except OSError:
-            continue  # decoding will name it
-        digest.update(f"{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:16]
+def listed_files(path: Path | str, validation: float) -> Listed:
+    found = listing(Path(path), validation)
+    splits = {
+        split: [(Source(str(file)), label) for file, label in getattr(found, split)]
+        for split in ("train", "validation", "test")
+    }
+    return Listed(name=str(path), classes=found.classes, splits=splits, source=found.source)

@@ -68,6 +68,7 @@ def balanced(labels_N: Tensor, generator: torch.Generator) -> Tensor:
     order = torch.cat(chosen)
     return order[torch.randperm(len(order), generator=generator)]
 
+
 def on_device(images: Pixels, hardware: Hardware) -> Pixels:
     """The images on the device if there is room; otherwise where they are, and each batch is sent there."""
     if isinstance(images, Images) or images.nbytes > hardware.room():

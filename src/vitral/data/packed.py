@@ -31,6 +31,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
+from vitral.data.worker import fill
 from vitral.data.workers import Source, Troubles, Workers
 from vitral.errors import VitralError
 from vitral.plain import from_plain, to_plain
@@ -38,6 +39,7 @@ from vitral.plain import from_plain, to_plain
 FORMAT = 1
 INDEX = "index.json"
 AHEAD = 4096  # files handed to the workers at a time
+FEW = 64  # files that are decoded before workers would have begun
 REMEDY = "mend or remove them, or allow more with --data.unreadable"
 
 
@@ -120,7 +122,7 @@ def pack_split(
 ) -> Packed:
     """The split from the pack, decoded into it if it is not there yet. Who comes second waits for the first."""
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f".{name}.lock"):
+    with FileLock(folder.parent / f".{folder.name}.{name}.lock"):
         if (found := read_split(folder, name)) is not None:
             return found
         beside = folder / f".{name}.npy"  # of one who was killed, it is begun anew
@@ -130,6 +132,8 @@ def pack_split(
             _reserve(beside)
         except OSError as error:
             beside.unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
             raise VitralError(
                 f"cannot write {folder}: {error.strerror or error}", "free some space, or pack nothing: --data.pack 0"
             ) from error
@@ -141,8 +145,11 @@ def pack_split(
             if len(numbers) < len(sources):
                 _shorten(beside, images, len(numbers))
             beside.replace(folder / f"{name}.npy")
-        finally:
+        except BaseException:
             beside.unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()  # if nothing else is in it
+            raise
         kept = {"format": FORMAT, "labels": numbers.tolist(), "troubles": [troubles[row] for row in sorted(troubles)]}
         _write_text(folder / f"{name}.json", json.dumps(kept))
     found = read_split(folder, name)
@@ -153,6 +160,8 @@ def pack_split(
 def _decode_into(
     file: Path, images: np.ndarray[Any, Any], sources: Sequence[Source], stored: Preprocessing, workers: int
 ) -> Troubles:
+    if len(sources) <= FEW:
+        return fill(images, range(len(sources)), sources, stored.interpolation)
     offset = images.offset  # type: ignore[attr-defined]
     fd = os.open(file, os.O_RDWR)
     pool = Workers(fd, images.shape, stored.interpolation, workers, offset)
@@ -248,4 +257,3 @@ def _write_text(path: Path, text: str) -> None:
         raise VitralError(f"cannot write {path}: {error.strerror or error}", "is there room, and may it be?") from error
     finally:
         beside.unlink(missing_ok=True)
-

@@ -1,4 +1,4 @@
-"""A picture scaled to cover a size, and its middle cut out: geometry and pixels, without torch, for worker processes."""
+"""A picture scaled to cover a size, and its middle cut out: without torch, for worker processes."""
 
 from __future__ import annotations
 

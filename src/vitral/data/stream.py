@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -35,7 +36,8 @@ class Part:
     """Some rows of a batch, on their way into a slot of the buffer."""
 
     slot: int
-    index: list[int]  # which images
+    index: list[int]  # which images are wanted
+    read: list[int]  # which are read: the same, or stand-ins for those that are known to be broken
     filling: list[Future[Troubles]]
     last: bool  # of its batch
 
@@ -109,24 +111,25 @@ class Streamed(Images):
                 yield index[start : start + self.rows], start == starts[-1]
 
     def _begin(self, ring: Ring, slot: int, index: list[int], last: bool) -> Part:
-        read = [stand_in(i, self.labels, self.troubles) if i in self.troubles else i for i in index]
+        read = [self._readable(image) for image in index]
         first = slot * self.rows
-        filling = ring.workers.fill(range(first, first + len(index)), [self.sources[i] for i in read])
-        return Part(slot, index, filling, last)
+        filling = ring.workers.fill(range(first, first + len(index)), [self.sources[image] for image in read])
+        return Part(slot, index, read, filling, last)
 
     def _finish(self, ring: Ring, part: Part) -> Tensor:
         first = part.slot * self.rows
-        troubles = {row: what for answer in part.filling for row, what in answer.result().items()}
-        while troubles:  # the stand-in may be broken too
-            again: Troubles = {}
+        filling = part.filling
+        while troubles := {row: what for answer in filling for row, what in answer.result().items()}:
             for row, what in troubles.items():
-                image = part.index[row - first]
-                self._note(stand_in(image, self.labels, self.troubles) if image in self.troubles else image, what)
-                other = stand_in(image, self.labels, self.troubles)
-                for answer in ring.workers.fill([row], [self.sources[other]]):
-                    again.update(answer.result())
-            troubles = again
+                self._note(part.read[row - first], what)
+            filling = []
+            for row in troubles:  # the stand-in may be broken too
+                part.read[row - first] = other = self._readable(part.index[row - first])
+                filling += ring.workers.fill([row], [self.sources[other]])
         return torch.from_numpy(np.array(ring.array[first : first + len(part.index)]))
+
+    def _readable(self, image: int) -> int:
+        return stand_in(image, self.labels, self.troubles) if image in self.troubles else image
 
     def _note(self, image: int, what: str) -> None:
         if image not in self.troubles:
@@ -141,8 +144,9 @@ class Ring:
     def __init__(self, images: Streamed) -> None:
         shape = (SLOTS * images.rows, *images.stored.shape)
         self.fd, self.array = shared_buffer(shape)
+        self._end = weakref.finalize(self, os.close, self.fd)
         self.workers = Workers(self.fd, shape, images.stored.interpolation, images.workers)
 
     def close(self) -> None:
         self.workers.close()
-        os.close(self.fd)
+        self._end()

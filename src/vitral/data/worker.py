@@ -24,13 +24,9 @@ from vitral.data.scale import pixels
 
 
 def read_source(where: str, offset: int, size: int) -> Path | bytes:
-    """A file as it is; a part of a shard, on this machine or elsewhere, as bytes."""
+    """A file as it is; a part of a shard as bytes."""
     if size < 0:
         return Path(where)
-    if "://" in where:
-        from vitral.data.remote import read_range
-
-        return read_range(where, offset, size)
     with Path(where).open("rb") as file:
         file.seek(offset)
         return file.read(size)

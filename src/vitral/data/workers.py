@@ -131,6 +131,6 @@ def shared_buffer(shape: tuple[int, ...]) -> tuple[int, np.ndarray[Any, Any]]:
         with tempfile.NamedTemporaryFile() as file:
             fd = os.dup(file.fileno())
     os.truncate(fd, size)
-    with open(fd, "r+b", closefd=False) as file:  # noqa: PTH123 - a descriptor, not a path
+    with open(fd, "r+b", closefd=False) as file:
         array = np.memmap(file, dtype=np.uint8, mode="r+", shape=shape)
     return fd, array

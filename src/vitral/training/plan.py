@@ -120,7 +120,8 @@ def images_for(plan: Recipe, progress: bool = False) -> tuple[Dataset, Recipe]:
     C = plan.model.channels
     if looks_like_files(plan.data.name):
         blank = plan if plan.data.mean else replace(plan, data=replace(plan.data, mean=(0.5,) * C, std=(0.5,) * C))
-        dataset = load_files(plan.data.name, preprocessing_of(blank), validation=plan.data.validation)
+        seen = preprocessing_of(blank)
+        dataset = load_files(plan.data.name, seen, validation=plan.data.validation, how=plan.data.how)
     else:
         dataset = load(plan.data.name, validation=plan.data.validation, progress=progress)
     mean, std = plan.data.mean, plan.data.std

@@ -16,6 +16,7 @@ import tomli_w
 from vitral.data.augment import Augment
 from vitral.data.loader import Sampling
 from vitral.data.preprocess import Interpolation
+from vitral.data.reading import Reading
 from vitral.errors import VitralError
 from vitral.hardware import Compile, Device, Precision
 from vitral.plain import from_plain, to_plain
@@ -36,10 +37,19 @@ class Data:
     std: tuple[float, ...] | None = None
     crop: float = 1.0  # share of the scaled picture's shorter side that the model sees
     interpolation: Interpolation = "bilinear"
+    pack: float = Reading.pack  # GiB of disk that decoded photographs may take; larger sets are decoded anew each epoch
+    unreadable: float = Reading.unreadable  # share of broken files above which the run stops
+    workers: int = Reading.workers  # processes that decode photographs; 0: one a core
 
     def __post_init__(self) -> None:
         if not 0 < self.validation < 1:
             raise ValueError(f"data.validation must be above 0 and below 1, not {self.validation}")
+        self.how  # noqa: B018 - refuses what it cannot do
+
+    @property
+    def how(self) -> Reading:
+        """How files are read: no part of what decides the result."""
+        return Reading(pack=self.pack, unreadable=self.unreadable, workers=self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +139,9 @@ class Recipe:
     def essence(self) -> dict[str, Any]:
         """What decides the result: everything but where it is computed and what is kept on disk."""
         rest = ("device", "precision", "compile", "recompute", "checkpoint_minutes", "keep", "on_nan", "tensorboard")
-        return {name: value for name, value in to_plain(self).items() if name not in rest}
+        decides = {name: value for name, value in to_plain(self).items() if name not in rest}
+        data = {name: value for name, value in decides["data"].items() if name not in ("pack", "unreadable", "workers")}
+        return {**decides, "data": data}
 
     def to_toml(self) -> str:
         """Complete: every field, but for those that are None, which TOML cannot say."""
