@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.decode import NotAnImage
-from vitral.data.preprocess import MODES
+from vitral.data.scale import MODES
 from vitral.errors import VitralError
 from vitral.plain import to_plain
 from vitral.predict import Predictor
