@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from vitral import cli, workshop
+from vitral import cli, weights, workshop
 from vitral.data.augment import Augment
 from vitral.data.datasets import KNOWN, Dataset, Split
+from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.run import Run, load_model
+from vitral.run import ModelCard, Run, load_model
 from vitral.training import plan
+from vitral.training.optim import learning_rate
+from vitral.training.papers import augreg_in1k
 from vitral.training.recipe import Data, Optim, Recipe, read_recipe
-from vitral.training.recipes import RECIPES, named
+from vitral.training.recipes import GROUPS, RECIPES, named
 from vitral.vit import ViT, ViTConfig
 
 
@@ -56,7 +59,7 @@ def test_the_toml_of_a_named_recipe_has_every_field_that_is_not_none(name: str) 
 def test_a_named_recipe_builds_its_model_for_a_known_set(name: str) -> None:
     recipe = named(name)
     assert recipe.name == name
-    assert recipe.data.name in {*KNOWN, "photos"}
+    assert recipe.data.name in {*KNOWN, "photos", "imagenet", "imagenet-21k"}
     with torch.device("meta"):
         model = ViT(recipe.model)
         logits = model(torch.empty(2, recipe.model.channels, *recipe.model.image_size))
@@ -68,20 +71,26 @@ def test_each_known_set_has_the_recipe_that_train_looks_for() -> None:
     assert all(named(name).data.name == name for name in KNOWN)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "folder-finetune"])  # that one wants a checkpoint
+SMALLER = {"model.image_size": (64, 64), "model.width": 48, "model.depth": 2, "model.heads": 3, "model.classes": 7}
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_what_recipes_show_prints_is_a_file_that_trains(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Those for photographs with a smaller model, and with fewer images than a batch has parts."""
     with pytest.raises(SystemExit) as stop:
         cli.main(["recipes", "show", name])
     assert stop.value.code == 0
     file = tmp_path / f"{name}.toml"
     file.write_text(capsys.readouterr().out, encoding="utf-8")
     assert read_recipe(file) == named(name)
+    large = max(named(name).model.image_size) > 100
+    wanted = named(name).changed(SMALLER if large else {})
 
     def stand_in(asked: str, **_: Any) -> Dataset:
         """A few images of noise in the shape of the set."""
-        model = named(name).model
+        model = wanted.model
         draws = torch.Generator().manual_seed(0)
         shape = (20, model.channels, *model.image_size)
         images = torch.randint(0, 256, shape, generator=draws, dtype=torch.uint8)
@@ -99,16 +108,120 @@ def test_what_recipes_show_prints_is_a_file_that_trains(
 
     monkeypatch.setattr(plan, "load", stand_in)
     monkeypatch.setattr(workshop, "draw", lambda run, *_: run.figures / "example.png")
+    words = ["train", "--recipe", str(file), "--epochs", "1", "--device", "cpu", "--out", str(tmp_path / "run")]
+    for flag, value in SMALLER.items() if large else ():
+        words += [f"--{flag.replace('_', '-')}", "64" if isinstance(value, tuple) else str(value)]
     with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "--recipe", str(file), "--epochs", "1", "--device", "cpu", "--out", str(tmp_path / "run")])
+        cli.main(words)
     assert stop.value.code == 0
     run = Run.open(tmp_path / "run")
     model, card = load_model(run.path)
     assert (card.epoch, card.trained_on) == (1, named(name).data.name)
-    assert model.config == named(name).model
-    assert read_recipe(run.recipe_file).changed({"data.mean": None, "data.std": None}) == named(name).changed(
-        {"epochs": 1, "device": "cpu"}
-    )
+    assert model.config == wanted.model
+    known = {"data.mean": wanted.data.mean, "data.std": wanted.data.std, "epochs": 1, "device": "cpu"}
+    assert read_recipe(run.recipe_file).changed(known) == wanted.changed(known)
+
+
+# ── the papers' ────────────────────────────────────────────────────────────────────────────────────────────────
+
+SAID: dict[str, dict[str, Any]] = {  # tables 3, 4 and 9 of the papers, and big_vision's files
+    "vit-in1k": {
+        "optim.name": "adamw", "optim.betas": (0.9, 0.999), "batch": 4096, "epochs": 300, "optim.lr": 3e-3,
+        "optim.schedule": "cosine", "optim.weight_decay": 0.3, "model.dropout": 0.1, "optim.warmup": 10_000,
+        "optim.clip": 1.0, "model.image_size": (224, 224),
+    },
+    "vit-in21k": {
+        "epochs": 90, "optim.lr": 1e-3, "optim.schedule": "linear", "optim.weight_decay": 0.03, "model.dropout": 0.1,
+        "batch": 4096,
+    },
+    "vit-finetune": {
+        "optim.name": "sgd", "optim.momentum": 0.9, "batch": 512, "optim.schedule": "cosine",
+        "optim.weight_decay": 0.0, "optim.clip": 1.0, "model.image_size": (384, 384), "model.head": "linear",
+        "own_size": True,
+    },
+    "deit": {
+        "optim.name": "adamw", "batch": 1024, "epochs": 300, "optim.warmup": 5 / 300, "optim.weight_decay": 0.05,
+        "label_smoothing": 0.1, "model.drop_path": 0.1, "model.dropout": 0.0, "augment.mixup": 0.8,
+        "augment.cutmix": 1.0, "augment.switch": 0.5, "augment.erase": 0.25, "augment.repeat": 3,
+        "ema_decay": 0.99996, "augment.policy.name": "randaugment", "augment.policy.layers": 2,
+        "augment.policy.magnitude": 9.0, "augment.policy.spread": 0.5, "augment.policy.increasing": True,
+    },
+    "deit-384": {
+        "epochs": 30, "optim.lr": 5e-6, "optim.weight_decay": 1e-8, "model.image_size": (384, 384), "own_size": True,
+    },
+    "plain-s16": {
+        "batch": 1024, "epochs": 90, "optim.lr": 1e-3, "optim.schedule": "cosine", "optim.warmup": 10_000,
+        "optim.clip": 1.0, "augment.policy.layers": 2, "augment.policy.magnitude": 10.0, "augment.mixup": 0.2,
+        "augment.policy.increasing": False, "model.pooling": "mean", "model.positions": "sincos", "model.head": "mlp",
+        "loss": "softmax", "data.validation": 0.01,
+    },
+    "augreg-in1k": {
+        "batch": 4096, "epochs": 300, "optim.lr": 1e-3, "optim.warmup": 10_000, "optim.clip": 1.0, "loss": "sigmoid",
+        "augment.policy.layers": 2, "augment.policy.magnitude": 15.0, "augment.mixup": 0.5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_the_papers_recipes_say_what_the_papers_say(name: str) -> None:
+    recipe = named(name)
+    assert recipe.changed(SAID[name]) == recipe
+    assert "arXiv" in (RECIPES[name].__doc__ or "")
+
+
+def test_deits_learning_rate_grows_with_the_batch_and_ends_at_its_least() -> None:
+    recipe = named("deit")
+    for batch in (256, 512, 1024):
+        plan = recipe.changed({"batch": batch})
+        assert plan.optim.lr * plan.lr_scale == pytest.approx(5e-4 * batch / 512)
+    assert learning_rate(1000, 1000, recipe.optim) * recipe.lr_scale == pytest.approx(1e-5)
+    assert named("vit-in1k").lr_scale == 1
+
+
+def test_big_visions_decay_is_the_same_step_as_adamws() -> None:
+    """w ← w - lr/peak · 1e-4 · w there; w ← w - lr · wd · w here, at every lr on the way."""
+    for name in ("plain-s16", "augreg-in1k"):
+        optim = named(name).optim
+        for lr in (1e-5, 3e-4, 1e-3):
+            assert lr * optim.weight_decay == pytest.approx(lr / optim.lr * 1e-4)
+
+
+def test_each_size_of_augreg_has_its_level() -> None:
+    def levels(recipe: Recipe) -> tuple[float, ...]:
+        return recipe.augment.policy.layers, recipe.augment.policy.magnitude, recipe.augment.mixup
+
+    assert levels(augreg_in1k("Ti/16")) == (2, 0, 0.0)
+    assert levels(augreg_in1k("S/32")) == (2, 15, 0.2)
+    assert all(levels(augreg_in1k(size)) == (2, 15, 0.5) for size in ("S/16", "B/32", "B/16", "L/16"))
+    assert levels(augreg_in1k("B/16", "strong2")) == (2, 20, 0.8)
+
+
+def test_averages_given_as_a_decay_remember_that_many_steps(recipe: Recipe) -> None:
+    assert named("deit").ema_share(375_300) * 375_300 == pytest.approx(25_000)
+    assert recipe.changed({"ema": 0.1}).ema_share(500) == 0.1
+    assert recipe.ema_share(500) == 0
+    assert "both say how long" in said({"ema": 0.1, "ema_decay": 0.999}, recipe)
+
+
+@pytest.mark.parametrize(("name", "size"), [("vit-finetune", (384, 384)), ("folder-finetune", (32, 32))])
+def test_a_checkpoint_is_fine_tuned_at_its_own_size_or_at_the_recipes(
+    name: str, size: tuple[int, int], tmp_path: Path
+) -> None:
+    config = ViTConfig(image_size=(32, 32), patch_size=8, classes=3, width=192, depth=1, heads=3)
+    seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    card = ModelCard(architecture=config, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)
+    weights.write((ViT(config), card), tmp_path / "model.safetensors", to="timm")
+    shaped = plan.plan_for("photos/", name, str(tmp_path / "model.safetensors"))
+    assert (shaped.model.width, shaped.model.patch_size, shaped.model.image_size) == (192, 8, size)
+
+
+def test_recipes_are_listed_in_groups_with_their_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["recipes"])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line and not line.startswith((" ", "vitral"))] == list(GROUPS)
+    assert [line.split()[0] for line in printed if line.startswith("  ")] == list(RECIPES)
+    assert all(len(line) <= 120 for line in printed)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +296,9 @@ def test_a_value_of_the_wrong_type_is_named(path: str, value: Any, expected: str
         ("data.validation", 0.0),
         ("data.validation", 1.0),
         ("optim.lr", 0.0),
+        ("optim.lr_batch", -1),
+        ("ema_decay", 1.0),
+        ("augment.policy.magnitude", -1.0),
         ("optim.lr", float("nan")),
         ("optim.warmup", -1.0),
         ("optim.warmup", float("nan")),

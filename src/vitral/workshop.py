@@ -108,7 +108,8 @@ def introduce(console: Console, ready: Prepared, hardware: Hardware, run: Run) -
         f"model     {kind} {size}/{m.patch_size}, width {m.width}, depth {m.depth}, heads {m.heads}: "
         f"{parameters / 1e6:.2f} M parameters, {m.grid[0] * m.grid[1]} patches\n"
         + "".join(f"          {note}\n" for note in ready.notes)
-        + f"recipe    {plan.name}: {o.name} {o.lr:g}, {plan.epochs} epochs, batch {plan.batch}, {o.schedule} schedule\n"
+        + f"recipe    {plan.name}: {o.name} {o.lr * plan.lr_scale:g}, {plan.epochs} epochs, batch {plan.batch}, "
+        f"{o.schedule} schedule\n"
         f"hardware  {hardware}\n"
         f"run       {run}\n",
         soft_wrap=True,

@@ -1,15 +1,22 @@
 """The named recipes."""
 
+import inspect
+import textwrap
+
 
 def run(words: list[str]) -> int:
-    from vitral.training.recipes import RECIPES, named
+    from vitral.training.recipes import GROUPS, RECIPES, named
 
     if words[:1] == ["show"] and len(words) == 2:
         recipe = named(words[1])
-        print(f"# {' '.join((RECIPES[words[1]].__doc__ or '').split())}\n{recipe.to_toml()}", end="")
+        print(textwrap.indent(inspect.getdoc(RECIPES[words[1]]) or "", "# ", lambda _: True).replace("# \n", "#\n"))
+        print(recipe.to_toml(), end="")
     elif not words:
-        for name, make in RECIPES.items():
-            print(f"{name:<16}{(make.__doc__ or '').strip().splitlines()[0]}")
+        for group, recipes in GROUPS.items():
+            print(group)
+            for name, make in recipes.items():
+                print(f"  {name:<17}{(make.__doc__ or '').strip().splitlines()[0]}")
+        print("\nvitral train DATA --recipe NAME trains one; vitral recipes show NAME prints all of it.")
     else:
         print("usage: vitral recipes                 the named recipes")
         print("       vitral recipes show NAME       a complete one as TOML; vitral train --recipe FILE.toml trains it")

@@ -166,6 +166,11 @@ def fit(
         train_step(forward, state, images_BCHW, labels_B, recipe, preprocessing, hardware, weights_K)
 
     take_step = hardware.recorded(step_on, state.draws)
+    if recipe.optim.warmup >= steps:
+        watch.said(
+            f"the warm-up of {recipe.optim.warmup:,.0f} steps is longer than the run of {steps:,}: the learning rate "
+            f"stays far below {recipe.optim.lr * recipe.lr_scale:g}; --optim.warmup 0.1 would be a tenth of the run"
+        )
     with interruptible() as interrupt:
         clock = Clock(state, min(recipe.batch, len(dataset.train)))
         if saved is None and recipe.on_nan == "rollback":
@@ -174,7 +179,7 @@ def fit(
         while state.epoch < recipe.epochs:
             try:
                 for images, labels in loader.epoch(state.epoch, start=state.position):
-                    rate = learning_rate(state.step, steps, recipe.optim) * 0.5**state.rollbacks
+                    rate = learning_rate(state.step, steps, recipe.optim) * recipe.lr_scale * 0.5**state.rollbacks
                     set_learning_rate(state.optimizers, rate)
                     before.append((state.step, state.draws.get_state(), hardware.random_state()))
                     state.at.fill_(state.step)
@@ -197,6 +202,7 @@ def fit(
                 if recipe.on_nan == "stop" or state.rollbacks == MOST_ROLLBACKS:
                     raise found from None
                 roll_back(state, recipe, hardware, run)
+                take_step = hardware.recorded(step_on, state.draws)  # what was restored lies elsewhere on the device
                 watch.said(f"{found.what}: back to step {state.step}, with 1/{2**state.rollbacks} of the learning rate")
                 rows = [row for row in rows if row["epoch"] <= state.epoch]
                 run.write_metrics(rows)
@@ -241,7 +247,7 @@ def begin(recipe: Recipe, hardware: Hardware, steps: int, start: dict[str, Tenso
         optimizers=make_optimizers(
             model, recipe.optim, on_device=hardware.device if hardware.graph else None, compile=hardware.compile
         ),
-        averaged=Averaged(model, recipe.ema, steps) if recipe.ema else None,
+        averaged=Averaged(model, share, steps) if (share := recipe.ema_share(steps)) else None,
         draws=Generator(hardware.device).manual_seed(recipe.seed),
         totals=torch.zeros(3, device=hardware.device, dtype=torch.float64),  # fp32 counts to 16 million
         first_bad=torch.full((), -1, device=hardware.device),

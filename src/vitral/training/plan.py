@@ -80,6 +80,8 @@ def shaped_like(plan: Recipe, init: str, heads: int | None = None) -> Recipe:
     checkpoint = weights.read(init, heads=heads)
     seen = checkpoint.preprocessing
     ours = {name: getattr(plan.model, name) for name in REGULARISATION}
+    if plan.own_size:
+        ours["image_size"] = plan.model.image_size
     return replace(
         plan,
         init=init,

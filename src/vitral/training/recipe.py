@@ -58,6 +58,7 @@ class Optim:
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"  # muon: for the encoder's matrices, AdamW for the rest
     lr: float = 1e-3
+    lr_batch: int = 0  # lr is meant for a batch of so many images and grows with the batch; 0: lr is what it is
     weight_decay: float = 0.05  # on matrices; norms, biases, tokens and positions are spared
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW
     momentum: float = 0.9  # SGD
@@ -72,7 +73,7 @@ class Optim:
             raise ValueError(f"optim.lr must be above 0, not {self.lr}")
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"optim.layer_decay must be above 0 and at most 1, not {self.layer_decay}")
-        for name in ("weight_decay", "clip", "warmup", "final_lr"):
+        for name in ("lr_batch", "weight_decay", "clip", "warmup", "final_lr"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"optim.{name} must not be negative, not {getattr(self, name)}")
         for name, shares in (("betas", self.betas), ("momentum", (self.momentum,))):
@@ -91,6 +92,7 @@ class Recipe:
     augment: Augment = field(default_factory=Augment)
     optim: Optim = field(default_factory=Optim)
     init: str = ""  # a checkpoint to begin from: a file, a folder, a run, hf:owner/name; empty: from scratch
+    own_size: bool = False  # with init: images of the recipe's size, not of the checkpoint's
     freeze: str = ""  # "backbone": only the head learns; a number: so many blocks and the embedding stay as they are
     epochs: int = 10
     batch: int = 128
@@ -101,6 +103,7 @@ class Recipe:
     class_weights: Literal["none", "balanced"] = "none"  # balanced: rare classes weigh more in the loss
     label_smoothing: float = 0.0
     ema: float = 0.0  # memory of the averaged weights as a share of the run; 0: no averaging
+    ema_decay: float = 0.0  # the same as a number a step, as papers have it: 0.99996 remembers 25,000 steps
     seed: int = 0
     device: Device = "auto"
     precision: Precision = "auto"
@@ -117,15 +120,26 @@ class Recipe:
         for name, least in (("epochs", 1), ("batch", 1), ("accumulate", 1), ("keep", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        for name in ("label_smoothing", "ema"):
+        for name in ("label_smoothing", "ema", "ema_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        if self.ema and self.ema_decay:
+            raise ValueError(f"ema and ema_decay both say how long the average remembers: {self.ema}, {self.ema_decay}")
         if self.accumulate > self.batch:
             raise ValueError(f"accumulate must be at most the batch, {self.batch}, not {self.accumulate}")
         if self.sampling == self.class_weights == "balanced":
             raise ValueError("sampling and class_weights must not both be balanced: rare classes would count twice")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be at least 0 and below 2**32, not {self.seed}")
+
+    @property
+    def lr_scale(self) -> float:
+        """What the learning rate is multiplied by for the size of the batch."""
+        return self.batch / self.optim.lr_batch if self.optim.lr_batch else 1.0
+
+    def ema_share(self, steps: int) -> float:
+        """Of a run of so many steps, what the averaged weights remember; 0: no averaging."""
+        return 1 / ((1 - self.ema_decay) * steps) if self.ema_decay else self.ema
 
     @property
     def frozen(self) -> tuple[str, ...]:

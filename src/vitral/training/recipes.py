@@ -1,4 +1,7 @@
-"""Named recipes: plain functions, each complete, with what it was measured to reach in its docstring."""
+"""Named recipes: plain functions, each complete, with what it was measured to reach in its docstring.
+
+Ours are here, the papers' in papers.py.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 from vitral.data.augment import Augment
 from vitral.errors import unknown
+from vitral.training import papers
 from vitral.training.recipe import Data, Optim, Recipe
 from vitral.vit import ViTConfig
 
@@ -107,7 +111,7 @@ def cifar100() -> Recipe:
 
 
 def folder_finetune() -> Recipe:
-    """Photographs in class folders, beginning from a checkpoint: a few minutes on two cores for a few hundred."""
+    """Photographs in class folders, from a checkpoint: a few minutes on two cores for a few hundred."""
     return Recipe(
         name="folder-finetune",
         data=Data(name="photos", validation=0.15),
@@ -122,7 +126,7 @@ def folder_finetune() -> Recipe:
 
 
 def folder_scratch() -> Recipe:
-    """Photographs in class folders, from random weights: needs thousands of images; with fewer, give --init."""
+    """Photographs in class folders, from scratch: needs thousands of images; with fewer, give --init."""
     return Recipe(
         name="folder-scratch",
         data=Data(name="photos", validation=0.15, crop=0.9),
@@ -144,16 +148,30 @@ def gray(**settings: Any) -> ViTConfig:
     return ViTConfig(**shared | settings)
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {
-    "digits": digits,
-    "mnist": mnist,
-    "mnist-quick": mnist_quick,
-    "fashion-mnist": fashion_mnist,
-    "cifar10": cifar10,
-    "cifar100": cifar100,
-    "folder-finetune": folder_finetune,
-    "folder-scratch": folder_scratch,
+GROUPS: dict[str, dict[str, Callable[[], Recipe]]] = {
+    "Known sets": {
+        "digits": digits,
+        "mnist": mnist,
+        "mnist-quick": mnist_quick,
+        "fashion-mnist": fashion_mnist,
+        "cifar10": cifar10,
+        "cifar100": cifar100,
+    },
+    "Your photographs": {
+        "folder-finetune": folder_finetune,
+        "folder-scratch": folder_scratch,
+    },
+    "Papers": {
+        "vit-in1k": papers.vit_in1k,
+        "vit-in21k": papers.vit_in21k,
+        "vit-finetune": papers.vit_finetune,
+        "deit": papers.deit,
+        "deit-384": papers.deit_384,
+        "plain-s16": papers.plain_s16,
+        "augreg-in1k": papers.augreg_in1k,
+    },
 }
+RECIPES = {name: make for group in GROUPS.values() for name, make in group.items()}
 
 
 def named(name: str) -> Recipe:
