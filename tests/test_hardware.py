@@ -50,7 +50,7 @@ def test_each_process_of_a_group_takes_its_own_gpu(machine: Any, monkeypatch: py
     assert chosen.device == torch.device("cuda", 3)
     assert (chosen.world.rank, chosen.world.size, chosen.world.first) == (7, 8, False)
     assert met == ["cuda:3", "cpu:gloo,cuda:nccl"]
-    assert chosen.reasons["world"] == "started as process 7 of 8, GPUs talk through nccl"
+    assert chosen.reasons["world"] == "8 processes, which talk through nccl"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(VitralError, match="process 3 on this machine has no GPU of its own: PyTorch sees 2"):
         choose()

@@ -50,7 +50,8 @@ def look():
     return found
 said["each"] = world.each(look)
 agreement = Agreement(world, 2)
-said["flags"] = [agreement.known(world.rank == 1 and step == 2, step == 4) for step in range(5)] + [agreement.finish()]
+said["flags"] = [agreement.known(world.rank == 1 and step == 2, step == 4) for step in range(5)]
+said["flags"].append(agreement.finish(world.rank == 0, False))
 out.write_text(json.dumps(said))
 """
 
@@ -84,7 +85,7 @@ def test_the_first_of_a_machine_goes_first(told: list[dict[str, object]]) -> Non
 
 def test_a_flag_is_known_to_all_one_step_later(told: list[dict[str, object]]) -> None:
     for said in told:
-        flags = [False, False], [False, False], [False, False], [True, False], [False, False], [False, True]
+        flags = [False, False], [False, False], [False, False], [True, False], [False, False], [True, True]
         assert said["flags"] == list(flags)
 
 

@@ -39,6 +39,9 @@ class GPU:
     def usable(self) -> float:
         return self.memory * (1 - SPARE) - CONTEXT
 
+    def with_memory(self, memory: float) -> GPU:
+        return replace(self, memory=memory)
+
 
 # NVIDIA's data sheets of the SXM boards and cards; NVLink's figure there is the sum of both directions.
 GPUS: dict[str, GPU] = {

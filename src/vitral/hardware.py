@@ -172,11 +172,10 @@ def choose(
 
 def _backend(device: torch.device, world: World) -> tuple[str, str]:
     """Which library carries tensors between the processes. What lies on the CPU, flags and names, goes by gloo."""
-    started = f"started as process {world.rank} of {world.size}"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        return "cpu:gloo,cuda:nccl", f"{started}, GPUs talk through nccl"
-    return "gloo", f"{started}, CPUs talk through gloo"
+        return "cpu:gloo,cuda:nccl", f"{world.size} processes, which talk through nccl"
+    return "gloo", f"{world.size} processes, which talk through gloo"
 
 
 def _device(wish: Device, world: World = ALONE) -> tuple[torch.device, str]:

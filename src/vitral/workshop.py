@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,10 @@ from vitral.judge import SplitName
 from vitral.predict import Predictor
 from vitral.report import figures
 from vitral.report.features import check_features_path, write_features
-from vitral.run import Run, write_atomically
+from vitral.run import ModelCard, Run, write_atomically
 from vitral.training.display import Display
 from vitral.training.loop import fit
+from vitral.training.parallel import Way, way_of
 from vitral.training.plan import Prepared, of_size, plan_for, prepare
 from vitral.training.recipe import Recipe, read_recipe
 from vitral.variants import VARIANTS
@@ -57,7 +60,6 @@ def train(
     "R26+S/32"), and `heads`, for a checkpoint that does not tell. With `resume`, an interrupted run goes on exactly
     where it was.
     """
-    console = Console(quiet=quiet, highlight=False)
     if resume is not None:
         if data or recipe or out or changes:
             raise VitralError(
@@ -71,10 +73,15 @@ def train(
         asked = {name: changes.pop(name, None) for name in ("init", "preset", "heads")}
         plan = plan_for(data, recipe, **asked).changed(changes)
         run = None
-        if out is not None:  # before anything is fetched
-            Run.check_free(Path(out))
+    world = choose(device=plan.device).world
+    console = Console(quiet=quiet or not world.first, highlight=False)
+    if run is None and (before := world.tell(lambda: earlier_attempt(out))):
+        run = Run.open(before)
+        plan = read_recipe(run.recipe_file)
+    elif run is None and out is not None:  # before anything is fetched
+        world.tell(lambda: Run.check_free(Path(out)))
     console.print(f"vitral {__version__}\n")
-    ready = prepare(plan, progress=not quiet)
+    ready = world.each(lambda: prepare(plan, progress=not quiet))
     plan, dataset = ready.recipe, ready.dataset
     steps = max(len(dataset.train) // plan.batch, 1)
     hardware = choose(
@@ -84,19 +91,48 @@ def train(
         width=plan.model.width,
         steps=steps * plan.epochs,
     )
+    way = way_of(plan, hardware)
     if run is None:
-        run = Run.create(RUNS, plan.name, Path(out) if out else None)
-        write_atomically(run.recipe_file, plan.to_toml())
-        write_atomically(run.environment_file, json.dumps(environment(plan, dataset, hardware), indent=2) + "\n")
+        run = Run(world.tell(lambda: create(plan, dataset, hardware, way, out)))
     else:
         check_same_data(run, dataset)
-    introduce(console, ready, hardware, run)
-    with run.alone(), Display(console, steps) as watch:
-        fit(plan, dataset, ready.preprocessing, run, hardware, watch, ready.start)
-    return finish(run, plan, dataset, console)
+    introduce(console, ready, hardware, way, run)
+    with world.guarded(), ExitStack() as held:
+        world.tell(lambda: held.enter_context(run.alone()))
+        with Display(console, steps) as watch:
+            fit(plan, dataset, ready.preprocessing, run, hardware, watch, ready.start)
+        return finish(run, plan, dataset, console)
 
 
-def introduce(console: Console, ready: Prepared, hardware: Hardware, run: Run) -> None:
+def earlier_attempt(out: str | Path | None) -> Path | None:
+    """The run that these processes were in, where torchrun has started them again after one died."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    if out is not None:
+        return Path(out) if (Path(out) / "recipe.toml").is_file() else None
+    for file in sorted(RUNS.glob("*/environment.json"), key=lambda file: -file.stat().st_mtime):
+        with suppress(OSError, ValueError, AttributeError):
+            if json.loads(file.read_text(encoding="utf-8")).get("launch") == launch():
+                return file.parent
+    return None
+
+
+def launch() -> str | None:
+    """What is the same after torchrun has started its processes again: its run id, or else its process."""
+    if (name := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
+        return None
+    return f"{platform.node()} {os.getppid()}" if name == "none" else name
+
+
+def create(plan: Recipe, dataset: Dataset, hardware: Hardware, way: Way, out: str | Path | None) -> Path:
+    """The run folder, with what is known before the first step."""
+    run = Run.create(RUNS, plan.name, Path(out) if out else None)
+    write_atomically(run.recipe_file, plan.to_toml())
+    write_atomically(run.environment_file, json.dumps(environment(plan, dataset, hardware, way), indent=2) + "\n")
+    return run.path
+
+
+def introduce(console: Console, ready: Prepared, hardware: Hardware, way: Way, run: Run) -> None:
     plan, dataset = ready.recipe, ready.dataset
     with torch.device("meta"):
         parameters = sum(p.numel() for p in VARIANTS[plan.variant](plan.model).parameters())
@@ -111,12 +147,13 @@ def introduce(console: Console, ready: Prepared, hardware: Hardware, run: Run) -
         + f"recipe    {plan.name}: {o.name} {o.lr * plan.lr_scale:g}, {plan.epochs} epochs, batch {plan.batch}, "
         f"{o.schedule} schedule\n"
         f"hardware  {hardware}\n"
-        f"run       {run}\n",
+        + (f"parallel  {way.name}: {way.reason}\n" if hardware.world.size > 1 else "")
+        + f"run       {run}\n",
         soft_wrap=True,
     )
 
 
-def environment(plan: Recipe, dataset: Dataset, hardware: Hardware) -> dict[str, Any]:
+def environment(plan: Recipe, dataset: Dataset, hardware: Hardware, way: Way) -> dict[str, Any]:
     """Where and with what a run was made."""
     return {
         "vitral": __version__,
@@ -127,7 +164,10 @@ def environment(plan: Recipe, dataset: Dataset, hardware: Hardware) -> dict[str,
         "precision": hardware.precision,
         "compile": hardware.compile,
         "threads": torch.get_num_threads(),
-        "reasons": hardware.reasons,
+        "processes": hardware.world.size,
+        "parallel": way.name,
+        "reasons": {**hardware.reasons, "parallel": way.reason},
+        "launch": launch(),
         "seed": plan.seed,
         "git": git_revision(),
         "command": shlex.join(sys.argv),
@@ -158,9 +198,9 @@ def check_same_data(run: Run, dataset: Dataset) -> None:
 
 
 def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predictor:
-    """Read the test set, once; draw the pictures; say what came out and what to try next."""
+    """Read the test set, once, all processes together; the first draws the pictures and says what came out."""
     predictor = Predictor.load(run.path, device=plan.device)
-    judge.calibrate_model(predictor, dataset.validation)
+    world = predictor.hardware.world
     if len(dataset.test):
         split, name, seen = (
             of_size(dataset.test, predictor.card.preprocessing),
@@ -169,7 +209,29 @@ def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predic
         )
     else:
         split, name, seen = dataset.validation, "validation", "images, on which the epoch was chosen: no test images"
-    metrics = measure(predictor.logits(split.images), split.labels, predictor.classes)
+    metrics = measure(predictor.logits_together(split.images), split.labels, predictor.classes)
+
+    def rest() -> ModelCard:
+        judge.calibrate_model(predictor, dataset.validation)
+        conclude(run, plan, dataset, predictor, split, name, seen, metrics, console)
+        return predictor.card
+
+    predictor.card = world.tell(rest)
+    return predictor
+
+
+def conclude(
+    run: Run,
+    plan: Recipe,
+    dataset: Dataset,
+    predictor: Predictor,
+    split: Split,
+    name: str,
+    seen: str,
+    metrics: Metrics,
+    console: Console,
+) -> None:
+    """What the test set said: as a file, as pictures, and for the person, with what to try next."""
     write_atomically(run.test_file, json.dumps({"split": name} | metrics.as_dict(), indent=2) + "\n")
     try:
         example = draw(run, predictor, split, metrics)
@@ -191,7 +253,6 @@ def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predic
         f"       {command()} train {dataset.name} --recipe {run.recipe_file} --epochs {2 * plan.epochs}",
         soft_wrap=True,
     )
-    return predictor
 
 
 def command() -> str:
@@ -222,7 +283,7 @@ def evaluate(path: str | Path, *, data: str | None = None, split: SplitName = "t
     Where a folder has no such split, all of its images are asked if it is another folder than the trained one.
     """
     asked = judge.question(path, data, split)
-    return measure(asked.predictor.logits(asked.split.images), asked.split.labels, asked.predictor.classes)
+    return measure(asked.predictor.logits_together(asked.split.images), asked.split.labels, asked.predictor.classes)
 
 
 def calibrate(path: str | Path, *, score: Score = "energy", false_alarms: float = FALSE_ALARMS) -> Calibration:

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from vitral.errors import VitralError
 
@@ -114,8 +116,11 @@ def join(world: World, backend: str) -> None:
     """Meet the other processes, once."""
     if world.size == 1 or dist.is_initialized():
         return
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store still has dead processes' addresses
     try:
-        dist.init_process_group(backend, timeout=PATIENCE)
+        store, rank, size = next(rendezvous("env://", world.rank, world.size, timeout=PATIENCE))
+        store = PrefixStore(f"vitral/{attempt}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise VitralError(
             f"process {world.rank} of {world.size} cannot meet the others: {_short(error)}",
@@ -152,13 +157,14 @@ class Agreement:
         self.asked = raised, dist.all_reduce(raised, op=dist.ReduceOp.MAX, async_op=True)
         return found
 
-    def finish(self) -> tuple[bool, ...]:
-        """What was raised last; at the end of an epoch, where all meet anyway."""
+    def finish(self, *mine: bool) -> tuple[bool, ...]:
+        """What was raised until now, where all meet anyway and may wait: at the end of an epoch."""
+        before = self.known(*mine)
         if self.asked is None:
-            return (False,) * self.flags
+            return before
         (raised, work), self.asked = self.asked, None
         work.wait()
-        return tuple(bool(flag) for flag in raised.tolist())
+        return tuple(bool(now) or then for now, then in zip(raised.tolist(), before, strict=True))
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,8 @@ def _tried(make: Callable[[], Any]) -> _Outcome:
         return _Outcome(made=make())
     except VitralError as error:
         return _Outcome(failed=(error.what, error.hint))
+    except OSError as error:
+        return _Outcome(failed=(f"{error.filename or 'the system'}: {error.strerror or error}", ""))
 
 
 def _number(name: str, otherwise: int) -> int:

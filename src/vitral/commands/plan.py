@@ -47,7 +47,7 @@ def run(words: list[str]) -> int:
     chosen = parse(Wish, words, "plan", default=Wish(preset=name or "B/16", config=preset(name or "B/16")))
     gpu = estimate.gpu_named(chosen.gpu)
     if chosen.memory is not None:
-        gpu = estimate.GPU(memory=chosen.memory * estimate.GB, bf16=gpu.bf16, fp32=gpu.fp32, link=gpu.link)
+        gpu = gpu.with_memory(chosen.memory * GB)
     try:
         plan = estimate.Plan(
             config=chosen.config,
@@ -59,7 +59,7 @@ def run(words: list[str]) -> int:
             ema=chosen.ema,
             gpu=gpu,
             gpus_per_node=chosen.gpus_per_node,
-            network=chosen.network * estimate.GB,
+            network=chosen.network * GB,
             mfu=chosen.mfu,
         )
     except ValueError as error:

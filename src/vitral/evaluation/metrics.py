@@ -6,6 +6,7 @@ Shapes:  N images   K classes
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +14,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.data.images import Pixels
+from vitral.data.images import Pixels, batches_of
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.hardware import Hardware
 
 
-@torch.inference_mode()
 def logits_of(
     model: nn.Module, images_NCHW: Pixels, preprocessing: Preprocessing, hardware: Hardware, batch: int = 512
 ) -> Tensor:
     """The model's answers for uint8 images: N K, fp32, on the device."""
     if not len(images_NCHW):
         raise VitralError("there are no images to evaluate")
+    return _answers(model, images_NCHW.split(batch), preprocessing, hardware)
+
+
+def logits_together(
+    model: nn.Module, images_NCHW: Pixels, preprocessing: Preprocessing, hardware: Hardware, batch: int = 512
+) -> Tensor:
+    """The same, computed by all processes together, each its share; every process gets all of it, each image once.
+
+    Shares are of one size, filled up with the last image: a divided model needs all processes at every batch.
+    """
+    world, N = hardware.world, len(images_NCHW)
+    if world.size == 1 or not N:
+        return logits_of(model, images_NCHW, preprocessing, hardware, batch)
+    each = -(-N // world.size)
+    mine = torch.arange(each * world.rank, each * (world.rank + 1)).clamp(max=N - 1)
+    answers = _answers(model, batches_of(images_NCHW, mine.split(batch)), preprocessing, hardware)
+    return world.stack(answers)[:N]
+
+
+@torch.inference_mode()
+def _answers(model: nn.Module, batches: Iterable[Tensor], preprocessing: Preprocessing, hardware: Hardware) -> Tensor:
     answers = []
-    for images in images_NCHW.split(batch):
+    for images in batches:
         with hardware.autocast():
             answers.append(model(preprocessing.normalise(images.to(hardware.device))).float())
     return torch.cat(answers)

@@ -8,6 +8,7 @@ not seen here. Whatever moves is in `State`, so that a checkpoint is a State and
 
 from __future__ import annotations
 
+import copy
 import math
 import signal
 import threading
@@ -28,17 +29,21 @@ from vitral.data.datasets import Dataset
 from vitral.data.loader import Loader, on_device
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.evaluation.metrics import logits_of, measure
+from vitral.evaluation.metrics import logits_of, logits_together, measure
 from vitral.hardware import Hardware
-from vitral.run import ModelCard, Run, load_weights, save_model, save_weights
+from vitral.run import ModelCard, Run, save_model, save_weights
+from vitral.run import load_weights as read_weights
 from vitral.training import checkpoint
+from vitral.training.divided import load_weights, parameters_of, placed_state, weights_of, whole
 from vitral.training.loss import balanced_weights, guessing, losses, start_at_even_odds
 from vitral.training.memory import recompute_blocks
 from vitral.training.optim import Averaged, learning_rate, make_optimizers, restore_optimizer, set_learning_rate
+from vitral.training.parallel import divide, forward_of, last_part, way_of
 from vitral.training.recipe import Recipe
 from vitral.training.trouble import Diverged, where_it_breaks
 from vitral.variants import VARIANTS
 from vitral.vit import ViT
+from vitral.world import Agreement
 
 READ_EVERY = 50  # steps between looks at the device; in between it runs ahead of Python
 EXPLODED = 1000  # times the loss of guessing: no training comes back from there
@@ -91,6 +96,7 @@ class State:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "draws": self.draws.get_state(),
             "random": hardware.random_state(),
+            "randoms": hardware.world.gather([hardware.random_state()]),  # of every process
             "totals": self.totals,
             "epoch": self.epoch,
             "position": self.position,
@@ -101,22 +107,38 @@ class State:
         }
 
     def restore(self, saved: dict[str, Any], hardware: Hardware) -> None:
-        self.model.load_state_dict(saved["model"])
+        load_weights(self.model, saved["model"])
         if self.averaged is not None:
-            self.averaged.model.load_state_dict(saved["averaged"])
+            load_weights(self.averaged.model, saved["averaged"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-            restore_optimizer(optimizer, state)
+            restore_optimizer(optimizer, placed_state(optimizer, state))
         if saved["draws"].shape == self.draws.get_state().shape:
             self.draws.set_state(saved["draws"])
         else:  # made on another kind of device: its draws cannot be continued here, only begun anew
             self.draws.manual_seed(saved["step"])
-        hardware.set_random_state(saved["random"])
+        world, randoms = hardware.world, saved.get("randoms", [saved["random"]])
+        if len(randoms) == world.size:
+            hardware.set_random_state(randoms[world.rank])
+        elif world.first:
+            hardware.set_random_state(saved["random"])
+        else:  # made by another number of processes: this one's draws are begun anew
+            torch.manual_seed(own_seed(saved["step"], world.rank))
         self.totals.copy_(saved["totals"])
         self.epoch, self.position, self.step = saved["epoch"], saved["position"], saved["step"]
         self.seconds, self.best = saved["seconds"], saved["best"]
         self.rollbacks, self.rolled_to = saved.get("rollbacks", 0), saved.get("rolled_to", -1)
         self.first_bad.fill_(-1)
         self.halted.zero_()
+
+    def like(self, name: str) -> Tensor | None:
+        """The parameter that a saved tensor belongs to, by its name in `to_save`: "optimizers/0/state/5/exp_avg"."""
+        kind, _, rest = name.partition("/")
+        if kind == "optimizers":
+            which, _, index, _ = rest.split("/")
+            return parameters_of(self.optimizers[int(which)])[int(index)]
+        model = self.averaged.model if kind == "averaged" and self.averaged is not None else self.model
+        found: Tensor | None = model.state_dict().get(rest)
+        return found
 
 
 def fit(
@@ -133,7 +155,7 @@ def fit(
         if not len(split):
             raise VitralError(f"{dataset.name} has no {kind} images", "another --data.validation may leave some")
     watch = watch or Watch()
-    device = hardware.device
+    device, world = hardware.device, hardware.world
     loader = Loader(
         images=on_device(dataset.train.images, hardware),
         labels=dataset.train.labels.to(device),
@@ -146,7 +168,7 @@ def fit(
     state = begin(recipe, hardware, steps, start)
     if (saved := checkpoint.newest(run.checkpoints)) is not None:
         try:
-            content = checkpoint.load(saved)
+            content = checkpoint.load(saved, state.like, world)
             if content["recipe"] != recipe.essence():
                 raise ValueError("the recipe was changed")
             state.restore(content, hardware)
@@ -154,13 +176,13 @@ def fit(
             raise VitralError(
                 f"the checkpoint {saved} does not fit {run.recipe_file}", "put the recipe back, or begin a new run"
             ) from error
-    rows = [row for row in run.metrics() if row["epoch"] <= state.epoch]
-    run.write_metrics(rows)
-    forward = hardware.compiled(state.model) if recipe.recompute else hardware.forward(state.model)
+    rows = world.tell(lambda: taken_back(run, state.epoch))
+    forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute)
     weights_K = None
     if recipe.class_weights == "balanced":
         weights_K = balanced_weights(loader.labels, recipe.model.classes)
-    log = tensorboard(run) if recipe.tensorboard else None
+    log = tensorboard(run) if recipe.tensorboard and world.first else None
+    agreement = Agreement(world, flags=2)
 
     def step_on(images_BCHW: Tensor, labels_B: Tensor) -> None:
         train_step(forward, state, images_BCHW, labels_B, recipe, preprocessing, hardware, weights_K)
@@ -191,10 +213,11 @@ def fit(
                         loss = (state.totals[0] / state.totals[2]).item()
                         speed = clock.images_per_second(state)
                         watch.step(state.epoch + 1, state.position, loss, speed, clock.seconds_left(state, steps))
-                    if interrupt.is_set():
+                    stop, due = agreement.known(interrupt.is_set(), clock.due(recipe.checkpoint_minutes))
+                    if stop:
                         save(state, recipe, hardware, run, clock)
                         raise stopped(state, steps, run)
-                    if clock.due(recipe.checkpoint_minutes) and state.position < loader.steps:
+                    if due and state.position < loader.steps:
                         save(state, recipe, hardware, run, clock)
                 row = end_of_epoch(state, recipe, dataset, preprocessing, hardware, run)
             except Diverged as trouble:
@@ -204,22 +227,35 @@ def fit(
                 roll_back(state, recipe, hardware, run)
                 take_step = hardware.recorded(step_on, state.draws)  # what was restored lies elsewhere on the device
                 watch.said(f"{found.what}: back to step {state.step}, with 1/{2**state.rollbacks} of the learning rate")
-                rows = [row for row in rows if row["epoch"] <= state.epoch]
-                run.write_metrics(rows)
+                rows = world.tell(lambda: taken_back(run, state.epoch))
                 continue
             clock.stop(state)
             row |= {"seconds": round(state.seconds, 3), "images_per_second": round(clock.images_per_second(state), 1)}
             rows.append(row)
-            run.write_metrics(rows)
+            world.tell(partial(run.write_metrics, rows))
             save(state, recipe, hardware, run, clock)
             watch.epoch(row, clock.seconds_left(state, steps))
             if log is not None:
                 log(row)
-            if interrupt.is_set():  # while validating
+            if agreement.finish(interrupt.is_set(), False)[0]:  # while validating
                 raise stopped(state, steps, run)
 
+    if world.first:
+        leave_model(recipe, dataset, preprocessing, run, state)
+    world.tell(lambda: None)  # the others find the model there
+
+
+def taken_back(run: Run, epoch: int) -> list[dict[str, Any]]:
+    """The metrics until this epoch; later ones, of a training that went on from an earlier place, are forgotten."""
+    rows = [row for row in run.metrics() if row["epoch"] <= epoch]
+    run.write_metrics(rows)
+    return rows
+
+
+def leave_model(recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, run: Run, state: State) -> None:
+    """The best epoch's weights, with all that travels with them."""
     model = VARIANTS[recipe.variant](recipe.model)
-    model.load_state_dict(load_weights(run.checkpoints / "best.safetensors"))
+    model.load_state_dict(read_weights(run.checkpoints / "best.safetensors"))
     card = ModelCard(
         architecture=recipe.model,
         preprocessing=preprocessing,
@@ -241,13 +277,20 @@ def begin(recipe: Recipe, hardware: Hardware, steps: int, start: dict[str, Tenso
         start_at_even_odds(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(recipe.frozen))
-    model.to(hardware.device)
+    share = recipe.ema_share(steps)
+    copied = copy.deepcopy(model) if share else None
+    way = way_of(recipe, hardware)
+    for one in (model, copied):
+        if one is not None:
+            divide(one, way, hardware)
+    if not hardware.world.first:  # dropout and stochastic depth: other draws for other images
+        torch.manual_seed(own_seed(recipe.seed, hardware.world.rank))
     state = State(
         model=model.train(),
         optimizers=make_optimizers(
             model, recipe.optim, on_device=hardware.device if hardware.graph else None, compile=hardware.compile
         ),
-        averaged=Averaged(model, share, steps) if (share := recipe.ema_share(steps)) else None,
+        averaged=Averaged(model, share, steps, copied) if share else None,
         draws=Generator(hardware.device).manual_seed(recipe.seed),
         totals=torch.zeros(3, device=hardware.device, dtype=torch.float64),  # fp32 counts to 16 million
         first_bad=torch.full((), -1, device=hardware.device),
@@ -259,6 +302,11 @@ def begin(recipe: Recipe, hardware: Hardware, steps: int, start: dict[str, Tenso
     if recipe.recompute:
         recompute_blocks(model)
     return state
+
+
+def own_seed(seed: int, rank: int) -> int:
+    """Of one process among several."""
+    return (seed + rank * 0x9E3779B97F4A7C15) % 2**63
 
 
 def train_step(
@@ -277,7 +325,7 @@ def train_step(
     """
     loss, right = look(forward, state, images_BCHW, labels_B, recipe, preprocessing, hardware, weights_K)
     gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
+    norm = whole(nn.utils.get_total_norm(gradients))
     if recipe.optim.clip:
         nn.utils.clip_grads_with_norm_(state.model.parameters(), recipe.optim.clip, norm)
     good = norm.isfinite() & loss.isfinite() & (loss < EXPLODED * guessing(recipe.model.classes))
@@ -303,23 +351,26 @@ def look(
 ) -> tuple[Tensor, Tensor]:
     """Mean loss and number of right answers; the gradients stay in the parameters.
 
-    The batch is varied and mixed as a whole, then computed in as many parts as the recipe accumulates. Each part
-    counts by its images, so the gradient is that of the whole batch at once.
+    The batch is varied and mixed as a whole; each process computes its share of it, in as many parts as the recipe
+    accumulates. Each part counts by its images, so the gradient is that of the whole batch at once.
     """
-    B = len(labels_B)
+    B, world = len(labels_B), hardware.world
     targets_BK = F.one_hot(labels_B, recipe.model.classes).float()
     images = preprocessing.normalise(recipe.augment.move(images_BCHW, state.draws, preprocessing.image_size))
     images, targets_BK = recipe.augment.mix(images, targets_BK, state.draws)
     total, right = torch.zeros((), device=images.device), torch.zeros((), device=images.device)
-    parts = (batch.tensor_split(min(recipe.accumulate, B)) for batch in (images, targets_BK, labels_B))
-    for part, targets, labels in zip(*parts, strict=True):
-        with hardware.autocast():
-            logits = forward(part)
-        logits = logits.float()
-        loss = losses(logits, targets, recipe.loss, recipe.label_smoothing, weights_K).sum() / B
-        loss.backward()
+    mine, count = slice(world.share(B).start, world.share(B).stop), min(recipe.accumulate, B // world.size)
+    parts = (batch[mine].tensor_split(count) for batch in (images, targets_BK, labels_B))
+    for index, (part, targets, labels) in enumerate(zip(*parts, strict=True), start=1):
+        with last_part(forward, index == count):
+            with hardware.autocast():
+                logits = forward(part)
+            logits = logits.float()
+            loss = losses(logits, targets, recipe.loss, recipe.label_smoothing, weights_K).sum() / B
+            (loss * world.size).backward()  # gradients are averaged over the processes, and should be added up
         total += loss.detach()
         right += (logits.detach().argmax(dim=1) == labels).sum()
+    total, right = world.sum(torch.stack([total, right])).unbind()
     return total, right
 
 
@@ -329,7 +380,7 @@ def end_of_epoch(
     """Ask the validation images, keep the weights if they are the best so far, and turn the page."""
     loss, right, images = state.totals.tolist()
     answering = state.answering.eval()
-    logits = logits_of(answering, dataset.validation.images, preprocessing, hardware)
+    logits = logits_together(answering, dataset.validation.images, preprocessing, hardware)
     state.model.train()
     found = measure(logits, dataset.validation.labels, dataset.classes)
     if not math.isfinite(found.loss):  # the last step's own loss was; these weights must not be saved
@@ -338,7 +389,8 @@ def end_of_epoch(
         raise Diverged(f"the validation loss is not finite after step {state.step}, {where}", state.step)
     if not state.best or (found.top1, -found.loss) > (state.best["top1"], -state.best["loss"]):
         state.best = {"epoch": state.epoch + 1, "top1": found.top1, "loss": found.loss}
-        save_weights(run.checkpoints / "best.safetensors", answering.state_dict())
+        best = weights_of(answering)
+        hardware.world.tell(lambda: save_weights(run.checkpoints / "best.safetensors", best))
     row = {
         "epoch": state.epoch + 1,
         "step": state.step,
@@ -376,7 +428,7 @@ def explain(
 ) -> Diverged:
     """Compute the bad step once more, with the weights and the draws it had, and name the module it breaks in."""
     what = trouble.what
-    for step, draws, random in before:
+    for step, draws, random in reversed(before):  # after a rollback a step stands there more than once
         if step != trouble.step:
             continue
         images, labels = next(loader.epoch(state.epoch, start=state.position - (state.step - step)))
@@ -384,11 +436,14 @@ def explain(
         hardware.set_random_state(random)
         batch = (images, labels, recipe, preprocessing, hardware, weights_K)
         where, loss = where_it_breaks(state.model, partial(_loss_again, state, *batch))
+        everywhere = hardware.world.gather([where])  # only the process with the bad image may have seen it
+        where = next((found for found in everywhere if found.startswith("first")), where)
         if loss.isfinite():
             what = f"the gradient is not finite at step {step + 1}"
             if not where.startswith("first"):
                 what = f"the loss is {loss:.1e} at step {step + 1}"
         what += f", {where}"
+        break
     saved = checkpoint.newest(run.checkpoints)
     kept = f"the last good state is {saved}" if saved else "nothing was saved before"
     if recipe.on_nan == "rollback":
@@ -407,13 +462,15 @@ def roll_back(state: State, recipe: Recipe, hardware: Hardware, run: Run) -> Non
     rollbacks, best = state.rollbacks + 1, state.best  # the best weights stay, though their epoch may be taken back
     saved = checkpoint.newest(run.checkpoints)
     assert saved is not None
-    content = checkpoint.load(saved)
+    world = hardware.world
+    content = checkpoint.load(saved, state.like, world)
     if content["step"] == state.rolled_to and (older := checkpoint.newest(run.checkpoints, before=saved)):
-        saved.unlink()
-        content = checkpoint.load(older)
+        content = checkpoint.load(older, state.like, world)
+        world.tell(lambda: checkpoint.forget(saved))
     state.restore(content, hardware)
     state.rollbacks, state.rolled_to, state.best = rollbacks, state.step, best
-    checkpoint.save(run.checkpoints, state.step, {"recipe": recipe.essence(), **state.to_save(hardware)}, recipe.keep)
+    content = {"recipe": recipe.essence(), **state.to_save(hardware)}
+    checkpoint.save(run.checkpoints, state.step, content, recipe.keep, world)
 
 
 def save(state: State, recipe: Recipe, hardware: Hardware, run: Run, clock: Clock) -> None:
@@ -421,7 +478,7 @@ def save(state: State, recipe: Recipe, hardware: Hardware, run: Run, clock: Cloc
     check_finite(state)
     clock.stop(state)
     content = {"recipe": recipe.essence(), **state.to_save(hardware)}
-    checkpoint.save(run.checkpoints, state.step, content, recipe.keep)
+    checkpoint.save(run.checkpoints, state.step, content, recipe.keep, hardware.world)
 
 
 def stopped(state: State, steps: int, run: Run) -> Interrupted:

@@ -1,7 +1,8 @@
 """Muon (Jordan, 2024): momentum whose matrix is replaced by the nearest orthogonal one before each step.
 
 torch.optim.Muon goes matrix by matrix; here all matrices of one shape are orthogonalised together, which is what the
-blocks of a ViT offer: a few batched products a step instead of hundreds of small ones.
+blocks of a ViT offer: a few batched products a step instead of hundreds of small ones. A matrix of which each process
+holds some rows is gathered for it: its singular vectors cannot be had from rows alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vitral.hardware import bf16_is_faster
+from vitral.training.divided import placed, whole
 
 
 class Muon(Optimizer):
@@ -64,7 +66,7 @@ class Muon(Optimizer):
                     directions = [torch.where(self.found_inf > 0, 0.0, direction) for direction in directions]
                 torch._foreach_mul_(parameters, 1 - decay)
                 torch._foreach_mul_(directions, lr)
-                torch._foreach_sub_(parameters, directions)
+                torch._foreach_sub_(parameters, [placed(d, p) for d, p in zip(directions, parameters, strict=True)])
 
 
 def turn(gradients: list[Tensor], averages: list[Tensor], momentum: list[float], parts: list[int]) -> list[Tensor]:
@@ -75,7 +77,7 @@ def turn(gradients: list[Tensor], averages: list[Tensor], momentum: list[float],
     ahead = []
     for gradient, average, memory in zip(gradients, averages, momentum, strict=True):
         average.lerp_(gradient, 1 - memory)
-        ahead.append(gradient.lerp(average, memory))  # Nesterov
+        ahead.append(whole(gradient.lerp(average, memory)))  # Nesterov
     alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
     for matrix, count in zip(ahead, parts, strict=True):
         for piece in matrix.chunk(count):
@@ -90,8 +92,8 @@ def turn(gradients: list[Tensor], averages: list[Tensor], momentum: list[float],
     for matrix, count in zip(ahead, parts, strict=True):
         rows, columns = matrix.shape[0] // count, matrix.shape[1]
         found = [next(turned[min(rows, columns), max(rows, columns)]) for _ in range(count)]
-        whole = torch.cat([piece.mT if rows > columns else piece for piece in found])
-        directions.append(whole.to(matrix.dtype))
+        direction = torch.cat([piece.mT if rows > columns else piece for piece in found])
+        directions.append(direction.to(matrix.dtype))
     return directions
 
 

@@ -105,8 +105,9 @@ class Averaged:
     the memory is a share of the run, and shorter still in the first steps.
     """
 
-    def __init__(self, model: nn.Module, share: float, steps: int) -> None:
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+    def __init__(self, model: nn.Module, share: float, steps: int, copied: nn.Module | None = None) -> None:
+        """`copied`: for a model that is divided among processes, which cannot be copied any more."""
+        self.model = (copied or copy.deepcopy(model)).requires_grad_(False).eval()
         self.memory = max(share * steps, 1.0)
         self._averaged: list[Tensor] = list(self.model.parameters())
         self._current: list[Tensor] = list(model.parameters())

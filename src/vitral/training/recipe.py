@@ -108,6 +108,7 @@ class Recipe:
     device: Device = "auto"
     precision: Precision = "auto"
     compile: Compile = "auto"
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # of several processes: each the whole model, or a part of it
     checkpoint_minutes: float = 10.0  # besides the one after each epoch
     keep: int = 2  # checkpoints kept
     on_nan: Literal["stop", "rollback"] = "stop"  # rollback: to the last checkpoint, with half the learning rate
@@ -152,7 +153,8 @@ class Recipe:
 
     def essence(self) -> dict[str, Any]:
         """What decides the result: everything but where it is computed and what is kept on disk."""
-        rest = ("device", "precision", "compile", "recompute", "checkpoint_minutes", "keep", "on_nan", "tensorboard")
+        where = ("device", "precision", "compile", "parallel", "accumulate", "recompute")
+        rest = (*where, "checkpoint_minutes", "keep", "on_nan", "tensorboard")
         decides = {name: value for name, value in to_plain(self).items() if name not in rest}
         data = {name: value for name, value in decides["data"].items() if name not in ("pack", "unreadable", "workers")}
         return {**decides, "data": data}
