@@ -232,7 +232,10 @@ def test_a_killed_process_is_started_again_and_killed_once_more_ends_the_job_wit
     """kill -9 of the second process: torchrun starts both anew, they go on from the newest checkpoint."""
     words = ["train", "digits", "--epochs", "40", "--data.validation", "0.5", "--device", "cpu"]
     command = [*TORCHRUN, "--max-restarts", "1", "-m", "vitral", *words]  # no --out: the run is found again
-    job = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    at_once = os.environ | {"PYTHONUNBUFFERED": "1"}
+    job = subprocess.Popen(
+        command, cwd=tmp_path, env=at_once, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/step-*.pt")), job)
         first = process_of(1, job.pid)
@@ -241,7 +244,6 @@ def test_a_killed_process_is_started_again_and_killed_once_more_ends_the_job_wit
         seen = len(Run(folder).metrics())
         second = process_of(1, job.pid, other_than=first)
         wait_for(lambda: len(Run(folder).metrics()) >= seen + 2, job)
-        epochs = len(Run(folder).metrics())
         os.kill(second, signal.SIGKILL)
         begun = time.monotonic()
         out, said = job.communicate(timeout=90)
@@ -252,10 +254,8 @@ def test_a_killed_process_is_started_again_and_killed_once_more_ends_the_job_wit
     assert "Signal 9 (SIGKILL)" in said
     assert "rank      : 1" in said
     assert len(list((tmp_path / "runs").iterdir())) == 1
-    table = [line.split()[0] for line in out.splitlines() if line.rstrip().endswith("best") or "%" in line]
-    numbers = [int(word) for word in table if word.isdigit()]
-    assert numbers == sorted(numbers), "an epoch was done twice by a process that had saved it"
-    assert len(numbers) >= epochs - 1
+    again = out.split("images/s")[2].splitlines()[1:]  # the table of the second attempt
+    assert int(again[0].split()[0]) > 1, "it began anew, though the first epoch was saved"
     assert checkpoint.newest(folder / "checkpoints") is not None
 
 
