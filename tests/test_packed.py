@@ -16,7 +16,10 @@ import pytest
 import torch
 from PIL import Image
 
+import vitral
+from conftest import identical
 from test_folder import COLOURS, SEEN, photograph
+from vitral.commands import data
 from vitral.data import packed, reading
 from vitral.data.decode import decode
 from vitral.data.folder import load_files
@@ -24,6 +27,8 @@ from vitral.data.packed import is_packed, read_index, read_split, stand_in
 from vitral.data.reading import Reading, stored_like
 from vitral.data.sources import home
 from vitral.errors import VitralError
+from vitral.run import load_weights
+from vitral.training import plan
 
 
 @pytest.fixture
@@ -206,6 +211,8 @@ from vitral.data import workers
 from vitral.data.folder import load_files
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.run import load_weights
+from vitral.training import plan
 start = workers.Workers.__init__
 def tell(self, *args):
     start(self, *args)
@@ -259,3 +266,30 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_the_command_packs_what_training_then_uses_and_a_pack_can_be_carried_away(
+    photos, tmp_path, capsys, no_decoding
+):
+    assert data.run(["pack", str(photos), "--image-size", "32"]) == 0
+    said = capsys.readouterr().out
+    assert "80 train · 20 validation · 10 test, 35×35 pixels, 2 classes" in said
+    assert data.run(["pack", str(photos), "--image-size", "32", "--out", str(tmp_path / "mine.pack")]) == 0
+    no_decoding()
+    small = {"model.image_size": (32, 32), "model.width": 48, "model.depth": 1, "batch": 8, "epochs": 1}
+    vitral.train(str(photos), out=tmp_path / "one", **small)
+    shutil.rmtree(photos)
+    vitral.train(str(tmp_path / "mine.pack"), out=tmp_path / "two", **small)
+    weights = [load_weights(tmp_path / run / "model" / "weights.safetensors") for run in ("one", "two")]
+    assert identical(*weights)
+    other = vitral.train(str(tmp_path / "mine.pack"), out=tmp_path / "three", **{**small, "model.image_size": (48, 48)})
+    assert other.card.preprocessing.image_size == (48, 48)
+    photograph(photos / "a" / "0.jpg", COLOURS["ants"], 1)
+    photograph(photos / "b" / "0.jpg", COLOURS["bees"], 1)
+    with pytest.raises(VitralError, match=r"mine\.pack exists already"):
+        plan.pack(plan.plan_for(str(photos), None), tmp_path / "mine.pack")
+
+
+def test_a_known_set_needs_no_packing():
+    with pytest.raises(VitralError, match="mnist is a known set"):
+        plan.pack(plan.plan_for("mnist", None))

@@ -22,6 +22,7 @@ from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_dataset
 from vitral.data.folder import load_files, looks_like_files
 from vitral.data.preprocess import adapt
+from vitral.data.sequence import Items, is_sequence, name_of
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score
 from vitral.evaluation.metrics import Metrics, measure
@@ -44,7 +45,7 @@ RUNS = Path("runs")
 
 
 def train(
-    data: str | None = None,
+    data: str | Path | Items | None = None,
     *,
     recipe: Recipe | str | Path | None = None,
     out: str | Path | None = None,
@@ -54,14 +55,17 @@ def train(
 ) -> Predictor:
     """Train a ViT and return it, ready to be asked.
 
-    `data` is a known set ("mnist"), a folder with class folders or a CSV list; `recipe` a name, a TOML file or a
-    Recipe (default: the one that suits the data); `changes` are fields of the recipe, `init` among them:
+    `data` is a known set ("mnist"), a folder with class folders, a CSV list, shards, or any sequence of (image, label),
+    torchvision's and Hugging Face's data sets among them; `recipe` a name, a TOML file or a Recipe (default: the one
+    that suits the data); `changes` are fields of the recipe, `init` among them:
     `train("photos/", init="vit.safetensors", epochs=3, **{"optim.lr": 1e-3})`, `preset`, a model of the tables ("S/16",
     "R26+S/32"), and `heads`, for a checkpoint that does not tell. With `resume`, an interrupted run goes on exactly
-    where it was.
+    where it was; a sequence must be given again.
     """
+    items = data if is_sequence(data) else None
+    name = name_of(items) if items is not None else str(data) if data is not None else None
     if resume is not None:
-        if data or recipe or out or changes:
+        if (data is not None and items is None) or recipe or out or changes:
             raise VitralError(
                 "--resume goes on with a run as it is, so it takes no data, recipe, out or other settings"
             )
@@ -71,7 +75,7 @@ def train(
         plan = read_recipe(run.recipe_file)
     else:
         asked = {name: changes.pop(name, None) for name in ("init", "preset", "heads")}
-        plan = plan_for(data, recipe, **asked).changed(changes)
+        plan = plan_for(name, recipe, **asked).changed(changes)
         run = None
     world = choose(device=plan.device).world
     console = Console(quiet=quiet or not world.first, highlight=False)
@@ -81,7 +85,7 @@ def train(
     elif run is None and out is not None:  # before anything is fetched
         world.tell(lambda: Run.check_free(Path(out)))
     console.print(f"vitral {__version__}\n")
-    ready = world.each(lambda: prepare(plan, progress=not quiet))
+    ready = world.each(lambda: prepare(plan, progress=not quiet, items=items))
     plan, dataset = ready.recipe, ready.dataset
     steps = max(len(dataset.train) // plan.batch, 1)
     hardware = choose(

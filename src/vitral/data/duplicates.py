@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,13 +67,13 @@ def thumbnail(picture: Image.Image) -> Array:
     return np.asarray(picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR, reducing_gap=3.0))
 
 
-def thumbnails(files: Sequence[Path | bytes]) -> Array:
+def thumbnails(files: Sequence[Any], read: Callable[[Any], Path | bytes] = lambda file: file) -> Array:
     """Of each file, uint8, N 32 32 3; black, which is like nothing, where it cannot be read."""
     small = np.zeros((len(files), SIDE, SIDE, 3), dtype=np.uint8)
 
     def fill(index: int) -> None:
         try:
-            small[index] = thumbnail(decode(files[index], at_least=(SIDE, SIDE)))
+            small[index] = thumbnail(decode(read(files[index]), at_least=(SIDE, SIDE)))
         except NotAnImage:
             return
 

@@ -3,6 +3,7 @@
     photos/ants/*.jpg  photos/bees/*.jpg                    a share is held out for validation
     photos/train/ants  photos/val/ants  [photos/test/ants]  the splits that are there are used
     photos.csv                                              columns path, label and, if wanted, split
+    shards/{train,val}-{000..003}.tar                       WebDataset shards (see shards.py)
 
 Class names and their order come from the training images. Hidden folders and folders without images are no classes.
 """
@@ -23,16 +24,11 @@ from vitral.data.decode import image_files
 from vitral.data.duplicates import copies
 from vitral.data.packed import fingerprint, is_packed
 from vitral.data.preprocess import Preprocessing
-from vitral.data.reading import Listed, Reading, read, read_packed
+from vitral.data.reading import PREFIX, SPLITS, Listed, Reading, read, read_packed
+from vitral.data.shards import listed_shards, looks_like_shards
 from vitral.data.sources import home
 from vitral.data.workers import Source
 from vitral.errors import VitralError, nearest
-
-SPLITS = {
-    "train": "train", "training": "train",
-    "val": "validation", "valid": "validation", "validation": "validation", "dev": "validation",
-    "test": "test", "testing": "test",
-}  # fmt: skip
 
 Item = tuple[Path, int]  # a file and the number of its class
 
@@ -49,8 +45,9 @@ class Listing:
 
 
 def looks_like_files(name: str) -> bool:
-    """Whether a name means a folder or a list, not a known set."""
-    return name.endswith((".csv", "/", os.sep)) or os.sep in name or Path(name).is_dir()
+    """Whether a name means a folder, a list, shards or a Python sequence, not a known set."""
+    elsewhere = name.startswith(PREFIX) or looks_like_shards(name)
+    return elsewhere or name.endswith((".csv", "/", os.sep)) or os.sep in name or Path(name).is_dir()
 
 
 def listing(path: Path, validation: float) -> Listing:
@@ -138,12 +135,20 @@ def load_files(
     path: Path | str, preprocessing: Preprocessing, *, validation: float = 0.15, how: Reading | None = None
 ) -> Dataset:
     """A Dataset whose images are as large as `preprocessing` wants them before the crop, for crops to be drawn from."""
+    if str(path).startswith(PREFIX):
+        raise VitralError(
+            f"it was trained on a Python sequence ({str(path).removeprefix(PREFIX)}), which only Python can give again",
+            "vitral.train(sequence, resume=RUN) goes on; --data FOLDER evaluates on files",
+        )
     if is_packed(Path(path)):
         return read_packed(Path(path), preprocessing)
     return read(listed_files(path, validation), preprocessing, how or Reading())
 
 
 def listed_files(path: Path | str, validation: float) -> Listed:
+    """Which image belongs to which class and split, whatever kind of set it is."""
+    if looks_like_shards(str(path)):
+        return listed_shards(str(path), validation)
     found = listing(Path(path), validation)
     splits = {
         split: [(Source(str(file)), label) for file, label in getattr(found, split)]

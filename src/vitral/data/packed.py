@@ -81,7 +81,7 @@ def fingerprint(sources: Iterable[Source], *more: object) -> str:
 
 def write_index(folder: Path, index: Index) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _write_text(folder / INDEX, json.dumps(to_plain(index), indent=1))
+    write_text(folder / INDEX, json.dumps(to_plain(index), indent=1))
 
 
 def read_index(folder: Path) -> Index:
@@ -151,7 +151,7 @@ def pack_split(
                 folder.rmdir()  # if nothing else is in it
             raise
         kept = {"format": FORMAT, "labels": numbers.tolist(), "troubles": [troubles[row] for row in sorted(troubles)]}
-        _write_text(folder / f"{name}.json", json.dumps(kept))
+        write_text(folder / f"{name}.json", json.dumps(kept))
     found = read_split(folder, name)
     assert found is not None
     return found
@@ -245,7 +245,7 @@ def _shorten(file: Path, images: np.ndarray[Any, Any], count: int) -> None:
         opened.truncate(offset + count * int(np.prod(images.shape[1:], dtype=np.int64)))
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("w", encoding="utf-8") as file:

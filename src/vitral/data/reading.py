@@ -19,6 +19,12 @@ from vitral.data.stream import Streamed
 from vitral.data.workers import Source
 
 GIB = 2**30
+PREFIX = "sequence:"  # of the name that a recipe gives a set that exists in Python only
+SPLITS = {
+    "train": "train", "training": "train",
+    "val": "validation", "valid": "validation", "validation": "validation", "dev": "validation",
+    "test": "test", "testing": "test",
+}  # fmt: skip
 Labelled = tuple[Source, int]  # an image and the number of its class
 
 

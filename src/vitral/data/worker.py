@@ -20,13 +20,17 @@ from typing import Any
 import numpy as np
 
 from vitral.data.decode import NotAnImage, decode
+from vitral.data.remote import is_url, read_range
 from vitral.data.scale import pixels
+from vitral.errors import VitralError
 
 
 def read_source(where: str, offset: int, size: int) -> Path | bytes:
-    """A file as it is; a part of a shard as bytes."""
+    """A file as it is; a part of a shard, here or elsewhere, as bytes."""
     if size < 0:
         return Path(where)
+    if is_url(where):
+        return read_range(where, offset, size)
     with Path(where).open("rb") as file:
         file.seek(offset)
         return file.read(size)
@@ -44,8 +48,10 @@ def fill(
             target[row] = pixels(picture, (size[0], size[1]), channels, 1.0, interpolation)
         except NotAnImage as error:
             troubles[row] = error.what.replace("the image", f"{where} at byte {offset}")
+        except VitralError as error:
+            troubles[row] = error.what
         except OSError as error:
-            troubles[row] = f"{where}: {error.strerror or error}"
+            troubles[row] = f"{where} at byte {offset}: {error.strerror or error}"
     return troubles
 
 

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from vitral import weights
 from vitral.data.datasets import KNOWN, Dataset, Split, load
-from vitral.data.folder import load_files, looks_like_files
+from vitral.data.folder import listed_files, load_files, looks_like_files
+from vitral.data.packed import is_packed, read_index
 from vitral.data.preprocess import Preprocessing, adapt, measure
+from vitral.data.reading import pack_folder, read, stored_like
+from vitral.data.sequence import Items, load_sequence
 from vitral.data.sources import check_name
 from vitral.errors import VitralError
 from vitral.training.recipe import Recipe, read_recipe
@@ -102,9 +105,9 @@ class Prepared:
     notes: tuple[str, ...]  # for people
 
 
-def prepare(plan: Recipe, progress: bool = False) -> Prepared:
+def prepare(plan: Recipe, progress: bool = False, items: Items | None = None) -> Prepared:
     """Read the images, fill in what only they can say, and fit the checkpoint's weights to the model."""
-    dataset, plan = images_for(plan, progress)
+    dataset, plan = images_for(plan, progress, items)
     preprocessing = preprocessing_of(plan)
     start: dict[str, Tensor] | None = None
     notes: tuple[str, ...] = ()
@@ -117,12 +120,14 @@ def prepare(plan: Recipe, progress: bool = False) -> Prepared:
     return Prepared(recipe=plan, dataset=dataset, preprocessing=preprocessing, start=start, notes=notes)
 
 
-def images_for(plan: Recipe, progress: bool = False) -> tuple[Dataset, Recipe]:
-    """The data set, and the recipe with classes, mean and deviation filled in."""
+def images_for(plan: Recipe, progress: bool = False, items: Items | None = None) -> tuple[Dataset, Recipe]:
+    """The data set, from its name or from a sequence, and the recipe with classes, mean and deviation filled in."""
     C = plan.model.channels
-    if looks_like_files(plan.data.name):
-        blank = plan if plan.data.mean else replace(plan, data=replace(plan.data, mean=(0.5,) * C, std=(0.5,) * C))
-        seen = preprocessing_of(blank)
+    if items is not None:
+        seen = preprocessing_of(with_blank_mean(plan))
+        dataset = load_sequence(items, seen, validation=plan.data.validation, how=plan.data.how)
+    elif looks_like_files(plan.data.name):
+        seen = preprocessing_of(with_blank_mean(plan))
         dataset = load_files(plan.data.name, seen, validation=plan.data.validation, how=plan.data.how)
     else:
         dataset = load(plan.data.name, validation=plan.data.validation, progress=progress)
@@ -133,6 +138,27 @@ def images_for(plan: Recipe, progress: bool = False) -> tuple[Dataset, Recipe]:
         mean, std = (mean * 3, std * 3) if C == 3 else (mean[1:2], std[1:2])
     model = replace(plan.model, classes=len(dataset.classes))
     return dataset, replace(plan, data=replace(plan.data, mean=mean, std=std), model=model)
+
+
+def pack(plan: Recipe, out: Path | None = None) -> tuple[Path, Dataset]:
+    """Decode the photographs a recipe trains on, all splits of them, into the cache or a folder of one's own."""
+    if not looks_like_files(plan.data.name):
+        raise VitralError(f"{plan.data.name} is a known set: it needs no packing", "vitral data pack FOLDER")
+    listed, seen = listed_files(plan.data.name, plan.data.validation), preprocessing_of(with_blank_mean(plan))
+    folder, index = pack_folder(listed, stored_like(seen))
+    if out is not None:
+        if out.exists() and not (is_packed(out) and read_index(out).fingerprint == index.fingerprint):
+            raise VitralError(f"{out} exists already", "name a folder that does not")
+        folder = out
+    dataset = read(listed, seen, replace(plan.data.how, pack=float("inf")), into=folder)
+    _ = dataset.test  # which decodes it
+    return folder, dataset
+
+
+def with_blank_mean(plan: Recipe) -> Recipe:
+    """The recipe with some mean and deviation, where they are yet to be measured on what it reads."""
+    half = (0.5,) * plan.model.channels
+    return plan if plan.data.mean else replace(plan, data=replace(plan.data, mean=half, std=half))
 
 
 def preprocessing_of(plan: Recipe) -> Preprocessing:
