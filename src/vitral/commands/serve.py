@@ -26,6 +26,8 @@ def run(words: list[str]) -> int:
         port: int = 8000  # 0: any free one
         keys: Path | None = None  # a file with API keys, one a line; else they are read from VITRAL_API_KEYS
         device: Literal["auto", "cpu", "gpu"] = "auto"
+        precision: Literal["auto", "fp32", "bf16", "int8"] = "auto"  # auto: what vitral bench found, or fp32
+        threads: int | None = None  # that the model computes with
         log: Literal["auto", "text", "json"] = "auto"  # auto: text on a terminal, JSON lines elsewhere
         limits: Annotated[Limits, arg(name="")] = field(default_factory=Limits)
 
@@ -46,6 +48,8 @@ def run(words: list[str]) -> int:
         keys=read_keys(chosen.keys),
         limits=chosen.limits,
         device=chosen.device,
+        precision=chosen.precision,
+        threads=chosen.threads,
         log=usual if chosen.log == "auto" else chosen.log,
     )
     return 0

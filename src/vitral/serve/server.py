@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vitral.errors import VitralError
 from vitral.hardware import Device
+from vitral.inference.choice import Wish
 from vitral.predict import Predictor
 from vitral.serve.app import make_app
 from vitral.serve.guard import State, digests
@@ -175,6 +176,8 @@ def serve(
     keys: Sequence[str] = (),
     limits: Limits | None = None,
     device: Device = "auto",
+    precision: Wish = "auto",
+    threads: int | None = None,
     log: Log = "text",
 ) -> None:
     """Serve models until a signal says to stop."""
@@ -188,10 +191,10 @@ def serve(
         ThreadPoolExecutor(max(2, min(cores, 8)), thread_name_prefix="decode") as decoders,
         model_thread() as thread,
     ):
-        models = [
-            Served(name, Predictor.load(run, device=device, labels=labels), limits, decoders, thread, state.meters)
-            for name, run in zip(chosen, runs, strict=True)
-        ]
+        models = []
+        for name, run in zip(chosen, runs, strict=True):
+            predictor = Predictor.load(run, device=device, labels=labels, precision=precision, threads=threads)
+            models.append(Served(name, predictor, limits, decoders, thread, state.meters))
         log_to(sys.stderr, log)
         where = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         config = uvicorn.Config(
@@ -219,6 +222,7 @@ def announce(models: Sequence[Served], where: str, log: Log) -> None:
         logging.getLogger("vitral.serve").info("listening", extra={"fields": {"at": where, "models": said}})
         return
     for model in models:
-        described = f"{len(model.predictor.classes)} classes, version {model.version}, {model.predictor.hardware}"
+        asked = model.predictor
+        described = f"{len(asked.classes)} classes, version {model.version}, {asked.hardware.name}, {asked.choice}"
         print(f"{model.name:<16} {described}")
     print(f"\nThe page         {where}/\nFor programs     {where}/docs\nStop with Ctrl-C.\n", flush=True)
