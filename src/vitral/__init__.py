@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vitral.training.recipe import Recipe as Recipe
     from vitral.vit import ViT as ViT
     from vitral.vit import ViTConfig as ViTConfig
+    from vitral.workshop import compare as compare
     from vitral.workshop import demo as demo
     from vitral.workshop import embed as embed
     from vitral.workshop import evaluate as evaluate
@@ -39,6 +40,7 @@ _LIVES_IN = {
     "Recipe": "training.recipe",
     "ViT": "vit",
     "ViTConfig": "vit",
+    "compare": "workshop",
     "demo": "workshop",
     "embed": "workshop",
     "evaluate": "workshop",

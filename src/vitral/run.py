@@ -104,6 +104,11 @@ class ModelCard:
         check(self.variant, self.architecture)
 
 
+def fresh(root: Path, name: str) -> Path:
+    """A name under `root` that nobody has taken."""
+    return root / f"{name}-{time.strftime('%m%d')}-{secrets.token_hex(2)}"
+
+
 class Run:
     """A run folder that exists. Holds no state but its path."""
 
@@ -120,7 +125,7 @@ class Run:
     @classmethod
     def create(cls, root: Path, recipe_name: str, out: Path | None = None) -> Run:
         """A new folder under `root`, or `out` itself; one that already holds a run is refused."""
-        path = out or root / f"{recipe_name}-{time.strftime('%m%d')}-{secrets.token_hex(2)}"
+        path = out or fresh(root, recipe_name)
         run = cls(path)
         try:
             cls.check_free(path)

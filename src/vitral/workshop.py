@@ -33,7 +33,9 @@ from vitral.judge import SplitName
 from vitral.predict import Predictor
 from vitral.report import figures
 from vitral.report.features import check_features_path, write_features
-from vitral.run import ModelCard, Run, write_atomically
+from vitral.run import ModelCard, Run, fresh, write_atomically
+from vitral.training.compare import Comparison
+from vitral.training.compare import compare as compare_ways
 from vitral.training.display import Display
 from vitral.training.loop import fit
 from vitral.training.parallel import Way, way_of
@@ -294,6 +296,29 @@ def calibrate(path: str | Path, *, score: Score = "energy", false_alarms: float 
     """Fit temperature and threshold on the validation images, and write them into the model's config.json."""
     asked = judge.question(path, None, "validation")
     return judge.calibrate_model(asked.predictor, asked.split, score, false_alarms)
+
+
+def compare(
+    data: str | None = None,
+    init: str | None = None,
+    *,
+    recipe: Recipe | None = None,
+    seeds: int = 3,
+    out: str | Path | None = None,
+    quiet: bool = True,
+    **changes: Any,
+) -> Comparison:
+    """From scratch, a linear probe, or fine-tuning: all on the same split, with a sentence which to take.
+
+    Everything is kept in `out`, and what is already there is not repeated. `recipe` and `changes`: of the fine-tuning.
+    """
+    plan = recipe if recipe is not None else plan_for(data, None, init)
+    folder = Path(out) if out else fresh(RUNS, "compare")
+    console = Console(quiet=quiet, highlight=False)
+    console.print(f"vitral {__version__}\n\n{folder}: what is finished there is not repeated\n", soft_wrap=True)
+    result = compare_ways(plan.changed(changes), folder, seeds=seeds, said=console.print)
+    figures.comparison(result, folder / "comparison.png")
+    return result
 
 
 def probe(data: str, init: str | Path, *, out: str | Path | None = None, heads: int | None = None) -> ProbeResult:

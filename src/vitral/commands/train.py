@@ -1,5 +1,6 @@
 """Train on class folders or a known set."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from vitral.errors import VitralError
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import Positional, arg
+    from tyro.conf import FlagCreatePairsOff, Positional, arg
 
     from vitral import workshop
     from vitral.training.plan import plan_for
@@ -44,9 +45,24 @@ def run(words: list[str]) -> int:
         settings: Annotated[Recipe, arg(name="")]
         heads: int | None = None  # of a checkpoint (--init) whose tensors do not tell
         out: Path | None = None  # the run folder to make; default: runs/<recipe>-<date>-<id>
+        compare: FlagCreatePairsOff[bool] = (
+            False  # from scratch, linear probe and this, on the same split: which to take
+        )
+        seeds: int = 3  # of --compare
+        json: FlagCreatePairsOff[bool] = False  # of --compare: for programs
 
     chosen = parse(Train, words, "train", default=Train(data, recipe, preset, plan))
     if (chosen.data, chosen.recipe) != (data, recipe):
         raise VitralError("the data set must come first", f"vitral train {chosen.data} …")
-    workshop.train(recipe=chosen.settings, out=chosen.out, quiet=False)
+    if not chosen.compare:
+        workshop.train(recipe=chosen.settings, out=chosen.out, quiet=False)
+        return 0
+    result = workshop.compare(recipe=chosen.settings, seeds=chosen.seeds, out=chosen.out, quiet=chosen.json)
+    if chosen.json:
+        print(json.dumps(result.as_dict()))
+    else:
+        from vitral.report import terminal
+
+        terminal.show_comparison(result)
+        print(f"\nNext:  {workshop.command()} predict {result.folders[result.verdict.take]} photo.jpg")
     return 0

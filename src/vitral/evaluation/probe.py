@@ -235,7 +235,28 @@ def vote(similar_Mk: Tensor, labels_Mk: Tensor, K: int) -> Tensor:
 
 
 def linear(known: Labelled, trials: Sequence[Trial], test: Labelled, K: int) -> ProbeRow:
-    """The C that is right most often in the trials (of equals the least surprised), then fitted to all known images.
+    """Logistic regression with the C that the trials chose, fitted to all known images."""
+    C = best_penalty(known, trials, K)
+    x_ND, x_MD = standardised(known[0], test[0])
+    weights = logistic(x_ND, known[1], K, C)
+    return whole("linear", (x_MD @ weights[:-1] + weights[-1]).argmax(dim=1), known, test, "C", C)
+
+
+def linear_head(known: Labelled, K: int) -> tuple[Tensor, Tensor]:
+    """The same as a layer on the features as they are: K D and K. C is chosen by cross-validation inside `known`."""
+    features, labels = known
+    C = best_penalty(known, folds(labels), K)
+    weights = logistic(standardised(features)[0], labels, K, C)
+    # x ↦ (x − mean) / deviation is affine: what it does to nothing and to each unit vector says which.
+    units = torch.eye(features.shape[1], dtype=torch.float64)
+    _, shift, scaled = standardised(features, torch.zeros_like(units[:1]), units)
+    scale = (scaled - shift).diagonal()
+    exact = weights.double()
+    return (scale[:, None] * exact[:-1]).T.float(), (shift @ exact[:-1] + exact[-1])[0].float()
+
+
+def best_penalty(known: Labelled, trials: Sequence[Trial], K: int) -> float:
+    """The C that is right most often in the trials; of equals the least surprised.
 
     From strong to weak regularisation, each fit starts where the one before ended; the sweep ends where two in a row
     were both less often right and more surprised than the best before them.
@@ -255,9 +276,7 @@ def linear(known: Labelled, trials: Sequence[Trial], test: Labelled, K: int) -> 
         best = max(best, (right, -surprise, C))
         if past == 2:
             break
-    x_ND, x_MD = standardised(features, test[0])
-    weights = logistic(x_ND, labels, K, best[2])
-    return whole("linear", (x_MD @ weights[:-1] + weights[-1]).argmax(dim=1), known, test, "C", best[2])
+    return best[2]
 
 
 def logistic(x_ND: Tensor, labels_N: Tensor, K: int, C: float, start: Tensor | None = None) -> Tensor:

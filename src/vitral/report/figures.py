@@ -23,6 +23,7 @@ from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.explain import METHODS, scaled
 from vitral.predict import Picture, Predictor
+from vitral.training.compare import Comparison
 
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # told apart by the colour-blind too (Okabe and Ito)
 GRAY, PALE = "#6B7280", "#D5DBE3"
@@ -262,4 +263,25 @@ def probe(result: ProbeResult, path: Path) -> Path:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1))  # above: inside it would cover something
+    return save(figure, path)
+
+
+def comparison(result: Comparison, path: Path) -> Path:
+    """A line a way: the mean with its 95 % interval, and a dot a seed."""
+    rows = result.verdict.rows
+    figure = Figure(figsize=(6.5, 0.9 + 0.6 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(reversed(rows)):
+        color = GREEN if row.name == result.verdict.take else BLUE
+        between = np.array([[row.accuracy - row.low], [row.high - row.accuracy]]).clip(min=0)
+        axes.errorbar([row.accuracy], [place], xerr=between, fmt="D", color=color, ms=6, capsize=4)
+        if row.seeds > 1:
+            axes.plot(row.accuracies, [place + 0.18] * row.seeds, ".", color=color, alpha=0.6, ms=6)
+    labels = [f"{row.name}\n{row.seconds:,.0f} s" for row in reversed(rows)]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_ylim(-0.5, len(rows) - 0.5)
+    axes.set(xlabel=f"accuracy on {result.judged_on.split(';')[0]}; bars: 95 % interval")
+    axes.xaxis.set_major_formatter(PercentFormatter(xmax=1))
+    axes.grid(alpha=0.3, axis="x")
+    axes.spines[["top", "right"]].set_visible(False)
     return save(figure, path)

@@ -14,6 +14,7 @@ from rich.table import Table
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.predict import Prediction
+from vitral.training.compare import Comparison
 
 MOST_CLASSES = 20  # a larger confusion matrix does not fit a terminal
 
@@ -110,3 +111,23 @@ def show_probe(result: ProbeResult) -> None:
     )
     for note in result.notes:
         console.print(f"[dim]{escape(note)}[/dim]")
+
+
+def show_comparison(result: Comparison) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, padding=(0, 1))
+    for name in ("way", "accuracy", "95 % interval", "seeds", "each took", "what"):
+        left = name in ("way", "what")
+        table.add_column(name, justify="left" if left else "right", header_style="dim", no_wrap=name != "what")
+    for row in result.verdict.rows:
+        accuracy = f"{row.accuracy:.2%}"
+        table.add_row(
+            row.name,
+            f"[bold]{accuracy}[/bold]" if row.name == result.verdict.take else accuracy,
+            f"{row.low:.2%} – {row.high:.2%}",
+            str(row.seeds),
+            f"{row.seconds:,.0f} s",
+            result.about[row.name],
+        )
+    console.print(table)
+    console.print(f"\njudged on {result.judged_on}\n\n[bold]{result.verdict.sentence}[/bold]", soft_wrap=True)
