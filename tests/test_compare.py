@@ -13,6 +13,7 @@ from scipy import stats
 
 from test_folder import photograph
 from vitral import cli, workshop
+from vitral.data.images import Images, these
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import wilson
@@ -192,6 +193,23 @@ def test_the_judges_chose_nothing(place, small_scratch, monkeypatch):
     monkeypatch.setattr(comparing, "fit", watched)
     workshop.compare(str(place / "photos"), str(place / "source"), seeds=1, epochs=1, out=place / "judged")
     assert seen == [34, 34]
+
+
+def test_a_part_of_a_set_that_is_read_from_disk_is_read_from_there():
+    class OnDisk(Images):
+        def __init__(self, held):
+            self.held, self.shape = held, tuple(held.shape)
+
+        def batches(self, chosen):
+            return (self.held[rows] for rows in chosen)
+
+    held = torch.randint(0, 256, (9, 1, 2, 2), dtype=torch.uint8)
+    chosen = torch.arange(9) % 3 == 0
+    part = these(OnDisk(held), chosen)
+    assert len(part) == 3
+    assert torch.equal(torch.cat(list(part.split(2))), held[chosen])
+    assert torch.equal(part[torch.tensor([2, 0])], held[torch.tensor([6, 0])])
+    assert torch.equal(these(held, chosen), held[chosen])
 
 
 def test_compare_without_a_checkpoint_is_refused(place, capsys):

@@ -19,6 +19,7 @@ from vitral.errors import VitralError, nearest
 TABLE = (
     ("demo", "", "train a small ViT in about a minute and look at it"),
     # learn
+    ("doctor", "FOLDER", "what is wrong with a folder of images, what to train on it, how long it takes"),
     ("train", "DATA", "train on class folders or a known set; every field of the recipe is a flag"),
     ("probe", "DATA --init SOURCE", "how good a checkpoint's features are for your images"),
     # ask

@@ -42,6 +42,16 @@ class Adapted(Images):
         return map(self.change, batches_of(self.images, chosen))
 
 
+class Chosen(Images):
+    """Some of a set's images, by their places in it."""
+
+    def __init__(self, images: Images, places: Tensor) -> None:
+        self.images, self.places, self.shape = images, places, (len(places), *images.shape[1:])
+
+    def batches(self, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
+        return self.images.batches(self.places[rows] for rows in chosen)
+
+
 class Joined(Images):
     """One set behind the other."""
 
@@ -60,6 +70,11 @@ class Joined(Images):
                 if mine.any():
                     found[mine] = images[rows[mine] - shift]
             yield found
+
+
+def these(images: Pixels, chosen_N: Tensor) -> Pixels:
+    """Those for which `chosen_N` is true; read when they are asked for, where the others are."""
+    return Chosen(images, chosen_N.nonzero().flatten()) if isinstance(images, Images) else images[chosen_N]
 
 
 def batches_of(images: Pixels, chosen: Iterable[Tensor]) -> Iterator[Tensor]:

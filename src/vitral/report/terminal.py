@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from vitral.doctor import Diagnosis
+from vitral.doctor.advice import Advice
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.predict import Prediction
@@ -131,3 +134,36 @@ def show_comparison(result: Comparison) -> None:
         )
     console.print(table)
     console.print(f"\njudged on {result.judged_on}\n\n[bold]{result.verdict.sentence}[/bold]", soft_wrap=True)
+
+
+def show_diagnosis(diagnosis: Diagnosis, advice: Advice | None) -> None:
+    console = Console(highlight=False)
+
+    def line(text: str) -> None:
+        console.print(Text(text), soft_wrap=True)
+
+    splits = " · ".join(f"{count:,} {name}" for name, count in diagnosis.splits.items())
+    held_out = "" if "validation" in diagnosis.splits else ", no split: 15 % would be held out for validation"
+    if len(diagnosis.splits) > 1:
+        held_out = f": {splits}"
+    line(f"{diagnosis.images:,} images in {len(diagnosis.classes):,} classes{held_out}")
+    for trouble in diagnosis.troubles:
+        line(f"  {'✗' if trouble.level == 'error' else '!'}  {trouble.what}")
+        console.print(Text(f"     → {trouble.todo}", style="dim"), soft_wrap=True)
+    clean = "" if diagnosis.troubles else "; no copies, nothing unreadable, classes of even size"
+    line(f"  ✓  sizes {diagnosis.sizes}, {diagnosis.modes}{clean}")
+    if any(len(trouble.files) > 2 for trouble in diagnosis.troubles):
+        line("     all of them: --fix-list FILE.csv")
+    if advice is None:
+        line("\nFirst put right what is marked ✗: as it stands, nothing can be trained on it.")
+        return
+    line(
+        f"\nRecommended: {advice.what}: about {_long(advice.seconds)} on this machine ({advice.hardware}), "
+        f"{advice.memory / 1e9:.1f} GB\n{advice.why}\n  {advice.command}"
+    )
+
+
+def _long(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.0f} h"

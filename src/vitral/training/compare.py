@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.datasets import VALIDATION_SEED, Dataset, Split, stratified
+from vitral.data.images import these
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import logits_of
 from vitral.evaluation.probe import features_of, linear_head
@@ -84,9 +85,8 @@ def compare(
         answers = read_answers(folder, part)
         if answers is None:
             try:
-                begun = time.perf_counter()
-                trained = probe_part(part, folder) if way == "probe" else train_part(part, folder, seed, watch)
-                answers = ask(trained, part, folder, time.perf_counter() - begun)
+                trained, seconds = probe_part(part, folder) if way == "probe" else train_part(part, folder, seed, watch)
+                answers = ask(trained, part, folder, seconds)
             except Interrupted as stop:
                 raise Interrupted(stop.what, f"go on with the same command and --out {out}") from stop
         found[way].append(answers)
@@ -152,8 +152,8 @@ def apart(ready: Prepared) -> Apart:
         return Apart(ready=ready, dataset=dataset, judges=judges, judged_on=f"{len(judges):,} test images")
     chosen = torch.from_numpy(stratified(dataset.train.labels.numpy(), CHOOSING, seed=VALIDATION_SEED))
     images, labels = dataset.train.images, dataset.train.labels
-    choosing = of_size(Split(images=images[chosen], labels=labels[chosen]), ready.preprocessing)
-    rest = Split(images=images[~chosen], labels=labels[~chosen])
+    choosing = of_size(Split(images=these(images, chosen), labels=labels[chosen]), ready.preprocessing)
+    rest = Split(images=these(images, ~chosen), labels=labels[~chosen])
     return Apart(
         ready=ready,
         dataset=replace(dataset, train=rest, validation=choosing),
@@ -170,8 +170,8 @@ def described(plan: Recipe, way: str) -> str:
     return f"{'×'.join(map(str, m.image_size))}/{m.patch_size}, {millions:.1f} M, {how}"
 
 
-def train_part(part: Apart, folder: Path, seed: int, watch: Watch | None) -> ViT:
-    """A run like any other, gone on with where it was interrupted."""
+def train_part(part: Apart, folder: Path, seed: int, watch: Watch | None) -> tuple[ViT, float]:
+    """A run like any other, gone on with where it was interrupted; the model and its seconds, all sittings together."""
     plan = replace(part.ready.recipe, seed=seed)
     run = Run(folder)
     if not run.recipe_file.is_file():
@@ -186,19 +186,21 @@ def train_part(part: Apart, folder: Path, seed: int, watch: Watch | None) -> ViT
     )
     with run.alone():
         fit(plan, part.dataset, part.ready.preprocessing, run, hardware, watch, part.ready.start)
-    return load_model(folder)[0]
+    return load_model(folder)[0], float(run.metrics()[-1]["seconds"])
 
 
-def probe_part(part: Apart, folder: Path) -> ViT:
-    """The checkpoint with a linear head fitted to the features of all images but the judges."""
+def probe_part(part: Apart, folder: Path) -> tuple[ViT, float]:
+    """The checkpoint with a linear head fitted to the features of all images but the judges, and its seconds."""
+    begun = time.perf_counter()
     plan, seen, dataset = part.ready.recipe, part.ready.preprocessing, part.dataset
     assert part.ready.start is not None  # compare() refuses a recipe without a checkpoint
     model = VARIANTS[plan.variant](plan.model)
     model.load_state_dict(part.ready.start)
     hardware = choose(device=plan.device, precision="fp32", compile="no")
+    model.to(hardware.device)
     known = [of_size(dataset.train, seen), dataset.validation]
-    images, labels = torch.cat([split.images for split in known]), torch.cat([split.labels for split in known])
-    features = features_of(model.to(hardware.device), images, seen, hardware)
+    features = torch.cat([features_of(model, split.images, seen, hardware) for split in known])
+    labels = torch.cat([split.labels for split in known])
     put_head(model.cpu(), *linear_head((features, labels), len(dataset.classes)))
     card = ModelCard(
         architecture=plan.model,
@@ -209,7 +211,7 @@ def probe_part(part: Apart, folder: Path) -> ViT:
         variant=plan.variant,
     )
     save_model(folder / "model", model.eval(), card)
-    return model
+    return model, time.perf_counter() - begun
 
 
 @torch.no_grad()
