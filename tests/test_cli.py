@@ -66,7 +66,7 @@ def test_every_command_explains_itself(vitral, name):
 @pytest.mark.parametrize(
     ("words", "what", "hint"),
     [
-        (["trian", "mnist"], "there is no command 'trian'. Did you mean train?", "Known: demo, train"),
+        (["trian", "mnist"], "there is no command 'trian'. Did you mean train?", "Known: demo, doctor, train"),
         (["train", "cifar01"], "no data set or folder named 'cifar01'. Did you mean cifar10?", "Known sets: digits"),
         (["train"], "what should it learn from?", "or a known set: digits"),
         (["train", "digits", "--recipe", "mnsit"], "no recipe named 'mnsit'. Did you mean mnist?", "Known: digits"),
