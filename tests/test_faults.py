@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import random
 import resource
 import signal
 import subprocess
@@ -33,11 +34,13 @@ from vitral.run import Run, load_weights
 from vitral.training import checkpoint, loop
 from vitral.training.loop import Interrupted, Watch
 
-# Fifteen steps of some milliseconds, with a checkpoint after each, and everything that draws random numbers.
+# Fifteen steps of some milliseconds, with a checkpoint after each, and everything that draws random numbers or carries
+# something from step to step.
 TRAIN = [
     "train", "digits", "--epochs", "3", "--batch", "256", "--model.width", "16", "--model.depth", "2",
     "--model.heads", "2", "--model.dropout", "0.1", "--model.drop-path", "0.1", "--augment.mixup", "0.3",
-    "--device", "cpu", "--checkpoint-minutes", "0",
+    "--accumulate", "3", "--recompute", "--sampling", "balanced", "--augment.repeat", "2", "--augment.jitter", "0.2",
+    "--augment.policy.name", "randaugment", "--loss", "sigmoid", "--device", "cpu", "--checkpoint-minutes", "0",
 ]  # fmt: skip
 
 
@@ -126,6 +129,26 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, undisturbed: Run,
     assert (path / "test.json").read_bytes() == undisturbed.test_file.read_bytes()
     if moment != "when all epochs are done":  # then no checkpoint is written any more that could clear up
         assert [left.name for left in (path / "checkpoints").glob(".*")] == [".lock"]
+
+
+def test_a_run_killed_again_and_again_at_random_resumes_to_the_same_bits(tmp_path: Path, undisturbed: Run) -> None:
+    """Three kills, each some milliseconds after a checkpoint that nobody chose; the third process ends it."""
+    path, draws = tmp_path / "run", random.Random()  # other moments each time
+    for words in ([*TRAIN, "--out", path], ["train", "--resume", path]):
+        process = start(*words)
+        done = checkpoint.newest(path / "checkpoints")
+        reached = int(done.stem.removeprefix("step-")) if done else 0
+        target = min(reached + draws.randint(1, 6), 15)
+        try:
+            wait_until(process, lambda target=target: any((path / "checkpoints").glob(f"step-*{target:02}.pt")))  # type: ignore[misc]
+            time.sleep(draws.random() * 0.02)
+        finally:
+            process.kill()
+            process.communicate()
+    if not (path / "test.json").exists():
+        vitral("train", "--resume", path)
+    assert bits(path) == bits(undisturbed.path)
+    assert told(Run(path)) == told(undisturbed)
 
 
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a scheduler"])
@@ -223,7 +246,7 @@ def test_a_training_that_diverges_stops_in_two_lines_that_name_the_step(
     vitral(*TRAIN, "--optim.lr", "1e30", "--optim.warmup", "0", "--out", tmp_path / "run", expect=2)
     first, second = complaint(capsys)
     assert "the loss is not finite at step 2, first in encoder.blocks.0.norm1 (activation): the training div" in first
-    assert "try a lower --optim.lr, or --on-nan rollback" in second
+    assert "try a lower --optim.lr, or: vitral train --resume" in second
     assert "step-000000001.pt" in second
 
 
@@ -434,6 +457,23 @@ def test_what_never_goes_well_stops_after_some_rollbacks(
     assert "1/32 of the learning rate did not help either" in caught.value.hint
 
 
+def test_a_process_that_dies_right_after_a_rollback_has_lowered_the_rate(
+    train_tiny: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_fast(monkeypatch, at=8, bearable=0.6)
+    straight = train_tiny("straight", on_nan="rollback")
+
+    class Die(Watch):
+        def said(self, what: str) -> None:
+            raise MemoryError(what)
+
+    with pytest.raises(MemoryError):
+        train_tiny("run", on_nan="rollback", watch=Die())
+    again = train_tiny("run", on_nan="rollback")
+    assert bits(again.path) == bits(straight.path)
+    assert told(again) == told(straight)
+
+
 @pytest.mark.parametrize("after", [7, 10, 12])
 def test_a_lowered_rate_survives_an_interruption(train_tiny: Fit, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     too_fast(monkeypatch, at=8, bearable=0.6)
@@ -601,6 +641,26 @@ def test_resuming_on_other_data_is_refused(half_digits: Path, capsys: pytest.Cap
     assert "feedfeedfeedfeed" in first
     assert "put the old data back, or begin a new run" in second
     assert not (half_digits / "model").exists()
+
+
+def test_a_run_that_stopped_for_a_nan_goes_on_by_the_line_it_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_fast(monkeypatch, at=8, bearable=0.6)
+    vitral(*TRAIN, "--out", tmp_path / "run", expect=2)
+    _, second = complaint(capsys)
+    vitral(*second.split("or: vitral ")[1].split())
+    run = Run.open(tmp_path / "run")
+    assert run.finished
+    assert 'on_nan = "rollback"' in run.recipe_file.read_text()
+    assert run.metrics()[-1]["lr"] == pytest.approx(0.25e-2)  # the one after the throw did not help
+
+
+def test_what_does_not_decide_the_result_may_change_on_resume(half_digits: Path, undisturbed: Run) -> None:
+    (half_digits / "checkpoints" / "step-000000015.pt").unlink()
+    vitral("train", "--resume", half_digits, "--keep", "1", "--checkpoint-minutes", "99", "--accumulate", "3")
+    assert bits(half_digits) == bits(undisturbed.path)
+    assert len(list((half_digits / "checkpoints").glob("*.pt"))) == 1
 
 
 @pytest.mark.parametrize("words", [["digits"], ["--epochs", "9"], ["--out", "elsewhere"]], ids=str)

@@ -40,7 +40,7 @@ from vitral.training.display import Display
 from vitral.training.loop import fit
 from vitral.training.parallel import Way, way_of
 from vitral.training.plan import Prepared, of_size, plan_for, prepare
-from vitral.training.recipe import Recipe, read_recipe
+from vitral.training.recipe import CAN_CHANGE, Recipe, read_recipe
 from vitral.variants import VARIANTS
 
 RUNS = Path("runs")
@@ -67,14 +67,15 @@ def train(
     items = data if is_sequence(data) else None
     name = name_of(items) if items is not None else str(data) if data is not None else None
     if resume is not None:
-        if (data is not None and items is None) or recipe or out or changes:
+        if (data is not None and items is None) or recipe or out or set(changes) - set(CAN_CHANGE):
             raise VitralError(
-                "--resume goes on with a run as it is, so it takes no data, recipe, out or other settings"
+                "--resume goes on with a run as it is, so it takes no data, recipe, out or other settings",
+                f"only {', '.join(CAN_CHANGE)} may be changed",
             )
         run = Run.open(resume)
         if run.finished and run.test_file.is_file():
             raise VitralError(f"{run} is finished", f"vitral evaluate {run} says how good it is")
-        plan = read_recipe(run.recipe_file)
+        plan = read_recipe(run.recipe_file).changed(changes)
     else:
         asked = {name: changes.pop(name, None) for name in ("init", "preset", "heads")}
         plan = plan_for(name, recipe, **asked).changed(changes)
@@ -102,6 +103,7 @@ def train(
         run = Run(world.tell(lambda: create(plan, dataset, hardware, way, out)))
     else:
         check_same_data(run, dataset)
+        world.tell(lambda: write_atomically(run.recipe_file, plan.to_toml()))
     introduce(console, ready, hardware, way, run)
     with world.guarded(), ExitStack() as held:
         world.tell(lambda: held.enter_context(run.alone()))

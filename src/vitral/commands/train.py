@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from vitral.commands.flags import parse, positional, value_of
 from vitral.errors import VitralError
@@ -21,9 +21,17 @@ def run(words: list[str]) -> int:
         """Go on with an interrupted run, exactly where it was."""
 
         resume: Path  # the run folder
+        on_nan: Literal["stop", "rollback"] | None = None  # this and what follows: None leaves it as it was
+        keep: int | None = None  # checkpoints
+        checkpoint_minutes: float | None = None
+        accumulate: int | None = None  # parts that a batch is computed in
+        recompute: bool | None = None  # activations, in the backward pass
+        device: Literal["auto", "cpu", "gpu"] | None = None
 
     if any(word.startswith("--resume") for word in words):
-        workshop.train(resume=parse(Resume, words, "train").resume, quiet=False)
+        again = vars(parse(Resume, words, "train"))
+        changes = {name: value for name, value in again.items() if name != "resume" and value is not None}
+        workshop.train(resume=again["resume"], quiet=False, **changes)
         return 0
     # The recipe decides what the other flags' defaults are, so it is looked for first.
     data, recipe, init = positional(words), value_of("--recipe", words), value_of("--init", words)

@@ -225,6 +225,7 @@ def fit(
                 if recipe.on_nan == "stop" or state.rollbacks == MOST_ROLLBACKS:
                     raise found from None
                 roll_back(state, recipe, hardware, run)
+                before.clear()
                 take_step = hardware.recorded(step_on, state.draws)  # what was restored lies elsewhere on the device
                 watch.said(f"{found.what}: back to step {state.step}, with 1/{2**state.rollbacks} of the learning rate")
                 rows = world.tell(lambda: taken_back(run, state.epoch))
@@ -448,9 +449,8 @@ def explain(
     kept = f"the last good state is {saved}" if saved else "nothing was saved before"
     if recipe.on_nan == "rollback":
         return Diverged(what, trouble.step, f"{kept}; 1/{2**MOST_ROLLBACKS} of the learning rate did not help either")
-    return Diverged(
-        f"{what}: the training diverged", trouble.step, f"{kept}; try a lower --optim.lr, or --on-nan rollback"
-    )
+    again = f"vitral train --resume {run} --on-nan rollback" if saved else "--on-nan rollback"
+    return Diverged(f"{what}: the training diverged", trouble.step, f"{kept}; try a lower --optim.lr, or: {again}")
 
 
 def _loss_again(state: State, *batch: Any) -> Tensor:

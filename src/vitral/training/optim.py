@@ -91,7 +91,8 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     for parameter, values in before.items():
         for name, tensor in values.items():
             if isinstance(tensor, Tensor):
-                optimizer.state[parameter][name] = tensor.copy_(optimizer.state[parameter][name])
+                value = optimizer.state[parameter].get(name)  # nothing yet in a state from before the first step
+                optimizer.state[parameter][name] = tensor.zero_() if value is None else tensor.copy_(value)
     for group, (lr, capturable) in zip(optimizer.param_groups, own, strict=True):
         group["lr"] = lr.fill_(float(group["lr"])) if isinstance(lr, Tensor) else float(group["lr"])
         if capturable is not None:

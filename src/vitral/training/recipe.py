@@ -26,6 +26,12 @@ from vitral.vit import ViTConfig
 
 EMBEDDING = ("patch_", "class_", "distillation_", "position_", "registers")  # what comes before the first block
 
+# What may be different when a run is resumed: where it is computed, and what is kept on disk.
+CAN_CHANGE = (
+    "device", "precision", "compile", "parallel", "accumulate", "recompute", "checkpoint_minutes", "keep", "on_nan",
+    "tensorboard",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -153,9 +159,7 @@ class Recipe:
 
     def essence(self) -> dict[str, Any]:
         """What decides the result: everything but where it is computed and what is kept on disk."""
-        where = ("device", "precision", "compile", "parallel", "accumulate", "recompute")
-        rest = (*where, "checkpoint_minutes", "keep", "on_nan", "tensorboard")
-        decides = {name: value for name, value in to_plain(self).items() if name not in rest}
+        decides = {name: value for name, value in to_plain(self).items() if name not in CAN_CHANGE}
         data = {name: value for name, value in decides["data"].items() if name not in ("pack", "unreadable", "workers")}
         return {**decides, "data": data}
 
