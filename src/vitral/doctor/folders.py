@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vitral.data.decode import SUFFIXES, image_files
-from vitral.data.folder import SPLITS
+from vitral.data.reading import SPLITS
 from vitral.doctor.trouble import Level, Trouble
 from vitral.doctor.trouble import listed as listed_trouble
 
