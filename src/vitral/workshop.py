@@ -36,7 +36,7 @@ from vitral.report.features import check_features_path, write_features
 from vitral.run import ModelCard, Run, fresh, write_atomically
 from vitral.training.compare import Comparison
 from vitral.training.compare import compare as compare_ways
-from vitral.training.display import Display
+from vitral.training.display import Display, Waiting
 from vitral.training.loop import fit
 from vitral.training.parallel import Way, way_of
 from vitral.training.plan import Prepared, of_size, plan_for, prepare
@@ -318,7 +318,11 @@ def compare(
     folder = Path(out) if out else fresh(RUNS, "compare")
     console = Console(quiet=quiet, highlight=False)
     console.print(f"vitral {__version__}\n\n{folder}: what is finished there is not repeated\n", soft_wrap=True)
-    result = compare_ways(plan.changed(changes), folder, seeds=seeds, said=console.print)
+    with console.status("reading the images") as status:
+        waiting = Waiting(status)
+        result = compare_ways(
+            plan.changed(changes), folder, seeds=seeds, said=console.print, begins=waiting.begins, watch=waiting
+        )
     figures.comparison(result, folder / "comparison.png")
     return result
 

@@ -63,9 +63,13 @@ def compare(
     *,
     seeds: int = 3,
     said: Callable[[str], None] = lambda _: None,
+    begins: Callable[[str], None] = lambda _: None,
     watch: Watch | None = None,
 ) -> Comparison:
-    """`tuned` is the recipe of the fine-tuning. Parts that `out` already holds are not repeated."""
+    """`tuned` is the recipe of the fine-tuning. Parts that `out` already holds are not repeated.
+
+    `said` hears of each part that is done, `begins` its name before it is, `watch` sees its training.
+    """
     if not tuned.init:
         raise VitralError("--compare needs a checkpoint to begin from", "name it with --init")
     if seeds < 1:
@@ -81,16 +85,17 @@ def compare(
         part = apart(ready["fine-tune" if way == "probe" else way])
         judged_on = part.judged_on
         about[way] = described(part.ready.recipe, way)
+        which = f"seed {seed}" if way != "probe" else ""
         folder = out / ("probe" if way == "probe" else f"{way}-{seed}")
         answers = read_answers(folder, part)
         if answers is None:
             try:
+                begins(f"{way} {which}".strip())
                 trained, seconds = probe_part(part, folder) if way == "probe" else train_part(part, folder, seed, watch)
                 answers = ask(trained, part, folder, seconds)
             except Interrupted as stop:
                 raise Interrupted(stop.what, f"go on with the same command and --out {out}") from stop
         found[way].append(answers)
-        which = f"seed {seed}" if way != "probe" else ""
         said(f"{way:<10} {which:<8} {answers.right.mean():7.2%}  {answers.seconds:7.0f} s")
     ways = [
         Way(

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -57,6 +58,20 @@ class Display(Watch):
 
     def said(self, what: str) -> None:
         self.console.print(what, highlight=False, soft_wrap=True, style="yellow")
+
+
+class Waiting(Watch):
+    """For several trainings one after the other: what is running, and how long that one still takes."""
+
+    def __init__(self, status: Status) -> None:
+        self.status, self.part = status, ""
+
+    def begins(self, part: str) -> None:
+        self.part = part
+        self.status.update(part)
+
+    def step(self, epoch: int, step: int, loss: float, images_per_second: float, seconds_left: float) -> None:
+        self.status.update(f"{self.part}: epoch {epoch}, {clock(seconds_left)} left")
 
 
 def clock(seconds: float) -> str:
