@@ -154,9 +154,9 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(vitral, run):
 
 
 def test_evaluate_prints_figures_for_people_and_for_programs(vitral, run):
-    code, out, _ = vitral("evaluate", run)
+    code, out, _ = vitral("evaluate", run, "--full")
     assert code == 0
-    for word in ("precision", "recall", "F1", "top-5", "loss"):
+    for word in ("precision", "recall", "F1", "top-5", "cross-entropy"):
         assert word in out
     code, out, _ = vitral("evaluate", run, "--json")
     assert {"split": "test"} | json.loads(out) == json.loads((run / "test.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         photograph(place / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
     run = place / "runs" / "mine"
     workshop.train("digits", epochs=1, out=run)
+    shutil.copytree(run, place / "runs" / "other")
     config = ViTConfig(image_size=(32, 32), patch_size=8, classes=3, width=192, depth=1, heads=3)
     seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     card = ModelCard(architecture=config, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)

@@ -49,7 +49,7 @@ def test_the_test_set_is_not_read_before_training_is_over(tmp_path, monkeypatch)
 def test_evaluate_gives_what_training_wrote_down(tmp_path):
     vitral.train("digits", out=tmp_path / "run", **TINY)
     metrics = vitral.evaluate(tmp_path / "run")
-    assert metrics.as_dict() == json.loads((tmp_path / "run" / "test.json").read_text())
+    assert {"split": "test"} | metrics.as_dict() == json.loads((tmp_path / "run" / "test.json").read_text())
 
 
 def test_a_set_with_other_classes_is_refused(tmp_path, monkeypatch):

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from vitral.training.recipe import Recipe as Recipe
     from vitral.vit import ViT as ViT
     from vitral.vit import ViTConfig as ViTConfig
+    from vitral.workshop import calibrate as calibrate
     from vitral.workshop import compare as compare
+    from vitral.workshop import compare_models as compare_models
     from vitral.workshop import demo as demo
     from vitral.workshop import embed as embed
     from vitral.workshop import evaluate as evaluate
     from vitral.workshop import load as load
     from vitral.workshop import probe as probe
+    from vitral.workshop import report as report
     from vitral.workshop import train as train
 
 _LIVES_IN = {
@@ -40,13 +43,16 @@ _LIVES_IN = {
     "Recipe": "training.recipe",
     "ViT": "vit",
     "ViTConfig": "vit",
+    "calibrate": "workshop",
     "compare": "workshop",
+    "compare_models": "workshop",
     "demo": "workshop",
     "embed": "workshop",
     "evaluate": "workshop",
     "load": "workshop",
     "push": "report.publish",
     "probe": "workshop",
+    "report": "workshop",
     "train": "workshop",
 }
 _PACKAGES = ("data", "explain", "weights")

@@ -23,7 +23,9 @@ TABLE = (
     ("train", "DATA", "train on class folders or a known set; every field of the recipe is a flag"),
     ("probe", "DATA --init SOURCE", "how good a checkpoint's features are for your images"),
     # ask
-    ("evaluate", "RUN", "loss, accuracy, per-class figures, confusion matrix"),
+    ("evaluate", "RUN", "how good it is, and how far to trust it: calibration, unknown and damaged images"),
+    ("compare", "RUN RUN", "which of two models is better, and whether that can be luck"),
+    ("report", "RUN", "one HTML file about a model, to send to a colleague"),
     ("predict", "RUN FILES…", "ranked labels for image files and folders"),
     ("embed", "RUN FILES… --out FILE", "feature vectors as .npy, .parquet or .csv"),
     # look inside

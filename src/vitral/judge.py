@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_dataset
+from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.folder import load_files, looks_like_files
-from vitral.data.images import Joined
+from vitral.data.images import Joined, Pixels
 from vitral.data.preprocess import adapt
 from vitral.errors import VitralError
-from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score, calibrate
+from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score, calibrate, known_score
+from vitral.evaluation.compare import PairedComparison, compare
+from vitral.evaluation.robustness import Robustness, robustness
+from vitral.evaluation.selective import AnswerAt, answer_at
+from vitral.evaluation.trust import Evaluation, assess
+from vitral.evaluation.unknown import Mahalanobis, Unknown, judge_score
 from vitral.predict import Predictor, is_checkpoint
 from vitral.run import model_folder, write_card
 from vitral.training.recipe import Recipe, read_recipe
 
+T = TypeVar("T")
 SplitName = Literal["test", "validation", "train"]
+MOST_IMAGES = 10_000  # of training images that distances are measured from, of unknown images, of images to damage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,10 +46,11 @@ class Asked:
     split: Split
 
 
-def question(path: str | Path, data: str | None, split: SplitName) -> Asked:
+def question(path: str | Path, data: str | None, split: SplitName | None) -> Asked:
     """A split of what a model was trained on, or of another set or folder with classes that it knows.
 
-    Where another folder has no such split, all of its images are asked.
+    None: the test images, or the validation images where there are none. Where another folder has no such split, all
+    of its images are asked.
     """
     predictor = Predictor.load(path)
     recipe = Path(path) / "recipe.toml"
@@ -47,6 +61,8 @@ def question(path: str | Path, data: str | None, split: SplitName) -> Asked:
             f"{dataset.name} has classes that the model does not know: {few(tuple(strange))}",
             f"The model knows {few(predictor.classes)}",
         )
+    if split is None:
+        split = "test" if data or len(dataset.test) else "validation"
     asked: Split = getattr(dataset, split)
     if not len(asked) and data:
         both = (dataset.train, dataset.validation)
@@ -88,3 +104,134 @@ def calibrate_model(
     predictor.card = replace(predictor.card, calibration=found)
     write_card(model_folder(predictor.path), predictor.card)
     return found
+
+
+def evaluate(
+    asked: Asked, *, max_error: float | None = None, against: str | None = None, damaged: int = 0
+) -> tuple[Evaluation, Tensor]:
+    """All that the images say about the model, and its logits for them.
+
+    With `max_error`, from what confidence on to answer; `against`, a set or folder of images it should not know;
+    `damaged`, how many of the images are asked again, noisy, blurred, pale, compressed and turned.
+    """
+    logits = asked.predictor.logits_together(asked.split.images)
+    found = assess(
+        logits,
+        asked.split.labels,
+        asked.predictor.classes,
+        asked.predictor.card.calibration,
+        answer_at=None if max_error is None else when_to_answer(asked, logits, max_error),
+        unknown=None if against is None else against_unknown(asked, logits, against),
+        robustness=against_damage(asked, damaged) if damaged else None,
+    )
+    return found, logits
+
+
+def held_out(asked: Asked) -> Split:
+    """The validation images of what the model was trained on."""
+    trained_on = asked.predictor.card.trained_on
+    same = asked.dataset.name == trained_on
+    dataset = asked.dataset if same else images_of(trained_on, asked.predictor, asked.plan)
+    if not len(dataset.validation):
+        raise VitralError(f"{trained_on} has no validation images to choose a threshold on")
+    by_name = torch.tensor([asked.predictor.classes.index(c) for c in dataset.classes])
+    images = adapt(dataset.validation.images, asked.predictor.card.preprocessing)
+    return Split(images=images, labels=by_name[dataset.validation.labels])
+
+
+def when_to_answer(asked: Asked, logits: Tensor, wished: float) -> AnswerAt:
+    calibration, validation = asked.predictor.card.calibration, held_out(asked)
+
+    def sure_and_right(logits_NK: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        confidence, said = calibration.probabilities(logits_NK.double()).max(dim=1)
+        return confidence, said == labels_N
+
+    chosen_on = sure_and_right(asked.predictor.logits(validation.images), validation.labels)
+    return answer_at(wished, chosen_on, sure_and_right(logits, asked.split.labels))
+
+
+def against_unknown(asked: Asked, logits: Tensor, against: str) -> Unknown:
+    predictor, validation = asked.predictor, held_out(asked)
+    if against == predictor.card.trained_on:
+        raise VitralError(f"{against} is what the model was trained on", "--unknown wants images it should not know")
+    strange = strange_images(against, predictor)
+    train = images_of(predictor.card.trained_on, predictor, asked.plan).train
+    some = spread(len(train), MOST_IMAGES)
+    distance = Mahalanobis(
+        predictor.features(adapt(train.images[some], predictor.card.preprocessing)), train.labels[some]
+    )
+    answers = (predictor.logits(validation.images), logits, predictor.logits(strange))
+    names: tuple[Score, ...] = ("max-logit", "energy")
+    scores = [judge_score(name, _each(answers, partial(known_score, score=name))) for name in names]
+    images: tuple[Pixels, Pixels, Pixels] = (validation.images, asked.split.images, strange)
+    scores.append(judge_score("mahalanobis", _each(images, lambda some: distance.score(predictor.features(some)))))
+    return Unknown(against=against, images=len(strange), known_images=len(logits), scores=tuple(scores))
+
+
+def _each(three: tuple[T, T, T], score: Callable[[T], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    validation, known, strange = three
+    return score(validation), score(known), score(strange)
+
+
+def strange_images(name: str, predictor: Predictor) -> Tensor:
+    """Images of another known set, or of a folder in whatever order, as the model wants them."""
+    if not looks_like_files(name):
+        test = load_dataset(name).test
+        return adapt(test.images[spread(len(test), MOST_IMAGES)], predictor.card.preprocessing)
+    if not Path(name).exists():
+        raise VitralError(f"there is no folder {name}", "--unknown wants a folder of images or a known set")
+    files = image_files([Path(name)])
+    chosen = [files[index] for index in spread(len(files), MOST_IMAGES).tolist()]
+
+    def pixels(file: Path) -> Tensor | None:
+        try:
+            return predictor.card.preprocessing.pixels(decode(file, at_least=predictor.card.preprocessing.image_size))
+        except NotAnImage:
+            return None
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        found = [image for image in pool.map(pixels, chosen) if image is not None]
+    if not found:
+        raise VitralError(f"no readable images in {name}", "--unknown wants a folder of images or a known set")
+    return torch.stack(found)
+
+
+def against_damage(asked: Asked, most: int) -> Robustness:
+    some = spread(len(asked.split), most)
+
+    def answer(images: Tensor) -> Tensor:
+        return asked.predictor.logits(images).argmax(dim=1)
+
+    return robustness(asked.split.images[some], asked.split.labels[some], answer)
+
+
+def spread(count: int, most: int) -> Tensor:
+    """At most so many of `count` places, evenly."""
+    return torch.arange(count) if count <= most else torch.arange(most) * count // most
+
+
+def compare_models(first: Asked, second: Asked) -> PairedComparison:
+    """Both asked the same images."""
+    if set(first.predictor.classes) != set(second.predictor.classes):
+        only = set(first.predictor.classes) ^ set(second.predictor.classes)
+        raise VitralError(
+            f"the two models have different classes: {few(tuple(sorted(only)))} only in one of them",
+            "models can be compared when they choose between the same classes",
+        )
+    if len(first.split) != len(second.split):
+        raise VitralError(
+            f"the two models would be asked different images: {len(first.split):,} of {first.dataset.name}, "
+            f"{len(second.split):,} of {second.dataset.name}",
+            "choose the images for both with --data and --split",
+        )
+    names = first.predictor.classes
+    place = torch.tensor([names.index(c) for c in second.predictor.classes])
+    labels = first.split.labels
+    if not torch.equal(place[second.split.labels], labels):
+        raise VitralError(
+            f"the two models were trained on different data: {first.dataset.name} and {second.dataset.name}",
+            "choose the images for both with --data",
+        )
+    said = (asked.predictor.logits(asked.split.images).argmax(dim=1) for asked in (first, second))
+    said_first, said_second = said
+    return compare(said_first, place[said_second], labels, names)

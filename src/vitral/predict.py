@@ -16,7 +16,7 @@ from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.images import Pixels
 from vitral.data.preprocess import adapt
 from vitral.errors import VitralError
-from vitral.evaluation.metrics import Metrics, logits_of, logits_together, measure
+from vitral.evaluation.metrics import Metrics, check_images, logits_of, logits_together, measure
 from vitral.evaluation.probe import features_of
 from vitral.hardware import Device, Hardware, choose
 from vitral.inference.choice import Choice, Wish
@@ -154,6 +154,7 @@ class Predictor:
     @torch.inference_mode()
     def logits(self, images_BCHW: Pixels) -> Tensor:
         """uint8 images as the model wants them → B K, fp32. Threads may call it side by side."""
+        check_images(images_BCHW, self.card.preprocessing)
         if self.choice.run is not None:
             return torch.cat([self.choice.run(images) for images in images_BCHW.split(self.choice.batch)])
         return logits_of(self.model, images_BCHW, self.card.preprocessing, self.hardware).cpu()

@@ -8,6 +8,7 @@ runs/<recipe>-<date>-<id>/
   checkpoints/        everything for an exact resume
   test.json           what the test set said, once, at the end
   figures/
+  report.html         all of it in one page
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Run:
         self.model = path / "model"
         self.checkpoints = path / "checkpoints"
         self.figures = path / "figures"
+        self.report_file = path / "report.html"
 
     @classmethod
     def create(cls, root: Path, recipe_name: str, out: Path | None = None) -> Run:

@@ -25,14 +25,18 @@ from vitral.data.preprocess import adapt
 from vitral.data.sequence import Items, is_sequence, name_of
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score
-from vitral.evaluation.metrics import Metrics, measure
+from vitral.evaluation.compare import PairedComparison
+from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
+from vitral.evaluation.trust import Evaluation, assess
 from vitral.hardware import Hardware, choose
 from vitral.judge import SplitName
 from vitral.predict import Predictor
 from vitral.report import figures
 from vitral.report.features import check_features_path, write_features
+from vitral.report.html import write_report
+from vitral.report.material import gather
 from vitral.run import ModelCard, Run, fresh, write_atomically
 from vitral.training.compare import Comparison
 from vitral.training.compare import compare as compare_ways
@@ -44,6 +48,7 @@ from vitral.training.recipe import CAN_CHANGE, Recipe, read_recipe
 from vitral.variants import VARIANTS
 
 RUNS = Path("runs")
+DAMAGED = 2_000  # images that a report damages in 25 ways
 
 
 def train(
@@ -217,29 +222,22 @@ def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predic
         )
     else:
         split, name, seen = dataset.validation, "validation", "images, on which the epoch was chosen: no test images"
-    metrics = measure(predictor.logits_together(split.images), split.labels, predictor.classes)
+    asked = judge.Asked(predictor=predictor, plan=plan, dataset=dataset, name=name, split=split)
+    logits = predictor.logits_together(split.images)
 
     def rest() -> ModelCard:
         judge.calibrate_model(predictor, dataset.validation)
-        conclude(run, plan, dataset, predictor, split, name, seen, metrics, console)
+        conclude(run, plan, asked, logits, seen, console)
         return predictor.card
 
     predictor.card = world.tell(rest)
     return predictor
 
 
-def conclude(
-    run: Run,
-    plan: Recipe,
-    dataset: Dataset,
-    predictor: Predictor,
-    split: Split,
-    name: str,
-    seen: str,
-    metrics: Metrics,
-    console: Console,
-) -> None:
-    """What the test set said: as a file, as pictures, and for the person, with what to try next."""
+def conclude(run: Run, plan: Recipe, asked: judge.Asked, logits: torch.Tensor, seen: str, console: Console) -> None:
+    """What the test set said: as a file, as pictures, as a page, and for the person, with what to try next."""
+    predictor, dataset, split, name = asked.predictor, asked.dataset, asked.split, asked.name
+    metrics = assess(logits, split.labels, predictor.classes, predictor.card.calibration)
     write_atomically(run.test_file, json.dumps({"split": name} | metrics.as_dict(), indent=2) + "\n")
     try:
         example = draw(run, predictor, split, metrics)
@@ -248,6 +246,7 @@ def conclude(
             f"the pictures cannot be written into {run.figures}: {error.strerror or error}",
             f"the model is whole and its test accuracy is {metrics.top1:.2%}: vitral evaluate {run}",
         ) from error
+    page = write_report(gather(asked, metrics, logits, run.path), run.report_file)
     mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in metrics.mistakes(3))
     console.print(
         f"\n{name:<9} [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
@@ -255,7 +254,8 @@ def conclude(
         f"It confuses most often:   {mistakes or 'nothing'}\n"
         f"Which it takes for which: {run.figures / 'confusion.png'}\n"
         f"What it looked at:        {run.figures / 'attention.png'}\n"
-        f"How it learned:           {run.figures / 'curves.png'}\n\n"
+        f"How it learned:           {run.figures / 'curves.png'}\n"
+        f"Everything in one page:   {page}\n\n"
         f"Next:  {command()} predict {run} {example}\n"
         f"       {command()} evaluate {run}\n"
         f"       {command()} train {dataset.name} --recipe {run.recipe_file} --epochs {2 * plan.epochs}",
@@ -285,13 +285,32 @@ def load(path: str | Path) -> Predictor:
     return Predictor.load(path)
 
 
-def evaluate(path: str | Path, *, data: str | None = None, split: SplitName = "test") -> Metrics:
-    """How good a model is on a split of what it was trained on, or on another set or folder with classes it knows.
+def evaluate(
+    path: str | Path,
+    *,
+    data: str | None = None,
+    split: SplitName = "test",
+    max_error: float | None = None,
+    unknown: str | None = None,
+    robustness: bool = False,
+) -> Evaluation:
+    """How good a model is on a split of what it was trained on, or on another set or folder with classes it knows, and
+    how far to trust it.
 
-    Where a folder has no such split, all of its images are asked if it is another folder than the trained one.
+    Where a folder has no such split, all of its images are asked if it is another folder than the trained one. With
+    `max_error`, from what confidence on to answer so that at most this share is wrong; with `unknown`, a set or folder,
+    whether images of other things are noticed; with `robustness`, what is left of the accuracy on worse pictures.
     """
     asked = judge.question(path, data, split)
-    return measure(asked.predictor.logits_together(asked.split.images), asked.split.labels, asked.predictor.classes)
+    damaged = judge.MOST_IMAGES if robustness else 0
+    return judge.evaluate(asked, max_error=max_error, against=unknown, damaged=damaged)[0]
+
+
+def compare_models(
+    first: str | Path, second: str | Path, *, data: str | None = None, split: SplitName = "test"
+) -> PairedComparison:
+    """Two models asked the same images: by how much one is better, and whether that can be luck."""
+    return judge.compare_models(judge.question(first, data, split), judge.question(second, data, split))
 
 
 def calibrate(path: str | Path, *, score: Score = "energy", false_alarms: float = FALSE_ALARMS) -> Calibration:
@@ -325,6 +344,26 @@ def compare(
         )
     figures.comparison(result, folder / "comparison.png")
     return result
+
+
+def report(
+    path: str | Path,
+    *,
+    out: str | Path | None = None,
+    data: str | None = None,
+    split: SplitName | None = None,
+    unknown: str | None = None,
+    fast: bool = False,
+) -> Path:
+    """One HTML file about a model, to send to a colleague; by default report.html in its folder.
+
+    `split`: the test images, or the validation images where there are none. With `unknown`, a set or folder of other
+    things, it says whether they are noticed. `fast` leaves out the damaged pictures.
+    """
+    asked = judge.question(path, data, split)
+    found, logits = judge.evaluate(asked, against=unknown, damaged=0 if fast else DAMAGED)
+    place = Path(out) if out else Path(path) / "report.html"
+    return write_report(gather(asked, found, logits, Path(path)), place)
 
 
 def probe(data: str, init: str | Path, *, out: str | Path | None = None, heads: int | None = None) -> ProbeResult:

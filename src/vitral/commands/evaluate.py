@@ -1,4 +1,4 @@
-"""How good a model is."""
+"""How good a model is, and how far to trust it."""
 
 import json
 from dataclasses import dataclass
@@ -13,27 +13,45 @@ def run(words: list[str]) -> int:
 
     @dataclass(frozen=True)
     class Evaluate:
-        """How good a model is: loss, accuracy, per-class figures, confusion matrix."""
+        """How good a model is, and how far to trust it. Every figure with its 95 % interval."""
 
         run: Positional[Path]  # a run folder or a model folder
         data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
         split: Literal["test", "validation", "train"] = "test"
+        full: FlagCreatePairsOff[bool] = False  # every class and the confusion matrix too
+        max_error: float | None = None  # 0.01: how sure must it be for at most 1 % of its answers to be wrong?
+        unknown: str | None = None  # a set or folder of other things: does it notice that it does not know them?
+        robustness: FlagCreatePairsOff[bool] = False  # noise, blur, pale, JPEG, turned: what is left of the accuracy?
+        figures: Path | None = None  # a folder for diagrams of all this
         calibrate: FlagCreatePairsOff[bool] = False  # first fit temperature and threshold on the validation images anew
+        false_alarms: float = 0.01  # with --calibrate: share of known images that may be called unknown
         json: FlagCreatePairsOff[bool] = False  # for programs
 
     chosen = parse(Evaluate, words, "evaluate")
     from vitral import workshop
+    from vitral.report import trust_text
 
     if chosen.calibrate:
-        found = workshop.calibrate(chosen.run)
+        fitted = workshop.calibrate(chosen.run, false_alarms=chosen.false_alarms)
         if not chosen.json:
-            below = "none" if found.unknown_below is None else f"{found.score} below {found.unknown_below:.2f}"
-            print(f"calibrated on the validation images: temperature {found.temperature:.3f}, unknown: {below}\n")
-    metrics = workshop.evaluate(chosen.run, data=chosen.data, split=chosen.split)
+            below = "none" if fitted.unknown_below is None else f"{fitted.score} below {fitted.unknown_below:.2f}"
+            print(f"calibrated on the validation images: temperature {fitted.temperature:.3f}, unknown: {below}\n")
+    found = workshop.evaluate(
+        chosen.run,
+        data=chosen.data,
+        split=chosen.split,
+        max_error=chosen.max_error,
+        unknown=chosen.unknown,
+        robustness=chosen.robustness,
+    )
     if chosen.json:
-        print(json.dumps(metrics.as_dict()))
+        print(json.dumps(found.as_dict()))
     else:
-        from vitral.report import terminal
+        trust_text.show_evaluation(found, chosen.split, chosen.full)
+    if chosen.figures is not None:
+        from vitral.report import trust_figures
 
-        terminal.show_metrics(metrics, split=chosen.split)
+        paths = trust_figures.draw(found, chosen.figures)
+        if not chosen.json:
+            print("\n" + "\n".join(map(str, paths)))
     return 0

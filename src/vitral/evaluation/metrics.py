@@ -24,8 +24,7 @@ def logits_of(
     model: nn.Module, images_NCHW: Pixels, preprocessing: Preprocessing, hardware: Hardware, batch: int = 512
 ) -> Tensor:
     """The model's answers for uint8 images: N K, fp32, on the device."""
-    if not len(images_NCHW):
-        raise VitralError("there are no images to evaluate")
+    check_images(images_NCHW, preprocessing)
     return _answers(model, images_NCHW.split(batch), preprocessing, hardware)
 
 
@@ -52,6 +51,16 @@ def _answers(model: nn.Module, batches: Iterable[Tensor], preprocessing: Preproc
         with hardware.autocast():
             answers.append(model(preprocessing.normalise(images.to(hardware.device))).float())
     return torch.cat(answers)
+
+
+def check_images(images_NCHW: Pixels, preprocessing: Preprocessing) -> None:
+    if not len(images_NCHW):
+        raise VitralError("there are no images to evaluate")
+    if images_NCHW.shape[1] != preprocessing.channels:
+        raise VitralError(
+            f"the images have {images_NCHW.shape[1]} channels; the model wants {preprocessing.channels}",
+            "vitral.data.preprocess.adapt makes colour from gray and gray from colour",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,11 @@ def show_metrics(metrics: Metrics, split: str) -> None:
         f"{split}     [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
         f"top-5 {metrics.top5:.2%}   loss {metrics.loss:.4f}   {metrics.images:,} images\n"
     )
+    show_classes(metrics, console)
+    show_confusion(metrics, console)
+
+
+def show_classes(metrics: Metrics, console: Console) -> None:
     table = Table(box=None, padding=(0, 2))
     for name, justify in (
         ("class", "left"),
@@ -46,6 +51,9 @@ def show_metrics(metrics: Metrics, split: str) -> None:
             f"{figures.images:,}",
         )
     console.print(table)
+
+
+def show_confusion(metrics: Metrics, console: Console) -> None:
     if len(metrics.per_class) <= MOST_CLASSES:
         matrix = Table(box=None, padding=(0, 1), title="is ↓  said →", title_justify="left", title_style="dim")
         matrix.add_column("")

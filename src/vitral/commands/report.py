@@ -1,0 +1,37 @@
+"""One file to send to a colleague."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vitral.commands.flags import parse
+
+
+def run(words: list[str]) -> int:
+    from tyro.conf import FlagCreatePairsOff, Positional
+
+    @dataclass(frozen=True)
+    class Report:
+        """One HTML file about a model: curves, figures with intervals, the confusion matrix with the pictures behind
+        it, mistakes with heatmaps, calibration, robustness, data, environment, how to repeat it. It fetches nothing."""
+
+        run: Positional[Path]  # a run folder or a model folder
+        out: Path | None = None  # the file; default: report.html in that folder
+        data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
+        split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
+        unknown: str | None = None  # a set or folder of other things: does it notice that it does not know them?
+        fast: FlagCreatePairsOff[bool] = False  # without the damaged pictures
+
+    chosen = parse(Report, words, "report")
+    from vitral import workshop
+
+    path = workshop.report(
+        chosen.run,
+        out=chosen.out,
+        data=chosen.data,
+        split=chosen.split,
+        unknown=chosen.unknown,
+        fast=chosen.fast,
+    )
+    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, one file, needs no network")
+    return 0
