@@ -20,6 +20,7 @@ import torch
 from conftest import identical
 from test_world import TORCHRUN
 from together import RECIPE, train
+from vitral import workshop
 from vitral.errors import VitralError
 from vitral.hardware import Hardware
 from vitral.presets import preset
@@ -288,3 +289,28 @@ def test_the_way_is_no_part_of_what_decides_the_result() -> None:
 def test_alone_the_weights_saved_are_the_bits_of_before(alone: Callable[..., Run]) -> None:
     best, model = alone("plain").checkpoints / "best.safetensors", alone("plain").model / "weights.safetensors"
     assert identical(load_weights(best), load_weights(model))
+
+
+def test_a_job_finds_its_own_unfinished_run_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, job in (("one", "job-1"), ("two", "job-2"), ("old", None)):
+        run = Run.create(Path("runs"), name, Path("runs") / name)
+        run.recipe_file.write_text(RECIPE.to_toml())
+        run.environment_file.write_text(json.dumps({"launch": job}))
+    (tmp_path / "runs" / "broken").mkdir()
+    (tmp_path / "runs" / "broken" / "environment.json").write_text("{")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert workshop.earlier_attempt(None) is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-2")
+    assert workshop.earlier_attempt(None) == Path("runs/two") == workshop.earlier_attempt("runs/two")
+    assert workshop.earlier_attempt("runs/one") is None
+    assert workshop.earlier_attempt("runs/new") is None
+    two = Run(Path("runs/two"))
+    two.model.mkdir()
+    (two.model / "config.json").write_text("{}")
+    assert workshop.earlier_attempt(None) == Path("runs/two"), "trained, but the test images were not read"
+    two.test_file.write_text("{}")
+    assert workshop.earlier_attempt(None) is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun without an id: its process stands for it
+    (tmp_path / "runs" / "one" / "environment.json").write_text(json.dumps({"launch": workshop.launch()}))
+    assert workshop.earlier_attempt(None) == Path("runs/one")

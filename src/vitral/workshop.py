@@ -77,20 +77,20 @@ def train(
                 "--resume goes on with a run as it is, so it takes no data, recipe, out or other settings",
                 f"only {', '.join(CAN_CHANGE)} may be changed",
             )
-        run = Run.open(resume)
-        if run.finished and run.test_file.is_file():
-            raise VitralError(f"{run} is finished", f"vitral evaluate {run} says how good it is")
-        plan = read_recipe(run.recipe_file).changed(changes)
+        plan = read_recipe(Run.open(resume).recipe_file)
     else:
         asked = {name: changes.pop(name, None) for name in ("init", "preset", "heads")}
         plan = plan_for(name, recipe, **asked).changed(changes)
-        run = None
     world = choose(device=plan.device).world
     console = Console(quiet=quiet or not world.first, highlight=False)
-    if run is None and (before := world.tell(lambda: earlier_attempt(out))):
-        run = Run.open(before)
-        plan = read_recipe(run.recipe_file)
-    elif run is None and out is not None:  # before anything is fetched
+    run = None
+    begun, changed = world.tell(lambda: (resume, changes) if resume else (earlier_attempt(out), {}))
+    if begun:
+        run = Run.open(begun)
+        if run.finished and run.test_file.is_file():
+            raise VitralError(f"{run} is finished", f"vitral evaluate {run} says how good it is")
+        plan = read_recipe(run.recipe_file).changed(changed)
+    elif out is not None:  # before anything is fetched
         world.tell(lambda: Run.check_free(Path(out)))
     console.print(f"vitral {__version__}\n")
     ready = world.each(lambda: prepare(plan, progress=not quiet, items=items))
@@ -118,20 +118,19 @@ def train(
 
 
 def earlier_attempt(out: str | Path | None) -> Path | None:
-    """The run that these processes were in, where torchrun has started them again after one died."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return None
-    if out is not None:
-        return Path(out) if (Path(out) / "recipe.toml").is_file() else None
-    for file in sorted(RUNS.glob("*/environment.json"), key=lambda file: -file.stat().st_mtime):
+    """The unfinished run of this very job, where torchrun or a scheduler has started its processes again."""
+    files = [Path(out) / "environment.json"] if out is not None else RUNS.glob("*/environment.json")
+    for file in files if launch() else ():
         with suppress(OSError, ValueError, AttributeError):
-            if json.loads(file.read_text(encoding="utf-8")).get("launch") == launch():
-                return file.parent
+            run = Run(file.parent)
+            ours = json.loads(file.read_text(encoding="utf-8")).get("launch") == launch()
+            if ours and run.recipe_file.is_file() and not (run.finished and run.test_file.is_file()):
+                return run.path
     return None
 
 
 def launch() -> str | None:
-    """What is the same after torchrun has started its processes again: its run id, or else its process."""
+    """What stays the same when torchrun starts its processes again: its run id, or else its own process."""
     if (name := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
         return None
     return f"{platform.node()} {os.getppid()}" if name == "none" else name

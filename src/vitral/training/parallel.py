@@ -58,7 +58,7 @@ def way_of(recipe: Recipe, hardware: Hardware) -> Way:
         accumulate=recipe.accumulate,
         precision=hardware.precision,
         optimizer=recipe.optim.name,
-        ema=recipe.ema > 0,
+        ema=recipe.ema > 0 or recipe.ema_decay > 0,
         gpu=GPUS["H100"].with_memory(hardware.memory),
     )
     needed, usable = plan.memory("ddp", recipe.recompute).total / 2**30, plan.gpu.usable / 2**30
