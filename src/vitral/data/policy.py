@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -29,6 +30,7 @@ OPERATIONS = (
 )  # fmt: skip
 MOVING = OPERATIONS[1:6]
 LOOKED_UP = OPERATIONS[6:14]
+APART = (("brightness", *OPERATIONS[8:12]), ("contrast",), OPERATIONS[12:14])  # only some need to know the whole image
 Name = Literal["none", "randaugment", "trivialaugment"]
 GRAY = 128  # what comes in from outside, as in AugReg; DeiT takes the mean colour
 AT_ONCE, AT_ONCE_CPU = 128, 8  # images: on a GPU bounds the memory, on a CPU keeps what lies between in the cache
@@ -168,7 +170,8 @@ def apply(images_BCHW: Tensor, operation_B: Tensor, argument_B: Tensor, place_2B
     images = images_BCHW.clone()
     shear, pixels = (argument("shear_x"), argument("shear_y")), (argument("translate_x"), argument("translate_y"))
     change(images, of(*MOVING), move, *shear, *pixels, argument("rotate"))
-    change(images, of(*LOOKED_UP), look_up, operation_B, argument_B)
+    for names in APART if images.device.type == "cpu" else (LOOKED_UP,):
+        change(images, of(*names), partial(look_up, names), operation_B, argument_B)
     change(images, of("color"), lambda values, factor: blend(luma(values), values, factor), argument_B)
     change(images, of("sharpness"), lambda values, factor: blend(smooth(values), values, factor), argument_B)
     if place_2B is not None:
@@ -239,37 +242,39 @@ def blend(other: Tensor, values: Tensor, factor: Tensor) -> Tensor:
     return (values - other).mul_(factor.view(-1, 1, 1, 1)).add_(other).clamp_(0, 255).trunc_()
 
 
-def look_up(values_BCHW: Tensor, operation_B: Tensor, argument_B: Tensor) -> Tensor:
-    """Each value through the image's own table of 256."""
+def look_up(names: tuple[str, ...], values_BCHW: Tensor, operation_B: Tensor, argument_B: Tensor) -> Tensor:
+    """Each value through the image's own table of 256, for operations of these names."""
     B, C = values_BCHW.shape[:2]
     starts = torch.arange(0, B * C * 256, 256, device=values_BCHW.device, dtype=torch.int32)
     places = (values_BCHW.to(torch.int32) + starts.view(B, C, 1, 1)).flatten()
-    table = tables(values_BCHW, places, operation_B, argument_B)
+    table = tables(names, values_BCHW, places, operation_B, argument_B)
     return table.flatten().index_select(0, places).view_as(values_BCHW)
 
 
-def tables(values_BCHW: Tensor, places: Tensor, operation_B: Tensor, argument_B: Tensor) -> Tensor:
+def tables(
+    names: tuple[str, ...], values_BCHW: Tensor, places: Tensor, operation_B: Tensor, argument_B: Tensor
+) -> Tensor:
     """B C 256: what each value becomes."""
     B, C = values_BCHW.shape[:2]
-    v, a = torch.arange(256.0, device=argument_B.device), argument_B[:, None]
+    v, a = torch.arange(256.0, device=argument_B.device), argument_B[:, None, None]
     step = 2 ** (8 - a)
-    middle = (luma(values_BCHW).mean(dim=(2, 3), dtype=torch.float64) + 0.5).floor().float()
     made = {
         "posterize": (v / step).floor() * step,
         "solarize": torch.where(v < a, v, 255 - v),
         "solarize_add": torch.where(v < 128, (v + a).clamp(max=255), v),
         "invert": 255 - v,
         "brightness": (a * v).clamp(0, 255).trunc(),
-        "contrast": (middle + a * (v - middle)).clamp(0, 255).trunc(),
     }
-    counts = torch.zeros(B * C * 256, device=places.device)
-    counts = counts.scatter_add_(0, places.long(), torch.ones((), device=places.device).expand(places.shape))
-    counts = counts.view(B, C, 256)
-    made_of_counts = {"autocontrast": stretched(counts), "equalize": equalized(counts)}
+    if "contrast" in names:
+        middle = (luma(values_BCHW).mean(dim=(2, 3), dtype=torch.float64) + 0.5).floor().float()[:, :, None]
+        made["contrast"] = (middle + a * (v - middle)).clamp(0, 255).trunc()
+    if "equalize" in names:
+        one = torch.ones((), device=places.device).expand(places.shape)
+        counts = torch.zeros(B * C * 256, device=places.device).scatter_add_(0, places.long(), one).view(B, C, 256)
+        made |= {"autocontrast": stretched(counts), "equalize": equalized(counts)}
     result = v.expand(B, C, 256)
-    for name, table in (made | made_of_counts).items():
-        chosen = (operation_B == OPERATIONS.index(name))[:, None, None]
-        result = torch.where(chosen, table if table.ndim == 3 else table.expand(B, 256)[:, None], result)
+    for name in names:
+        result = torch.where((operation_B == OPERATIONS.index(name))[:, None, None], made[name], result)
     return result
 
 
