@@ -20,7 +20,7 @@ import vitral
 from conftest import identical
 from test_folder import COLOURS, SEEN, photograph
 from vitral.commands import data
-from vitral.data import packed, reading
+from vitral.data import packed, reading, scale
 from vitral.data.decode import decode
 from vitral.data.folder import load_files
 from vitral.data.packed import is_packed, read_index, read_split, stand_in
@@ -207,12 +207,13 @@ def test_settings_that_make_no_sense_are_named(changes):
 PACKING = """
 import sys
 from pathlib import Path
-from vitral.data import workers
+from vitral.data import packed, workers
 from vitral.data.folder import load_files
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.run import load_weights
 from vitral.training import plan
+packed.FEW = 0
 start = workers.Workers.__init__
 def tell(self, *args):
     start(self, *args)
@@ -293,3 +294,18 @@ def test_the_command_packs_what_training_then_uses_and_a_pack_can_be_carried_awa
 def test_a_known_set_needs_no_packing():
     with pytest.raises(VitralError, match="mnist is a known set"):
         plan.pack(plan.plan_for("mnist", None))
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_large_pictures_are_scaled_by_torch_as_pillow_does_it(mode, interpolation):
+    random = np.random.default_rng(0)
+    coarse = Image.fromarray(random.integers(0, 256, (40, 50, 3), dtype=np.uint8))
+    picture = coarse.resize((500, 375), Image.Resampling.BICUBIC).convert(mode)
+    channels = len(picture.getbands())
+    exact = scale.pixels(picture, (248, 248), channels, 1.0, interpolation)
+    quick = scale.pixels(picture, (248, 248), channels, 1.0, interpolation, quick=True)
+    assert quick.shape == exact.shape == (channels, 248, 248)
+    difference = np.abs(quick.astype(int) - exact)
+    assert difference.max() <= 1
+    assert (difference > 0).mean() < 0.02

@@ -33,7 +33,7 @@ def decode(source: Path | str | bytes | Image.Image, *, at_least: tuple[int, int
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about metadata and bombs; the size is checked below
             if isinstance(source, Image.Image):
-                return _upright(source, name)
+                return _upright(source.copy(), name)
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as picture:
                 if at_least is not None:
                     _draft(picture, max(at_least))
@@ -66,7 +66,7 @@ def _upright(picture: Image.Image, name: str) -> Image.Image:
         raise NotAnImage(f"{name}: {picture.width}×{picture.height} pixels are more than vitral reads")
     picture.load()
     with contextlib.suppress(Exception):  # broken metadata costs the orientation, not the picture
-        picture = ImageOps.exif_transpose(picture)
+        ImageOps.exif_transpose(picture, in_place=True)  # which, unlike a new picture, is free where it is upright
     return to_eight_bits(picture)
 
 
@@ -82,9 +82,9 @@ def to_eight_bits(picture: Image.Image) -> Image.Image:
         picture = picture.convert("RGBA")
         white = Image.new("RGBA", picture.size, "white")
         return Image.alpha_composite(white, picture).convert("RGB")
-    if picture.mode in ("L", "1"):
-        return picture.convert("L")
-    return picture.convert("RGB")
+    if picture.mode in ("L", "RGB"):
+        return picture  # as it is: to convert would be to copy
+    return picture.convert("L" if picture.mode == "1" else "RGB")
 
 
 def image_files(paths: list[Path]) -> list[Path]:

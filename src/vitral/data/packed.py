@@ -39,7 +39,7 @@ from vitral.plain import from_plain, to_plain
 FORMAT = 1
 INDEX = "index.json"
 AHEAD = 4096  # files handed to the workers at a time
-FEW = 64  # files that are decoded before workers would have begun
+FEW = 256  # files that are decoded before workers would have begun
 REMEDY = "mend or remove them, or allow more with --data.unreadable"
 
 

@@ -80,6 +80,12 @@ class Streamed(Images):
         else:
             ring.close()
 
+    def close(self) -> None:
+        """End the workers that wait for the next reading; it starts new ones."""
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
+
     def _read(self, ring: Ring, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
         waiting: deque[Part] = deque()
         free = deque(range(SLOTS))

@@ -5,7 +5,8 @@
     ← {"rows": [7, 8], "sources": [["a.jpg", 0, -1], ["shard.tar", 1536, 20481]]}
     → {"troubles": {"8": "shard.tar: broken or truncated (…)"}}
 
-It ends when its input does, so a training that is killed leaves none behind. It imports no torch: it starts at once.
+It ends when its input does, so a training that is killed leaves none behind. It imports torch only for large pictures,
+so that it starts at once.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def fill(
     for row, (where, offset, length) in zip(rows, sources, strict=True):
         try:
             picture = decode(read_source(where, offset, length), at_least=(size[0], size[1]))
-            target[row] = pixels(picture, (size[0], size[1]), channels, 1.0, interpolation)
+            target[row] = pixels(picture, (size[0], size[1]), channels, 1.0, interpolation, quick=True)
         except NotAnImage as error:
             troubles[row] = error.what.replace("the image", f"{where} at byte {offset}")
         except VitralError as error:

@@ -58,7 +58,7 @@ class Workers:
                 stdout=subprocess.PIPE,
                 text=True,
                 pass_fds=[fd],
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # the workers are the threads
                 start_new_session=True,  # Ctrl-C is the training's business; it ends its workers itself
             )
             self._all.append(process)
