@@ -367,3 +367,12 @@ def test_images_of_any_shape_keep_it_and_stay_in_their_range(
 def test_a_setting_that_makes_no_sense_is_refused_by_name(setting: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"augment\.{setting} .*{value}"):
         Augment(**{setting: value})
+
+
+def test_a_share_of_the_images_is_mixed() -> None:
+    images, targets = torch.randn(4000, 1, 4, 4), torch.eye(10).repeat(400, 1)
+    draws = torch.Generator().manual_seed(0)
+    mixed, blended = Augment(mixup=1.0, mixed=0.3).mix(images, targets, draws)
+    untouched = (mixed == images).flatten(1).all(dim=1)
+    assert torch.equal(blended[untouched], targets[untouched])
+    assert untouched.float().mean().item() == pytest.approx(0.7, abs=0.03)

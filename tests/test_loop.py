@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import Fit, identical, textures
-from vitral.data.datasets import Dataset
+from vitral.data.datasets import Dataset, Split
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import logits_of, measure
@@ -30,9 +30,9 @@ from vitral.vit import ViT
 
 KEYS = {
     "epoch", "step", "lr", "train_loss", "train_top1", "validation_loss", "validation_top1", "best", "seconds",
-    "images_per_second",
+    "training_seconds", "images_per_second",
 }  # fmt: skip
-TIMES = ("seconds", "images_per_second")
+TIMES = ("seconds", "training_seconds", "images_per_second")
 
 # Everything that draws random numbers or carries state from step to step.
 EVERYTHING: dict[str, Any] = {
@@ -645,3 +645,30 @@ def test_a_missing_tensorboard_names_the_install_line(train_tiny: Fit, monkeypat
     with pytest.raises(VitralError, match="TensorBoard is not installed") as caught:
         train_tiny(tensorboard=True)
     assert "vitral[tensorboard]" in caught.value.hint
+
+
+def test_with_nothing_held_out_all_images_train_and_the_last_weights_are_the_model(
+    train_tiny: Fit, dataset: Dataset
+) -> None:
+    nobody = Split(images=dataset.train.images[:0], labels=dataset.train.labels[:0])
+    with pytest.raises(VitralError, match="no validation images"):
+        train_tiny("asked", dataset=replace(dataset, validation=nobody))
+    changes = {"epochs": 3, "data.validation": 0.0, "checkpoint_epochs": 0}
+    run = train_tiny(dataset=replace(dataset, validation=nobody), **changes)
+    rows = run.metrics()
+    assert not any("validation_loss" in row for row in rows)
+    assert [row["best"] for row in rows] == [False, False, True]
+    assert load_model(run.path)[1].epoch == 3
+    assert checkpoint.newest(run.checkpoints) is None
+
+
+def test_training_is_timed_without_the_steps_that_compile(train_tiny: Fit) -> None:
+    rows = train_tiny(epochs=3).metrics()
+    assert all(row["training_seconds"] > 0 for row in rows[1:])
+    assert sum(row["training_seconds"] for row in rows[1:]) <= rows[-1]["seconds"]
+
+
+def test_blocks_that_begin_as_the_identity_leave_the_tokens_alone(recipe: Recipe, cpu: Hardware) -> None:
+    model = begin(recipe.changed({"zero_branches": True}), cpu, 10).model.eval()
+    trace = model.trace(torch.randn(2, recipe.model.channels, *recipe.model.image_size))
+    assert all(torch.equal(tokens, trace.tokens[0]) for tokens in trace.tokens)

@@ -293,7 +293,7 @@ def test_a_value_of_the_wrong_type_is_named(path: str, value: Any, expected: str
         ("ema", -0.1),
         ("seed", -1),
         ("seed", 2**60),
-        ("data.validation", 0.0),
+        ("data.validation", -0.1),
         ("data.validation", 1.0),
         ("optim.lr", 0.0),
         ("optim.lr_batch", -1),

@@ -30,6 +30,7 @@ from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
 from vitral.evaluation.trust import Evaluation, assess
+from vitral.evaluation.views import VIEWS, answers
 from vitral.hardware import Hardware, choose
 from vitral.judge import SplitName
 from vitral.predict import Predictor
@@ -222,10 +223,11 @@ def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predic
     else:
         split, name, seen = dataset.validation, "validation", "images, on which the epoch was chosen: no test images"
     asked = judge.Asked(predictor=predictor, plan=plan, dataset=dataset, name=name, split=split)
-    logits = predictor.logits_together(split.images)
+    logits = answers(predictor.logits_together, split.images, plan.views)
 
     def rest() -> ModelCard:
-        judge.calibrate_model(predictor, dataset.validation)
+        if len(dataset.validation):
+            judge.calibrate_model(predictor, dataset.validation)
         conclude(run, plan, asked, logits, seen, console)
         return predictor.card
 
@@ -237,7 +239,8 @@ def conclude(run: Run, plan: Recipe, asked: judge.Asked, logits: torch.Tensor, s
     """What the test set said: as a file, as pictures, as a page, and for the person, with what to try next."""
     predictor, dataset, split, name = asked.predictor, asked.dataset, asked.split, asked.name
     metrics = assess(logits, split.labels, predictor.classes, predictor.card.calibration)
-    write_atomically(run.test_file, json.dumps({"split": name} | metrics.as_dict(), indent=2) + "\n")
+    said = {"split": name} | ({"views": plan.views} if plan.views != "one" else {}) | metrics.as_dict()
+    write_atomically(run.test_file, json.dumps(said, indent=2) + "\n")
     try:
         example = draw(run, predictor, split, metrics)
     except OSError as error:
@@ -249,7 +252,7 @@ def conclude(run: Run, plan: Recipe, asked: judge.Asked, logits: torch.Tensor, s
     mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in metrics.mistakes(3))
     console.print(
         f"\n{name:<9} [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
-        f"{metrics.images:,} {seen}\n\n"
+        f"{metrics.images:,} {seen}\n{VIEWS[plan.views]}\n"
         f"It confuses most often:   {mistakes or 'nothing'}\n"
         f"Which it takes for which: {run.figures / 'confusion.png'}\n"
         f"What it looked at:        {run.figures / 'attention.png'}\n"

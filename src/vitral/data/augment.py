@@ -35,10 +35,11 @@ class Augment:
     mixup: float = 0.0  # α of the Beta distribution that blends two images (arXiv 1710.09412)
     cutmix: float = 0.0  # α of the Beta distribution that pastes a rectangle of another image (arXiv 1905.04899)
     switch: float = 0.5  # with mixup and cutmix both: the share of images that get cutmix
+    mixed: float = 1.0  # share of images that mixup or cutmix falls on
     repeat: int = 1  # so many differently varied copies of an image in its batch, for fewer others (arXiv 1902.05509)
 
     def __post_init__(self) -> None:
-        for name in ("crop", "shift", "rotate", "scale", "jitter", "erase", "mixup", "cutmix", "switch"):
+        for name in ("crop", "shift", "rotate", "scale", "jitter", "erase", "mixup", "cutmix", "switch", "mixed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"augment.{name} must be a number and not negative, not {getattr(self, name)}")
         if self.shift != int(self.shift):
@@ -47,7 +48,7 @@ class Augment:
             raise ValueError(f"augment.repeat must be at least 1, not {self.repeat}")
         if self.scale >= 1:
             raise ValueError(f"augment.scale must be below 1, not {self.scale}")
-        for name in ("erase", "crop", "jitter", "switch"):
+        for name in ("erase", "crop", "jitter", "switch", "mixed"):
             if getattr(self, name) > 1:
                 raise ValueError(f"augment.{name} must be at most 1, not {getattr(self, name)}")
         if self.border not in get_args(Border):
@@ -73,19 +74,31 @@ class Augment:
     def mix(self, images_BCHW: Tensor, targets_BK: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         """After normalising: erase, then blend with other images; targets are rows of class probabilities.
 
-        With mixup and cutmix both, a coin decides for each image: on the device, which never waits for Python.
+        Coins decide for each image which of them, and whether: on the device, which never waits for Python.
         """
         if self.erase:
             images_BCHW = erase(images_BCHW, self.erase, generator)
-        mixed = mixup(images_BCHW, targets_BK, self.mixup, generator) if self.mixup else (images_BCHW, targets_BK)
-        if not self.cutmix:
-            return mixed
-        pasted = cutmix(images_BCHW, targets_BK, self.cutmix, generator)
-        if not self.mixup:
-            return pasted
-        coin = torch.rand(len(images_BCHW), generator=generator, device=images_BCHW.device) < self.switch
-        images = torch.where(coin[:, None, None, None], pasted[0], mixed[0])
-        return images, torch.where(coin[:, None], pasted[1], mixed[1])
+        if not (self.mixup or self.cutmix):
+            return images_BCHW, targets_BK
+        coin, other = torch.rand(2, len(images_BCHW), generator=generator, device=images_BCHW.device)
+        if self.mixup and self.cutmix:
+            blended = mixup(images_BCHW, targets_BK, self.mixup, generator)
+            mixed = choose(coin < self.switch, cutmix(images_BCHW, targets_BK, self.cutmix, generator), blended)
+        elif self.mixup:
+            mixed = mixup(images_BCHW, targets_BK, self.mixup, generator)
+        else:
+            mixed = cutmix(images_BCHW, targets_BK, self.cutmix, generator)
+        return mixed if self.mixed == 1 else choose(other < self.mixed, mixed, (images_BCHW, targets_BK))
+
+
+Examples = tuple[Tensor, Tensor]  # images, B C H W, and their targets, B K
+
+
+def choose(coin_B: Tensor, heads: Examples, tails: Examples) -> Examples:
+    """Image by image, with its target."""
+    return torch.where(coin_B[:, None, None, None], heads[0], tails[0]), torch.where(
+        coin_B[:, None], heads[1], tails[1]
+    )
 
 
 def random_crop(images_BCHW: Tensor, least: float, size: tuple[int, int], generator: Generator) -> Tensor:

@@ -46,7 +46,8 @@ def curves(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     epochs = [row["epoch"] for row in rows]
     for axes, what, name in ((loss, "loss", "loss"), (accuracy, "top1", "accuracy")):
         for split, color, label in (("train", ORANGE, "training (augmented)"), ("validation", BLUE, "validation")):
-            axes.plot(epochs, [row[f"{split}_{what}"] for row in rows], "o-", color=color, ms=3, label=label)
+            if all(f"{split}_{what}" in row for row in rows):  # a run that holds nothing out has no validation
+                axes.plot(epochs, [row[f"{split}_{what}"] for row in rows], "o-", color=color, ms=3, label=label)
         axes.set(xlabel="epoch", title=name)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)

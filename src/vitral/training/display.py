@@ -49,10 +49,12 @@ class Display(Watch):
 
     def epoch(self, row: dict[str, Any], seconds_left: float) -> None:
         star = "[green]best[/green]" if row["best"] else ""
+        asked = f"{'–':>10} {'–':>8}"
+        if "validation_loss" in row:
+            asked = f"{row['validation_loss']:>10.4f} {row['validation_top1']:>8.2%}"
         self.console.print(
             f"{row['epoch']:>5}   {row['train_loss']:>10.4f} {row['train_top1']:>8.2%}   "
-            f"{row['validation_loss']:>10.4f} {row['validation_top1']:>8.2%}   "
-            f"{row['images_per_second']:>9,.0f}   {clock(seconds_left):>6}   {star}",
+            f"{asked}   {row['images_per_second']:>9,.0f}   {clock(seconds_left):>6}   {star}",
             highlight=False,
         )
 

@@ -35,16 +35,18 @@ from vitral.run import ModelCard, Run, save_model, save_weights
 from vitral.run import load_weights as read_weights
 from vitral.training import checkpoint
 from vitral.training.divided import load_weights, parameters_of, placed_state, weights_of, whole
-from vitral.training.loss import balanced_weights, guessing, losses, start_at_even_odds
+from vitral.training.loss import balanced_weights, guessing, losses
 from vitral.training.memory import recompute_blocks
 from vitral.training.optim import Averaged, learning_rate, make_optimizers, restore_optimizer, set_learning_rate
 from vitral.training.parallel import divide, forward_of, last_part, way_of
 from vitral.training.recipe import Recipe
+from vitral.training.start import start_as_identity, start_at_even_odds
 from vitral.training.trouble import Diverged, where_it_breaks
 from vitral.variants import VARIANTS
 from vitral.vit import ViT
 from vitral.world import Agreement
 
+WARMING = 5  # steps of a process that may compile or record
 READ_EVERY = 50  # steps between looks at the device; in between it runs ahead of Python
 EXPLODED = 1000  # times the loss of guessing: no training comes back from there
 MOST_ROLLBACKS = 5  # each halves the learning rate; what does not go at a 32nd of it has another cause
@@ -151,8 +153,11 @@ def fit(
     start: dict[str, Tensor] | None = None,
 ) -> None:
     """Train as the recipe says, from the run's newest checkpoint if it has one; leaves the model in the run folder."""
-    for kind, split in (("training", dataset.train), ("validation", dataset.validation)):
-        if not len(split):
+    for kind, split, wanted in (
+        ("training", dataset.train, True),
+        ("validation", dataset.validation, recipe.data.validation),
+    ):
+        if wanted and not len(split):
             raise VitralError(f"{dataset.name} has no {kind} images", "another --data.validation may leave some")
     watch = watch or Watch()
     device, world = hardware.device, hardware.world
@@ -206,6 +211,7 @@ def fit(
                     before.append((state.step, state.draws.get_state(), hardware.random_state()))
                     state.at.fill_(state.step)
                     take_step(images, labels)
+                    clock.stepped(state, hardware)
                     state.position += 1
                     state.step += 1
                     if device.type == "cpu" or state.step % READ_EVERY == 0 or state.position == loader.steps:
@@ -219,6 +225,8 @@ def fit(
                         raise stopped(state, steps, run)
                     if due and state.position < loader.steps:
                         save(state, recipe, hardware, run, clock)
+                hardware.synchronize()
+                training = clock.training_seconds(state)
                 row = end_of_epoch(state, recipe, dataset, preprocessing, hardware, run)
             except Diverged as trouble:
                 found = explain(trouble, state, loader, before, recipe, preprocessing, hardware, weights_K, run)
@@ -231,10 +239,12 @@ def fit(
                 rows = world.tell(lambda: taken_back(run, state.epoch))
                 continue
             clock.stop(state)
-            row |= {"seconds": round(state.seconds, 3), "images_per_second": round(clock.images_per_second(state), 1)}
+            row |= {"seconds": round(state.seconds, 3), "training_seconds": round(training, 4)}
+            row |= {"images_per_second": round(clock.images_per_second(state), 1)}
             rows.append(row)
             world.tell(partial(run.write_metrics, rows))
-            save(state, recipe, hardware, run, clock)
+            if recipe.checkpoint_epochs and state.epoch % recipe.checkpoint_epochs == 0:
+                save(state, recipe, hardware, run, clock)
             watch.epoch(row, clock.seconds_left(state, steps))
             if log is not None:
                 log(row)
@@ -274,6 +284,8 @@ def begin(recipe: Recipe, hardware: Hardware, steps: int, start: dict[str, Tenso
     model = VARIANTS[recipe.variant](recipe.model)
     if start is not None:
         model.load_state_dict(start)
+    elif recipe.zero_branches:
+        start_as_identity(model)
     if recipe.loss == "sigmoid":
         start_at_even_odds(model)
     for name, parameter in model.named_parameters():
@@ -380,28 +392,33 @@ def end_of_epoch(
 ) -> dict[str, Any]:
     """Ask the validation images, keep the weights if they are the best so far, and turn the page."""
     loss, right, images = state.totals.tolist()
-    answering = state.answering.eval()
-    logits = logits_together(answering, dataset.validation.images, preprocessing, hardware)
-    state.model.train()
-    found = measure(logits, dataset.validation.labels, dataset.classes)
-    if not math.isfinite(found.loss):  # the last step's own loss was; these weights must not be saved
-        bad = dataset.validation.images[int((~logits.isfinite()).any(dim=1).int().argmax())][None]
-        where, _ = where_it_breaks(answering, lambda: logits_of(answering, bad, preprocessing, hardware))
-        raise Diverged(f"the validation loss is not finite after step {state.step}, {where}", state.step)
-    if not state.best or (found.top1, -found.loss) > (state.best["top1"], -state.best["loss"]):
-        state.best = {"epoch": state.epoch + 1, "top1": found.top1, "loss": found.loss}
-        best = weights_of(answering)
-        hardware.world.tell(lambda: save_weights(run.checkpoints / "best.safetensors", best))
     row = {
         "epoch": state.epoch + 1,
         "step": state.step,
         "lr": float(state.optimizers[0].param_groups[0]["lr"]),
         "train_loss": loss / images,
         "train_top1": right / images,
-        "validation_loss": found.loss,
-        "validation_top1": found.top1,
-        "best": state.best["epoch"] == state.epoch + 1,
     }
+    answering = state.answering.eval()
+    if len(dataset.validation):
+        logits = logits_together(answering, dataset.validation.images, preprocessing, hardware)
+        found = measure(logits, dataset.validation.labels, dataset.classes)
+        if not math.isfinite(found.loss):  # the last step's own loss was; these weights must not be saved
+            bad = dataset.validation.images[int((~logits.isfinite()).any(dim=1).int().argmax())][None]
+            where, _ = where_it_breaks(answering, lambda: logits_of(answering, bad, preprocessing, hardware))
+            raise Diverged(f"the validation loss is not finite after step {state.step}, {where}", state.step)
+        row |= {"validation_loss": found.loss, "validation_top1": found.top1}
+        best = not state.best or (found.top1, -found.loss) > (state.best["top1"], -state.best["loss"])
+    else:  # nobody to choose: the last epoch's weights are the model
+        best = state.epoch + 1 == recipe.epochs
+    if best:
+        state.best = {"epoch": state.epoch + 1}
+        if len(dataset.validation):
+            state.best |= {"top1": found.top1, "loss": found.loss}
+        weights = weights_of(answering)
+        hardware.world.tell(lambda: save_weights(run.checkpoints / "best.safetensors", weights))
+    state.model.train()
+    row["best"] = best
     state.epoch, state.position = state.epoch + 1, 0
     state.totals.zero_()
     return row
@@ -493,6 +510,21 @@ class Clock:
     def __init__(self, state: State, batch: int) -> None:
         self.started = self.saved = time.perf_counter()
         self.first_step, self.batch = state.step, batch
+        self.timed_from = self.started, state.step
+
+    def stepped(self, state: State, hardware: Hardware) -> None:
+        """After a step. The first ones of a process compile and record: training is timed from behind them."""
+        if state.step - self.first_step == WARMING:
+            hardware.synchronize()
+        if state.step - self.first_step <= WARMING or state.position == 0:
+            self.timed_from = time.perf_counter(), state.step + 1
+
+    def training_seconds(self, state: State) -> float:
+        """Of the epoch that ends here: its steps alone, as if none of them had compiled anything.
+
+        Where there are no others, as they were."""
+        since, first = self.timed_from if self.timed_from[1] < state.step else (self.started, self.first_step)
+        return (time.perf_counter() - since) / max(state.step - first, 1) * state.position
 
     def stop(self, state: State) -> None:
         """Add the time since the last stop to the state's, before it is saved."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 Loss = Literal["softmax", "sigmoid"]
 
@@ -40,14 +40,3 @@ def balanced_weights(labels_N: Tensor, classes: int) -> Tensor:
     counts = torch.bincount(labels_N, minlength=classes)
     present = (counts > 0).sum()
     return len(labels_N) / (present * counts.clamp(min=1).float())
-
-
-@torch.no_grad()
-def start_at_even_odds(model: nn.Module) -> None:
-    """Sigmoid: a head that has not learned yet begins by giving each class 1/K, not 1/2.
-
-    AugReg's biases (arXiv 2106.10270) are these: -6.9 for ImageNet's 1000 classes, -10 for ImageNet-21k's 21,843.
-    """
-    for head in (module for name, module in model.named_modules() if name.endswith("head.out")):
-        if isinstance(head, nn.Linear) and not head.weight.any() and not head.bias.any():
-            head.bias.fill_(-math.log(max(len(head.bias) - 1, 1)))

@@ -18,6 +18,7 @@ from vitral.data.loader import Sampling
 from vitral.data.preprocess import Interpolation
 from vitral.data.reading import Reading
 from vitral.errors import VitralError
+from vitral.evaluation.views import Views
 from vitral.hardware import Compile, Device, Precision
 from vitral.plain import from_plain, to_plain
 from vitral.training.loss import Loss
@@ -28,14 +29,16 @@ EMBEDDING = ("patch_", "class_", "distillation_", "position_", "registers")  # w
 
 # What may be different when a run is resumed: where it is computed, and what is kept on disk.
 CAN_CHANGE = (
-    "device", "precision", "compile", "parallel", "accumulate", "recompute", "checkpoint_minutes", "keep", "on_nan",
-    "tensorboard",
+    "device", "precision", "compile", "parallel", "accumulate", "recompute", "views", "checkpoint_epochs",
+    "checkpoint_minutes", "keep", "on_nan", "tensorboard",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Which images, and how much of the training set is held out to choose the best epoch."""
+    """Which images, and how much of the training set is held out to choose the best epoch.
+
+    With nothing held out, all images train, the last epoch's weights are the model, and it is not calibrated."""
 
     name: str
     validation: float = 0.1
@@ -48,8 +51,8 @@ class Data:
     workers: int = Reading.workers  # processes that decode photographs; 0: one a core
 
     def __post_init__(self) -> None:
-        if not 0 < self.validation < 1:
-            raise ValueError(f"data.validation must be above 0 and below 1, not {self.validation}")
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"data.validation must be at least 0 and below 1, not {self.validation}")
         self.how  # noqa: B018 - refuses what it cannot do
 
     @property
@@ -97,6 +100,7 @@ class Recipe:
     variant: str = "plain"  # of the table in vitral.variants
     augment: Augment = field(default_factory=Augment)
     optim: Optim = field(default_factory=Optim)
+    zero_branches: bool = False  # each block begins as the identity: the last matrix of its branches is zero
     init: str = ""  # a checkpoint to begin from: a file, a folder, a run, hf:owner/name; empty: from scratch
     own_size: bool = False  # with init: images of the recipe's size, not of the checkpoint's
     freeze: str = ""  # "backbone": only the head learns; a number: so many blocks and the embedding stay as they are
@@ -115,7 +119,9 @@ class Recipe:
     precision: Precision = "auto"
     compile: Compile = "auto"
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # of several processes: each the whole model, or a part of it
-    checkpoint_minutes: float = 10.0  # besides the one after each epoch
+    views: Views = "one"  # of a test image, whose answers are averaged: flip is two, six are shifted too
+    checkpoint_epochs: int = 1  # a checkpoint after each so many epochs; 0: none, for runs of seconds
+    checkpoint_minutes: float = 10.0  # and after so many minutes
     keep: int = 2  # checkpoints kept
     on_nan: Literal["stop", "rollback"] = "stop"  # rollback: to the last checkpoint, with half the learning rate
     tensorboard: bool = False
@@ -124,7 +130,7 @@ class Recipe:
         check(self.variant, self.model)
         if self.freeze not in ("", "backbone") and not self.freeze.isdigit():
             raise ValueError(f"freeze must be 'backbone' or a number of blocks, not {self.freeze!r}")
-        for name, least in (("epochs", 1), ("batch", 1), ("accumulate", 1), ("keep", 1)):
+        for name, least in (("epochs", 1), ("batch", 1), ("accumulate", 1), ("keep", 1), ("checkpoint_epochs", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         for name in ("label_smoothing", "ema", "ema_decay"):

@@ -1,0 +1,39 @@
+"""Several looks at one image, whose answers are averaged (test-time augmentation)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitral.data.images import Pixels
+
+Views = Literal["one", "flip", "six"]
+VIEWS: dict[Views, str] = {
+    "one": "",
+    "flip": "answers averaged over the image and its mirror image",
+    "six": "answers averaged over six views: mirrored, and moved by a pixel along the diagonal",
+}
+
+
+def answers(ask: Callable[[Pixels], Tensor], images_NCHW: Pixels, views: Views) -> Tensor:
+    """What `ask` says, N K, averaged over the views of each image."""
+    if views == "one":
+        return ask(images_NCHW)
+    return torch.cat([_averaged(ask, images, views) for images in images_NCHW.split(2048)])
+
+
+def _averaged(ask: Callable[[Tensor], Tensor], images_NCHW: Tensor, views: Views) -> Tensor:
+    """In place counts as much as both moves together."""
+
+    def both(images: Tensor) -> Tensor:
+        return (ask(images) + ask(images.flip(-1))) / 2
+
+    if views == "flip":
+        return both(images_NCHW)
+    wide = F.pad(images_NCHW.float(), (1, 1, 1, 1), mode="replicate").to(images_NCHW.dtype)
+    moved = (both(wide[:, :, :-2, :-2]) + both(wide[:, :, 2:, 2:])) / 2
+    return (both(images_NCHW) + moved) / 2
