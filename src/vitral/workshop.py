@@ -111,7 +111,7 @@ def train(
         check_same_data(run, dataset)
         world.tell(lambda: write_atomically(run.recipe_file, plan.to_toml()))
     introduce(console, ready, hardware, way, run)
-    with world.guarded(), ExitStack() as held:
+    with world.guarded(f"vitral train --resume {run}"), ExitStack() as held:
         world.tell(lambda: held.enter_context(run.alone()))
         with Display(console, steps) as watch:
             fit(plan, dataset, ready.preprocessing, run, hardware, watch, ready.start)

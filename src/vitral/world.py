@@ -82,8 +82,8 @@ class World:
         return torch.cat(parts)
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """In here, a process that is gone is an error that says so."""
+    def guarded(self, go_on: str) -> Iterator[None]:
+        """In here, a process that is gone is an error that says so, and how to go on."""
         try:
             yield
         except RuntimeError as error:
@@ -91,7 +91,7 @@ class World:
                 raise
             raise VitralError(
                 f"process {self.rank} of {self.size} has lost the others: one of them ended ({_short(error)})",
-                "torchrun's report names the first that failed; go on with: vitral train --resume RUN",
+                f"torchrun's report names the first that failed; go on with: {go_on}",
             ) from error
 
 
