@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -231,6 +232,26 @@ def test_convert_goes_there_and_back_or_says_why_not(source, tmp_path, capsys, f
     with torch.inference_mode():
         before, after = (vitral.load(path).model(images) for path in (source, tmp_path / "back"))
     assert torch.allclose(before, after, atol=near)
+
+
+@pytest.mark.parametrize("command", ["train", "probe", "predict", "embed"])
+def test_how_a_checkpoint_was_understood_is_shown_before_it_is_used(source, photos, tmp_path, capsys, command):
+    vitral_command("convert", source, tmp_path / "bare.safetensors", "--to", "timm")
+    capsys.readouterr()
+    bare = tmp_path / "bare.safetensors"
+    words = {
+        "train": [photos, "--init", bare, "--epochs", 1, "--out", tmp_path / "run"],
+        "probe": [photos, "--init", bare, "--json"],
+        "predict": [bare, photos / "red", "--json"],
+        "embed": [bare, photos / "red", "--out", tmp_path / "features.npy"],
+    }[command]
+    assert vitral_command(command, *words, "--heads", 2) == 0
+    printed = capsys.readouterr()
+    told = printed.out if command == "train" else printed.err
+    for part in ("patches of 8", "heads: 2, as asked", "preprocessing ASSUMED"):
+        assert part in told
+    if "--json" in words:
+        assert [json.loads(line) for line in printed.out.splitlines()]
 
 
 @pytest.mark.parametrize("command", ["train", "probe", "predict", "embed", "push"])

@@ -73,6 +73,7 @@ class Predictor:
         self, model: ViT, card: ModelCard, hardware: Hardware, path: Path | None = None, choice: Choice | None = None
     ) -> None:
         self.model, self.card, self.hardware, self.path = model.to(hardware.device).eval(), card, hardware, path
+        self.notes: tuple[str, ...] = ()  # how a checkpoint of another library was understood
         self.choice = choice or Choice(precision=hardware.precision, batch=64, why="the model as it is", run=None)
 
     @classmethod
@@ -91,8 +92,10 @@ class Predictor:
         `threads` (of the whole process): what `vitral bench` found best on this machine, if it was asked;
         `Predictor.choice` says what was chosen and why.
         """
+        notes: list[str] = []
         if is_checkpoint(path):
             checkpoint = weights.read(path, heads=heads)
+            notes = checkpoint.notes
             model, card, folder = checkpoint.build(), checkpoint.card, None
         else:
             model, card = load_model(path)
@@ -102,7 +105,9 @@ class Predictor:
         hardware = choose(device=device, precision="fp32", compile="no")
         on_cpu = hardware.device.type == "cpu"
         choice = choose_numbers(model, card.preprocessing, folder, precision, threads) if on_cpu else None
-        return cls(model, card, hardware, Path(path), choice)
+        predictor = cls(model, card, hardware, Path(path), choice)
+        predictor.notes = tuple(notes)
+        return predictor
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -368,13 +368,15 @@ def report(
     return write_report(gather(asked, found, logits, Path(path)), place)
 
 
-def probe(data: str, init: str | Path, *, out: str | Path | None = None, heads: int | None = None) -> ProbeResult:
+def probe(
+    data: str, init: str | Path | Predictor, *, out: str | Path | None = None, heads: int | None = None
+) -> ProbeResult:
     """How well a model's frozen features tell classes apart: nearest neighbours, a linear probe, few-shot regression.
 
     Judged on the test images; where there are none, on the validation images, and then everything is chosen by
     cross-validation inside the training images. With `out`, a plot.
     """
-    predictor = Predictor.load(init, heads=heads)
+    predictor = init if isinstance(init, Predictor) else Predictor.load(init, heads=heads)
     seen = predictor.card.preprocessing
     dataset = load_files(data, seen) if looks_like_files(data) else load_dataset(data)
 
@@ -394,10 +396,13 @@ def probe(data: str, init: str | Path, *, out: str | Path | None = None, heads: 
     return result
 
 
-def embed(path: str | Path, files: Sequence[str | Path], out: str | Path, *, heads: int | None = None) -> list[str]:
+def embed(
+    path: str | Path | Predictor, files: Sequence[str | Path], out: str | Path, *, heads: int | None = None
+) -> list[str]:
     """Write the feature vectors of images to .npy, .parquet or .csv; returns what was wrong with unreadable ones."""
     check_features_path(out)
-    names, vectors, troubles = Predictor.load(path, heads=heads).embed_files(files)
+    predictor = path if isinstance(path, Predictor) else Predictor.load(path, heads=heads)
+    names, vectors, troubles = predictor.embed_files(files)
     write_features(names, vectors, out)
     return troubles
 

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.commands.flags import parse
+from vitral.commands.flags import parse, understood
 
 
 def run(words: list[str]) -> int:
@@ -21,8 +21,11 @@ def run(words: list[str]) -> int:
 
     chosen = parse(Embed, words, "embed")
     from vitral import workshop
+    from vitral.predict import Predictor
 
-    troubles = workshop.embed(chosen.run, chosen.files, chosen.out, heads=chosen.heads)
+    predictor = Predictor.load(chosen.run, heads=chosen.heads)
+    understood(predictor.notes)
+    troubles = workshop.embed(predictor, chosen.files, chosen.out)
     for trouble in troubles:
         print(f"error: {trouble}", file=sys.stderr)
     print(f"{chosen.out}: written")

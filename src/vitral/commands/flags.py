@@ -6,7 +6,8 @@ dataclasses. Each command is a file with `run(words) -> exit status`; torch is i
 
 import io
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -73,3 +74,9 @@ def value_of(flag: str, words: list[str]) -> str | None:
         if word.startswith(flag + "="):
             return word.removeprefix(flag + "=")
     return None
+
+
+def understood(notes: Iterable[str]) -> None:
+    """How a checkpoint was read, before it is used; not among the answers, which programs read."""
+    for note in notes:
+        print(f"  {note}", file=sys.stderr)

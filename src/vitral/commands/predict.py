@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.commands.flags import parse
+from vitral.commands.flags import parse, understood
 from vitral.errors import VitralError
 
 
@@ -30,6 +30,7 @@ def run(words: list[str]) -> int:
     from vitral.report import terminal
 
     predictor = Predictor.load(chosen.run, labels=chosen.labels, heads=chosen.heads)
+    understood(predictor.notes)
     answers = predictor.predict_files(chosen.files, top=chosen.top)
     show = terminal.as_json if chosen.json else terminal.as_csv if chosen.csv else terminal.as_lines
     show(answers)

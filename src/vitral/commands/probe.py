@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.commands.flags import parse
+from vitral.commands.flags import parse, understood
 
 
 def run(words: list[str]) -> int:
@@ -22,9 +22,12 @@ def run(words: list[str]) -> int:
 
     chosen = parse(Probe, words, "probe")
     from vitral import workshop
+    from vitral.predict import Predictor
     from vitral.report import terminal
 
-    result = workshop.probe(chosen.data, chosen.init, out=chosen.out, heads=chosen.heads)
+    predictor = Predictor.load(chosen.init, heads=chosen.heads)
+    understood(predictor.notes)
+    result = workshop.probe(chosen.data, predictor, out=chosen.out)
     if chosen.json:
         print(json.dumps(result.as_dict()))
     else:

@@ -89,14 +89,14 @@ def _copies(how: str, groups: Sequence[Sequence[Photo]]) -> Iterable[Trouble]:
     if labels:
         files, details = _told(labels, lambda photo: f"{how} copy, called {photo.label} here")
         yield listed_trouble(
-            f"{how} copies, different labels", "error", f"{how} copies with different labels", files,
+            f"{how} copies, different labels", "error", f"are {how} copies with different labels", files,
             "decide which label is right; remove the others", details=details,
         )  # fmt: skip
     if leaks:
         files, details = _told(leaks, lambda photo: f"{how} copy, in {photo.split} here")
         splits = sorted({photo.split for g in leaks for photo in g}, key=["train", "validation", "test"].index)
         yield listed_trouble(
-            f"{how} copies, several splits", "error", f"{how} copies that stand in {' and '.join(splits)}", files,
+            f"{how} copies, several splits", "error", f"are {how} copies that stand in {' and '.join(splits)}", files,
             "remove them from training: what was learned by heart is no test", details=details,
         )  # fmt: skip
     if merely:
@@ -128,7 +128,7 @@ def odd(photos: Sequence[Photo]) -> Iterable[Trouble]:
         counted = ", ".join(f"{n} {MODES.get(mode, mode)}" for mode, n in Counter(p.mode for p in other).most_common())
         yield listed_trouble(
             "odd mode", "warning", f"not {MODES.get(commonest, commonest)} like the others ({counted})",
-            [str(p.path) for p in other], "are they what they should be? They are read as RGB",
+            [str(p.path) for p in other], "are they what they should be? They are read like the others",
             details=[MODES.get(p.mode, p.mode) for p in other],
         )  # fmt: skip
     area = statistics.median(p.size[0] * p.size[1] for p in photos)

@@ -130,9 +130,7 @@ def _strangers(folders: Iterable[Path]) -> Iterable[Trouble]:
             "other format", "warning", "in formats that vitral does not read", pictures, "convert to JPEG or PNG"
         )
     if others:
-        yield listed_trouble(
-            "stray file", "warning", "among the images that are no images", others, "move away", "file"
-        )
+        yield listed_trouble("stray file", "warning", "in class folders, no images", others, "move away", "file")
 
 
 def _class_names(listed: Sequence[tuple[Path, str, str]]) -> Iterable[Trouble]:
