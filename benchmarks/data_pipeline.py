@@ -1,6 +1,6 @@
 """How fast photographs become batches: vitral beside a plain torch DataLoader, on the same files and two cores.
 
-    python benchmarks/data_pipeline.py FOLDER [--scale 1] [--repeat 5] [--rounds 3] [--out data_pipeline.json]
+    python benchmarks/data_pipeline.py FOLDER [--scale 1] [--repeat 20] [--rounds 3] [--out data_pipeline.json]
 
 The plain way: a DataLoader with two workers; each image opened with Pillow, RandomResizedCrop 224, mirrored, divided,
 normalised, one by one (torchvision's operations on Pillow images, written out). vitral: the first pass decodes with
@@ -200,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="class folders of photographs")
     parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--contestant", choices=["plain", "vitral"], help=argparse.SUPPRESS)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
 from vitral.data.worker import fill
-from vitral.data.workers import Source, Troubles, Workers
+from vitral.data.workers import MANY, Source, Troubles, Workers
 from vitral.errors import VitralError
 from vitral.plain import from_plain, to_plain
 
@@ -161,10 +161,10 @@ def _decode_into(
     file: Path, images: np.ndarray[Any, Any], sources: Sequence[Source], stored: Preprocessing, workers: int
 ) -> Troubles:
     if len(sources) <= FEW:
-        return fill(images, range(len(sources)), sources, stored.interpolation)
+        return fill(images, range(len(sources)), sources, stored.interpolation, quick=False)
     offset = images.offset  # type: ignore[attr-defined]
     fd = os.open(file, os.O_RDWR)
-    pool = Workers(fd, images.shape, stored.interpolation, workers, offset)
+    pool = Workers(fd, images.shape, stored.interpolation, len(sources) >= MANY, workers, offset)
     troubles: Troubles = {}
     try:
         for start in range(0, len(sources), AHEAD):

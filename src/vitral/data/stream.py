@@ -21,7 +21,7 @@ from torch import Tensor
 from vitral.data.images import Images
 from vitral.data.packed import check_share, stand_in
 from vitral.data.preprocess import Preprocessing
-from vitral.data.workers import Source, Troubles, Workers, shared_buffer
+from vitral.data.workers import MANY, Source, Troubles, Workers, shared_buffer
 
 SLOTS = 4  # parts that are being filled or waited for
 MOST_BUFFER = 256 * 2**20  # bytes of all slots together
@@ -151,7 +151,7 @@ class Ring:
         shape = (SLOTS * images.rows, *images.stored.shape)
         self.fd, self.array = shared_buffer(shape)
         self._end = weakref.finalize(self, os.close, self.fd)
-        self.workers = Workers(self.fd, shape, images.stored.interpolation, images.workers)
+        self.workers = Workers(self.fd, shape, images.stored.interpolation, len(images) >= MANY, images.workers)
 
     def close(self) -> None:
         self.workers.close()

@@ -1,12 +1,12 @@
 """A worker process: reads lines that name files, decodes them into rows of a shared buffer, answers what went wrong.
 
-    python -m vitral.data.worker FD OFFSET N C H W INTERPOLATION
+    python -m vitral.data.worker FD OFFSET N C H W INTERPOLATION QUICK
 
     ← {"rows": [7, 8], "sources": [["a.jpg", 0, -1], ["shard.tar", 1536, 20481]]}
     → {"troubles": {"8": "shard.tar: broken or truncated (…)"}}
 
-It ends when its input does, so a training that is killed leaves none behind. It imports torch only for large pictures,
-so that it starts at once.
+It ends when its input does, so a training that is killed leaves none behind. It imports torch only for many
+large pictures (QUICK), so that it starts at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ def read_source(where: str, offset: int, size: int) -> Path | bytes:
 
 
 def fill(
-    target: np.ndarray[Any, Any], rows: Sequence[int], sources: Sequence[tuple[str, int, int]], interpolation: str
+    target: np.ndarray[Any, Any],
+    rows: Sequence[int],
+    sources: Sequence[tuple[str, int, int]],
+    interpolation: str,
+    quick: bool,
 ) -> dict[int, str]:
     """Decode each source into its row of `target`, N C H W; returns what was wrong, by row."""
     channels, *size = target.shape[1:]
@@ -46,7 +50,7 @@ def fill(
     for row, (where, offset, length) in zip(rows, sources, strict=True):
         try:
             picture = decode(read_source(where, offset, length), at_least=(size[0], size[1]))
-            target[row] = pixels(picture, (size[0], size[1]), channels, 1.0, interpolation, quick=True)
+            target[row] = pixels(picture, (size[0], size[1]), channels, 1.0, interpolation, quick=quick)
         except NotAnImage as error:
             troubles[row] = error.what.replace("the image", f"{where} at byte {offset}")
         except VitralError as error:
@@ -61,7 +65,10 @@ def main(words: Sequence[str]) -> None:
     target = np.frombuffer(mmap.mmap(fd, 0), dtype=np.uint8, offset=offset).reshape(shape)
     for line in sys.stdin:
         task = json.loads(line)
-        print(json.dumps({"troubles": fill(target, task["rows"], task["sources"], words[6])}), flush=True)
+        print(
+            json.dumps({"troubles": fill(target, task["rows"], task["sources"], words[6], words[7] == "quick")}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import numpy as np
 
 from vitral.errors import VitralError
 
+MANY = 5000  # files from which a worker earns back the import of torch, which scales large pictures faster
 CHUNK = 8  # files a message: enough to hide the pipe, few enough that workers end together
 
 
@@ -44,9 +45,12 @@ Troubles = dict[int, str]  # what is wrong with the file that should have filled
 class Workers:
     """`fill(rows, sources)` decodes sources into rows of an array N C H W that begins at byte `offset` of a file."""
 
-    def __init__(self, fd: int, shape: tuple[int, ...], interpolation: str, count: int = 0, offset: int = 0) -> None:
+    def __init__(
+        self, fd: int, shape: tuple[int, ...], interpolation: str, quick: bool, count: int = 0, offset: int = 0
+    ) -> None:
         self.count = count or os.cpu_count() or 1
         words = [sys.executable, "-m", "vitral.data.worker", str(fd), str(offset), *map(str, shape), interpolation]
+        words.append("quick" if quick else "exact")
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
