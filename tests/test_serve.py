@@ -26,7 +26,7 @@ from vitral.predict import Predictor
 from vitral.serve.app import make_app
 from vitral.serve.guard import State, digests
 from vitral.serve.limits import Limits
-from vitral.serve.models import Served, model_thread, name_all
+from vitral.serve.models import Served, model_threads, name_all
 from vitral.serve.server import Lines
 
 PREDICT, EXPLAIN = "/v1/models/insects/predict", "/v1/models/insects/explain"
@@ -40,8 +40,8 @@ def predictor(tmp_path_factory) -> Predictor:
 @contextmanager
 def serving(predictor, keys=(), ready=True, **limits):
     state = State(limits=replace(Limits(), **limits), keys=digests(keys))
-    with ThreadPoolExecutor(2) as decoders, model_thread() as thread:
-        served = Served("insects", predictor, state.limits, decoders, thread, state.meters)
+    with ThreadPoolExecutor(2) as decoders, model_threads(2) as threads:
+        served = Served("insects", predictor, state.limits, decoders, threads, state.meters, workers=2)
         with TestClient(make_app([served], state), raise_server_exceptions=True) as client:
             while ready and client.get("/readyz").status_code != 200:
                 pass

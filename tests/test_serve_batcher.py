@@ -36,10 +36,10 @@ class Model:
         return [item**2 for item in items]
 
 
-def run(model, body, *, batch=4, wait_s=0.0, queue=1000):
+def run(model, body, *, batch=4, wait_s=0.0, queue=1000, workers=1):
     async def main():
-        with ThreadPoolExecutor(1, thread_name_prefix="model") as thread:
-            batcher = Batcher(model, thread, batch=batch, wait_s=wait_s, queue=queue)
+        with ThreadPoolExecutor(workers, thread_name_prefix="model") as threads:
+            batcher = Batcher(model, threads, batch=batch, wait_s=wait_s, queue=queue, workers=workers)
             batcher.start()
             try:
                 async with asyncio.timeout(20):
@@ -61,17 +61,18 @@ async def ask(batcher, item, decode=0.0):
 @given(
     st.lists(st.tuples(st.integers(0, 99), st.sampled_from([0, 0.001, 0.004])), min_size=1, max_size=40),
     st.integers(1, 8),
+    st.integers(1, 3),
 )
-def test_everyone_gets_their_own_answer_in_batches_that_are_not_too_large(asked, batch):
+def test_everyone_gets_their_own_answer_in_batches_that_are_not_too_large(asked, batch, workers):
     model = Model()
 
     async def body(batcher):
         return await asyncio.gather(*(ask(batcher, item, decode) for item, decode in asked))
 
-    assert run(model, body, batch=batch, wait_s=0.002) == [item**2 for item, _ in asked]
+    assert run(model, body, batch=batch, wait_s=0.002, workers=workers) == [item**2 for item, _ in asked]
     assert sorted(item for batch in model.batches for item in batch) == sorted(item for item, _ in asked)
     assert max(map(len, model.batches)) <= batch
-    assert len(model.threads) == 1
+    assert len(model.threads) <= workers
 
 
 def test_a_lone_image_does_not_wait():
@@ -135,6 +136,21 @@ def test_the_next_batch_gathers_while_the_model_computes():
 
     assert run(model, body) == [1, 4, 9, 16]
     assert model.batches == [[1], [2, 3, 4]]
+
+
+def test_workers_share_what_is_there():
+    gate = threading.Event()
+    model = Model(gate=gate)
+
+    async def body(batcher):
+        waiting = [asyncio.create_task(ask(batcher, n)) for n in range(6)]
+        while len(model.batches) < 2:
+            await asyncio.sleep(0.005)
+        gate.set()
+        return await asyncio.gather(*waiting)
+
+    assert run(model, body, batch=8, workers=2) == [0, 1, 4, 9, 16, 25]
+    assert [len(batch) for batch in model.batches] == [3, 3]
 
 
 def test_a_full_queue_refuses_and_recovers():

@@ -64,7 +64,7 @@ def make_app(models: Sequence[Served], state: State) -> Guard:
     async def warm_up() -> None:
         loop = asyncio.get_running_loop()
         for served in models:
-            await loop.run_in_executor(served.thread, served.warm_up)
+            await loop.run_in_executor(served.threads, served.warm_up)
         state.ready = True
 
     @asynccontextmanager

@@ -2,7 +2,7 @@
 
 An image is announced when its decoding begins and comes when it is decoded. The model starts at once when nothing
 else is announced, so that a single client never waits; otherwise it waits for the others, `wait_s` at most. While it
-computes, the next batch gathers.
+computes, the next batch gathers. Where several workers compute side by side, none takes more than its share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Waiting = tuple[Item, "asyncio.Future[Answer]", float]
 
 
 class Batcher(Generic[Item, Answer]):
-    """`answer` runs in `executor`, on up to `batch` items at once, one batch after another."""
+    """`answer` runs in `executor`, on up to `batch` items at once, in as many batches side by side as `workers`."""
 
     def __init__(
         self,
@@ -33,21 +33,16 @@ class Batcher(Generic[Item, Answer]):
         batch: int,
         wait_s: float,
         queue: int,
+        workers: int = 1,
         seen: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
-        self.answer, self.executor, self.batch, self.wait_s, self.queue, self.seen = (
-            answer,
-            executor,
-            batch,
-            wait_s,
-            queue,
-            seen,
-        )
+        self.answer, self.executor, self.seen = answer, executor, seen
+        self.batch, self.wait_s, self.queue, self.workers = batch, wait_s, queue, workers
         self.waiting: deque[Waiting[Item, Answer]] = deque()
         self.places = 0  # announced, waiting or being computed
         self.announced = 0  # of these, still being decoded
         self.changed = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
+        self.tasks: list[asyncio.Task[None]] = []
 
     @contextmanager
     def place(self) -> Iterator[Place[Item, Answer]]:
@@ -64,13 +59,13 @@ class Batcher(Generic[Item, Answer]):
             self.places -= 1
 
     def start(self) -> None:
-        self.task = asyncio.get_running_loop().create_task(self._work())
+        loop = asyncio.get_running_loop()
+        self.tasks = [loop.create_task(self._work()) for _ in range(self.workers)]
 
     async def stop(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self.task
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
@@ -89,6 +84,11 @@ class Batcher(Generic[Item, Answer]):
                 if not future.done():
                     future.set_result(answer)
 
+    @property
+    def share(self) -> int:
+        """The most that one worker takes: what is here, divided among them, within the largest batch."""
+        return min(self.batch, max(-(-self.places // self.workers), 1))
+
     async def _gather(self) -> list[Waiting[Item, Answer]]:
         """The next batch: whoever waits, and those who come within the bound."""
         while True:
@@ -96,7 +96,7 @@ class Batcher(Generic[Item, Answer]):
                 self.waiting.popleft()
             if self.waiting:
                 left = self.waiting[0][2] + self.wait_s - time.perf_counter()
-                if len(self.waiting) >= self.batch or not self.announced or left <= 0:
+                if len(self.waiting) >= self.share or not self.announced or left <= 0:
                     break
             else:
                 left = None
@@ -105,7 +105,8 @@ class Batcher(Generic[Item, Answer]):
                 async with asyncio.timeout(left):
                     await self.changed.wait()
         batch: list[Waiting[Item, Answer]] = []
-        while self.waiting and len(batch) < self.batch:
+        share = self.share
+        while self.waiting and len(batch) < share:
             first = self.waiting.popleft()
             if not first[1].done():
                 batch.append(first)

@@ -33,7 +33,7 @@ class Wish:
 
 
 def look_inside(predictor: Predictor, pixels_CHW: Tensor, wish: Wish) -> dict[str, Any]:
-    """In the model thread."""
+    """In a model thread."""
     calibration, model = predictor.card.calibration, predictor.model
     image = predictor.card.preprocessing.normalise(pixels_CHW[None].to(predictor.hardware.device))
     with torch.no_grad():

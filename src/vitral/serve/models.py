@@ -1,4 +1,4 @@
-"""A model that is served: its name and version, its place in the model thread, and what it says about images."""
+"""A model that is served: its name and version, its place in the queue, and what it says about images."""
 
 from __future__ import annotations
 
@@ -61,23 +61,31 @@ def name_all(paths: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 class Served:
-    """One model behind its addresses. Decoding is spread over `decoders`; `thread` alone touches the model."""
+    """One model behind its addresses. Decoding is spread over `decoders`; the model computes in `threads`."""
 
     def __init__(
-        self, name: str, predictor: Predictor, limits: Limits, decoders: Executor, thread: Executor, meters: Meters
+        self,
+        name: str,
+        predictor: Predictor,
+        limits: Limits,
+        decoders: Executor,
+        threads: Executor,
+        meters: Meters,
+        workers: int = 1,
     ) -> None:
         channels = predictor.card.preprocessing.channels
         if channels not in MODES:
             raise VitralError(f"{name} wants images with {channels} channels; a picture has 1, 3 or 4")
         self.name, self.predictor, self.limits = name, predictor, limits
-        self.decoders, self.thread, self.meters = decoders, thread, meters
+        self.decoders, self.threads, self.meters = decoders, threads, meters
         self.version = version_of(predictor)
         self.batcher: Batcher[Tensor, Row] = Batcher(
             self._answer,
-            thread,
+            threads,
             batch=limits.batch,
             wait_s=limits.wait_ms / 1000,
             queue=limits.queue,
+            workers=workers,
             seen=lambda size, seconds: meters.batch(name, size, seconds),
         )
 
@@ -89,7 +97,7 @@ class Served:
             self._answer([blank] * size)
 
     def _answer(self, images: list[Tensor]) -> list[Row]:
-        """In the model thread: calibrated probabilities, and whether the image is unlike all it was trained on."""
+        """In a model thread: calibrated probabilities, and whether the image is unlike all it was trained on."""
         logits = self.predictor.logits(torch.stack(images))
         calibration = self.predictor.card.calibration
         rows = zip(calibration.probabilities(logits).tolist(), calibration.unknown(logits).tolist(), strict=True)
@@ -122,7 +130,7 @@ class Served:
             finally:
                 place.leave()
             loop = asyncio.get_running_loop()
-            seen = await loop.run_in_executor(self.thread, look_inside, self.predictor, pixels, wish)
+            seen = await loop.run_in_executor(self.threads, look_inside, self.predictor, pixels, wish)
         self.meters.images.labels(self.name).inc()
         labels = self.ranked(seen.pop("probabilities"), wish.top)
         return {"name": upload.name, "labels": labels} | seen
@@ -163,6 +171,6 @@ class Served:
         }
 
 
-def model_thread() -> ThreadPoolExecutor:
-    """One thread for all models: they take turns, and each has all cores when it is its turn."""
-    return ThreadPoolExecutor(1, thread_name_prefix="model")
+def model_threads(workers: int) -> ThreadPoolExecutor:
+    """Where all models compute."""
+    return ThreadPoolExecutor(workers, thread_name_prefix="model")

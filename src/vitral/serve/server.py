@@ -13,10 +13,12 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import torch
 import uvicorn
 from PIL import Image
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -28,7 +30,7 @@ from vitral.predict import Predictor
 from vitral.serve.app import make_app
 from vitral.serve.guard import State, digests
 from vitral.serve.limits import Limits
-from vitral.serve.models import Served, model_thread, name_all
+from vitral.serve.models import Served, model_threads, name_all
 
 Log = Literal["text", "json"]
 SAID = b'{"error": "there are too many connections: try again in a moment"}'
@@ -166,6 +168,28 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def usable_cores() -> int:
+    """That this process may use: of the machine, of its affinity, of its control group (containers)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(round(int(quota) / int(period)), 1))
+    return cores
+
+
+def share_cores(cores: int, threads: int | None) -> int:
+    """How many batches run side by side, when each has `threads` of the cores.
+
+    A batch on all cores waits for the slowest of them after each layer, and decoding takes turns with it: few threads
+    and several batches get more done, and a single image is not much slower for it.
+    """
+    if threads is None:
+        told = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(told) if told.isdecimal() and int(told) else 1 if cores <= 2 else 2 if cores <= 8 else 4
+        torch.set_num_threads(threads)
+    return max(cores // threads, 1)
+
+
 def serve(
     runs: Sequence[str],
     *,
@@ -185,16 +209,19 @@ def serve(
     chosen = name_all(runs, names)
     state = State(limits=limits, keys=digests(keys))
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limits say what is too large
-    cores = os.cpu_count() or 1
-    with (
-        bind(host, port) as bound,
-        ThreadPoolExecutor(max(2, min(cores, 8)), thread_name_prefix="decode") as decoders,
-        model_thread() as thread,
-    ):
-        models = []
-        for name, run in zip(chosen, runs, strict=True):
-            predictor = Predictor.load(run, device=device, labels=labels, precision=precision, threads=threads)
-            models.append(Served(name, predictor, limits, decoders, thread, state.meters))
+    with bind(host, port) as bound, ExitStack() as stack:
+        predictors = [
+            Predictor.load(run, device=device, labels=labels, precision=precision, threads=threads) for run in runs
+        ]
+        cores, workers = usable_cores(), 1
+        if all(predictor.hardware.device.type == "cpu" for predictor in predictors):
+            workers = share_cores(cores, threads)
+        decoding = stack.enter_context(ThreadPoolExecutor(max(2, min(cores, 8)), thread_name_prefix="decode"))
+        computing = stack.enter_context(model_threads(workers))
+        models = [
+            Served(name, predictor, limits, decoding, computing, state.meters, workers)
+            for name, predictor in zip(chosen, predictors, strict=True)
+        ]
         log_to(sys.stderr, log)
         where = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         config = uvicorn.Config(
@@ -223,6 +250,9 @@ def announce(models: Sequence[Served], where: str, log: Log) -> None:
         return
     for model in models:
         asked = model.predictor
-        described = f"{len(asked.classes)} classes, version {model.version}, {asked.hardware.name}, {asked.choice}"
+        described = f"{len(asked.classes)} classes, version {model.version}, {asked.choice}"
         print(f"{model.name:<16} {described}")
+    workers = models[0].batcher.workers
+    if workers > 1:
+        print(f"{'':<16} {workers} batches side by side, {torch.get_num_threads()} threads each")
     print(f"\nThe page         {where}/\nFor programs     {where}/docs\nStop with Ctrl-C.\n", flush=True)
