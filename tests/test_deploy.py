@@ -38,7 +38,7 @@ def flags() -> set[str]:
 
 def test_every_flag_that_is_told_exists():
     told = set()
-    for text in (PAGE, *(path.read_text() for path in DEPLOY.iterdir() if path.is_file())):
+    for text in (PAGE, *(path.read_text() for path in DEPLOY.rglob("*") if path.is_file())):
         told |= set(re.findall(r"`(--[a-z][a-z-]+)", text)) | set(re.findall(r'"(--[a-z][a-z-]+)"', text))
     docker = {"--cpus"}
     assert told - docker <= flags()
@@ -156,6 +156,94 @@ def test_nginx_accepts_the_configuration(tmp_path):
     )
     done = subprocess.run(["nginx", "-t", "-c", tmp_path / "nginx.conf"], capture_output=True, text=True, timeout=30)
     assert "syntax is ok" in done.stderr, done.stderr
+
+
+# --- Triton and Ray Serve -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """A real export, whose names and shapes the files must have."""
+    onnx_file = pytest.importorskip("vitral.export.onnx_file")
+    import torch
+
+    from vitral.run import load_model
+
+    place = tmp_path_factory.mktemp("exported")
+    model, card = load_model(tiny_model(place / "model", unknown_below=6.0))
+    onnx_file.write_onnx(place / "model.onnx", model, card, "fp32", False, torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+    return place / "model.onnx"
+
+
+@pytest.mark.slow
+def test_triton_is_told_the_tensors_of_a_real_export(exported):
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(exported), providers=["CPUExecutionProvider"])
+    text = re.sub(r"#.*", "", (DEPLOY / "triton" / "config.pbtxt").read_text())
+    assert text.count("{") == text.count("}")
+    assert text.count("[") == text.count("]")
+    types = {"tensor(uint8)": "TYPE_UINT8", "tensor(float)": "TYPE_FP32"}
+    for kind, tensors in (("input", session.get_inputs()), ("output", session.get_outputs())):
+        block = re.search(rf"^{kind} \[(.*?)^\]", text, flags=re.DOTALL | re.MULTILINE)[1]
+        told = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ ([\d, ]+) \]', block)
+        assert [(name, kind) for name, kind, _ in told] == [(t.name, types[t.type]) for t in tensors]
+        for (_, _, dims), tensor in zip(told, tensors, strict=True):
+            assert len(dims.split(",")) == len(tensor.shape) - 1  # the batch is Triton's
+            assert isinstance(tensor.shape[0], str)  # and of any size
+
+
+@pytest.mark.slow
+def test_ray_serve_gets_a_deployment_that_answers_like_the_model(exported, monkeypatch):
+    """Without Ray: its decorators replaced by ones that call a batch at once."""
+    import asyncio
+    import importlib.util
+    import types
+
+    from starlette.requests import Request
+
+    from vitral.predict import Predictor
+
+    def batch(**settings):
+        def around(function):
+            async def alone(self, item):
+                return (await function(self, [item]))[0]
+
+            return alone
+
+        return around
+
+    def deployment(kind):
+        kind.bind = classmethod(lambda cls, *arguments: cls(*arguments))
+        return kind
+
+    ray = types.ModuleType("ray")
+    ray.serve = types.SimpleNamespace(batch=batch, deployment=deployment)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    config = yaml.safe_load((DEPLOY / "ray" / "config.yaml").read_text())
+    (application,) = config["applications"]
+    module, function = application["import_path"].split(":")
+    spec = importlib.util.spec_from_file_location(module, DEPLOY / "ray" / f"{module}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    assert hasattr(loaded, application["deployments"][0]["name"])
+    classifier = getattr(loaded, function)(application["args"] | {"model": str(exported), "threads": "1"})
+
+    def ask(body: bytes):
+        async def receive():
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return asyncio.run(classifier(Request({"type": "http", "method": "POST", "headers": []}, receive)))
+
+    predictor = Predictor.load(exported.parent / "model", device="cpu", precision="fp32")
+    for seed in range(4):
+        said = json.loads(ask(picture(seed)).body)
+        answer = predictor.predict(picture(seed))
+        assert said["unknown"] == answer.unknown
+        assert [label["name"] for label in said["labels"]] == [label.name for label in answer.labels]
+        assert said["labels"][0]["probability"] == pytest.approx(answer.best.probability, abs=1e-4)
+    assert ask(b"not an image").status_code == 422
+    assert ask(b"x" * (32 * 2**20 + 1)).status_code == 413
 
 
 # --- the Dockerfile -------------------------------------------------------------------------------------------------
