@@ -23,7 +23,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_and_its_licence(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/vitral").rglob("*.py")}
+    inside = [path for path in (ROOT / "src/vitral").rglob("*.*") if path.is_file() and path.suffix != ".pyc"]
+    sources = {str(path.relative_to(ROOT / "src")) for path in inside}
     assert sources <= set(names)
     assert "vitral/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)

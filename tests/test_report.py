@@ -10,6 +10,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from vitral import cli, judge, workshop
 from vitral.data.datasets import Split
 from vitral.data.preprocess import Preprocessing
+from vitral.doctor import examine
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import Calibration
 from vitral.evaluation.robustness import robustness
@@ -259,6 +261,23 @@ def test_the_command_writes_where_it_is_told(
         cli.main(["report", str(run), "--fast", "--out", str(tmp_path / "no" / "such" / "folder.html")])
     assert stop.value.code == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_the_doctor_has_looked_at_a_persons_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_folder import photograph
+
+    monkeypatch.setattr(workshop, "DAMAGED", 10)
+    for index in range(24):
+        photograph(tmp_path / "photos" / ("a", "b")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
+    (tmp_path / "photos" / "a" / "broken.jpg").write_text("no picture")
+    model = {"model.image_size": (16, 16), "model.patch_size": 8, "model.width": 24, "model.depth": 1}
+    more = {"precision": "fp32", "data.unreadable": 0.5}
+    workshop.train(str(tmp_path / "photos"), out=tmp_path / "run", epochs=1, **model, **more)
+    found = examine(tmp_path / "photos")
+    assert found.sizes not in (tmp_path / "run" / "report.html").read_text()
+    source = workshop.report(tmp_path / "run").read_text()
+    for line in (found.sizes, found.troubles[0].what, found.troubles[0].todo, "validation images of"):
+        assert escape(line) in source
 
 
 def test_an_empty_set_is_said(run: Path) -> None:

@@ -365,7 +365,7 @@ def report(
     asked = judge.question(path, data, split)
     found, logits = judge.evaluate(asked, against=unknown, damaged=0 if fast else DAMAGED)
     place = Path(out) if out else Path(path) / "report.html"
-    return write_report(gather(asked, found, logits, Path(path)), place)
+    return write_report(gather(asked, found, logits, Path(path), thorough=not fast), place)
 
 
 def probe(

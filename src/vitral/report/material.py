@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from vitral.data.datasets import Split
+from vitral.doctor import examine
+from vitral.errors import VitralError
 from vitral.evaluation.trust import Evaluation
 from vitral.judge import Asked
 from vitral.predict import Predictor
@@ -41,8 +43,8 @@ class Material:
     more: str = ""  # the command for what is missing here
 
 
-def gather(asked: Asked, found: Evaluation, logits: Tensor, path: Path) -> Material:
-    """From the folder of a run, or from that of a model alone."""
+def gather(asked: Asked, found: Evaluation, logits: Tensor, path: Path, thorough: bool = False) -> Material:
+    """From the folder of a run, or from that of a model alone. `thorough`: the doctor looks at a person's images."""
     card = asked.predictor.card
     run = Run(path) if asked.plan is not None else None
     epochs = tuple(row for row in run.metrics() if "epoch" in row) if run else ()
@@ -56,7 +58,8 @@ def gather(asked: Asked, found: Evaluation, logits: Tensor, path: Path) -> Mater
         found=found,
         facts=facts(asked, epochs, around),
         epochs=epochs,
-        counts=class_counts(asked),
+        counts=(counts := class_counts(asked)),
+        health=health(asked, dict(counts), thorough),
         environment=tuple((name.replace("_", " "), value) for name, value in flat(around)),
         repeat=commands(run, around),
         recipe=run.recipe_file.read_text(encoding="utf-8") if run and run.recipe_file.is_file() else "",
@@ -128,6 +131,28 @@ def commands(run: Run | None, around: dict[str, Any]) -> tuple[str, ...]:
     said = around.get("command")
     began = (f"# begun with\n{said}",) if isinstance(said, str) and said else ()
     return (*began, f"# the same again, bit for bit on a CPU\nvitral train --recipe {run.recipe_file}")
+
+
+def health(asked: Asked, counts: dict[str, tuple[int, ...]], thorough: bool) -> tuple[str, ...]:
+    """What the doctor says about the images; about those of a known set, or in haste, how many there are."""
+    dataset = asked.dataset
+    C, H, W = dataset.train.images.shape[1:]
+    kinds = {1: "gray", 3: "colour"}.get(C, f"{C} channels")
+    told = [f"{sum(map(sum, counts.values())):,} images {dataset.source}; the model sees {H}×{W} pixels, {kinds}"]
+    train = [
+        (count, name) for count, name in zip(counts.get("train", ()), asked.predictor.classes, strict=True) if count
+    ]
+    if train:
+        (few, rare), (many, common) = min(train), max(train)
+        told.append(f"training images: from {few:,} ({rare}) to {many:,} ({common}) a class")
+    if thorough and Path(dataset.name).is_dir():
+        try:
+            found = examine(dataset.name)
+        except VitralError as error:
+            return (*told, f"{error.what}; {error.hint}")
+        told += [f"{trouble.what}: {trouble.todo}" for trouble in found.troubles] or ["the doctor found nothing wrong"]
+        told += [line for line in (found.sizes, found.modes) if line]
+    return tuple(told)
 
 
 def class_counts(asked: Asked) -> tuple[tuple[str, tuple[int, ...]], ...]:
