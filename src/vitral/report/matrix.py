@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -190,8 +191,10 @@ def gallery(material: Material, places: Tensor, p_NK: Tensor) -> Iterable[str]:
 
 
 def relevance(predictor: Predictor, images_NCHW: Tensor, said_N: Tensor) -> np.ndarray[Any, Any]:
+    """N H W in 0…1; a few images at a time, for the gradients of all attention are kept."""
     images = predictor.card.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
-    heat = METHODS["relevance"](predictor.model, images, said_N.to(images.device))
+    pairs = zip(images.split(4), said_N.to(images.device).split(4), strict=True)
+    heat = torch.cat([METHODS["relevance"](predictor.model, some, said) for some, said in pairs])
     found: np.ndarray[Any, Any] = scaled(heat).cpu().numpy()
     return found
 
