@@ -20,8 +20,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     ["__init__", "__main__", "cli"],
     ["commands"],
-    ["workshop"],
-    ["report", "serve", "summary", "judge"],
+    ["workshop", "shipping"],
+    ["report", "serve", "summary", "judge", "samples"],
     ["training", "predict", "explain", "export", "doctor"],
     ["evaluation", "run", "weights", "estimate", "inference"],
     ["data", "variants"],

@@ -27,6 +27,7 @@ TABLE = (
     ("compare", "RUN RUN", "which of two models is better, and whether that can be luck"),
     ("report", "RUN", "one HTML file about a model, to send to a colleague"),
     ("predict", "RUN FILES…", "ranked labels for image files and folders"),
+    ("bench", "RUN", "number type × threads × batch on this CPU; the best is kept with the model"),
     ("embed", "RUN FILES… --out FILE", "feature vectors as .npy, .parquet or .csv"),
     # look inside
     ("summary", "PRESET", "a model layer by layer: shapes, parameters, arithmetic, memory"),

@@ -244,8 +244,12 @@ def cpu_name() -> str:
         said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     model = said.get("model name") or platform.processor() or platform.machine()
     number = f" {said['cpu family']}/{said['model']}" if {"cpu family", "model"} <= said.keys() else ""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model}{number}, {cores} core{'s' if cores != 1 else ''}"
+    return f"{model}{number}, {cores()} core{'s' if cores() != 1 else ''}"
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _compile(device: torch.device, wish: Compile, steps: int | None) -> tuple[bool, str]:

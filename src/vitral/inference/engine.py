@@ -13,6 +13,7 @@ Shapes as in vit.py; M = B·T, all tokens of a batch in one matrix.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Literal
 
 import torch
@@ -94,6 +95,12 @@ class Engine:
     def features(self, images_BCHW: Tensor) -> Tensor:
         grid = self.shell.check(images_BCHW)
         return self.shell.pool(self._encode(self.shell.embed(images_BCHW, grid), grid))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrices."""
+        shapes = [weight.shape for block in self.shell.encoder.blocks for weight in block.parameters()]
+        return sum(math.prod(shape) for shape in shapes) * {"fp32": 4, "bf16": 2, "int8": 1}[self.number]
 
     def _encode(self, tokens_BTD: Tensor, grid: Grid) -> Tensor:
         encoder, (B, T, D) = self.shell.encoder, tokens_BTD.shape

@@ -1,0 +1,47 @@
+"""How fast a model answers on this machine."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitral.commands.flags import parse
+
+
+def run(words: list[str]) -> int:
+    from tyro.conf import FlagCreatePairsOff, Positional
+
+    @dataclass(frozen=True)
+    class Bench:
+        """Number type × threads × batch on this CPU, and which way to take: it is kept with the model and used by
+        predict and serve on this CPU."""
+
+        run: Positional[Path]  # a run folder or a model folder
+        data: str | None = None  # a set or folder to measure with; default: what it was trained on
+        images: int = 512  # half to learn from, half to compare on
+        threads: tuple[int, ...] = ()  # default: one, and all cores
+        batches: tuple[int, ...] = (1, 8, 32)
+        seconds: float = 1.0  # for each row
+        json: FlagCreatePairsOff[bool] = False  # for programs
+
+    chosen = parse(Bench, words, "bench")
+    from vitral import shipping
+
+    measured = shipping.bench(
+        chosen.run,
+        data=chosen.data,
+        images=chosen.images,
+        threads=chosen.threads,
+        batches=chosen.batches,
+        seconds=chosen.seconds,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    if chosen.json:
+        from vitral.plain import to_plain
+
+        print(json.dumps(to_plain(measured)))
+    else:
+        from vitral.report.speed import show_measured
+
+        show_measured(measured)
+    return 0

@@ -1,0 +1,76 @@
+"""Real images for a model to be measured with: of its own validation split, of another set, or of any folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vitral.data.decode import NotAnImage, decode, image_files
+from vitral.data.preprocess import adapt
+from vitral.errors import VitralError
+from vitral.judge import images_of
+from vitral.predict import Predictor
+from vitral.training.recipe import read_recipe
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """uint8 images as the model wants them. Labels, its own class numbers, where they are known."""
+
+    name: str
+    images: Tensor
+    labels: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def halves(self) -> tuple[Sample, Sample]:
+        """Every other image: to learn from, and to compare on."""
+        return self._every(0), self._every(1)
+
+    def _every(self, start: int) -> Sample:
+        labels = None if self.labels is None else self.labels[start::2]
+        return Sample(name=self.name, images=self.images[start::2], labels=labels)
+
+
+def sample(predictor: Predictor, path: Path | str, data: str | None, count: int) -> Sample:
+    """At most `count` images of `data`, or validation images of what the model was trained on, spread over all."""
+    if data is None and not predictor.card.trained_on:
+        raise VitralError("which images? The model does not say what it was trained on", "name a folder with --data")
+    name = data or predictor.card.trained_on
+    place = Path(name)
+    if place.is_dir() and not any(p.is_dir() and not p.name.startswith(".") for p in place.iterdir()):
+        return _flat(predictor, place, count)
+    recipe = Path(path) / "recipe.toml"
+    try:
+        dataset = images_of(name, predictor, read_recipe(recipe) if recipe.is_file() else None)
+    except VitralError as error:
+        hint = error.hint if data else "name a set or a folder with --data"
+        raise VitralError(f"no images to measure with: {error.what}", hint) from error
+    split = dataset.validation if len(dataset.validation) else dataset.train
+    order = spread(len(split), count)
+    images = adapt(split.images[order], predictor.card.preprocessing)
+    if not {*dataset.classes} <= {*predictor.classes}:
+        return Sample(name=dataset.name, images=images, labels=None)
+    by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes])
+    return Sample(name=dataset.name, images=images, labels=by_name[split.labels[order]])
+
+
+def _flat(predictor: Predictor, folder: Path, count: int) -> Sample:
+    files, pixels = image_files([folder]), []
+    for index in spread(len(files), count).tolist():
+        try:
+            pixels.append(predictor.card.preprocessing.pixels(decode(files[index])))
+        except NotAnImage:
+            continue
+    if not pixels:
+        raise VitralError(f"no readable images in {folder}")
+    return Sample(name=str(folder), images=torch.stack(pixels), labels=None)
+
+
+def spread(there: int, wanted: int) -> Tensor:
+    """So many places, evenly over all."""
+    return torch.arange(min(there, wanted)) * there // max(min(there, wanted), 1)
