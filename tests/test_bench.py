@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Fit
 
+from conftest import Fit
 from vitral import cli, hardware, shipping
 from vitral.errors import VitralError
 from vitral.inference.bench import recommend
