@@ -18,11 +18,11 @@ from scipy.special import log_softmax
 from torch import Tensor
 
 import vitral
+from vitral import answers as written
 from vitral import cli, workshop
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import Calibration, calibrate, known_score, temperature_of, threshold
 from vitral.predict import Label, Prediction
-from vitral.report import terminal
 from vitral.run import read_card
 
 TINY = {"epochs": 2, "model.depth": 1, "model.width": 32}
@@ -143,13 +143,13 @@ def test_evaluate_can_calibrate_an_existing_model(run: Path, capsys: pytest.Capt
 def test_an_unknown_picture_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
     labels = (Label(name="paper", probability=0.41), Label(name="glass", probability=0.3))
     answers = [Prediction(source="unknown.jpg", labels=labels, unknown=True), Prediction(source="a.jpg", labels=labels)]
-    terminal.as_lines(answers)
+    written.as_lines(answers)
     first, second = capsys.readouterr().out.splitlines()
     assert first == "unknown.jpg   unsure: looks like nothing it was trained on (nearest: paper 0.41)"
     assert "paper 0.41 · glass 0.30" in second
-    terminal.as_json(answers)
+    written.as_json(answers)
     assert [json.loads(line)["unknown"] for line in capsys.readouterr().out.splitlines()] == [True, False]
-    terminal.as_csv(answers)
+    written.as_csv(answers)
     assert [row["unknown"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [
         "yes",
         "yes",

@@ -22,9 +22,10 @@ LAYERS = [
     ["commands"],
     ["workshop", "shipping"],
     ["report", "serve", "summary", "judge", "samples"],
-    ["training", "predict", "explain", "export", "doctor"],
+    ["training", "predict", "explain", "export", "doctor", "harvest"],
     ["evaluation", "run", "weights", "estimate", "inference"],
-    ["data", "variants"],
+    ["runtime"],
+    ["data", "variants", "answers"],
     ["presets"],
     ["vit", "hardware", "world", "plain", "errors"],
 ]

@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
+from vitral import answers
 from vitral.data.datasets import Split
 from vitral.data.decode import NotAnImage
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.predict import Label, Prediction, Predictor
-from vitral.report import terminal
 from vitral.run import ModelCard, save_model
 from vitral.vit import ViT, ViTConfig
 
@@ -243,7 +243,7 @@ ANSWERS = [
 
 
 def test_answers_as_lines_stand_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.as_lines([ANSWERS[0], replace(ANSWERS[0], source="longer name.png"), ANSWERS[1]])
+    answers.as_lines([ANSWERS[0], replace(ANSWERS[0], source="longer name.png"), ANSWERS[1]])
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 2
     assert out[0].split() == ["a.png", "cat", "0.75", "·", "a", '"dog",', "or", "so", "0.25"]
@@ -251,11 +251,11 @@ def test_answers_as_lines_stand_in_columns(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_answers_as_json_and_csv_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.as_json(ANSWERS)
+    answers.as_json(ANSWERS)
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["labels"][1] == {"name": 'a "dog", or so', "probability": 0.25}
     assert second == {"file": "broken, I fear.png", "labels": [], "error": "broken, I fear.png: not an image"}
-    terminal.as_csv(ANSWERS)
+    answers.as_csv(ANSWERS)
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["label"] for row in rows] == ["cat", 'a "dog", or so', ""]
     assert rows[2]["error"] == "broken, I fear.png: not an image"

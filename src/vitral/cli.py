@@ -33,6 +33,7 @@ TABLE = (
     ("summary", "PRESET", "a model layer by layer: shapes, parameters, arithmetic, memory"),
     ("plan", "PRESET --gpus N", "memory, communication and days of a training on many GPUs"),
     # hand on
+    ("export", "RUN --to onnx|torch", "one file for other programs, proven to agree"),
     ("serve", "RUN…", "models over HTTP, with a page to try them"),
     ("convert", "SOURCE FILE --to LIB", "a checkpoint of one library as another's"),
     ("push", "RUN hf:owner/name", "onto the Hugging Face hub, with a card, as timm and transformers load it"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,9 @@ from PIL import Image
 from torch import Tensor
 
 from vitral import weights
+from vitral.answers import Label as Label
+from vitral.answers import Prediction as Prediction
+from vitral.answers import ranked
 from vitral.data.datasets import Split
 from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.images import Pixels
@@ -25,28 +28,6 @@ from vitral.run import ModelCard, load_model, model_folder
 from vitral.vit import ViT
 
 Picture = str | Path | bytes | Image.Image
-
-
-@dataclass(frozen=True, kw_only=True)
-class Label:
-    name: str
-    probability: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """What the model says about one picture, or why it could not be asked."""
-
-    source: str
-    labels: tuple[Label, ...] = ()  # most probable first
-    unknown: bool = False  # it looks like nothing the model was trained on
-    error: str = ""
-
-    @property
-    def best(self) -> Label:
-        if not self.labels:
-            raise VitralError(f"there is no answer for {self.source}: {self.error}")
-        return self.labels[0]
 
 
 def is_checkpoint(path: Path | str) -> bool:
@@ -128,11 +109,11 @@ class Predictor:
             raise VitralError(f"top must be at least 1, not {top}")
         waiting: list[tuple[str, Tensor | str]] = []
         for picture in pictures:
-            waiting.append(self._open(picture))
+            waiting.append(self.open(picture))
             if len(waiting) == batch:
-                yield from self._answer(waiting, top)
+                yield from self.answer(waiting, top)
                 waiting = []
-        yield from self._answer(waiting, top)
+        yield from self.answer(waiting, top)
 
     def predict_files(self, paths: Sequence[Path | str], top: int | None = None) -> list[Prediction]:
         """Files, and the pictures in folders."""
@@ -145,7 +126,7 @@ class Predictor:
 
     def embed_files(self, paths: Sequence[Path | str]) -> tuple[list[str], Tensor, list[str]]:
         """Names and features, N D, of the images that could be read, and what was wrong with the others."""
-        opened = [self._open(file) for file in image_files([Path(path) for path in paths])]
+        opened = [self.open(file) for file in image_files([Path(path) for path in paths])]
         names = [name for name, pixels in opened if isinstance(pixels, Tensor)]
         if not names:
             raise VitralError(f"no readable images in {', '.join(map(str, paths))}")
@@ -160,7 +141,7 @@ class Predictor:
     def logits(self, images_BCHW: Pixels) -> Tensor:
         """uint8 images as the model wants them → B K, fp32. Threads may call it side by side."""
         check_images(images_BCHW, self.card.preprocessing)
-        if self.choice.run is not None:
+        if self.choice.run is not None and len(images_BCHW):
             return torch.cat([self.choice.run(images) for images in images_BCHW.split(self.choice.batch)])
         return logits_of(self.model, images_BCHW, self.card.preprocessing, self.hardware).cpu()
 
@@ -178,7 +159,7 @@ class Predictor:
         logits = self.logits(images)
         return measure(logits, split.labels, self.classes)
 
-    def _open(self, picture: Picture) -> tuple[str, Tensor | str]:
+    def open(self, picture: Picture) -> tuple[str, Tensor | str]:
         """A name for the picture, with its pixels or with what is wrong with it."""
         name = str(picture) if isinstance(picture, str | Path) else "image"
         try:
@@ -186,7 +167,7 @@ class Predictor:
         except NotAnImage as error:
             return name, error.what
 
-    def _answer(self, waiting: list[tuple[str, Tensor | str]], top: int | None) -> Iterable[Prediction]:
+    def answer(self, waiting: list[tuple[str, Tensor | str]], top: int | None) -> Iterable[Prediction]:
         readable = [pixels for _, pixels in waiting if isinstance(pixels, Tensor)]
         logits = self.logits(torch.stack(readable)) if readable else torch.empty(0, len(self.classes))
         calibration = self.card.calibration
@@ -196,6 +177,4 @@ class Predictor:
                 yield Prediction(source=name, error=pixels)
                 continue
             probabilities, unknown = next(rows)
-            ranked = sorted(zip(self.classes, probabilities, strict=True), key=lambda item: -item[1])
-            labels = tuple(Label(name=c, probability=p) for c, p in ranked[:top])
-            yield Prediction(source=name, labels=labels, unknown=unknown)
+            yield Prediction(source=name, labels=ranked(self.classes, probabilities, top), unknown=unknown)

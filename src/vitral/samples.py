@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.preprocess import adapt
+from vitral.data.scale import MODES
 from vitral.errors import VitralError
 from vitral.judge import images_of
 from vitral.predict import Predictor
@@ -22,6 +25,7 @@ class Sample:
 
     name: str
     images: Tensor
+    originals: Sequence[Tensor]  # uint8, C H W, before they were scaled and cropped
     labels: Tensor | None
 
     def __len__(self) -> int:
@@ -33,7 +37,7 @@ class Sample:
 
     def _every(self, start: int) -> Sample:
         labels = None if self.labels is None else self.labels[start::2]
-        return Sample(name=self.name, images=self.images[start::2], labels=labels)
+        return Sample(name=self.name, images=self.images[start::2], originals=self.originals[start::2], labels=labels)
 
 
 def sample(predictor: Predictor, path: Path | str, data: str | None, count: int) -> Sample:
@@ -52,23 +56,28 @@ def sample(predictor: Predictor, path: Path | str, data: str | None, count: int)
         raise VitralError(f"no images to measure with: {error.what}", hint) from error
     split = dataset.validation if len(dataset.validation) else dataset.train
     order = spread(len(split), count)
-    images = adapt(split.images[order], predictor.card.preprocessing)
-    if not {*dataset.classes} <= {*predictor.classes}:
-        return Sample(name=dataset.name, images=images, labels=None)
-    by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes])
-    return Sample(name=dataset.name, images=images, labels=by_name[split.labels[order]])
+    stored = split.images[order]
+    images = adapt(stored, predictor.card.preprocessing)
+    originals = stored.expand(-1, images.shape[1], -1, -1).unbind(0) if stored.shape[1] == 1 else stored.unbind(0)
+    known = {*dataset.classes} <= {*predictor.classes}
+    by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes]) if known else None
+    labels = None if by_name is None else by_name[split.labels[order]]
+    return Sample(name=dataset.name, images=images, originals=originals, labels=labels)
 
 
 def _flat(predictor: Predictor, folder: Path, count: int) -> Sample:
-    files, pixels = image_files([folder]), []
+    files, pixels, originals, wanted = image_files([folder]), [], [], predictor.card.preprocessing
     for index in spread(len(files), count).tolist():
         try:
-            pixels.append(predictor.card.preprocessing.pixels(decode(files[index])))
+            picture = decode(files[index]).convert(MODES[wanted.channels])
         except NotAnImage:
             continue
+        pixels.append(wanted.pixels(picture))
+        array = np.array(picture).reshape(picture.height, picture.width, wanted.channels)
+        originals.append(torch.from_numpy(array).permute(2, 0, 1))
     if not pixels:
         raise VitralError(f"no readable images in {folder}")
-    return Sample(name=str(folder), images=torch.stack(pixels), labels=None)
+    return Sample(name=str(folder), images=torch.stack(pixels), originals=originals, labels=None)
 
 
 def spread(there: int, wanted: int) -> Tensor:

@@ -1,42 +1,56 @@
 """Ranked labels for image files."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from vitral.commands.flags import parse, understood
 from vitral.errors import VitralError
 
 
 def run(words: list[str]) -> int:
+    if words and words[0].lower().endswith(".onnx"):
+        from vitral import runtime  # numpy, Pillow and ONNX Runtime only
+
+        return runtime.main(words)
     from tyro.conf import FlagCreatePairsOff, Positional
 
     @dataclass(frozen=True)
     class Predict:
         """Ranked labels for image files of any size, mode and orientation, and for the images in folders."""
 
-        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        run: Positional[str]  # a run or model folder, a checkpoint file, hf:owner/name, or an exported model.onnx
         files: Positional[tuple[Path, ...]]
+        out: Path | None = None  # answers.parquet, .csv or .jsonl, for any number of images; goes on where it stopped
         labels: Path | None = None  # class names, one a line, for a checkpoint that has none
         heads: int | None = None  # of a checkpoint whose tensors do not tell
         top: int = 3  # labels a picture
+        precision: Literal["auto", "fp32", "bf16", "int8", "bf16-checked", "int8-checked"] = "auto"  # see vitral bench
+        threads: int | None = None
+        device: Literal["auto", "cpu", "gpu"] = "auto"
         json: FlagCreatePairsOff[bool] = False  # one object a line
         csv: FlagCreatePairsOff[bool] = False  # file, rank, label, probability, unknown, error
 
     chosen = parse(Predict, words, "predict")
     if not chosen.files:
         raise VitralError("which images?", f"vitral predict {chosen.run} photo.jpg folder/")
+    if chosen.top < 1:
+        raise VitralError(f"top must be at least 1, not {chosen.top}")
+    from vitral.answers import show
     from vitral.predict import Predictor
-    from vitral.report import terminal
 
-    predictor = Predictor.load(chosen.run, labels=chosen.labels, heads=chosen.heads)
+    predictor = Predictor.load(
+        chosen.run,
+        device=chosen.device,
+        labels=chosen.labels,
+        heads=chosen.heads,
+        precision=chosen.precision,
+        threads=chosen.threads,
+    )
     understood(predictor.notes)
+    if chosen.out is not None:
+        from vitral.harvest import harvest
+
+        return harvest(predictor, chosen.files, chosen.out, top=chosen.top)
     answers = predictor.predict_files(chosen.files, top=chosen.top)
-    show = terminal.as_json if chosen.json else terminal.as_csv if chosen.csv else terminal.as_lines
-    show(answers)
-    failed = [answer for answer in answers if answer.error]
-    for answer in failed:
-        print(f"error: {answer.error}", file=sys.stderr)
-    if failed:
-        print(f"       {len(failed)} of {len(answers)} files could not be read", file=sys.stderr)
-    return 1 if failed else 0
+    return show(answers, "json" if chosen.json else "csv" if chosen.csv else "lines")

@@ -307,7 +307,7 @@ class _ByteBlock(_Block):
         self.expand = ByteProduct(expand * steps, expand_bias, 1.0, 128)
         contract, contract_bias = weights["contract"]
         low, high = ranges[where + "mlp.contract"]
-        apart, bottom, top = _hidden_range(low, high)
+        apart, bottom, top = hidden_range(low, high)
         self.step = (top - bottom) / 255
         self.zero = round(-bottom / self.step)
         self.apart = None  # hidden numbers too large for bytes: their two skinny products stay in fp32
@@ -342,7 +342,7 @@ def _steps(low_high_2K: Tensor, weight_NK: Tensor) -> Tensor:
     return moved_K * (largest_K / moved_K).amax() / 127
 
 
-def _hidden_range(low_F: Tensor, high_F: Tensor) -> tuple[Tensor, float, float]:
+def hidden_range(low_F: Tensor, high_F: Tensor) -> tuple[Tensor, float, float]:
     """Which few columns of the hidden layer stay out of the bytes, and the range of all others.
 
     Behind GELU a handful of columns can be thirty times as large as the rest (arXiv 2402.17762); one step for all would

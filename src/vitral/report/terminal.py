@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import sys
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,7 +11,6 @@ from vitral.doctor import Diagnosis
 from vitral.doctor.advice import Advice
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
-from vitral.predict import Prediction
 from vitral.training.compare import Comparison
 
 MOST_CLASSES = 20  # a larger confusion matrix does not fit a terminal
@@ -64,37 +58,6 @@ def show_confusion(metrics: Metrics, console: Console) -> None:
             matrix.add_row(f"[dim]{escape(figures.name)}[/dim]", *cells)
         console.print()
         console.print(matrix)
-
-
-def as_lines(answers: Sequence[Prediction]) -> None:
-    """bottle.jpg     glass 0.94 · plastic 0.04 · metal 0.01"""
-    width = max(len(answer.source) for answer in answers)
-    for answer in answers:
-        if answer.error:
-            continue
-        labels = " · ".join(f"{label.name} {label.probability:.2f}" for label in answer.labels)
-        if answer.unknown:
-            nearest = f"{answer.best.name} {answer.best.probability:.2f}"
-            labels = f"unsure: looks like nothing it was trained on (nearest: {nearest})"
-        print(f"{answer.source:<{width}}   {labels}")
-
-
-def as_json(answers: Sequence[Prediction]) -> None:
-    for answer in answers:
-        labels = [{"name": label.name, "probability": label.probability} for label in answer.labels]
-        more = {"error": answer.error} if answer.error else {"unknown": answer.unknown}
-        print(json.dumps({"file": answer.source, "labels": labels} | more))
-
-
-def as_csv(answers: Sequence[Prediction]) -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["file", "rank", "label", "probability", "unknown", "error"])
-    for answer in answers:
-        if answer.error:
-            writer.writerow([answer.source, "", "", "", "", answer.error])
-        for rank, label in enumerate(answer.labels, start=1):
-            unknown = "yes" if answer.unknown else "no"
-            writer.writerow([answer.source, rank, label.name, f"{label.probability:.6f}", unknown, ""])
 
 
 def show_probe(result: ProbeResult) -> None:

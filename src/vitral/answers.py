@@ -1,0 +1,94 @@
+"""What a model says about a picture, and how that is written down: without torch, for every way to ask."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vitral.errors import VitralError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    name: str
+    probability: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the model says about one picture, or why it could not be asked."""
+
+    source: str
+    labels: tuple[Label, ...] = ()  # most probable first
+    unknown: bool = False  # it looks like nothing the model was trained on
+    error: str = ""
+
+    @property
+    def best(self) -> Label:
+        if not self.labels:
+            raise VitralError(f"there is no answer for {self.source}: {self.error}")
+        return self.labels[0]
+
+
+def ranked(names: Sequence[str], probabilities: Sequence[float], top: int | None) -> tuple[Label, ...]:
+    order = sorted(zip(names, probabilities, strict=True), key=lambda item: -item[1])
+    return tuple(Label(name=name, probability=probability) for name, probability in order[:top])
+
+
+def as_lines(answers: Sequence[Prediction]) -> None:
+    """bottle.jpg     glass 0.94 · plastic 0.04 · metal 0.01"""
+    width = max(len(answer.source) for answer in answers)
+    for answer in answers:
+        if answer.error:
+            continue
+        labels = " · ".join(f"{label.name} {label.probability:.2f}" for label in answer.labels)
+        if answer.unknown:
+            nearest = f"{answer.best.name} {answer.best.probability:.2f}"
+            labels = f"unsure: looks like nothing it was trained on (nearest: {nearest})"
+        print(f"{answer.source:<{width}}   {labels}")
+
+
+def as_json(answers: Sequence[Prediction]) -> None:
+    for answer in answers:
+        print(json.dumps(plain(answer)))
+
+
+def plain(answer: Prediction) -> dict[str, object]:
+    labels = [{"name": label.name, "probability": label.probability} for label in answer.labels]
+    answered: dict[str, object] = {"file": answer.source, "labels": labels}
+    return answered | ({"error": answer.error} if answer.error else {"unknown": answer.unknown})
+
+
+COLUMNS = ("file", "rank", "label", "probability", "unknown", "error")
+
+
+def rows(answer: Prediction) -> list[list[str]]:
+    """As columns: one row a label, or one with the error."""
+    if answer.error:
+        return [[answer.source, "", "", "", "", answer.error]]
+    unknown = "yes" if answer.unknown else "no"
+    return [
+        [answer.source, str(rank), label.name, f"{label.probability:.6f}", unknown, ""]
+        for rank, label in enumerate(answer.labels, start=1)
+    ]
+
+
+def as_csv(answers: Sequence[Prediction]) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for answer in answers:
+        writer.writerows(rows(answer))
+
+
+def show(answers: Sequence[Prediction], form: str) -> int:
+    """Print what could be read to stdout, what could not to stderr; the exit status."""
+    {"json": as_json, "csv": as_csv}.get(form, as_lines)(answers)
+    failed = [answer for answer in answers if answer.error]
+    for answer in failed:
+        print(f"error: {answer.error}", file=sys.stderr)
+    if failed:
+        print(f"       {len(failed)} of {len(answers)} files could not be read", file=sys.stderr)
+    return 1 if failed else 0
