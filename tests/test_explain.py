@@ -275,6 +275,19 @@ def test_a_clear_sentence(method: str, options: dict[str, Any], target: int | No
         METHODS[method](alive(*KINDS["class"]), torch.randn(3, 8, 12), target, **options)
 
 
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((1, 8, 12), "wants images with 3 channels: 3 height width, not 1 8 12"),
+        ((3, 8, 13), "width 13 is not a multiple"),
+        ((8, 12), "wants images with 3 channels"),
+    ],
+)
+def test_an_image_that_does_not_fit_is_refused_in_a_sentence(shape: tuple[int, ...], said: str) -> None:
+    with pytest.raises(VitralError, match=said):
+        METHODS["relevance"](alive(*KINDS["class"]), torch.randn(shape))
+
+
 def test_a_model_that_only_answers_cannot_be_asked_for_gradients_or_attention() -> None:
     model = alive(*KINDS["class"])
 

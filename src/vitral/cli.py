@@ -30,6 +30,7 @@ TABLE = (
     ("bench", "RUN", "number type × threads × batch on this CPU; the best is kept with the model"),
     ("embed", "RUN FILES… --out FILE", "feature vectors as .npy, .parquet or .csv"),
     # look inside
+    ("explain", "RUN FILES…", "where the model looked, and how far such maps can be trusted"),
     ("summary", "PRESET", "a model layer by layer: shapes, parameters, arithmetic, memory"),
     ("plan", "PRESET --gpus N", "memory, communication and days of a training on many GPUs"),
     # hand on

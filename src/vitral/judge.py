@@ -46,13 +46,13 @@ class Asked:
     split: Split
 
 
-def question(path: str | Path, data: str | None, split: SplitName | None) -> Asked:
+def question(path: str | Path, data: str | None, split: SplitName | None, labels: Path | None = None) -> Asked:
     """A split of what a model was trained on, or of another set or folder with classes that it knows.
 
     None: the test images, or the validation images where there are none. Where another folder has no such split, all
     of its images are asked.
     """
-    predictor = Predictor.load(path)
+    predictor = Predictor.load(path, labels=labels)
     recipe = Path(path) / "recipe.toml"
     plan = read_recipe(recipe) if recipe.is_file() else None
     dataset = images_of(data or predictor.card.trained_on, predictor, plan)

@@ -18,7 +18,7 @@ from torch import Tensor
 from vitral.errors import VitralError, nearest
 from vitral.variants.class_and_mean import ClassAndMeanViT
 from vitral.variants.distilled import DistilledViT
-from vitral.vit import Grid, Trace, ViT
+from vitral.vit import Grid, Trace, ViT, check_divides
 
 Model = Callable[[Tensor], Tensor]  # normalised images B C H W → logits B K; most methods want a ViT
 
@@ -38,6 +38,7 @@ class Method:
     needs: Literal["trace", "gradients", "answers"]  # of the model
     by_class: bool = True  # whether another target gives another map
     signed: bool = False  # below zero: speaks against the class
+    fine: bool = False  # pixel by pixel, and so noisy that a drawing smooths it; the others go patch by patch
     slow: bool = False  # hundreds of forward passes an image
 
     @property
@@ -47,6 +48,7 @@ class Method:
     def __call__(self, model: Model, image: Tensor, target: int | Tensor | None = None, **options: Any) -> Tensor:
         self.check(model, options)
         images = image if image.ndim == 4 else image[None]
+        check_images(model, images)
         with answering(model), torch.inference_mode(False), torch.set_grad_enabled(self.needs == "gradients"):
             images = images.clone() if images.is_inference() else images.detach()
             targets = targets_of(model, images, target) if self.by_class else torch.empty(0)
@@ -76,6 +78,23 @@ class Method:
                 f"{self.name} needs gradients, and this model's weights were made in torch.inference_mode",
                 "load the model outside of it",
             ) from error
+
+
+def check_images(model: Model, images_BCHW: Tensor) -> None:
+    """Images that do not fit the model are refused in one sentence."""
+    if not isinstance(model, ViT):
+        return
+    C, shape = model.config.channels, tuple(images_BCHW.shape)
+    if len(shape) != 4 or shape[1] != C:
+        raise VitralError(
+            f"this model wants images with {C} channel{'s' if C > 1 else ''}: {C} height width, not "
+            f"{' '.join(map(str, shape[1:]))}",
+            "explain(predictor, picture) converts pictures of any kind",
+        )
+    try:
+        check_divides(shape[2:], model.config.patch_size)
+    except ValueError as error:
+        raise VitralError(str(error)) from error
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
+import torch.nn.functional as F
 from PIL import Image
+from torch import Tensor
 
 from vitral.data.decode import decode
 from vitral.data.preprocess import Preprocessing
@@ -34,14 +35,7 @@ class Heat:
     values: Array  # H W, float32, in the method's unit: on what the model saw
     placed: Array  # h w, float32, the same on the whole picture; NaN where the model did not look (outside its crop)
 
-    @property
-    def shown(self) -> Array:
-        """`placed` for drawing: 0…1, or -1…1 for a method whose maps have a sign; NaN outside the crop."""
-        span = scaled(torch.from_numpy(self.values), self.method.signed)
-        raw, drawn = self.values, span.numpy()
-        slope = (drawn.max() - drawn.min()) / max(float(raw.max() - raw.min()), 1e-12)
-        shown: Array = drawn.min() + (self.placed - raw.min()) * slope
-        return shown
+    shown: Array  # `placed` for drawing: 0…1, or -1…1 for a method whose maps have a sign; NaN outside the crop
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +44,7 @@ class Explanation:
 
     source: str
     picture: Image.Image  # upright, RGB, its longer side at most MOST_SIDE
+    crop: tuple[int, int, int, int]  # left, top, right, bottom of what the model saw, in pixels of `picture`
     answer: tuple[Label, ...]  # most probable first
     heats: tuple[Heat, ...]  # class by class, in each the methods in the order asked for
 
@@ -85,11 +80,27 @@ def explain(
     for index in classes:
         for method in asked:
             own = {name: value for name, value in given.items() if name in method.options}
-            values = method(predictor.model, image_CHW, index, **own).cpu().numpy()
-            placed = place(values, preprocessing, original.size, laid_on.size)
-            heats.append(Heat(method=method, label=labels[index], values=values, placed=placed))
+            values = method(predictor.model, image_CHW, index, **own)
+            drawn = scaled(
+                smoothed(values, predictor.model.config.patch_size) if method.fine else values, method.signed
+            )
+            placed, shown = (
+                place(heat.cpu().numpy(), preprocessing, original.size, laid_on.size) for heat in (values, drawn)
+            )
+            heat = Heat(method=method, label=labels[index], values=values.cpu().numpy(), placed=placed, shown=shown)
+            heats.append(heat)
     name = "image" if isinstance(picture, bytes | Image.Image) else str(picture)
-    return Explanation(source=name, picture=laid_on, answer=tuple(ranked), heats=tuple(heats))
+    crop = crop_box(preprocessing, original.size, laid_on.size)
+    return Explanation(source=name, picture=laid_on, crop=crop, answer=tuple(ranked), heats=tuple(heats))
+
+
+def smoothed(heat_HW: Tensor, patch_size: int) -> Tensor:
+    """For drawing what is salt and pepper pixel by pixel: the mean over about half a patch, twice."""
+    side = patch_size // 4 * 2 + 1
+    for _ in range(2):
+        padded = F.pad(heat_HW[None, None], (side // 2,) * 4, mode="replicate")
+        heat_HW = F.avg_pool2d(padded, side, stride=1)[0, 0]
+    return heat_HW
 
 
 def find_method(name: str) -> Method:

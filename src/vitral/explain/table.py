@@ -55,6 +55,7 @@ METHODS: dict[str, Method] = {
         heat=integrated_gradients,
         unit="logits a pixel, any sign; they add up to the logit's difference from gray",
         needs="gradients",
+        fine=True,
         signed=True,
     ),
     "smooth-gradient": Method(
@@ -63,6 +64,7 @@ METHODS: dict[str, Method] = {
         heat=smooth_gradient,
         unit="slope, from 0 up",
         needs="gradients",
+        fine=True,
     ),
     "shapley": Method(
         name="shapley",

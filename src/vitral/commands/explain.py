@@ -1,0 +1,124 @@
+"""What the model looked at."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vitral.commands.flags import parse
+from vitral.errors import VitralError
+
+
+def run(words: list[str]) -> int:
+    from tyro.conf import FlagCreatePairsOff, Positional
+
+    @dataclass(frozen=True)
+    class Explain:
+        """Where a model looked, for each picture: several methods and classes side by side, as a PNG.
+
+        Methods: attention, rollout, relevance, gradcam, occlusion; and with captum (pip install 'vitral[explain]')
+        integrated-gradients, smooth-gradient, shapley. How far they can be trusted for a model: --faithfulness DATA.
+        """
+
+        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        files: Positional[tuple[Path, ...]] = ()
+        method: tuple[str, ...] = ("rollout", "relevance")  # or "all"
+        target: tuple[str, ...] = ()  # classes, by name or number; default: what the model says
+        top: int | None = None  # explain so many of its most probable classes
+        layer: int | None = None  # of attention and gradcam, counted from 1
+        head: int | None = None  # of attention, counted from 1; default: the mean of all
+        residual: bool = True  # rollout counts the residual as looking at oneself
+        fusion: Literal["mean", "max", "min"] = "mean"  # of the heads, in rollout
+        out: Path = Path("explained")  # folder for the pictures
+        map: Literal["inferno", "viridis", "cividis", "magma"] = "inferno"  # colours, all safe for the colour-blind
+        each: FlagCreatePairsOff[bool] = False  # every map over its picture as a file of its own, too
+        npy: FlagCreatePairsOff[bool] = False  # every map as numbers too: height × width of what the model saw
+        json: FlagCreatePairsOff[bool] = False  # one object a picture: answer, and each map patch by patch
+        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
+        faithfulness: str | None = None  # a set or folder: measure how far each method can be trusted
+        split: Literal["test", "validation", "train"] = "test"  # of that set
+        images: int = 64  # so many of it, and so many pairs side by side
+
+    chosen = parse(Explain, words, "explain")
+    if chosen.faithfulness is not None:
+        return judge(chosen)
+    if not chosen.files:
+        raise VitralError("which images?", f"vitral explain {chosen.run} photo.jpg folder/")
+    from vitral.data.decode import NotAnImage, image_files
+    from vitral.explain import explain
+    from vitral.predict import Predictor
+    from vitral.report import heatmaps
+
+    if chosen.top is not None and (chosen.target or chosen.top < 1):
+        raise VitralError("--top counts classes from 1 up, and goes without --target")
+    methods, options = asked(chosen)
+    predictor = Predictor.load(chosen.run, labels=chosen.labels)
+    files = image_files(list(chosen.files))
+    if not files:
+        raise VitralError(f"no images in {', '.join(map(str, chosen.files))}")
+    failed = 0
+    for file, stem in zip(files, heatmaps.stems(files), strict=True):
+        try:
+            targets = chosen.target or [label.name for label in predictor.predict(file, top=chosen.top or 1).labels]
+            found = explain(predictor, file, methods, targets, options)
+        except NotAnImage as error:
+            print(f"error: {error.what}", file=sys.stderr)
+            failed += 1
+            continue
+        written = heatmaps.write(found, chosen.out, stem, chosen.map, each=chosen.each, npy=chosen.npy)
+        if chosen.json:
+            print(json.dumps(heatmaps.as_dict(found, predictor, written)))
+        else:
+            said = " · ".join(f"{label.name} {label.probability:.2f}" for label in found.answer[:3])
+            print(f"{file}   {said}   {written[0]}")
+    return 1 if failed else 0
+
+
+def asked(chosen: Any) -> tuple[list[str], dict[str, Any]]:
+    """The methods, and those of their options that were set."""
+    from vitral.explain import METHODS
+    from vitral.explain.pictures import find_method
+
+    quick = [name for name, method in METHODS.items() if not method.slow]
+    methods = quick if chosen.method == ("all",) else list(chosen.method)
+    given = {"layer": chosen.layer, "head": chosen.head}
+    given |= {"residual": None if chosen.residual else False}
+    given |= {"fusion": None if chosen.fusion == "mean" else chosen.fusion}
+    for name in methods:
+        find_method(name)
+    return methods, {name: value for name, value in given.items() if value is not None}
+
+
+def judge(chosen: Any) -> int:
+    from rich.console import Console
+
+    from vitral.explain import faithfulness
+    from vitral.judge import question
+    from vitral.report import faithful
+
+    methods, options = asked(chosen)
+    if chosen.method == ("rollout", "relevance"):
+        from vitral.explain import METHODS
+
+        methods = list(METHODS)
+    if options:
+        raise VitralError(f"--faithfulness judges the methods as they are: without --{next(iter(options))}")
+    asked_about = question(chosen.run, chosen.faithfulness, chosen.split, chosen.labels)
+    console = Console(stderr=True, highlight=False)
+    with console.status("") as status:
+        result = faithfulness.measure(
+            asked_about.predictor,
+            asked_about.split,
+            methods,
+            images=chosen.images,
+            pairs=chosen.images,
+            watch=lambda name: status.update(f"testing {name}"),
+        )
+    if chosen.json:
+        print(json.dumps(faithful.as_dict(result)))
+        return 0
+    faithful.show(result)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    print(f"\n{faithful.curves(result, chosen.out / 'faithfulness.png')}: the curves")
+    return 0

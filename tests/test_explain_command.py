@@ -1,0 +1,133 @@
+"""`vitral explain`: pictures, numbers, and what is said about what cannot be done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from test_explain import KINDS, alive
+from vitral.commands import explain as command
+from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError
+from vitral.explain import METHODS, explain
+from vitral.hardware import Hardware
+from vitral.predict import Predictor
+from vitral.report import heatmaps
+from vitral.run import ModelCard, save_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model folder and two pictures of the same name."""
+    variant, config = KINDS["class"]
+    seen = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    names = ("ant", "bee", "wasp", "fly", "T-shirt/top")
+    card = ModelCard(architecture=config, preprocessing=seen, classes=names, trained_on="x", epoch=1)
+    save_model(tmp_path / "model", alive(variant, config), card)
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        Image.effect_noise((60, 30), 80).convert("RGB").save(tmp_path / place / "photo.png")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_several_methods_and_classes_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "model a b --method rollout relevance occlusion --target bee T-shirt/top --out out --each --npy --json"
+    assert command.run(words.split()) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [Path(one["file"]).name for one in told] == ["photo.png", "photo.png"]
+    assert [(m["method"], m["class"]) for m in told[0]["maps"]][2:4] == [
+        ("occlusion", "bee"),
+        ("rollout", "T-shirt/top"),
+    ]
+    values = np.load("out/photo-relevance-bee.npy")
+    assert values.shape == (8, 12)
+    patches = np.array(told[0]["maps"][1]["patches"])
+    assert patches.shape == (2, 3)
+    assert patches.mean() == pytest.approx(values.mean(), rel=1e-5)
+    assert {*map(str, Path("out").iterdir())} == {file for one in told for file in one["files"]}
+    assert len(told[0]["files"]) == 1 + 6 + 6
+    with Image.open("out/photo-2.png") as sheet:
+        assert sheet.width > 4 * 200
+    with Image.open("out/photo-rollout-T-shirt_top.png") as over:
+        assert over.size == (60, 30)
+
+
+def test_a_line_a_picture_and_broken_ones_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("broken.png").write_bytes(b"no")
+    assert command.run(["model", "a/photo.png", "broken.png", "--top", "2", "--no-residual", "--fusion", "max"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("a/photo.png   ")
+    assert said.out.rstrip().endswith("explained/photo.png")
+    assert "broken.png: not an image" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "which images"),
+        ("a --method attention --layer 3", "there is no layer 3: the model has 2"),
+        ("a --method attention --head 7", "there is no head 7: the model has 2"),
+        ("a --target hornet", "no class named 'hornet'"),
+        ("a --method relevence", "Did you mean relevance"),
+        ("a --top 0", "--top counts classes from 1"),
+        ("a --layer 1", "no option of rollout, relevance named 'layer'"),
+        ("empty", "no images in empty"),
+        ("a --out a/photo.png", "cannot write into a/photo.png"),
+        ("--faithfulness photos --layer 1 --method attention", "judges the methods as they are"),
+    ],
+)
+def test_a_clear_sentence(folder: Path, words: str, said: str) -> None:
+    (folder / "empty").mkdir()
+    with pytest.raises(VitralError, match=said):
+        command.run(["model", *words.split()])
+
+
+def test_faithfulness_of_a_model_from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("ant", "bee"):
+        for index in range(6):
+            (folder / "photos" / name).mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((24, 16), 20 + 30 * index).convert("RGB").save(folder / "photos" / name / f"{index}.png")
+    words = ["model", "--faithfulness", "photos", "--images", "4", "--method", "rollout", "gradcam"]
+    assert command.run(words) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("rollout", "gradcam", "random", "For this model:", "4 images"))
+    assert max(map(len, said.splitlines())) <= 80 or "…" not in said
+    assert (folder / "explained" / "faithfulness.png").is_file()
+    assert command.run([*words, "--json"]) == 0
+    assert [row["method"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["rollout", "gradcam", "random"]
+
+
+def test_what_the_model_did_not_see_is_dark_and_what_it_marks_is_light(cpu: Hardware) -> None:
+    variant, config = KINDS["class"]
+    seen = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    card = ModelCard(architecture=config, preprocessing=seen, classes=tuple("abcde"), trained_on="x", epoch=1)
+    found = explain(Predictor(alive(variant, config), card, cpu), Image.new("RGB", (60, 20), "gray"), ["rollout"])
+    over = np.asarray(heatmaps.overlay(found.picture, found.heats[0])).astype(int).sum(axis=2)
+    left, _, right, _ = found.crop
+    assert (left, right) == (15, 45)
+    assert (over[:, :left] == over[0, 0]).all()
+    assert over[0, 0] < over[:, left:right].min()
+    heat = found.heats[0].shown[:, left:right]
+    assert over[:, left:right].flat[heat.argmax()] > over[:, left:right].flat[heat.argmin()]
+
+
+def test_for_and_against_have_colours_of_their_own() -> None:
+    pixels = np.full((1, 3, 3), 0.5)
+    against, neither, for_it = heatmaps.tinted(pixels, np.array([[-1.0, 0.0, 1.0]]))[0]
+    assert for_it[2] > for_it[0] + 0.3
+    assert against[0] > against[2] + 0.3
+    assert np.ptp(neither) == 0
+
+
+def test_every_method_says_what_its_numbers_are() -> None:
+    for name, method in METHODS.items():
+        assert method.name == name
+        assert ("any sign" in method.unit) == method.signed
+        assert method.about
+    assert torch.is_tensor(METHODS["rollout"](alive(*KINDS["class"]), torch.zeros(3, 8, 12)))
