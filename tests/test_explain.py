@@ -20,7 +20,7 @@ from vitral.predict import Predictor
 from vitral.run import ModelCard
 from vitral.variants import VARIANTS, HybridConfig
 from vitral.variants.hybrid import ConvStemConfig
-from vitral.vit import Trace, ViT, ViTConfig
+from vitral.vit import ViT, ViTConfig
 
 TINY: dict[str, Any] = {"image_size": (8, 12), "patch_size": 4, "classes": 5, "width": 16, "depth": 2, "heads": 2}
 KINDS: dict[str, tuple[str, ViTConfig]] = {
@@ -184,22 +184,25 @@ def test_relevance_is_that_of_the_papers_equations(monkeypatch: pytest.MonkeyPat
 # ── Grad-CAM ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_gradcam_of_a_linear_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logit Σ a_n·(w·z_n): the mean gradient over the patches is mean(a)·w, so patch n shines with (mean(a)·w·z_n)⁺."""
-    model = ViT(ViTConfig(image_size=(1, 3), patch_size=1, channels=1, classes=2, width=4, depth=1, heads=1))
+def test_gradcam_of_a_linear_model_is_known() -> None:
+    """Without norms and with even attention the logit is w·(z_0 + mean of all x): every patch has the slope w/T, so
+    patch n shines with (w·x_n/T)⁺."""
+    model: Any = ViT(
+        ViTConfig(image_size=(1, 3), patch_size=1, channels=1, classes=2, width=4, depth=1, heads=1)
+    ).eval()
     torch.manual_seed(0)
-    z, w, a = torch.randn(1, 4, 4, requires_grad=True), torch.randn(4), torch.tensor([9.0, 1.0, 2.0, 3.0])
-    trace = Trace(grid=(1, 3), prefix=1, patches=torch.zeros(1), tokens=[z, z], attention=[torch.zeros(1, 1, 4, 4)])
-
-    def answer(images: Tensor) -> Trace:
-        score = ((z @ w) * a).sum(dim=1)
-        trace.logits = torch.stack([-score, score], dim=1)
-        return trace
-
-    monkeypatch.setattr(model, "trace", answer)
-    wanted = (2.0 * (z[0, 1:] @ w)).detach()
-    torch.testing.assert_close(METHODS["gradcam"](model, torch.zeros(1, 1, 3), 1)[0], wanted.clamp_min(0))
-    torch.testing.assert_close(METHODS["gradcam"](model, torch.zeros(1, 1, 3), 0)[0], (-wanted).clamp_min(0))
+    block, w = model.encoder.blocks[0], torch.randn(4)
+    block.norm1, model.encoder.norm = torch.nn.Identity(), torch.nn.Identity()
+    with torch.no_grad():
+        for parameter in (*block.attention.parameters(), *block.mlp.parameters(), model.head.out.bias):
+            parameter.zero_()
+        block.attention.qkv.weight[8:] = torch.eye(4)
+        block.attention.project.weight.copy_(torch.eye(4))
+        model.head.out.weight.copy_(torch.stack([-w, w]))
+    image = torch.randn(1, 1, 3)
+    wanted = (model.embed(image[None], (1, 3))[0, 1:] @ w / 4).detach()
+    torch.testing.assert_close(METHODS["gradcam"](model, image, 1)[0], wanted.clamp_min(0))
+    torch.testing.assert_close(METHODS["gradcam"](model, image, 0)[0], (-wanted).clamp_min(0))
 
 
 # ── occlusion ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,7 +222,8 @@ def test_occlusion_of_a_model_that_reads_one_place_finds_it() -> None:
         far = heat.clone()
         far[6:12, 2:8] = 0
         assert (far == 0).all()
-        assert heat.abs().max() == pytest.approx(2.0 * (0.75 + 0.25 * 0) ** 2, abs=1e-6)  # a pixel from the middle
+        # log-odds 2·2.0, half a pixel beside the patch's middle: bilinear weights 3/4 · 3/4
+        assert heat.abs().max() == pytest.approx(4.0 * 0.75**2)
         assert heat.sum().sign() == sign
 
 

@@ -31,6 +31,8 @@ TABLE = (
     ("embed", "RUN FILES… --out FILE", "feature vectors as .npy, .parquet or .csv"),
     # look inside
     ("explain", "RUN FILES…", "where the model looked, and how far such maps can be trusted"),
+    ("walk", "IMAGE [--model RUN]", "from pixels to logits, step by step, with the values and the source"),
+    ("figures", "RUN", "the paper's figures: filters, positions, how far each head looks"),
     ("summary", "PRESET", "a model layer by layer: shapes, parameters, arithmetic, memory"),
     ("plan", "PRESET --gpus N", "memory, communication and days of a training on many GPUs"),
     # hand on

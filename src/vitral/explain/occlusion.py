@@ -1,4 +1,4 @@
-"""Occlusion (arXiv 1311.2901): cover a part of the picture and see what the class's logit loses."""
+"""Occlusion (arXiv 1311.2901): cover a part of the picture and see what the class loses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AT_ONCE = 128  # covered copies in one forward pass
 
 
 def occlusion(model: Model, images_BCHW: Tensor, targets_B: Tensor, *, window: int | None = None) -> Tensor:
-    """The logit's loss with this place covered by the mean colour: B H W, in logits; below zero: it rose.
+    """What the class's log-odds lose with this place covered by the mean colour: B H W; below zero: they rose.
 
     Squares of `window`×`window` patches, one patch apart; where they overlap, the mean. Default: about a seventh of
     the picture, for a patch of a fine grid is too small to matter.
@@ -23,13 +23,21 @@ def occlusion(model: Model, images_BCHW: Tensor, targets_B: Tensor, *, window: i
         raise VitralError(f"window must be from 1 to {min(grid)} patches, not {window}")
     covers_SN = squares(grid, side)
     at_pixels_SHW = nearest_pixels(covers_SN, grid, images_BCHW)
-    before_B = model(images_BCHW).gather(1, targets_B[:, None])[:, 0].float()
+    before_B = log_odds(model(images_BCHW), targets_B)
     lost_BS = torch.empty(len(images_BCHW), len(covers_SN), device=images_BCHW.device)
     for index, image_CHW in enumerate(images_BCHW):
         copies = (image_CHW * ~cover[:, None] for cover in at_pixels_SHW.split(AT_ONCE))  # zero is the mean colour
-        lost_BS[index] = before_B[index] - torch.cat([model(batch)[:, targets_B[index]].float() for batch in copies])
+        after_S = torch.cat([log_odds(model(batch), targets_B[index].expand(len(batch))) for batch in copies])
+        lost_BS[index] = before_B[index] - after_S
     share_SN = covers_SN / covers_SN.sum(dim=0)
     return to_pixels(lost_BS @ share_SN, grid, images_BCHW)
+
+
+def log_odds(logits_BK: Tensor, targets_B: Tensor) -> Tensor:
+    """log p/(1 - p): the class against all others. A logit alone can rise because all of them do."""
+    own = torch.zeros_like(logits_BK, dtype=torch.bool).scatter_(1, targets_B[:, None], True)
+    others_B = logits_BK.float().masked_fill(own, -torch.inf).logsumexp(dim=1)
+    return logits_BK.float()[own] - (others_B if logits_BK.shape[1] > 1 else 0)
 
 
 def squares(grid: tuple[int, int], side: int) -> Tensor:

@@ -1,0 +1,60 @@
+"""The paper's figures, for any model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitral.commands.flags import parse
+from vitral.errors import VitralError
+
+
+def run(words: list[str]) -> int:
+    from tyro.conf import Positional
+
+    @dataclass(frozen=True)
+    class Figures:
+        """The paper's figures 6 and 7 for a model, as PNG and SVG: principal components of the patch filters, likeness
+        of positions, how far each head looks, and where the model looked in some pictures."""
+
+        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        images: tuple[Path, ...] = ()  # pictures and folders to look at; default: test images of the run's own set
+        count: int = 32  # at most so many of them
+        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
+        out: Path | None = None  # default: the run's folder "figures"
+
+    chosen = parse(Figures, words, "figures")
+    from vitral.predict import Predictor
+    from vitral.report import paper
+
+    if chosen.count < 1:
+        raise VitralError(f"--count must be at least 1, not {chosen.count}")
+    predictor = Predictor.load(chosen.run, labels=chosen.labels)
+    pictures = (
+        paper.pictures(predictor, chosen.images, chosen.count) if chosen.images else own(chosen.run, chosen.count)
+    )
+    place = Path(chosen.run)
+    folder = chosen.out or (place / "figures" if (place / "recipe.toml").is_file() else Path("figures"))
+    try:
+        written, missing = paper.draw(predictor, folder, pictures)
+    except OSError as error:
+        raise VitralError(f"cannot write into {folder}: {error.strerror or error}", "choose another --out") from error
+    for file in written:
+        print(file)
+    for why in missing:
+        print(f"not drawn: {why}")
+    return 0
+
+
+def own(run: str, count: int) -> Any:
+    """Images, N C H W, of the run's own set: for testing, or else for validation; None where it has no set."""
+    import torch
+
+    from vitral.judge import question
+
+    if not (Path(run) / "recipe.toml").is_file():
+        return None
+    try:
+        images = question(run, None, None).split.images
+    except VitralError:
+        return None
+    return images[torch.arange(min(count, len(images)))]

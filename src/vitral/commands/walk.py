@@ -1,0 +1,61 @@
+"""From pixels to logits, step by step."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vitral.commands.flags import parse
+from vitral.errors import VitralError
+
+
+def run(words: list[str]) -> int:
+    from tyro.conf import Positional
+
+    @dataclass(frozen=True)
+    class Walk:
+        """How a ViT gets from the pixels of one picture to its answer: every step with its equation, its shape, the
+        lines of the source that do it, and a picture of the actual values. On the terminal, or as a page with --out."""
+
+        image: Positional[Path]
+        model: str | None = None  # a run folder, a model folder or a checkpoint; default: the newest run
+        lang: Literal["en", "ko"] = "en"
+        layer: int = 1  # the block to look into, counted from 1
+        head: int = 1  # the head to look into, counted from 1
+        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
+        code: bool = True  # show the source on the terminal
+        out: Path | None = None  # walk.html: a page of its own; walk.md: Markdown, with pictures beside it
+
+    chosen = parse(Walk, words, "walk")
+    if chosen.out is not None and chosen.out.suffix.lower() not in (".html", ".htm", ".md"):
+        raise VitralError(f"--out is {chosen.out}; it ends in .html or .md")
+    from vitral.predict import Predictor
+    from vitral.report import walk_html, walk_markdown, walk_terminal
+    from vitral.report.walk import walk
+    from vitral.run import write_atomically
+
+    predictor = Predictor.load(chosen.model or newest(), labels=chosen.labels)
+    made = walk(predictor, chosen.image, chosen.lang, chosen.layer, chosen.head)
+    if chosen.out is None:
+        walk_terminal.show(made, code=chosen.code)
+        return 0
+    if chosen.out.suffix.lower() == ".md":
+        try:
+            walk_markdown.write(made, chosen.out)
+        except OSError as error:
+            raise VitralError(f"cannot write {chosen.out}: {error.strerror or error}") from error
+    else:
+        write_atomically(chosen.out, walk_html.page(made))
+    best = made.answers[0]
+    print(f"{chosen.image}: {best.name} {best.probability:.1%}, in {len(made.steps)} steps\n{chosen.out}")
+    return 0
+
+
+def newest() -> Path:
+    """The run that was finished last."""
+    finished = [config.parent.parent for config in Path("runs").glob("*/model/config.json")]
+    if not finished:
+        raise VitralError(
+            "there is no run here yet, and --model names none",
+            "vitral demo trains a small one in about a minute; or: vitral walk IMAGE --model RUN",
+        )
+    return max(finished, key=lambda run: (run / "model" / "config.json").stat().st_mtime)
