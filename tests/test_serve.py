@@ -27,7 +27,7 @@ from vitral.serve.app import make_app
 from vitral.serve.guard import State, digests
 from vitral.serve.limits import Limits
 from vitral.serve.models import Served, model_threads, name_all
-from vitral.serve.server import Lines
+from vitral.serve.server import Lines, share_cores, usable_cores
 
 PREDICT, EXPLAIN = "/v1/models/insects/predict", "/v1/models/insects/explain"
 
@@ -415,6 +415,25 @@ def test_the_description_is_complete_and_nothing_is_fetched_from_elsewhere(clien
         for link in re.findall(r'(?:src|href)="([^"#]+)"', page.text):
             assert link.startswith("/"), link
             assert client.get(link).status_code == 200, link
+
+
+def test_cores_are_shared_among_batches(monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads: list[int] = []
+    assert [share_cores(cores, None) for cores in (1, 2, 4, 8, 16, 64)] == [1, 2, 2, 4, 4, 16]
+    assert threads == [1, 1, 2, 2, 4, 4]
+    assert [share_cores(16, told) for told in (1, 8, 32)] == [16, 2, 1]  # as asked for
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert share_cores(7, None) == 2
+
+
+def test_a_containers_limit_on_cores_is_noticed(monkeypatch, tmp_path):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    for said, cores in (("250000 100000", 2), ("max 100000", 64), ("50000 100000", 1), ("", 64)):
+        (tmp_path / "cpu.max").write_text(said)
+        assert usable_cores(tmp_path / "cpu.max") == cores
+    assert usable_cores(tmp_path / "nothing") == 64
 
 
 def test_names_come_from_the_folders(tmp_path):

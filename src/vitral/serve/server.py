@@ -168,11 +168,11 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def usable_cores() -> int:
+def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """That this process may use: of the machine, of its affinity, of its control group (containers)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = quota_file.read_text().split()
         cores = min(cores, max(round(int(quota) / int(period)), 1))
     return cores
 
@@ -254,5 +254,6 @@ def announce(models: Sequence[Served], where: str, log: Log) -> None:
         print(f"{model.name:<16} {described}")
     workers = models[0].batcher.workers
     if workers > 1:
-        print(f"{'':<16} {workers} batches side by side, {torch.get_num_threads()} threads each")
+        threads = torch.get_num_threads()
+        print(f"{'':<16} {workers} batches side by side, {threads} thread{'s' * (threads > 1)} each")
     print(f"\nThe page         {where}/\nFor programs     {where}/docs\nStop with Ctrl-C.\n", flush=True)

@@ -32,6 +32,7 @@ const sheet = new Sheet($("ink"), () => askAboutDrawing());
 function show(...sections) {
   for (const id of SECTIONS) $(id).hidden = !sections.includes(id);
   document.body.classList.toggle("started", !sections.includes("ask"));
+  document.body.classList.toggle("drawing", sections.includes("drawing"));
   if (sections.includes("ask")) panes($("panes"));
 }
 
