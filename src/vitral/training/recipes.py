@@ -6,13 +6,14 @@ Ours are here, the papers' in papers.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from vitral.data.augment import Augment
 from vitral.errors import unknown
 from vitral.training import papers
 from vitral.training.recipe import Data, Optim, Recipe
+from vitral.variants.hybrid import ConvStemConfig, HybridConfig
 from vitral.vit import ViTConfig
 
 
@@ -77,7 +78,7 @@ def fashion_mnist() -> Recipe:
 
 
 def cifar10() -> Recipe:
-    """CIFAR-10 from scratch: for a GPU. Its accuracy has not been measured yet."""
+    """CIFAR-10 from scratch with 4×4 patches: a minute on a large GPU."""
     return Recipe(
         name="cifar10",
         data=Data(name="cifar10", validation=0.1),
@@ -91,14 +92,48 @@ def cifar10() -> Recipe:
             pooling="mean",
             positions="learned+rotary",
             qk_norm=True,
+            gelu="tanh",
             drop_path=0.1,
         ),
-        augment=Augment(shift=4, flip=True, cutmix=1.0),
-        optim=Optim(name="muon", lr=4e-3, weight_decay=0.1),
+        zero_branches=True,
+        augment=Augment(shift=2, flip=True, cutmix=1.0, mixed=0.5),
+        optim=Optim(
+            name="muon", lr=5e-3, weight_decay=0.05, betas=(0.9, 0.95), clip=0.0, schedule="linear", warmup=0.15
+        ),
         epochs=60,
-        batch=512,
+        batch=256,
         label_smoothing=0.1,
-        ema=0.05,
+    )
+
+
+def cifar10_94() -> Recipe:
+    """CIFAR-10 to 94 % as fast as we can: three small convolutions, then a ViT; all 50,000 images train."""
+    base = cifar10()
+    plain = {field.name: getattr(base.model, field.name) for field in fields(base.model)}
+    stem = ConvStemConfig(widths=(64, 128, 256), strides=(1, 2, 2))
+    return replace(
+        base,
+        name="cifar10-94",
+        data=Data(name="cifar10", validation=0.0),
+        model=HybridConfig(**plain | {"drop_path": 0.0}, conv=stem),
+        variant="hybrid",
+        epochs=34,
+        views="six",
+        checkpoint_epochs=0,
+    )
+
+
+def cifar10_95() -> Recipe:
+    """CIFAR-10 to 95 %: cifar10-94 for longer, with stochastic depth."""
+    base = cifar10_94()
+    return replace(base, name="cifar10-95", model=replace(base.model, drop_path=0.1), epochs=60)
+
+
+def cifar10_patch() -> Recipe:
+    """CIFAR-10 to 94 % without any convolution: 4×4 patches; all 50,000 images train."""
+    fast = cifar10_94()
+    return replace(
+        fast, name="cifar10-patch", model=replace(cifar10().model, drop_path=0.0), variant="plain", epochs=40
     )
 
 
@@ -156,6 +191,11 @@ GROUPS: dict[str, dict[str, Callable[[], Recipe]]] = {
         "fashion-mnist": fashion_mnist,
         "cifar10": cifar10,
         "cifar100": cifar100,
+    },
+    "CIFAR-10 against the clock": {
+        "cifar10-94": cifar10_94,
+        "cifar10-95": cifar10_95,
+        "cifar10-patch": cifar10_patch,
     },
     "Your photographs": {
         "folder-finetune": folder_finetune,

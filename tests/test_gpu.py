@@ -1,0 +1,118 @@
+"""What only a GPU can show: a step recorded as one graph trains like one that is not. Passed over elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import textures
+from vitral.data.datasets import Dataset
+from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError
+from vitral.hardware import Hardware, choose
+from vitral.run import Run, load_weights
+from vitral.training.loop import Interrupted, Watch, fit
+from vitral.training.recipe import Recipe
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+EVERYTHING: dict[str, Any] = {
+    "optim.name": "muon", "augment.shift": 1, "augment.flip": True, "augment.mixup": 0.4, "augment.cutmix": 1.0,
+    "augment.erase": 0.3, "model.drop_path": 0.2, "model.qk_norm": True, "model.positions": "learned+rotary",
+    "label_smoothing": 0.1, "ema": 0.3, "accumulate": 2, "class_weights": "balanced", "epochs": 3,
+}  # fmt: skip
+
+
+@pytest.fixture
+def gpu() -> Hardware:
+    hardware = choose(device="gpu", precision="fp32", compile="auto", steps=10)
+    assert hardware.graph
+    assert not hardware.compile
+    return hardware
+
+
+def train(
+    path: Path, hardware: Hardware, dataset: Dataset, recipe: Recipe, seen: Preprocessing, watch: Watch | None = None
+) -> Run:
+    run = Run(path) if path.exists() else Run.create(path.parent, path.name, path)
+    fit(recipe, dataset, seen, run, hardware, watch)
+    return run
+
+
+def losses(run: Run) -> list[float]:
+    return [row[name] for row in run.metrics() for name in ("train_loss", "validation_loss")]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_a_recorded_step_trains_like_a_plain_one(
+    tmp_path: Path, gpu: Hardware, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing, optimizer: str
+) -> None:
+    plan = recipe.changed(EVERYTHING | {"optim.name": optimizer})
+    plain = train(tmp_path / "plain", replace(gpu, graph=False), dataset, plan, preprocessing)
+    graph = train(tmp_path / "graph", gpu, dataset, plan, preprocessing)
+    assert losses(graph) == pytest.approx(losses(plain), rel=2e-3)
+
+
+def test_an_interrupted_recorded_run_ends_like_one_that_was_not(
+    tmp_path: Path, gpu: Hardware, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing
+) -> None:
+    class CtrlC(Watch):
+        def epoch(self, row: dict[str, Any], seconds_left: float) -> None:
+            if row["epoch"] == 1:
+                import signal
+
+                signal.raise_signal(signal.SIGINT)
+
+    plan = recipe.changed(EVERYTHING)
+    straight = train(tmp_path / "straight", gpu, dataset, plan, preprocessing)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "resumed", gpu, dataset, plan, preprocessing, CtrlC())
+    resumed = train(tmp_path / "resumed", gpu, dataset, plan, preprocessing)
+    assert losses(resumed) == pytest.approx(losses(straight), rel=2e-3)
+    assert load_weights(straight.model / "weights.safetensors").keys()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"augment.crop": 0.5},
+        {"augment.rotate": 10.0, "augment.scale": 0.1},
+        {"augment.policy.name": "randaugment"},
+        {"augment.policy.name": "randaugment", "augment.policy.increasing": True, "augment.policy.spread": 0.5},
+        {"augment.policy.name": "trivialaugment"},
+        {"augment.jitter": 0.3},
+        {"sampling": "balanced"},
+        {"loss": "sigmoid"},
+        {"recompute": True},
+        {"augment.repeat": 2},
+    ],
+    ids=str,
+)
+def test_every_augmentation_and_setting_can_be_recorded(
+    tmp_path: Path, gpu: Hardware, dataset: Dataset, recipe: Recipe, changes: dict[str, Any]
+) -> None:
+    colour = replace(dataset, train=textures(96, seed=1, channels=3), validation=textures(40, seed=2, channels=3))
+    plan = recipe.changed({"model.channels": 3, "epochs": 2} | changes)
+    seen = Preprocessing(image_size=(8, 8), channels=3, mean=(0.5,) * 3, std=(0.25,) * 3)
+    assert len(losses(train(tmp_path / "run", gpu, colour, plan, seen))) == 4
+
+
+def test_in_bf16_the_loss_is_that_of_fp32_but_for_rounding(
+    tmp_path: Path, gpu: Hardware, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing
+) -> None:
+    exact = train(tmp_path / "fp32", gpu, dataset, recipe, preprocessing)
+    rounded = train(tmp_path / "bf16", replace(gpu, precision="bf16"), dataset, recipe, preprocessing)
+    assert losses(rounded) == pytest.approx(losses(exact), rel=0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "rollback"])
+def test_a_recorded_run_that_diverges_stops_and_names_the_step(
+    tmp_path: Path, gpu: Hardware, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing, on_nan: str
+) -> None:
+    plan = recipe.changed({"optim.lr": 1e12, "optim.clip": 0.0, "on_nan": on_nan})
+    with pytest.raises(VitralError, match="step"):
+        train(tmp_path / "run", gpu, dataset, plan, preprocessing)
