@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args, overload
 
 import numpy as np
@@ -62,9 +63,14 @@ class Preprocessing:
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
         """uint8 in 0…255 → float with mean 0 and deviation 1 over the training set."""
-        mean = torch.tensor(self.mean, device=images_BCHW.device).view(1, -1, 1, 1) * 255
-        std = torch.tensor(self.std, device=images_BCHW.device).view(1, -1, 1, 1) * 255
+        mean, std = _levels(self.mean, images_BCHW.device), _levels(self.std, images_BCHW.device)
         return (images_BCHW.float() - mean) / std
+
+
+@cache
+def _levels(shares: tuple[float, ...], device: torch.device) -> Tensor:
+    """Made once: a recorded training step may not copy from the CPU."""
+    return torch.tensor(shares, device=device).view(1, -1, 1, 1) * 255
 
 
 @overload
