@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_inference.py --init ti16.safetensors [--sizes Ti/16 S/16 B/16] [--threads 2] [--out x.json]
 
-`--init` is a trained ViT-Ti/16 of any library. A head for CIFAR-10 is fitted on its features of 2,000 training images at
-224 px, so that predictions are real ones; S/16 and B/16 are the same function widened (copies of every channel, and
+`--init` is a trained ViT-Ti/16 of any library. A head for CIFAR-10 is fitted on its features of 2,000 training images
+at 224 px, so that predictions are real ones; S/16 and B/16 are the same function widened (copies of every channel, and
 noise that the copies cancel), so that they too answer real questions with matrices of their own shape. Agreement and
 accuracy are of test images. transformers is given the same weights; vit-pytorch's architecture differs, so its
 weights are random. All take turns, batch by batch; a ratio is the median over the rounds of (quickest other / ours).

@@ -17,6 +17,7 @@ from vitral.errors import VitralError
 from vitral.inference import choice
 from vitral.inference.choice import Measured, Row, arrange, choose, read_measured, write_measured
 from vitral.inference.engine import Checked, Engine, Number, margin_of
+from vitral.inference.gpu import GpuEngine
 from vitral.inference.products import ByteProduct, FloatProduct, to_bytes
 from vitral.inference.ranges import load_ranges, measure_ranges, save_ranges
 from vitral.predict import Predictor
@@ -298,3 +299,32 @@ def test_a_model_with_a_way_of_its_own_is_run_as_it_is(tmp_path: Path) -> None:
         choose(model, preprocessing, None, "bf16")
     with pytest.raises(VitralError, match="in its own way"):
         arrange(model, preprocessing, "fp32", None, None)
+
+
+def test_the_engine_for_gpus_fills_batches_up_and_answers_the_same() -> None:
+    model, preprocessing = made("class")
+    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
+    cpu = hardware.Hardware(device=torch.device("cpu"), precision="fp32", compile=False, reasons=reasons)
+    engine = GpuEngine(model, preprocessing, cpu)
+    images = pictures(11)
+    torch.testing.assert_close(engine(images), reference(model, preprocessing, images), atol=1e-5, rtol=1e-4)
+    assert [*engine.recorded] == [16]
+    assert engine(images[:1]).shape == (1, 5)
+    assert [*engine.recorded] == [16, 1]
+    chosen = choice.choose_on_gpu(model, preprocessing, cpu)
+    assert str(chosen) == "fp32 (a test; recorded as one launch)"
+    with pytest.raises(VitralError, match="int8 is for CPUs"):
+        choice.choose_on_gpu(model, preprocessing, cpu, "int8")
+
+
+def test_a_gpu_that_cannot_record_runs_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: object, function: object, example: object) -> object:
+        raise RuntimeError("no capture today\nand more")
+
+    monkeypatch.setattr(hardware.Hardware, "replayed", fails)
+    model, preprocessing = made("class")
+    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
+    cpu = hardware.Hardware(device=torch.device("cpu"), precision="fp32", compile=False, reasons=reasons)
+    chosen = choice.choose_on_gpu(model, preprocessing, cpu)
+    assert chosen.run is None
+    assert "no capture today" in chosen.why

@@ -21,8 +21,8 @@ from vitral.data.preprocess import adapt
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import Metrics, check_images, logits_of, logits_together, measure
 from vitral.evaluation.probe import features_of
-from vitral.hardware import Device, Hardware, choose
-from vitral.inference.choice import Choice, Wish
+from vitral.hardware import Compile, Device, Hardware, Precision, choose
+from vitral.inference.choice import Choice, Wish, choose_on_gpu
 from vitral.inference.choice import choose as choose_numbers
 from vitral.run import ModelCard, load_model, model_folder
 from vitral.vit import ViT
@@ -66,12 +66,13 @@ class Predictor:
         heads: int | None = None,
         precision: Wish = "auto",
         threads: int | None = None,
+        compile: Compile = "no",
     ) -> Predictor:
         """From a run folder, a model folder, or any checkpoint that vitral reads.
 
         `labels`: a file, one name a line; `heads`: for a checkpoint whose tensors do not tell. `precision` and
         `threads` (of the whole process): what `vitral bench` found best on this machine, if it was asked;
-        `Predictor.choice` says what was chosen and why.
+        `Predictor.choice` says what was chosen and why. `compile`, on a GPU: a minute at the start for fused kernels.
         """
         notes: list[str] = []
         if is_checkpoint(path):
@@ -84,8 +85,12 @@ class Predictor:
         if labels is not None:
             card = replace(card, classes=read_labels(labels, card.architecture.classes))
         hardware = choose(device=device, precision="fp32", compile="no")
-        on_cpu = hardware.device.type == "cpu"
-        choice = choose_numbers(model, card.preprocessing, folder, precision, threads) if on_cpu else None
+        if hardware.device.type == "cpu":
+            choice = choose_numbers(model, card.preprocessing, folder, precision, threads)
+        else:
+            number: Precision = precision if precision in ("fp32", "bf16") else "auto"
+            quick = choose(device=device, precision=number, compile=compile)
+            choice = choose_on_gpu(model, card.preprocessing, quick, precision)
         predictor = cls(model, card, hardware, Path(path), choice)
         predictor.notes = tuple(notes)
         return predictor

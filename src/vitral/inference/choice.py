@@ -14,14 +14,16 @@ from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.hardware import cpu_name
+from vitral.hardware import Hardware, cpu_name
 from vitral.inference.engine import Checked, Engine, Number, cannot_be_arranged, cannot_run_here
+from vitral.inference.gpu import GpuEngine
 from vitral.inference.ranges import load_ranges
 from vitral.plain import from_plain, to_plain
 from vitral.run import write_atomically
 from vitral.vit import ViT
 
 FILE = "speed.json"
+BATCH_GPU = 256
 BATCH = 16  # images at once where nothing was measured: enough for the matrices, little enough for the caches
 
 Wish = Literal["auto", "fp32", "bf16", "int8", "bf16-checked", "int8-checked"]
@@ -124,6 +126,21 @@ def choose(
     else:
         why = "not measured on this CPU: vitral bench does"
     return Choice(precision="fp32", batch=batch, why=why, run=arrange(model, preprocessing, "fp32", None, None))
+
+
+def choose_on_gpu(model: ViT, preprocessing: Preprocessing, hardware: Hardware, wish: Wish = "auto") -> Choice:
+    """bf16 weights where the GPU has the units, and calls that are recorded; the model as it is where that fails."""
+    if wish not in ("auto", "fp32", "bf16"):
+        raise VitralError(f"{wish} is for CPUs; on a GPU models compute in bf16 or fp32", "use --precision bf16")
+    why = hardware.reasons["precision"] + (", compiled" if hardware.compile else "")
+    try:
+        engine = GpuEngine(model, preprocessing, hardware)
+        C, (H, W) = preprocessing.channels, preprocessing.image_size
+        engine(torch.zeros(1, C, H, W, dtype=torch.uint8))
+    except RuntimeError as error:  # what cannot be recorded or compiled still runs as it is
+        said = (str(error).splitlines() or ["unknown"])[0]
+        return Choice(precision="fp32", batch=BATCH_GPU, why=f"as it is: recording failed ({said})", run=None)
+    return Choice(precision=hardware.precision, batch=BATCH_GPU, why=f"{why}; recorded as one launch", run=engine)
 
 
 def arrange(

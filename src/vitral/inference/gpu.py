@@ -1,0 +1,60 @@
+"""A ViT for asking on a GPU: bf16 weights, and the kernels of a call launched as one, so that none waits for Python."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitral.data.preprocess import Preprocessing
+from vitral.hardware import Hardware
+from vitral.vit import ViT
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batches are filled up to one of these: each is recorded once
+
+
+class _Whole(nn.Module):
+    """From 8-bit pixels to logits."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: ViT, preprocessing: Preprocessing, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.dtype = copy.deepcopy(model).eval().requires_grad_(False).to(dtype), dtype
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        return self.model(((images_BCHW.float() - self.mean) / self.std).to(self.dtype)).float()
+
+
+class GpuEngine:
+    """`GpuEngine(model, preprocessing, hardware)(images)`: uint8 images, B C H W → logits, B K, on the CPU."""
+
+    def __init__(self, model: ViT, preprocessing: Preprocessing, hardware: Hardware) -> None:
+        dtype = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
+        whole = _Whole(model, preprocessing, dtype).to(hardware.device)
+        self.hardware = hardware
+        self.call: Callable[[Tensor], Tensor] = torch.compile(whole, dynamic=False) if hardware.compile else whole
+        self.recorded: dict[int, Callable[[Tensor], Tensor]] = {}
+        self.lock = threading.Lock()  # a recorded call has one place for its input
+
+    @torch.inference_mode()
+    def __call__(self, images_BCHW: Tensor) -> Tensor:
+        parts = images_BCHW.split(SIZES[-1])
+        return torch.cat([self._ask(part.to(self.hardware.device, non_blocking=True)) for part in parts]).cpu()
+
+    def _ask(self, images_BCHW: Tensor) -> Tensor:
+        B = len(images_BCHW)
+        size = next(size for size in SIZES if size >= B)
+        filled = F.pad(images_BCHW, (0, 0) * 3 + (0, size - B))
+        with self.lock:
+            if size not in self.recorded:
+                self.recorded[size] = self.hardware.replayed(self.call, torch.zeros_like(filled))
+            return self.recorded[size](filled)[:B]
