@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from test_explain import KINDS, alive
 from vitral.commands import explain as command
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.explain import METHODS, explain
+from vitral.explain import METHODS, explain, faithfulness
 from vitral.hardware import Hardware
 from vitral.predict import Predictor
 from vitral.report import heatmaps
@@ -86,6 +88,25 @@ def test_a_clear_sentence(folder: Path, words: str, said: str) -> None:
     (folder / "empty").mkdir()
     with pytest.raises(VitralError, match=said):
         command.run(["model", *words.split()])
+
+
+@pytest.mark.parametrize("words", [["explain", "m.onnx", "a"], ["figures", "m.onnx"], ["walk", "a", "--model", "m.pt2"],
+                                   ["explain", "m.onnx", "--faithfulness", "a"]])  # fmt: skip
+def test_an_exported_model_cannot_be_looked_into(folder: Path, words: list[str]) -> None:
+    for name in ("m.onnx", "m.pt2"):
+        (folder / name).write_bytes(b"graph")
+    command = importlib.import_module(f"vitral.commands.{words[0]}")
+    with pytest.raises(VitralError, match="is an exported model: it gives answers") as refused:
+        command.run(words[1:])
+    assert "the run it was exported from" in refused.value.hint
+
+
+def test_only_methods_that_can_be_tested_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = alive(*KINDS["class"]), alive("plain", replace(KINDS["class"][1], image_size=(36, 36)))
+    assert faithfulness.all_that_fit(small) == list(METHODS)
+    assert faithfulness.all_that_fit(large) == [name for name in METHODS if name != "shapley"]
+    monkeypatch.setattr(faithfulness, "find_spec", lambda name: None)
+    assert faithfulness.all_that_fit(small) == ["attention", "rollout", "relevance", "gradcam", "occlusion"]
 
 
 def test_faithfulness_of_a_model_from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from rich.console import Console
 import vitral.vit
 from test_explain import KINDS, alive
 from test_paper_figures import predictor_for
+from test_report import browser  # noqa: F401
 from vitral.commands import walk as command
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
@@ -146,6 +148,28 @@ def test_the_page_needs_nothing_else_and_escapes_names(cpu: Hardware) -> None:
     assert not re.search(r"(src|href)=\"(?!data:|#)", page)
     assert "prefers-color-scheme: dark" in page
     assert len(page) < 5_000_000
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
+def test_the_page_in_a_browser(cpu: Hardware, tmp_path: Path, browser: Any, width: int, scheme: str) -> None:  # noqa: F811
+    found, _, _ = made("MNIST", cpu, "ko")
+    file = tmp_path / "walk.html"
+    file.write_text(walk_html.page(found), encoding="utf-8")
+    trouble: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    tab = context.new_page()
+    tab.on("console", lambda message: trouble.append(message.text))
+    tab.on("pageerror", lambda error: trouble.append(str(error)))
+    tab.on("request", lambda asked: asked.url.startswith(("data:", file.as_uri())) or trouble.append(asked.url))
+    tab.goto(file.as_uri())
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
+    light = tab.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+    assert (light > 128) == (scheme == "light")
+    tab.click("nav a[href='#attention']")
+    assert tab.evaluate("location.hash") == "#attention"
+    context.close()
+    assert trouble == []
 
 
 def test_equations_on_the_page_and_on_the_terminal() -> None:

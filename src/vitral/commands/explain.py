@@ -46,14 +46,13 @@ def run(words: list[str]) -> int:
     if not chosen.files:
         raise VitralError("which images?", f"vitral explain {chosen.run} photo.jpg folder/")
     from vitral.data.decode import NotAnImage, image_files
-    from vitral.explain import explain
-    from vitral.predict import Predictor
+    from vitral.explain import explain, open_to_look_inside
     from vitral.report import heatmaps
 
     if chosen.top is not None and (chosen.target or chosen.top < 1):
         raise VitralError("--top counts classes from 1 up, and goes without --target")
     methods, options = asked(chosen)
-    predictor = Predictor.load(chosen.run, labels=chosen.labels)
+    predictor = open_to_look_inside(chosen.run, chosen.labels)
     files = image_files(list(chosen.files))
     if not files:
         raise VitralError(f"no images in {', '.join(map(str, chosen.files))}")
@@ -93,18 +92,17 @@ def asked(chosen: Any) -> tuple[list[str], dict[str, Any]]:
 def judge(chosen: Any) -> int:
     from rich.console import Console
 
-    from vitral.explain import faithfulness
+    from vitral.explain import faithfulness, open_to_look_inside
     from vitral.judge import question
     from vitral.report import faithful
 
     methods, options = asked(chosen)
-    if chosen.method == ("rollout", "relevance"):
-        from vitral.explain import METHODS
-
-        methods = list(METHODS)
     if options:
         raise VitralError(f"--faithfulness judges the methods as they are: without --{next(iter(options))}")
+    open_to_look_inside(chosen.run, chosen.labels)
     asked_about = question(chosen.run, chosen.faithfulness, chosen.split, chosen.labels)
+    if chosen.method == ("rollout", "relevance"):
+        methods = faithfulness.all_that_fit(asked_about.predictor.model)
     console = Console(stderr=True, highlight=False)
     with console.status("") as status:
         result = faithfulness.measure(

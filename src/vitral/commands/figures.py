@@ -23,12 +23,12 @@ def run(words: list[str]) -> int:
         out: Path | None = None  # default: the run's folder "figures"
 
     chosen = parse(Figures, words, "figures")
-    from vitral.predict import Predictor
+    from vitral.explain import open_to_look_inside
     from vitral.report import paper
 
     if chosen.count < 1:
         raise VitralError(f"--count must be at least 1, not {chosen.count}")
-    predictor = Predictor.load(chosen.run, labels=chosen.labels)
+    predictor = open_to_look_inside(chosen.run, chosen.labels)
     pictures = (
         paper.pictures(predictor, chosen.images, chosen.count) if chosen.images else own(chosen.run, chosen.count)
     )

@@ -28,12 +28,12 @@ def run(words: list[str]) -> int:
     chosen = parse(Walk, words, "walk")
     if chosen.out is not None and chosen.out.suffix.lower() not in (".html", ".htm", ".md"):
         raise VitralError(f"--out is {chosen.out}; it ends in .html or .md")
-    from vitral.predict import Predictor
+    from vitral.explain import open_to_look_inside
     from vitral.report import walk_html, walk_markdown, walk_terminal
     from vitral.report.walk import walk
     from vitral.run import write_atomically
 
-    predictor = Predictor.load(chosen.model or newest(), labels=chosen.labels)
+    predictor = open_to_look_inside(chosen.model or newest(), chosen.labels)
     made = walk(predictor, chosen.image, chosen.lang, chosen.layer, chosen.head)
     if chosen.out is None:
         walk_terminal.show(made, code=chosen.code)

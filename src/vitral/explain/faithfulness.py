@@ -12,9 +12,11 @@ Covered means painted in the mean colour. Shapes:  B images   N patches   S step
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -28,11 +30,12 @@ from vitral.explain.method import Model, grid_of
 from vitral.explain.occlusion import nearest_pixels
 from vitral.explain.table import METHODS
 from vitral.predict import Predictor
-from vitral.vit import Grid
+from vitral.vit import Grid, ViT
 
 AT_ONCE = 128  # images in one forward pass
 MAPS_AT_ONCE = 16  # images explained together: their attention and its gradients are held
 STEPS = 16  # points of a curve, at most
+MOST_FOR_SLOW = 64  # patches: a method that asks about each of them is not tested with more
 RESAMPLES = 2000
 RANDOM = "random"  # the name of the baseline's row
 
@@ -119,6 +122,12 @@ def measure(
             )
         )
     return Faithfulness(rows=tuple(found), images=len(asked), pairs=len(pasted), best=recommend(found))
+
+
+def all_that_fit(model: ViT) -> list[str]:
+    """Every method that can be tested here: captum's where it is installed, slow ones where there are few patches."""
+    few, captum = math.prod(model.config.grid) <= MOST_FOR_SLOW, find_spec("captum") is not None
+    return [m.name for m in METHODS.values() if (few or not m.slow) and (captum or not m.by_captum)]
 
 
 def recommend(rows: Sequence[Row]) -> str:

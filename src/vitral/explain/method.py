@@ -39,6 +39,7 @@ class Method:
     by_class: bool = True  # whether another target gives another map
     signed: bool = False  # below zero: speaks against the class
     fine: bool = False  # pixel by pixel, and so noisy that a drawing smooths it; the others go patch by patch
+    by_captum: bool = False  # which is an extra
     slow: bool = False  # hundreds of forward passes an image
 
     @property

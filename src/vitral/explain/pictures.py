@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from vitral.explain.method import Method, scaled
 from vitral.explain.table import DEFAULT, METHODS
 from vitral.predict import Label, Picture, Predictor
 
+EXPORTED = (".onnx", ".pt2")
 MOST_SIDE = 1024  # pixels of the longer side that a map is laid onto: it has no more detail than the model saw
 
 Array = np.ndarray[Any, Any]
@@ -47,6 +49,16 @@ class Explanation:
     crop: tuple[int, int, int, int]  # left, top, right, bottom of what the model saw, in pixels of `picture`
     answer: tuple[Label, ...]  # most probable first
     heats: tuple[Heat, ...]  # class by class, in each the methods in the order asked for
+
+
+def open_to_look_inside(path: Path | str, labels: Path | None = None) -> Predictor:
+    """A model with its weights; an exported one is refused."""
+    if Path(path).suffix.lower() in EXPORTED:
+        raise VitralError(
+            f"{path} is an exported model: it gives answers, but has neither attention nor gradients to look at",
+            "give the run it was exported from",
+        )
+    return Predictor.load(path, labels=labels)
 
 
 def explain(
