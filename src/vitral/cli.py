@@ -42,7 +42,7 @@ TABLE = (
     ("push", "RUN hf:owner/name", "onto the Hugging Face hub, with a card, as timm and transformers load it"),
     # what there is
     ("recipes", "[show NAME]", "the named recipes; a complete one as TOML"),
-    ("data", "list | fetch | where | pack", "the known sets; photographs decoded once"),
+    ("data", "list|fetch|where|pack", "the known sets; photographs decoded once"),
 )
 COMMANDS = tuple(name for name, _, _ in TABLE)
 

@@ -78,7 +78,7 @@ def fashion_mnist() -> Recipe:
 
 
 def cifar10() -> Recipe:
-    """CIFAR-10 from scratch with 4×4 patches: a minute on a large GPU."""
+    """CIFAR-10 from scratch with 4×4 patches: a minute on a large GPU. Not measured yet."""
     return Recipe(
         name="cifar10",
         data=Data(name="cifar10", validation=0.1),
@@ -107,7 +107,7 @@ def cifar10() -> Recipe:
 
 
 def cifar10_94() -> Recipe:
-    """CIFAR-10 to 94 % as fast as we can: three small convolutions, then a ViT; all 50,000 images train."""
+    """CIFAR-10 to 94 % as fast as we can: 39 s on an H200 (n = 1). Three small convolutions, then a ViT."""
     base = cifar10()
     plain = {field.name: getattr(base.model, field.name) for field in fields(base.model)}
     stem = ConvStemConfig(widths=(64, 128, 256), strides=(1, 2, 2))
@@ -124,13 +124,13 @@ def cifar10_94() -> Recipe:
 
 
 def cifar10_95() -> Recipe:
-    """CIFAR-10 to 95 %: cifar10-94 for longer, with stochastic depth."""
+    """CIFAR-10, meant for 95 %: cifar10-94 for longer, with stochastic depth. Not measured yet."""
     base = cifar10_94()
     return replace(base, name="cifar10-95", model=replace(base.model, drop_path=0.1), epochs=60)
 
 
 def cifar10_patch() -> Recipe:
-    """CIFAR-10 to 94 % without any convolution: 4×4 patches; all 50,000 images train."""
+    """CIFAR-10, meant for 94 % without any convolution: 4×4 patches. Not measured yet."""
     fast = cifar10_94()
     return replace(
         fast, name="cifar10-patch", model=replace(cifar10().model, drop_path=0.0), variant="plain", epochs=40
