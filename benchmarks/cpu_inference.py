@@ -129,8 +129,8 @@ def one_size(
     said = {}
     for name, way in ways.items():
         if name.endswith("-checked"):  # its answers follow from those of its two engines
-            quick = said[name.removesuffix("-checked")]
-            said[name] = torch.where(way.close(quick)[:, None], said["fp32"], quick)
+            quick, sure = said[name.removesuffix("-checked")], said.get("bf16-checked", said["fp32"])
+            said[name] = torch.where(way.close(quick)[:, None], sure, quick)
         else:
             said[name] = torch.cat([way(part) for part in images.split(16)])
     theirs = torch.cat([torch.as_tensor(others["transformers"](part)) for part in images[:64].split(16)])

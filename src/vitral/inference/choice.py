@@ -159,13 +159,16 @@ def arrange(
     quick = Engine(model, preprocessing, number, ranges)
     if precision == number:
         return quick
-    margin = measured.margins.get(number) if measured is not None else None
-    if margin is None:
+    margins = measured.margins if measured is not None else {}
+    if number not in margins:
         raise VitralError(
             f"{precision} needs to know how far {number} may be off, and nobody has measured that on this CPU",
             f"vitral bench {folder or 'RUN'} measures it",
         )
-    return Checked(quick, Engine(model, preprocessing, "fp32"), margin)
+    sure: Engine | Checked = Engine(model, preprocessing, "fp32")
+    if number == "int8" and "bf16" in margins and not cannot_run_here("bf16"):
+        sure = Checked(Engine(model, preprocessing, "bf16"), sure, margins["bf16"])
+    return Checked(quick, sure, margins[number])
 
 
 def possible() -> tuple[Number, ...]:
