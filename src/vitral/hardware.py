@@ -271,6 +271,14 @@ def cpu_name() -> str:
     return f"{model}{number}, {cores()} core{'s' if cores() != 1 else ''}"
 
 
+def is_busy() -> str:
+    """A sentence about other work on this machine; empty where there is little, or nobody can tell."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return (
+        f"this machine is busy (load {load:.1f} on {cores()} cores): times will be too long" if load > cores() else ""
+    )
+
+
 def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -131,7 +131,7 @@ def main(words: Sequence[str]) -> int:
     """`vitral predict model.onnx FILES…`, with the flags of predict that make sense here."""
     parser = argparse.ArgumentParser(prog="vitral predict", description="Ranked labels from an exported model.")
     parser.add_argument("model", type=Path)
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE")
     parser.add_argument("--top", type=int, default=3, help="labels a picture (default 3)")
     parser.add_argument("--threads", type=int, help="of ONNX Runtime; default: one a core")
     parser.add_argument("--json", action="store_true", help="one object a line")
@@ -139,6 +139,8 @@ def main(words: Sequence[str]) -> int:
     chosen = parser.parse_args(list(words))
     if chosen.top < 1:
         raise VitralError(f"top must be at least 1, not {chosen.top}")
+    if not chosen.files:
+        raise VitralError("which images?", f"vitral predict {chosen.model} photo.jpg folder/")
     files = image_files(chosen.files)
     if not files:
         raise VitralError(

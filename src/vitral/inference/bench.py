@@ -13,7 +13,7 @@ from torch import Tensor
 from vitral import __version__
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.hardware import cpu_name
+from vitral.hardware import cpu_name, is_busy
 from vitral.inference.choice import Measured, Row, possible, write_measured
 from vitral.inference.engine import Checked, Engine, cannot_be_arranged, margin_of
 from vitral.inference.ranges import measure_ranges, save_ranges
@@ -21,11 +21,12 @@ from vitral.vit import ViT
 
 SAME = 0.999  # a way is recommended if so many images keep their first label
 LEAST_IMAGES = 16
-SIMPLER = 1.05  # a way that is not this much quicker is not worth being less plain
+SIMPLER = 1.2  # a way that is not this much quicker than fp32 is not worth being less plain
 Ways = dict[str, Engine | Checked]
+Margins = dict[str, float]
 
 
-def ways_of(model: ViT, preprocessing: Preprocessing, images_NCHW: Tensor, folder: Path | None) -> tuple[Ways, dict]:  # type: ignore[type-arg]
+def ways_of(model: ViT, preprocessing: Preprocessing, images_NCHW: Tensor, folder: Path | None) -> tuple[Ways, Margins]:
     """All ways this CPU offers, and the margins of the checked ones, learned from these images.
 
     With a folder, what int8 needs to know about the model is kept there.
@@ -33,7 +34,8 @@ def ways_of(model: ViT, preprocessing: Preprocessing, images_NCHW: Tensor, folde
     if why := cannot_be_arranged(model):
         raise VitralError(f"there is nothing to choose: {why}", "the model is run as it is, in fp32")
     fp32 = Engine(model, preprocessing, "fp32")
-    ways, margins = {"fp32": fp32}, {}
+    ways: dict[str, Engine] = {"fp32": fp32}
+    margins: Margins = {}
     answers = in_batches(fp32, images_NCHW)
     for number in possible()[1:]:
         ranges = measure_ranges(model, images_NCHW.split(16), preprocessing) if number == "int8" else None
@@ -44,7 +46,7 @@ def ways_of(model: ViT, preprocessing: Preprocessing, images_NCHW: Tensor, folde
     return dict(ways) | checked(ways, margins), margins
 
 
-def checked(engines: dict[str, Engine], margins: dict[str, float]) -> dict[str, Checked]:
+def checked(engines: dict[str, Engine], margins: Margins) -> dict[str, Checked]:
     """int8 asks bf16 where it is in doubt, and that asks fp32."""
     found: dict[str, Checked] = {}
     for number, margin in margins.items():
@@ -77,6 +79,8 @@ def bench(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(max(threads))
+        if busy := is_busy():
+            say(busy)
         say(f"learning from {len(images_NCHW[::2])} images how large the numbers get")
         ways, margins = ways_of(model, preprocessing, images_NCHW[::2], folder)
         compared = images_NCHW[1::2]

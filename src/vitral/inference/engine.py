@@ -41,9 +41,7 @@ from vitral.vit import (
 Number = Literal["fp32", "bf16", "int8"]
 NUMBERS: tuple[Number, ...] = ("fp32", "bf16", "int8")
 MOST_APART, WORTH_APART = 8, 1.5  # hidden columns computed apart in fp32, where the largest is so many times the next
-CUT = (
-    0.8  # of the largest hidden number: finer steps for all others are worth more (a trained Ti/16: a sixth less error)
-)
+CUT = 0.8  # of the largest hidden number: finer steps for the others are worth more (a sixth less error, Ti/16)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}  # of queries, keys and values
 
 

@@ -11,8 +11,8 @@ from vitral.inference.choice import Measured
 def show_measured(measured: Measured) -> None:
     console = Console(highlight=False)
     console.print(f"{measured.cpu} · {measured.made_by} · {measured.images:,} images compared\n")
-    table = Table(box=None, padding=(0, 2))
-    for name in ("numbers", "threads", "batch", "p50", "p95", "p99", "images/s", "matrices", "as fp32", "asked twice"):
+    table = Table(box=None, padding=(0, 1))
+    for name in ("numbers", "cores", "batch", "p50 ms", "p95", "p99", "images/s", "MB", "as fp32", "twice"):
         table.add_column(name, justify="left" if name == "numbers" else "right", header_style="dim", no_wrap=True)
     last = None
     for row in measured.rows:
@@ -24,11 +24,12 @@ def show_measured(measured: Measured) -> None:
             f"[bold]{row.precision}[/bold]" if best else row.precision,
             str(row.threads),
             str(row.batch),
-            *(f"{ms:.1f} ms" for ms in (row.p50_ms, row.p95_ms, row.p99_ms)),
+            *(f"{ms:.1f}" for ms in (row.p50_ms, row.p95_ms, row.p99_ms)),
             f"[bold]{row.images_per_second:,.0f}[/bold]" if best else f"{row.images_per_second:,.0f}",
-            f"{row.memory_mb:,.1f} MB",
+            f"{row.memory_mb:,.1f}",
             f"{row.agreement:.1%}",
             f"{row.again:.1%}" if row.precision.endswith("-checked") else "",
         )
     console.print(table)
+    console.print("[dim]as fp32: the same first label. twice: asked again in surer numbers, where it was close.[/dim]")
     console.print(f"\n[bold]{measured.precision}[/bold]: {measured.why}. predict and serve use it on this CPU.")
