@@ -23,7 +23,7 @@ def run(words: list[str]) -> int:
 
         run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
         files: Positional[tuple[Path, ...]] = ()
-        method: tuple[str, ...] = ("rollout", "relevance")  # or "all"
+        method: tuple[str, ...] = ()  # some of them, or "all"; default: rollout and relevance
         target: tuple[str, ...] = ()  # classes, by name or number; default: what the model says
         top: int | None = None  # explain so many of its most probable classes
         layer: int | None = None  # of attention and gradcam, counted from 1
@@ -76,11 +76,11 @@ def run(words: list[str]) -> int:
 
 def asked(chosen: Any) -> tuple[list[str], dict[str, Any]]:
     """The methods, and those of their options that were set."""
-    from vitral.explain import METHODS
+    from vitral.explain import DEFAULT, METHODS
     from vitral.explain.pictures import find_method
 
     quick = [name for name, method in METHODS.items() if not method.slow]
-    methods = quick if chosen.method == ("all",) else list(chosen.method)
+    methods = quick if chosen.method == ("all",) else list(chosen.method or DEFAULT)
     given = {"layer": chosen.layer, "head": chosen.head}
     given |= {"residual": None if chosen.residual else False}
     given |= {"fusion": None if chosen.fusion == "mean" else chosen.fusion}
@@ -101,7 +101,7 @@ def judge(chosen: Any) -> int:
         raise VitralError(f"--faithfulness judges the methods as they are: without --{next(iter(options))}")
     open_to_look_inside(chosen.run, chosen.labels)
     asked_about = question(chosen.run, chosen.faithfulness, chosen.split, chosen.labels)
-    if chosen.method == ("rollout", "relevance"):
+    if not chosen.method:
         methods = faithfulness.all_that_fit(asked_about.predictor.model)
     console = Console(stderr=True, highlight=False)
     with console.status("") as status:
