@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 
 from vitral import cli, workshop
+from vitral.commands.flags import positional, switches_of
+from vitral.training.recipes import named
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,28 @@ def test_help_names_every_command(vitral):
     assert code == 0
     for name in cli.COMMANDS:
         assert f"\n  {name}" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "data"),
+    [
+        ("--model.image-size 64 64", None),
+        ("--model.image-size 64 64 photos", "photos"),
+        ("--data.mean 0.5 0.5 1e-1 photos --epochs 3", "photos"),
+        ("--compare photos", "photos"),
+        ("--no-recompute --augment.no-flip photos", "photos"),
+        ("--epochs=3 photos", "photos"),
+        ("64 --epochs 3", "64"),
+        ("--recipe deit", None),
+    ],
+)
+def test_the_data_is_told_from_the_values_of_flags(words, data):
+    assert positional(words.split(), {"--compare"}) == data
+
+
+def test_flags_without_a_value_are_read_off_the_settings():
+    assert {"--recompute", "--augment.flip", "--model.qk-norm"} <= switches_of(named("digits"))
+    assert "--epochs" not in switches_of(named("digits"))
 
 
 def test_the_module_is_the_command():

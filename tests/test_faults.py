@@ -44,9 +44,15 @@ TRAIN = [
 ]  # fmt: skip
 
 
+def leave_out_pictures(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(workshop, "draw", lambda run, *_: run.figures / "example.png")
+    patched.setattr(workshop, "gather", lambda *_: None)
+    patched.setattr(workshop, "write_report", lambda _, page: page)
+
+
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workshop, "draw", lambda run, *_: run.figures / "example.png")
+    leave_out_pictures(monkeypatch)
 
 
 def vitral(*words: str | Path, expect: int = 0) -> None:
@@ -70,7 +76,7 @@ def bits(path: Path) -> bytes:
 
 
 def told(run: Run) -> list[dict[str, Any]]:
-    timeless = [dict(row, seconds=0, images_per_second=0) for row in run.metrics()]
+    timeless = [dict(row, seconds=0, training_seconds=0, images_per_second=0) for row in run.metrics()]
     assert timeless
     return timeless
 
@@ -80,7 +86,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same training, left alone."""
     path = tmp_path_factory.mktemp("undisturbed") / "run"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(workshop, "draw", lambda run, *_: run.figures / "example.png")
+        leave_out_pictures(patched)
         vitral(*TRAIN, "--out", path)
     return Run.open(path)
 

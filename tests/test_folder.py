@@ -15,6 +15,8 @@ from vitral import cli
 from vitral.data.folder import listing, load_files, looks_like_files
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.training.plan import images_for
+from vitral.training.recipes import named
 
 SEEN = Preprocessing(image_size=(16, 16), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3, crop=0.8)
 COLOURS = {"ants": (200, 30, 30), "bees": (30, 200, 30), "wasps": (30, 30, 200)}
@@ -128,8 +130,20 @@ def test_images_are_as_large_as_the_crop_needs(photos):
 def test_names_of_known_sets_are_not_folders_and_paths_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not looks_like_files("mnist")
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "bees").mkdir()
+    assert not looks_like_files("mnist")
+    assert looks_like_files("./mnist")
+    assert looks_like_files("bees")
     for name in ("photos/", "a/b", "list.csv", str(tmp_path)):
         assert looks_like_files(name)
+
+
+def test_a_folder_that_a_known_set_hides_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "./digits" not in images_for(named("digits"))[0].source
+    (tmp_path / "digits").mkdir()
+    assert images_for(named("digits"))[0].source.endswith("the folder of that name is ./digits")
 
 
 @pytest.mark.parametrize("kind", ["photos", "split"])

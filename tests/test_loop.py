@@ -518,6 +518,15 @@ def test_weights_of_classes_are_those_of_scikit_learn() -> None:
     assert found[labels].mean().item() == pytest.approx(1)
 
 
+def test_the_validation_loss_is_the_kind_that_is_trained(train_tiny: Fit, dataset: Dataset, cpu: Hardware) -> None:
+    run = train_tiny(loss="sigmoid", label_smoothing=0.1, epochs=1)
+    model, card = load_model(run.model)
+    logits = logits_of(model, dataset.validation.images, card.preprocessing, cpu)
+    p, right = logits.double().sigmoid(), F.one_hot(dataset.validation.labels, 4) > 0
+    by_hand = -torch.where(right, p, 1 - p).log().sum(dim=1).mean().item()
+    assert run.metrics()[0]["validation_loss"] == pytest.approx(by_hand, rel=1e-5)
+
+
 @pytest.mark.parametrize("classes", [2, 4, 1000, 21_843])
 def test_a_sigmoid_head_starts_with_even_odds(classes: int, recipe: Recipe, cpu: Hardware) -> None:
     state = begin(recipe.changed({"loss": "sigmoid", "model.classes": classes}), cpu, 10)

@@ -55,6 +55,19 @@ def no_decoding(monkeypatch):
     return forbid
 
 
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_a_first_reading_shows_how_far_it_is_to_who_looks(photos, monkeypatch, capsys, looked_at):
+    monkeypatch.setattr(packed, "FEW", 10)
+    if looked_at:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes a pipe for a terminal
+    load_files(photos, SEEN, progress=True)
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert ("decoding train" in shown.err and "80 of 80 images" in shown.err) if looked_at else not shown.err
+    load_files(photos, SEEN, progress=True)
+    assert not capsys.readouterr().err, "nothing was decoded again"
+
+
 def test_pixels_are_those_that_preprocessing_makes_and_a_second_reading_decodes_nothing(photos, no_decoding):
     first = load_files(photos, SEEN)
     stored = stored_like(SEEN)

@@ -101,6 +101,8 @@ def test_a_large_sequence_is_asked_as_needed_and_gives_the_same(monkeypatch):
     data = Torchvision(40)
     asked = load(data)
     assert data.asked == 0, "its labels are known without its images"
+    assert "near-duplicates not looked for" in asked.source
+    assert "near-duplicates" not in held.source
     assert isinstance(asked.train.images, Images)
     assert torch.equal(torch.cat(list(asked.train.images.split(7))), held.train.images)
     assert torch.equal(asked.validation.images[:4], held.validation.images[:4])
@@ -176,10 +178,37 @@ def test_strings_paths_and_streams_are_no_sequences():
         assert not is_sequence(other)
 
 
-def test_a_sequence_trains_and_an_interrupted_run_goes_on_with_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("data", "what", "hint"),
+    [
+        ({"test": [], "train": []}, "a dict of test, train is several data sets", "data['train']"),
+        (iter([]), "a list_iterator is no data set", "data[i]"),
+    ],
+)
+def test_what_is_no_sequence_is_refused_by_kind(data, what, hint):
+    with pytest.raises(VitralError, match=what) as caught:
+        vitral.train(data)
+    assert hint in (caught.value.hint or "")
+
+
+def test_torchvisions_own_sets_are_taken_as_they_are():
+    from references import torchvision
+
+    data = torchvision.datasets.FakeData(size=24, image_size=(3, 30, 40), num_classes=3)
+    found = load(data)
+    labels = [data[index][1] for index in range(24)]
+    assert found.classes == ("0", "1", "2")
+    assert len(found.train) + len(found.validation) == 24
+    assert sorted([*found.train.labels.tolist(), *found.validation.labels.tolist()]) == sorted(labels)
+
+
+def test_a_sequence_trains_and_an_interrupted_run_goes_on_with_it(tmp_path, capsys):
     small = {"model.image_size": (32, 32), "model.width": 48, "model.depth": 1, "batch": 8, "epochs": 6}
     data = Torchvision(40)
-    model = vitral.train(data, out=tmp_path / "run", **small)
+    model = vitral.train(data, out=tmp_path / "run", quiet=False, **small)
+    printed = capsys.readouterr().out
+    assert "vitral predict" in printed
+    assert "vitral evaluate" not in printed, "only Python can give the sequence again"
     assert model.classes == NAMES
     assert model.predict(picture(1)).best.name == "bees"
     with pytest.raises(VitralError, match="trained on a Python sequence"):

@@ -22,7 +22,8 @@ from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_dataset
 from vitral.data.folder import load_files, looks_like_files
 from vitral.data.preprocess import adapt
-from vitral.data.sequence import Items, is_sequence, name_of
+from vitral.data.reading import PREFIX
+from vitral.data.sequence import Items, check_sequence, is_sequence, name_of
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score
 from vitral.evaluation.compare import PairedComparison
@@ -70,6 +71,7 @@ def train(
     "R26+S/32"), and `heads`, for a checkpoint that does not tell. With `resume`, an interrupted run goes on exactly
     where it was; a sequence must be given again.
     """
+    check_sequence(data)
     items = data if is_sequence(data) else None
     name = name_of(items) if items is not None else str(data) if data is not None else None
     if resume is not None:
@@ -94,7 +96,7 @@ def train(
     elif out is not None:  # before anything is fetched
         world.tell(lambda: Run.check_free(Path(out)))
     console.print(f"vitral {__version__}\n")
-    ready = world.each(lambda: prepare(plan, progress=not quiet, items=items))
+    ready = world.each(lambda: prepare(plan, progress=not console.quiet, items=items))
     plan, dataset = ready.recipe, ready.dataset
     steps = max(len(dataset.train) // plan.batch, 1)
     hardware = choose(
@@ -258,11 +260,15 @@ def conclude(run: Run, plan: Recipe, asked: judge.Asked, logits: torch.Tensor, s
         f"What it looked at:        {run.figures / 'attention.png'}\n"
         f"How it learned:           {run.figures / 'curves.png'}\n"
         f"Everything in one page:   {page}\n\n"
-        f"Next:  {command()} predict {run} {example}\n"
-        f"       {command()} evaluate {run}\n"
-        f"       {command()} train {dataset.name} --recipe {run.recipe_file} --epochs {2 * plan.epochs}",
+        f"Next:  {command()} predict {run} {example}",
         soft_wrap=True,
     )
+    if not dataset.name.startswith(PREFIX):  # only Python can give a sequence again
+        console.print(
+            f"       {command()} evaluate {run}\n"
+            f"       {command()} train {dataset.name} --recipe {run.recipe_file} --epochs {2 * plan.epochs}",
+            soft_wrap=True,
+        )
 
 
 def command() -> str:

@@ -71,7 +71,7 @@ def pack(words: list[str]) -> int:
     changes = {name: value for name, value in asked.items() if value is not None}
     recipe = plan.plan_for(chosen.folder, chosen.recipe, chosen.init).changed(changes)
     start = time.perf_counter()
-    folder, packed = plan.pack(recipe, chosen.out)
+    folder, packed = plan.pack(recipe, chosen.out, progress=True)
     seconds = time.perf_counter() - start
     splits = {"train": packed.train, "validation": packed.validation, "test": packed.test}
     counts = " · ".join(f"{len(split):,} {name}" for name, split in splits.items() if len(split))

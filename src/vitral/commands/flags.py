@@ -7,8 +7,9 @@ dataclasses. Each command is a file with `run(words) -> exit status`; torch is i
 import io
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import redirect_stderr
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from vitral.errors import VitralError
@@ -59,12 +60,38 @@ def _squares(words: list[str]) -> list[str]:
     return written
 
 
-def positional(words: list[str]) -> str | None:
-    """The first word that is neither a flag nor stands behind one."""
-    for before, word in zip(["", *words], words, strict=False):
-        if not word.startswith("-") and (not before.startswith("--") or "=" in before):
+def positional(words: list[str], switches: Container[str] = ()) -> str | None:
+    """The first word that is neither a flag nor the value of one: what stands behind it, and numbers behind that."""
+    expected = "nothing"
+    for word in words:
+        if word.startswith("-"):
+            takes_value = "=" not in word and word not in switches and not re.search(r"(^--|\.)no-", word)
+            expected = "a value" if takes_value else "nothing"
+        elif expected == "a value":
+            expected = "more numbers"
+        elif expected == "nothing" or not _number(word):
             return word
     return None
+
+
+def switches_of(settings: Any, prefix: str = "--") -> set[str]:
+    """The flags of a dataclass that are said without a value."""
+    found = set()
+    for field in fields(settings):
+        name, value = prefix + field.name.replace("_", "-"), getattr(settings, field.name)
+        if is_dataclass(value):
+            found |= switches_of(value, name + ".")
+        elif isinstance(value, bool):
+            found.add(name)
+    return found
+
+
+def _number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def value_of(flag: str, words: list[str]) -> str | None:

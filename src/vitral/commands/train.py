@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from vitral.commands.flags import parse, positional, value_of
+from vitral.commands.flags import parse, positional, switches_of, value_of
 from vitral.errors import VitralError
 
 
@@ -15,6 +15,7 @@ def run(words: list[str]) -> int:
     from vitral import workshop
     from vitral.training.plan import plan_for
     from vitral.training.recipe import Recipe
+    from vitral.training.recipes import named
 
     @dataclass(frozen=True)
     class Resume:
@@ -34,7 +35,8 @@ def run(words: list[str]) -> int:
         workshop.train(resume=again["resume"], quiet=False, **changes)
         return 0
     # The recipe decides what the other flags' defaults are, so it is looked for first.
-    data, recipe, init = positional(words), value_of("--recipe", words), value_of("--init", words)
+    data = positional(words, switches_of(named("digits")) | {"--compare", "--json"})
+    recipe, init = value_of("--recipe", words), value_of("--init", words)
     preset, heads = value_of("--preset", words), (value_of("--heads", words) or "")
     showing_help = data is None and recipe is None and ("--help" in words or "-h" in words)
     plan = plan_for(

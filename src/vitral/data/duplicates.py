@@ -67,7 +67,11 @@ def thumbnail(picture: Image.Image) -> Array:
     return np.asarray(picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR, reducing_gap=3.0))
 
 
-def thumbnails(files: Sequence[Any], read: Callable[[Any], Path | bytes] = lambda file: file) -> Array:
+def thumbnails(
+    files: Sequence[Any],
+    read: Callable[[Any], Path | bytes] = lambda file: file,
+    done: Callable[[int, int], None] = lambda done, total: None,
+) -> Array:
     """Of each file, uint8, N 32 32 3; black, which is like nothing, where it cannot be read."""
     small = np.zeros((len(files), SIDE, SIDE, 3), dtype=np.uint8)
 
@@ -78,7 +82,8 @@ def thumbnails(files: Sequence[Any], read: Callable[[Any], Path | bytes] = lambd
             return
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        list(pool.map(fill, range(len(files))))
+        for count, _ in enumerate(pool.map(fill, range(len(files))), start=1):
+            done(count, len(files))
     return small
 
 
@@ -145,10 +150,12 @@ def grouped(count: int, pairs: Array) -> Array:
     return group
 
 
-def copies(files: Sequence[Path]) -> Array:
+def copies(files: Sequence[Path], done: Callable[[int, int], None] = lambda done, total: None) -> Array:
     """The number of each file's group: the lowest index among its exact and near copies."""
     exact = [(group[0], other) for group in exact_groups(files) for other in group[1:]]
-    return grouped(len(files), np.concatenate([near_pairs(thumbnails(files)), np.array(exact).reshape(-1, 2)]))
+    return grouped(
+        len(files), np.concatenate([near_pairs(thumbnails(files, done=done)), np.array(exact).reshape(-1, 2)])
+    )
 
 
 def _placed(images_PCHW: Tensor) -> Tensor:

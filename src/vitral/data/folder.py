@@ -14,12 +14,13 @@ import csv
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitral.data.datasets import VALIDATION_SEED, Dataset, stratified
+from vitral.data.datasets import KNOWN, VALIDATION_SEED, Dataset, stratified
 from vitral.data.decode import image_files
 from vitral.data.duplicates import copies
 from vitral.data.packed import fingerprint, is_packed
@@ -27,6 +28,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.data.reading import PREFIX, SPLITS, Listed, Reading, read, read_packed
 from vitral.data.shards import listed_shards, looks_like_shards
 from vitral.data.sources import home
+from vitral.data.transfer import progress_bars
 from vitral.data.workers import Source
 from vitral.errors import VitralError, nearest
 
@@ -45,12 +47,16 @@ class Listing:
 
 
 def looks_like_files(name: str) -> bool:
-    """Whether a name means a folder, a list, shards or a Python sequence, not a known set."""
+    """Whether a name means a folder, a list, shards or a Python sequence, not a known set.
+
+    `mnist` is the known set wherever one stands; a folder of that name is `./mnist`.
+    """
     elsewhere = name.startswith(PREFIX) or looks_like_shards(name)
-    return elsewhere or name.endswith((".csv", "/", os.sep)) or os.sep in name or Path(name).is_dir()
+    written_so = name.endswith((".csv", "/", os.sep)) or os.sep in name
+    return elsewhere or written_so or (name not in KNOWN and Path(name).is_dir())
 
 
-def listing(path: Path, validation: float) -> Listing:
+def listing(path: Path, validation: float, progress: bool = False) -> Listing:
     """The images below a folder or in a CSV list, sorted into classes and splits."""
     if not path.exists():
         raise VitralError(f"there is no folder or list {path}", "class folders are enough: photos/ants, photos/bees")
@@ -74,7 +80,7 @@ def listing(path: Path, validation: float) -> Listing:
     source = f"from {path}"
     if not items["validation"]:
         labels = np.array([label for _, label in items["train"]])
-        groups = _copies([file for file, _ in items["train"]])
+        groups = _copies([file for file, _ in items["train"]], progress)
         held_out = stratified(labels, validation, seed=VALIDATION_SEED, groups=groups)
         items["validation"] = tuple(item for item, out in zip(items["train"], held_out, strict=True) if out)
         items["train"] = tuple(item for item, out in zip(items["train"], held_out, strict=True) if not out)
@@ -86,13 +92,14 @@ def listing(path: Path, validation: float) -> Listing:
     )
 
 
-def _copies(files: list[Path]) -> np.ndarray[Any, Any]:
+def _copies(files: list[Path], progress: bool) -> np.ndarray[Any, Any]:
     """Which files show the same picture; asked once, and remembered until a file changes."""
     known = home() / "copies" / f"{fingerprint(Source(str(file)) for file in files)}.npy"
     if known.is_file():
         groups: np.ndarray[Any, Any] = np.load(known)
         return groups
-    groups = copies(files)
+    with progress_bars(progress, "images") as meter:
+        groups = copies(files, partial(meter, "looking for copies"))
     with suppress(OSError):  # no room for a cache is no reason to stop
         known.parent.mkdir(parents=True, exist_ok=True)
         beside = known.with_name(f"{known.stem}.{os.getpid()}.npy")
@@ -132,7 +139,12 @@ def _from_csv(path: Path) -> dict[str, list[tuple[Path, str]]]:
 
 
 def load_files(
-    path: Path | str, preprocessing: Preprocessing, *, validation: float = 0.15, how: Reading | None = None
+    path: Path | str,
+    preprocessing: Preprocessing,
+    *,
+    validation: float = 0.15,
+    how: Reading | None = None,
+    progress: bool = False,
 ) -> Dataset:
     """A Dataset whose images are as large as `preprocessing` wants them before the crop, for crops to be drawn from."""
     if str(path).startswith(PREFIX):
@@ -142,14 +154,14 @@ def load_files(
         )
     if is_packed(Path(path)):
         return read_packed(Path(path), preprocessing)
-    return read(listed_files(path, validation), preprocessing, how or Reading())
+    return read(listed_files(path, validation, progress), preprocessing, how or Reading(), progress=progress)
 
 
-def listed_files(path: Path | str, validation: float) -> Listed:
+def listed_files(path: Path | str, validation: float, progress: bool = False) -> Listed:
     """Which image belongs to which class and split, whatever kind of set it is."""
     if looks_like_shards(str(path)):
         return listed_shards(str(path), validation)
-    found = listing(Path(path), validation)
+    found = listing(Path(path), validation, progress)
     splits = {
         split: [(Source(str(file)), label) for file, label in getattr(found, split)]
         for split in ("train", "validation", "test")

@@ -19,9 +19,10 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from filelock import FileLock
 from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
+from vitral.data.transfer import progress_bars
 from vitral.data.worker import fill
-from vitral.data.workers import MANY, Source, Troubles, Workers
+from vitral.data.workers import CHUNK, MANY, Source, Troubles, Workers
 from vitral.errors import VitralError
 from vitral.plain import from_plain, to_plain
 
@@ -119,6 +121,7 @@ def pack_split(
     *,
     unreadable: float,
     workers: int = 0,
+    progress: bool = False,
 ) -> Packed:
     """The split from the pack, decoded into it if it is not there yet. Who comes second waits for the first."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +141,8 @@ def pack_split(
                 f"cannot write {folder}: {error.strerror or error}", "free some space, or pack nothing: --data.pack 0"
             ) from error
         try:
-            troubles = _decode_into(beside, images, sources, stored, workers)
+            with progress_bars(progress, "images") as meter:
+                troubles = _decode_into(beside, images, sources, stored, workers, partial(meter, f"decoding {name}"))
             check_share(troubles.values(), len(sources), unreadable)
             numbers = settle(images, np.asarray(labels), troubles, keep_count=name == "train")
             images.flush()
@@ -158,7 +162,12 @@ def pack_split(
 
 
 def _decode_into(
-    file: Path, images: np.ndarray[Any, Any], sources: Sequence[Source], stored: Preprocessing, workers: int
+    file: Path,
+    images: np.ndarray[Any, Any],
+    sources: Sequence[Source],
+    stored: Preprocessing,
+    workers: int,
+    done: Callable[[int, int], None],
 ) -> Troubles:
     if len(sources) <= FEW:
         return fill(images, range(len(sources)), sources, stored.interpolation, quick=False)
@@ -169,8 +178,9 @@ def _decode_into(
     try:
         for start in range(0, len(sources), AHEAD):
             rows = range(start, min(start + AHEAD, len(sources)))
-            for answer in pool.fill(rows, sources[rows.start : rows.stop]):
+            for part, answer in enumerate(pool.fill(rows, sources[rows.start : rows.stop]), start=1):
                 troubles.update(answer.result())
+                done(min(start + part * CHUNK, rows.stop), len(sources))
     finally:
         pool.close()
         os.close(fd)

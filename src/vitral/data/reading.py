@@ -81,7 +81,9 @@ def pack_folder(listed: Listed, stored: Preprocessing) -> tuple[Path, Index]:
     return home() / "packed" / f"{stem[:60]}-{mark}", index
 
 
-def read(listed: Listed, preprocessing: Preprocessing, how: Reading, *, into: Path | None = None) -> Dataset:
+def read(
+    listed: Listed, preprocessing: Preprocessing, how: Reading, *, into: Path | None = None, progress: bool = False
+) -> Dataset:
     """The set, packed in the cache or `into` a folder, or streamed. Test images are decoded when they are asked for."""
     stored = stored_like(preprocessing)
     folder, index = pack_folder(listed, stored)
@@ -110,7 +112,16 @@ def read(listed: Listed, preprocessing: Preprocessing, how: Reading, *, into: Pa
                     f"decoded anew each epoch by {images.workers} workers, {images.buffer / 2**20:.0f} MiB ahead"
                 )
             return Split(images=images, labels=torch.tensor(labels))
-        found = pack_split(folder, split, sources, labels, stored, unreadable=how.unreadable, workers=how.workers)
+        found = pack_split(
+            folder,
+            split,
+            sources,
+            labels,
+            stored,
+            unreadable=how.unreadable,
+            workers=how.workers,
+            progress=progress,
+        )
         if found.troubles:
             many = len(found.troubles)
             what = "replaced by others of their class" if split == "train" else "left out"

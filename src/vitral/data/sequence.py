@@ -8,8 +8,9 @@ C H W; whole numbers to 255 or fractions to 1), bytes, or a path. A label is a n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
@@ -25,8 +26,9 @@ from vitral.data.duplicates import grouped, near_pairs, thumbnail
 from vitral.data.images import Images, Pixels
 from vitral.data.packed import check_share, settle, stand_in
 from vitral.data.preprocess import Preprocessing
-from vitral.data.reading import PREFIX, Reading, stored_like
+from vitral.data.reading import PREFIX, SPLITS, Reading, stored_like
 from vitral.data.stream import complain
+from vitral.data.transfer import progress_bars
 from vitral.errors import VitralError
 
 MOST_HELD = 2 * 2**30  # bytes of decoded images that are held in memory; of a larger set, each is asked for when needed
@@ -47,11 +49,24 @@ def is_sequence(data: object) -> TypeGuard[Items]:
     )
 
 
+def check_sequence(data: object) -> None:
+    """Refuse what is neither a name nor a sequence."""
+    if data is None or isinstance(data, str | Path) or is_sequence(data):
+        return
+    kind = type(data).__name__
+    if isinstance(data, Mapping) and data:
+        some = next((key for key in data if SPLITS.get(str(key)) == "train"), next(iter(data)))
+        raise VitralError(f"a {kind} of {', '.join(map(str, data))} is several data sets", f"give one: data[{some!r}]")
+    raise VitralError(f"a {kind} is no data set", "a folder, a known set, or what has len(data) and data[i] does")
+
+
 def name_of(data: Items) -> str:
     return PREFIX + type(data).__name__
 
 
-def load_sequence(data: Items, preprocessing: Preprocessing, *, validation: float, how: Reading) -> Dataset:
+def load_sequence(
+    data: Items, preprocessing: Preprocessing, *, validation: float, how: Reading, progress: bool = False
+) -> Dataset:
     """A Dataset with a share held out for validation, copies of one picture kept on one side."""
     stored = stored_like(preprocessing)
     said = _labels(data)
@@ -65,14 +80,16 @@ def load_sequence(data: Items, preprocessing: Preprocessing, *, validation: floa
         raise VitralError(f"{len(labels):,} items with {len(classes)} classes: at least two classes are needed")
     whole: Pixels
     if len(labels) * int(np.prod(stored.shape)) <= MOST_HELD:
-        images, small, troubles = _held(data, stored)
+        with progress_bars(progress, "images") as meter:
+            images, small, troubles = _held(data, stored, partial(meter, "reading"))
         check_share(troubles.values(), len(labels), how.unreadable)
         labels = settle(images, labels, troubles, keep_count=True)
         groups = grouped(len(labels), near_pairs(small))
         whole, note = torch.from_numpy(images), f"{len(troubles)} unreadable replaced" if troubles else ""
         mark = hashlib.sha256(images.data)
     else:
-        whole, groups, note = Asked(data, labels, stored, how.unreadable), np.arange(len(labels)), "asked for as needed"
+        whole, groups = Asked(data, labels, stored, how.unreadable), np.arange(len(labels))
+        note = f"larger than {MOST_HELD / 2**30:g} GiB: asked for as needed, near-duplicates not looked for"
         mark = hashlib.sha256(b"by labels")  # all pixels would have to be asked for
     mark.update(repr((classes, stored)).encode() + labels.tobytes())
     out = stratified(labels, validation, seed=VALIDATION_SEED, groups=groups)
@@ -134,7 +151,9 @@ class Chosen(Images):
         return self.images.batches(self.rows[part] for part in chosen)
 
 
-def _held(data: Items, stored: Preprocessing) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], dict[int, str]]:
+def _held(
+    data: Items, stored: Preprocessing, done: Callable[[int, int], None]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], dict[int, str]]:
     """All images as they are stored, their thumbnails, and what was wrong with which."""
     images = np.zeros((len(data), *stored.shape), dtype=np.uint8)
     small = np.zeros((len(data), 32, 32, 3), dtype=np.uint8)
@@ -145,6 +164,7 @@ def _held(data: Items, stored: Preprocessing) -> tuple[np.ndarray[Any, Any], np.
             images[index], small[index] = stored.pixels(picture), thumbnail(picture)
         except NotAnImage as error:
             troubles[index] = f"item {index}: {error.what}"
+        done(index + 1, len(data))
     return images, small, troubles
 
 

@@ -34,7 +34,7 @@ ATTEMPTS = 4  # a transfer that breaks off is taken up where it stopped, this of
 CHUNK = 1 << 20
 SLACK = 64 << 20  # what an archive may hold beside the files we want (read-me, package code: skipped unread)
 
-Meter = Callable[[str, int, int | None], None]  # (what, bytes so far, bytes in all if known)
+Meter = Callable[[str, int, int | None], None]  # (what, how much so far, how much in all if known)
 
 
 class SourceError(Exception):
@@ -291,16 +291,28 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def progress_bars(show: bool) -> Iterator[Meter]:
-    """Progress bars on stderr, where somebody asked for them."""
+def progress_bars(show: bool, unit: str = "bytes") -> Iterator[Meter]:
+    """Progress bars on stderr, where somebody asked for them and looks: of bytes, or of things that are counted."""
     if not show:
         yield lambda what, done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    counts: tuple[ProgressColumn, ...] = (DownloadColumn(), TransferSpeedColumn())
+    if unit != "bytes":
+        counts = (TextColumn("{task.completed:,} of {task.total:,} " + unit), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), *counts)
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, TaskID] = {}
 
         def update(what: str, done: int, total: int | None) -> None:

@@ -403,18 +403,20 @@ def end_of_epoch(
     if len(dataset.validation):
         logits = logits_together(answering, dataset.validation.images, preprocessing, hardware)
         found = measure(logits, dataset.validation.labels, dataset.classes)
-        if not math.isfinite(found.loss):  # the last step's own loss was; these weights must not be saved
+        asked = F.one_hot(dataset.validation.labels, len(dataset.classes)).to(logits)
+        wrong = losses(logits, asked, recipe.loss).mean().item()
+        if not math.isfinite(wrong):  # the last step's own loss was; these weights must not be saved
             bad = dataset.validation.images[int((~logits.isfinite()).any(dim=1).int().argmax())][None]
             where, _ = where_it_breaks(answering, lambda: logits_of(answering, bad, preprocessing, hardware))
             raise Diverged(f"the validation loss is not finite after step {state.step}, {where}", state.step)
-        row |= {"validation_loss": found.loss, "validation_top1": found.top1}
-        best = not state.best or (found.top1, -found.loss) > (state.best["top1"], -state.best["loss"])
+        row |= {"validation_loss": wrong, "validation_top1": found.top1}
+        best = not state.best or (found.top1, -wrong) > (state.best["top1"], -state.best["loss"])
     else:  # nobody to choose: the last epoch's weights are the model
         best = state.epoch + 1 == recipe.epochs
     if best:
         state.best = {"epoch": state.epoch + 1}
         if len(dataset.validation):
-            state.best |= {"top1": found.top1, "loss": found.loss}
+            state.best |= {"top1": found.top1, "loss": wrong}
         weights = weights_of(answering)
         hardware.world.tell(lambda: save_weights(run.checkpoints / "best.safetensors", weights))
     state.model.train()

@@ -125,12 +125,15 @@ def images_for(plan: Recipe, progress: bool = False, items: Items | None = None)
     C = plan.model.channels
     if items is not None:
         seen = preprocessing_of(with_blank_mean(plan))
-        dataset = load_sequence(items, seen, validation=plan.data.validation, how=plan.data.how)
+        dataset = load_sequence(items, seen, validation=plan.data.validation, how=plan.data.how, progress=progress)
     elif looks_like_files(plan.data.name):
         seen = preprocessing_of(with_blank_mean(plan))
-        dataset = load_files(plan.data.name, seen, validation=plan.data.validation, how=plan.data.how)
+        held, how = plan.data.validation, plan.data.how
+        dataset = load_files(plan.data.name, seen, validation=held, how=how, progress=progress)
     else:
         dataset = load(plan.data.name, validation=plan.data.validation, progress=progress)
+        if Path(plan.data.name).is_dir():
+            dataset = replace(dataset, source=f"{dataset.source}; the folder of that name is ./{plan.data.name}")
     mean, std = plan.data.mean, plan.data.std
     if mean is None or std is None:
         mean, std = measure(dataset.train.images)
@@ -140,17 +143,18 @@ def images_for(plan: Recipe, progress: bool = False, items: Items | None = None)
     return dataset, replace(plan, data=replace(plan.data, mean=mean, std=std), model=model)
 
 
-def pack(plan: Recipe, out: Path | None = None) -> tuple[Path, Dataset]:
+def pack(plan: Recipe, out: Path | None = None, progress: bool = False) -> tuple[Path, Dataset]:
     """Decode the photographs a recipe trains on, all splits of them, into the cache or a folder of one's own."""
     if not looks_like_files(plan.data.name):
         raise VitralError(f"{plan.data.name} is a known set: it needs no packing", "vitral data pack FOLDER")
-    listed, seen = listed_files(plan.data.name, plan.data.validation), preprocessing_of(with_blank_mean(plan))
+    listed = listed_files(plan.data.name, plan.data.validation, progress)
+    seen = preprocessing_of(with_blank_mean(plan))
     folder, index = pack_folder(listed, stored_like(seen))
     if out is not None:
         if out.exists() and not (is_packed(out) and read_index(out).fingerprint == index.fingerprint):
             raise VitralError(f"{out} exists already", "name a folder that does not")
         folder = out
-    dataset = read(listed, seen, replace(plan.data.how, pack=float("inf")), into=folder)
+    dataset = read(listed, seen, replace(plan.data.how, pack=float("inf")), into=folder, progress=progress)
     _ = dataset.test  # which decodes it
     return folder, dataset
 
