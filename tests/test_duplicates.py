@@ -184,7 +184,7 @@ def test_the_search_is_remembered_until_a_file_changes(scenes, tmp_path, monkeyp
         (tmp_path / "photos" / "ab"[index % 2]).mkdir(parents=True, exist_ok=True)
         picture.save(tmp_path / "photos" / "ab"[index % 2] / f"{index}.png")
     asked = []
-    monkeypatch.setattr("vitral.data.folder.copies", lambda files: asked.append(len(files)) or copies(files))
+    monkeypatch.setattr("vitral.data.folder.copies", lambda files, *_: asked.append(len(files)) or copies(files))
     listing(tmp_path / "photos", validation=0.25)
     listing(tmp_path / "photos", validation=0.25)
     assert asked == [8]

@@ -102,13 +102,26 @@ def test_a_list_names_paths_labels_and_splits(photos, tmp_path):
     [
         ("file,class\na,b\n", "lacks the columns path and label"),
         ("path,label,split\na,b,tran\n", "Did you mean train?"),
+        ("path,label\na,b\nc\n", "line 3: no label"),
+        ("path,label\na,b\n\n,c\n", "line 4: no path"),
+        ("path,label\na,m\xfccke\n", "is no list of images"),
     ],
 )
 def test_a_list_that_cannot_be_read_is_named(tmp_path, text, what):
-    (tmp_path / "list.csv").write_text(text)
+    (tmp_path / "list.csv").write_bytes(text.encode("latin-1"))
     with pytest.raises(VitralError) as caught:
         listing(tmp_path / "list.csv", validation=0.2)
     assert what in caught.value.what
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_a_list_is_read_as_spreadsheets_write_it(photos, mark):
+    rows = [f"{name}/{index}.jpg{mark} {name} {mark}" for name in ("ants", "bees") for index in range(6)]
+    (photos / "list.csv").write_text("\ufeff" + "\r\n".join([f"Path{mark}Label{mark}Split", *rows, ""]))
+    found = listing(photos / "list.csv", validation=0.2)
+    assert found.classes == ("ants", "bees")
+    assert len(found.train) + len(found.validation) == 12
+    assert all(file.parent.parent == photos for file, _ in found.train)
 
 
 def test_one_class_is_not_enough(photos):

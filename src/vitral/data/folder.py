@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -122,20 +123,34 @@ def _from_folders(path: Path) -> dict[str, list[tuple[Path, str]]]:
 
 def _from_csv(path: Path) -> dict[str, list[tuple[Path, str]]]:
     found: dict[str, list[tuple[Path, str]]] = {"train": [], "validation": [], "test": []}
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
-        if not {"path", "label"} <= set(reader.fieldnames or ()):
+    for line, row in _rows(path):
+        file, label, split = row.get("path", ""), row.get("label", ""), row.get("split", "").lower() or "train"
+        if not (file and label):
             raise VitralError(
-                f"{path} lacks the columns path and label", f"its columns: {', '.join(reader.fieldnames or ['none'])}"
+                f"{path}, line {line}: no {'label' if file else 'path'}", "each image needs a path and a label"
             )
-        for row in reader:
-            split = (row.get("split") or "train").strip().lower()
-            if split not in SPLITS:
-                raise VitralError(
-                    f"{path}, line {reader.line_num}: no split is called {split!r}.{nearest(split, SPLITS)}"
-                )
-            found[SPLITS[split]].append((path.parent / row["path"], row["label"]))
+        if split not in SPLITS:
+            raise VitralError(f"{path}, line {line}: no split is called {split!r}.{nearest(split, SPLITS)}")
+        found[SPLITS[split]].append((path.parent / file, label))
     return found
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line by line, columns by name. Spreadsheets write semicolons or tabs where a comma is for fractions."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header = file.readline()
+            file.seek(0)
+            reader = csv.reader(file, delimiter=max(",;\t", key=header.count))
+            names = [name.strip().lower() for name in next(reader, [])]
+            if not {"path", "label"} <= set(names):
+                columns = f"its columns: {', '.join(names) or 'none'}"
+                raise VitralError(f"{path} lacks the columns path and label", columns)
+            for row in reader:
+                if any(row):
+                    yield reader.line_num, dict(zip(names, map(str.strip, row), strict=False))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise VitralError(f"{path} is no list of images: {error}", "it must be CSV in UTF-8") from error
 
 
 def load_files(
