@@ -129,6 +129,18 @@ def train_tiny(tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: 
 
 
 @pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings of this test end without figures and page: those have tests of their own, and take seconds."""
+    leave_out_pictures(monkeypatch)
+
+
+def leave_out_pictures(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr("vitral.workshop.draw", lambda run, *_: run.figures / "example.png")
+    patched.setattr("vitral.workshop.gather", lambda *_: None)
+    patched.setattr("vitral.workshop.write_report", lambda _, page: page)
+
+
+@pytest.fixture
 def unread(dataset: Dataset) -> Dataset:
     """The same set, with a test split that nobody may read."""
 

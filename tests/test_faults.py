@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from conftest import Fit, identical
+from conftest import Fit, identical, leave_out_pictures
 from vitral import cli, workshop
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
@@ -44,15 +44,7 @@ TRAIN = [
 ]  # fmt: skip
 
 
-def leave_out_pictures(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(workshop, "draw", lambda run, *_: run.figures / "example.png")
-    patched.setattr(workshop, "gather", lambda *_: None)
-    patched.setattr(workshop, "write_report", lambda _, page: page)
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_out_pictures(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def vitral(*words: str | Path, expect: int = 0) -> None:

@@ -30,6 +30,8 @@ from vitral.errors import VitralError
 from vitral.run import load_weights
 from vitral.training import plan
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:

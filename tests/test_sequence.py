@@ -20,6 +20,8 @@ from vitral.data.reading import Reading
 from vitral.data.sequence import is_sequence, load_sequence, pair_of, picture_of
 from vitral.errors import VitralError
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 NAMES = ("ants", "bees")
 
 

@@ -25,6 +25,8 @@ from vitral.data.reading import Reading, stored_like
 from vitral.data.shards import indexed, listed_shards, splits_of
 from vitral.errors import VitralError
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 NAMES = sorted(COLOURS)
 
 

@@ -22,6 +22,8 @@ from vitral.data.stream import Streamed
 from vitral.errors import VitralError
 from vitral.run import load_weights
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 STREAMED = Reading(pack=0.0, unreadable=0.1, workers=2)
 
 
