@@ -141,7 +141,9 @@ class Run:
 
     @staticmethod
     def check_free(path: Path) -> None:
-        if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
+        if path.is_file():
+            raise VitralError(f"{path} is a file; a run is a folder", "choose another --out")
+        if path.exists() and any(path.iterdir()):
             raise VitralError(
                 f"{path} already exists and is not empty",
                 f"choose another --out, or go on with: vitral train --resume {path}",
@@ -168,7 +170,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.model / "config.json").is_file()
+        return (self.model / "config.json").is_file() and (self.model / "weights.safetensors").is_file()
 
     def metrics(self) -> list[dict[str, Any]]:
         """One dictionary an epoch. A last line that a crash cut short is passed over."""

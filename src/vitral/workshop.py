@@ -41,9 +41,10 @@ from vitral.report.html import write_report
 from vitral.report.material import gather
 from vitral.run import ModelCard, Run, fresh, write_atomically
 from vitral.training.compare import Comparison
+from vitral.training.compare import check as check_comparison
 from vitral.training.compare import compare as compare_ways
 from vitral.training.display import Display, Waiting
-from vitral.training.loop import fit
+from vitral.training.loop import check_splits, fit
 from vitral.training.parallel import Way, way_of
 from vitral.training.plan import Prepared, of_size, plan_for, prepare
 from vitral.training.recipe import CAN_CHANGE, Recipe, read_recipe
@@ -98,6 +99,7 @@ def train(
     console.print(f"vitral {__version__}\n")
     ready = world.each(lambda: prepare(plan, progress=not console.quiet, items=items))
     plan, dataset = ready.recipe, ready.dataset
+    world.each(lambda: check_splits(plan, dataset))
     steps = max(len(dataset.train) // plan.batch, 1)
     hardware = choose(
         device=plan.device,
@@ -341,15 +343,14 @@ def compare(
 
     Everything is kept in `out`, and what is already there is not repeated. `recipe` and `changes`: of the fine-tuning.
     """
-    plan = recipe if recipe is not None else plan_for(data, None, init)
+    plan = (recipe if recipe is not None else plan_for(data, None, init)).changed(changes)
+    check_comparison(plan, seeds)
     folder = Path(out) if out else fresh(RUNS, "compare")
     console = Console(quiet=quiet, highlight=False)
     console.print(f"vitral {__version__}\n\n{folder}: what is finished there is not repeated\n", soft_wrap=True)
     with console.status("reading the images") as status:
         waiting = Waiting(status)
-        result = compare_ways(
-            plan.changed(changes), folder, seeds=seeds, said=console.print, begins=waiting.begins, watch=waiting
-        )
+        result = compare_ways(plan, folder, seeds=seeds, said=console.print, begins=waiting.begins, watch=waiting)
     figures.comparison(result, folder / "comparison.png")
     return result
 

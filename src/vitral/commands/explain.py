@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vitral.commands.flags import parse
+from vitral.commands.flags import parse, understood
 from vitral.errors import VitralError
 
 
@@ -53,6 +53,7 @@ def run(words: list[str]) -> int:
         raise VitralError("--top counts classes from 1 up, and goes without --target")
     methods, options = asked(chosen)
     predictor = open_to_look_inside(chosen.run, chosen.labels)
+    understood(predictor.notes)
     files = image_files(list(chosen.files))
     if not files:
         raise VitralError(f"no images in {', '.join(map(str, chosen.files))}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitral.commands.flags import parse
+from vitral.commands.flags import parse, understood
 from vitral.errors import VitralError
 
 
@@ -29,6 +29,7 @@ def run(words: list[str]) -> int:
     if chosen.count < 1:
         raise VitralError(f"--count must be at least 1, not {chosen.count}")
     predictor = open_to_look_inside(chosen.run, chosen.labels)
+    understood(predictor.notes)
     pictures = (
         paper.pictures(predictor, chosen.images, chosen.count) if chosen.images else own(chosen.run, chosen.count)
     )

@@ -14,6 +14,8 @@ from typing import Any
 
 from vitral.errors import VitralError
 
+NUMBERS = {"INT": "whole number", "FLOAT": "number"}
+
 
 def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any = None) -> Any:
     """Typed flags from the fields of a dataclass; a mistake in them is a VitralError like any other."""
@@ -41,11 +43,19 @@ def _in_two_lines(boxed: str, command: str) -> VitralError:
     parts = [part.strip() for part in text.split("¶") if part.strip()]
     what = (parts if boxed.startswith("╭") else parts[1:] or [boxed])[0]  # without lines, the title is a part
     if match := re.match(r"Unrecognized options: (\S+?),?(?= |$)", what):
-        what = f"vitral {command} has no flag {match[1]}."
+        kind = "flag" if match[1].startswith("-") else "use for"
+        what = f"vitral {command} has no {kind} {match[1]}."
         if close := re.search(r"Perhaps you meant: (--[\w.-]+)", text):
             what += f" Did you mean {close[1]}?"
     elif match := re.match(r"Error parsing (\S+): (.*)", what):
-        what = f"{match[1]}: {match[2]}" if match[1].startswith("-") else match[2]
+        said = match[2]
+        if got := re.match(r"no type matching \{None\}\|(\w+) could be instantiated from \['(.*?)'\]", said):
+            said = f"{got[2]!r} is no {NUMBERS.get(got[1], got[1].lower())}"
+        elif got := re.match(r"invalid literal for int\(\) with base 10: '(.*)'", said):
+            said = f"{got[1]!r} is no whole number"
+        elif got := re.match(r"could not convert string to float: '(.*)'", said):
+            said = f"{got[1]!r} is no number"
+        what = f"{match[1]}: {said}" if match[1].startswith("-") else said
     return VitralError(what, f"vitral {command} --help lists the flags")
 
 

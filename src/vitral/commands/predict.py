@@ -38,6 +38,7 @@ def run(words: list[str]) -> int:
         raise VitralError(f"top must be at least 1, not {chosen.top}")
     from vitral.answers import show
     from vitral.predict import Predictor
+    from vitral.weights.checkpoint import NO_HEAD
 
     predictor = Predictor.load(
         chosen.run,
@@ -48,6 +49,11 @@ def run(words: list[str]) -> int:
         threads=chosen.threads,
     )
     understood(predictor.notes)
+    if predictor.classes == (NO_HEAD,):
+        raise VitralError(
+            f"{chosen.run} has no classifier, so it has no answers",
+            f"give it one: vitral train PHOTOS --init {chosen.run}; or take its features: vitral embed {chosen.run} …",
+        )
     if chosen.out is not None:
         from vitral.harvest import harvest
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vitral.commands.flags import parse
+from vitral.commands.flags import parse, understood
 from vitral.errors import VitralError
 
 
@@ -34,6 +34,7 @@ def run(words: list[str]) -> int:
     from vitral.run import write_atomically
 
     predictor = open_to_look_inside(chosen.model or newest(), chosen.labels)
+    understood(predictor.notes)
     made = walk(predictor, chosen.image, chosen.lang, chosen.layer, chosen.head)
     if chosen.out is None:
         walk_terminal.show(made, code=chosen.code)

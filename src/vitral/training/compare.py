@@ -70,10 +70,7 @@ def compare(
 
     `said` hears of each part that is done, `begins` its name before it is, `watch` sees its training.
     """
-    if not tuned.init:
-        raise VitralError("--compare needs a checkpoint to begin from", "name it with --init")
-    if seeds < 1:
-        raise VitralError(f"seeds must be at least 1, not {seeds}")
+    check(tuned, seeds)
     plans = {"scratch": from_scratch(tuned), "fine-tune": tuned}
     keep_settings(out, plans)
     found: dict[str, list[Answers]] = {"scratch": [], "probe": [], "fine-tune": []}
@@ -114,6 +111,14 @@ def compare(
     )
     write_atomically(out / "comparison.json", json.dumps(result.as_dict(), indent=2) + "\n")
     return result
+
+
+def check(tuned: Recipe, seeds: int) -> None:
+    """What must be so before anything is read or made."""
+    if not tuned.init:
+        raise VitralError("--compare needs a checkpoint to begin from", "name it with --init")
+    if seeds < 1:
+        raise VitralError(f"seeds must be at least 1, not {seeds}", "leave --seeds out for 3")
 
 
 def from_scratch(tuned: Recipe) -> Recipe:

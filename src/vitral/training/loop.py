@@ -143,6 +143,16 @@ class State:
         return found
 
 
+def check_splits(recipe: Recipe, dataset: Dataset) -> None:
+    """There are images to learn from, and to choose the best epoch on where the recipe holds some out."""
+    for kind, split, wanted in (
+        ("training", dataset.train, True),
+        ("validation", dataset.validation, recipe.data.validation),
+    ):
+        if wanted and not len(split):
+            raise VitralError(f"{dataset.name} has no {kind} images", "another --data.validation may leave some")
+
+
 def fit(
     recipe: Recipe,
     dataset: Dataset,
@@ -153,12 +163,7 @@ def fit(
     start: dict[str, Tensor] | None = None,
 ) -> None:
     """Train as the recipe says, from the run's newest checkpoint if it has one; leaves the model in the run folder."""
-    for kind, split, wanted in (
-        ("training", dataset.train, True),
-        ("validation", dataset.validation, recipe.data.validation),
-    ):
-        if wanted and not len(split):
-            raise VitralError(f"{dataset.name} has no {kind} images", "another --data.validation may leave some")
+    check_splits(recipe, dataset)
     watch = watch or Watch()
     device, world = hardware.device, hardware.world
     loader = Loader(

@@ -130,6 +130,8 @@ class Recipe:
         check(self.variant, self.model)
         if self.freeze not in ("", "backbone") and not self.freeze.isdigit():
             raise ValueError(f"freeze must be 'backbone' or a number of blocks, not {self.freeze!r}")
+        if self.freeze.isdigit() and int(self.freeze) > self.model.depth:
+            raise ValueError(f"freeze must be at most {self.model.depth}, the blocks of the model, not {self.freeze}")
         for name, least in (("epochs", 1), ("batch", 1), ("accumulate", 1), ("keep", 1), ("checkpoint_epochs", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")

@@ -47,7 +47,7 @@ def read(source: Path | str, *, heads: int | None = None, image_size: tuple[int,
     named = str(source)
     path = hub.fetch(named) if named.startswith(hub.SCHEME) else Path(source)
     try:
-        if (path / "recipe.toml").is_file():
+        if (path / "recipe.toml").is_file() or (path / "model" / "config.json").is_file():
             path = model_folder(path)
         found = find(path)
         if named.startswith(hub.SCHEME):
@@ -95,7 +95,7 @@ def write(what: Checkpoint | tuple[ViT, ModelCard], destination: Path | str, to:
     if path.suffix not in SUFFIXES[to]:
         if "" not in SUFFIXES[to]:
             raise VitralError(f"{path}: a {to} checkpoint is a file", f"name it {path}{SUFFIXES[to][0]}")
-        if path.suffix in {suffix for suffixes in SUFFIXES.values() for suffix in suffixes}:
+        if path.suffix in {".bin", ".ckpt", *(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)}:
             raise VitralError(f"{path}: a {to} model is a folder", f"name it {path.with_suffix('')}")
     try:
         if path.exists() and any(path.iterdir() if path.is_dir() else [path]):

@@ -161,7 +161,15 @@ def _npz(path: Path) -> dict[str, Tensor]:
     tensors = {}
     with np.load(path, allow_pickle=False) as arrays:
         for name in arrays.files:
-            array = arrays[name]
+            try:
+                array = arrays[name]
+            except ValueError as error:
+                if "allow_pickle" not in str(error):
+                    raise
+                raise VitralError(
+                    f"{path} would run code when opened ({name} holds objects, not numbers): refused unread",
+                    "where you trust it, load it there and save plain arrays with numpy.savez",
+                ) from error
             if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # how numpy stores JAX's bfloat16
                 tensors[name] = torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
             elif array.dtype.kind in "fiu":

@@ -13,7 +13,7 @@ from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
 from vitral.weights.files import Found
 from vitral.weights.names import Names, State, fold_layer_scale, join_maps, split_maps, with_qkv_bias
 from vitral.weights.pixels import HALF, preprocessing, seen
-from vitral.weights.reading import SAY_SIZE, architecture, choose_heads, finish, place_rows
+from vitral.weights.reading import architecture, choose_heads, finish, place_rows, say_size
 from vitral.weights.writing import writable
 
 BLOCK = "Transformer/encoderblock_{i}"
@@ -94,7 +94,7 @@ def to_vitral(found: Found, asked: Asked) -> Checkpoint:
     table = state.get("position_embedding.table")
     if table is None:
         if asked.image_size is None:
-            raise VitralError(f"{found.where} has no position table (fixed sines and cosines)", SAY_SIZE)
+            raise VitralError(f"{found.where} has no position table (fixed sines and cosines)", say_size(found.where))
         positions, size = "sincos", asked.image_size
     else:
         front, size = place_rows(table.shape[1], [1, 0] if pooling == "class" else [0], patch, asked, None, found.where)

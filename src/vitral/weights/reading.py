@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,16 @@ from vitral.weights.names import State
 # Heads of the papers' and libraries' models, by width: 64 numbers a head up to L, 16 heads beyond.
 HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1664: 16}
 
-SAY_SIZE = "say it: vitral convert … --image-size H W writes a folder that tells; in Python image_size=(H, W)"
+
+def say(flag: str, where: str, python: str) -> str:
+    """What no tensor tells, a person must: `vitral convert` writes it down once, for every other command."""
+    named = shlex.quote(where)
+    return f"say it once: vitral convert {named} FOLDER {flag}, then use FOLDER (in Python: {python})"
+
+
+def say_size(where: str) -> str:
+    return say("--image-size H W", where, "image_size=(H, W)")
+
 
 TheirName = Callable[[str], str | None]
 
@@ -39,7 +49,7 @@ def choose_heads(width: int, asked: Asked, said: int | None, by: str, notes: lis
     if width not in HEADS:
         raise VitralError(
             f"{where}: the tensors do not tell how many heads a model of width {width} has",
-            "say it: --heads N, in Python heads=N",
+            say("--heads N", where, "heads=N"),
         )
     notes.append(f"heads: {HEADS[width]}, ASSUMED: usual at width {width}")
     return HEADS[width]
@@ -58,9 +68,19 @@ def place_rows(
             side = math.isqrt(max(rows - front, 0))
             if side and side**2 == rows - front:
                 return front, (side * patch, side * patch)
-        raise VitralError(f"{where}: {rows} positions are no square image", SAY_SIZE)
+        raise VitralError(f"{where}: {rows} positions are no square image", say_size(where))
     height, width = asked.image_size
-    raise VitralError(f"{where}: {rows} positions do not fit images of {height}×{width}", "leave image_size out")
+    raise VitralError(
+        f"{where}: {rows} positions do not fit images of {height}×{width}", _that_fit(rows, fronts[0], patch)
+    )
+
+
+def _that_fit(rows: int, front: int, patch: int) -> str:
+    """The image sizes that have so many patches, the squarest first."""
+    count = rows - front
+    heights = [h for h in range(math.isqrt(max(count, 0)), 0, -1) if count % h == 0][:3]
+    fitting = " or ".join(f"{h * patch} {count // h * patch}" for h in heights)
+    return f"with patches of {patch} these fit: --image-size {fitting}, or turned" if fitting else "leave it out"
 
 
 def architecture(

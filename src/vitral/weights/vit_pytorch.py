@@ -12,7 +12,7 @@ from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
 from vitral.weights.files import Found
 from vitral.weights.names import Names, fold_layer_scale
 from vitral.weights.pixels import HALF, preprocessing, seen
-from vitral.weights.reading import SAY_SIZE, architecture, choose_heads, finish, place_rows
+from vitral.weights.reading import architecture, choose_heads, finish, place_rows, say_size
 from vitral.weights.writing import writable
 
 NAMES = Names(
@@ -62,7 +62,7 @@ def to_vitral(found: Found, asked: Asked) -> Checkpoint:
         for name in [name for name in state if name.endswith("attention.project.weight")]:
             state.setdefault(name.replace("weight", "bias"), state[name].new_zeros(width))
         if asked.image_size is None:
-            raise VitralError(f"{found.where}: a SimpleViT's tensors do not tell its image size", SAY_SIZE)
+            raise VitralError(f"{found.where}: a SimpleViT's tensors do not tell its image size", say_size(found.where))
         size, pooling = asked.image_size, "mean"
     else:
         token = state.pop("class_token.token", torch.empty(0, width)).reshape(1, -1, width)

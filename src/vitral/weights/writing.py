@@ -13,6 +13,12 @@ from vitral.weights.checkpoint import Checkpoint
 from vitral.weights.names import State
 
 
+def _no_variant(variant: str, variants: Sequence[str]) -> str:
+    if variant == "plain":
+        return f"no plain ViT, only with what vitral calls {' or '.join(variants)}"
+    return f"no variant '{variant}'"
+
+
 def writable(
     checkpoint: Checkpoint,
     library: str,
@@ -28,7 +34,7 @@ def writable(
     """The tensors, with a position table, if this library can hold the model; and what will be different there."""
     config, notes = checkpoint.config, []
     lacks = {
-        f"no variant '{checkpoint.variant}'": checkpoint.variant not in variants,
+        _no_variant(checkpoint.variant, variants): checkpoint.variant not in variants,
         f"no pooling '{config.pooling}'": config.pooling not in poolings,
         f"no registers, this model {config.registers}": config.registers > 0 and not registers,
         "no norms on q and k": config.qk_norm and not qk_norm,
