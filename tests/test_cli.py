@@ -95,7 +95,7 @@ def test_every_command_explains_itself(vitral, name):
         (["train"], "what should it learn from?", "or a known set: digits"),
         (["train", "digits", "--recipe", "mnsit"], "no recipe named 'mnsit'. Did you mean mnist?", "Known: digits"),
         (["train", "digits", "--optim.lrr", "1"], "no flag --optim.lrr. Did you mean --optim.lr?", "--help lists"),
-        (["train", "digits", "--epochs", "many"], "--epochs: invalid literal for int()", "--help lists"),
+        (["train", "digits", "--epochs", "many"], "--epochs: 'many' is no whole number", "--help lists"),
         (["train", "digits", "--epochs", "0"], "epochs must be at least 1, not 0", "--help lists"),
         (["train", "digits", "--optim.schedule", "cosin"], "--optim.schedule", "--help lists"),
         (

@@ -128,7 +128,7 @@ def test_heads_that_nothing_tells_are_asked_for(tmp_path: Path) -> None:
     save_file(lively(VisionTransformer(**SMALL)).state_dict(), tmp_path / "small.safetensors")
     with pytest.raises(VitralError, match="how many heads a model of width 48") as error:
         weights.read(tmp_path / "small.safetensors")
-    assert error.value.hint.startswith("say it: --heads N")
+    assert error.value.hint.startswith("say it once: vitral convert")
     assert weights.read(tmp_path / "small.safetensors", heads=4).config.heads == 4
     with pytest.raises(VitralError, match="width must be a multiple of 5"):
         weights.read(tmp_path / "small.safetensors", heads=5)
