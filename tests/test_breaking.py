@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -154,3 +157,50 @@ def test_a_run_whose_weights_are_gone_is_not_finished_and_one_without_recipe_con
 def test_a_folder_is_not_named_like_a_file(model, tmp_path, capsys):
     said = refused(capsys, "convert", str(model), str(tmp_path / "x.bin"), "--heads", "5", "--image-size", "32", "64")
     assert "a vitral model is a folder" in said
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    config = ViTConfig(image_size=(32, 32), patch_size=8, classes=3, width=20, depth=1, heads=5)
+    seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    card = ModelCard(architecture=config, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)
+    weights.write((ViT(config), card), tmp_path / "run", to="vitral")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("predict", "run", "photos", "--out", "notes.txt/answers.csv"), "Not a directory"),
+        (("probe", "photos", "--init", "run", "--out", "probe.xyz"), "Known endings: .png"),
+        (("data", "pack", "photos", "--out", "notes.txt/pack"), "Not a directory"),
+        (("predict", "run", "photos", "--threads", "100000"), "threads must be from 1 to"),
+        (("summary", "B/16", "--image-size", "99999984"), "patches are more than any model has"),
+    ],
+)
+def test_places_and_numbers_that_cannot_be(words, says, run, photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert says in refused(capsys, *words)
+
+
+def test_the_doctor_says_so_where_no_photograph_can_be_read(tmp_path, capsys):
+    for name in ("ants", "bees"):
+        (tmp_path / "broken" / name).mkdir(parents=True)
+        (tmp_path / "broken" / name / "x.jpg").write_text("no picture")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["doctor", str(tmp_path / "broken")])
+    assert stop.value.code == 1
+    assert "2 images unreadable" in capsys.readouterr().out
+
+
+def test_a_terminal_of_few_letters_and_names_that_are_no_unicode_stop_nothing(run, tmp_path):
+    (tmp_path / "odd").mkdir()
+    photograph(tmp_path / "odd" / "x.png", (200, 90, 60), 0)
+    (tmp_path / "odd" / "x.png").rename(tmp_path / "odd" / "\udcff.png")
+    command = [sys.executable, "-m", "vitral", "predict", str(run), str(tmp_path / "odd")]
+    done = subprocess.run(
+        command, capture_output=True, timeout=120, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii"}
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\udcff.png" in done.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import sys
@@ -59,6 +61,8 @@ def help_text() -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; exit with 0, with 2 where a person can fix it, with 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters, a name that is no Unicode: as \\x…
+        sys.stdout.reconfigure(errors="backslashreplace")
     if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
         silence()
     if not words or words[0] in ("-h", "--help", "help"):
@@ -86,6 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output (head, less) is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise  # not about a file: a bug
+        print(f"error: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr)
+        print("       is the name right, may this user read and write there, is there space?", file=sys.stderr)
+        sys.exit(2)
     except Exception:
         tell_torchrun(traceback.format_exc())
         raise

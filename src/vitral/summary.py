@@ -10,8 +10,11 @@ import torchinfo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from vitral.errors import VitralError
 from vitral.variants import VARIANTS
 from vitral.vit import ViTConfig
+
+MOST_PATCHES = 2**20  # of an image 16,384 pixels wide and high, in patches of 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,8 @@ class Summary:
 def summarise(config: ViTConfig, depth: int = 3, variant: str = "plain") -> Summary:
     """Everything about one image's way through the model."""
     shape = (1, config.channels, *config.image_size)
+    if config.grid[0] * config.grid[1] > MOST_PATCHES:
+        raise VitralError(f"{config.grid[0]}×{config.grid[1]} patches are more than any model has", "a smaller image")
     with torch.device("meta"):
         model = VARIANTS[variant](config)
         table = torchinfo.summary(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitral.commands.flags import parse, understood
+from vitral.errors import VitralError
 
 
 def run(words: list[str]) -> int:
@@ -21,6 +22,8 @@ def run(words: list[str]) -> int:
         json: bool = False  # for programs
 
     chosen = parse(Probe, words, "probe")
+    if chosen.out is not None and chosen.out.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise VitralError(f"a plot cannot be written to {chosen.out}", "Known endings: .png, .svg, .pdf")
     from vitral import workshop
     from vitral.predict import Predictor
     from vitral.report import terminal

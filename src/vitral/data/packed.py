@@ -77,7 +77,7 @@ def fingerprint(sources: Iterable[Source], *more: object) -> str:
                 states[source.where] = f"{Path(source.where).resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
             except OSError:
                 states[source.where] = source.where  # decoding will name it; a shard elsewhere brings its own state
-        digest.update(f"{states[source.where]}\0{source.offset}\0{source.size}\n".encode())
+        digest.update(f"{states[source.where]}\0{source.offset}\0{source.size}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()[:16]
 
 

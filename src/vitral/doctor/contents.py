@@ -156,6 +156,8 @@ def _few(files: Sequence[str]) -> str:
 
 def sizes(photos: Sequence[Photo]) -> str:
     seen = sorted({photo.size for photo in photos})
+    if not seen:
+        return "unknown"
     if len(seen) == 1:
         return f"{seen[0][0]}×{seen[0][1]}"
     width, height = (statistics.median(photo.size[side] for photo in photos) for side in (0, 1))
@@ -165,5 +167,7 @@ def sizes(photos: Sequence[Photo]) -> str:
 
 def modes(photos: Sequence[Photo]) -> str:
     counted = Counter(photo.mode for photo in photos).most_common()
+    if not counted:
+        return "no image can be read"
     name = MODES.get(counted[0][0], counted[0][0])
     return f"all {name}" if len(counted) == 1 else f"{counted[0][1]} of {len(photos)} {name}"

@@ -45,7 +45,10 @@ def features_of(
 ) -> Tensor:
     """What the model's head would see of uint8 images: N D, fp32, in main memory."""
     if not len(images_NCHW):
-        raise VitralError("there are no images to compute features of")
+        raise VitralError(
+            "there are no images to compute features of",
+            "of very few or very similar images none is held out: add some, or make a folder val",
+        )
     found, was_training = [], model.training
     model.eval()
     try:

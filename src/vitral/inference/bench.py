@@ -14,7 +14,7 @@ from vitral import __version__
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.hardware import cpu_name, is_busy
-from vitral.inference.choice import Measured, Row, possible, write_measured
+from vitral.inference.choice import Measured, Row, check_threads, possible, write_measured
 from vitral.inference.engine import Checked, Engine, cannot_be_arranged, margin_of
 from vitral.inference.ranges import measure_ranges, save_ranges
 from vitral.vit import ViT
@@ -76,6 +76,7 @@ def bench(
     """
     if len(images_NCHW) < LEAST_IMAGES:
         raise VitralError(f"{len(images_NCHW)} images are too few to measure with", f"at least {LEAST_IMAGES}")
+    check_threads(threads)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(max(threads))

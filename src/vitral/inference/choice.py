@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.hardware import Hardware, cpu_name
+from vitral.hardware import Hardware, cores, cpu_name
 from vitral.inference.engine import Checked, Engine, Number, cannot_be_arranged, cannot_run_here
 from vitral.inference.gpu import GpuEngine
 from vitral.inference.ranges import load_ranges
@@ -101,8 +101,8 @@ def choose(
     """How to ask this model on this CPU: as wished, as measured here, or in fp32."""
     if wish not in WISHES:
         raise VitralError(f"precision must be one of {', '.join(WISHES)}, not {wish!r}")
-    if threads is not None and threads < 1:
-        raise VitralError(f"threads must be at least 1, not {threads}")
+    if threads is not None:
+        check_threads((threads,))
     measured = read_measured(folder).get(cpu_name()) if folder is not None else None
     if threads is not None:
         torch.set_num_threads(threads)
@@ -169,6 +169,14 @@ def arrange(
     if number == "int8" and "bf16" in margins and not cannot_run_here("bf16"):
         sure = Checked(Engine(model, preprocessing, "bf16"), sure, margins["bf16"])
     return Checked(quick, sure, margins[number])
+
+
+def check_threads(counts: Iterable[int]) -> None:
+    """Thousands of threads are no faster, and starting them hangs."""
+    most = max(64, 2 * cores())
+    for threads in counts:
+        if not 1 <= threads <= most:
+            raise VitralError(f"threads must be from 1 to {most}, not {threads}", f"there are {cores()} cores here")
 
 
 def possible() -> tuple[Number, ...]:
