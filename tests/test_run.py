@@ -339,7 +339,7 @@ def test_a_training_leaves_the_documented_files_and_figures(tmp_path: Path) -> N
     workshop.train("digits", out=tmp_path / "run", **TINY)
     left = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert left == {
-        "recipe.toml", "environment.json", "metrics.jsonl", "test.json", "model/config.json",
+        "recipe.toml", "environment.json", "metrics.jsonl", "test.json", "report.html", "model/config.json",
         "model/weights.safetensors", "checkpoints/best.safetensors", "checkpoints/step-000000005.pt",
         "checkpoints/step-000000010.pt", "figures/curves.png", "figures/confusion.png", "figures/attention.png",
         "figures/example.png", "figures/glass.png", "checkpoints/.lock",
