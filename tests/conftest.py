@@ -19,8 +19,9 @@ from vitral.data.datasets import Dataset, Split
 from vitral.data.preprocess import Preprocessing, measure
 from vitral.hardware import Hardware
 from vitral.run import Run, write_atomically
-from vitral.training.loop import Watch, fit
+from vitral.training.loop import fit
 from vitral.training.recipe import Data, Optim, Recipe
+from vitral.training.watch import Watch
 from vitral.vit import ViTConfig
 
 torch.set_num_threads(1)

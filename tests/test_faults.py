@@ -32,7 +32,8 @@ from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.run import Run, load_weights
 from vitral.training import checkpoint, loop
-from vitral.training.loop import Interrupted, Watch
+from vitral.training.interrupt import Interrupted
+from vitral.training.watch import Watch
 
 # Fifteen steps of some milliseconds, with a checkpoint after each, and everything that draws random numbers or carries
 # something from step to step.

@@ -15,8 +15,10 @@ from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.hardware import Hardware, choose
 from vitral.run import Run, load_weights
-from vitral.training.loop import Interrupted, Watch, fit
+from vitral.training.interrupt import Interrupted
+from vitral.training.loop import fit
 from vitral.training.recipe import Recipe
+from vitral.training.watch import Watch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

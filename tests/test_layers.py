@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import resource
 import subprocess
 import sys
@@ -69,6 +70,22 @@ def test_a_module_imports_from_its_own_layer_and_those_below(file: Path) -> None
         if LEVEL[name.split(".")[0]] < LEVEL[room] and (room, name) not in UPWARD
     ]
     assert not upward
+
+
+ARCHITECTURE = SOURCE.parent.parent / "docs" / "architecture.md"
+
+
+@pytest.mark.skipif(not ARCHITECTURE.is_file(), reason="vitral is installed without its docs")
+def test_every_file_has_its_line_in_the_map() -> None:
+    """docs/architecture.md: a file of a room stands between that room's name and the next one's."""
+    drawn = ARCHITECTURE.read_text(encoding="utf-8").partition("\nImports run one way")[0]
+    named: set[str] = set()
+    for line in drawn.partition("src/vitral/\n")[2].splitlines():
+        if line[6:7].strip():
+            room = word if (word := line.split()[0]).endswith("/") else ""
+        named |= {room + name for name in re.findall(r"\b\w+\.py\b", line)}
+    there = {str(file.relative_to(SOURCE)) for file in FILES if file.name != "__init__.py"}
+    assert {name for name in named ^ there if not name.startswith("commands/")} == set()
 
 
 def test_the_one_import_upwards_is_inside_from_preset() -> None:

@@ -23,9 +23,12 @@ from vitral.evaluation.metrics import logits_of, measure
 from vitral.hardware import Hardware
 from vitral.run import Run, load_model, load_weights
 from vitral.training import checkpoint, loop
-from vitral.training.loop import Interrupted, State, Watch, begin, train_step
+from vitral.training.interrupt import Interrupted
+from vitral.training.loop import train_step
 from vitral.training.loss import balanced_weights, losses
 from vitral.training.recipe import Recipe, read_recipe
+from vitral.training.state import State, begin
+from vitral.training.watch import Watch
 from vitral.vit import ViT
 
 KEYS = {

@@ -11,10 +11,10 @@ from vitral import cli
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.run import ModelCard, load_model, save_model
-from vitral.training.loop import begin
 from vitral.training.plan import plan_for, prepare
 from vitral.training.recipe import Data, Recipe, read_recipe
 from vitral.training.recipes import named
+from vitral.training.state import begin
 from vitral.variants import VARIANTS, architecture, variant_of
 from vitral.variants.hybrid import HYBRIDS, ConvStemConfig, HybridConfig, HybridViT
 from vitral.vit import ViTConfig

@@ -22,8 +22,9 @@ from vitral.data.preprocess import Preprocessing, measure
 from vitral.errors import VitralError
 from vitral.hardware import choose
 from vitral.run import Run, write_atomically
-from vitral.training.loop import Watch, fit
+from vitral.training.loop import fit
 from vitral.training.recipe import Data, Optim, Recipe
+from vitral.training.watch import Watch
 from vitral.vit import ViTConfig
 from vitral.world import ALONE
 

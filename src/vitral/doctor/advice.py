@@ -14,10 +14,11 @@ from vitral import estimate
 from vitral.doctor import IMBALANCE, Diagnosis
 from vitral.hardware import Hardware, choose
 from vitral.plain import to_plain
-from vitral.training.loop import begin, train_step
+from vitral.training.loop import train_step
 from vitral.training.plan import of_preset, preprocessing_of, shaped_like
 from vitral.training.recipe import Recipe
 from vitral.training.recipes import named
+from vitral.training.state import begin
 
 # Where a checkpoint of each size is to be had: trained on ImageNet-21k (arXiv 2106.10270).
 CHECKPOINTS = {

@@ -33,10 +33,12 @@ from vitral.evaluation.versus import Verdict, Way, verdict
 from vitral.hardware import choose
 from vitral.plain import to_plain
 from vitral.run import ModelCard, Run, load_model, save_model, write_atomically
-from vitral.training.loop import Interrupted, Watch, fit
+from vitral.training.interrupt import Interrupted
+from vitral.training.loop import fit
 from vitral.training.plan import Prepared, of_size, plan_for, prepare
 from vitral.training.recipe import Recipe
 from vitral.training.recipes import named
+from vitral.training.watch import Watch
 from vitral.variants import VARIANTS
 from vitral.vit import ViT
 

@@ -11,7 +11,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from vitral.training.loop import Watch
+from vitral.training.watch import Watch
 
 HEADER = (
     f"{'epoch':>5}   {'train loss':>10} {'top-1':>8}   {'validation':>10} {'top-1':>8}   {'images/s':>9}   {'left':>6}"

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from vitral.data.loader import Loader
 from vitral.errors import VitralError
+from vitral.hardware import Hardware
+from vitral.run import Run
+from vitral.training import checkpoint
+from vitral.training.recipe import Recipe
+from vitral.training.state import State
+
+MOST_ROLLBACKS = 5  # each halves the learning rate; what does not go at a 32nd of it has another cause
+
+Draws = tuple[int, Tensor, dict[str, Tensor]]  # a step, and the random generators as they were before it
 
 
 class Diverged(VitralError):
@@ -82,3 +93,38 @@ def where_it_breaks(model: nn.Module, again: Callable[[], Tensor]) -> tuple[str,
     if look.first:
         return f"first in {look.first}", result
     return f"the largest value is {look.largest:.1e}, in {look.largest_in}", result
+
+
+def explain(
+    trouble: Diverged,
+    state: State,
+    loader: Loader,
+    before: deque[Draws],
+    loss_again: Callable[[Tensor, Tensor], Tensor],
+    recipe: Recipe,
+    hardware: Hardware,
+    run: Run,
+) -> Diverged:
+    """Compute the bad step once more, with the weights and the draws it had, and name the module it breaks in."""
+    what = trouble.what
+    for step, draws, random in reversed(before):  # after a rollback a step stands there more than once
+        if step != trouble.step:
+            continue
+        images, labels = next(loader.epoch(state.epoch, start=state.position - (state.step - step)))
+        state.draws.set_state(draws)
+        hardware.set_random_state(random)
+        where, loss = where_it_breaks(state.model, partial(loss_again, images, labels))
+        everywhere = hardware.world.gather([where])  # only the process with the bad image may have seen it
+        where = next((found for found in everywhere if found.startswith("first")), where)
+        if loss.isfinite():
+            what = f"the gradient is not finite at step {step + 1}"
+            if not where.startswith("first"):
+                what = f"the loss is {loss:.1e} at step {step + 1}"
+        what += f", {where}"
+        break
+    saved = checkpoint.newest(run.checkpoints)
+    kept = f"the last good state is {saved}" if saved else "nothing was saved before"
+    if recipe.on_nan == "rollback":
+        return Diverged(what, trouble.step, f"{kept}; 1/{2**MOST_ROLLBACKS} of the learning rate did not help either")
+    again = f"vitral train --resume {run} --on-nan rollback" if saved else "--on-nan rollback"
+    return Diverged(f"{what}: the training diverged", trouble.step, f"{kept}; try a lower --optim.lr, or: {again}")
