@@ -172,6 +172,8 @@ def test_the_probe_is_a_model_that_answers_as_it_was_judged(place, small_scratch
     result = workshop.compare(str(place / "photos"), str(place / "source"), seeds=1, epochs=1, out=place / "probing")
     told = json.loads((place / "probing" / "probe" / "answers.json").read_text())
     found = workshop.evaluate(place / "probing" / "probe", data=str(place / "photos"), split="validation")
+    alone = workshop.evaluate(place / "probing" / "probe")
+    assert (alone.split, alone.top1) == ("validation", found.top1), "there are no test images"
     assert found.top1 == pytest.approx(np.mean(told["right"]))
     assert result.verdict.images == len(told["right"]) == 6
     before, after = (

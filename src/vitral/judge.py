@@ -70,7 +70,7 @@ def question(path: str | Path, data: str | None, split: SplitName | None, labels
         asked = Split(images=images, labels=torch.cat([part.labels for part in both]))
     elif not len(asked):
         raise VitralError(
-            f"{dataset.name} has no {split} images", "ask --split validation, or another folder with --data"
+            f"{dataset.name} has no {split} images", "leave --split out, or give another folder with --data"
         )
     by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes])  # a missing class shifts nothing
     asked = Split(images=adapt(asked.images, predictor.card.preprocessing), labels=by_name[asked.labels])
@@ -123,6 +123,7 @@ def evaluate(
         answer_at=None if max_error is None else when_to_answer(asked, logits, max_error),
         unknown=None if against is None else against_unknown(asked, logits, against),
         robustness=against_damage(asked, damaged) if damaged else None,
+        split=asked.name,
     )
     return found, logits
 

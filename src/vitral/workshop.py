@@ -242,8 +242,8 @@ def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predic
 def conclude(run: Run, plan: Recipe, asked: judge.Asked, logits: torch.Tensor, seen: str, console: Console) -> None:
     """What the test set said: as a file, as pictures, as a page, and for the person, with what to try next."""
     predictor, dataset, split, name = asked.predictor, asked.dataset, asked.split, asked.name
-    metrics = assess(logits, split.labels, predictor.classes, predictor.card.calibration)
-    said = {"split": name} | ({"views": plan.views} if plan.views != "one" else {}) | metrics.as_dict()
+    metrics = assess(logits, split.labels, predictor.classes, predictor.card.calibration, split=name)
+    said = metrics.as_dict() | ({"views": plan.views} if plan.views != "one" else {})
     write_atomically(run.test_file, json.dumps(said, indent=2) + "\n")
     try:
         example = draw(run, predictor, split, metrics)
@@ -299,7 +299,7 @@ def evaluate(
     path: str | Path,
     *,
     data: str | None = None,
-    split: SplitName = "test",
+    split: SplitName | None = None,
     max_error: float | None = None,
     unknown: str | None = None,
     robustness: bool = False,
@@ -307,7 +307,7 @@ def evaluate(
     """How good a model is on a split of what it was trained on, or on another set or folder with classes it knows, and
     how far to trust it.
 
-    Where a folder has no such split, all of its images are asked if it is another folder than the trained one. With
+    `split`: the test images, or the validation images where there are none; of another folder without splits, all. With
     `max_error`, from what confidence on to answer so that at most this share is wrong; with `unknown`, a set or folder,
     whether images of other things are noticed; with `robustness`, what is left of the accuracy on worse pictures.
     """
@@ -317,7 +317,7 @@ def evaluate(
 
 
 def compare_models(
-    first: str | Path, second: str | Path, *, data: str | None = None, split: SplitName = "test"
+    first: str | Path, second: str | Path, *, data: str | None = None, split: SplitName | None = None
 ) -> PairedComparison:
     """Two models asked the same images: by how much one is better, and whether that can be luck."""
     return judge.compare_models(judge.question(first, data, split), judge.question(second, data, split))

@@ -18,7 +18,7 @@ def run(words: list[str]) -> int:
         first: Positional[Path]  # a run folder or a model folder
         second: Positional[Path]
         data: str | None = None  # a set or folder for both; default: what they were trained on
-        split: Literal["test", "validation", "train"] = "test"
+        split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
         json: FlagCreatePairsOff[bool] = False  # for programs
 
     chosen = parse(Compare, words, "compare")

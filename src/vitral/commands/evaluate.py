@@ -17,7 +17,7 @@ def run(words: list[str]) -> int:
 
         run: Positional[Path]  # a run folder or a model folder
         data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
-        split: Literal["test", "validation", "train"] = "test"
+        split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
         full: FlagCreatePairsOff[bool] = False  # every class and the confusion matrix too
         max_error: float | None = None  # 0.01: how sure must it be for at most 1 % of its answers to be wrong?
         unknown: str | None = None  # a set or folder of other things: does it notice that it does not know them?
@@ -47,7 +47,7 @@ def run(words: list[str]) -> int:
     if chosen.json:
         print(json.dumps(found.as_dict()))
     else:
-        trust_text.show_evaluation(found, chosen.split, chosen.full)
+        trust_text.show_evaluation(found, chosen.full)
     if chosen.figures is not None:
         from vitral.report import trust_figures
 

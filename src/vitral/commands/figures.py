@@ -48,9 +48,8 @@ def run(words: list[str]) -> int:
 
 def own(run: str, count: int) -> Any:
     """Images, N C H W, of the run's own set: for testing, or else for validation; None where it has no set."""
-    import torch
-
     from vitral.judge import question
+    from vitral.samples import spread
 
     if not (Path(run) / "recipe.toml").is_file():
         return None
@@ -58,4 +57,4 @@ def own(run: str, count: int) -> Any:
         images = question(run, None, None).split.images
     except VitralError:
         return None
-    return images[torch.arange(min(count, len(images)))]
+    return images[spread(len(images), count)]

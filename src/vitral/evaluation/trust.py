@@ -44,6 +44,7 @@ class Evaluation(Metrics):
     answer_at: AnswerAt | None = None
     unknown: Unknown | None = None
     robustness: Robustness | None = None
+    split: str = "test"
 
 
 def assess(
@@ -55,6 +56,7 @@ def assess(
     answer_at: AnswerAt | None = None,
     unknown: Unknown | None = None,
     robustness: Robustness | None = None,
+    split: str = "test",
 ) -> Evaluation:
     """Everything that logits and labels say; what needs more forward passes is handed in."""
     metrics = measure(logits_NK, labels_N, classes)
@@ -71,6 +73,7 @@ def assess(
         answer_at=answer_at,
         unknown=unknown,
         robustness=robustness,
+        split=split,
     )
 
 

@@ -136,7 +136,8 @@ def commands(run: Run | None, around: dict[str, Any]) -> tuple[str, ...]:
 def health(asked: Asked, counts: dict[str, tuple[int, ...]], thorough: bool) -> tuple[str, ...]:
     """What the doctor says about the images; about those of a known set, or in haste, how many there are."""
     dataset = asked.dataset
-    C, H, W = dataset.train.images.shape[1:]
+    seen = asked.predictor.card.preprocessing
+    C, (H, W) = seen.channels, seen.image_size
     kinds = {1: "gray", 3: "colour"}.get(C, f"{C} channels")
     told = [f"{sum(map(sum, counts.values())):,} images {dataset.source}; the model sees {H}×{W} pixels, {kinds}"]
     train = [

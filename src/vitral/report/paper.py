@@ -20,6 +20,7 @@ from vitral.errors import VitralError
 from vitral.explain import METHODS, scaled
 from vitral.predict import Predictor
 from vitral.report.figures import BLUE, GRAY, Array, glowing, percent, save, shortened, show, shown
+from vitral.samples import spread
 from vitral.variants.hybrid import HybridEmbedding
 from vitral.vit import Grid, ViT
 
@@ -43,7 +44,7 @@ def draw(predictor: Predictor, folder: Path, images_NCHW: Tensor | None = None) 
     if images_NCHW is not None and len(images_NCHW):
         normalised = predictor.card.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
         figures["distance"] = distance(model, normalised)
-        figures["attention"] = examples(predictor, images_NCHW[:12])
+        figures["attention"] = examples(predictor, images_NCHW[spread(len(images_NCHW), 12)])
     else:
         missing.append("distance and attention: they need images, --images FILES")
     written = [save(figure, folder / f"paper-{name}.{kind}") for name, figure in figures.items() for kind in KINDS]
@@ -235,7 +236,8 @@ def examples(predictor: Predictor, images_NCHW: Tensor) -> Figure:
 
 def pictures(predictor: Predictor, files: Sequence[Path], most: int) -> Tensor:
     """uint8 N C H W, as the model wants them."""
-    found = image_files(list(files))[:most]
+    found = image_files(list(files))
     if not found:
         raise VitralError(f"no images in {', '.join(map(str, files))}")
-    return torch.stack([predictor.card.preprocessing.pixels(decode(file)) for file in found])
+    chosen = [found[int(place)] for place in spread(len(found), most)]
+    return torch.stack([predictor.card.preprocessing.pixels(decode(file)) for file in chosen])

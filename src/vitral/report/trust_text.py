@@ -17,10 +17,12 @@ from vitral.report.terminal import show_classes, show_confusion
 MOST_ROWS = 8  # of the classes on which two models differ
 
 
-def show_evaluation(found: Evaluation, split: str, full: bool) -> None:
+def show_evaluation(found: Evaluation, full: bool) -> None:
     """Ten lines; `full`: every class and the confusion matrix too."""
     console = Console(highlight=False)
-    console.print(f"{split + ', ' + format(found.images, ',') + ' images':<28}[dim]95 % interval[/dim]")
+    if found.split == "validation":
+        console.print("On the validation images, which also chose the epoch: new images will do a little worse.\n")
+    console.print(f"{found.split + ', ' + format(found.images, ',') + ' images':<28}[dim]95 % interval[/dim]")
     headline = found.headline
     rows = [("accuracy", percent(headline.accuracy), "")]
     if len(found.per_class) > 5:
