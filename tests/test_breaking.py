@@ -204,3 +204,10 @@ def test_a_terminal_of_few_letters_and_names_that_are_no_unicode_stop_nothing(ru
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\\udcff.png" in done.stdout
+
+
+def test_a_class_name_that_is_no_unicode_is_refused_before_the_training(photos, tmp_path, capsys):
+    (photos / "bees").rename(photos / "b\udcffes")
+    said = refused(capsys, "train", str(photos), "--epochs", "1", "--out", str(tmp_path / "run"))
+    assert "is no Unicode" in said
+    assert not (tmp_path / "run").exists()

@@ -64,6 +64,15 @@ def listing(path: Path, validation: float, progress: bool = False) -> Listing:
     found = _from_csv(path) if path.is_file() else _from_folders(path)
     names = {split: {label for _, label in items} for split, items in found.items()}
     classes = tuple(sorted(names["train"]))
+    if odd := next(
+        (
+            name
+            for name in classes
+            if not name.isascii() and name.encode(errors="ignore") != name.encode(errors="surrogateescape")
+        ),
+        None,
+    ):
+        raise VitralError(f"the class name {odd!r} is no Unicode: it could neither be printed nor saved", "rename it")
     if len(classes) < 2:
         raise VitralError(
             f"{path} has {len(classes)} class{'es' if not classes else ''} with images; at least two are needed",
