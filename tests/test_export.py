@@ -19,7 +19,7 @@ from vitral.evaluation.calibration import Calibration
 from vitral.export import onnx_file, torch_file
 from vitral.export.graph import Exported, balanced
 from vitral.export.proof import Agreement, check, compare, parting
-from vitral.export.ship import ship
+from vitral.export.ship import ENDINGS, ship
 from vitral.inference.ranges import measure_ranges
 from vitral.predict import Predictor
 from vitral.run import ModelCard, save_model
@@ -176,6 +176,17 @@ def test_a_file_that_says_other_things_is_not_left_behind(tmp_path: Path, monkey
         shipped(tmp_path / "model.onnx")
     assert "they part at block 2" in error.value.hint
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["onnx", "torch"])
+def test_a_folder_that_cannot_be_written_to_is_found_before_the_work(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    def work(*_: object) -> None:
+        raise AssertionError("it began")
+
+    monkeypatch.setattr("vitral.export.onnx_file.write_onnx", work)
+    monkeypatch.setattr("vitral.export.torch_file.write_pt2", work)
+    with pytest.raises(OSError, match="model"):
+        shipped(Path("/proc") / f"model{ENDINGS[to]}", to=to)
 
 
 def test_the_proof_counts_what_it_says() -> None:

@@ -69,6 +69,7 @@ def _beside(out: Path) -> Iterator[Path]:
     """A file that gets its name when all went well; otherwise nothing is left."""
     out.parent.mkdir(parents=True, exist_ok=True)
     file = out.with_name(f".{out.stem}.{os.getpid()}{out.suffix}")
+    file.touch()  # a folder that cannot be written to is found before the work, not after it
     try:
         yield file
         file.replace(out)
