@@ -307,7 +307,8 @@ def test_a_job_finds_its_own_unfinished_run_and_no_other(tmp_path: Path, monkeyp
     assert workshop.earlier_attempt("runs/new") is None
     two = Run(Path("runs/two"))
     two.model.mkdir()
-    (two.model / "config.json").write_text("{}")
+    for name in ("config.json", "weights.safetensors"):
+        (two.model / name).write_text("{}")
     assert workshop.earlier_attempt(None) == Path("runs/two"), "trained, but the test images were not read"
     two.test_file.write_text("{}")
     assert workshop.earlier_attempt(None) is None

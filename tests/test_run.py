@@ -120,7 +120,7 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
         Run.create(tmp_path, "mnist", tmp_path)
     assert "--out" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
-    with pytest.raises(VitralError, match="already exists"):
+    with pytest.raises(VitralError, match="is a file; a run is a folder"):
         Run.create(tmp_path, "mnist", tmp_path / "precious.txt")
     with pytest.raises(VitralError, match="cannot make the run folder"):
         Run.create(tmp_path, "mnist", tmp_path / "precious.txt" / "run")

@@ -97,7 +97,7 @@ SIZES: dict[str, Any] = {"image_size": (32, 32), "patch_size": 8, "width": 48, "
 
 
 def test_a_vit_without_patch_norms_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(VitralError, match="no variant 'plain'"):
+    with pytest.raises(VitralError, match="no plain ViT, only with what vitral calls patch-norm"):
         weights.write(ours(ViT(ViTConfig(**SIZES))), tmp_path / "no.pt", to="vit-pytorch")
 
 

@@ -119,7 +119,7 @@ def deit() -> Recipe:
 
 
 def deit_384() -> Recipe:
-    """DeiT fine-tuned at 384 pixels: give --init, a DeiT (arXiv 2012.12877). The authors' own B/16 has 82.9 %.
+    """DeiT fine-tuned at 384 pixels: give --init, a DeiT (arXiv 2012.12877). The authors' B/16: 82.9 %.
 
     Rate, decay, epochs and batch are those of the command in their README_deit.md, where that figure stands too.
     """
