@@ -180,9 +180,20 @@ sys.exit(h.harvest(Predictor.load(sys.argv[1], device="cpu"), [Path(sys.argv[2])
 
 @pytest.mark.slow
 def test_kills_at_random_moments_lose_and_repeat_nothing(model: Path, folder: Path, tmp_path: Path) -> None:
-    out, draws, kills = tmp_path / "answers.jsonl", random.Random(5), 0
+    draws, kills = random.Random(5), 0
+    for number in range(20):  # a quick machine is done with a folder after a kill or two
+        out = tmp_path / f"answers-{number}.jsonl"
+        kills += killed(out, model, folder, draws)
+        assert Counter(names(out)) == Counter(expected(folder))
+        if kills >= 5:
+            return
+    raise AssertionError(f"only {kills} kills hit a running process")
+
+
+def killed(out: Path, model: Path, folder: Path, draws: random.Random) -> int:
+    """Answers for the folder, by processes that are killed until one gets through: how many of them were."""
     words = [sys.executable, "-c", COMMAND, str(model), str(folder), str(out)]
-    parts = tmp_path / "answers.jsonl.parts"
+    parts, kills = out.with_name(f"{out.name}.parts"), 0
     while not (out.exists() and not parts.exists()):
         process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if kills < 8:  # once it has begun, at any moment
@@ -191,11 +202,8 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(model: Path, folder: Pa
                 time.sleep(0.002)
             time.sleep(draws.random() * 0.05)
             process.send_signal(signal.SIGKILL)
-            kills += 1
-        process.wait(timeout=120)
-        assert kills < 50
-    assert kills >= 5
-    assert Counter(names(out)) == Counter(expected(folder))
+        kills += process.wait(timeout=120) == -signal.SIGKILL
+    return kills
 
 
 @pytest.mark.slow
