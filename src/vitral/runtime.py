@@ -123,10 +123,6 @@ class OnnxModel:
             yield Prediction(source=name, labels=ranked(self.classes, probability, top), unknown=unknown)
 
 
-def is_onnx(name: str) -> bool:
-    return name.lower().endswith(".onnx")
-
-
 def main(words: Sequence[str]) -> int:
     """`vitral predict model.onnx FILES…`, with the flags of predict that make sense here."""
     parser = argparse.ArgumentParser(prog="vitral predict", description="Ranked labels from an exported model.")
