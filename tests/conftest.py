@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child processes inherit it
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import pytest
 import torch
