@@ -365,7 +365,7 @@ def peak() -> dict[str, Any]:
     def plain() -> None:
         torch.mm(a, b, out=into)
 
-    found: dict[str, Any] = {"bf16_tflops": rate(plain)}
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "bf16_tflops": rate(plain)}
     with suppress(Exception):
         one = torch.ones((), device="cuda")
         a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()

@@ -60,10 +60,10 @@ def test_vitral_is_compared_with_the_fastest_that_does_the_same_work() -> None:
         row("timm:B/16:infer:bf16-weights", 800, 4.0),
     ]
     found = gpu_throughput.verdicts(rows)
-    assert list(found) == ["train B/16"]
-    assert found["train B/16"]["speed"] == pytest.approx(1.5)
-    assert found["train B/16"]["memory"] == pytest.approx(0.75)
-    assert found["train B/16"]["fastest_peer"] == "timm:B/16:train"
+    assert list(found) == ["vitral:B/16:train"]
+    assert found["vitral:B/16:train"]["speed"] == pytest.approx(1.5)
+    assert found["vitral:B/16:train"]["memory"] == pytest.approx(0.75)
+    assert found["vitral:B/16:train"]["fastest_peer"] == "timm:B/16:train"
     text = "\n".join(gpu_throughput.table(rows, 800.0))
     assert "no memory" in text
     assert "2.00 ×" in text, "what is not compared with is still shown"
@@ -88,7 +88,7 @@ def test_throughput_without_a_gpu_says_so_runs_a_toy_and_survives_who_fails(tmp_
     assert ours["rounds"] == theirs["rounds"] == 2
     assert "nobody here is called 'nobody'" in nobody["failed"]
     ratio = ours["images_per_second"] / theirs["images_per_second"]
-    assert content["against_the_fastest"]["train toy"]["speed"] == pytest.approx(ratio)
+    assert content["against_the_fastest"]["vitral:toy:train"]["speed"] == pytest.approx(ratio)
 
 
 @without_gpu
