@@ -192,9 +192,11 @@ def vitral_choice(case: Case, info: dict[str, Any]) -> tuple[Any, Any]:
             config = replace(config, pooling="mean")
         elif setting == "eager":
             compile = "no"
-        elif setting != "auto":
+        elif setting not in ("auto", "unfused"):
             precision = setting
     hardware = choose(precision=precision, compile=compile, width=config.width)  # type: ignore[arg-type]
+    if "unfused" in case.settings:
+        hardware = replace(hardware, fused=False)
     info["chosen"] = str(hardware)
     info["reasons"] = hardware.reasons
     info["gflop"] = arithmetic(config) / 1e9

@@ -61,7 +61,7 @@ def play(setting: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     eager = "no" if setting == "autocast-eager" else "auto"
     hardware = choose(precision="bf16" if plain else setting, compile=eager)  # type: ignore[arg-type]
     if plain:
-        hardware = replace(hardware, graph=False)
+        hardware = replace(hardware, **{name: False for name in ("graph", "fused", "fp8") if hasattr(hardware, name)})
     dataset = load(asked.data, validation=0.0)
     mean, std = measure(dataset.train.images)
     side, C = asked.pixels, dataset.train.images.shape[1]

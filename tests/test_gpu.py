@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from conftest import textures
 from vitral.data.datasets import Dataset
+from vitral.data.loader import Loader
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.hardware import Hardware, choose
@@ -118,3 +119,34 @@ def test_a_recorded_run_that_diverges_stops_and_names_the_step(
     plan = recipe.changed({"optim.lr": 1e12, "optim.clip": 0.0, "on_nan": on_nan})
     with pytest.raises(VitralError, match="step"):
         train(tmp_path / "run", gpu, dataset, plan, preprocessing)
+
+
+class Crowded(Hardware):
+    """A GPU without room for the images: each batch is sent there."""
+
+    def room(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("changes", [{}, {"augment.repeat": 2}, {"sampling": "balanced"}], ids=str)
+def test_batches_that_are_fetched_are_those_that_lie_on_the_gpu(changes: dict[str, Any], gpu: Hardware) -> None:
+    images = torch.randint(0, 256, (500, 3, 40, 40), dtype=torch.uint8)
+    shared: dict[str, Any] = {"labels": (torch.arange(500) % 7).to(gpu.device), "batch": 32, "seed": 0}
+    shared |= {name.split(".")[-1]: value for name, value in changes.items()}
+    busy = torch.randn(4096, 4096, device=gpu.device)
+    here, there = (Loader(images=place, **shared) for place in (images, images.to(gpu.device)))
+    for epoch in range(3):
+        for (sent, labels), (lying, others) in zip(here.epoch(epoch), there.epoch(epoch), strict=True):
+            for _ in range(10):
+                busy = busy @ busy * 1e-3  # the GPU is behind: what is overwritten too early is seen too late
+            assert torch.equal(sent, lying)
+            assert torch.equal(labels, others)
+
+
+def test_a_run_whose_images_are_sent_ends_like_one_whose_images_lie_on_the_gpu(
+    tmp_path: Path, gpu: Hardware, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing
+) -> None:
+    crowded = Crowded(**{field.name: getattr(gpu, field.name) for field in fields(gpu)})
+    lying = train(tmp_path / "lying", gpu, dataset, recipe, preprocessing)
+    sent = train(tmp_path / "sent", crowded, dataset, recipe, preprocessing)
+    assert losses(sent) == pytest.approx(losses(lying), rel=2e-3)
