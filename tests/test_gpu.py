@@ -135,12 +135,13 @@ def test_batches_that_are_fetched_are_those_that_lie_on_the_gpu(changes: dict[st
     shared |= {name.split(".")[-1]: value for name, value in changes.items()}
     busy = torch.randn(4096, 4096, device=gpu.device)
     here, there = (Loader(images=place, **shared) for place in (images, images.to(gpu.device)))
+    wrong = torch.zeros((), device=gpu.device)
     for epoch in range(3):
         for (sent, labels), (lying, others) in zip(here.epoch(epoch), there.epoch(epoch), strict=True):
             for _ in range(10):
-                busy = busy @ busy * 1e-3  # the GPU is behind: what is overwritten too early is seen too late
-            assert torch.equal(sent, lying)
-            assert torch.equal(labels, others)
+                busy = busy @ busy * 1e-3  # the GPU falls behind Python: what is overwritten too early, it sees
+            wrong += (sent != lying).any() | (labels != others).any()
+    assert wrong == 0
 
 
 def test_a_run_whose_images_are_sent_ends_like_one_whose_images_lie_on_the_gpu(
