@@ -10,10 +10,10 @@ autocast        bf16 products, everything else and the weights in fp32, compiled
 autocast-eager  the same without the compiler: other roundings of the same numbers
 bf16, fp8, …    vitral's precisions by name, as `vitral train --precision` takes them
 
-Noise is what a change of nothing but the seed does to autocast's curve. A setting stands within it where its curve,
-averaged over the seeds and smoothed over 50 steps, is no farther from autocast's (root mean square) than autocast's
-seeds are from each other, and likewise the loss on the 10,000 test images at the end. Everything is in the JSON file:
-each step's loss, smoothed differences, final means.
+Noise is what a change of nothing but the seed does. A setting stands within it where its curve, averaged over the seeds
+and smoothed over 50 steps, is no farther from autocast's (root mean square) than autocast's seeds are from each other,
+and where its loss on the 10,000 test images is not above autocast's by more than two standard errors, with the spread
+between seeds pooled over all settings. Everything is in the JSON file: each step's loss, smoothed differences, means.
 
 All trainings run side by side: nothing is timed. Without a GPU: a toy on scikit-learn's digits, to see that it runs.
 """
@@ -125,6 +125,14 @@ def rms(values: Sequence[float]) -> float:
     return math.sqrt(statistics.mean(value**2 for value in values))
 
 
+def pooled(groups: list[list[float]]) -> float:
+    """The standard deviation within groups, of all groups together."""
+    several = [group for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in several)
+    squares = sum(statistics.variance(group) * (len(group) - 1) for group in several)
+    return math.sqrt(squares / freedom) if freedom else 0.0
+
+
 def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Each setting beside the reference: how far the curves are apart, and how far seeds drive them apart."""
     by: dict[str, list[dict[str, Any]]] = {}
@@ -145,7 +153,7 @@ def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
     noise = {
         "curve_rms": rms([value for curve in apart for value in curve]) if pairs else None,
         "last_loss": max((abs(last(a) - last(b)) for a, b in pairs), default=None),
-        "test_loss": max((abs(a["test_loss"] - b["test_loss"]) for a, b in pairs), default=None),
+        "test_loss": pooled([[run["test_loss"] for run in some] for some in by.values()]),
     }
     for setting, some in by.items():
         row: dict[str, Any] = {
@@ -164,8 +172,9 @@ def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 "test_loss_off": row["test_loss"] - statistics.mean(run["test_loss"] for run in alike),
             }
             if pairs:
-                quiet = row["curve_rms"] <= noise["curve_rms"] and row["test_loss_off"] <= noise["test_loss"]
-                row["within_noise"] = quiet
+                error = noise["test_loss"] * math.sqrt(1 / len(some) + 1 / len(alike))
+                row["test_loss_error"] = error
+                row["within_noise"] = row["curve_rms"] <= noise["curve_rms"] and row["test_loss_off"] <= 2 * error
         found[setting] = row
     return {"noise": noise, "settings": found}
 
@@ -176,7 +185,7 @@ def told(result: dict[str, Any]) -> list[str]:
     if noise["curve_rms"] is not None:
         lines.append(
             f"seeds of {REFERENCE} are {noise['curve_rms']:.4f} apart (rms of the smoothed curves), the last losses "
-            f"{noise['last_loss']:.4f}, test losses {noise['test_loss']:.4f}"
+            f"{noise['last_loss']:.4f}; test losses spread by {noise['test_loss']:.4f}"
         )
     for name, row in result["settings"].items():
         said = (
@@ -185,6 +194,7 @@ def told(result: dict[str, Any]) -> list[str]:
         )
         if "curve_rms" in row:
             said += f"   off {REFERENCE}: {row['curve_rms']:.4f} rms, at the end {row['curve_last']:+.4f}"
+            said += f", test {row['test_loss_off']:+.4f}"
         if "within_noise" in row:
             said += "   within noise" if row["within_noise"] else "   NOT within noise"
         lines.append(said)
@@ -217,13 +227,12 @@ def draw(content: dict[str, Any], place: Path) -> None:
             other = reference.get(run["seed"])
             if run["setting"] != REFERENCE and other:
                 below.plot(steps, [a - b for a, b in zip(curve, other, strict=True)], **look)
-        if len(reference) > 1:
-            first, second, *_ = reference.values()
-            apart = [a - b for a, b in zip(second, first, strict=True)]
-            below.fill_between(steps, apart, [-a for a in apart], color=ink, alpha=0.25, linewidth=0)
-            below.plot([], [], color=ink, alpha=0.4, linewidth=6, label=f"{REFERENCE}: one seed and another")
+        if noise := content["noise"]["curve_rms"]:
+            said = f"{REFERENCE}'s seeds, from each other (rms)"
+            below.axhspan(-noise, noise, color=ink, alpha=0.2, linewidth=0, label=said)
             below.legend(frameon=False, labelcolor=ink, loc="upper right")
         below.axhline(0, color=ink, linewidth=0.6)
+        below.margins(y=0.3)
         above.set_ylabel("training loss")
         below.set_ylabel(f"off {REFERENCE},\nsame seed")
         below.set_xlabel("step")

@@ -228,7 +228,7 @@ def plan(ours: Iterable[str]) -> list[list[Case]]:
         row("B/16", "train", *PEERS),
         row("S/16", "train", *PEERS),
         row("B/16", "infer", *PEERS) + row("S/16", "infer", *PEERS),
-        row("Ti/16", "train", "timm", "timm+graphs") + row("L/16", "train", "timm"),
+        row("Ti/16", "train", "timm") + row("L/16", "train", "timm"),
         row("Ti/16", "infer", "timm", "timm+graphs") + row("L/16", "infer", "timm", "torchvision"),
         [case for work in ("ask-1", "ask-8", "ask-64") for case in row("B/16", work, "timm+graphs")],
         row("B/16", "train", "timm", "timm+channels-last", "timm+bf16-weights"),

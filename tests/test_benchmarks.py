@@ -114,9 +114,10 @@ def curve(setting: str, seed: int, shift: float, test_loss: float = 1.0) -> dict
 
 
 def test_curves_are_within_noise_if_they_are_closer_than_seeds_are() -> None:
-    runs = [curve("autocast", 0, 0.0), curve("autocast", 1, 0.04, 1.01), curve("bf16", 0, 0.01), curve("bf16", 1, 0.05)]
+    runs = [curve("autocast", 0, 0.0), curve("autocast", 1, 0.04, 1.02), curve("bf16", 0, 0.01), curve("bf16", 1, 0.05)]
     result = gpu_curve.compared([*runs, curve("fp8", 0, 0.1), {"setting": "x", "seed": 0, "failed": "broken"}])
     assert result["noise"]["curve_rms"] == pytest.approx(0.04)
+    assert result["noise"]["test_loss"] == pytest.approx(0.01), "variances of 0.0002 and 0, a degree of freedom each"
     assert result["settings"]["bf16"]["curve_rms"] == pytest.approx(0.01)
     assert result["settings"]["bf16"]["within_noise"]
     assert result["settings"]["fp8"]["curve_rms"] == pytest.approx(0.1), "against the same seed alone"
