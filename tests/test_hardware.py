@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -35,7 +36,28 @@ def test_a_gpu_is_used_where_there_is_one(machine: Any) -> None:
         "precision": "the GPU has bf16 units",
         "compile": "fused kernels",
         "graph": "a step is one graph that the GPU replays without Python",
-    }
+    } | ({"fused": "one kernel for all that stands between two matrix products"} if find_spec("triton") else {})
+    assert (chosen.fused, chosen.fp8) == (find_spec("triton") is not None, False)
+
+
+def test_fp8_is_bf16_with_large_products_in_eight_bits(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(gpu=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    chosen = choose(precision="fp8")
+    assert chosen.precision == "bf16"
+    assert chosen.fp8 == chosen.fused == (find_spec("triton") is not None)
+    assert "FP8" in chosen.reasons["precision"]
+
+
+def test_fp8_where_there_is_none_is_refused(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()
+    with pytest.raises(VitralError, match="no FP8 units on a CPU"):
+        choose(precision="fp8")
+    machine(gpu=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    with pytest.raises(VitralError, match="no FP8 units on the A100"):
+        choose(precision="fp8")
 
 
 def test_each_process_of_a_group_takes_its_own_gpu(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ LAYERS = [
     ["training", "predict", "explain", "export", "doctor", "harvest"],
     ["evaluation", "run", "weights", "estimate", "inference"],
     ["runtime"],
-    ["data", "variants", "answers"],
+    ["data", "variants", "answers", "fused"],
     ["presets"],
     ["vit", "hardware", "world", "plain", "errors"],
 ]

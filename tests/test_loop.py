@@ -681,6 +681,6 @@ def test_training_is_timed_without_the_steps_that_compile(train_tiny: Fit) -> No
 
 
 def test_blocks_that_begin_as_the_identity_leave_the_tokens_alone(recipe: Recipe, cpu: Hardware) -> None:
-    model = begin(recipe.changed({"zero_branches": True}), cpu, 10).model.eval()
+    model = begin(recipe.changed({"start": ("identity",)}), cpu, 10).model.eval()
     trace = model.trace(torch.randn(2, recipe.model.channels, *recipe.model.image_size))
     assert all(torch.equal(tokens, trace.tokens[0]) for tokens in trace.tokens)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from vitral.errors import VitralError
 from vitral.world import ALONE, World, from_environment, join
 
 Device = Literal["auto", "cpu", "gpu"]
-Precision = Literal["auto", "fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16", "fp8"]
 Compile = Literal["auto", "yes", "no"]
 
 # On a CPU with bf16 instructions, conversions cost more than the faster products save below this width: fp32 was 2.6
@@ -43,6 +44,8 @@ class Hardware:
     compile: bool
     reasons: dict[str, str]
     graph: bool = False  # whether a training step is recorded once and then replayed
+    fused: bool = False  # whether the encoder's blocks are computed with kernels of our own (vitral.fused)
+    fp8: bool = False  # whether these multiply large matrices as 8-bit numbers; `precision` is bf16 then
     world: World = ALONE  # the processes that work together; it has a reason only where there are several
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -182,6 +185,9 @@ def choose(
     """The fastest safe choice on this machine for a model of `width` and a run of `steps`, unless told otherwise."""
     world = from_environment()
     chosen, why_device = _device(device, world)
+    fp8 = precision == "fp8"
+    if fp8:
+        _check_fp8(chosen)
     number, why_precision = _precision(chosen, precision, width)
     compiled, why_compile = _compile(chosen, compile, steps)
     reasons = {"device": why_device, "precision": why_precision, "compile": why_compile}
@@ -191,7 +197,25 @@ def choose(
     graph = chosen.type == "cuda" and compile != "no" and world.size == 1
     if graph:
         reasons["graph"] = "a step is one graph that the GPU replays without Python"
-    return Hardware(device=chosen, precision=number, compile=compiled, reasons=reasons, graph=graph, world=world)
+    fused = graph and number == "bf16" and find_spec("triton") is not None
+    if fused:
+        reasons["fused"] = "one kernel for all that stands between two matrix products"
+    return Hardware(
+        device=chosen,
+        precision=number,
+        compile=compiled,
+        reasons=reasons,
+        graph=graph,
+        fused=fused,
+        fp8=fp8 and fused,
+        world=world,
+    )
+
+
+def _check_fp8(device: torch.device) -> None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        what = "on a CPU" if device.type == "cpu" else f"on the {torch.cuda.get_device_name(device)}"
+        raise VitralError(f"there are no FP8 units {what}", "--precision bf16, or auto")
 
 
 def _backend(device: torch.device, world: World) -> tuple[str, str]:
@@ -219,6 +243,8 @@ def _device(wish: Device, world: World = ALONE) -> tuple[torch.device, str]:
 
 
 def _precision(device: torch.device, wish: Precision, width: int | None) -> tuple[Literal["fp32", "bf16"], str]:
+    if wish == "fp8":
+        return "bf16", "with large products in FP8, as asked"
     if wish != "auto":
         return wish, "as asked"
     if device.type == "cuda":

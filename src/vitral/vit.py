@@ -200,10 +200,13 @@ class RotaryPosition(nn.Module):
         self.grid, self.prefix, self.quarter = config.grid, config.prefix, config.width // config.heads // 4
         self.register_buffer("turn", self.turn_of(config.grid), persistent=False)  # angles would not survive bf16
 
+    def frequency(self) -> Tensor:
+        """Angles a patch, d/4: the fastest π."""
+        return math.pi * 100 ** -(torch.arange(self.quarter) / self.quarter)
+
     def turn_of(self, grid: Grid) -> Turn:
-        """2 T d/2: half of the pairs turn with the row, half with the column; the fastest by π a patch."""
-        frequency = math.pi * 100 ** -(torch.arange(self.quarter) / self.quarter)
-        angles = F.pad((places(grid, self.grid)[:, :, None] * frequency).flatten(1), (0, 0, self.prefix, 0))
+        """2 T d/2: half of the pairs turn with the row, half with the column."""
+        angles = F.pad((places(grid, self.grid)[:, :, None] * self.frequency()).flatten(1), (0, 0, self.prefix, 0))
         return torch.stack([angles.cos(), angles.sin()])
 
     def forward(self, grid: Grid) -> Turn:

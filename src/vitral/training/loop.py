@@ -39,6 +39,7 @@ from vitral.variants import VARIANTS
 from vitral.world import Agreement
 
 READ_EVERY = 50  # steps between looks at the device; in between it runs ahead of Python
+SAMPLE = 2000  # images that first weights are chosen by, where they are
 EXPLODED = 1000  # times the loss of guessing: no training comes back from there
 
 
@@ -64,7 +65,8 @@ def fit(
         repeat=recipe.augment.repeat,
     )
     steps = loader.steps * recipe.epochs
-    state = begin(recipe, hardware, steps, start)
+    sample = dataset.train.images[:SAMPLE] if "whitened" in recipe.start else None
+    state = begin(recipe, hardware, steps, start, None if sample is None else preprocessing.normalise(sample))
     resumed = resume(state, recipe, hardware, run)
     rows = world.tell(lambda: taken_back(run, state.epoch))
     forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute)

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vitral.hardware import bf16_is_faster
-from vitral.training.divided import placed, whole
+from vitral.training.divided import is_divided, placed, whole
 
 
 class Muon(Optimizer):
     """For matrices alone. Steps are as long as AdamW's (arXiv 2502.16982), so that both share a learning rate.
 
     A group's `parts` says how many square maps its matrices hold, one above the other: queries, keys and values are
-    three. Each is orthogonalised by itself. With `compile`, the learning rate must be a tensor.
+    three. Each is orthogonalised by itself.
     """
 
     found_inf: Tensor | None = None  # as in torch's fused optimizers: where it is 1, no weight moves
@@ -34,10 +34,8 @@ class Muon(Optimizer):
         lr: float | Tensor,
         weight_decay: float,
         momentum: float = 0.95,
-        compile: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": 1})
-        self.turn = torch.compile(turn) if compile else turn
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim != 2:
@@ -45,56 +43,57 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        moving = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not moving:
-            return
-        averages = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p, _ in moving]
-        moves = self.turn(
-            [p.grad for p, _ in moving],
-            averages,
-            [group["momentum"] for _, group in moving],
-            [group["parts"] for _, group in moving],
-        )
-        for group in self.param_groups:
-            mine = [(p, move) for (p, its), move in zip(moving, moves, strict=True) if its is group]
-            lr, decay = group["lr"], group["lr"] * group["weight_decay"]
-            if self.found_inf is not None:
-                lr, decay = lr * (1 - self.found_inf), decay * (1 - self.found_inf)
-            if mine:
-                parameters, directions = map(list, zip(*mine, strict=True))
-                if self.found_inf is not None:  # 0 times what is not finite is not 0
-                    directions = [torch.where(self.found_inf > 0, 0.0, direction) for direction in directions]
-                torch._foreach_mul_(parameters, 1 - decay)
-                torch._foreach_mul_(directions, lr)
-                torch._foreach_sub_(parameters, [placed(d, p) for d, p in zip(directions, parameters, strict=True)])
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        ahead = [
+            whole(matrix) for group, matrices in groups for matrix in self.move_averages(matrices, group["momentum"])
+        ]
+        counts = [group["parts"] for group, matrices in groups for _ in matrices]
+        pieces = [piece for matrix, count in zip(ahead, counts, strict=True) for piece in matrix.chunk(count)]
+        directions = iter(turned(pieces, self.found_inf))
+        moving = 1 if self.found_inf is None else 1 - self.found_inf
+        for group, matrices in groups:
+            parts = [(matrix, [next(directions) for _ in range(group["parts"])]) for matrix in matrices]
+            if not parts:
+                continue
+            torch._foreach_mul_(matrices, 1 - group["lr"] * moving * group["weight_decay"])
+            if any(is_divided(matrix) for matrix in matrices):
+                places, moves = matrices, [placed(torch.cat(own), matrix) for matrix, own in parts]
+            else:
+                places = [place for matrix, own in parts for place in matrix.chunk(len(own))]
+                moves = [move for _, own in parts for move in own]
+            torch._foreach_mul_(moves, group["lr"] * moving)
+            torch._foreach_sub_(places, moves)
+
+    def move_averages(self, matrices: list[Tensor], memory: float) -> list[Tensor]:
+        """Each gradient's average moved on; and a look ahead along it (Nesterov)."""
+        if not matrices:
+            return []
+        gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
+        averages = [self.state[matrix].setdefault("momentum", torch.zeros_like(matrix)) for matrix in matrices]
+        torch._foreach_lerp_(averages, gradients, 1 - memory)
+        return list(torch._foreach_lerp(gradients, averages, memory))
 
 
-def turn(gradients: list[Tensor], averages: list[Tensor], momentum: list[float], parts: list[int]) -> list[Tensor]:
-    """The averages moved on, and for each matrix the orthogonal direction of its step, of AdamW's length.
+def turned(matrices: list[Tensor], halted: Tensor | None = None) -> list[Tensor]:
+    """For each matrix the orthogonal one beside it, of the length of AdamW's step; zeros where training has `halted`.
 
-    All square maps and all wide matrices of one shape, tall ones turned on their side, go through together.
+    All of one shape go through together, tall ones turned on their side, and come out as tensors that lie side by
+    side: a step has tens of kernels, not hundreds.
     """
-    ahead = []
-    for gradient, average, memory in zip(gradients, averages, momentum, strict=True):
-        average.lerp_(gradient, 1 - memory)
-        ahead.append(whole(gradient.lerp(average, memory)))  # Nesterov
-    alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-    for matrix, count in zip(ahead, parts, strict=True):
-        for piece in matrix.chunk(count):
-            wide = piece.mT if piece.shape[0] > piece.shape[1] else piece
-            alike[wide.shape[0], wide.shape[1]].append(wide)
-    # The mean square of a step is that of AdamW's.
-    turned = {
-        shape: iter((orthogonalise(torch.stack(pieces)) * (0.2 * shape[1] ** 0.5)).unbind(0))
-        for shape, pieces in alike.items()
-    }
-    directions = []
-    for matrix, count in zip(ahead, parts, strict=True):
-        rows, columns = matrix.shape[0] // count, matrix.shape[1]
-        found = [next(turned[min(rows, columns), max(rows, columns)]) for _ in range(count)]
-        direction = torch.cat([piece.mT if rows > columns else piece for piece in found])
-        directions.append(direction.to(matrix.dtype))
-    return directions
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, matrix in enumerate(matrices):
+        alike[tuple(sorted(matrix.shape))].append(index)
+    found: dict[int, Tensor] = {}
+    for (_, longer), members in alike.items():
+        tall = [index for index in members if matrices[index].shape[0] > matrices[index].shape[1]]
+        wide = [index for index in members if index not in tall]
+        stack = torch.stack([matrices[index] for index in wide] + [matrices[index].mT for index in tall])
+        moves = orthogonalise(stack) * (0.2 * longer**0.5)  # the mean square of a step is that of AdamW's
+        if halted is not None:  # 0 times what is not finite is not 0
+            moves = torch.where(halted > 0, 0.0, moves)
+        found |= zip(wide, moves[: len(wide)].to(stack.dtype).unbind(), strict=True)
+        found |= zip(tall, moves[len(wide) :].mT.contiguous().to(stack.dtype).unbind(), strict=True)
+    return [found[index] for index in range(len(matrices))]
 
 
 def orthogonalise(matrices_NAB: Tensor, steps: int = 5) -> Tensor:

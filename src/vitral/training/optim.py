@@ -17,9 +17,7 @@ from vitral.training.recipe import Optim
 SPARED = ("token", "table", "registers", "probe")  # learned vectors, not maps: decay would pull them to zero
 
 
-def make_optimizers(
-    model: nn.Module, optim: Optim, on_device: torch.device | None = None, compile: bool = False
-) -> list[Optimizer]:
+def make_optimizers(model: nn.Module, optim: Optim, on_device: torch.device | None = None) -> list[Optimizer]:
     """AdamW, SGD, or Muon for the encoder's matrices and AdamW for the rest. Weight decay on matrices alone.
 
     Parameters that do not learn are left out. With layer decay, a group's `scale` is its share of the learning rate.
@@ -46,8 +44,9 @@ def make_optimizers(
         recorded = on_device is not None
         optimizers = [torch.optim.AdamW(groups, lr=lr, betas=optim.betas, fused=True, capturable=recorded)]
     if matrices:
+        decay = optim.weight_decay if optim.muon_decay is None else optim.muon_decay
         alike = [{"params": p, "scale": scale, "parts": parts} for (scale, parts), p in matrices.items()]
-        optimizers.insert(0, Muon(alike, lr=lr, weight_decay=optim.weight_decay, compile=compile))
+        optimizers.insert(0, Muon(alike, lr=lr, weight_decay=decay))
     if on_device is not None:
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["lr"].clone()  # each group's own

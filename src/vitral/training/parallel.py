@@ -20,6 +20,7 @@ from vitral.errors import VitralError
 from vitral.estimate import GPUS, Plan
 from vitral.hardware import Hardware
 from vitral.training.recipe import Recipe
+from vitral.vit import ViT
 
 # Tables of positions are the same everywhere and never change. Newer versions of torch call the switch otherwise.
 NAMES = signature(DistributedDataParallel).parameters
@@ -91,7 +92,14 @@ def forward_of(model: nn.Module, way: Way, hardware: Hardware, recompute: bool) 
     """What the training step calls: with ddp, gradients are averaged while the backward pass goes on."""
     if way.name == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS)
-    return hardware.compiled(model) if recompute or way.name != "alone" else hardware.forward(model)
+    if recompute or way.name != "alone":
+        return hardware.compiled(model)
+    if hardware.fused and isinstance(model, ViT):
+        from vitral import fused
+
+        if not fused.why_not(model.encoder):
+            return fused.forward(model, hardware)
+    return hardware.forward(model)
 
 
 @contextmanager

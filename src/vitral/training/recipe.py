@@ -22,6 +22,7 @@ from vitral.evaluation.views import Views
 from vitral.hardware import Compile, Device, Precision
 from vitral.plain import from_plain, to_plain
 from vitral.training.loss import Loss
+from vitral.training.start import Start, why_not
 from vitral.variants import check, config_class
 from vitral.vit import ViTConfig
 
@@ -69,6 +70,7 @@ class Optim:
     lr: float = 1e-3
     lr_batch: int = 0  # lr is meant for a batch of so many images and grows with the batch; 0: lr is what it is
     weight_decay: float = 0.05  # on matrices; norms, biases, tokens and positions are spared
+    muon_decay: float | None = None  # on those that Muon moves; None: the same
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW
     momentum: float = 0.9  # SGD
     clip: float = 1.0  # largest norm of the gradient; 0: not clipped
@@ -82,6 +84,8 @@ class Optim:
             raise ValueError(f"optim.lr must be above 0, not {self.lr}")
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"optim.layer_decay must be above 0 and at most 1, not {self.layer_decay}")
+        if self.muon_decay is not None and not self.muon_decay >= 0:
+            raise ValueError(f"optim.muon_decay must not be negative, not {self.muon_decay}")
         for name in ("lr_batch", "weight_decay", "clip", "warmup", "final_lr"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"optim.{name} must not be negative, not {getattr(self, name)}")
@@ -100,7 +104,7 @@ class Recipe:
     variant: str = "plain"  # of the table in vitral.variants
     augment: Augment = field(default_factory=Augment)
     optim: Optim = field(default_factory=Optim)
-    zero_branches: bool = False  # each block begins as the identity: the last matrix of its branches is zero
+    start: tuple[Start, ...] = ()  # first weights that suit short trainings (vitral.training.start says how)
     init: str = ""  # a checkpoint to begin from: a file, a folder, a run, hf:owner/name; empty: from scratch
     own_size: bool = False  # with init: images of the recipe's size, not of the checkpoint's
     freeze: str = ""  # "backbone": only the head learns; a number: so many blocks and the embedding stay as they are
@@ -128,6 +132,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check(self.variant, self.model)
+        if reason := why_not(self.start, self.variant, self.model):
+            raise ValueError(reason)
         if self.freeze not in ("", "backbone") and not self.freeze.isdigit():
             raise ValueError(f"freeze must be 'backbone' or a number of blocks, not {self.freeze!r}")
         if self.freeze.isdigit() and int(self.freeze) > self.model.depth:

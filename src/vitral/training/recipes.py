@@ -95,7 +95,7 @@ def cifar10() -> Recipe:
             gelu="tanh",
             drop_path=0.1,
         ),
-        zero_branches=True,
+        start=("identity", "local", "alike", "whitened"),
         augment=Augment(shift=2, flip=True, cutmix=1.0, mixed=0.5),
         optim=Optim(
             name="muon", lr=5e-3, weight_decay=0.05, betas=(0.9, 0.95), clip=0.0, schedule="linear", warmup=0.15
@@ -117,7 +117,10 @@ def cifar10_94() -> Recipe:
         data=Data(name="cifar10", validation=0.0),
         model=HybridConfig(**plain | {"drop_path": 0.0}, conv=stem),
         variant="hybrid",
-        epochs=34,
+        start=("identity", "local", "alike"),
+        optim=replace(base.optim, muon_decay=0.3),
+        augment=replace(base.augment, mixed=0.4),
+        epochs=23,
         views="six",
         checkpoint_epochs=0,
     )
@@ -126,14 +129,26 @@ def cifar10_94() -> Recipe:
 def cifar10_95() -> Recipe:
     """CIFAR-10, meant for 95 %: cifar10-94 for longer, with stochastic depth. Not measured yet."""
     base = cifar10_94()
-    return replace(base, name="cifar10-95", model=replace(base.model, drop_path=0.1), epochs=60)
+    return replace(
+        base,
+        name="cifar10-95",
+        model=replace(base.model, drop_path=0.1),
+        optim=replace(base.optim, muon_decay=0.1),
+        augment=replace(base.augment, mixed=0.5),
+        epochs=50,
+    )
 
 
 def cifar10_patch() -> Recipe:
     """CIFAR-10, meant for 94 % without any convolution: 4×4 patches. Not measured yet."""
     fast = cifar10_94()
     return replace(
-        fast, name="cifar10-patch", model=replace(cifar10().model, drop_path=0.0), variant="plain", epochs=40
+        fast,
+        name="cifar10-patch",
+        model=replace(cifar10().model, drop_path=0.0),
+        variant="plain",
+        start=cifar10().start,
+        epochs=27,
     )
 
 

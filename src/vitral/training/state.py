@@ -19,7 +19,7 @@ from vitral.training.memory import recompute_blocks
 from vitral.training.optim import Averaged, make_optimizers, restore_optimizer
 from vitral.training.parallel import divide, way_of
 from vitral.training.recipe import Recipe
-from vitral.training.start import start_as_identity, start_at_even_odds
+from vitral.training.start import start_as, start_at_even_odds
 from vitral.variants import VARIANTS
 from vitral.vit import ViT
 
@@ -101,14 +101,22 @@ class State:
         return found
 
 
-def begin(recipe: Recipe, hardware: Hardware, steps: int, start: dict[str, Tensor] | None = None) -> State:
-    """Everything as it is before the first step, with weights drawn from the seed or given in `start`."""
+def begin(
+    recipe: Recipe,
+    hardware: Hardware,
+    steps: int,
+    start: dict[str, Tensor] | None = None,
+    sample: Tensor | None = None,
+) -> State:
+    """Everything as it is before the first step, with weights drawn from the seed or given in `start`.
+
+    `sample`: some training images, normalised, for weights that are chosen by them."""
     torch.manual_seed(recipe.seed)
     model = VARIANTS[recipe.variant](recipe.model)
     if start is not None:
         model.load_state_dict(start)
-    elif recipe.zero_branches:
-        start_as_identity(model)
+    else:
+        start_as(recipe.start, model, sample)
     if recipe.loss == "sigmoid":
         start_at_even_odds(model)
     for name, parameter in model.named_parameters():
@@ -123,9 +131,7 @@ def begin(recipe: Recipe, hardware: Hardware, steps: int, start: dict[str, Tenso
         torch.manual_seed(own_seed(recipe.seed, hardware.world.rank))
     state = State(
         model=model.train(),
-        optimizers=make_optimizers(
-            model, recipe.optim, on_device=hardware.device if hardware.graph else None, compile=hardware.compile
-        ),
+        optimizers=make_optimizers(model, recipe.optim, on_device=hardware.device if hardware.graph else None),
         averaged=Averaged(model, share, steps, copied) if share else None,
         draws=Generator(hardware.device).manual_seed(recipe.seed),
         totals=torch.zeros(3, device=hardware.device, dtype=torch.float64),  # fp32 counts to 16 million

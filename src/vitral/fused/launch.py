@@ -1,0 +1,237 @@
+"""The kernels as functions of tensors: what to allocate, and how the work is cut into programs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from vitral.fused import kernels
+
+PROGRAMS = 1056  # that share the rows where sums over all of them are taken: eight for each of a large GPU's 132 cores
+SHORT = 128  # tokens whose attention fits a core at once
+
+
+class Small(NamedTuple):
+    """A matrix as FP8."""
+
+    numbers: Tensor
+    scales: Tensor  # of each row: N 1
+    norms: Tensor  # the length of each row, or of the longest
+
+
+Norm = tuple[Tensor, Tensor, float]  # weight, shift, and what keeps it from dividing by zero
+Norms = tuple[Tensor, Tensor, Tensor, Tensor, float]  # of queries and keys: weights, shifts, and the same
+
+
+def tile(columns: int, numbers: int = 1024) -> dict[str, int]:
+    """Whole rows, about so many numbers at once; one warp, if it can hold them: then nothing waits for another."""
+    block = triton.next_power_of_2(columns)
+    return {"BLOCK": block, "ROWS": max(1, numbers // block), "num_warps": max(1, block // 1024)}
+
+
+def blocks(columns: int) -> tuple[dict[str, int], int]:
+    """How the MLP's hidden numbers are cut, and into how many pieces a row."""
+    block = min(512, triton.next_power_of_2(columns))
+    return {"BLOCK": block, "ROWS": 2048 // block, "num_warps": 4}, triton.cdiv(columns, block)
+
+
+def shares(rows: int, each: int, beside: int = 1) -> int:
+    return max(1, min(PROGRAMS // beside, triton.cdiv(rows, each)))
+
+
+def small_like(x: Tensor) -> Small:
+    scales = x.new_empty(2, x.shape[0], 1, dtype=torch.float32)
+    return Small(torch.empty_like(x, dtype=torch.float8_e4m3fn), *scales)
+
+
+def total(parts: Tensor) -> Tensor:
+    """The sum over the first axis: fp32, and always in the same order."""
+    out = torch.empty_like(parts[0])
+    G, C = parts.shape[0], out.numel()
+    kernels.total[(triton.cdiv(C, 8),)](parts, out, G, C, ROWS=512, BLOCK=8, num_warps=8)
+    return out
+
+
+def add_norm(
+    z: Tensor, f: Tensor | None, bias: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool
+) -> tuple[Tensor, Tensor, Small | None]:
+    """z + kept·(f + bias), its layer norm, and that as FP8 too. `kept` has a number for each image."""
+    (M, D), (weight, shift, eps) = z.shape, norm
+    out, normed = z if f is None else torch.empty_like(z), torch.empty_like(z)
+    small = small_like(z) if fp8 else None
+    how = tile(D)
+    kernels.norm[(triton.cdiv(M, how["ROWS"]),)](
+        z, f, bias, kept, weight, shift, out, normed, *(small or (None, None, None)), M, tokens_each(M, kept), eps,
+        D=D, ADD=f is not None, DROP=kept is not None, FP8=fp8, **how,
+    )  # fmt: skip
+    return out, normed, small
+
+
+def add_norm_back(
+    x: Tensor, dy: Tensor, dz: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool
+) -> tuple[Tensor, Tensor, Small | None, Tensor]:
+    """The gradient of z, of f, that as FP8, and the sums for the norm's weight, its shift and the bias: 3 D."""
+    (M, D), (weight, _, eps) = x.shape, norm
+    dx = torch.empty_like(x)
+    df = dx if kept is None else torch.empty_like(x)
+    small = small_like(x) if fp8 else None
+    how = tile(D)
+    count = shares(M, how["ROWS"])
+    sums = x.new_empty(count, 3, D, dtype=torch.float32)
+    kernels.norm_back[(count,)](
+        x, dy, dz, kept, weight, dx, df, *(small or (None, None, None)), sums, M, tokens_each(M, kept), eps,
+        D=D, PASSED=dz is not None, DROP=kept is not None, FP8=fp8, **how,
+    )  # fmt: skip
+    return dx, df, small, total(sums)
+
+
+def tokens_each(rows: int, per_image: Tensor | None) -> int:
+    return 1 if per_image is None else rows // per_image.numel()
+
+
+def act(h: Tensor, bias: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Small | None]:
+    """GELU(h + bias): as bf16, or as FP8 where it is known how large h can be: `known` has the lengths of the rows
+    that it is the product of, and the longest row of the weights."""
+    M, N = h.shape
+    g, small = (torch.empty_like(h), None) if known is None else (None, small_like(h))
+    how, across = blocks(N)
+    norms, most = known or (None, None)
+    if most is not None:
+        most = torch.stack([most, bias.abs().amax()])
+    kernels.act[(triton.cdiv(M, how["ROWS"]), across)](
+        h, bias, g, *(small or (None, None, None))[:2], norms, most, M, N=N, TANH=tanh, PLAIN=small is None,
+        FP8=small is not None, **how,
+    )  # fmt: skip
+    return g, small
+
+
+def act_back(
+    h: Tensor, bias: Tensor, dg: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None, kept: Tensor | None
+) -> tuple[Tensor, Tensor, Small | None, Tensor]:
+    """GELU(h + bias) once more, unless it was kept; the gradient of h, that as FP8, and the bias's."""
+    M, N = h.shape
+    g, dh = torch.empty_like(h) if kept is None else kept, torch.empty_like(h)
+    small = None if known is None else small_like(h)
+    how, across = blocks(N)
+    count = shares(M, how["ROWS"], across)
+    sums = h.new_empty(count, N, dtype=torch.float32)
+    kernels.act_back[(count, across)](
+        h, bias, dg, g, dh, *(small or (None, None, None))[:2], *(known or (None, None)), sums, M,
+        N=N, TANH=tanh, AGAIN=kept is None, FP8=small is not None, **how,
+    )  # fmt: skip
+    return g, dh, small, total(sums)
+
+
+def half(d: int) -> dict[str, int]:
+    block = triton.next_power_of_2(d // 2)
+    return {"HALF": block, "ROWS": max(1, 1024 // block), "num_warps": 2}
+
+
+def turn(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | None) -> Tensor:
+    """Queries and keys, normed and turned: 2 M h d."""
+    M, d = qkv.shape[0], qkv.shape[1] // 3 // heads
+    out = qkv.new_empty(2, M, heads, d)
+    how = half(d)
+    *given, eps = norms or (None, None, None, None, 0.0)
+    kernels.turn[(triton.cdiv(M * heads, how["ROWS"]), 2)](
+        qkv, *given, waves, out, M, T, eps, H=heads, d=d, NORM=norms is not None, ROTARY=waves is not None, **how
+    )
+    return out
+
+
+def turn_back(
+    qkv: Tensor, gradients_BhTd: tuple[Tensor, ...], norms: Norms | None, waves: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of qkv: M 3hd, and the sums for the norms' weights and shifts: 2 2 d."""
+    _, h, T, d = gradients_BhTd[0].shape
+    M = qkv.shape[0]
+    out = torch.empty_like(qkv)
+    how = half(d)
+    count = shares(M * h, how["ROWS"])
+    gain_q, gain_k, _, _, eps = norms or (None, None, None, None, 0.0)
+    sums = qkv.new_empty(count, 2, 2, d, dtype=torch.float32) if norms else None
+    kernels.turn_back[(count, 3)](
+        qkv, *gradients_BhTd, gain_q, gain_k, waves, out, sums, M, T, eps, *strides(gradients_BhTd),
+        H=h, d=d, NORM=norms is not None, ROTARY=waves is not None, **how,
+    )  # fmt: skip
+    return out, None if sums is None else total(sums)
+
+
+def short(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | None) -> Tensor:
+    """softmax(q·kᵀ/√d)·v of normed and turned queries and keys, M hd, where T is at most SHORT."""
+    M, d = qkv.shape[0], qkv.shape[1] // 3 // heads
+    o = qkv.new_empty(M, heads * d)
+    *given, eps = norms or (None, None, None, None, 0.0)
+    kernels.short[(M // T * heads,)](
+        qkv, *given, waves, o, T, eps, d**-0.5,
+        H=heads, d=d, NORM=norms is not None, ROTARY=waves is not None, **at_once(T, d),
+    )  # fmt: skip
+    return o
+
+
+def short_back(
+    qkv: Tensor, do: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | None, bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradient of qkv, the sums for the norms' weights and shifts, 2 2 d, and those for the bias, 3hd."""
+    M, d = qkv.shape[0], qkv.shape[1] // 3 // heads
+    out, programs = torch.empty_like(qkv), M // T * heads
+    *given, eps = norms or (None, None, None, None, 0.0)
+    sums = qkv.new_empty(programs, 2, 2, d, dtype=torch.float32) if norms else None
+    totals = qkv.new_empty(M // T, 3 * heads * d, dtype=torch.float32) if bias else None
+    kernels.short_back[(programs,)](
+        qkv, do, *given, waves, out, sums, totals, T, eps, d**-0.5,
+        H=heads, d=d, NORM=norms is not None, ROTARY=waves is not None, BIAS=bias, **at_once(T, d),
+    )  # fmt: skip
+    return out, None if sums is None else total(sums), None if totals is None else total(totals)
+
+
+def at_once(T: int, d: int) -> dict[str, int]:
+    tokens = max(16, triton.next_power_of_2(T))
+    return {"TOKENS": tokens, "HALF": max(16, triton.next_power_of_2(d // 2)), "num_warps": 4 if tokens <= 64 else 8}
+
+
+def gather(gradients_BhTd: tuple[Tensor, ...], fp8: bool) -> tuple[Tensor, Small | None, Tensor]:
+    """The gradient of qkv, M 3hd, from those of queries, keys and values; that as FP8, and its sum over tokens."""
+    B, h, T, d = gradients_BhTd[0].shape
+    M, D = B * T, h * d
+    out = gradients_BhTd[0].new_empty(M, 3 * D)
+    small = small_like(out) if fp8 else None
+    how = tile(D) | {"num_warps": 4}
+    count = shares(M, how["ROWS"])
+    sums = out.new_empty(count, 3 * D, dtype=torch.float32)
+    kernels.gather[(count,)](
+        *gradients_BhTd,
+        out,
+        *(small or (None, None, None))[:2],
+        sums,
+        M,
+        T,
+        *strides(gradients_BhTd),
+        D=D,
+        d=d,
+        FP8=fp8,
+        **how,
+    )
+    return out, small, total(sums)
+
+
+def strides(tensors_BhTd: tuple[Tensor, ...]) -> list[int]:
+    """Of image, token and head."""
+    for tensor in tensors_BhTd:
+        assert tensor.stride(3) == 1
+    return [tensor.stride(axis) for tensor in tensors_BhTd for axis in (0, 2, 1)]
+
+
+def shrink(matrix: Tensor) -> Small:
+    """A matrix as FP8, row by row. A transposed one is read as it lies and written as it looks."""
+    N, K = matrix.shape
+    numbers = torch.empty(N, K, device=matrix.device, dtype=torch.float8_e4m3fn)
+    scales, most = torch.empty(N, 1, device=matrix.device), torch.zeros((), device=matrix.device)
+    rows, block = (4, 1024) if matrix.stride(1) == 1 else (32, 128)
+    kernels.shrink[(triton.cdiv(N, rows),)](
+        matrix, numbers, scales, most, N, K, *matrix.stride(), ROWS=rows, BLOCK=block
+    )
+    return Small(numbers, scales, most)

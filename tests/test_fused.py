@@ -1,0 +1,176 @@
+"""The fused encoder against the plain one: on a CPU, in Triton's interpreter and fp32, where both agree to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vitral.vit import ViT, ViTConfig
+
+pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
+
+from vitral.fused import encoder as fused_encoder
+from vitral.fused import launch
+from vitral.fused.encoder import FusedEncoder, why_not
+
+SMALL: dict[str, Any] = {
+    "image_size": (16, 16), "patch_size": 4, "classes": 10, "width": 48, "depth": 2, "heads": 3, "mlp_width": 96,
+}  # fmt: skip
+GRID = (4, 4)
+
+
+def a_model(**changes: Any) -> ViT:
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**SMALL | changes)).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # no shift at zero, no gain at one
+    return model
+
+
+def outcome(encoder: Any, model: ViT, tokens: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """What comes out, and every gradient."""
+    model.zero_grad()
+    given = tokens.clone().requires_grad_()
+    torch.manual_seed(7)  # stochastic depth
+    out = encoder(given, GRID)
+    out.backward(dy)
+    assert given.grad is not None
+    found = {name: p.grad.clone() for name, p in model.encoder.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "tokens": given.grad, **found}
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp_min(1e-4)).item()
+
+
+@pytest.fixture(params=["short", "long"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways: our own kernel for few tokens, and PyTorch's attention with ours around it."""
+    if request.param == "long":
+        monkeypatch.setattr(launch, "SHORT", 4)
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_norm": True, "positions": "learned+rotary"},
+        {"positions": "rotary", "gelu": "tanh", "pooling": "mean", "qkv_bias": False},
+        {"qk_norm": True, "positions": "sincos", "registers": 2, "depth": 1},
+        {"drop_path": 0.5, "depth": 3},
+        {"width": 24, "heads": 1, "mlp_width": 56, "depth": 1},
+    ],
+    ids=lambda changes: ",".join(changes) or "paper",
+)
+def test_the_fused_encoder_is_the_encoder(changes: dict[str, Any], attention: str) -> None:
+    model = a_model(**changes)
+    assert not why_not(model.encoder)
+    tokens = model.embed(torch.randn(3, 3, 16, 16), GRID).detach()
+    dy = torch.randn_like(tokens)
+    plain = outcome(model.encoder, model, tokens, dy)
+    fused = outcome(FusedEncoder(model.encoder, number=torch.float32), model, tokens, dy)
+    assert fused.keys() == plain.keys()
+    for name in plain:
+        if plain[name].norm() > 1e-4:  # a key's bias moves nothing: softmax does not see it
+            assert largest_difference(fused[name], plain[name]) < 5e-5, name
+
+
+def test_sums_over_many_rows_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that take several turns, and a last one that is not full."""
+    monkeypatch.setattr(launch, "PROGRAMS", 3)
+    monkeypatch.setattr(fused_encoder, "SPARE", 0)  # GELU computed again
+    model = a_model()
+    tokens = torch.randn(5, 17, 48)
+    dy = torch.randn_like(tokens)
+    plain = outcome(model.encoder, model, tokens, dy)
+    fused = outcome(FusedEncoder(model.encoder, number=torch.float32), model, tokens, dy)
+    assert all(largest_difference(fused[name], plain[name]) < 5e-5 for name in plain)
+
+
+def test_weights_that_changed_are_rounded_anew() -> None:
+    model = a_model(depth=1)
+    tokens = torch.randn(1, 17, 48)
+    encoder = FusedEncoder(model.encoder)
+    before = encoder(tokens, GRID)
+    with torch.no_grad():
+        model.encoder.blocks[0].mlp.expand.weight.mul_(2)  # type: ignore[union-attr, operator]
+    assert not torch.equal(encoder(tokens, GRID), before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layer_scale": 0.1}, "layer scale"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"dropout_attention": 0.1}, "dropout"),
+        ({"width": 36, "heads": 3}, "multiple of 8"),
+    ],
+)
+def test_what_it_does_not_know_it_says(changes: dict[str, Any], reason: str) -> None:
+    assert reason in why_not(a_model(**changes).encoder)
+
+
+def test_frozen_weights_are_left_to_the_plain_encoder() -> None:
+    model = a_model()
+    next(model.encoder.parameters()).requires_grad_(False)
+    assert "do not learn" in why_not(model.encoder)
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_gelu_and_its_slope(tanh: bool) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 255), torch.tensor([-300.0, 300.0, 0.0])]).reshape(2, 129).requires_grad_()
+    none = torch.zeros(129)
+    with np.errstate(over="ignore"):  # far out the exponential is infinite, as on a GPU
+        g, _ = launch.act(x.detach(), none, tanh, None)
+        again, dh, _, summed = launch.act_back(x.detach(), none, torch.ones_like(x), tanh, None, None)
+    wanted = torch.nn.functional.gelu(x.double(), approximate="tanh" if tanh else "none")
+    assert g is not None
+    assert (g - wanted).abs().max() < 2e-5 + 1e-6 * 300
+    assert (g - wanted)[x.abs() < 13].abs().max() < 5e-6
+    (slope,) = torch.autograd.grad(wanted.sum(), x)
+    assert (dh - slope).abs().max() < 2e-5
+    assert torch.equal(again, g)
+    assert torch.allclose(summed, dh.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_matrix_as_fp8(turned: bool) -> None:
+    matrix = torch.randn(40, 70) * torch.logspace(-3, 3, 40)[:, None]
+    given = matrix.t().contiguous().t() if turned else matrix
+    small = launch.shrink(given)
+    again = small.numbers.float() * small.scales
+    off = (again - matrix).abs().amax(dim=1) / matrix.abs().amax(dim=1)
+    assert off.max() < 0.15  # Triton's interpreter cuts the fourth bit off, a GPU rounds it
+    assert small.norms.item() == pytest.approx(matrix.norm(dim=1).max().item(), rel=1e-6)
+
+
+def test_rows_as_fp8_and_the_bound_of_their_products() -> None:
+    """No product is larger than its bound: nothing is cut off, whatever the weights are."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(33, 48), torch.randn(56, 48) * 3
+    _, normed, small = launch.add_norm(x, None, None, None, (torch.rand(48) + 0.5, torch.randn(48), 1e-6), True)
+    assert small is not None
+    assert largest_difference(small.numbers.float() * small.scales, normed) < 0.1
+    bound = small.norms * launch.shrink(weight).norms
+    assert ((normed @ weight.t()).abs() <= bound).all()
+    with np.errstate(over="ignore"):
+        g, g8 = launch.act(normed @ weight.t(), torch.randn(56), False, (small.norms, launch.shrink(weight).norms))
+    assert g is None
+    assert g8 is not None
+    assert g8.numbers.float().abs().max() < 448
+
+
+def test_it_refuses_nothing_that_the_recipes_train() -> None:
+    from vitral.training.recipes import GROUPS
+    from vitral.variants import VARIANTS
+
+    known = [make() for name in ("Known sets", "CIFAR-10 against the clock") for make in GROUPS[name].values()]
+    for recipe in known:
+        assert not why_not(VARIANTS[recipe.variant](recipe.model).encoder), recipe.name
+    assert fused_encoder.MOST_COLUMNS >= 4 * 1280
