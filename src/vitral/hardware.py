@@ -174,6 +174,39 @@ class Replayed:
         self.graph.replay()
 
 
+class Staging:
+    """Buffers of uint8 from which a GPU fetches batches by itself, beside what it computes; as many there as here.
+
+    `here[place]` is written, sent, and not written again before `wait`; what `send` gives may be read until `used`.
+    """
+
+    def __init__(self, device: torch.device, shape: tuple[int, ...], count: int = 3) -> None:
+        self.here = [torch.empty(shape, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+        self.there = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(count)]
+        self.sent = [torch.cuda.Event(blocking=True) for _ in range(count)]
+        self.read = [torch.cuda.Event() for _ in range(count)]
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.stream.wait_stream(torch.cuda.current_stream(device))  # whose memory it was may still be at work
+
+    def send(self, place: int) -> Tensor:
+        """Begin to fetch; what the device is asked to do from now on waits for it, Python does not."""
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.read[place])
+            self.there[place].copy_(self.here[place], non_blocking=True)
+            self.sent[place].record()
+        torch.cuda.current_stream(self.device).wait_event(self.sent[place])
+        return self.there[place]
+
+    def used(self, place: int) -> None:
+        """All that reads this batch has been asked of the device."""
+        self.read[place].record(torch.cuda.current_stream(self.device))
+
+    def wait(self, place: int) -> int:
+        """Until the batch has left this buffer."""
+        self.sent[place].synchronize()
+        return place
+
+
 def choose(
     *,
     device: Device = "auto",

@@ -5,15 +5,16 @@ So a place in a training is two numbers, epoch and step, and a resumed run sees 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from vitral.data.feed import fed
 from vitral.data.images import Images, Pixels, batches_of
-from vitral.hardware import Hardware
+from vitral.hardware import Hardware, Staging
 
 Sampling = Literal["plain", "balanced"]
 
@@ -41,17 +42,26 @@ class Loader:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch, from batch `start` on."""
-        device = self.labels.device
-        order = self.order(epoch).to("cpu" if isinstance(self.images, Images) else self.images.device)
+        order = self.order(epoch)
         size = min(self.batch, len(order))
         others = -(-size // self.repeat)  # different images in a batch
-        rows = [order[step * others : (step + 1) * others] for step in range(start, self.steps)]
-        for chosen, images in zip(rows, batches_of(self.images, rows), strict=True):
-            labels = self.labels[chosen.to(device)]
-            images = images.to(device, non_blocking=True)
+        labels_N = self.labels[order.to(self.labels.device)]  # once: a copy in each step would wait for the device
+        places = [slice(step * others, (step + 1) * others) for step in range(start, self.steps)]
+        for place, images in zip(places, self._images(order, places), strict=True):
+            labels = labels_N[place]
             if self.repeat > 1:  # copies stand far apart: mixing takes its partner from next door
                 images, labels = images.repeat(self.repeat, 1, 1, 1)[:size], labels.repeat(self.repeat)[:size]
             yield images, labels
+
+    def _images(self, order_N: Tensor, places: Sequence[slice]) -> Iterator[Tensor]:
+        device = self.labels.device
+        if isinstance(self.images, Tensor) and self.images.device == device:
+            order_N = order_N.to(device)
+            return batches_of(self.images, (order_N[place] for place in places))
+        rows = [order_N[place] for place in places]
+        if device.type == "cpu" or not rows:
+            return batches_of(self.images, rows)
+        return fed(self.images, rows, Staging(device, (len(rows[0]), *self.images.shape[1:])))
 
 
 def balanced(labels_N: Tensor, generator: torch.Generator) -> Tensor:
