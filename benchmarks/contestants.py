@@ -82,6 +82,10 @@ def arithmetic(config: Any) -> float:
     return float(config.depth * block + 2 * N * config.channels * config.patch_size**2 * D + 2 * D * config.classes)
 
 
+def what_failed(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['?'])[0][:200]}"
+
+
 def on_gpu() -> bool:
     import torch
 

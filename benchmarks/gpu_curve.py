@@ -34,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from contestants import NEEDS_A_GPU, Training, on_gpu
+from contestants import NEEDS_A_GPU, Training, on_gpu, what_failed
 
 WINDOW = 50  # steps that are averaged
 REFERENCE = "autocast"
@@ -263,7 +263,11 @@ def main() -> None:
         draw(json.loads(asked.draw[0].read_text()), asked.draw[1])
         return
     if asked.play:
-        print(json.dumps(play(asked.play[0], int(asked.play[1]), asked)))
+        setting, seed = asked.play[0], int(asked.play[1])
+        try:
+            print(json.dumps(play(setting, seed, asked)))
+        except Exception as error:
+            print(json.dumps({"setting": setting, "seed": seed, "failed": what_failed(error)}))
         return
     import torch
 

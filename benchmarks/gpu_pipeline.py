@@ -29,7 +29,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from contestants import BATCH, NEEDS_A_GPU, Training, configuration, on_gpu, wait
+from contestants import BATCH, NEEDS_A_GPU, Training, configuration, on_gpu, wait, what_failed
 
 GOAL = 0.95
 CLASSES = 10
@@ -168,7 +168,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.play:
-        print(json.dumps(play(asked.folder, asked.play, asked)))
+        try:
+            print(json.dumps(play(asked.folder, asked.play, asked)))
+        except Exception as error:
+            print(json.dumps({"size": asked.play, "failed": what_failed(error)}))
         return
     import torch
 

@@ -50,7 +50,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from contestants import NEEDS_A_GPU, PEERS, Case, on_gpu, peak, step_of, wait
+from contestants import NEEDS_A_GPU, PEERS, Case, on_gpu, peak, step_of, wait, what_failed
 
 GOALS = {"train": 1.5, "infer": 1.6}
 GOAL_MEMORY = 0.75
@@ -113,7 +113,7 @@ def play(case: Case, seconds: float, began: float) -> None:
             wait()
             say(images_per_second=count * case.batch / (time.perf_counter() - start))
     except Exception as error:
-        say(failed=f"{type(error).__name__}: {(str(error).strip().splitlines() or ['?'])[0][:200]}")
+        say(failed=what_failed(error))
 
 
 # ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────
