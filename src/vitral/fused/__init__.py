@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from vitral.fused.encoder import FusedEncoder, why_not
 from vitral.hardware import Hardware
-from vitral.vit import ViT
+from vitral.vit import PatchEmbedding, ViT
 
 __all__ = ["forward", "why_not"]
 
@@ -39,7 +39,8 @@ def forward(model: ViT, hardware: Hardware) -> Callable[[Tensor], Tensor]:
         rounded = {name: parameter.bfloat16() for name, parameter in outside.items()}
         return functional_call(embedding, rounded, (images_BCHW.bfloat16(),))
 
-    embed = hardware.compiled(embed)
+    if model.patch_embedding.__class__ is not PatchEmbedding:  # a stem has enough to fuse
+        embed = hardware.compiled(embed)
 
     def fused(images_BCHW: Tensor) -> Tensor:
         grid = model.check(images_BCHW)

@@ -32,10 +32,10 @@ def tile(columns: int, numbers: int = 1024) -> dict[str, int]:
     return {"BLOCK": block, "ROWS": max(1, numbers // block), "num_warps": max(1, block // 1024)}
 
 
-def blocks(columns: int) -> tuple[dict[str, int], int]:
+def blocks(columns: int, block: int, rows: int) -> tuple[dict[str, int], int]:
     """How the MLP's hidden numbers are cut, and into how many pieces a row."""
-    block = min(512, triton.next_power_of_2(columns))
-    return {"BLOCK": block, "ROWS": 2048 // block, "num_warps": 4}, triton.cdiv(columns, block)
+    block = min(block, triton.next_power_of_2(columns))
+    return {"BLOCK": block, "ROWS": rows, "num_warps": 4}, triton.cdiv(columns, block)
 
 
 def shares(rows: int, each: int, beside: int = 1) -> int:
@@ -97,7 +97,7 @@ def act(h: Tensor, bias: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None
     that it is the product of, and the longest row of the weights."""
     M, N = h.shape
     g, small = (torch.empty_like(h), None) if known is None else (None, small_like(h))
-    how, across = blocks(N)
+    how, across = blocks(N, 1024, 4)
     norms, most = known or (None, None)
     if most is not None:
         most = torch.stack([most, bias.abs().amax()])
@@ -115,7 +115,7 @@ def act_back(
     M, N = h.shape
     g, dh = torch.empty_like(h) if kept is None else kept, torch.empty_like(h)
     small = None if known is None else small_like(h)
-    how, across = blocks(N)
+    how, across = blocks(N, 512, 2)
     count = shares(M, how["ROWS"], across)
     sums = h.new_empty(count, N, dtype=torch.float32)
     kernels.act_back[(count, across)](

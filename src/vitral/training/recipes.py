@@ -120,7 +120,7 @@ def cifar10_94() -> Recipe:
         start=("identity", "local", "alike"),
         optim=replace(base.optim, muon_decay=0.3),
         augment=replace(base.augment, mixed=0.4),
-        epochs=23,
+        epochs=24,
         views="six",
         checkpoint_epochs=0,
     )
@@ -135,7 +135,7 @@ def cifar10_95() -> Recipe:
         model=replace(base.model, drop_path=0.1),
         optim=replace(base.optim, muon_decay=0.1),
         augment=replace(base.augment, mixed=0.5),
-        epochs=50,
+        epochs=56,
     )
 
 
@@ -148,7 +148,7 @@ def cifar10_patch() -> Recipe:
         model=replace(cifar10().model, drop_path=0.0),
         variant="plain",
         start=cifar10().start,
-        epochs=27,
+        epochs=28,
     )
 
 
