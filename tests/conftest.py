@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vitral import cli
 from vitral.data.datasets import Dataset, Split
 from vitral.data.preprocess import Preprocessing, measure
 from vitral.hardware import Hardware
@@ -31,6 +32,7 @@ from vitral.vit import ViTConfig
 torch.set_num_threads(1)
 
 Fit = Callable[..., Run]
+Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
@@ -140,9 +142,25 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave_out_pictures(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr("vitral.workshop.draw", lambda run, *_: run.figures / "example.png")
-    patched.setattr("vitral.workshop.gather", lambda *_: None)
-    patched.setattr("vitral.workshop.write_report", lambda _, page: page)
+    patched.setattr("vitral.making.draw", lambda run, *_: run.figures / "example.png")
+    patched.setattr("vitral.making.gather", lambda *_: None)
+    patched.setattr("vitral.making.write_report", lambda _, page: page)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command in this process: exit status, what it printed, what it complained about."""
+
+    def run_it(*words: object) -> tuple[int, str, str]:
+        code = 0
+        try:
+            cli.main([str(word) for word in words])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run_it
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from vitral import cli, hardware, shipping
 from vitral.errors import VitralError
 from vitral.inference.bench import recommend
 from vitral.inference.choice import Row, possible, read_measured
+from vitral.judge import spread
 from vitral.predict import Predictor
-from vitral.samples import sample, spread
+from vitral.samples import sample
 
 pytestmark = pytest.mark.skipif(not hardware.cpu_packs_matrices(), reason="this build of PyTorch has no oneDNN")
 
@@ -79,7 +80,7 @@ def test_images_to_measure_with_come_from_the_set_another_folder_or_nowhere(
     run = train_tiny()
     monkeypatch.setattr("vitral.judge.load_dataset", lambda name, **kw: dataset)
     predictor = Predictor.load(run.path, device="cpu")
-    own = sample(predictor, run.path, None, 10)
+    own = sample(predictor, None, 10)
     assert own.images.shape == (10, 1, 8, 8)
     assert own.labels is not None
     learn, compare = own.halves()
@@ -89,14 +90,14 @@ def test_images_to_measure_with_come_from_the_set_another_folder_or_nowhere(
     for shade in (0, 100, 200):
         Image.new("L", (20, 12), shade).save(flat / f"{shade}.png")
     (flat / "broken.png").write_bytes(b"no picture")
-    found = sample(predictor, run.path, str(flat), 99)
+    found = sample(predictor, str(flat), 99)
     assert found.labels is None
     assert found.images[:, 0, 0, 0].tolist() == [0, 100, 200]
     with pytest.raises(VitralError, match="too few to measure"):
         shipping.bench(run.path, data=str(flat))
     predictor.card = replace(predictor.card, trained_on="")
-    with pytest.raises(VitralError, match="which images"):
-        sample(predictor, run.path, None, 9)
+    with pytest.raises(VitralError, match="does not say what it was trained on"):
+        sample(predictor, None, 9)
 
 
 def test_spread_takes_from_all_over() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from conftest import Command
 from vitral import cli, workshop
 from vitral.commands.flags import positional, switches_of
 from vitral.training.recipes import named
@@ -26,18 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def vitral(capsys: pytest.CaptureFixture[str]):
-    """Run a command in this process: (exit code, what it printed, what it complained about)."""
-
-    def command(*words: object) -> tuple[int, str, str]:
-        code = 0
-        try:
-            cli.main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
+def vitral(command: Command) -> Command:
     return command
 
 

@@ -21,14 +21,14 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     ["__init__", "__main__", "cli"],
     ["commands"],
-    ["workshop", "shipping"],
+    ["workshop", "making", "shipping"],
     ["report", "serve", "summary", "judge", "samples"],
     ["training", "predict", "explain", "export", "doctor", "harvest"],
     ["evaluation", "run", "weights", "estimate", "inference"],
     ["runtime"],
     ["data", "variants", "answers", "fused"],
     ["presets"],
-    ["vit", "hardware", "world", "plain", "errors"],
+    ["vit", "hardware", "world", "plain", "errors", "lazy"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 UPWARD = {("vit", "presets")}  # ViT.from_preset, the one line that everybody wants to write

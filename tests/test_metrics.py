@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from scipy import stats
 from sklearn import metrics as sklearn
 from torch import Tensor, nn
@@ -162,11 +163,15 @@ def test_a_thousand_classes_are_measured() -> None:
     assert math.isfinite(found.loss)
 
 
+def shown(metrics: Metrics) -> None:
+    console = Console(highlight=False)
+    terminal.show_classes(metrics, console)
+    terminal.show_confusion(metrics, console)
+
+
 def test_the_terminal_shows_every_class_and_every_count(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.show_metrics(of_confusion([[90, 2, 7], [1, 80, 0], [7, 3, 70]]), "test")
+    shown(of_confusion([[90, 2, 7], [1, 80, 0], [7, 3, 70]]))
     out = capsys.readouterr().out
-    assert "92.31%" in out
-    assert "260 images" in out
     cells = [line.split() for line in out.splitlines()]
     assert ["a", "90", "2", "7"] in cells
     assert ["b", "1", "80", "·"] in cells
@@ -175,14 +180,14 @@ def test_the_terminal_shows_every_class_and_every_count(capsys: pytest.CaptureFi
 
 def test_class_names_that_look_like_markup_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     logits, labels = answers(20, 3, seed=0)
-    terminal.show_metrics(measure(logits, labels, ("[red]", "[/bold]", "a[b]")), "test")
+    shown(measure(logits, labels, ("[red]", "[/bold]", "a[b]")))
     lines = capsys.readouterr().out.splitlines()
     for name in ("[red]", "[/bold]", "a[b]"):
         assert sum(name in line for line in lines) == 3, "in both tables, and as a column"
 
 
 def test_more_classes_than_a_terminal_is_wide_are_listed_without_a_matrix(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.show_metrics(measure(*answers(90, 30, seed=0), names(30)), "test")
+    shown(measure(*answers(90, 30, seed=0), names(30)))
     out = capsys.readouterr().out
     assert "class 29" in out
     assert "said →" not in out

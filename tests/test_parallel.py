@@ -20,12 +20,11 @@ import torch
 from conftest import identical
 from test_world import TORCHRUN
 from together import RECIPE, train
-from vitral import workshop
 from vitral.errors import VitralError
 from vitral.hardware import Hardware
 from vitral.presets import preset
 from vitral.run import Run, load_weights
-from vitral.training import checkpoint
+from vitral.training import checkpoint, origin
 from vitral.training.parallel import way_of
 from vitral.world import World
 
@@ -300,18 +299,18 @@ def test_a_job_finds_its_own_unfinished_run_and_no_other(tmp_path: Path, monkeyp
     (tmp_path / "runs" / "broken").mkdir()
     (tmp_path / "runs" / "broken" / "environment.json").write_text("{")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert workshop.earlier_attempt(None) is None
+    assert origin.earlier_attempt(None) is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-2")
-    assert workshop.earlier_attempt(None) == Path("runs/two") == workshop.earlier_attempt("runs/two")
-    assert workshop.earlier_attempt("runs/one") is None
-    assert workshop.earlier_attempt("runs/new") is None
+    assert origin.earlier_attempt(None) == Path("runs/two") == origin.earlier_attempt("runs/two")
+    assert origin.earlier_attempt("runs/one") is None
+    assert origin.earlier_attempt("runs/new") is None
     two = Run(Path("runs/two"))
     two.model.mkdir()
     for name in ("config.json", "weights.safetensors"):
         (two.model / name).write_text("{}")
-    assert workshop.earlier_attempt(None) == Path("runs/two"), "trained, but the test images were not read"
+    assert origin.earlier_attempt(None) == Path("runs/two"), "trained, but the test images were not read"
     two.test_file.write_text("{}")
-    assert workshop.earlier_attempt(None) is None
+    assert origin.earlier_attempt(None) is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun without an id: its process stands for it
-    (tmp_path / "runs" / "one" / "environment.json").write_text(json.dumps({"launch": workshop.launch()}))
-    assert workshop.earlier_attempt(None) == Path("runs/one")
+    (tmp_path / "runs" / "one" / "environment.json").write_text(json.dumps({"launch": origin.launch()}))
+    assert origin.earlier_attempt(None) == Path("runs/one")

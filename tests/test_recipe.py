@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vitral import cli, weights, workshop
+from vitral import cli, making, weights
 from vitral.data.augment import Augment
 from vitral.data.datasets import KNOWN, Dataset, Split
 from vitral.data.preprocess import Preprocessing
@@ -107,7 +107,7 @@ def test_what_recipes_show_prints_is_a_file_that_trains(
         )
 
     monkeypatch.setattr(plan, "load", stand_in)
-    monkeypatch.setattr(workshop, "draw", lambda run, *_: run.figures / "example.png")
+    monkeypatch.setattr(making, "draw", lambda run, *_: run.figures / "example.png")
     words = ["train", "--recipe", str(file), "--epochs", "1", "--device", "cpu", "--out", str(tmp_path / "run")]
     for flag, value in SMALLER.items() if large else ():
         words += [f"--{flag.replace('_', '-')}", "64" if isinstance(value, tuple) else str(value)]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import Fit, identical
-from vitral import __version__, run, workshop
+from vitral import __version__, making, run, workshop
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.run import ModelCard, Run, load_model, load_weights, save_model, save_weights, write_atomically
@@ -231,7 +231,7 @@ def test_a_run_is_finished_only_when_its_model_is_complete(
 
     def fail(path: Path, content: bytes | str) -> None:
         if path.name == "config.json":
-            raise VitralError("no space")
+            raise VitralError("no space", "make some")
         write_atomically(path, content)
 
     monkeypatch.setattr(run, "write_atomically", fail)
@@ -361,7 +361,7 @@ def test_a_training_leaves_the_documented_files_and_figures(tmp_path: Path) -> N
 
 
 def test_the_recipe_in_a_run_repeats_it_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workshop, "draw", lambda run, *_: run.figures / "example.png")
+    monkeypatch.setattr(making, "draw", lambda run, *_: run.figures / "example.png")
     changes = TINY | {"seed": 5, "model.dropout": 0.1, "augment.cutmix": 1.0}
     workshop.train("digits", out=tmp_path / "one", **changes)
     first = Run.open(tmp_path / "one")

@@ -21,7 +21,7 @@ from sklearn import metrics as sklearn
 from torch import Tensor
 
 import vitral
-from vitral import cli, judge, workshop
+from vitral import judge, workshop
 from vitral.data.datasets import Split
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
@@ -389,20 +389,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "digits"
     workshop.train("digits", epochs=8, out=out, **{"model.depth": 1, "model.width": 32})
     return out
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]):
-    def command(*words: object) -> tuple[int, str, str]:
-        code = 0
-        try:
-            cli.main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return command
 
 
 def other_things(folder: Path) -> Path:

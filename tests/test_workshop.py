@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vitral
-from vitral import judge, workshop
+from vitral import judge, making
 from vitral.data import datasets
 from vitral.errors import VitralError
 from vitral.training import plan
@@ -40,8 +40,8 @@ def test_the_test_set_is_not_read_before_training_is_over(tmp_path, monkeypatch)
         return digits.test
 
     monkeypatch.setattr(plan, "load", lambda *_, **__: replace(digits, read_test=read_test))
-    fit = workshop.fit
-    monkeypatch.setattr(workshop, "fit", lambda *a, **k: (fit(*a, **k), order.append("trained"))[0])
+    fit = making.fit
+    monkeypatch.setattr(making, "fit", lambda *a, **k: (fit(*a, **k), order.append("trained"))[0])
     vitral.train("digits", out=tmp_path / "run", **TINY)
     assert order == ["trained", "test"]
 
@@ -93,10 +93,10 @@ def test_the_demo_falls_back_to_the_digits_and_says_why(tmp_path, monkeypatch, c
 
     def offline(name, **more):
         if name == "mnist":
-            raise VitralError("mnist cannot be had: no route to host")
+            raise VitralError("mnist cannot be had: no route to host", "try later")
         return load(name, **more)
 
-    monkeypatch.setattr(workshop, "load_dataset", offline)
+    monkeypatch.setattr(making, "load_dataset", offline)
     quick = named("digits").changed(TINY)
     monkeypatch.setitem(RECIPES, "digits", lambda: quick)
     vitral.demo(out=tmp_path / "run", quiet=False)
@@ -130,7 +130,7 @@ def test_pictures_that_cannot_be_written_cost_no_result(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(workshop, "draw", full)
+    monkeypatch.setattr(making, "draw", full)
     with pytest.raises(VitralError, match="No space left on device") as caught:
         vitral.train("digits", out=tmp_path / "run", **TINY)
     assert "the model is whole" in caught.value.hint
@@ -149,6 +149,6 @@ def test_a_changed_recipe_is_noticed_on_resume(tmp_path):
 def test_the_next_commands_can_be_typed_as_they_stand(monkeypatch):
     monkeypatch.setattr("sys.argv", [".venv/bin/vitral", "demo"])
     monkeypatch.setenv("PATH", "")
-    assert workshop.command() == ".venv/bin/vitral"
+    assert making.command() == ".venv/bin/vitral"
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/vitral")
-    assert workshop.command() == "vitral"
+    assert making.command() == "vitral"

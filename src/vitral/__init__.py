@@ -9,8 +9,9 @@ Everything is looked up when first used: `import vitral` is quick and does not i
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from vitral.lazy import lazily
 
 __version__ = "0.1.0"
 
@@ -57,15 +58,4 @@ _LIVES_IN = {
 }
 _PACKAGES = ("data", "explain", "weights")
 __all__ = ["__version__", *_PACKAGES, *_LIVES_IN]
-
-
-def __getattr__(name: str) -> object:
-    if name in _PACKAGES:
-        return import_module(f"vitral.{name}")
-    if name not in _LIVES_IN:
-        raise AttributeError(f"module 'vitral' has no attribute {name!r}")
-    return getattr(import_module(f"vitral.{_LIVES_IN[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazily(__name__, _LIVES_IN, _PACKAGES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vitral.errors import VitralError
@@ -29,13 +29,32 @@ class Prediction:
     @property
     def best(self) -> Label:
         if not self.labels:
-            raise VitralError(f"there is no answer for {self.source}: {self.error}")
+            raise VitralError(f"there is no answer for {self.source}: {self.error}", "look at .error before .best")
         return self.labels[0]
 
 
 def ranked(names: Sequence[str], probabilities: Sequence[float], top: int | None) -> tuple[Label, ...]:
     order = sorted(zip(names, probabilities, strict=True), key=lambda item: -item[1])
     return tuple(Label(name=name, probability=probability) for name, probability in order[:top])
+
+
+def in_order(
+    waiting: Iterable[tuple[str, object]],
+    rows: Iterable[tuple[Sequence[float], bool]],
+    names: Sequence[str],
+    top: int | None,
+) -> Iterator[Prediction]:
+    """An answer for each picture that waited, by its name and pixels, or with a sentence instead of pixels.
+
+    `rows`: probabilities, and whether it is unknown, of those with pixels.
+    """
+    answered = iter(rows)
+    for source, pixels in waiting:
+        if isinstance(pixels, str):
+            yield Prediction(source=source, error=pixels)
+        else:
+            probabilities, unknown = next(answered)
+            yield Prediction(source=source, labels=ranked(names, probabilities, top), unknown=unknown)
 
 
 def as_lines(answers: Sequence[Prediction]) -> None:

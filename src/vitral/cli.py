@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -76,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise VitralError(
                 f"there is no command {words[0]!r}.{nearest(words[0], COMMANDS)}", f"Known: {', '.join(COMMANDS)}"
             )
+        if any(re.fullmatch(r"(--[\w.-]+=)?", word) for word in words):
+            raise VitralError("there is an empty word on the command line", "is a variable of the shell not set?")
         sys.exit(import_module(f"vitral.commands.{words[0]}").run(words[1:]))
     except VitralError as error:
         tell_torchrun(error.what)

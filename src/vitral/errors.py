@@ -12,10 +12,17 @@ class VitralError(Exception):
     The command line prints it in two lines and exits with 2. A traceback, then, always means a bug in vitral.
     """
 
-    def __init__(self, what: str, hint: str = "") -> None:
+    def __init__(self, what: str, hint: str) -> None:
         super().__init__(f"{what}\n{hint}" if hint else what)
         self.what = what
         self.hint = hint
+
+
+def reason(error: Exception) -> str:
+    """What the system says, without number and file name, which stand elsewhere in the sentence."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is no text in UTF-8"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

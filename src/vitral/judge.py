@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -22,17 +23,23 @@ from vitral.data.preprocess import adapt
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score, calibrate, known_score
 from vitral.evaluation.compare import PairedComparison, compare
-from vitral.evaluation.robustness import Robustness, robustness
+from vitral.evaluation.robustness import WAYS, Robustness, robustness
 from vitral.evaluation.selective import AnswerAt, answer_at
 from vitral.evaluation.trust import Evaluation, assess
 from vitral.evaluation.unknown import Mahalanobis, Unknown, judge_score
 from vitral.predict import Predictor, is_checkpoint
 from vitral.run import model_folder, write_card
 from vitral.training.recipe import Recipe, read_recipe
+from vitral.weights.exchange import FAMILIES
 
 T = TypeVar("T")
 SplitName = Literal["test", "validation", "train"]
+Watch = Callable[[str], None]
 MOST_IMAGES = 10_000  # of training images that distances are measured from, of unknown images, of images to damage
+
+
+def unwatched(what: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,20 +53,19 @@ class Asked:
     split: Split
 
 
-def question(path: str | Path, data: str | None, split: SplitName | None, labels: Path | None = None) -> Asked:
+def question(model: str | Path | Predictor, data: str | None, split: SplitName | None) -> Asked:
     """A split of what a model was trained on, or of another set or folder with classes that it knows.
 
     None: the test images, or the validation images where there are none. Where another folder has no such split, all
     of its images are asked.
     """
-    predictor = Predictor.load(path, labels=labels)
-    recipe = Path(path) / "recipe.toml"
-    plan = read_recipe(recipe) if recipe.is_file() else None
-    dataset = images_of(data or predictor.card.trained_on, predictor, plan)
+    predictor = model if isinstance(model, Predictor) else Predictor.load(model)
+    plan = recipe_of(predictor)
+    dataset = images_of(data or learned_from(predictor), predictor, plan)
     if strange := [c for c in dataset.classes if c not in predictor.classes]:
         raise VitralError(
             f"{dataset.name} has classes that the model does not know: {few(tuple(strange))}",
-            f"The model knows {few(predictor.classes)}",
+            f"The model knows {few(predictor.classes)}; names for a checkpoint without any: --labels FILE",
         )
     if split is None:
         split = "test" if data or len(dataset.test) else "validation"
@@ -75,6 +81,21 @@ def question(path: str | Path, data: str | None, split: SplitName | None, labels
     by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes])  # a missing class shifts nothing
     asked = Split(images=adapt(asked.images, predictor.card.preprocessing), labels=by_name[asked.labels])
     return Asked(predictor=predictor, plan=plan, dataset=dataset, name=split, split=asked)
+
+
+def recipe_of(predictor: Predictor) -> Recipe | None:
+    """Of the run that the model came from; None for a model folder alone, or another library's checkpoint."""
+    file = predictor.path / "recipe.toml" if predictor.path is not None else None
+    return read_recipe(file) if file is not None and file.is_file() else None
+
+
+def learned_from(predictor: Predictor, hint: str = "name a set or folder with --data") -> str:
+    """The set or folder that the model was trained on; other libraries' checkpoints do not say."""
+    name = predictor.card.trained_on
+    if not name or name.partition(": ")[0] in FAMILIES:
+        source = f"{predictor.path} is a model from elsewhere, so it" if predictor.path else "the model"
+        raise VitralError(f"{source} does not say what it was trained on", hint)
+    return name
 
 
 def images_of(name: str, predictor: Predictor, plan: Recipe | None) -> Dataset:
@@ -107,13 +128,20 @@ def calibrate_model(
 
 
 def evaluate(
-    asked: Asked, *, max_error: float | None = None, against: str | None = None, damaged: int = 0
+    asked: Asked,
+    *,
+    max_error: float | None = None,
+    against: str | None = None,
+    damaged: int = 0,
+    watch: Watch = unwatched,
 ) -> tuple[Evaluation, Tensor]:
     """All that the images say about the model, and its logits for them.
 
     With `max_error`, from what confidence on to answer; `against`, a set or folder of images it should not know;
-    `damaged`, how many of the images are asked again, noisy, blurred, pale, compressed and turned.
+    `damaged`, how many of the images are asked again, noisy, blurred, pale, compressed and turned. `watch` hears what
+    is going on.
     """
+    watch(f"asking {len(asked.split):,} {asked.name} images")
     logits = asked.predictor.logits_together(asked.split.images)
     found = assess(
         logits,
@@ -121,8 +149,8 @@ def evaluate(
         asked.predictor.classes,
         asked.predictor.card.calibration,
         answer_at=None if max_error is None else when_to_answer(asked, logits, max_error),
-        unknown=None if against is None else against_unknown(asked, logits, against),
-        robustness=against_damage(asked, damaged) if damaged else None,
+        unknown=None if against is None else against_unknown(asked, logits, against, watch),
+        robustness=against_damage(asked, damaged, watch) if damaged else None,
         split=asked.name,
     )
     return found, logits
@@ -130,11 +158,14 @@ def evaluate(
 
 def held_out(asked: Asked) -> Split:
     """The validation images of what the model was trained on."""
-    trained_on = asked.predictor.card.trained_on
+    trained_on = learned_from(asked.predictor, "thresholds are chosen on the validation images of that")
     same = asked.dataset.name == trained_on
     dataset = asked.dataset if same else images_of(trained_on, asked.predictor, asked.plan)
     if not len(dataset.validation):
-        raise VitralError(f"{trained_on} has no validation images to choose a threshold on")
+        raise VitralError(
+            f"{trained_on} has no validation images to choose a threshold on",
+            "vitral train DATA --data.validation 0.1 holds some out",
+        )
     by_name = torch.tensor([asked.predictor.classes.index(c) for c in dataset.classes])
     images = adapt(dataset.validation.images, asked.predictor.card.preprocessing)
     return Split(images=images, labels=by_name[dataset.validation.labels])
@@ -151,7 +182,8 @@ def when_to_answer(asked: Asked, logits: Tensor, wished: float) -> AnswerAt:
     return answer_at(wished, chosen_on, sure_and_right(logits, asked.split.labels))
 
 
-def against_unknown(asked: Asked, logits: Tensor, against: str) -> Unknown:
+def against_unknown(asked: Asked, logits: Tensor, against: str, watch: Watch) -> Unknown:
+    watch(f"asking images of {against}")
     predictor, validation = asked.predictor, held_out(asked)
     if against == predictor.card.trained_on:
         raise VitralError(f"{against} is what the model was trained on", "--unknown wants images it should not know")
@@ -197,18 +229,19 @@ def strange_images(name: str, predictor: Predictor) -> Tensor:
     return torch.stack(found)
 
 
-def against_damage(asked: Asked, most: int) -> Robustness:
-    some = spread(len(asked.split), most)
+def against_damage(asked: Asked, most: int, watch: Watch) -> Robustness:
+    some, done = spread(len(asked.split), most), count()
 
     def answer(images: Tensor) -> Tensor:
+        watch(f"asking {len(images):,} of them damaged, in {next(done)} of {WAYS} ways")
         return asked.predictor.logits(images).argmax(dim=1)
 
     return robustness(asked.split.images[some], asked.split.labels[some], answer)
 
 
-def spread(count: int, most: int) -> Tensor:
-    """At most so many of `count` places, evenly."""
-    return torch.arange(count) if count <= most else torch.arange(most) * count // most
+def spread(there: int, most: int) -> Tensor:
+    """At most so many of the places that there are, evenly."""
+    return torch.arange(min(there, most)) * there // max(min(there, most), 1)
 
 
 def compare_models(first: Asked, second: Asked) -> PairedComparison:

@@ -39,12 +39,12 @@ def from_plain(cls: type[T], values: Mapping[str, Any], where: str = "", kinds: 
     for name, f in known.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and name not in values:
-            raise VitralError(f"the field '{where}{name}' is missing")
+            raise VitralError(f"the field '{where}{name}' is missing", f"a complete one has {', '.join(known)}")
     arguments = {name: _typed(hints[name], value, where + name) for name, value in values.items()}
     try:
         return cls(**arguments)
     except ValueError as error:
-        raise VitralError(str(error)) from error
+        raise VitralError(str(error), "put that value right") from error
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
@@ -66,4 +66,6 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         return value
     kind = hint.__name__ if isinstance(hint, type) else str(hint)
     wanted = f"one of {', '.join(map(str, choices))}" if origin is Literal else kind
-    raise VitralError(f"{where} must be {wanted}, not {value!r}")
+    raise VitralError(
+        f"{where} must be {wanted}, not {value!r}", "numbers are written bare, text in quotes, lists in brackets"
+    )

@@ -13,18 +13,18 @@ from torch import Tensor
 from vitral import weights
 from vitral.answers import Label as Label
 from vitral.answers import Prediction as Prediction
-from vitral.answers import ranked
+from vitral.answers import in_order
 from vitral.data.datasets import Split
 from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.images import Pixels
 from vitral.data.preprocess import adapt
-from vitral.errors import VitralError
+from vitral.errors import VitralError, reason
 from vitral.evaluation.metrics import Metrics, check_images, logits_of, logits_together, measure
 from vitral.evaluation.probe import features_of
 from vitral.hardware import Compile, Device, Hardware, Precision, choose
 from vitral.inference.choice import Choice, Wish, choose_on_gpu
 from vitral.inference.choice import choose as choose_numbers
-from vitral.run import ModelCard, load_model, model_folder
+from vitral.run import ModelCard, check_heads, load_model, model_folder
 from vitral.vit import ViT
 
 Picture = str | Path | bytes | Image.Image
@@ -41,9 +41,14 @@ def read_labels(path: Path, count: int) -> tuple[str, ...]:
     try:
         names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise VitralError(f"cannot read the labels in {path}: {error}") from error
+        raise VitralError(
+            f"cannot read the labels in {path}: {reason(error)}", "a text file, one name a line"
+        ) from error
     if len(names) != count:
-        raise VitralError(f"{path} has {len(names)} names; the model has {count} classes")
+        raise VitralError(
+            f"{path} has {len(names)} names; the model has {count} classes",
+            "one name a line, in the order of the classes",
+        )
     return names
 
 
@@ -81,6 +86,7 @@ class Predictor:
             model, card, folder = checkpoint.build(), checkpoint.card, None
         else:
             model, card = load_model(path)
+            check_heads(path, heads, card)
             folder = model_folder(Path(path))
         if labels is not None:
             card = replace(card, classes=read_labels(labels, card.architecture.classes))
@@ -111,7 +117,7 @@ class Predictor:
     ) -> Iterable[Prediction]:
         """An answer for each picture, in order. One that cannot be read gets an error and stops nothing."""
         if top is not None and top < 1:
-            raise VitralError(f"top must be at least 1, not {top}")
+            raise VitralError(f"top must be at least 1, not {top}", "None: all labels")
         waiting: list[tuple[str, Tensor | str]] = []
         for picture in pictures:
             waiting.append(self.open(picture))
@@ -134,7 +140,9 @@ class Predictor:
         opened = [self.open(file) for file in image_files([Path(path) for path in paths])]
         names = [name for name, pixels in opened if isinstance(pixels, Tensor)]
         if not names:
-            raise VitralError(f"no readable images in {', '.join(map(str, paths))}")
+            raise VitralError(
+                f"no readable images in {', '.join(map(str, paths))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read"
+            )
         images = torch.stack([pixels for _, pixels in opened if isinstance(pixels, Tensor)])
         return names, self.features(images), [pixels for _, pixels in opened if isinstance(pixels, str)]
 
@@ -177,9 +185,4 @@ class Predictor:
         logits = self.logits(torch.stack(readable)) if readable else torch.empty(0, len(self.classes))
         calibration = self.card.calibration
         rows = zip(calibration.probabilities(logits).tolist(), calibration.unknown(logits).tolist(), strict=True)
-        for name, pixels in waiting:
-            if isinstance(pixels, str):
-                yield Prediction(source=name, error=pixels)
-                continue
-            probabilities, unknown = next(rows)
-            yield Prediction(source=name, labels=ranked(self.classes, probabilities, top), unknown=unknown)
+        return in_order(waiting, rows, self.classes, top)

@@ -32,12 +32,14 @@ from safetensors.torch import save as to_safetensors
 
 from vitral import __version__
 from vitral.data.preprocess import Preprocessing
+from vitral.data.transfer import sync
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import Calibration
 from vitral.plain import from_plain, to_plain
 from vitral.variants import VARIANTS, check, config_class
 from vitral.vit import ViT, ViTConfig
 
+RUNS = Path("runs")  # where run folders are made
 FORMAT = 1  # of the model folder; raised when an older vitral could no longer read it
 
 
@@ -54,12 +56,7 @@ def whole_or_not(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-        if os.name == "posix":
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        sync(path.parent)
     finally:
         beside.unlink(missing_ok=True)
 
@@ -196,7 +193,7 @@ class Run:
 
 def _runs_beside(path: Path) -> str:
     """A hint: the run folders that do exist nearby."""
-    for root in (path, path.parent, Path("runs")):
+    for root in (path, path.parent, RUNS):
         if root.is_dir():
             runs = sorted((p.parent for p in root.glob("*/recipe.toml")), key=lambda p: p.stat().st_mtime)
             if runs:
@@ -249,6 +246,12 @@ def load_model(path: Path | str) -> tuple[ViT, ModelCard]:
         )
     model.load_state_dict(found)
     return model.eval(), card
+
+
+def check_heads(path: Path | str, asked: int | None, card: ModelCard) -> None:
+    """A model of vitral's own says how many heads it has."""
+    if asked not in (None, card.architecture.heads):
+        raise VitralError(f"{path} has {card.architecture.heads} heads, not {asked}", "leave --heads out")
 
 
 def model_folder(path: Path) -> Path:

@@ -14,11 +14,11 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from vitral.answers import Prediction, ranked, show
+from vitral.answers import Prediction, in_order, show
 from vitral.data import scale
 from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.errors import VitralError
@@ -38,7 +38,7 @@ class OnnxModel:
             raise VitralError("asking an ONNX file needs ONNX Runtime", "pip install onnxruntime") from error
         self.path = Path(path)
         if not self.path.is_file():
-            raise VitralError(f"there is no file {path}")
+            raise VitralError(f"there is no file {path}", "vitral export RUN --to onnx writes one")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         if threads is not None:
@@ -46,7 +46,9 @@ class OnnxModel:
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # its exceptions share no base class
-            raise VitralError(f"ONNX Runtime cannot read {path}: {str(error).splitlines()[0]}") from error
+            raise VitralError(
+                f"ONNX Runtime cannot read {path}: {str(error).splitlines()[0]}", "copy or export it again"
+            ) from error
         self.about = self._about()
         self.classes: tuple[str, ...] = tuple(self.about["classes"])
         self.scales_itself = bool(self.about["preprocessing_inside"])
@@ -61,7 +63,10 @@ class OnnxModel:
             )
         about: dict[str, Any] = json.loads(said)
         if about.get("format") != FORMAT:
-            raise VitralError(f"{self.path} has format {about.get('format')}; this vitral reads {FORMAT}")
+            raise VitralError(
+                f"{self.path} has format {about.get('format')}; this vitral reads {FORMAT}",
+                "export it again, or: pip install --upgrade vitral",
+            )
         return about
 
     def pixels(self, source: Any) -> Array:
@@ -111,21 +116,21 @@ class OnnxModel:
 
     def _answer(self, waiting: list[tuple[str, Array | str]], top: int | None) -> Iterator[Prediction]:
         readable = [pixels for _, pixels in waiting if not isinstance(pixels, str)]
-        rows: Iterator[tuple[list[float], bool]] = iter(())
+        rows: Iterable[tuple[list[float], bool]] = ()
         if readable:
             logits, probabilities = self.logits(np.stack(readable))
-            rows = iter(zip(probabilities.tolist(), self.unknown(logits).tolist(), strict=True))
-        for name, pixels in waiting:
-            if isinstance(pixels, str):
-                yield Prediction(source=name, error=pixels)
-                continue
-            probability, unknown = next(rows)
-            yield Prediction(source=name, labels=ranked(self.classes, probability, top), unknown=unknown)
+            rows = zip(probabilities.tolist(), self.unknown(logits).tolist(), strict=True)
+        return in_order(waiting, rows, self.classes, top)
+
+
+class Flags(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise VitralError(message, "vitral predict model.onnx --help lists the flags")
 
 
 def main(words: Sequence[str]) -> int:
     """`vitral predict model.onnx FILES…`, with the flags of predict that make sense here."""
-    parser = argparse.ArgumentParser(prog="vitral predict", description="Ranked labels from an exported model.")
+    parser = Flags(prog="vitral predict", description="Ranked labels from an exported model.")
     parser.add_argument("model", type=Path)
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE")
     parser.add_argument("--top", type=int, default=3, help="labels a picture (default 3)")
@@ -134,7 +139,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--csv", action="store_true", help="file, rank, label, probability, unknown, error")
     chosen = parser.parse_args(list(words))
     if chosen.top < 1:
-        raise VitralError(f"top must be at least 1, not {chosen.top}")
+        raise VitralError(f"--top must be at least 1, not {chosen.top}", "leave it out for 3")
     if not chosen.files:
         raise VitralError("which images?", f"vitral predict {chosen.model} photo.jpg folder/")
     files = image_files(chosen.files)

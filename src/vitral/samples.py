@@ -14,9 +14,8 @@ from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.preprocess import adapt
 from vitral.data.scale import MODES
 from vitral.errors import VitralError
-from vitral.judge import images_of
+from vitral.judge import images_of, learned_from, recipe_of, spread
 from vitral.predict import Predictor
-from vitral.training.recipe import read_recipe
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,17 +39,16 @@ class Sample:
         return Sample(name=self.name, images=self.images[start::2], originals=self.originals[start::2], labels=labels)
 
 
-def sample(predictor: Predictor, path: Path | str, data: str | None, count: int) -> Sample:
+def sample(predictor: Predictor, data: str | None, count: int) -> Sample:
     """At most `count` images of `data`, or validation images of what the model was trained on, spread over all."""
-    if data is None and not predictor.card.trained_on:
-        raise VitralError("which images? The model does not say what it was trained on", "name a folder with --data")
-    name = data or predictor.card.trained_on
+    if count < 2:
+        raise VitralError(f"--images must be at least 2, not {count}", "half to learn from, half to compare on")
+    name = data or learned_from(predictor)
     place = Path(name)
     if place.is_dir() and not any(p.is_dir() and not p.name.startswith(".") for p in place.iterdir()):
         return _flat(predictor, place, count)
-    recipe = Path(path) / "recipe.toml"
     try:
-        dataset = images_of(name, predictor, read_recipe(recipe) if recipe.is_file() else None)
+        dataset = images_of(name, predictor, recipe_of(predictor))
     except VitralError as error:
         hint = error.hint if data else "name a set or a folder with --data"
         raise VitralError(f"no images to measure with: {error.what}", hint) from error
@@ -76,10 +74,5 @@ def _flat(predictor: Predictor, folder: Path, count: int) -> Sample:
         array = np.array(picture).reshape(picture.height, picture.width, wanted.channels)
         originals.append(torch.from_numpy(array).permute(2, 0, 1))
     if not pixels:
-        raise VitralError(f"no readable images in {folder}")
+        raise VitralError(f"no readable images in {folder}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read")
     return Sample(name=str(folder), images=torch.stack(pixels), originals=originals, labels=None)
-
-
-def spread(there: int, wanted: int) -> Tensor:
-    """So many places, evenly over all."""
-    return torch.arange(min(there, wanted)) * there // max(min(there, wanted), 1)

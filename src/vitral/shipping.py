@@ -12,13 +12,13 @@ from vitral.export.ship import ENDINGS, Target, ship
 from vitral.hardware import cores
 from vitral.inference.bench import bench as measure_speed
 from vitral.inference.choice import Measured
-from vitral.predict import Predictor
+from vitral.predict import Predictor, is_checkpoint
 from vitral.run import model_folder
 from vitral.samples import sample
 
 
 def bench(
-    path: str | Path,
+    model: str | Path | Predictor,
     *,
     data: str | None = None,
     images: int = 512,
@@ -29,14 +29,14 @@ def bench(
 ) -> Measured:
     """How fast a model answers on this CPU, way by way; the best is kept with the model and used from then on.
 
-    On validation images, or on those of another set or folder.
+    On validation images, or on those of another set or folder. Another library's checkpoint keeps nothing.
     """
-    predictor = Predictor.load(path, device="cpu", precision="fp32")
+    predictor = on_the_cpu(model)
     return measure_speed(
         predictor.model,
         predictor.card.preprocessing,
-        sample(predictor, path, data, images).images,
-        model_folder(Path(path)),
+        sample(predictor, data, images).images,
+        kept_in(predictor),
         threads=threads or sorted({1, cores()}),
         batches=batches,
         seconds=seconds,
@@ -44,8 +44,17 @@ def bench(
     )
 
 
+def kept_in(predictor: Predictor) -> Path | None:
+    """The folder of a model of vitral's own."""
+    return None if predictor.path is None or is_checkpoint(predictor.path) else model_folder(predictor.path)
+
+
+def on_the_cpu(model: str | Path | Predictor) -> Predictor:
+    return model if isinstance(model, Predictor) else Predictor.load(model, device="cpu", precision="fp32")
+
+
 def export(
-    path: str | Path,
+    model: str | Path | Predictor,
     *,
     to: Target = "onnx",
     precision: Precision = "fp32",
@@ -53,21 +62,20 @@ def export(
     out: str | Path | None = None,
     data: str | None = None,
     images: int = 256,
-    labels: Path | None = None,
 ) -> tuple[Path, Agreement]:
     """A model as one file for other programs, and how it agrees with the model on real images.
 
     With `preprocessing` it takes pictures of any size. int8 learns its steps from half of the images and is compared
     on the others.
     """
-    predictor = Predictor.load(path, device="cpu", labels=labels, precision="fp32")
+    predictor = on_the_cpu(model)
     if to == "onnx":
         onnx_file.needed()
-    given = Path(path)
+    given = predictor.path or Path()
     inside = given / "exports" if given.is_dir() else given.parent
     name = f"{given.stem if given.is_file() else 'model'}{'' if precision == 'fp32' else '-' + precision}"
     file = Path(out) if out is not None else inside / f"{name}{'-aoti' if to == 'aoti' else ''}{ENDINGS[to]}"
-    learn, compare = sample(predictor, path, data, images).halves()
+    learn, compare = sample(predictor, data, images).halves()
     found = ship(
         predictor.model,
         predictor.card,

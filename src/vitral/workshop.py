@@ -1,293 +1,33 @@
-"""What people do here, each a function: train, evaluate, load, summary, demo. The command line calls these."""
+"""What people do here, each a function; the command line calls these. Models are made in making.py."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
 
-from vitral import __version__, judge
-from vitral.data.datasets import Dataset, Split
+from vitral import judge
+from vitral.data.datasets import Split
 from vitral.data.datasets import load as load_dataset
 from vitral.data.folder import load_files, looks_like_files
 from vitral.data.preprocess import adapt
-from vitral.data.reading import PREFIX
-from vitral.data.sequence import Items, check_sequence, is_sequence, name_of
-from vitral.errors import VitralError
 from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score
 from vitral.evaluation.compare import PairedComparison
-from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
-from vitral.evaluation.trust import Evaluation, assess
-from vitral.evaluation.views import VIEWS, answers
-from vitral.hardware import Hardware, choose
-from vitral.judge import SplitName
-from vitral.predict import Predictor
+from vitral.evaluation.trust import Evaluation
+from vitral.judge import SplitName, Watch, unwatched
+from vitral.making import compare as compare
+from vitral.making import demo as demo
+from vitral.making import train as train
+from vitral.predict import Predictor, is_checkpoint
 from vitral.report import figures
 from vitral.report.features import check_features_path, write_features
 from vitral.report.html import write_report
 from vitral.report.material import gather
-from vitral.run import ModelCard, Run, fresh, write_atomically
-from vitral.training.compare import Comparison
-from vitral.training.compare import check as check_comparison
-from vitral.training.compare import compare as compare_ways
-from vitral.training.display import Display, Waiting
-from vitral.training.loop import check_splits, fit
-from vitral.training.parallel import Way, way_of
-from vitral.training.plan import Prepared, of_size, plan_for, prepare
-from vitral.training.recipe import CAN_CHANGE, Recipe, read_recipe
-from vitral.variants import VARIANTS
 
-RUNS = Path("runs")
 DAMAGED = 2_000  # images that a report damages in 25 ways
-
-
-def train(
-    data: str | Path | Items | None = None,
-    *,
-    recipe: Recipe | str | Path | None = None,
-    out: str | Path | None = None,
-    resume: str | Path | None = None,
-    quiet: bool = True,
-    **changes: Any,
-) -> Predictor:
-    """Train a ViT and return it, ready to be asked.
-
-    `data` is a known set ("mnist"), a folder with class folders, a CSV list, shards, or any sequence of (image, label),
-    torchvision's and Hugging Face's data sets among them; `recipe` a name, a TOML file or a Recipe (default: the one
-    that suits the data); `changes` are fields of the recipe, `init` among them:
-    `train("photos/", init="vit.safetensors", epochs=3, **{"optim.lr": 1e-3})`, `preset`, a model of the tables ("S/16",
-    "R26+S/32"), and `heads`, for a checkpoint that does not tell. With `resume`, an interrupted run goes on exactly
-    where it was; a sequence must be given again.
-    """
-    check_sequence(data)
-    items = data if is_sequence(data) else None
-    name = name_of(items) if items is not None else str(data) if data is not None else None
-    if resume is not None:
-        if (data is not None and items is None) or recipe or out or set(changes) - set(CAN_CHANGE):
-            raise VitralError(
-                "--resume goes on with a run as it is, so it takes no data, recipe, out or other settings",
-                f"only {', '.join(CAN_CHANGE)} may be changed",
-            )
-        plan = read_recipe(Run.open(resume).recipe_file)
-    else:
-        asked = {name: changes.pop(name, None) for name in ("init", "preset", "heads")}
-        plan = plan_for(name, recipe, **asked).changed(changes)
-    world = choose(device=plan.device).world
-    console = Console(quiet=quiet or not world.first, highlight=False)
-    run = None
-    begun, changed = world.tell(lambda: (resume, changes) if resume else (earlier_attempt(out), {}))
-    if begun:
-        run = Run.open(begun)
-        if run.finished and run.test_file.is_file():
-            raise VitralError(f"{run} is finished", f"vitral evaluate {run} says how good it is")
-        plan = read_recipe(run.recipe_file).changed(changed)
-    elif out is not None:  # before anything is fetched
-        world.tell(lambda: Run.check_free(Path(out)))
-    console.print(f"vitral {__version__}\n")
-    ready = world.each(lambda: prepare(plan, progress=not console.quiet, items=items))
-    plan, dataset = ready.recipe, ready.dataset
-    world.each(lambda: check_splits(plan, dataset))
-    steps = max(len(dataset.train) // plan.batch, 1)
-    hardware = choose(
-        device=plan.device,
-        precision=plan.precision,
-        compile=plan.compile,
-        width=plan.model.width,
-        steps=steps * plan.epochs,
-    )
-    way = way_of(plan, hardware)
-    if run is None:
-        run = Run(world.tell(lambda: create(plan, dataset, hardware, way, out)))
-    else:
-        check_same_data(run, dataset)
-        world.tell(lambda: write_atomically(run.recipe_file, plan.to_toml()))
-    introduce(console, ready, hardware, way, run)
-    with world.guarded(f"vitral train --resume {run}"), ExitStack() as held:
-        world.tell(lambda: held.enter_context(run.alone()))
-        with Display(console, steps) as watch:
-            fit(plan, dataset, ready.preprocessing, run, hardware, watch, ready.start)
-        return finish(run, plan, dataset, console)
-
-
-def earlier_attempt(out: str | Path | None) -> Path | None:
-    """The unfinished run of this very job, where torchrun or a scheduler has started its processes again."""
-    files = [Path(out) / "environment.json"] if out is not None else RUNS.glob("*/environment.json")
-    for file in files if launch() else ():
-        with suppress(OSError, ValueError, AttributeError):
-            run = Run(file.parent)
-            ours = json.loads(file.read_text(encoding="utf-8")).get("launch") == launch()
-            if ours and run.recipe_file.is_file() and not (run.finished and run.test_file.is_file()):
-                return run.path
-    return None
-
-
-def launch() -> str | None:
-    """What stays the same when torchrun starts its processes again: its run id, or else its own process."""
-    if (name := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
-        return None
-    return f"{platform.node()} {os.getppid()}" if name == "none" else name
-
-
-def create(plan: Recipe, dataset: Dataset, hardware: Hardware, way: Way, out: str | Path | None) -> Path:
-    """The run folder, with what is known before the first step."""
-    run = Run.create(RUNS, plan.name, Path(out) if out else None)
-    write_atomically(run.recipe_file, plan.to_toml())
-    write_atomically(run.environment_file, json.dumps(environment(plan, dataset, hardware, way), indent=2) + "\n")
-    return run.path
-
-
-def introduce(console: Console, ready: Prepared, hardware: Hardware, way: Way, run: Run) -> None:
-    plan, dataset = ready.recipe, ready.dataset
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in VARIANTS[plan.variant](plan.model).parameters())
-    m, o = plan.model, plan.optim
-    size, kind = "×".join(map(str, m.image_size)), "ViT" if plan.variant == "plain" else f"{plan.variant} ViT"
-    console.print(
-        f"data      {dataset.name}: {len(dataset.train):,} train · {len(dataset.validation):,} validation, "
-        f"{dataset.source}\n"
-        f"model     {kind} {size}/{m.patch_size}, width {m.width}, depth {m.depth}, heads {m.heads}: "
-        f"{parameters / 1e6:.2f} M parameters, {m.grid[0] * m.grid[1]} patches\n"
-        + "".join(f"          {note}\n" for note in ready.notes)
-        + f"recipe    {plan.name}: {o.name} {o.lr * plan.lr_scale:g}, {plan.epochs} epochs, batch {plan.batch}, "
-        f"{o.schedule} schedule\n"
-        f"hardware  {hardware}\n"
-        + (f"parallel  {way.name}: {way.reason}\n" if hardware.world.size > 1 else "")
-        + f"run       {run}\n",
-        soft_wrap=True,
-    )
-
-
-def environment(plan: Recipe, dataset: Dataset, hardware: Hardware, way: Way) -> dict[str, Any]:
-    """Where and with what a run was made."""
-    return {
-        "vitral": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "hardware": hardware.name,
-        "precision": hardware.precision,
-        "compile": hardware.compile,
-        "threads": torch.get_num_threads(),
-        "processes": hardware.world.size,
-        "parallel": way.name,
-        "reasons": {**hardware.reasons, "parallel": way.reason},
-        "launch": launch(),
-        "seed": plan.seed,
-        "git": git_revision(),
-        "command": shlex.join(sys.argv),
-        "data": {"name": dataset.name, "fingerprint": dataset.fingerprint, "source": dataset.source},
-    }
-
-
-def git_revision() -> str | None:
-    """Of the folder the person is in, with '+' where files differ from it."""
-    try:
-        asked = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
-
-
-def check_same_data(run: Run, dataset: Dataset) -> None:
-    try:
-        before = json.loads(run.environment_file.read_text(encoding="utf-8"))["data"]["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if before != dataset.fingerprint:
-        raise VitralError(
-            f"{dataset.name} is not the data this run began with (fingerprint {dataset.fingerprint}, was {before})",
-            "put the old data back, or begin a new run",
-        )
-
-
-def finish(run: Run, plan: Recipe, dataset: Dataset, console: Console) -> Predictor:
-    """Read the test set, once, all processes together; the first draws the pictures and says what came out."""
-    predictor = Predictor.load(run.path, device=plan.device)
-    world = predictor.hardware.world
-    if len(dataset.test):
-        split, name, seen = (
-            of_size(dataset.test, predictor.card.preprocessing),
-            "test",
-            "images the model had never seen",
-        )
-    else:
-        split, name, seen = dataset.validation, "validation", "images, on which the epoch was chosen: no test images"
-    asked = judge.Asked(predictor=predictor, plan=plan, dataset=dataset, name=name, split=split)
-    logits = answers(predictor.logits_together, split.images, plan.views)
-
-    def rest() -> ModelCard:
-        if len(dataset.validation):
-            judge.calibrate_model(predictor, dataset.validation)
-        conclude(run, plan, asked, logits, seen, console)
-        return predictor.card
-
-    predictor.card = world.tell(rest)
-    return predictor
-
-
-def conclude(run: Run, plan: Recipe, asked: judge.Asked, logits: torch.Tensor, seen: str, console: Console) -> None:
-    """What the test set said: as a file, as pictures, as a page, and for the person, with what to try next."""
-    predictor, dataset, split, name = asked.predictor, asked.dataset, asked.split, asked.name
-    metrics = assess(logits, split.labels, predictor.classes, predictor.card.calibration, split=name)
-    said = metrics.as_dict() | ({"views": plan.views} if plan.views != "one" else {})
-    write_atomically(run.test_file, json.dumps(said, indent=2) + "\n")
-    try:
-        example = draw(run, predictor, split, metrics)
-    except OSError as error:
-        raise VitralError(
-            f"the pictures cannot be written into {run.figures}: {error.strerror or error}",
-            f"the model is whole and its test accuracy is {metrics.top1:.2%}: vitral evaluate {run}",
-        ) from error
-    page = write_report(gather(asked, metrics, logits, run.path), run.report_file)
-    mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in metrics.mistakes(3))
-    console.print(
-        f"\n{name:<9} [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
-        f"{metrics.images:,} {seen}\n{VIEWS[plan.views]}\n"
-        f"It confuses most often:   {mistakes or 'nothing'}\n"
-        f"Which it takes for which: {run.figures / 'confusion.png'}\n"
-        f"What it looked at:        {run.figures / 'attention.png'}\n"
-        f"How it learned:           {run.figures / 'curves.png'}\n"
-        f"Everything in one page:   {page}\n\n"
-        f"Next:  {command()} predict {run} {example}",
-        soft_wrap=True,
-    )
-    if not dataset.name.startswith(PREFIX):  # only Python can give a sequence again
-        console.print(
-            f"       {command()} evaluate {run}\n"
-            f"       {command()} train {dataset.name} --recipe {run.recipe_file} --epochs {2 * plan.epochs}",
-            soft_wrap=True,
-        )
-
-
-def command() -> str:
-    """How to call vitral from this shell: `make demo` leaves it in .venv, which is not on everybody's path."""
-    called = Path(sys.argv[0])
-    return str(called) if called.name == "vitral" and not shutil.which("vitral") else "vitral"
-
-
-def draw(run: Run, predictor: Predictor, test: Split, metrics: Metrics) -> Path:
-    """The run's pictures; returns one test image as a file, to try things with."""
-    images = test.images
-    shown = figures.choose_examples(predictor.probabilities(images), test.labels)
-    figures.curves(run.metrics(), run.figures / "curves.png")
-    figures.confusion(metrics, run.figures / "confusion.png", title=f"{metrics.top1:.2%} of {metrics.images:,} right")
-    figures.attention(predictor, images[shown], test.labels[shown], run.figures / "attention.png")
-    figures.glass(predictor, images[shown[0]], run.figures / "glass.png")
-    return figures.picture(images[shown[0]], run.figures / "example.png")
 
 
 def load(path: str | Path) -> Predictor:
@@ -296,13 +36,14 @@ def load(path: str | Path) -> Predictor:
 
 
 def evaluate(
-    path: str | Path,
+    model: str | Path | Predictor,
     *,
     data: str | None = None,
     split: SplitName | None = None,
     max_error: float | None = None,
     unknown: str | None = None,
     robustness: bool = False,
+    watch: Watch = unwatched,
 ) -> Evaluation:
     """How good a model is on a split of what it was trained on, or on another set or folder with classes it knows, and
     how far to trust it.
@@ -310,69 +51,53 @@ def evaluate(
     `split`: the test images, or the validation images where there are none; of another folder without splits, all. With
     `max_error`, from what confidence on to answer so that at most this share is wrong; with `unknown`, a set or folder,
     whether images of other things are noticed; with `robustness`, what is left of the accuracy on worse pictures.
+    `watch` hears what is going on.
     """
-    asked = judge.question(path, data, split)
+    asked = judge.question(model, data, split)
     damaged = judge.MOST_IMAGES if robustness else 0
-    return judge.evaluate(asked, max_error=max_error, against=unknown, damaged=damaged)[0]
+    return judge.evaluate(asked, max_error=max_error, against=unknown, damaged=damaged, watch=watch)[0]
 
 
 def compare_models(
-    first: str | Path, second: str | Path, *, data: str | None = None, split: SplitName | None = None
+    first: str | Path | Predictor,
+    second: str | Path | Predictor,
+    *,
+    data: str | None = None,
+    split: SplitName | None = None,
 ) -> PairedComparison:
     """Two models asked the same images: by how much one is better, and whether that can be luck."""
     return judge.compare_models(judge.question(first, data, split), judge.question(second, data, split))
 
 
-def calibrate(path: str | Path, *, score: Score = "energy", false_alarms: float = FALSE_ALARMS) -> Calibration:
+def calibrate(
+    model: str | Path | Predictor, *, score: Score = "energy", false_alarms: float = FALSE_ALARMS
+) -> Calibration:
     """Fit temperature and threshold on the validation images, and write them into the model's config.json."""
-    asked = judge.question(path, None, "validation")
+    asked = judge.question(model, None, "validation")
     return judge.calibrate_model(asked.predictor, asked.split, score, false_alarms)
 
 
-def compare(
-    data: str | None = None,
-    init: str | None = None,
-    *,
-    recipe: Recipe | None = None,
-    seeds: int = 3,
-    out: str | Path | None = None,
-    quiet: bool = True,
-    **changes: Any,
-) -> Comparison:
-    """From scratch, a linear probe, or fine-tuning: all on the same split, with a sentence which to take.
-
-    Everything is kept in `out`, and what is already there is not repeated. `recipe` and `changes`: of the fine-tuning.
-    """
-    plan = (recipe if recipe is not None else plan_for(data, None, init)).changed(changes)
-    check_comparison(plan, seeds)
-    folder = Path(out) if out else fresh(RUNS, "compare")
-    console = Console(quiet=quiet, highlight=False)
-    console.print(f"vitral {__version__}\n\n{folder}: what is finished there is not repeated\n", soft_wrap=True)
-    with console.status("reading the images") as status:
-        waiting = Waiting(status)
-        result = compare_ways(plan, folder, seeds=seeds, said=console.print, begins=waiting.begins, watch=waiting)
-    figures.comparison(result, folder / "comparison.png")
-    return result
-
-
 def report(
-    path: str | Path,
+    model: str | Path | Predictor,
     *,
     out: str | Path | None = None,
     data: str | None = None,
     split: SplitName | None = None,
     unknown: str | None = None,
     fast: bool = False,
+    watch: Watch = unwatched,
 ) -> Path:
-    """One HTML file about a model, to send to a colleague; by default report.html in its folder.
+    """One HTML file about a model, to send to a colleague; by default report.html in its folder, if it has one.
 
     `split`: the test images, or the validation images where there are none. With `unknown`, a set or folder of other
-    things, it says whether they are noticed. `fast` leaves out the damaged pictures.
+    things, it says whether they are noticed. `fast` leaves out the damaged pictures. `watch` hears what is going on.
     """
-    asked = judge.question(path, data, split)
-    found, logits = judge.evaluate(asked, against=unknown, damaged=0 if fast else DAMAGED)
-    place = Path(out) if out else Path(path) / "report.html"
-    return write_report(gather(asked, found, logits, Path(path), thorough=not fast), place)
+    asked = judge.question(model, data, split)
+    home = asked.predictor.path or Path()
+    place = Path(out) if out else (Path() if is_checkpoint(home) else home) / "report.html"
+    found, logits = judge.evaluate(asked, against=unknown, damaged=0 if fast else DAMAGED, watch=watch)
+    watch("looking at the data and the mistakes")
+    return write_report(gather(asked, found, logits, home, thorough=not fast), place)
 
 
 def probe(
@@ -404,23 +129,11 @@ def probe(
 
 
 def embed(
-    path: str | Path | Predictor, files: Sequence[str | Path], out: str | Path, *, heads: int | None = None
+    model: str | Path | Predictor, files: Sequence[str | Path], out: str | Path, *, heads: int | None = None
 ) -> list[str]:
     """Write the feature vectors of images to .npy, .parquet or .csv; returns what was wrong with unreadable ones."""
     check_features_path(out)
-    predictor = path if isinstance(path, Predictor) else Predictor.load(path, heads=heads)
+    predictor = model if isinstance(model, Predictor) else Predictor.load(model, heads=heads)
     names, vectors, troubles = predictor.embed_files(files)
     write_features(names, vectors, out)
     return troubles
-
-
-def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:
-    """Train a small ViT in about a minute: on MNIST if it can be had, otherwise on the digits that come along."""
-    console = Console(quiet=quiet, highlight=False)
-    try:
-        load_dataset("mnist", progress=not quiet)
-        recipe = "mnist-quick"
-    except VitralError as error:
-        console.print(f"{error.what}\nTraining on scikit-learn's digits instead: they come along with vitral.\n")
-        recipe = "digits"
-    return train(recipe=recipe, out=out, quiet=quiet)

@@ -3,8 +3,8 @@
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
+from vitral.commands.beside import opened
 from vitral.commands.flags import parse
 
 
@@ -16,7 +16,7 @@ def run(words: list[str]) -> int:
         """Number type × threads × batch on this CPU, and which way to take: it is kept with the model and used by
         predict and serve on this CPU."""
 
-        run: Positional[Path]  # a run folder or a model folder
+        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
         data: str | None = None  # a set or folder to measure with; default: what it was trained on
         images: int = 512  # half to learn from, half to compare on
         threads: tuple[int, ...] = ()  # default: one, and all cores
@@ -27,8 +27,9 @@ def run(words: list[str]) -> int:
     chosen = parse(Bench, words, "bench")
     from vitral import shipping
 
+    predictor = opened(chosen.run, device="cpu", precision="fp32")
     measured = shipping.bench(
-        chosen.run,
+        predictor,
         data=chosen.data,
         images=chosen.images,
         threads=chosen.threads,
@@ -43,5 +44,5 @@ def run(words: list[str]) -> int:
     else:
         from vitral.report.speed import show_measured
 
-        show_measured(measured)
+        show_measured(measured, "" if shipping.kept_in(predictor) else chosen.run)
     return 0

@@ -2,9 +2,9 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from vitral.commands.beside import opened
 from vitral.commands.flags import parse
 
 
@@ -15,8 +15,8 @@ def run(words: list[str]) -> int:
     class Compare:
         """Which of two models is better, by how much, and whether that can be luck."""
 
-        first: Positional[Path]  # a run folder or a model folder
-        second: Positional[Path]
+        first: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        second: Positional[str]  # a second one, to compare it with
         data: str | None = None  # a set or folder for both; default: what they were trained on
         split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
         json: FlagCreatePairsOff[bool] = False  # for programs
@@ -25,9 +25,10 @@ def run(words: list[str]) -> int:
     from vitral import workshop
     from vitral.report import trust_text
 
-    found = workshop.compare_models(chosen.first, chosen.second, data=chosen.data, split=chosen.split)
+    first, second = opened(chosen.first), opened(chosen.second)
+    found = workshop.compare_models(first, second, data=chosen.data, split=chosen.split)
     if chosen.json:
         print(json.dumps(found.as_dict()))
     else:
-        trust_text.show_comparison(found, str(chosen.first), str(chosen.second))
+        trust_text.show_comparison(found, chosen.first, chosen.second)
     return 0

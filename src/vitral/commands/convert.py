@@ -15,7 +15,7 @@ def run(words: list[str]) -> int:
         """Write a checkpoint of one library as another's, and prove that nothing was lost."""
 
         source: Positional[str]  # a file, a folder, a run, or hf:owner/name[@revision]
-        destination: Positional[Path]
+        destination: Positional[Path]  # a file or folder to make
         to: Literal["vitral", "timm", "transformers", "torchvision", "npz", "vit-pytorch"] = "vitral"
         heads: int | None = None  # where the tensors do not tell
         image_size: tuple[int, int] | None = None  # likewise

@@ -4,8 +4,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitral.commands.beside import understood_source
 from vitral.commands.flags import parse
-from vitral.errors import VitralError
+from vitral.errors import VitralError, nearest
+
+ACTIONS = {"list": "nothing more", "fetch": "names of known sets", "where": "one name", "pack": "a folder"}
 
 
 def run(words: list[str]) -> int:
@@ -33,12 +36,17 @@ def run(words: list[str]) -> int:
         if paths is None:
             raise VitralError(f"{names[0]} is not on this machine", f"vitral data fetch {names[0]}")
         print("\n".join(map(str, paths)) or f"{names[0]} comes with scikit-learn and needs no files")
-    else:
+    elif {"-h", "--help"} & set(words):
         print("usage: vitral data list                the known sets, and which are here")
         print("       vitral data fetch NAME …        get them now")
         print("       vitral data where NAME          the files of one")
         print("       vitral data pack FOLDER …       decode photographs once, to be read at memory speed")
-        return 0 if set(words) & {"-h", "--help"} else 2
+    elif action in ACTIONS:
+        raise VitralError(f"vitral data {action} takes {ACTIONS[action]}", "vitral data --help says more")
+    else:
+        raise VitralError(
+            f"vitral data has no use for {action!r}.{nearest(action, ACTIONS)}", f"Known: {', '.join(ACTIONS)}"
+        )
     return 0
 
 
@@ -69,6 +77,8 @@ def pack(words: list[str]) -> int:
         "data.workers": chosen.workers,
     }
     changes = {name: value for name, value in asked.items() if value is not None}
+    if chosen.init is not None:
+        understood_source(chosen.init)
     recipe = plan.plan_for(chosen.folder, chosen.recipe, chosen.init).changed(changes)
     start = time.perf_counter()
     folder, packed = plan.pack(recipe, chosen.out, progress=True)

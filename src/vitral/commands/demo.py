@@ -14,7 +14,7 @@ def run(words: list[str]) -> int:
         out: Path | None = None  # the run folder to make
 
     out = parse(Demo, words, "demo").out
-    from vitral import workshop
+    from vitral import making
 
-    workshop.demo(out=out, quiet=False)
+    making.demo(out=out, quiet=False)
     return 0

@@ -4,7 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitral.commands.beside import understood_source
 from vitral.commands.flags import parse
+from vitral.errors import VitralError
 
 
 def run(words: list[str]) -> int:
@@ -25,6 +27,10 @@ def run(words: list[str]) -> int:
     from vitral.doctor import examine, write_fix_list
     from vitral.doctor.advice import advise
 
+    if chosen.init is not None:
+        understood_source(chosen.init)
+    if chosen.fix_list is not None and (chosen.fix_list.is_dir() or not chosen.fix_list.absolute().parent.is_dir()):
+        raise VitralError(f"{chosen.fix_list} cannot be written", "--fix-list names a CSV file in a folder that exists")
     diagnosis = examine(chosen.folder)
     advice = advise(diagnosis, init=chosen.init) if diagnosis.trainable else None
     listed = write_fix_list(diagnosis, chosen.fix_list) if chosen.fix_list else 0

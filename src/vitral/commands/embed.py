@@ -4,7 +4,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.commands.flags import parse, understood
+from vitral.commands.beside import opened
+from vitral.commands.flags import parse
 
 
 def run(words: list[str]) -> int:
@@ -21,10 +22,8 @@ def run(words: list[str]) -> int:
 
     chosen = parse(Embed, words, "embed")
     from vitral import workshop
-    from vitral.predict import Predictor
 
-    predictor = Predictor.load(chosen.run, heads=chosen.heads)
-    understood(predictor.notes)
+    predictor = opened(chosen.run, heads=chosen.heads)
     troubles = workshop.embed(predictor, chosen.files, chosen.out)
     for trouble in troubles:
         print(f"error: {trouble}", file=sys.stderr)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vitral.commands.beside import opened, status
 from vitral.commands.flags import parse
 
 
@@ -15,7 +16,7 @@ def run(words: list[str]) -> int:
     class Evaluate:
         """How good a model is, and how far to trust it. Every figure with its 95 % interval."""
 
-        run: Positional[Path]  # a run folder or a model folder
+        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
         data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
         split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
         full: FlagCreatePairsOff[bool] = False  # every class and the confusion matrix too
@@ -25,25 +26,29 @@ def run(words: list[str]) -> int:
         figures: Path | None = None  # a folder for diagrams of all this
         calibrate: FlagCreatePairsOff[bool] = False  # first fit temperature and threshold on the validation images anew
         false_alarms: float = 0.01  # with --calibrate: share of known images that may be called unknown
+        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
         json: FlagCreatePairsOff[bool] = False  # for programs
 
     chosen = parse(Evaluate, words, "evaluate")
     from vitral import workshop
     from vitral.report import trust_text
 
+    predictor = opened(chosen.run, labels=chosen.labels)
     if chosen.calibrate:
-        fitted = workshop.calibrate(chosen.run, false_alarms=chosen.false_alarms)
+        fitted = workshop.calibrate(predictor, false_alarms=chosen.false_alarms)
         if not chosen.json:
             below = "none" if fitted.unknown_below is None else f"{fitted.score} below {fitted.unknown_below:.2f}"
             print(f"calibrated on the validation images: temperature {fitted.temperature:.3f}, unknown: {below}\n")
-    found = workshop.evaluate(
-        chosen.run,
-        data=chosen.data,
-        split=chosen.split,
-        max_error=chosen.max_error,
-        unknown=chosen.unknown,
-        robustness=chosen.robustness,
-    )
+    with status() as watch:
+        found = workshop.evaluate(
+            predictor,
+            data=chosen.data,
+            split=chosen.split,
+            max_error=chosen.max_error,
+            unknown=chosen.unknown,
+            robustness=chosen.robustness,
+            watch=watch,
+        )
     if chosen.json:
         print(json.dumps(found.as_dict()))
     else:

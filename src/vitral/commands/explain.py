@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vitral.commands.flags import parse, understood
+from vitral.commands.beside import status, understood
+from vitral.commands.flags import parse
 from vitral.errors import VitralError
 
 
@@ -50,13 +51,18 @@ def run(words: list[str]) -> int:
     from vitral.report import heatmaps
 
     if chosen.top is not None and (chosen.target or chosen.top < 1):
-        raise VitralError("--top counts classes from 1 up, and goes without --target")
+        raise VitralError(
+            "--top counts classes from 1 up, and goes without --target",
+            "--top 3: its three most probable classes; --target NAME: this one",
+        )
     methods, options = asked(chosen)
     predictor = open_to_look_inside(chosen.run, chosen.labels)
     understood(predictor.notes)
     files = image_files(list(chosen.files))
     if not files:
-        raise VitralError(f"no images in {', '.join(map(str, chosen.files))}")
+        raise VitralError(
+            f"no images in {', '.join(map(str, chosen.files))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read"
+        )
     failed = 0
     for file, stem in zip(files, heatmaps.stems(files), strict=True):
         try:
@@ -91,28 +97,29 @@ def asked(chosen: Any) -> tuple[list[str], dict[str, Any]]:
 
 
 def judge(chosen: Any) -> int:
-    from rich.console import Console
-
     from vitral.explain import faithfulness, open_to_look_inside
     from vitral.judge import question
     from vitral.report import faithful
 
     methods, options = asked(chosen)
     if options:
-        raise VitralError(f"--faithfulness judges the methods as they are: without --{next(iter(options))}")
-    open_to_look_inside(chosen.run, chosen.labels)
-    asked_about = question(chosen.run, chosen.faithfulness, chosen.split, chosen.labels)
+        raise VitralError(
+            f"--faithfulness judges the methods as they are: without --{next(iter(options))}",
+            "which methods: --method attention rollout",
+        )
+    predictor = open_to_look_inside(chosen.run, chosen.labels)
+    understood(predictor.notes)
+    asked_about = question(predictor, chosen.faithfulness, chosen.split)
     if not chosen.method:
         methods = faithfulness.all_that_fit(asked_about.predictor.model)
-    console = Console(stderr=True, highlight=False)
-    with console.status("") as status:
+    with status() as watch:
         result = faithfulness.measure(
             asked_about.predictor,
             asked_about.split,
             methods,
             images=chosen.images,
             pairs=chosen.images,
-            watch=lambda name: status.update(f"testing {name}"),
+            watch=lambda name: watch(f"testing {name}"),
         )
     if chosen.json:
         print(json.dumps(faithful.as_dict(result)))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vitral.commands.beside import opened
 from vitral.commands.flags import parse
 
 
@@ -15,7 +16,7 @@ def run(words: list[str]) -> int:
         """One file for other programs: class names, preprocessing and calibration are in it. It is loaded back and
         compared with the model on real images; where they do not agree, there is no file."""
 
-        run: Positional[Path]  # a run folder, a model folder or a checkpoint file
+        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
         to: Literal["onnx", "torch", "aoti"] = "onnx"  # torch: torch.export's .pt2; aoti: compiled for this kind of CPU
         precision: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"
         preprocessing: FlagCreatePairsOff[bool] = False  # scaling and cropping inside, for pictures of any size (ONNX)
@@ -28,14 +29,13 @@ def run(words: list[str]) -> int:
     from vitral import shipping
 
     file, agreement = shipping.export(
-        chosen.run,
+        opened(chosen.run, device="cpu", precision="fp32", labels=chosen.labels),
         to=chosen.to,
         precision=chosen.precision,
         preprocessing=chosen.preprocessing,
         out=chosen.out,
         data=chosen.data,
         images=chosen.images,
-        labels=chosen.labels,
     )
     print(f"exported {file} ({file.stat().st_size / 1e6:.1f} MB): {agreement}")
     if chosen.to == "onnx":

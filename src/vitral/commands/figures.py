@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitral.commands.flags import parse, understood
+from vitral.commands.beside import understood
+from vitral.commands.flags import parse
 from vitral.errors import VitralError
 
 
@@ -27,12 +28,10 @@ def run(words: list[str]) -> int:
     from vitral.report import paper
 
     if chosen.count < 1:
-        raise VitralError(f"--count must be at least 1, not {chosen.count}")
+        raise VitralError(f"--count must be at least 1, not {chosen.count}", "leave it out for 32")
     predictor = open_to_look_inside(chosen.run, chosen.labels)
     understood(predictor.notes)
-    pictures = (
-        paper.pictures(predictor, chosen.images, chosen.count) if chosen.images else own(chosen.run, chosen.count)
-    )
+    pictures = paper.pictures(predictor, chosen.images, chosen.count) if chosen.images else own(predictor, chosen.count)
     place = Path(chosen.run)
     folder = chosen.out or (place / "figures" if (place / "recipe.toml").is_file() else Path("figures"))
     try:
@@ -46,15 +45,14 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def own(run: str, count: int) -> Any:
+def own(predictor: Any, count: int) -> Any:
     """Images, N C H W, of the run's own set: for testing, or else for validation; None where it has no set."""
-    from vitral.judge import question
-    from vitral.samples import spread
+    from vitral.judge import question, recipe_of, spread
 
-    if not (Path(run) / "recipe.toml").is_file():
+    if recipe_of(predictor) is None:
         return None
     try:
-        images = question(run, None, None).split.images
+        images = question(predictor, None, None).split.images
     except VitralError:
         return None
     return images[spread(len(images), count)]

@@ -6,8 +6,7 @@ dataclasses. Each command is a file with `run(words) -> exit status`; torch is i
 
 import io
 import re
-import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -47,10 +46,22 @@ def _in_two_lines(boxed: str, command: str) -> VitralError:
         what = f"vitral {command} has no {kind} {match[1]}."
         if close := re.search(r"Perhaps you meant: (--[\w.-]+)", text):
             what += f" Did you mean {close[1]}?"
+    elif match := re.match(r"Missing from [^:]*: (.*)", what):
+        each = [
+            re.sub(r"^ ?(?:(--\S+) )?[A-Z]+ ", r"\1 ", part).strip() for part in match[1].split(" (required)") if part
+        ]
+        what = f"vitral {command} needs {'; '.join(each)}"
+    elif match := re.match(r"invalid choice (.*) for argument '(.*)'. Expected one of \((.*?)\)", what):
+        choices = [choice for choice in re.findall(r"'(.*?)'", match[3]) if choice != "None"]
+        what = f"{match[2]}: {match[1]} is none of {', '.join(choices)}"
+    elif match := re.match(r"Missing value for argument '(.*)'. Expected (\d+) values", what):
+        what = f"{match[1]} needs {'a value' if match[2] == '1' else match[2] + ' values'}"
     elif match := re.match(r"Error parsing (\S+): (.*)", what):
         said = match[2]
         if got := re.match(r"no type matching \{None\}\|(\w+) could be instantiated from \['(.*?)'\]", said):
             said = f"{got[2]!r} is no {NUMBERS.get(got[1], got[1].lower())}"
+        elif got := re.match(r"no type matching .* could be instantiated from \[(.*?)\]", said):
+            said = f"{got[1]} is not what it takes"
         elif got := re.match(r"invalid literal for int\(\) with base 10: '(.*)'", said):
             said = f"{got[1]!r} is no whole number"
         elif got := re.match(r"could not convert string to float: '(.*)'", said):
@@ -111,9 +122,3 @@ def value_of(flag: str, words: list[str]) -> str | None:
         if word.startswith(flag + "="):
             return word.removeprefix(flag + "=")
     return None
-
-
-def understood(notes: Iterable[str]) -> None:
-    """How a checkpoint was read, before it is used; not among the answers, which programs read."""
-    for note in notes:
-        print(f"  {note}", file=sys.stderr)

@@ -45,6 +45,9 @@ def run(words: list[str]) -> int:
         json: Annotated[bool, FlagCreatePairsOff] = False  # for programs
 
     chosen = parse(Wish, words, "plan", default=Wish(preset=name or "B/16", config=preset(name or "B/16")))
+    for flag in ("memory", "network", "images", "epochs"):
+        if (value := getattr(chosen, flag)) is not None and not 0 < value < math.inf:
+            raise VitralError(f"--{flag} must be above 0, not {value}", "vitral plan --help lists the flags")
     gpu = estimate.gpu_named(chosen.gpu)
     if chosen.memory is not None:
         gpu = gpu.with_memory(chosen.memory * GB)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vitral.commands.flags import parse, understood
+from vitral.commands.beside import opened
+from vitral.commands.flags import parse
 from vitral.errors import VitralError
 
 
@@ -35,12 +36,11 @@ def run(words: list[str]) -> int:
     if not chosen.files:
         raise VitralError("which images?", f"vitral predict {chosen.run} photo.jpg folder/")
     if chosen.top < 1:
-        raise VitralError(f"top must be at least 1, not {chosen.top}")
+        raise VitralError(f"--top must be at least 1, not {chosen.top}", "leave it out for 3")
     from vitral.answers import show
-    from vitral.predict import Predictor
     from vitral.weights.checkpoint import NO_HEAD
 
-    predictor = Predictor.load(
+    predictor = opened(
         chosen.run,
         device=chosen.device,
         labels=chosen.labels,
@@ -48,7 +48,6 @@ def run(words: list[str]) -> int:
         precision=chosen.precision,
         threads=chosen.threads,
     )
-    understood(predictor.notes)
     if predictor.classes == (NO_HEAD,):
         raise VitralError(
             f"{chosen.run} has no classifier, so it has no answers",

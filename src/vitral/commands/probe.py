@@ -4,7 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.commands.flags import parse, understood
+from vitral.commands.beside import opened
+from vitral.commands.flags import parse
 from vitral.errors import VitralError
 
 
@@ -25,11 +26,9 @@ def run(words: list[str]) -> int:
     if chosen.out is not None and chosen.out.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise VitralError(f"a plot cannot be written to {chosen.out}", "Known endings: .png, .svg, .pdf")
     from vitral import workshop
-    from vitral.predict import Predictor
     from vitral.report import terminal
 
-    predictor = Predictor.load(chosen.init, heads=chosen.heads)
-    understood(predictor.notes)
+    predictor = opened(chosen.init, heads=chosen.heads)
     result = workshop.probe(chosen.data, predictor, out=chosen.out)
     if chosen.json:
         print(json.dumps(result.as_dict()))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitral.commands.beside import understood
 from vitral.commands.flags import parse
 
 
@@ -34,6 +35,7 @@ def run(words: list[str]) -> int:
         dry_run=chosen.dry_run,
         private=chosen.private,
         license=chosen.license,
+        understood=understood,
     )
     for note in pushed.notes:
         print(note)

@@ -3,6 +3,8 @@
 import inspect
 import textwrap
 
+from vitral.errors import VitralError
+
 
 def run(words: list[str]) -> int:
     from vitral.training.recipes import GROUPS, RECIPES, named
@@ -17,8 +19,9 @@ def run(words: list[str]) -> int:
             for name, make in recipes.items():
                 print(f"  {name:<17}{(make.__doc__ or '').strip().splitlines()[0]}")
         print("\nvitral train DATA --recipe NAME trains one; vitral recipes show NAME prints all of it.")
-    else:
+    elif {"-h", "--help"} & set(words):
         print("usage: vitral recipes                 the named recipes")
         print("       vitral recipes show NAME       a complete one as TOML; vitral train --recipe FILE.toml trains it")
-        return 0 if set(words) & {"-h", "--help"} else 2
+    else:
+        raise VitralError(f"vitral recipes has no use for {' '.join(words)!r}", "vitral recipes show NAME prints one")
     return 0

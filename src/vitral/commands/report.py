@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vitral.commands.beside import opened, status
 from vitral.commands.flags import parse
 
 
@@ -15,23 +16,27 @@ def run(words: list[str]) -> int:
         """One HTML file about a model: curves, figures with intervals, the confusion matrix with the pictures behind
         it, mistakes with heatmaps, calibration, robustness, data, environment, how to repeat it. It fetches nothing."""
 
-        run: Positional[Path]  # a run folder or a model folder
-        out: Path | None = None  # the file; default: report.html in that folder
+        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        out: Path | None = None  # the file; default: report.html in that folder; of a checkpoint, here
         data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
         split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
         unknown: str | None = None  # a set or folder of other things: does it notice that it does not know them?
         fast: FlagCreatePairsOff[bool] = False  # without the damaged pictures
+        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
 
     chosen = parse(Report, words, "report")
     from vitral import workshop
 
-    path = workshop.report(
-        chosen.run,
-        out=chosen.out,
-        data=chosen.data,
-        split=chosen.split,
-        unknown=chosen.unknown,
-        fast=chosen.fast,
-    )
+    predictor = opened(chosen.run, labels=chosen.labels)
+    with status() as watch:
+        path = workshop.report(
+            predictor,
+            out=chosen.out,
+            data=chosen.data,
+            split=chosen.split,
+            unknown=chosen.unknown,
+            fast=chosen.fast,
+            watch=watch,
+        )
     print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, one file, needs no network")
     return 0

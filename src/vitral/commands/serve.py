@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from vitral.commands.flags import parse
-from vitral.errors import VitralError
+from vitral.errors import VitralError, reason
 
 
 def run(words: list[str]) -> int:
@@ -62,7 +62,9 @@ def read_keys(path: Path | None) -> list[str]:
     try:
         keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise VitralError(f"cannot read the keys in {path}: {error}") from error
+        raise VitralError(
+            f"cannot read the keys in {path}: {reason(error)}", "a text file with one key a line; or VITRAL_API_KEYS"
+        ) from error
     if not (keys := [key for key in keys if key and not key.startswith("#")]):
         raise VitralError(f"there are no keys in {path}", "one a line; openssl rand -hex 24 makes one")
     return keys

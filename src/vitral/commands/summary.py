@@ -29,6 +29,8 @@ def run(words: list[str]) -> int:
 
     variant, config = architecture(name or "B/16")
     chosen = parse(Summary, words, "summary", default=Summary(name or "B/16", config))
+    if chosen.levels < 1:
+        raise VitralError(f"--levels must be at least 1, not {chosen.levels}", "leave it out for 3")
     from vitral.summary import summarise
 
     print(summarise(chosen.config, chosen.levels, variant))

@@ -12,7 +12,7 @@ from vitral.errors import VitralError
 def run(words: list[str]) -> int:
     from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-    from vitral import workshop
+    from vitral import making
     from vitral.training.plan import plan_for
     from vitral.training.recipe import Recipe
     from vitral.training.recipes import named
@@ -32,13 +32,17 @@ def run(words: list[str]) -> int:
     if any(word.startswith("--resume") for word in words):
         again = vars(parse(Resume, words, "train"))
         changes = {name: value for name, value in again.items() if name != "resume" and value is not None}
-        workshop.train(resume=again["resume"], quiet=False, **changes)
+        making.train(resume=again["resume"], quiet=False, **changes)
         return 0
     # The recipe decides what the other flags' defaults are, so it is looked for first.
     data = positional(words, switches_of(named("digits")) | {"--compare", "--json"})
     recipe, init = value_of("--recipe", words), value_of("--init", words)
     preset, heads = value_of("--preset", words), (value_of("--heads", words) or "")
     showing_help = data is None and recipe is None and ("--help" in words or "-h" in words)
+    if heads and not init:
+        raise VitralError(
+            "--heads is for a checkpoint whose tensors do not tell (--init)", "vitral train … --model.heads N"
+        )
     plan = plan_for(
         "mnist" if showing_help else data, recipe, init, preset, int(heads) if heads and heads.isdigit() else None
     )
@@ -65,14 +69,14 @@ def run(words: list[str]) -> int:
     if (chosen.data, chosen.recipe) != (data, recipe):
         raise VitralError("the data set must come first", f"vitral train {chosen.data} …")
     if not chosen.compare:
-        workshop.train(recipe=chosen.settings, out=chosen.out, quiet=False)
+        making.train(recipe=chosen.settings, out=chosen.out, quiet=False)
         return 0
-    result = workshop.compare(recipe=chosen.settings, seeds=chosen.seeds, out=chosen.out, quiet=chosen.json)
+    result = making.compare(recipe=chosen.settings, seeds=chosen.seeds, out=chosen.out, quiet=chosen.json)
     if chosen.json:
         print(json.dumps(result.as_dict()))
     else:
         from vitral.report import terminal
 
         terminal.show_comparison(result)
-        print(f"\nNext:  {workshop.command()} predict {result.folders[result.verdict.take]} photo.jpg")
+        print(f"\nNext:  {making.command()} predict {result.folders[result.verdict.take]} photo.jpg")
     return 0

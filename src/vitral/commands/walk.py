@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vitral.commands.flags import parse, understood
-from vitral.errors import VitralError
+from vitral.commands.beside import understood
+from vitral.commands.flags import parse
+from vitral.errors import VitralError, reason
 
 
 def run(words: list[str]) -> int:
@@ -16,7 +17,7 @@ def run(words: list[str]) -> int:
         """How a ViT gets from the pixels of one picture to its answer: every step with its equation, its shape, the
         lines of the source that do it, and a picture of the actual values. On the terminal, or as a page with --out."""
 
-        image: Positional[Path]
+        image: Positional[Path]  # a picture
         model: str | None = None  # a run folder, a model folder or a checkpoint; default: the newest run
         lang: Literal["en", "ko"] = "en"
         layer: int = 1  # the block to look into, counted from 1
@@ -27,7 +28,7 @@ def run(words: list[str]) -> int:
 
     chosen = parse(Walk, words, "walk")
     if chosen.out is not None and chosen.out.suffix.lower() not in (".html", ".htm", ".md"):
-        raise VitralError(f"--out is {chosen.out}; it ends in .html or .md")
+        raise VitralError(f"--out is {chosen.out}; it ends in .html or .md", "walk.html: one page; walk.md: Markdown")
     from vitral.explain import open_to_look_inside
     from vitral.report import walk_html, walk_markdown, walk_terminal
     from vitral.report.walk import walk
@@ -43,7 +44,7 @@ def run(words: list[str]) -> int:
         try:
             walk_markdown.write(made, chosen.out)
         except OSError as error:
-            raise VitralError(f"cannot write {chosen.out}: {error.strerror or error}") from error
+            raise VitralError(f"cannot write {chosen.out}: {reason(error)}", "choose another --out") from error
     else:
         write_atomically(chosen.out, walk_html.page(made))
     best = made.answers[0]
@@ -53,7 +54,9 @@ def run(words: list[str]) -> int:
 
 def newest() -> Path:
     """The run that was finished last."""
-    finished = [config.parent.parent for config in Path("runs").glob("*/model/config.json")]
+    from vitral.run import RUNS
+
+    finished = [config.parent.parent for config in RUNS.glob("*/model/config.json")]
     if not finished:
         raise VitralError(
             "there is no run here yet, and --model names none",

@@ -15,10 +15,14 @@ from vitral.errors import VitralError
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # Pillow knows more, some of which start other programs
 MOST_PIXELS = 100_000_000  # a larger picture is refused: decoded it would fill the memory
+TOO_LARGE = f"make it smaller: {MOST_PIXELS // 10**6} million pixels are the most"
 
 
 class NotAnImage(VitralError):
     """A file that is no picture, or a broken or too large one."""
+
+    def __init__(self, what: str, hint: str = "JPEG, PNG, WebP, BMP, GIF and TIFF are read") -> None:
+        super().__init__(what, hint)
 
 
 def decode(source: Path | str | bytes | Image.Image, *, at_least: tuple[int, int] | None = None) -> Image.Image:
@@ -43,13 +47,13 @@ def decode(source: Path | str | bytes | Image.Image, *, at_least: tuple[int, int
     except UnidentifiedImageError as error:
         raise NotAnImage(f"{name}: not an image") from error
     except FileNotFoundError as error:
-        raise NotAnImage(f"{name}: no such file") from error
+        raise NotAnImage(f"{name}: no such file", "is the name right?") from error
     except IsADirectoryError as error:
-        raise NotAnImage(f"{name}: a folder, not an image") from error
+        raise NotAnImage(f"{name}: a folder, not an image", "name the image in it") from error
     except PermissionError as error:
-        raise NotAnImage(f"{name}: no permission to read it") from error
+        raise NotAnImage(f"{name}: no permission to read it", "may this user read it?") from error
     except Image.DecompressionBombError as error:
-        raise NotAnImage(f"{name}: more pixels than vitral reads") from error
+        raise NotAnImage(f"{name}: more pixels than vitral reads", TOO_LARGE) from error
     except Exception as error:  # a broken file makes Pillow raise almost anything: struct.error, IndexError, …
         raise NotAnImage(f"{name}: broken or truncated ({str(error) or type(error).__name__})") from error
 
@@ -63,7 +67,7 @@ def _draft(picture: Image.Image, least: int) -> None:
 
 def _upright(picture: Image.Image, name: str) -> Image.Image:
     if picture.width * picture.height > MOST_PIXELS:
-        raise NotAnImage(f"{name}: {picture.width}×{picture.height} pixels are more than vitral reads")
+        raise NotAnImage(f"{name}: {picture.width}×{picture.height} pixels are more than vitral reads", TOO_LARGE)
     picture.load()
     with contextlib.suppress(Exception):  # broken metadata costs the orientation, not the picture
         ImageOps.exif_transpose(picture, in_place=True)  # which, unlike a new picture, is free where it is upright

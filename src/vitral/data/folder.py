@@ -139,7 +139,10 @@ def _from_csv(path: Path) -> dict[str, list[tuple[Path, str]]]:
                 f"{path}, line {line}: no {'label' if file else 'path'}", "each image needs a path and a label"
             )
         if split not in SPLITS:
-            raise VitralError(f"{path}, line {line}: no split is called {split!r}.{nearest(split, SPLITS)}")
+            raise VitralError(
+                f"{path}, line {line}: no split is called {split!r}.{nearest(split, SPLITS)}",
+                f"Known: {', '.join(SPLITS)}",
+            )
         found[SPLITS[split]].append((path.parent / file, label))
     return found
 

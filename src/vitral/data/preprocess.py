@@ -84,7 +84,10 @@ def adapt(images_NCHW: Pixels, preprocessing: Preprocessing) -> Pixels:
     C = preprocessing.channels
     if images_NCHW.shape[1] != C:
         if {images_NCHW.shape[1], C} != {1, 3}:
-            raise VitralError(f"images with {images_NCHW.shape[1]} channels cannot be shown to a model with {C}")
+            raise VitralError(
+                f"images with {images_NCHW.shape[1]} channels cannot be shown to a model with {C}",
+                "gray and colour can be made from each other; no other channels",
+            )
         luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)  # ITU-R 601, as Pillow does
         gray = images_NCHW if C == 3 else (images_NCHW * luma).sum(dim=1, keepdim=True).round().to(torch.uint8)
         images_NCHW = gray.expand(-1, C, -1, -1)

@@ -41,7 +41,10 @@ def pixels(
     height, width = size
     mode = MODES.get(channels)
     if mode is None:
-        raise VitralError(f"a picture has 1, 3 or 4 channels; this model wants {channels}")
+        raise VitralError(
+            f"a picture has 1, 3 or 4 channels; this model wants {channels}",
+            "give it images as arrays, in Python: Predictor.logits(images)",
+        )
     if picture.mode != mode:
         picture = picture.convert(mode)
     scaled_H, scaled_W, top, left = placed(picture.height, picture.width, size, crop)

@@ -75,9 +75,15 @@ def load_sequence(
     try:
         labels = np.array([label if isinstance(label, int) and _named(data) else number[str(label)] for label in said])
     except KeyError as error:
-        raise VitralError(f"the label {error} is none of the classes {', '.join(classes[:8])}") from None
+        raise VitralError(
+            f"the label {error} is none of the classes {', '.join(classes[:8])}",
+            "labels are those names, or their numbers from 0",
+        ) from None
     if not len(labels) or not 0 <= labels.min() <= labels.max() < len(classes) or len(classes) < 2:
-        raise VitralError(f"{len(labels):,} items with {len(classes)} classes: at least two classes are needed")
+        raise VitralError(
+            f"{len(labels):,} items with {len(classes)} classes: at least two classes are needed",
+            "an item is (image, label)",
+        )
     whole: Pixels
     if len(labels) * int(np.prod(stored.shape)) <= MOST_HELD:
         with progress_bars(progress, "images") as meter:

@@ -61,7 +61,8 @@ def listed_shards(pattern: str, validation: float) -> Listed:
         if strange := sorted({label for _, label in found[split]} - set(classes)):
             raise VitralError(
                 f"the {split} shards have a class that the training shards lack: {strange[0]!r}."
-                f"{nearest(strange[0], classes)}"
+                f"{nearest(strange[0], classes)}",
+                "every class needs images to learn from",
             )
     items: dict[str, Sequence[Labelled]] = {
         split: [(source, number[label]) for source, label in pairs] for split, pairs in found.items()
@@ -90,7 +91,7 @@ def expanded(pattern: str) -> list[str]:
     places: list[str] = expand_urls(pattern)
     for place in places:
         if ":" in place.split("/")[0] and not is_url(place):
-            raise VitralError(f"{place}: shards are files here, or http and https addresses")
+            raise VitralError(f"{place}: shards are files here, or http and https addresses", "give one of those")
         if place.endswith((".gz", ".tgz", ".bz2", ".xz", ".zst")):
             raise VitralError(f"{place} is compressed, so it cannot be read from a place inside", "unpack it to a .tar")
         if not is_url(place) and not Path(place).is_file():

@@ -84,12 +84,17 @@ def settle(staged: Path, final: Path) -> None:
         os.fsync(file.fileno())
     final.parent.mkdir(parents=True, exist_ok=True)
     staged.replace(final)
+    sync(final.parent)
+
+
+def sync(path: Path) -> None:
+    """A file, or a folder: a rename in it is safe against a power cut only then."""
     if os.name == "posix":
-        folder = os.open(final.parent, os.O_RDONLY)
+        opened = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(opened)
         finally:
-            os.close(folder)
+            os.close(opened)
 
 
 # ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ import torch
 
 from vitral import estimate
 from vitral.doctor import IMBALANCE, Diagnosis
-from vitral.hardware import Hardware, choose
+from vitral.hardware import Hardware, choose, is_busy
 from vitral.plain import to_plain
 from vitral.training.loop import train_step
 from vitral.training.plan import of_preset, preprocessing_of, shaped_like
@@ -44,6 +44,7 @@ class Advice:
     memory: float  # bytes, at most
     hardware: str
     steps_timed: int
+    busy: str  # a sentence, where other work on this machine made the steps slower
 
     def as_dict(self) -> dict[str, Any]:
         plain: dict[str, Any] = to_plain(self)
@@ -84,6 +85,7 @@ def advise(diagnosis: Diagnosis, *, init: str | None = None) -> Advice:
         model=replace(plan.model, classes=max(len(counts), 1)),
         data=replace(plan.data, mean=(0.5,) * plan.model.channels, std=(0.5,) * plan.model.channels),
     )
+    busy = is_busy()
     seconds, hardware, timed = time_of(plan, images, diagnosis.images)
     return Advice(
         what=f"{kind} at {plan.model.image_size[0]} px, {epochs} epochs",
@@ -93,6 +95,7 @@ def advise(diagnosis: Diagnosis, *, init: str | None = None) -> Advice:
         memory=memory_of(plan, diagnosis.images, hardware),
         hardware=hardware.name,
         steps_timed=timed,
+        busy=busy,
     )
 
 

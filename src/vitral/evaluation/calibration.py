@@ -51,7 +51,9 @@ def calibrate(
 ) -> Calibration:
     """The calibration that validation images ask for. They must not be images the model was trained on."""
     if not len(logits_NK):
-        raise VitralError("there are no validation images to calibrate with")
+        raise VitralError(
+            "there are no validation images to calibrate with", "vitral train DATA --data.validation 0.1 holds some out"
+        )
     logits_NK, labels_N = logits_NK.detach().double().cpu(), labels_N.cpu()
     return Calibration(
         temperature=temperature_of(logits_NK, labels_N),
@@ -95,6 +97,8 @@ def threshold(scores_N: Tensor, false_alarms: float) -> float | None:
     (N+1) for the k-th smallest of N, counted from 0. Where even the smallest is too many, N is too small: None.
     """
     if not 0 < false_alarms < 1:
-        raise VitralError(f"the share of false alarms must be above 0 and below 1, not {false_alarms}")
+        raise VitralError(
+            f"the share of false alarms must be above 0 and below 1, not {false_alarms}", "0.01: one image in a hundred"
+        )
     place = math.floor(false_alarms * (len(scores_N) + 1)) - 1
     return scores_N.sort().values[place].item() if place >= 0 else None

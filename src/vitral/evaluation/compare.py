@@ -69,7 +69,7 @@ def compare(
     said_first_N: Tensor, said_second_N: Tensor, labels_N: Tensor, classes: tuple[str, ...]
 ) -> PairedComparison:
     if not len(labels_N):
-        raise VitralError("there are no images to compare on")
+        raise VitralError("there are no images to compare on", "choose a set or folder with --data")
     first, second = said_first_N == labels_N, said_second_N == labels_N
     only_first, only_second = first & ~second, second & ~first
     columns = torch.stack([first, second], dim=1).float()

@@ -55,7 +55,7 @@ def _answers(model: nn.Module, batches: Iterable[Tensor], preprocessing: Preproc
 
 def check_images(images_NCHW: Pixels, preprocessing: Preprocessing) -> None:
     if not len(images_NCHW):
-        raise VitralError("there are no images to evaluate")
+        raise VitralError("there are no images to evaluate", "choose a set or folder with --data")
     if images_NCHW.shape[1] != preprocessing.channels:
         raise VitralError(
             f"the images have {images_NCHW.shape[1]} channels; the model wants {preprocessing.channels}",
@@ -107,9 +107,9 @@ def measure(logits_NK: Tensor, labels_N: Tensor, classes: tuple[str, ...]) -> Me
     """All figures at once, from one pass over the set."""
     N, K = logits_NK.shape
     if not N:
-        raise VitralError("there are no images to evaluate")
+        raise VitralError("there are no images to evaluate", "choose a set or folder with --data")
     if len(classes) != K:
-        raise VitralError(f"the model answers for {K} classes, but {len(classes)} are named")
+        raise VitralError(f"the model answers for {K} classes, but {len(classes)} are named", "give one name for each")
     if strange := labels_N[(labels_N < 0) | (labels_N >= K)].unique().tolist():
         raise VitralError(
             f"there are labels outside the model's {K} classes: {', '.join(map(str, strange[:5]))}",

@@ -112,9 +112,12 @@ def probe(
     and test, `validation=None`: they are chosen by cross-validation inside `train`.
     """
     if seeds < 2:
-        raise VitralError(f"seeds is {seeds}; an interval over draws needs at least 2")
+        raise VitralError(f"seeds is {seeds}; an interval over draws needs at least 2", "leave it out for 5")
     if not shots or min(shots) < 1:
-        raise VitralError(f"shots must be numbers of images a class, at least 1 each, not {tuple(shots)}")
+        raise VitralError(
+            f"shots must be numbers of images a class, at least 1 each, not {tuple(shots)}",
+            "leave it out for 1, 5, 10 and 25",
+        )
     train = checked("training", train, classes, None)
     test = checked("test", test, classes, train[0].shape[1])
     if validation is None:
@@ -126,7 +129,10 @@ def probe(
         trials = [(index[: len(train[1])], index[len(train[1]) :])]
     counts = torch.bincount(train[1], minlength=len(classes))
     if int((counts > 0).sum()) < 2:
-        raise VitralError("features can be probed with training images of two classes or more; here there is one")
+        raise VitralError(
+            "features can be probed with training images of two classes or more; here there is one",
+            "one folder a class, two or more of them",
+        )
     notes = [f"{classes[k]}: no training images" for k in (counts == 0).nonzero().flatten().tolist()]
 
     rows = []
@@ -156,16 +162,23 @@ def checked(split: str, data: Labelled, classes: tuple[str, ...], width: int | N
     features, labels = data[0].detach().cpu().float(), data[1].detach().cpu().long()
     if features.ndim != 2 or labels.shape != features.shape[:1]:
         shapes = f"{tuple(features.shape)} and {tuple(labels.shape)}"
-        raise VitralError(f"{split}: features must be images × width with one label an image, not {shapes}")
+        raise VitralError(
+            f"{split}: features must be images × width with one label an image, not {shapes}",
+            "Predictor.features makes them",
+        )
     if not len(labels):
-        raise VitralError(f"there are no {split} images")
+        raise VitralError(f"there are no {split} images", "vitral doctor FOLDER says what is there")
     if width is not None and features.shape[1] != width:
-        raise VitralError(f"{split} features have width {features.shape[1]}, training features {width}")
+        raise VitralError(
+            f"{split} features have width {features.shape[1]}, training features {width}",
+            "take all of them from one model",
+        )
     if not features.isfinite().all():
         raise VitralError(f"some {split} features are not finite numbers", "The model's weights may be damaged")
     if strange := labels[(labels < 0) | (labels >= len(classes))].unique().tolist():
         raise VitralError(
-            f"there are {split} labels outside the {len(classes)} classes: {', '.join(map(str, strange[:5]))}"
+            f"there are {split} labels outside the {len(classes)} classes: {', '.join(map(str, strange[:5]))}",
+            "labels are counted from 0",
         )
     return features, labels
 

@@ -30,6 +30,7 @@ SEVERITIES: dict[str, tuple[float, ...]] = {
     "jpeg": (50, 30, 20, 10, 5),  # quality
     "rotation": (5, 10, 15, 20, 30),  # degrees, left or right
 }
+WAYS = sum(map(len, SEVERITIES.values()))
 TILES = 16  # a side of a mosaic of images that are compressed together
 
 

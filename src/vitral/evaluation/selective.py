@@ -74,7 +74,10 @@ def aurc_of(counts_RN: Tensor, right_N: Tensor) -> Tensor:
 def answer_from(confidence_N: Tensor, right_N: Tensor, wished: float) -> float | None:
     """The lowest confidence such that among the images at least so sure at most a share `wished` is wrong."""
     if not 0 < wished < 1:
-        raise VitralError(f"the wished-for share of mistakes must be above 0 and below 1, not {wished}")
+        raise VitralError(
+            f"the wished-for share of mistakes must be above 0 and below 1, not {wished}",
+            "0.01: one answer in a hundred may be wrong",
+        )
     order = confidence_N.argsort(descending=True)
     confidence = confidence_N[order]
     risk = risk_curve(right_N.double()[order])

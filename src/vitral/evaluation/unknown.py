@@ -57,7 +57,7 @@ class Mahalanobis:
     def __init__(self, features_ND: Tensor, labels_N: Tensor) -> None:
         x = features_ND.double()
         if not len(x):
-            raise VitralError("there are no training images to measure distances from")
+            raise VitralError("there are no training images to measure distances from", "give the features of some")
         names, label_N = labels_N.unique(return_inverse=True)
         sums = torch.zeros(len(names), x.shape[1], dtype=torch.float64).index_add_(0, label_N, x)
         self.means_KD = sums / label_N.bincount()[:, None]
@@ -108,7 +108,10 @@ def separation(known_N: Tensor, unknown_M: Tensor) -> tuple[Interval, Interval]:
     """Area under the ROC curve, ties counting half, and the false positives at 95 % true positives."""
     known, unknown = known_N.sort().values, unknown_M.sort().values
     if not (len(known) and len(unknown)):
-        raise VitralError("there are no images to compare" if len(unknown) else "there are no unknown images")
+        raise VitralError(
+            "there are no images to compare" if len(unknown) else "there are no unknown images",
+            "give a folder with images",
+        )
     above, from_here = (torch.searchsorted(known, unknown, right=right) for right in (True, False))
 
     def figures(known_RN: Tensor, unknown_RM: Tensor) -> Tensor:

@@ -93,9 +93,11 @@ def measure(
 ) -> Faithfulness:
     """All tests for all methods on images of `split`, drawn at random; `split` has them as the model wants them."""
     if not len(split):
-        raise VitralError("there are no images to test the maps with")
+        raise VitralError("there are no images to test the maps with", "name a set or folder with images")
     if images < 1 or pairs < 0:
-        raise VitralError(f"images must be at least 1 and pairs at least 0, not {images} and {pairs}")
+        raise VitralError(
+            f"images must be at least 1 and pairs at least 0, not {images} and {pairs}", "leave them out for 64"
+        )
     model, draws = predictor.model, torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(split), generator=draws)[:images]
     asked = normalised(predictor, split.images[chosen])

@@ -95,7 +95,7 @@ def check_images(model: Model, images_BCHW: Tensor) -> None:
     try:
         check_divides(shape[2:], model.config.patch_size)
     except ValueError as error:
-        raise VitralError(str(error)) from error
+        raise VitralError(str(error), "explain(predictor, picture) scales pictures of any size") from error
 
 
 @contextmanager
@@ -119,7 +119,10 @@ def targets_of(model: Model, images_BCHW: Tensor, target: int | Tensor | None) -
     targets = torch.as_tensor(target, device=images_BCHW.device).expand(len(images_BCHW))
     classes = model.config.classes if isinstance(model, ViT) else None
     if classes is not None and not ((targets >= 0) & (targets < classes)).all():
-        raise VitralError(f"there is no class {target}: the model has {classes}, counted from 0 to {classes - 1}")
+        raise VitralError(
+            f"there is no class {target}: the model has {classes}, counted from 0 to {classes - 1}",
+            "None: the class that it says",
+        )
     return targets
 
 
@@ -175,7 +178,10 @@ def chosen(what: str, number: int | None, count: int) -> int | None:
     if number is None:
         return None
     if not 1 <= number <= count:
-        raise VitralError(f"there is no {what} {number}: the model has {count}, counted from 1 to {count}")
+        raise VitralError(
+            f"there is no {what} {number}: the model has {count}, counted from 1 to {count}",
+            f"choose from these, or leave --{what} out",
+        )
     return number - 1
 
 

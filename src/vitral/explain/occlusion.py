@@ -20,7 +20,9 @@ def occlusion(model: Model, images_BCHW: Tensor, targets_B: Tensor, *, window: i
     grid = grid_of(model, images_BCHW)
     side = window or max(round(min(grid) / 7), 1)
     if not 1 <= side <= min(grid):
-        raise VitralError(f"window must be from 1 to {min(grid)} patches, not {window}")
+        raise VitralError(
+            f"window must be from 1 to {min(grid)} patches, not {window}", "leave it out for a seventh of the image"
+        )
     covers_SN = squares(grid, side)
     at_pixels_SHW = nearest_pixels(covers_SN, grid, images_BCHW)
     before_B = log_odds(model(images_BCHW), targets_B)

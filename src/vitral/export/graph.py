@@ -46,7 +46,10 @@ def example(card: ModelCard, count: int = 2) -> Tensor:
     """Images of the right shape: what they show does not matter for a graph."""
     C, (H, W) = card.preprocessing.channels, card.preprocessing.image_size
     if card.architecture.image_size != (H, W):
-        raise VitralError(f"the model was made for {card.architecture.image_size}, its preprocessing gives {(H, W)}")
+        raise VitralError(
+            f"the model was made for {card.architecture.image_size}, its preprocessing gives {(H, W)}",
+            "put image_size right in its config.json",
+        )
     return (torch.arange(count * C * H * W) * 37 % 256).to(torch.uint8).view(count, C, H, W)
 
 
@@ -59,7 +62,10 @@ def captured(module: Exported, images: Tensor) -> torch.export.ExportedProgram:
             return torch.export.export(module, (images,), dynamic_shapes={"images": {0: batch}})
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise VitralError(f"torch.export cannot follow {type(module.model).__name__}: {first}") from error
+        raise VitralError(
+            f"torch.export cannot follow {type(module.model).__name__}: {first}",
+            "other models of vitral can be exported",
+        ) from error
 
 
 @torch.no_grad()
@@ -69,7 +75,7 @@ def balanced(model: ViT, ranges: Ranges) -> ViT:
     Half of what a column is larger is moved from the layer norm (or v) into the matrix behind it (arXiv 2211.10438).
     """
     if why := cannot_be_arranged(model):
-        raise VitralError(f"int8 is not possible: {why}")
+        raise VitralError(f"int8 is not possible: {why}", "use --precision fp32")
     model = copy.deepcopy(model)
     for index, block in enumerate(model.encoder.blocks):
         assert isinstance(block, EncoderBlock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from vitral.vit import ViT
 
 SAME = 0.999  # a way is recommended if so many images keep their first label
 LEAST_IMAGES = 16
+MOST_AT_ONCE = 4096
 SIMPLER = 1.2  # a way that is not this much quicker than fp32 is not worth being less plain
 Ways = dict[str, Engine | Checked]
 Margins = dict[str, float]
@@ -77,6 +79,11 @@ def bench(
     if len(images_NCHW) < LEAST_IMAGES:
         raise VitralError(f"{len(images_NCHW)} images are too few to measure with", f"at least {LEAST_IMAGES}")
     check_threads(threads)
+    if not 0 < seconds < math.inf:
+        raise VitralError(f"seconds must be above 0, not {seconds}", "leave --seconds out for 1")
+    for batch in batches:
+        if not 1 <= batch <= MOST_AT_ONCE:
+            raise VitralError(f"batches must be from 1 to {MOST_AT_ONCE:,} images, not {batch}", "--batches 1 8 32")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(max(threads))

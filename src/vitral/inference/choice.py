@@ -100,7 +100,9 @@ def choose(
 ) -> Choice:
     """How to ask this model on this CPU: as wished, as measured here, or in fp32."""
     if wish not in WISHES:
-        raise VitralError(f"precision must be one of {', '.join(WISHES)}, not {wish!r}")
+        raise VitralError(
+            f"precision must be one of {', '.join(WISHES)}, not {wish!r}", "auto: what vitral bench found, or fp32"
+        )
     if threads is not None:
         check_threads((threads,))
     measured = read_measured(folder).get(cpu_name()) if folder is not None else None

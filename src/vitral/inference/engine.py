@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(self, model: ViT, preprocessing: Preprocessing, number: Number, ranges: Ranges | None = None) -> None:
         if why := cannot_be_arranged(model) or cannot_run_here(number):
-            raise VitralError(f"this model cannot be arranged for {number}: {why}")
+            raise VitralError(f"this model cannot be arranged for {number}: {why}", "ask the model as it is")
         if number == "int8" and ranges is None:
             raise VitralError("int8 needs to know how large the activations get", "vitral bench RUN measures that")
         self.number, self.channels, self.dtype = number, model.config.channels, DTYPES[number]

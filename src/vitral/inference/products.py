@@ -6,21 +6,10 @@ compiler and no warm-up. GELU and the sum with the residual stream happen while 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 TOKENS = 1024  # rows of x that the layout is made for; others work as well
-
-
-class Product(Protocol):
-    def __call__(self, x_MK: Tensor) -> Tensor: ...
-
-    def gelu(self, x_MK: Tensor, approximate: str) -> Tensor: ...
-
-    def add_to(self, z_MN: Tensor, x_MK: Tensor) -> Tensor:
-        """z + x·Wᵀ + b; z may be written over."""
 
 
 class FloatProduct:

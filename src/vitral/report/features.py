@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vitral.errors import VitralError
+from vitral.errors import VitralError, reason
 from vitral.run import write_atomically
 
 Matrix = np.ndarray[Any, np.dtype[np.float32]]
@@ -46,7 +46,7 @@ def write_features(names: Sequence[str | Path], features_ND: Tensor, path: Path 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise VitralError(f"cannot make the folder {path.parent}: {error.strerror or error}") from error
+        raise VitralError(f"cannot make the folder {path.parent}: {reason(error)}", "choose another --out") from error
     WRITERS[path.suffix.lower()](files, features_ND.detach().float().cpu().numpy(), path)
     return path
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from vitral.data.decode import decode, image_files
 from vitral.errors import VitralError
 from vitral.explain import METHODS, scaled
+from vitral.judge import spread
 from vitral.predict import Predictor
 from vitral.report.figures import BLUE, GRAY, Array, glowing, percent, save, shortened, show, shown
-from vitral.samples import spread
 from vitral.variants.hybrid import HybridEmbedding
 from vitral.vit import Grid, ViT
 
@@ -238,6 +238,6 @@ def pictures(predictor: Predictor, files: Sequence[Path], most: int) -> Tensor:
     """uint8 N C H W, as the model wants them."""
     found = image_files(list(files))
     if not found:
-        raise VitralError(f"no images in {', '.join(map(str, files))}")
+        raise VitralError(f"no images in {', '.join(map(str, files))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read")
     chosen = [found[int(place)] for place in spread(len(found), most)]
     return torch.stack([predictor.card.preprocessing.pixels(decode(file)) for file in chosen])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,13 +38,16 @@ def push(
     dry_run: bool = False,
     private: bool = False,
     license: str | None = None,
+    understood: Callable[[Iterable[str]], None] = lambda notes: None,
 ) -> Pushed:
     """Write a model as timm and transformers load it, with a card of what was measured, and put it on the hub.
 
     `destination` is "hf:owner/name". With `folder` the files are kept there; with `dry_run` nothing is uploaded.
+    `understood` hears how another library's checkpoint was read, before anything is done with it.
     """
     repository, revision = hub.spelled(destination)
     checkpoint, told = weights.read(path, heads=heads), Told.by(Path(path))
+    understood(checkpoint.notes if checkpoint.family != "vitral" else ())
     with TemporaryDirectory() as temporary:
         place = Path(folder) if folder is not None else Path(temporary) / "model"
         family, notes = write_for_others(checkpoint, place)

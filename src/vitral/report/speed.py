@@ -8,7 +8,8 @@ from rich.table import Table
 from vitral.inference.choice import Measured
 
 
-def show_measured(measured: Measured) -> None:
+def show_measured(measured: Measured, source: str = "") -> None:
+    """`source`: a checkpoint of another library, which keeps nothing."""
     console = Console(highlight=False)
     console.print(f"{measured.cpu} · {measured.made_by} · {measured.images:,} images compared\n")
     table = Table(box=None, padding=(0, 1))
@@ -32,4 +33,10 @@ def show_measured(measured: Measured) -> None:
         )
     console.print(table)
     console.print("[dim]as fp32: the same first label. twice: asked again in surer numbers, where it was close.[/dim]")
-    console.print(f"\n[bold]{measured.precision}[/bold]: {measured.why}. predict and serve use it on this CPU.")
+    console.print(f"\n[bold]{measured.precision}[/bold]: {measured.why}. ", end="")
+    console.print(
+        f"To keep it, for predict and serve: vitral convert {source} FOLDER, then vitral bench FOLDER"
+        if source
+        else "predict and serve use it on this CPU.",
+        soft_wrap=True,
+    )

@@ -16,16 +16,6 @@ from vitral.training.compare import Comparison
 MOST_CLASSES = 20  # a larger confusion matrix does not fit a terminal
 
 
-def show_metrics(metrics: Metrics, split: str) -> None:
-    console = Console(highlight=False)
-    console.print(
-        f"{split}     [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
-        f"top-5 {metrics.top5:.2%}   loss {metrics.loss:.4f}   {metrics.images:,} images\n"
-    )
-    show_classes(metrics, console)
-    show_confusion(metrics, console)
-
-
 def show_classes(metrics: Metrics, console: Console) -> None:
     table = Table(box=None, padding=(0, 2))
     for name, justify in (
@@ -130,7 +120,7 @@ def show_diagnosis(diagnosis: Diagnosis, advice: Advice | None) -> None:
         return
     line(
         f"\nRecommended: {advice.what}: about {_long(advice.seconds)} on this machine ({advice.hardware}), "
-        f"{advice.memory / 1e9:.1f} GB\n{advice.why}\n  {advice.command}"
+        f"{advice.memory / 1e9:.1f} GB{f'; {advice.busy}' if advice.busy else ''}\n{advice.why}\n  {advice.command}"
     )
 
 

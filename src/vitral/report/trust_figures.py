@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from vitral.errors import VitralError
+from vitral.errors import VitralError, reason
 from vitral.evaluation.reliability import Reliability
 from vitral.evaluation.robustness import Robustness
 from vitral.evaluation.selective import Selective
@@ -26,7 +26,7 @@ def draw(found: Evaluation, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise VitralError(f"cannot make the folder {folder}: {error.strerror}") from error
+        raise VitralError(f"cannot make the folder {folder}: {reason(error)}", "choose another --figures") from error
     paths = [
         reliability(found.raw, found.calibrated, found.temperature, folder / "reliability.png"),
         risk_coverage(found.selective, folder / "risk-coverage.png"),

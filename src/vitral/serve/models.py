@@ -75,7 +75,10 @@ class Served:
     ) -> None:
         channels = predictor.card.preprocessing.channels
         if channels not in MODES:
-            raise VitralError(f"{name} wants images with {channels} channels; a picture has 1, 3 or 4")
+            raise VitralError(
+                f"{name} wants images with {channels} channels; a picture has 1, 3 or 4",
+                "such a model answers in Python: Predictor.logits(images)",
+            )
         self.name, self.predictor, self.limits = name, predictor, limits
         self.decoders, self.threads, self.meters = decoders, threads, meters
         self.version = version_of(predictor)

@@ -245,13 +245,13 @@ def serve(
 
 def announce(models: Sequence[Served], where: str, log: Log) -> None:
     if log == "json":
-        said = [{"name": model.name, "version": model.version} for model in models]
+        said = [{"name": m.name, "version": m.version, "understood": m.predictor.notes} for m in models]
         logging.getLogger("vitral.serve").info("listening", extra={"fields": {"at": where, "models": said}})
         return
     for model in models:
         asked = model.predictor
         described = f"{len(asked.classes)} classes, version {model.version}, {asked.choice}"
-        print(f"{model.name:<16} {described}")
+        print("\n".join([f"{model.name:<16} {described}", *(f"  {note}" for note in asked.notes)]))
     workers = models[0].batcher.workers
     if workers > 1:
         threads = torch.get_num_threads()

@@ -178,7 +178,9 @@ def preprocessing_of(plan: Recipe) -> Preprocessing:
             interpolation=plan.data.interpolation,
         )
     except ValueError as error:
-        raise VitralError(str(error).replace("preprocessing.", "data.")) from error
+        raise VitralError(
+            str(error).replace("preprocessing.", "data."), "vitral train --help lists the flags"
+        ) from error
 
 
 def of_size(split: Split, preprocessing: Preprocessing) -> Split:

@@ -5,6 +5,7 @@ A recipe says everything that decides the result. Where it comes from (a name, a
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from vitral.data.augment import Augment
 from vitral.data.loader import Sampling
 from vitral.data.preprocess import Interpolation
 from vitral.data.reading import Reading
-from vitral.errors import VitralError
+from vitral.errors import VitralError, reason
 from vitral.evaluation.views import Views
 from vitral.hardware import Compile, Device, Precision
 from vitral.plain import from_plain, to_plain
@@ -80,15 +81,15 @@ class Optim:
     layer_decay: float = 1.0  # each block learns this much slower than the one behind it (arXiv 2106.08254)
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             raise ValueError(f"optim.lr must be above 0, not {self.lr}")
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"optim.layer_decay must be above 0 and at most 1, not {self.layer_decay}")
         if self.muon_decay is not None and not self.muon_decay >= 0:
             raise ValueError(f"optim.muon_decay must not be negative, not {self.muon_decay}")
         for name in ("lr_batch", "weight_decay", "clip", "warmup", "final_lr"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"optim.{name} must not be negative, not {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optim.{name} must be a number from 0 up, not {getattr(self, name)}")
         for name, shares in (("betas", self.betas), ("momentum", (self.momentum,))):
             if not all(0 <= share < 1 for share in shares):
                 raise ValueError(f"optim.{name} must be at least 0 and below 1, not {getattr(self, name)}")
@@ -144,6 +145,8 @@ class Recipe:
         for name in ("label_smoothing", "ema", "ema_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        if not self.checkpoint_minutes >= 0:
+            raise ValueError(f"checkpoint_minutes must not be negative, not {self.checkpoint_minutes}")
         if self.ema and self.ema_decay:
             raise ValueError(f"ema and ema_decay both say how long the average remembers: {self.ema}, {self.ema_decay}")
         if self.accumulate > self.batch:
@@ -190,7 +193,10 @@ class Recipe:
             for group in groups:
                 inner = inner.setdefault(group, {})
                 if not isinstance(inner, dict):
-                    raise VitralError(f"{path!r} is no field of a recipe: {group!r} has no fields inside")
+                    raise VitralError(
+                        f"{path!r} is no field of a recipe: {group!r} has no fields inside",
+                        "vitral recipes show NAME prints all fields",
+                    )
             inner[last] = to_plain(value)
         return from_values(values)
 
@@ -205,7 +211,9 @@ def read_recipe(path: Path) -> Recipe:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise VitralError(f"cannot read the recipe {path}: {error}") from error
+        raise VitralError(
+            f"cannot read the recipe {path}: {reason(error)}", "vitral recipes show NAME > FILE.toml writes one"
+        ) from error
     except tomllib.TOMLDecodeError as error:
         raise VitralError(
             f"{path} is not a valid recipe: {error}", "vitral recipes show NAME prints a valid one"

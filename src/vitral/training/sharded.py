@@ -6,7 +6,6 @@ number of processes can read it, each what it needs.
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitral.data.transfer import sync
 from vitral.training.divided import is_divided
 from vitral.world import World
 
@@ -37,13 +37,13 @@ def save_rows(path: Path, content: dict[str, Any], world: World) -> None:
     def end() -> None:
         torch.save(rest, beside / REST)
         for file in [*beside.iterdir(), beside]:
-            _sync(file)
+            sync(file)
         old = path.with_name(f".{path.name}.old")
         if path.exists():
             path.rename(old)
         beside.rename(path)
         shutil.rmtree(old, ignore_errors=True)
-        _sync(path.parent)
+        sync(path.parent)
 
     rows: dict[str, Tensor] = {}
     rest = _taken_apart(content, "", rows)
@@ -107,13 +107,3 @@ def _put_together(thing: Any, rows: dict[str, Tensor]) -> Any:
     if isinstance(thing, list):
         return [_put_together(value, rows) for value in thing]
     return thing
-
-
-def _sync(path: Path) -> None:
-    if os.name != "posix":
-        return
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

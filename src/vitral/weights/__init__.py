@@ -6,8 +6,9 @@ nothing, stands in `Checkpoint.notes`. Names are looked up when first used: impo
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from vitral.lazy import lazily
 
 if TYPE_CHECKING:
     from vitral.weights.checkpoint import Checkpoint as Checkpoint
@@ -16,20 +17,13 @@ if TYPE_CHECKING:
     from vitral.weights.exchange import read as read
     from vitral.weights.exchange import write as write
 
-_LIVES_IN = {
-    "Checkpoint": "checkpoint",
-    "FAMILIES": "exchange",
-    "convert": "exchange",
-    "read": "exchange",
-    "write": "exchange",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LIVES_IN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LIVES_IN[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LIVES_IN})
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "Checkpoint": "checkpoint",
+        "FAMILIES": "exchange",
+        "convert": "exchange",
+        "read": "exchange",
+        "write": "exchange",
+    },
+)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from vitral.errors import VitralError, unknown
-from vitral.run import ModelCard, model_folder, read_card, write_atomically, write_card
+from vitral.run import ModelCard, check_heads, model_folder, read_card, write_atomically, write_card
 from vitral.vit import ViT
 from vitral.weights import hub, npz, timm, torchvision, transformers, vit_pytorch
 from vitral.weights.checkpoint import NO_HEAD, Asked, Checkpoint
@@ -53,7 +53,7 @@ def read(source: Path | str, *, heads: int | None = None, image_size: tuple[int,
         if named.startswith(hub.SCHEME):
             found.where = named
         family = family_of(found)
-        return _ours(found, path) if family == "vitral" else READERS[family](found, asked)
+        return _ours(found, path, asked) if family == "vitral" else READERS[family](found, asked)
     except OSError as error:
         raise VitralError(f"cannot read {path}: {error.strerror or error}", "may this user read it?") from error
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
@@ -63,12 +63,13 @@ def read(source: Path | str, *, heads: int | None = None, image_size: tuple[int,
         ) from error
 
 
-def _ours(found: Found, path: Path) -> Checkpoint:
+def _ours(found: Found, path: Path, asked: Asked) -> Checkpoint:
     """A model folder of vitral's, without building the model."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
         raise VitralError(f"{path} needs the config.json that was saved with it", "give the model folder")
     card = read_card(folder / "config.json")
+    check_heads(found.where, asked.heads, card)
     notes = [f"preprocessing from config.json: {seen(card.preprocessing)}"]
     checkpoint = finish(
         "vitral",

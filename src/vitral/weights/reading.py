@@ -44,6 +44,11 @@ def choose_heads(width: int, asked: Asked, said: int | None, by: str, notes: lis
         notes.append(f"heads: {said}, from {by}")
         return said
     if asked.heads is not None:
+        if asked.heads < 1 or width % asked.heads:
+            raise VitralError(
+                f"{where}: a width of {width} cannot be shared by {asked.heads} heads",
+                f"usual is a head for every 64: {max(width // 64, 1)}",
+            )
         notes.append(f"heads: {asked.heads}, as asked")
         return asked.heads
     if width not in HEADS:
@@ -71,16 +76,17 @@ def place_rows(
         raise VitralError(f"{where}: {rows} positions are no square image", say_size(where))
     height, width = asked.image_size
     raise VitralError(
-        f"{where}: {rows} positions do not fit images of {height}×{width}", _that_fit(rows, fronts[0], patch)
+        f"{where}: {rows} positions do not fit images of {height}×{width}", _that_fit(rows, fronts[0], patch, where)
     )
 
 
-def _that_fit(rows: int, front: int, patch: int) -> str:
-    """The image sizes that have so many patches, the squarest first."""
+def _that_fit(rows: int, front: int, patch: int, where: str) -> str:
+    """The image sizes that have so many patches, the squarest first; and how to get to others."""
     count = rows - front
     heights = [h for h in range(math.isqrt(max(count, 0)), 0, -1) if count % h == 0][:3]
     fitting = " or ".join(f"{h * patch} {count // h * patch}" for h in heights)
-    return f"with patches of {patch} these fit: --image-size {fitting}, or turned" if fitting else "leave it out"
+    other = f"for another size: vitral train DATA --init {shlex.quote(where)} --model.image-size H W"
+    return f"these fit: --image-size {fitting}, or turned; {other}" if fitting else f"leave it out; {other}"
 
 
 def architecture(
