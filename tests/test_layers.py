@@ -26,7 +26,7 @@ LAYERS = [
     ["training", "predict", "explain", "export", "doctor", "harvest"],
     ["evaluation", "run", "weights", "estimate", "inference"],
     ["runtime"],
-    ["data", "variants", "answers", "fused"],
+    ["data", "variants", "answers", "fused", "box"],
     ["presets"],
     ["vit", "hardware", "world", "plain", "errors", "lazy"],
 ]

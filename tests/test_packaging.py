@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,6 +28,7 @@ def test_the_wheel_holds_the_package_and_its_licence(wheel):
     sources = {str(path.relative_to(ROOT / "src")) for path in inside}
     assert sources <= set(names)
     assert "vitral/py.typed" in names
+    assert "vitral/box/mnist/model/weights.safetensors" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -38,7 +40,12 @@ def test_the_wheel_in_a_clean_environment_runs_the_demo(wheel, tmp_path):
     install = [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel]
     subprocess.run(install, check=True, timeout=600)
     vitral = tmp_path / "env" / "bin" / "vitral"
+    Image.new("L", (28, 28)).save(tmp_path / "black.png")
+    asked = [vitral, "predict", "mnist", "black.png"]
+    answer = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert answer.stdout.startswith("black.png"), answer.stderr
     answer = subprocess.run([vitral, "demo"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
     assert "images the model had never seen" in answer.stdout
+    assert "mnist from the box" in answer.stdout
     assert len(list(tmp_path.glob("runs/*/figures/attention.png"))) == 1

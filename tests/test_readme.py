@@ -77,7 +77,7 @@ def test_the_command_works(place, command):
 def test_the_server_answers(place, monkeypatch, command):
     monkeypatch.chdir(place)
     with server(*shlex.split(command)[2:]) as running:
-        assert httpx.get(f"{running.url}/v1/models").json()["models"][0]["name"] == "mine"
+        assert httpx.get(f"{running.url}/v1/models").json()["models"][0]["name"] == Path(command.split()[2]).name
 
 
 def test_the_resume_command_goes_on(place):

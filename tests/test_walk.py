@@ -203,8 +203,8 @@ def test_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Image.new("L", (28, 28), 90).save("digit.png")
-    with pytest.raises(VitralError, match="no run here yet"):
-        command.run(["digit.png"])
+    assert command.run(["digit.png", "--no-code"]) == 0
+    assert "the model: box:mnist" in capsys.readouterr().err
     _, predictor, _ = made("MNIST", cpu)
     for name in ("old", "new"):
         save_model(tmp_path / "runs" / name / "model", predictor.model, predictor.card)

@@ -104,6 +104,8 @@ def test_the_demo_falls_back_to_the_digits_and_says_why(tmp_path, monkeypatch, c
     assert "no route to host" in printed
     assert "scikit-learn's digits instead" in printed
     assert "Next:" in printed
+    assert "Of 359 of these test images yours has" in printed
+    assert (tmp_path / "run" / "figures" / "box.png").is_file()
 
 
 def test_normalisation_is_measured_on_the_training_images_and_travels_with_the_model(tmp_path):

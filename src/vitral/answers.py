@@ -24,6 +24,7 @@ class Prediction:
     source: str
     labels: tuple[Label, ...] = ()  # most probable first
     unknown: bool = False  # it looks like nothing the model was trained on
+    exchanged: Label | None = None  # with light and dark exchanged, where they are other than in its training
     error: str = ""
 
     @property
@@ -67,6 +68,8 @@ def as_lines(answers: Sequence[Prediction]) -> None:
         if answer.unknown:
             nearest = f"{answer.best.name} {answer.best.probability:.2f}"
             labels = f"unsure: looks like nothing it was trained on (nearest: {nearest})"
+        if answer.exchanged is not None:
+            labels += f"; with light and dark exchanged: {answer.exchanged.name} {answer.exchanged.probability:.2f}"
         print(f"{answer.source:<{width}}   {labels}")
 
 
@@ -78,6 +81,8 @@ def as_json(answers: Sequence[Prediction]) -> None:
 def plain(answer: Prediction) -> dict[str, object]:
     labels = [{"name": label.name, "probability": label.probability} for label in answer.labels]
     answered: dict[str, object] = {"file": answer.source, "labels": labels}
+    if answer.exchanged is not None:
+        answered["exchanged"] = {"name": answer.exchanged.name, "probability": answer.exchanged.probability}
     return answered | ({"error": answer.error} if answer.error else {"unknown": answer.unknown})
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from vitral import __version__
+from vitral import __version__, box
 from vitral.errors import VitralError, nearest
 
 # name, what stands behind it, what it does: in the order people meet them
@@ -46,6 +46,7 @@ TABLE = (
     # what there is
     ("recipes", "[show NAME]", "the named recipes; a complete one as TOML"),
     ("data", "list|fetch|where|pack", "the known sets; photographs decoded once"),
+    ("box", "[show NAME]", "the models that come with vitral, ready to be asked"),
 )
 COMMANDS = tuple(name for name, _, _ in TABLE)
 
@@ -56,6 +57,7 @@ def help_text() -> str:
         f"vitral {__version__}: a Vision Transformer workshop\n\n"
         f"usage: vitral COMMAND …          vitral COMMAND --help says more\n\n{rows}\n"
         "A run is the folder that `vitral train` leaves behind: runs/<recipe>-<date>-<id>.\n"
+        f"Models that come with vitral are named like one: {', '.join(box.names())}.\n"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from vitral import box
 from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_dataset
 from vitral.data.decode import NotAnImage, decode, image_files
@@ -120,6 +121,11 @@ def calibrate_model(
     if predictor.path is None or is_checkpoint(predictor.path):
         raise VitralError(
             "only a model of vitral's own can keep a calibration", "vitral convert SOURCE FOLDER --to vitral makes one"
+        )
+    if name := box.name_of(predictor.path):
+        raise VitralError(
+            f"{name} comes with vitral and stays as it is",
+            f'calibrate a copy of it: cp -r "$(vitral box where {name})" mine; vitral evaluate mine --calibrate',
         )
     found = calibrate(predictor.logits(validation.images), validation.labels, score=score, false_alarms=false_alarms)
     predictor.card = replace(predictor.card, calibration=found)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from vitral import __version__, judge
+from vitral import __version__, box, judge
 from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_dataset
+from vitral.data.preprocess import adapt
 from vitral.data.reading import PREFIX
 from vitral.data.sequence import Items, check_sequence, is_sequence, name_of
 from vitral.errors import VitralError
@@ -37,6 +38,8 @@ from vitral.training.parallel import Way, way_of
 from vitral.training.plan import Prepared, of_size, plan_for, prepare
 from vitral.training.recipe import CAN_CHANGE, Recipe, read_recipe
 from vitral.variants import VARIANTS
+
+BESIDE = 2_000  # images that the demo's model and the one in the box are both asked about
 
 
 def train(
@@ -232,7 +235,8 @@ def compare(
 
 
 def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:
-    """Train a small ViT in about a minute: on MNIST if it can be had, otherwise on the digits that come along."""
+    """Train a small ViT in about a minute, on MNIST if it can be had, otherwise on the digits that come along; then ask
+    a model that comes along about the same images."""
     console = Console(quiet=quiet, highlight=False)
     if out is not None:
         Run.check_free(Path(out))  # before anything is fetched
@@ -242,4 +246,30 @@ def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:
     except VitralError as error:
         console.print(f"{error.what}\nTraining on scikit-learn's digits instead: they come along with vitral.\n")
         recipe = "digits"
-    return train(recipe=recipe, out=out, quiet=quiet)
+    predictor = train(recipe=recipe, out=out, quiet=quiet)
+    beside_the_box(predictor, console)
+    return predictor
+
+
+def beside_the_box(predictor: Predictor, console: Console) -> None:
+    """The model that comes along for the same digits, asked the same test images, and where it looked in one."""
+    boxed, asked = Predictor.load(f"{box.PREFIX}mnist"), judge.question(predictor, None, None)
+    some = judge.spread(len(asked.split), BESIDE)
+    images, labels = asked.split.images[some], asked.split.labels[some]
+    theirs = adapt(images, boxed.card.preprocessing)
+    named = torch.tensor([predictor.classes.index(name) for name in boxed.classes])
+    ours_right = predictor.logits(images).argmax(dim=1) == labels
+    theirs_right = named[boxed.logits(theirs).argmax(dim=1)] == labels
+    telling = int((2 * theirs_right.int() - ours_right.int()).argmax())  # right where the small one is wrong, if any
+    assert predictor.path is not None
+    drawn = figures.glass(boxed, theirs[telling], Run(predictor.path).figures / "box.png")
+    said = boxed.probabilities(theirs[telling : telling + 1])[0]
+    console.print(
+        f"\nvitral comes with trained models: {', '.join(box.names())}.\n"
+        f"Of {len(labels):,} of these test images yours has {int(ours_right.sum()):,} right, "
+        f"mnist from the box {int(theirs_right.sum()):,}.\n"
+        f"In this one it sees a {boxed.classes[int(said.argmax())]} ({said.max():.0%}):{'':<7}{drawn}\n\n"
+        f"Ask them:  {command()} predict mnist your-digit.png\n"
+        f"           {command()} box",
+        soft_wrap=True,
+    )

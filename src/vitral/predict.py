@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitral import weights
+from vitral import box, weights
 from vitral.answers import Label as Label
 from vitral.answers import Prediction as Prediction
-from vitral.answers import in_order
+from vitral.answers import in_order, ranked
 from vitral.data.datasets import Split
 from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.images import Pixels
@@ -28,6 +28,7 @@ from vitral.run import ModelCard, check_heads, load_model, model_folder
 from vitral.vit import ViT
 
 Picture = str | Path | bytes | Image.Image
+DARK_SET, LIGHT = 0.45, 0.6  # as the page has it: mean of dark training images, rim of a picture that is ink on paper
 
 
 def is_checkpoint(path: Path | str) -> bool:
@@ -59,7 +60,7 @@ class Predictor:
         self, model: ViT, card: ModelCard, hardware: Hardware, path: Path | None = None, choice: Choice | None = None
     ) -> None:
         self.model, self.card, self.hardware, self.path = model.to(hardware.device).eval(), card, hardware, path
-        self.notes: tuple[str, ...] = ()  # how a checkpoint of another library was understood
+        self.notes: tuple[str, ...] = ()  # how its name, and a checkpoint of another library, were understood
         self.choice = choice or Choice(precision=hardware.precision, batch=64, why="the model as it is", run=None)
 
     @classmethod
@@ -73,21 +74,21 @@ class Predictor:
         threads: int | None = None,
         compile: Compile = "no",
     ) -> Predictor:
-        """From a run folder, a model folder, or any checkpoint that vitral reads.
+        """From a run folder, a model folder, any checkpoint that vitral reads, or the name of a model in the box.
 
         `labels`: a file, one name a line; `heads`: for a checkpoint whose tensors do not tell. `precision` and
         `threads` (of the whole process): what `vitral bench` found best on this machine, if it was asked;
         `Predictor.choice` says what was chosen and why. `compile`, on a GPU: a minute at the start for fused kernels.
         """
-        notes: list[str] = []
-        if is_checkpoint(path):
-            checkpoint = weights.read(path, heads=heads)
+        place, notes = box.find(path), list(box.notes(path))
+        if is_checkpoint(place):
+            checkpoint = weights.read(place, heads=heads)
             notes = checkpoint.notes
             model, card, folder = checkpoint.build(), checkpoint.card, None
         else:
-            model, card = load_model(path)
+            model, card = load_model(place)
             check_heads(path, heads, card)
-            folder = model_folder(Path(path))
+            folder = box.kept(model_folder(Path(place)))
         if labels is not None:
             card = replace(card, classes=read_labels(labels, card.architecture.classes))
         hardware = choose(device=device, precision="fp32", compile="no")
@@ -97,7 +98,7 @@ class Predictor:
             number: Precision = precision if precision in ("fp32", "bf16") else "auto"
             quick = choose(device=device, precision=number, compile=compile)
             choice = choose_on_gpu(model, card.preprocessing, quick, precision)
-        predictor = cls(model, card, hardware, Path(path), choice)
+        predictor = cls(model, card, hardware, Path(place), choice)
         predictor.notes = tuple(notes)
         return predictor
 
@@ -182,7 +183,35 @@ class Predictor:
 
     def answer(self, waiting: list[tuple[str, Tensor | str]], top: int | None) -> Iterable[Prediction]:
         readable = [pixels for _, pixels in waiting if isinstance(pixels, Tensor)]
-        logits = self.logits(torch.stack(readable)) if readable else torch.empty(0, len(self.classes))
+        images = torch.stack(readable) if readable else torch.empty(0, *self.card.preprocessing.shape).byte()
+        logits = self.logits(images) if readable else torch.empty(0, len(self.classes))
+        exchanged = iter(self.exchanged(images))
+        for answer in in_order(waiting, self._rows(logits), self.classes, top):
+            yield answer if answer.error else replace(answer, exchanged=next(exchanged))
+
+    def exchanged(self, images_BCHW: Tensor) -> list[Label | None]:
+        """What a gray model says of the negatives of pictures that are ink on paper where it learned chalk on slate, or
+        the other way round. None for the others, and where it does not know the negative either."""
+        found: list[Label | None] = [None] * len(images_BCHW)
+        mean = self.card.preprocessing.mean
+        if len(mean) > 1 or 1 - DARK_SET >= mean[0] >= DARK_SET:
+            return found
+        rims = rim(images_BCHW)
+        turned = (rims > LIGHT if mean[0] < DARK_SET else rims < 1 - LIGHT).nonzero().flatten()
+        if len(turned):
+            rows = self._rows(self.logits(255 - images_BCHW[turned]))
+            for index, (probabilities, unknown) in zip(turned.tolist(), rows, strict=True):
+                found[index] = None if unknown else ranked(self.classes, probabilities, 1)[0]
+        return found
+
+    def _rows(self, logits_BK: Tensor) -> Iterator[tuple[list[float], bool]]:
+        """Probabilities, and whether it is unknown, of each."""
         calibration = self.card.calibration
-        rows = zip(calibration.probabilities(logits).tolist(), calibration.unknown(logits).tolist(), strict=True)
-        return in_order(waiting, rows, self.classes, top)
+        return zip(calibration.probabilities(logits_BK).tolist(), calibration.unknown(logits_BK).tolist(), strict=True)
+
+
+def rim(images_BCHW: Tensor) -> Tensor:
+    """B numbers in 0…1: how light the outermost pixels are."""
+    inside = images_BCHW[:, :, 1:-1, 1:-1]
+    total, middle = (images.double().sum(dim=(1, 2, 3)) for images in (images_BCHW, inside))
+    return (total - middle) / (255 * (images_BCHW.shape[1:].numel() - inside.shape[1:].numel()))

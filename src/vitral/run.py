@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 
-from vitral import __version__
+from vitral import __version__, box
 from vitral.data.preprocess import Preprocessing
 from vitral.data.transfer import sync
 from vitral.errors import VitralError
@@ -257,12 +257,13 @@ def check_heads(path: Path | str, asked: int | None, card: ModelCard) -> None:
 def model_folder(path: Path) -> Path:
     """Where the model is: here, or in the run folder that this is."""
     if not path.exists():
-        raise VitralError(f"there is no run or model folder {path}", _runs_beside(path))
+        raise VitralError(f"there is no run or model folder {path}", box.hint(path, _runs_beside(path)))
     folder = path / "model" if (path / "model").is_dir() or (path / "recipe.toml").is_file() else path
     if (folder / "config.json").is_file():
         return folder
     if folder == path:
-        raise VitralError(f"{path} holds neither a run nor a model", _runs_beside(path))
+        hint = "; ".join((*box.notes(path), _runs_beside(path)))
+        raise VitralError(f"{path} holds neither a run nor a model", hint)
     raise VitralError(
         f"{path} has no finished model: training stopped in epoch {len(Run(path).metrics()) + 1}",
         f"go on with: vitral train --resume {path}",

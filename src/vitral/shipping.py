@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from vitral import box
 from vitral.export import onnx_file
 from vitral.export.graph import Precision
 from vitral.export.proof import Agreement
@@ -45,8 +46,12 @@ def bench(
 
 
 def kept_in(predictor: Predictor) -> Path | None:
-    """The folder of a model of vitral's own."""
-    return None if predictor.path is None or is_checkpoint(predictor.path) else model_folder(predictor.path)
+    """Where measurements are kept: in the folder of a model of vitral's own; of one in the box, in the cache."""
+    if predictor.path is None or is_checkpoint(predictor.path):
+        return None
+    folder = box.kept(model_folder(predictor.path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def on_the_cpu(model: str | Path | Predictor) -> Predictor:
@@ -72,8 +77,10 @@ def export(
     if to == "onnx":
         onnx_file.needed()
     given = predictor.path or Path()
-    inside = given / "exports" if given.is_dir() else given.parent
-    name = f"{given.stem if given.is_file() else 'model'}{'' if precision == 'fp32' else '-' + precision}"
+    boxed = box.name_of(given)
+    inside = Path() if boxed else given / "exports" if given.is_dir() else given.parent
+    name = boxed or (given.stem if given.is_file() else "model")
+    name += "" if precision == "fp32" else f"-{precision}"
     file = Path(out) if out is not None else inside / f"{name}{'-aoti' if to == 'aoti' else ''}{ENDINGS[to]}"
     learn, compare = sample(predictor, data, images).halves()
     found = ship(

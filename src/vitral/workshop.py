@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from vitral import judge
+from vitral import box, judge
 from vitral.data.datasets import Split
 from vitral.data.datasets import load as load_dataset
 from vitral.data.folder import load_files, looks_like_files
@@ -31,7 +31,7 @@ DAMAGED = 2_000  # images that a report damages in 25 ways
 
 
 def load(path: str | Path) -> Predictor:
-    """A trained model from its run folder or model folder."""
+    """A trained model from its run folder or model folder, or one of those that come along: "mnist"."""
     return Predictor.load(path)
 
 
@@ -94,7 +94,9 @@ def report(
     """
     asked = judge.question(model, data, split)
     home = asked.predictor.path or Path()
-    place = Path(out) if out else (Path() if is_checkpoint(home) else home) / "report.html"
+    boxed = box.name_of(home)
+    own = Path(f"{boxed}-report.html") if boxed else (Path() if is_checkpoint(home) else home) / "report.html"
+    place = Path(out) if out else own
     found, logits = judge.evaluate(asked, against=unknown, damaged=0 if fast else DAMAGED, watch=watch)
     watch("looking at the data and the mistakes")
     return write_report(gather(asked, found, logits, home, thorough=not fast), place)

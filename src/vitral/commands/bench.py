@@ -3,20 +3,21 @@
 import json
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
 from vitral.commands.beside import opened
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional
+    from tyro.conf import FlagCreatePairsOff, Positional, arg
 
     @dataclass(frozen=True)
     class Bench:
         """Number type × threads × batch on this CPU, and which way to take: it is kept with the model and used by
         predict and serve on this CPU."""
 
-        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        run: Annotated[Positional[str], arg(help=a_model())]
         data: str | None = None  # a set or folder to measure with; default: what it was trained on
         images: int = 512  # half to learn from, half to compare on
         threads: tuple[int, ...] = ()  # default: one, and all cores

@@ -2,20 +2,20 @@
 
 import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from vitral.commands.beside import opened
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional
+    from tyro.conf import FlagCreatePairsOff, Positional, arg
 
     @dataclass(frozen=True)
     class Compare:
         """Which of two models is better, by how much, and whether that can be luck."""
 
-        first: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        first: Annotated[Positional[str], arg(help=a_model())]
         second: Positional[str]  # a second one, to compare it with
         data: str | None = None  # a set or folder for both; default: what they were trained on
         split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none

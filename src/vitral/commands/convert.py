@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import Positional
+    from tyro.conf import Positional, arg
 
     @dataclass(frozen=True)
     class Convert:
         """Write a checkpoint of one library as another's, and prove that nothing was lost."""
 
-        source: Positional[str]  # a file, a folder, a run, or hf:owner/name[@revision]
+        source: Annotated[Positional[str], arg(help=a_model("a file, a folder, a run, or hf:owner/name[@revision]"))]
         destination: Positional[Path]  # a file or folder to make
         to: Literal["vitral", "timm", "transformers", "torchvision", "npz", "vit-pytorch"] = "vitral"
         heads: int | None = None  # where the tensors do not tell

@@ -3,19 +3,20 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from vitral.commands.beside import opened
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import Positional
+    from tyro.conf import Positional, arg
 
     @dataclass(frozen=True)
     class Embed:
         """One vector an image, from before the head, for programs of your own."""
 
-        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        run: Annotated[Positional[str], arg(help=a_model())]
         files: Positional[tuple[Path, ...]]
         out: Path  # features.npy, .parquet or .csv
         heads: int | None = None  # of a checkpoint whose tensors do not tell

@@ -3,20 +3,20 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from vitral.commands.beside import opened, status
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional
+    from tyro.conf import FlagCreatePairsOff, Positional, arg
 
     @dataclass(frozen=True)
     class Evaluate:
         """How good a model is, and how far to trust it. Every figure with its 95 % interval."""
 
-        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        run: Annotated[Positional[str], arg(help=a_model())]
         data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
         split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
         full: FlagCreatePairsOff[bool] = False  # every class and the confusion matrix too

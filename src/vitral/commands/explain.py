@@ -4,15 +4,15 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from vitral.commands.beside import status, understood
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 from vitral.errors import VitralError
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional
+    from tyro.conf import FlagCreatePairsOff, Positional, arg
 
     @dataclass(frozen=True)
     class Explain:
@@ -22,7 +22,7 @@ def run(words: list[str]) -> int:
         integrated-gradients, smooth-gradient, shapley. How far they can be trusted for a model: --faithfulness DATA.
         """
 
-        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        run: Annotated[Positional[str], arg(help=a_model())]
         files: Positional[tuple[Path, ...]] = ()
         method: tuple[str, ...] = ()  # some of them, or "all"; default: rollout and relevance
         target: tuple[str, ...] = ()  # classes, by name or number; default: what the model says
@@ -66,8 +66,8 @@ def run(words: list[str]) -> int:
     failed = 0
     for file, stem in zip(files, heatmaps.stems(files), strict=True):
         try:
-            targets = chosen.target or [label.name for label in predictor.predict(file, top=chosen.top or 1).labels]
-            found = explain(predictor, file, methods, targets, options)
+            answer = predictor.predict(file, top=chosen.top or 1)
+            found = explain(predictor, file, methods, chosen.target or [label.name for label in answer.labels], options)
         except NotAnImage as error:
             print(f"error: {error.what}", file=sys.stderr)
             failed += 1
@@ -78,6 +78,9 @@ def run(words: list[str]) -> int:
         else:
             said = " · ".join(f"{label.name} {label.probability:.2f}" for label in found.answer[:3])
             print(f"{file}   {said}   {written[0]}")
+        if answer.exchanged is not None:
+            said = f"{answer.exchanged.name} {answer.exchanged.probability:.2f}"
+            understood([f"{file}: with light and dark exchanged, as in what it learned from: {said}"])
     return 1 if failed else 0
 
 

@@ -2,25 +2,25 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from vitral.commands.beside import opened
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional
+    from tyro.conf import FlagCreatePairsOff, Positional, arg
 
     @dataclass(frozen=True)
     class Export:
         """One file for other programs: class names, preprocessing and calibration are in it. It is loaded back and
         compared with the model on real images; where they do not agree, there is no file."""
 
-        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        run: Annotated[Positional[str], arg(help=a_model())]
         to: Literal["onnx", "torch", "aoti"] = "onnx"  # torch: torch.export's .pt2; aoti: compiled for this kind of CPU
         precision: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"
         preprocessing: FlagCreatePairsOff[bool] = False  # scaling and cropping inside, for pictures of any size (ONNX)
-        out: Path | None = None  # default: exports/ in the run folder
+        out: Path | None = None  # default: exports/ in the run folder; of a model in the box, here
         data: str | None = None  # a set or folder to learn int8's steps from and to compare on; default: its own
         images: int = 256  # half to learn from, half to compare on
         labels: Path | None = None  # class names, one a line, for a checkpoint that has none

@@ -2,22 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from vitral.commands.beside import understood
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 from vitral.errors import VitralError
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import Positional
+    from tyro.conf import Positional, arg
 
     @dataclass(frozen=True)
     class Figures:
         """The paper's figures 6 and 7 for a model, as PNG and SVG: principal components of the patch filters, likeness
         of positions, how far each head looks, and where the model looked in some pictures."""
 
-        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        run: Annotated[Positional[str], arg(help=a_model())]
         images: tuple[Path, ...] = ()  # pictures and folders to look at; default: test images of the run's own set
         count: int = 32  # at most so many of them
         labels: Path | None = None  # class names, one a line, for a checkpoint that has none

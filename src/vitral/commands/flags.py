@@ -11,9 +11,15 @@ from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from vitral import box
 from vitral.errors import VitralError
 
 NUMBERS = {"INT": "whole number", "FLOAT": "number"}
+
+
+def a_model(others: str = "a run or model folder, a checkpoint file, or hf:owner/name") -> str:
+    """The help of what names a model: a path, an address, or a name."""
+    return f"{others}; or one that comes with vitral: {', '.join(box.names())}"
 
 
 def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any = None) -> Any:

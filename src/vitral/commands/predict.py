@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from vitral.commands.beside import opened
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 from vitral.errors import VitralError
+
+MODELS = "a run or model folder, a checkpoint file, hf:owner/name, or an exported model.onnx"
 
 
 def run(words: list[str]) -> int:
@@ -14,13 +16,13 @@ def run(words: list[str]) -> int:
         from vitral import runtime  # numpy, Pillow and ONNX Runtime only
 
         return runtime.main(words)
-    from tyro.conf import FlagCreatePairsOff, Positional
+    from tyro.conf import FlagCreatePairsOff, Positional, arg
 
     @dataclass(frozen=True)
     class Predict:
         """Ranked labels for image files of any size, mode and orientation, and for the images in folders."""
 
-        run: Positional[str]  # a run or model folder, a checkpoint file, hf:owner/name, or an exported model.onnx
+        run: Annotated[Positional[str], arg(help=a_model(MODELS))]
         files: Positional[tuple[Path, ...]]
         out: Path | None = None  # answers.parquet, .csv or .jsonl, for any number of images; goes on where it stopped
         labels: Path | None = None  # class names, one a line, for a checkpoint that has none

@@ -3,21 +3,22 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from vitral.commands.beside import opened
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 from vitral.errors import VitralError
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import Positional
+    from tyro.conf import Positional, arg
 
     @dataclass(frozen=True)
     class Probe:
         """How good a checkpoint's features are for your images, without training it: minutes on a CPU."""
 
         data: Positional[str]  # a folder with class folders, a CSV list, or a known set
-        init: str  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        init: Annotated[str, arg(help=a_model())]
         heads: int | None = None  # of a checkpoint whose tensors do not tell
         out: Path | None = None  # a plot: probe.png
         json: bool = False  # for programs

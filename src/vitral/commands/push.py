@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from vitral.commands.beside import understood
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional
+    from tyro.conf import FlagCreatePairsOff, Positional, arg
 
     @dataclass(frozen=True)
     class Push:
@@ -16,7 +17,7 @@ def run(words: list[str]) -> int:
 
         Where they cannot express the model, it is written for vitral alone, and the reason is told."""
 
-        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
+        run: Annotated[Positional[str], arg(help=a_model())]
         destination: Positional[str]  # hf:owner/name
         heads: int | None = None  # of a checkpoint whose tensors do not tell
         folder: Path | None = None  # write the files there and keep them; default: a temporary folder

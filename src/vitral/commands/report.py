@@ -2,22 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from vitral.commands.beside import opened, status
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional
+    from tyro.conf import FlagCreatePairsOff, Positional, arg
 
     @dataclass(frozen=True)
     class Report:
         """One HTML file about a model: curves, figures with intervals, the confusion matrix with the pictures behind
         it, mistakes with heatmaps, calibration, robustness, data, environment, how to repeat it. It fetches nothing."""
 
-        run: Positional[str]  # a run folder, a model folder, a checkpoint file, or hf:owner/name
-        out: Path | None = None  # the file; default: report.html in that folder; of a checkpoint, here
+        run: Annotated[Positional[str], arg(help=a_model())]
+        out: Path | None = None  # the file; default: report.html in that folder; of a checkpoint or a boxed model, here
         data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
         split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
         unknown: str | None = None  # a set or folder of other things: does it notice that it does not know them?

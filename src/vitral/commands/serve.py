@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from vitral.commands.flags import parse
+from vitral import box
+from vitral.commands.beside import understood
+from vitral.commands.flags import a_model, parse
 from vitral.errors import VitralError, reason
+
+MODELS = "run folders, model folders, checkpoint files, or hf:owner/name"
 
 
 def run(words: list[str]) -> int:
@@ -19,7 +23,7 @@ def run(words: list[str]) -> int:
     class Serve:
         """Serve models over HTTP: a page to try them, /docs for programs, /metrics for Prometheus."""
 
-        runs: Positional[tuple[str, ...]]  # run folders, model folders, checkpoint files, or hf:owner/name
+        runs: Annotated[Positional[tuple[str, ...]], arg(help=a_model(MODELS))]
         name: UseAppendAction[tuple[str, ...]] = ()  # what to call them, once for each; default: the folders' names
         labels: Path | None = None  # class names, one a line, for a checkpoint that has none
         host: str = "127.0.0.1"  # 0.0.0.0: the whole network may ask
@@ -33,7 +37,8 @@ def run(words: list[str]) -> int:
 
     chosen = parse(Serve, words, "serve")
     if not chosen.runs:
-        raise VitralError("which model?", "vitral serve runs/mine")
+        raise VitralError("which model?", box.hint(also="vitral serve runs/mine"))
+    understood(note for run in chosen.runs for note in box.notes(run))
     try:
         from vitral.serve.server import serve
     except ModuleNotFoundError as error:

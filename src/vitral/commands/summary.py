@@ -1,33 +1,36 @@
 """A model layer by layer."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
-from vitral.commands.flags import parse, positional
+from vitral import box
+from vitral.commands.flags import a_model, parse, positional
 from vitral.errors import VitralError
+
+MODELS = "a preset; a run or model folder, a checkpoint file, or hf:owner/name"
 
 
 def run(words: list[str]) -> int:
     from tyro.conf import Positional, arg
 
     from vitral.presets import PRESETS, PUBLISHED
-    from vitral.variants import architecture
     from vitral.variants.hybrid import HYBRIDS
     from vitral.vit import ViTConfig
 
     name = positional(words)
     if name is None and not {"-h", "--help"} & set(words):
-        raise VitralError("which model?", f"Known: {', '.join([*PRESETS, *HYBRIDS])}")
+        raise VitralError("which model?", f"Known: {', '.join([*PRESETS, *HYBRIDS])}; {box.hint()}")
 
     @dataclass(frozen=True)
     class Summary:
         """A model layer by layer: shapes, parameters, arithmetic and memory for one image."""
 
-        preset: Positional[str]
+        preset: Annotated[Positional[str], arg(help=a_model(MODELS))]
         config: Annotated[ViTConfig, arg(name="")]
         levels: int = 3  # how deep the table goes into the modules
 
-    variant, config = architecture(name or "B/16")
+    variant, config = shape_of(name or "B/16")
     chosen = parse(Summary, words, "summary", default=Summary(name or "B/16", config))
     if chosen.levels < 1:
         raise VitralError(f"--levels must be at least 1, not {chosen.levels}", "leave it out for 3")
@@ -37,3 +40,17 @@ def run(words: list[str]) -> int:
     if name in PUBLISHED:
         print(f"published           {PUBLISHED[name]}")
     return 0
+
+
+def shape_of(name: str) -> tuple[str, Any]:
+    """Variant and configuration: of a preset, or of a model that is there."""
+    from vitral import weights
+    from vitral.variants import architecture
+
+    try:
+        return architecture(name)
+    except VitralError as error:
+        if not name.startswith("hf:") and not Path(box.find(name)).exists():
+            raise VitralError(error.what, f"{error.hint}; {box.hint()}") from error
+    checkpoint = weights.read(name)
+    return checkpoint.variant, checkpoint.config

@@ -2,15 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from vitral import box
 from vitral.commands.beside import understood
-from vitral.commands.flags import parse
+from vitral.commands.flags import a_model, parse
 from vitral.errors import VitralError, reason
+
+MODELS = "a run or model folder, or a checkpoint; default: the newest run, or mnist where there is none"
 
 
 def run(words: list[str]) -> int:
-    from tyro.conf import Positional
+    from tyro.conf import Positional, arg
 
     @dataclass(frozen=True)
     class Walk:
@@ -18,7 +21,7 @@ def run(words: list[str]) -> int:
         lines of the source that do it, and a picture of the actual values. On the terminal, or as a page with --out."""
 
         image: Positional[Path]  # a picture
-        model: str | None = None  # a run folder, a model folder or a checkpoint; default: the newest run
+        model: Annotated[str | None, arg(help=a_model(MODELS))] = None
         lang: Literal["en", "ko"] = "en"
         layer: int = 1  # the block to look into, counted from 1
         head: int = 1  # the head to look into, counted from 1
@@ -34,8 +37,9 @@ def run(words: list[str]) -> int:
     from vitral.report.walk import walk
     from vitral.run import write_atomically
 
-    predictor = open_to_look_inside(chosen.model or newest(), chosen.labels)
-    understood(predictor.notes)
+    asked = chosen.model or newest()
+    predictor = open_to_look_inside(asked, chosen.labels)
+    understood(predictor.notes if chosen.model else [f"the model: {asked}; another one with --model"])
     made = walk(predictor, chosen.image, chosen.lang, chosen.layer, chosen.head)
     if chosen.out is None:
         walk_terminal.show(made, code=chosen.code)
@@ -52,14 +56,11 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def newest() -> Path:
-    """The run that was finished last."""
+def newest() -> Path | str:
+    """The run that was finished last, or a model that comes along."""
     from vitral.run import RUNS
 
     finished = [config.parent.parent for config in RUNS.glob("*/model/config.json")]
     if not finished:
-        raise VitralError(
-            "there is no run here yet, and --model names none",
-            "vitral demo trains a small one in about a minute; or: vitral walk IMAGE --model RUN",
-        )
+        return f"{box.PREFIX}mnist"
     return max(finished, key=lambda run: (run / "model" / "config.json").stat().st_mtime)

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from vitral import box
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.hardware import Hardware, cores, cpu_name
@@ -156,7 +157,7 @@ def arrange(
     if number == "int8" and ranges is None:
         raise VitralError(
             "int8 needs to know how large the activations get, and nobody has measured that for this model",
-            f"vitral bench {folder or 'RUN'} measures it",
+            _bench(folder),
         )
     quick = Engine(model, preprocessing, number, ranges)
     if precision == number:
@@ -165,12 +166,16 @@ def arrange(
     if number not in margins:
         raise VitralError(
             f"{precision} needs to know how far {number} may be off, and nobody has measured that on this CPU",
-            f"vitral bench {folder or 'RUN'} measures it",
+            _bench(folder),
         )
     sure: Engine | Checked = Engine(model, preprocessing, "fp32")
     if number == "int8" and "bf16" in margins and not cannot_run_here("bf16"):
         sure = Checked(Engine(model, preprocessing, "bf16"), sure, margins["bf16"])
     return Checked(quick, sure, margins[number])
+
+
+def _bench(folder: Path | None) -> str:
+    return f"vitral bench {'RUN' if folder is None else box.called(folder)} measures it"
 
 
 def check_threads(counts: Iterable[int]) -> None:

@@ -18,6 +18,7 @@ from vitral.run import ModelCard
 from vitral.weights.checkpoint import described
 from vitral.weights.pixels import seen
 
+RECIPE = "training.toml"  # not recipe.toml: that would make a run folder of it
 # What a folder of each family is loaded by, the first line being a person's shortest way.
 LOADED_BY = {
     "timm": ("vitral", "timm", "transformers"),
@@ -60,8 +61,8 @@ def card_text(
         "",
         f"A Vision Transformer that tells {len(card.classes)} classes apart: {few}.",
         "",
-        *_results(told),
-        *_training(card, told),
+        *results(told),
+        *training(card, told, RECIPE),
         "## The model",
         "",
         f"- {described(card.architecture, card.variant)}",
@@ -109,7 +110,7 @@ def _split(told: Told) -> str:
     return str(told.test.get("split", "test"))
 
 
-def _results(told: Told) -> list[str]:
+def results(told: Told) -> list[str]:
     test = told.test
     if not test:
         return ["It comes without measured results.", ""]
@@ -139,7 +140,7 @@ def _results(told: Told) -> list[str]:
     return lines
 
 
-def _training(card: ModelCard, told: Told) -> list[str]:
+def training(card: ModelCard, told: Told, recipe_file: str) -> list[str]:
     recipe, environment = told.recipe, told.environment
     if not recipe:
         return []
@@ -151,18 +152,20 @@ def _training(card: ModelCard, told: Told) -> list[str]:
     lines.append(
         f"- beginning from {init if init.startswith('hf:') else Path(init).name}" if init else "- from scratch"
     )
+    held_out = recipe.get("data", {}).get("validation", 1)
+    chosen = "the best on validation images" if held_out else "the last: no image was held out"
     frozen = f", frozen: {recipe['freeze']}" if recipe.get("freeze") else ""
     lines.append(
         f"- recipe {recipe.get('name')}: {optim.get('name')} {optim.get('lr')}, {recipe.get('epochs')} epochs, "
         f"batch {recipe.get('batch')}, {optim.get('schedule')} schedule, seed {recipe.get('seed')}{frozen}; "
-        f"the weights are those of epoch {card.epoch}, the best on validation images"
+        f"the weights are those of epoch {card.epoch}, {chosen}"
     )
     if environment:
         lines.append(
             f"- with vitral {environment.get('vitral')}, PyTorch {environment.get('torch')} on "
             f"{environment.get('hardware')}, {environment.get('precision')}"
         )
-    return [*lines, "- the complete recipe is in `training.toml`", ""]
+    return [*lines, f"- the complete recipe is in `{recipe_file}`", ""]
 
 
 def _loading(library: str, repository: str) -> list[str]:

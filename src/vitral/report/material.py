@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitral import box
 from vitral.data.datasets import Split
 from vitral.doctor import examine
 from vitral.errors import VitralError
@@ -63,7 +64,7 @@ def gather(asked: Asked, found: Evaluation, logits: Tensor, path: Path, thorough
         environment=tuple((name.replace("_", " "), value) for name, value in flat(around)),
         repeat=commands(run, around),
         recipe=run.recipe_file.read_text(encoding="utf-8") if run and run.recipe_file.is_file() else "",
-        more=f"vitral report {path}",
+        more=f"vitral report {box.called(path)}",
     )
 
 

@@ -9,13 +9,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from vitral import weights
+from vitral import box, weights
 from vitral.errors import VitralError
-from vitral.report.card import LOADED_BY, Told, card_text
+from vitral.report.card import LOADED_BY, RECIPE, Told, card_text
 from vitral.run import ModelCard, model_folder, read_card, write_atomically
 from vitral.weights import Checkpoint, hub
 
-RECIPE = "training.toml"  # not recipe.toml: that would make a run folder of it
 FAMILIES = ("timm", "transformers")  # transformers loads timm's folders too, so that is tried first
 
 
@@ -46,6 +45,7 @@ def push(
     `understood` hears how another library's checkpoint was read, before anything is done with it.
     """
     repository, revision = hub.spelled(destination)
+    path = box.find(path)
     checkpoint, told = weights.read(path, heads=heads), Told.by(Path(path))
     understood(checkpoint.notes if checkpoint.family != "vitral" else ())
     with TemporaryDirectory() as temporary:

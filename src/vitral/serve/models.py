@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitral import box
 from vitral.data.decode import NotAnImage
 from vitral.data.scale import MODES
 from vitral.errors import VitralError
@@ -41,7 +42,7 @@ def version_of(predictor: Predictor) -> str:
 
 def name_of(path: str) -> str:
     """runs/flowers → flowers, runs/flowers/model → flowers, hf:google/vit → vit; letters that fit into an address."""
-    place = Path(path.removeprefix("hf:"))
+    place = Path(path.removeprefix("hf:").removeprefix(box.PREFIX))
     folder = place.resolve() if place.exists() else place
     name = folder.parent.name if folder.name == "model" else folder.stem if folder.is_file() else folder.name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"

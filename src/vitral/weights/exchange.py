@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from vitral import box
 from vitral.errors import VitralError, unknown
 from vitral.run import ModelCard, check_heads, model_folder, read_card, write_atomically, write_card
 from vitral.vit import ViT
@@ -42,14 +43,18 @@ SUFFIXES = {
 
 
 def read(source: Path | str, *, heads: int | None = None, image_size: tuple[int, int] | None = None) -> Checkpoint:
-    """A file, a folder, or "hf:owner/name[@revision]". `heads` and `image_size` for files that do not tell."""
+    """A file, a folder, "hf:owner/name[@revision]", or the name of a model in the box.
+
+    `heads` and `image_size` for files that do not tell."""
     asked = Asked(heads=heads, image_size=image_size)
-    named = str(source)
-    path = hub.fetch(named) if named.startswith(hub.SCHEME) else Path(source)
+    place = box.find(source)
+    named = str(place)
+    path = hub.fetch(named) if named.startswith(hub.SCHEME) else Path(place)
     try:
         if (path / "recipe.toml").is_file() or (path / "model" / "config.json").is_file():
             path = model_folder(path)
         found = find(path)
+        found.notes += box.notes(source)
         if named.startswith(hub.SCHEME):
             found.where = named
         family = family_of(found)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vitral import box
 from vitral.errors import VitralError
 from vitral.run import whole_or_not
 
@@ -49,7 +50,8 @@ class Found:
 def find(path: Path) -> Found:
     """A file of weights, or a folder with one and its config.json."""
     if not path.exists():
-        raise VitralError(f"there is no file or folder {path}", "give a file, a folder, or hf:owner/name")
+        hint = box.hint(path, "give a file, a folder, or hf:owner/name")
+        raise VitralError(f"there is no file or folder {path}", hint)
     if path.is_dir():
         return _folder(path)
     found = Found(where=str(path), tensors={})
@@ -70,7 +72,8 @@ def _folder(folder: Path) -> Found:
     files = [folder / name for name in HUB_NAMES if (folder / name).is_file()][:1]
     files = files or sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file())
     if not files:
-        raise VitralError(f"{folder} holds no weights", f"looked for {', '.join('*' + suffix for suffix in SUFFIXES)}")
+        looked_for = f"looked for {', '.join('*' + suffix for suffix in SUFFIXES)}"
+        raise VitralError(f"{folder} holds no weights", "; ".join((looked_for, *box.notes(folder))))
     if len(files) > 1:
         raise VitralError(
             f"{folder} holds {len(files)} files of weights", f"name one: {', '.join(file.name for file in files[:6])}"

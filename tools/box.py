@@ -1,0 +1,263 @@
+"""A finished run becomes a model that comes with vitral: src/vitral/box/NAME, weights in bf16, with a card.
+
+    python tools/box.py runs/cifar10-96-1115-a3 [--unknown cifar100]
+
+NAME is that of the set it was trained on. Nothing is typed by hand: what the card says was recorded by the run, or is
+measured here, on the whole test set, with the weights that are shipped. There is no new model where rounding moved the
+accuracy, where the run's own figure is not found again, or where all models together are larger than the package bears.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitral import __version__, box, judge
+from vitral.errors import VitralError, unknown
+from vitral.evaluation.trust import Evaluation
+from vitral.evaluation.views import VIEWS
+from vitral.report.card import Told, results, training
+from vitral.run import Run, load_model, model_folder, read_card, save_weights, write_atomically, write_card
+from vitral.training.recipe import read_recipe
+from vitral.weights.checkpoint import described
+from vitral.weights.pixels import seen
+
+MOST_BYTES = 12_000_000  # of all models in the box
+MOVED = 0.001  # share of the test images: more is not rounding
+OTHER_VIEWS = 0.02  # the same, where the run averaged several views of an image and one is asked here
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What no run can know of the images it learned from."""
+
+    images: str
+    source: str
+    not_for: tuple[str, ...]
+
+
+ABOUT = {
+    "mnist": About(
+        images="handwritten digits, light on black, centred, 28×28 pixels, gray",
+        source=(
+            "MNIST, by Yann LeCun, Corinna Cortes and Christopher Burges, from NIST's special databases 1 and 3 "
+            "(Gradient-based learning applied to document recognition, 1998). Its page names no licence; Keras's "
+            "documentation says CC BY-SA 3.0. No image of it is in this package"
+        ),
+        not_for=(
+            "digits as they stand on paper: dark on light. `vitral predict` says when the negative is what it knows",
+            "several digits at once, letters, printed or seven-segment digits: cut out one digit and centre it",
+            "anything where a wrong digit costs money or worse, without a check",
+        ),
+    ),
+    "fashion-mnist": About(
+        images="product pictures of clothes, light on black, 28×28 pixels, gray",
+        source=(
+            "Fashion-MNIST, by Zalando Research (arXiv 1708.07747), MIT licence. No image of it is in this package"
+        ),
+        not_for=(
+            "photographs of people wearing clothes, or of clothes on a light ground",
+            "any decision about people",
+        ),
+    ),
+    "cifar10": About(
+        images="colour photographs of one thing each, 32×32 pixels",
+        source=(
+            "CIFAR-10, by Alex Krizhevsky, Vinod Nair and Geoffrey Hinton (Learning multiple layers of features from "
+            "tiny images, 2009): pictures found on the web, labelled by hand. Its page names no licence and asks for "
+            "that citation. They were taken from 80 Million Tiny Images, which was withdrawn in 2020 for offensive "
+            "labels; these ten classes have none. No image of it is in this package"
+        ),
+        not_for=(
+            "anything but the ten classes: of other things it names the nearest",
+            "small things in large photographs: a picture is scaled to 32×32 pixels, its middle cut out",
+            "counting, finding, or telling breeds and makes apart; anything where a mistake does harm",
+        ),
+    ),
+}  # fmt: skip
+
+
+def make(run: Run, against: str | None = None) -> tuple[Path, str]:
+    """The folder of the new model, and what happened in a few lines."""
+    plan = read_recipe(run.recipe_file)
+    if (name := plan.data.name) not in ABOUT:
+        raise unknown("set with something known about its source and its licence", name, ABOUT)
+    if not run.finished or not run.test_file.is_file():
+        raise VitralError(f"{run} is not finished", f"vitral train --resume {run}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / name
+        round_to_bf16(run, folder)
+        write_atomically(folder / "recipe.toml", plan.changed({"device": "auto"}).to_toml())
+        write_atomically(folder / "environment.json", json.dumps(environment(run), indent=2) + "\n")
+        write_atomically(folder / "metrics.jsonl", run.metrics_file.read_bytes())
+        before = judge.question(run.path, None, "test")
+        after = judge.question(folder, None, "test")
+        logits = before.predictor.logits_together(before.split.images)
+        found, rounded = judge.evaluate(after, against=against)
+        exact = float((logits.argmax(dim=1) == before.split.labels).double().mean())
+        changed = int((logits.argmax(dim=1) != rounded.argmax(dim=1)).sum())
+        recorded = json.loads(run.test_file.read_text(encoding="utf-8"))
+        check(f"{run}: its weights here, against what it recorded", exact, recorded["top1"], bound(recorded))
+        check(f"{run}: rounded to bf16, against fp32", found.top1, exact, MOVED)
+        rounding = {"top1_before": exact, "answers_changed": changed}
+        said = found.as_dict() | {"weights": "bf16", "rounding": rounding, "recorded": summary_of(recorded)}
+        write_atomically(folder / "test.json", json.dumps(said, indent=1) + "\n")
+        write_atomically(folder / "README.md", card(name, folder, found, said))
+        size = sum(size_of(box.ROOM / other) for other in box.names() if other != name) + size_of(folder)
+        if size > MOST_BYTES:
+            raise VitralError(
+                f"with this model the box holds {size / 1e6:.1f} MB; the most is {MOST_BYTES / 1e6:.0f}",
+                "train a narrower or shallower one",
+            )
+        place = box.ROOM / name
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(folder, place)
+    told = f"{found.top1:.2%} of {found.images:,} test images (fp32: {exact:.2%}; {changed} answers changed)"
+    if found.temperature == 1:
+        told += "\nnot calibrated, and knows no unknown images: nothing was held out (--data.validation 0.05 would)"
+    return place, f"{place}: {told}\n{size_of(place) / 1e6:.2f} MB; the whole box {size / 1e6:.2f} MB"
+
+
+def round_to_bf16(run: Run, folder: Path) -> None:
+    model, found = load_model(run.path)
+    (folder / "model").mkdir(parents=True)
+    weights = {name: t.bfloat16() if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    save_weights(folder / "model" / "weights.safetensors", weights)
+    write_card(folder / "model", found)
+
+
+def bound(recorded: dict[str, Any]) -> float:
+    return MOVED if recorded.get("views", "one") == "one" else OTHER_VIEWS
+
+
+def check(what: str, found: float, wanted: float, most: float) -> None:
+    if abs(found - wanted) > most:
+        raise VitralError(f"{what}: {found:.2%} instead of {wanted:.2%}", f"at most {most:.1%} apart is rounding")
+
+
+def summary_of(recorded: dict[str, Any]) -> dict[str, Any]:
+    """What the run itself said of its test images."""
+    return {name: recorded[name] for name in ("top1", "top1_low", "top1_high", "images")} | {
+        "views": recorded.get("views", "one")
+    }
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def environment(run: Run) -> dict[str, Any]:
+    """environment.json, without the paths and the host of the machine it was made on."""
+    told: dict[str, Any] = json.loads(run.environment_file.read_text(encoding="utf-8"))
+    return {name: value for name, value in told.items() if name not in ("command", "launch", "platform")} | {
+        "command": command(str(told.get("command", "")))
+    }
+
+
+def command(told: str) -> str:
+    """What was typed, if others can type it too; else nothing."""
+    program, *words = shlex.split(told) or [""]
+    if Path(program).name not in ("vitral", "__main__.py") or words[:1] != ["train"]:
+        return ""
+    kept: list[str] = []
+    for word in words:
+        if kept[-1:] == ["--out"]:
+            kept.pop()
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return "" if any("/" in word or word.endswith(".toml") for word in kept) else shlex.join(["vitral", *kept])
+
+
+def card(name: str, folder: Path, found: Evaluation, said: dict[str, Any]) -> str:
+    """README.md."""
+    about, model = ABOUT[name], read_card(model_folder(folder) / "config.json")
+    told = Told.by(folder)
+    told = Told(test=said, recipe=told.recipe, environment=told.environment)
+    where = f'"$(vitral box where {name})/recipe.toml"'
+    typed = told.environment.get("command")
+    repeat = [f"- begun with `{typed}`" if typed else "", f"- repeat it: `vitral train --recipe {where}`"]
+    lines = [
+        f"# {name}",
+        "",
+        f"A Vision Transformer that comes with vitral and tells {len(model.classes)} classes apart: "
+        f"{', '.join(model.classes)}. It learned from {about.images}.",
+        "",
+        f"    vitral predict {name} photo.jpg",
+        f"    vitral explain {name} photo.jpg",
+        f"    vitral serve {name}",
+        "",
+        *results(told),
+        *measured(model.calibration.unknown_below, found, said),
+        *training(model, told, "recipe.toml")[:-1],
+        *filter(None, repeat),
+        "",
+        "## The model",
+        "",
+        f"- {described(model.architecture, model.variant)}",
+        f"- sees images so: {seen(model.preprocessing)}",
+        f"- {size_of(folder / 'model') / 1e6:.2f} MB, weights in bf16, computed with in fp32",
+        "",
+        "## What it is not for",
+        "",
+        *(f"- {what}" for what in about.not_for),
+        "",
+        "## Licence and data",
+        "",
+        "The weights are Apache-2.0, like vitral.",
+        f"{about.source}.",
+        "",
+        f"Written by vitral {__version__}, {time.strftime('%Y-%m-%d')}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def measured(unknown_below: float | None, found: Evaluation, said: dict[str, Any]) -> list[str]:
+    """Calibration, unknown images, rounding."""
+    ece, raw = found.headline.ece, found.raw.ece
+    lines = [f"- calibration error {ece.value:.2%} ({ece.low:.2%} – {ece.high:.2%})"]
+    if found.temperature != 1:
+        lines[0] += f", {raw:.2%} before its probabilities were set right: temperature {found.temperature:.3f}"
+    else:
+        lines[0] += "; its probabilities were not set right: no image was held out"
+    if found.unknown is not None and unknown_below is not None:
+        energy = next(score for score in found.unknown.scores if score.name == "energy")
+        lines.append(
+            f"- of {found.unknown.images:,} images of {found.unknown.against} it calls {energy.caught:.1%} unknown, "
+            f"of its own test images {energy.false_alarms:.1%}; AUROC {energy.auroc.value:.1%}"
+        )
+    elif unknown_below is None:
+        lines.append("- it cannot say that it does not know an image: no image was held out to learn that from")
+    rounding, recorded = said["rounding"], said["recorded"]
+    lines.append(
+        f"- with the weights before rounding: {rounding['top1_before']:.2%}; rounding changed the answer for "
+        f"{rounding['answers_changed']} of {found.images:,} images"
+    )
+    views = VIEWS[recorded["views"]]
+    lines.append(f"- the run itself recorded {recorded['top1']:.2%}" + (f", {views}" if views else ""))
+    return [*lines, ""]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("run", type=Path, help="a finished run folder")
+    parser.add_argument("--unknown", help="a set of other things, to measure whether they are noticed")
+    chosen = parser.parse_args()
+    try:
+        _, told = make(Run.open(chosen.run), chosen.unknown)
+    except VitralError as error:
+        print(f"error: {error.what}\n       {error.hint}", file=sys.stderr)
+        return 2
+    print(told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
