@@ -146,7 +146,7 @@ def test_bad_weights_are_refused_in_two_lines(command, make, what, photos, tmp_p
     [
         (["--model.image-size", 36], "image height 36 is not a multiple of patch_size 8; 32 and 40 are"),
         (["--model.depth", 2], "the checkpoint has depth 1, the recipe 2"),
-        (["--heads", 5], "width must be a multiple of 5"),
+        (["--heads", 5], "cannot be shared by 5 heads"),
         (["--heads", "many"], "--heads"),
     ],
 )

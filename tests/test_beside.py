@@ -76,6 +76,22 @@ def test_every_command_says_how_it_understood_a_checkpoint(
         json.loads(said)
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_another_resolution_is_one_flag_and_the_hint_of_convert_names_it(
+    place: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    _, _, complaint = command("convert", "theirs", "larger", "--image-size", 32)
+    told = complaint.partition("for another size: vitral ")[2]
+    assert told == "train DATA --init theirs --model.image-size H W\n"
+    words = told.replace("DATA", "photos").replace("H W", "32 24").split()
+    code, said, _ = command(*words, "--epochs", 1, "--out", "larger")
+    assert code == 0
+    assert "positions resampled from 2×2 to 4×3" in said
+    assert command("predict", "larger", "photo.png")[0] == 0
+    assert Predictor.load("larger").card.preprocessing.image_size == (32, 24)
+
+
 def test_the_server_says_it_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     with server("theirs") as running:

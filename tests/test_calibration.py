@@ -18,6 +18,7 @@ from scipy.special import log_softmax
 from torch import Tensor
 
 import vitral
+from conftest import leave_out_pictures
 from vitral import answers as written
 from vitral import cli, workshop
 from vitral.errors import VitralError
@@ -112,7 +113,9 @@ def test_nothing_to_calibrate_with_is_said() -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "digits"
-    workshop.train("digits", out=out, **TINY)
+    with pytest.MonkeyPatch.context() as patched:
+        leave_out_pictures(patched)
+        workshop.train("digits", out=out, **TINY)
     return out
 
 
@@ -158,6 +161,7 @@ def test_an_unknown_picture_is_said_to_be_one(capsys: pytest.CaptureFixture[str]
     ]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_validation_photographs_are_cropped_once(tmp_path: Path) -> None:
     """Without a test split the validation images are judged again at the end: as they were while training."""
     from test_folder import photograph

@@ -160,6 +160,7 @@ def test_a_folder_that_a_known_set_hides_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["photos", "split"])
+@pytest.mark.usefixtures("no_pictures")
 def test_a_folder_trains_evaluates_and_predicts(request, tmp_path, capsys, kind):
     root = request.getfixturevalue(kind)
     out = tmp_path / "run"
@@ -174,6 +175,7 @@ def test_a_folder_trains_evaluates_and_predicts(request, tmp_path, capsys, kind)
     assert json.loads(capsys.readouterr().out)["top1"] > 0.9
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_folder_of_some_of_the_classes_is_judged_by_name(photos, tmp_path):
     out = tmp_path / "run"
     small = {"model.image_size": (32, 32), "model.width": 48, "model.depth": 1, "batch": 8, "epochs": 8}

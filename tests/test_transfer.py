@@ -149,6 +149,7 @@ def moved_parts(before: Path, after: Path) -> set[str]:
     return {name for name in old if old[name].shape != new[name].shape or not torch.equal(old[name], new[name])}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_training_from_a_checkpoint_takes_its_shape_and_its_preprocessing(source, photos, tmp_path):
     model = vitral.train(str(photos), init=str(source), epochs=2, out=tmp_path / "run")
     assert model.card.architecture.width == CONFIG.width
@@ -157,11 +158,13 @@ def test_training_from_a_checkpoint_takes_its_shape_and_its_preprocessing(source
     assert model.classes == ("blue", "red")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_frozen_backbone_stays_as_it_was(source, photos, tmp_path):
     vitral.train(str(photos), init=str(source), epochs=2, freeze="backbone", out=tmp_path / "run")
     assert moved_parts(source, tmp_path / "run") == {"head.out.weight", "head.out.bias"}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_frozen_blocks_stay_as_they_were(source, photos, tmp_path):
     vitral.train(str(photos), init=str(source), epochs=2, freeze="1", out=tmp_path / "run")
     moved = moved_parts(source, tmp_path / "run")
@@ -169,6 +172,7 @@ def test_frozen_blocks_stay_as_they_were(source, photos, tmp_path):
     assert any(name.startswith("encoder.blocks.1.") for name in moved)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_run_begun_from_a_checkpoint_is_repeated_by_its_recipe(source, photos, tmp_path):
     vitral.train(str(photos), init=str(source), epochs=1, out=tmp_path / "a")
     vitral.train(recipe=tmp_path / "a" / "recipe.toml", out=tmp_path / "b")

@@ -21,6 +21,7 @@ from sklearn import metrics as sklearn
 from torch import Tensor
 
 import vitral
+from conftest import leave_out_pictures
 from vitral import judge, workshop
 from vitral.data.datasets import Split
 from vitral.data.preprocess import Preprocessing
@@ -387,7 +388,9 @@ def test_ten_thousand_images_take_seconds_beyond_the_forward_passes() -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "digits"
-    workshop.train("digits", epochs=8, out=out, **{"model.depth": 1, "model.width": 32})
+    with pytest.MonkeyPatch.context() as patched:
+        leave_out_pictures(patched)
+        workshop.train("digits", epochs=8, out=out, **{"model.depth": 1, "model.width": 32})
     return out
 
 
@@ -429,6 +432,7 @@ def test_what_training_wrote_down_has_the_headline(run: Path) -> None:
     assert json.loads((run / "test.json").read_text()) == {"split": "test"} | vitral.evaluate(run).as_dict()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_compare_two_runs(run: Path, command, tmp_path: Path) -> None:
     workshop.train("digits", epochs=1, out=tmp_path / "worse", **{"model.depth": 1, "model.width": 32})
     code, out, err = command("compare", run, tmp_path / "worse")

@@ -26,11 +26,13 @@ def test_train_load_and_predict_in_three_lines(tmp_path):
     assert 0 < answer.best.probability <= 1
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_training_says_nothing_unless_asked(tmp_path, capsys):
     vitral.train("digits", out=tmp_path / "run", **TINY)
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_test_set_is_not_read_before_training_is_over(tmp_path, monkeypatch):
     order = []
     digits = datasets.load("digits")
@@ -46,12 +48,14 @@ def test_the_test_set_is_not_read_before_training_is_over(tmp_path, monkeypatch)
     assert order == ["trained", "test"]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_evaluate_gives_what_training_wrote_down(tmp_path):
     vitral.train("digits", out=tmp_path / "run", **TINY)
     metrics = vitral.evaluate(tmp_path / "run")
     assert {"split": "test"} | metrics.as_dict() == json.loads((tmp_path / "run" / "test.json").read_text())
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_set_with_other_classes_is_refused(tmp_path, monkeypatch):
     vitral.train("digits", out=tmp_path / "run", **TINY)
     digits = datasets.load("digits")
@@ -61,6 +65,7 @@ def test_a_set_with_other_classes_is_refused(tmp_path, monkeypatch):
         vitral.evaluate(tmp_path / "run", data="letters")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_written_recipe_repeats_the_run_bit_for_bit(tmp_path):
     vitral.train("digits", out=tmp_path / "a", **TINY)
     vitral.train(recipe=tmp_path / "a" / "recipe.toml", out=tmp_path / "b")
@@ -88,6 +93,7 @@ def test_every_recipe_fits_the_set_it_names(name):
         assert recipe.model.classes == len(datasets.CLASSES[recipe.data.name])
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_demo_falls_back_to_the_digits_and_says_why(tmp_path, monkeypatch, capsys):
     load = datasets.load
 
@@ -108,6 +114,7 @@ def test_the_demo_falls_back_to_the_digits_and_says_why(tmp_path, monkeypatch, c
     assert (tmp_path / "run" / "figures" / "box.png").is_file()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_normalisation_is_measured_on_the_training_images_and_travels_with_the_model(tmp_path):
     model = vitral.train("digits", out=tmp_path / "run", **TINY)
     pixels = datasets.load("digits").train.images.double() / 255
@@ -139,6 +146,7 @@ def test_pictures_that_cannot_be_written_cost_no_result(tmp_path, monkeypatch):
     assert vitral.evaluate(tmp_path / "run").images == 359
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_changed_recipe_is_noticed_on_resume(tmp_path):
     vitral.train("digits", out=tmp_path / "run", **TINY)
     (tmp_path / "run" / "test.json").unlink()

@@ -39,10 +39,6 @@ def run(words: list[str]) -> int:
     recipe, init = value_of("--recipe", words), value_of("--init", words)
     preset, heads = value_of("--preset", words), (value_of("--heads", words) or "")
     showing_help = data is None and recipe is None and ("--help" in words or "-h" in words)
-    if heads and not init:
-        raise VitralError(
-            "--heads is for a checkpoint whose tensors do not tell (--init)", "vitral train … --model.heads N"
-        )
     plan = plan_for(
         "mnist" if showing_help else data, recipe, init, preset, int(heads) if heads and heads.isdigit() else None
     )
@@ -68,6 +64,10 @@ def run(words: list[str]) -> int:
     chosen = parse(Train, words, "train", default=Train(data, recipe, preset, plan))
     if (chosen.data, chosen.recipe) != (data, recipe):
         raise VitralError("the data set must come first", f"vitral train {chosen.data} …")
+    if chosen.heads is not None and not init:
+        raise VitralError(
+            "--heads is for a checkpoint whose tensors do not tell (--init)", "vitral train … --model.heads N"
+        )
     if not chosen.compare:
         making.train(recipe=chosen.settings, out=chosen.out, quiet=False)
         return 0

@@ -64,10 +64,10 @@ def place_rows(
     rows: int, fronts: Sequence[int], patch: int, asked: Asked, said: tuple[int, int] | None, where: str
 ) -> tuple[int, tuple[int, int]]:
     """How many rows of a position table stand before the patches' (one of `fronts`), and the image size."""
-    for size in (asked.image_size, said):
-        for front in fronts:
-            if size and size[0] % patch == size[1] % patch == 0 and math.prod(size) // patch**2 == rows - front:
-                return front, size
+    size = asked.image_size or said
+    for front in fronts:
+        if size and size[0] % patch == size[1] % patch == 0 and math.prod(size) // patch**2 == rows - front:
+            return front, size
     if asked.image_size is None:
         for front in fronts:
             side = math.isqrt(max(rows - front, 0))
