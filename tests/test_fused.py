@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from vitral.data.preprocess import Preprocessing
+from vitral.hardware import Hardware
+from vitral.inference.choice import choose_on_gpu
 from vitral.vit import ViT, ViTConfig
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
@@ -70,7 +73,7 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_the_fused_encoder_is_the_encoder(changes: dict[str, Any], attention: str) -> None:
     model = a_model(**changes)
-    assert not why_not(model.encoder)
+    assert not why_not(model)
     tokens = model.embed(torch.randn(3, 3, 16, 16), GRID).detach()
     dy = torch.randn_like(tokens)
     plain = outcome(model.encoder, model, tokens, dy)
@@ -103,6 +106,15 @@ def test_weights_that_changed_are_rounded_anew() -> None:
     assert not torch.equal(encoder(tokens, GRID), before)
 
 
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_without_gradients_nothing_is_kept_and_no_image_dropped(pooling: str, attention: str) -> None:
+    model = a_model(pooling=pooling, qk_norm=True, positions="learned+rotary", drop_path=0.5).eval()
+    tokens = torch.randn(2, 16 + (pooling == "class"), 48)
+    with torch.inference_mode():
+        found = FusedEncoder(model.encoder, number=torch.float32)(tokens, GRID)
+        assert largest_difference(found, model.encoder(tokens, GRID)) < 5e-5
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -110,16 +122,17 @@ def test_weights_that_changed_are_rounded_anew() -> None:
         ({"dropout": 0.1}, "dropout"),
         ({"dropout_attention": 0.1}, "dropout"),
         ({"width": 36, "heads": 3}, "multiple of 8"),
+        ({"width": 24, "heads": 1}, "multiples of 16"),
     ],
 )
 def test_what_it_does_not_know_it_says(changes: dict[str, Any], reason: str) -> None:
-    assert reason in why_not(a_model(**changes).encoder)
+    assert reason in why_not(a_model(**changes), fp8=True)
 
 
 def test_frozen_weights_are_left_to_the_plain_encoder() -> None:
     model = a_model()
     next(model.encoder.parameters()).requires_grad_(False)
-    assert "do not learn" in why_not(model.encoder)
+    assert "do not learn" in why_not(model)
 
 
 @pytest.mark.parametrize("tanh", [False, True])
@@ -128,7 +141,7 @@ def test_gelu_and_its_slope(tanh: bool) -> None:
     none = torch.zeros(129)
     with np.errstate(over="ignore"):  # far out the exponential is infinite, as on a GPU
         g, _ = launch.act(x.detach(), none, tanh, None)
-        again, dh, _, summed = launch.act_back(x.detach(), none, torch.ones_like(x), tanh, None, None)
+        again, dh, _, summed = launch.act_back(x.detach().clone(), none, torch.ones_like(x), tanh, None, None)
     wanted = torch.nn.functional.gelu(x.double(), approximate="tanh" if tanh else "none")
     assert g is not None
     assert (g - wanted).abs().max() < 2e-5 + 1e-6 * 300
@@ -172,5 +185,27 @@ def test_it_refuses_nothing_that_the_recipes_train() -> None:
 
     known = [make() for name in ("Known sets", "CIFAR-10 against the clock") for make in GROUPS[name].values()]
     for recipe in known:
-        assert not why_not(VARIANTS[recipe.variant](recipe.model).encoder), recipe.name
-    assert fused_encoder.MOST_COLUMNS >= 4 * 1280
+        assert not why_not(VARIANTS[recipe.variant](recipe.model), fp8=recipe.model.width % 16 == 0), recipe.name
+    assert fused_encoder.MOST_COLUMNS >= 1664  # G/14
+
+
+def test_a_model_with_a_way_of_its_own_is_left_alone() -> None:
+    class Own(ViT):
+        def features(self, images_BCHW: Tensor) -> Tensor:
+            return super().features(images_BCHW) * 2
+
+    assert "of its own" in why_not(Own(ViTConfig(**SMALL)))
+
+
+def test_the_engine_for_gpus_answers_with_fused_kernels_what_the_model_answers() -> None:
+    model = a_model(qk_norm=True, positions="learned+rotary", dropout=0.1).eval()
+    seen = Preprocessing(image_size=(16, 16), channels=3, mean=(0.4,) * 3, std=(0.2,) * 3)
+    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
+    pretended = Hardware(device=torch.device("cpu"), precision="fp32", compile=True, reasons=reasons, fused=True)
+    images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    with torch.inference_mode():
+        wanted = model(seen.normalise(images))
+    chosen = choose_on_gpu(model, seen, pretended)
+    assert "fused kernels" in str(chosen)
+    assert chosen.run is not None
+    assert largest_difference(chosen.run(images), wanted) < 5e-5

@@ -15,7 +15,7 @@ from vitral.fused.encoder import FusedEncoder, why_not
 from vitral.hardware import Hardware
 from vitral.vit import PatchEmbedding, ViT
 
-__all__ = ["forward", "why_not"]
+__all__ = ["answering", "forward", "why_not"]
 
 
 class Embedding(nn.Module):
@@ -50,3 +50,15 @@ def forward(model: ViT, hardware: Hardware) -> Callable[[Tensor], Tensor]:
             return model.head(model.pool(tokens))
 
     return fused
+
+
+def answering(model: ViT, fp8: bool) -> Callable[[Tensor], Tensor]:
+    """Images → logits, for a model whose weights stay as they are."""
+    encoder = FusedEncoder(model.encoder, fp8=fp8, number=next(model.parameters()).dtype)
+    encoder.settle()
+
+    def answer(images_BCHW: Tensor) -> Tensor:
+        grid = model.check(images_BCHW)
+        return model.head(model.pool(encoder(model.embed(images_BCHW, grid), grid)))
+
+    return answer

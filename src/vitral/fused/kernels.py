@@ -52,9 +52,9 @@ def norm(
 
 @triton.jit
 def norm_back(
-    x_at, dy_at, dz_at, kept, weight, dx, df, small, scales, norms, sums, M, T, eps,
-    D: tl.constexpr, PASSED: tl.constexpr, DROP: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_at, dy_at, dz_at, kept, weight, shift, dx, df, normed, small, scales, norms, sums, M, T, eps,
+    D: tl.constexpr, PASSED: tl.constexpr, DROP: tl.constexpr, AGAIN: tl.constexpr, FP8: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     known = columns < D
@@ -71,6 +71,9 @@ def norm_back(
         centred = tl.where(inside, x - tl.sum(x, axis=1)[:, None] / D, 0.0)
         spread = tl.rsqrt(tl.sum(centred * centred, axis=1) / D + eps)
         unit = centred * spread[:, None]
+        if AGAIN:
+            offset = tl.load(shift + columns, known, 0.0)
+            tl.store(normed + at, (unit * gain[None, :] + offset[None, :]).to(normed.dtype.element_ty), inside)
         pull = dy * gain[None, :]
         along = tl.sum(pull * unit, axis=1) / D
         mean = tl.sum(pull, axis=1) / D

@@ -70,22 +70,31 @@ def add_norm(
     return out, normed, small
 
 
+class NormGradients(NamedTuple):
+    z: Tensor
+    f: Tensor
+    f_small: Small | None  # as FP8
+    sums: Tensor  # for the norm's weight, its shift and the bias: 3 D
+    normed: Tensor | None  # what `add_norm` gave, once more
+
+
 def add_norm_back(
-    x: Tensor, dy: Tensor, dz: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool
-) -> tuple[Tensor, Tensor, Small | None, Tensor]:
-    """The gradient of z, of f, that as FP8, and the sums for the norm's weight, its shift and the bias: 3 D."""
-    (M, D), (weight, _, eps) = x.shape, norm
+    x: Tensor, dy: Tensor, dz: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool = False, again: bool = False
+) -> NormGradients:
+    """From the gradient of the norm, and that which passes it by, with what was added up as `x`."""
+    (M, D), (weight, shift, eps) = x.shape, norm
     dx = torch.empty_like(x)
     df = dx if kept is None else torch.empty_like(x)
+    normed = torch.empty_like(x) if again else None
     small = small_like(x) if fp8 else None
     how = tile(D)
     count = shares(M, how["ROWS"])
     sums = x.new_empty(count, 3, D, dtype=torch.float32)
     kernels.norm_back[(count,)](
-        x, dy, dz, kept, weight, dx, df, *(small or (None, None, None)), sums, M, tokens_each(M, kept), eps,
-        D=D, PASSED=dz is not None, DROP=kept is not None, FP8=fp8, **how,
+        x, dy, dz, kept, weight, shift, dx, df, normed, *(small or (None, None, None)), sums, M, tokens_each(M, kept),
+        eps, D=D, PASSED=dz is not None, DROP=kept is not None, AGAIN=again, FP8=fp8, **how,
     )  # fmt: skip
-    return dx, df, small, total(sums)
+    return NormGradients(dx, df, small, total(sums), normed)
 
 
 def tokens_each(rows: int, per_image: Tensor | None) -> int:
@@ -111,9 +120,11 @@ def act(h: Tensor, bias: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None
 def act_back(
     h: Tensor, bias: Tensor, dg: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor, Small | None, Tensor]:
-    """GELU(h + bias) once more, unless it was kept; the gradient of h, that as FP8, and the bias's."""
+    """GELU(h + bias) once more, unless it was kept; the gradient of h, that as FP8, and the bias's.
+
+    They take the places of h and dg, which are not needed any more."""
     M, N = h.shape
-    g, dh = torch.empty_like(h) if kept is None else kept, torch.empty_like(h)
+    g, dh = h if kept is None else kept, dg
     small = None if known is None else small_like(h)
     how, across = blocks(N, 512, 2)
     count = shares(M, how["ROWS"], across)

@@ -135,7 +135,8 @@ def choose_on_gpu(model: ViT, preprocessing: Preprocessing, hardware: Hardware, 
     """bf16 weights where the GPU has the units, and calls that are recorded; the model as it is where that fails."""
     if wish not in ("auto", "fp32", "bf16"):
         raise VitralError(f"{wish} is for CPUs; on a GPU models compute in bf16 or fp32", "use --precision bf16")
-    why = hardware.reasons["precision"] + (", compiled" if hardware.compile else "")
+    how = ", fused kernels" if hardware.fused else ", compiled" if hardware.compile else ""
+    why = hardware.reasons["precision"] + how
     try:
         engine = GpuEngine(model, preprocessing, hardware)
         C, (H, W) = preprocessing.channels, preprocessing.image_size

@@ -23,25 +23,32 @@ class _Whole(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: ViT, preprocessing: Preprocessing, dtype: torch.dtype) -> None:
+    def __init__(self, model: ViT, preprocessing: Preprocessing, hardware: Hardware) -> None:
         super().__init__()
-        self.model, self.dtype = copy.deepcopy(model).eval().requires_grad_(False).to(dtype), dtype
+        self.dtype = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
+        self.model = copy.deepcopy(model).eval().requires_grad_(False).to(hardware.device, self.dtype)
+        self.fused: Callable[[Tensor], Tensor] | None = None
+        if hardware.fused:
+            from vitral import fused
+
+            if not fused.why_not(self.model, hardware.fp8, learning=False):
+                self.fused = fused.answering(self.model, hardware.fp8)
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        return self.model(((images_BCHW.float() - self.mean) / self.std).to(self.dtype)).float()
+        return (self.fused or self.model)(((images_BCHW.float() - self.mean) / self.std).to(self.dtype)).float()
 
 
 class GpuEngine:
     """`GpuEngine(model, preprocessing, hardware)(images)`: uint8 images, B C H W → logits, B K, on the CPU."""
 
     def __init__(self, model: ViT, preprocessing: Preprocessing, hardware: Hardware) -> None:
-        dtype = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
-        whole = _Whole(model, preprocessing, dtype).to(hardware.device)
+        whole = _Whole(model, preprocessing, hardware).to(hardware.device)
         self.hardware = hardware
-        self.call: Callable[[Tensor], Tensor] = torch.compile(whole, dynamic=False) if hardware.compile else whole
+        compiled = hardware.compile and whole.fused is None
+        self.call: Callable[[Tensor], Tensor] = torch.compile(whole, dynamic=False) if compiled else whole
         self.recorded: dict[int, Callable[[Tensor], Tensor]] = {}
         self.lock = threading.Lock()  # a recorded call has one place for its input
 

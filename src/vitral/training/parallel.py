@@ -97,7 +97,7 @@ def forward_of(model: nn.Module, way: Way, hardware: Hardware, recompute: bool) 
     if hardware.fused and isinstance(model, ViT):
         from vitral import fused
 
-        if not fused.why_not(model.encoder):
+        if not fused.why_not(model, hardware.fp8):
             return fused.forward(model, hardware)
     return hardware.forward(model)
 
