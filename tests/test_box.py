@@ -26,11 +26,13 @@ import vitral
 from conftest import Fit, leave_out_pictures
 from served import server
 from vitral import box, cli, judge, shipping, workshop
-from vitral.data.datasets import Dataset
+from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_dataset
 from vitral.errors import VitralError
+from vitral.evaluation.calibration import calibrate
 from vitral.predict import Predictor, rim
 from vitral.run import Run, load_model, write_atomically
+from vitral.training.recipe import read_recipe
 from vitral.weights import read as read_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -84,13 +86,23 @@ def test_the_card_says_what_was_measured_and_the_rest(name):
     text, test = (folder / "README.md").read_text(), json.loads((folder / "test.json").read_text())
     assert f"| {test['top1']:.2%} |" in text
     assert f"On {test['images']:,} test images" in text
-    assert abs(test["top1"] - test["rounding"]["top1_before"]) <= 0.001
+    assert abs(test["top1"] - test["box"]["top1_before_rounding"]) <= 0.001
     for part in ("## Measured", "## How it was trained", "## What it is not for", "## Licence and data", "calibration"):
         assert part in text
     for file in folder.rglob("*"):
         if file.suffix in (".md", ".json", ".toml", ".jsonl"):
             assert "/work" not in file.read_text(), file
             assert "/tmp" not in file.read_text(), file
+
+
+@pytest.mark.parametrize("name", box.names())
+def test_its_run_can_be_repeated_and_reported(name):
+    plan, (model, card) = read_recipe(box.ROOM / name / "recipe.toml"), load_model(box.ROOM / name)
+    assert plan.data.name == card.trained_on == name
+    assert (plan.variant, plan.model) == (card.variant, model.config)
+    rows = Run(box.ROOM / name).metrics()
+    assert [row["epoch"] for row in rows] == list(range(1, plan.epochs + 1))
+    assert card.calibration.unknown_below is not None
 
 
 @pytest.mark.parametrize("name", box.names())
@@ -430,6 +442,20 @@ def test_a_run_that_is_not_what_it_says_is_refused(finished, tool, monkeypatch):
     with pytest.raises(VitralError, match="no set with something known about"):
         tool.make(finished)
     assert box.names() == ()
+
+
+def test_where_nothing_was_held_out_half_of_the_test_images_calibrate(finished, tool, dataset, monkeypatch):
+    nothing = Split(images=dataset.validation.images[:0], labels=dataset.validation.labels[:0])
+    monkeypatch.setattr(judge, "load_dataset", lambda name, **_: replace(dataset, name="mnist", validation=nothing))
+    monkeypatch.setattr(tool, "calibrate", lambda logits, labels: calibrate(logits, labels, false_alarms=0.2))
+    place, said = tool.make(finished, against="mnist")
+    asked = judge.question(place, None, "test")
+    logits = asked.predictor.logits_together(asked.split.images)
+    fitted = calibrate(logits[::2], asked.split.labels[::2], false_alarms=0.2)
+    assert asked.predictor.card.calibration == fitted
+    alarms = fitted.unknown(logits[1::2]).double().mean().item()
+    assert f"it calls {alarms:.1%} of 20 test images unknown, and" in (place / "README.md").read_text()
+    assert "every other test image" in said
 
 
 def test_rounding_that_moves_the_accuracy_is_refused(finished, tool, monkeypatch):

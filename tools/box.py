@@ -16,13 +16,14 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vitral import __version__, box, judge
 from vitral.errors import VitralError, unknown
-from vitral.evaluation.trust import Evaluation
+from vitral.evaluation.calibration import calibrate
+from vitral.evaluation.trust import Evaluation, assess
 from vitral.evaluation.views import VIEWS
 from vitral.report.card import Told, results, training
 from vitral.run import Run, load_model, model_folder, read_card, save_weights, write_atomically, write_card
@@ -85,6 +86,22 @@ ABOUT = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the test images said of the weights that are shipped."""
+
+    all: Evaluation
+    apart: Evaluation  # on images that temperature and threshold were not fitted to
+    fitted_on: str
+    exact: float  # accuracy before rounding
+    changed: int  # answers, by rounding
+    recorded: dict[str, Any]  # by the run
+    false_alarms: float  # share of `apart` that is called unknown
+    others: str = ""  # images of other things,
+    other_images: int = 0  # so many,
+    noticed: float = 0.0  # and the share of them that is called unknown
+
+
 def make(run: Run, against: str | None = None) -> tuple[Path, str]:
     """The folder of the new model, and what happened in a few lines."""
     plan = read_recipe(run.recipe_file)
@@ -98,19 +115,9 @@ def make(run: Run, against: str | None = None) -> tuple[Path, str]:
         write_atomically(folder / "recipe.toml", plan.changed({"device": "auto"}).to_toml())
         write_atomically(folder / "environment.json", json.dumps(environment(run), indent=2) + "\n")
         write_atomically(folder / "metrics.jsonl", run.metrics_file.read_bytes())
-        before = judge.question(run.path, None, "test")
-        after = judge.question(folder, None, "test")
-        logits = before.predictor.logits_together(before.split.images)
-        found, rounded = judge.evaluate(after, against=against)
-        exact = float((logits.argmax(dim=1) == before.split.labels).double().mean())
-        changed = int((logits.argmax(dim=1) != rounded.argmax(dim=1)).sum())
-        recorded = json.loads(run.test_file.read_text(encoding="utf-8"))
-        check(f"{run}: its weights here, against what it recorded", exact, recorded["top1"], bound(recorded))
-        check(f"{run}: rounded to bf16, against fp32", found.top1, exact, MOVED)
-        rounding = {"top1_before": exact, "answers_changed": changed}
-        said = found.as_dict() | {"weights": "bf16", "rounding": rounding, "recorded": summary_of(recorded)}
-        write_atomically(folder / "test.json", json.dumps(said, indent=1) + "\n")
-        write_atomically(folder / "README.md", card(name, folder, found, said))
+        found = measure(run, folder, against)
+        write_atomically(folder / "test.json", json.dumps(as_dict(found), indent=1) + "\n")
+        write_atomically(folder / "README.md", card(name, folder, found))
         size = sum(size_of(box.ROOM / other) for other in box.names() if other != name) + size_of(folder)
         if size > MOST_BYTES:
             raise VitralError(
@@ -120,10 +127,51 @@ def make(run: Run, against: str | None = None) -> tuple[Path, str]:
         place = box.ROOM / name
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(folder, place)
-    told = f"{found.top1:.2%} of {found.images:,} test images (fp32: {exact:.2%}; {changed} answers changed)"
-    if found.temperature == 1:
-        told += "\nnot calibrated, and knows no unknown images: nothing was held out (--data.validation 0.05 would)"
-    return place, f"{place}: {told}\n{size_of(place) / 1e6:.2f} MB; the whole box {size / 1e6:.2f} MB"
+    return place, (
+        f"{place}: {found.all.top1:.2%} of {found.all.images:,} test images "
+        f"(before rounding {found.exact:.2%}; {found.changed} answers changed)\n"
+        f"calibrated on {found.fitted_on}; {size_of(place) / 1e6:.2f} MB, the whole box {size / 1e6:.2f} MB"
+    )
+
+
+def measure(run: Run, folder: Path, against: str | None) -> Found:
+    """Ask both models the whole test set. Where nothing was held out, half of it sets the probabilities right."""
+    before, after = (judge.question(path, None, "test") for path in (run.path, folder))
+    predictor, labels = after.predictor, after.split.labels
+    exact_logits = before.predictor.logits_together(before.split.images)
+    logits = predictor.logits_together(after.split.images)
+    exact = float((exact_logits.argmax(dim=1) == labels).double().mean())
+    recorded = summary_of(json.loads(run.test_file.read_text(encoding="utf-8")))
+    most = MOVED if recorded["views"] == "one" else OTHER_VIEWS
+    check(f"{run}: its weights here, against what it recorded", exact, recorded["top1"], most)
+    rounded = float((logits.argmax(dim=1) == labels).double().mean())
+    check(f"{run}: rounded to bf16, against fp32", rounded, exact, MOVED)
+    apart, fitted_on = slice(None), "the validation images"
+    calibration = predictor.card.calibration
+    if not len(after.dataset.validation):
+        apart, fitted_on = slice(1, None, 2), "every other test image; calibration is judged on the rest"
+        calibration = calibrate(logits[::2], labels[::2])
+        write_card(folder / "model", replace(predictor.card, calibration=calibration))
+    strange = judge.strange_images(against, predictor) if against is not None else logits.new_empty(0)
+    called = calibration.unknown(predictor.logits(strange)) if len(strange) else logits.new_zeros(1)
+    return Found(
+        all=assess(logits, labels, predictor.classes, calibration),
+        apart=assess(logits[apart], labels[apart], predictor.classes, calibration),
+        fitted_on=fitted_on,
+        exact=exact,
+        changed=int((exact_logits.argmax(dim=1) != logits.argmax(dim=1)).sum()),
+        recorded=recorded,
+        false_alarms=float(calibration.unknown(logits[apart]).double().mean()),
+        others=against or "",
+        other_images=len(strange),
+        noticed=float(called.double().mean()),
+    )
+
+
+def as_dict(found: Found) -> dict[str, Any]:
+    """test.json: as a run has it, and how these weights came about."""
+    box = {"weights": "bf16", "top1_before_rounding": found.exact, "answers_changed": found.changed}
+    return found.all.as_dict() | {"box": box | {"calibrated_on": found.fitted_on, "recorded": found.recorded}}
 
 
 def round_to_bf16(run: Run, folder: Path) -> None:
@@ -132,10 +180,6 @@ def round_to_bf16(run: Run, folder: Path) -> None:
     weights = {name: t.bfloat16() if t.is_floating_point() else t for name, t in model.state_dict().items()}
     save_weights(folder / "model" / "weights.safetensors", weights)
     write_card(folder / "model", found)
-
-
-def bound(recorded: dict[str, Any]) -> float:
-    return MOVED if recorded.get("views", "one") == "one" else OTHER_VIEWS
 
 
 def check(what: str, found: float, wanted: float, most: float) -> None:
@@ -176,11 +220,10 @@ def command(told: str) -> str:
     return "" if any("/" in word or word.endswith(".toml") for word in kept) else shlex.join(["vitral", *kept])
 
 
-def card(name: str, folder: Path, found: Evaluation, said: dict[str, Any]) -> str:
+def card(name: str, folder: Path, found: Found) -> str:
     """README.md."""
     about, model = ABOUT[name], read_card(model_folder(folder) / "config.json")
     told = Told.by(folder)
-    told = Told(test=said, recipe=told.recipe, environment=told.environment)
     where = f'"$(vitral box where {name})/recipe.toml"'
     typed = told.environment.get("command")
     repeat = [f"- begun with `{typed}`" if typed else "", f"- repeat it: `vitral train --recipe {where}`"]
@@ -195,7 +238,7 @@ def card(name: str, folder: Path, found: Evaluation, said: dict[str, Any]) -> st
         f"    vitral serve {name}",
         "",
         *results(told),
-        *measured(model.calibration.unknown_below, found, said),
+        *measured(found),
         *training(model, told, "recipe.toml")[:-1],
         *filter(None, repeat),
         "",
@@ -219,30 +262,24 @@ def card(name: str, folder: Path, found: Evaluation, said: dict[str, Any]) -> st
     return "\n".join(lines) + "\n"
 
 
-def measured(unknown_below: float | None, found: Evaluation, said: dict[str, Any]) -> list[str]:
+def measured(found: Found) -> list[str]:
     """Calibration, unknown images, rounding."""
-    ece, raw = found.headline.ece, found.raw.ece
-    lines = [f"- calibration error {ece.value:.2%} ({ece.low:.2%} – {ece.high:.2%})"]
-    if found.temperature != 1:
-        lines[0] += f", {raw:.2%} before its probabilities were set right: temperature {found.temperature:.3f}"
-    else:
-        lines[0] += "; its probabilities were not set right: no image was held out"
-    if found.unknown is not None and unknown_below is not None:
-        energy = next(score for score in found.unknown.scores if score.name == "energy")
-        lines.append(
-            f"- of {found.unknown.images:,} images of {found.unknown.against} it calls {energy.caught:.1%} unknown, "
-            f"of its own test images {energy.false_alarms:.1%}; AUROC {energy.auroc.value:.1%}"
-        )
-    elif unknown_below is None:
-        lines.append("- it cannot say that it does not know an image: no image was held out to learn that from")
-    rounding, recorded = said["rounding"], said["recorded"]
-    lines.append(
-        f"- with the weights before rounding: {rounding['top1_before']:.2%}; rounding changed the answer for "
-        f"{rounding['answers_changed']} of {found.images:,} images"
-    )
+    ece, recorded = found.apart.headline.ece, found.recorded
     views = VIEWS[recorded["views"]]
-    lines.append(f"- the run itself recorded {recorded['top1']:.2%}" + (f", {views}" if views else ""))
-    return [*lines, ""]
+    lines = [
+        f"- calibration error {ece.value:.2%} ({ece.low:.2%} – {ece.high:.2%}), {found.apart.raw.ece:.2%} before its "
+        f"probabilities were set right: temperature {found.all.temperature:.3f}, fitted on {found.fitted_on}",
+        f"- it calls {found.false_alarms:.1%} of {found.apart.images:,} test images unknown",
+    ]
+    if found.others:
+        lines[-1] += f", and {found.noticed:.1%} of {found.other_images:,} images of {found.others}"
+    return [
+        *lines,
+        f"- with the weights before rounding: {found.exact:.2%}; rounding changed the answer for {found.changed} of "
+        f"{found.all.images:,} images",
+        f"- the run itself recorded {recorded['top1']:.2%}" + (f", {views}" if views else ""),
+        "",
+    ]
 
 
 def main() -> int:

@@ -260,15 +260,18 @@ def beside_the_box(predictor: Predictor, console: Console) -> None:
     named = torch.tensor([predictor.classes.index(name) for name in boxed.classes])
     ours_right = predictor.logits(images).argmax(dim=1) == labels
     theirs_right = named[boxed.logits(theirs).argmax(dim=1)] == labels
-    telling = int((2 * theirs_right.int() - ours_right.int()).argmax())  # right where the small one is wrong, if any
+    only_theirs = theirs_right & ~ours_right
+    telling = int((theirs_right.int() + only_theirs.int()).argmax())
     assert predictor.path is not None
     drawn = figures.glass(boxed, theirs[telling], Run(predictor.path).figures / "box.png")
     said = boxed.probabilities(theirs[telling : telling + 1])[0]
+    answer = f"{boxed.classes[int(said.argmax())]} ({figures.percent(said.max().item())})"
+    strange = "" if asked.dataset.name == boxed.card.trained_on else ", which never saw such images,"
     console.print(
         f"\nvitral comes with trained models: {', '.join(box.names())}.\n"
         f"Of {len(labels):,} of these test images yours has {int(ours_right.sum()):,} right, "
-        f"mnist from the box {int(theirs_right.sum()):,}.\n"
-        f"In this one it sees a {boxed.classes[int(said.argmax())]} ({said.max():.0%}):{'':<7}{drawn}\n\n"
+        f"mnist from the box{strange} {int(theirs_right.sum()):,}.\n"
+        f"One that {'only it reads' if only_theirs.any() else 'it reads'}, and where it looked: {answer}   {drawn}\n\n"
         f"Ask them:  {command()} predict mnist your-digit.png\n"
         f"           {command()} box",
         soft_wrap=True,
