@@ -273,6 +273,7 @@ def beside_the_box(predictor: Predictor, console: Console) -> None:
         f"mnist from the box{strange} {int(theirs_right.sum()):,}.\n"
         f"One that {'only it reads' if only_theirs.any() else 'it reads'}, and where it looked: {answer}   {drawn}\n\n"
         f"Ask them:  {command()} predict mnist your-digit.png\n"
-        f"           {command()} box",
+        + "".join(f"           {command()} predict {name} photo.jpg\n" for name in box.names() if name != "mnist")
+        + f"           {command()} box",
         soft_wrap=True,
     )
