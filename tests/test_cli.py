@@ -144,6 +144,7 @@ def test_train_ends_with_the_result_and_the_next_commands(vitral, tmp_path):
         assert text in printed
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_recipe_file_from_show_trains(vitral, tmp_path):
     _, toml, _ = vitral("recipes", "show", "digits")
     (tmp_path / "mine.toml").write_text(toml)
@@ -151,6 +152,7 @@ def test_a_recipe_file_from_show_trains(vitral, tmp_path):
     assert (code, err) == (0, "")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_recipe_for_one_set_trains_another(vitral, tmp_path):
     out = tmp_path / "run"
     words = ("--epochs", 1, "--model.depth", 1, "--model.width", 32, "--batch", 256)

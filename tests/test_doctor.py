@@ -17,6 +17,7 @@ from vitral import cli
 from vitral.doctor import examine, write_fix_list
 from vitral.doctor.advice import advise
 from vitral.errors import VitralError
+from vitral.hardware import choose
 from vitral.report.terminal import show_diagnosis
 
 
@@ -330,11 +331,12 @@ def test_hundreds_of_images_take_a_second_or_two(tmp_path):
 def test_a_busy_machine_is_named_beside_the_time(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("vitral.doctor.advice.time_of", lambda *_: (600.0, choose(device="cpu"), 3))
+    found = examine(photos)
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
-    monkeypatch.setattr("vitral.doctor.advice.TIMED", 0.0)
-    advice = advise(examine(photos))
+    advice = advise(found)
     assert advice.busy.startswith("this machine is busy (load 99.0")
-    show_diagnosis(examine(photos), advice)
+    show_diagnosis(found, advice)
     assert "GB; this machine is busy (load 99.0 on" in capsys.readouterr().out
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
-    assert advise(examine(photos)).busy == ""
+    assert advise(found).busy == ""

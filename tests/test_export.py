@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +103,32 @@ def test_preprocessing_inside_takes_pictures_of_any_size(tmp_path: Path) -> None
         np.testing.assert_allclose([said[name] for name in CLASSES], ours.numpy(), atol=0.01)
 
 
+@pytest.fixture(scope="module")
+def in_numbers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Agreement]]:
+    """The same model in numbers of a kind, exported when first asked for."""
+    place = tmp_path_factory.mktemp("numbers")
+
+    @cache
+    def exported(precision: str) -> tuple[Path, Agreement]:
+        file = place / f"{precision}.onnx"
+        return file, shipped(file, precision=precision)
+
+    return exported
+
+
 @pytest.mark.parametrize(("precision", "bound"), [("fp16", 0.02), ("bf16", 0.1), ("int8", 0.3)])
-def test_smaller_numbers_export_and_make_smaller_files(tmp_path: Path, precision: str, bound: float) -> None:
-    assert shipped(tmp_path / "fp32.onnx").largest_difference < 1e-4
-    found = shipped(tmp_path / "model.onnx", precision=precision)
+def test_smaller_numbers_export_and_make_smaller_files(in_numbers, precision: str, bound: float) -> None:
+    (large, exact), (small, found) = in_numbers("fp32"), in_numbers(precision)
+    assert exact.largest_difference < 1e-4
     assert found.same >= 0.9
     assert 0 < found.largest_difference < bound
-    assert (tmp_path / "model.onnx").stat().st_size < (tmp_path / "fp32.onnx").stat().st_size
-    assert OnnxModel(tmp_path / "model.onnx").about["precision"] == precision
+    assert small.stat().st_size < large.stat().st_size
+    assert OnnxModel(small).about["precision"] == precision
 
 
-def test_int8_matrices_have_a_step_for_each_row(tmp_path: Path) -> None:
+def test_int8_matrices_have_a_step_for_each_row(in_numbers) -> None:
     onnx = pytest.importorskip("onnx")
-    shipped(tmp_path / "model.onnx", precision="int8")
-    graph = onnx.load(tmp_path / "model.onnx").graph
+    graph = onnx.load(in_numbers("int8")[0]).graph
     bytes_ = [t for t in graph.initializer if t.data_type == onnx.TensorProto.INT8 and len(t.dims) == 2]
     assert len(bytes_) >= 4 * SMALL["depth"]
     steps = {len(t.dims) and t.dims[0] for t in graph.initializer if t.name.endswith("_scale") and t.dims}

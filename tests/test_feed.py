@@ -44,7 +44,7 @@ class Read(Images):
         try:
             for count, rows in enumerate(chosen):
                 if count == self.breaks_at:
-                    raise VitralError("a worker died")
+                    raise VitralError("a worker died", "try again")
                 yield self.images[rows]
         finally:
             self.closed = True

@@ -18,6 +18,7 @@ from vitral.data.sources import check_name
 from vitral.errors import VitralError
 from vitral.training.recipe import Recipe, read_recipe
 from vitral.training.recipes import RECIPES, named
+from vitral.training.start import why_not
 from vitral.variants import architecture
 from vitral.weights.transfer import transfer
 
@@ -62,7 +63,9 @@ def of_preset(plan: Recipe, name: str) -> Recipe:
     kept = {name: getattr(plan.model, name) for name in ("channels", "classes", *REGULARISATION)}
     variant, model = architecture(name, **kept)
     sides = [-(-side // model.patch_size) * model.patch_size for side in plan.model.image_size]
-    return replace(plan, variant=variant, model=replace(model, image_size=(sides[0], sides[1])))
+    model = replace(model, image_size=(sides[0], sides[1]))
+    start = tuple(name for name in plan.start if not why_not((name,), variant, model))  # the recipe's model had others
+    return replace(plan, variant=variant, model=model, start=start)
 
 
 def pointed_at(plan: Recipe, data: str) -> Recipe:
@@ -88,6 +91,7 @@ def shaped_like(plan: Recipe, init: str, heads: int | None = None) -> Recipe:
     return replace(
         plan,
         init=init,
+        start=(),
         variant=checkpoint.variant,
         model=replace(checkpoint.config, **ours, head="linear"),
         data=replace(plan.data, mean=seen.mean, std=seen.std, crop=seen.crop, interpolation=seen.interpolation),
