@@ -58,7 +58,7 @@ class Hardware:
     def forward(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """The model for training. On a GPU in bf16 all of it is computed in bf16, from weights that stay in fp32:
         a rounded copy is made in each step, and gradients reach the weights in fp32. Half the bytes of autocast's
-        fp32 norms and residuals, and the same loss curve (docs/results.md)."""
+        fp32 norms and residuals."""
         if not (self.graph and self.precision == "bf16"):
             return self.compiled(model)
 
