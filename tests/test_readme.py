@@ -33,6 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as the README's reader has it: photographs, a run, and a checkpoint of another library."""
     place = tmp_path_factory.mktemp("reader")
     (place / "folder").mkdir()
+    (place / "names.txt").write_text("ants\nbees\nwasps\n")
     for name in ("photo.png", "folder/a.png"):
         Image.new("L", (64, 48), 128).save(place / name)
     for index in range(24):

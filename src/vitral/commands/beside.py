@@ -36,5 +36,5 @@ def status() -> Iterator[Callable[[str], None]]:
     """One line that says what is going on, and is gone afterwards; nothing where no person looks on."""
     from rich.console import Console
 
-    with Console(stderr=True, highlight=False).status("") as line:
+    with Console(stderr=True, highlight=False).status("reading") as line:
         yield line.update
