@@ -80,7 +80,7 @@ explain | NOTHING | run | missing photo.png | run empty | run.onnx photo.png
 walk photo.png --model run | --layer 0 | --layer 99 | --layer -1 | --head 0 | --head 99 | --lang fr
     | --labels missing.txt | --out walk.pdf | --out missing/walk.html | --out notes.txt/walk.md | --out ''
 walk --model run | NOTHING | missing.png | photos | notes.txt | ''
-walk photo.png | --model missing | --model empty | NOTHING
+walk photo.png | --model missing | --model empty
 figures run | --count 0 | --count -1 | --count x | --images missing.png | --images empty | --images notes.txt
     | --out notes.txt
 figures | NOTHING | missing
