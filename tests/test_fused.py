@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError
 from vitral.hardware import Hardware
 from vitral.inference.choice import choose_on_gpu
+from vitral.training.parallel import Way, forward_of
 from vitral.vit import ViT, ViTConfig
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
@@ -209,3 +211,15 @@ def test_the_engine_for_gpus_answers_with_fused_kernels_what_the_model_answers()
     assert "fused kernels" in str(chosen)
     assert chosen.run is not None
     assert largest_difference(chosen.run(images), wanted) < 5e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "recompute", "reason"), [({"layer_scale": 0.1}, False, "layer scale"), ({}, True, "again")]
+)
+def test_fp8_that_cannot_be_is_said(changes: dict[str, Any], recompute: bool, reason: str) -> None:
+    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
+    pretended = Hardware(
+        device=torch.device("cpu"), precision="bf16", compile=False, reasons=reasons, fused=True, fp8=True
+    )
+    with pytest.raises(VitralError, match=reason):
+        forward_of(a_model(**changes), Way(name="alone", reason="one process"), pretended, recompute)

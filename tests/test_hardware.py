@@ -43,10 +43,15 @@ def test_a_gpu_is_used_where_there_is_one(machine: Any) -> None:
 def test_fp8_is_bf16_with_large_products_in_eight_bits(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(gpu=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    if find_spec("triton") is None:
+        with pytest.raises(VitralError, match="Triton"):
+            choose(precision="fp8")
+        return
     chosen = choose(precision="fp8")
-    assert chosen.precision == "bf16"
-    assert chosen.fp8 == chosen.fused == (find_spec("triton") is not None)
+    assert (chosen.precision, chosen.fp8, chosen.fused) == ("bf16", True, True)
     assert "FP8" in chosen.reasons["precision"]
+    with pytest.raises(VitralError, match="--compile auto or yes"):
+        choose(precision="fp8", compile="no")
 
 
 def test_fp8_where_there_is_none_is_refused(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ class Hardware:
 
     def __str__(self) -> str:
         several = f"{self.world.size} × " if self.world.size > 1 else ""
-        why = [self.reasons[name] for name in ("device", "world") if name in self.reasons]
+        why = [self.reasons[name] for name in ("device", "world", "fused") if name in self.reasons]
         return f"{several}{self.name}, {self.precision} ({self.reasons['precision']}) · {' · '.join(why)}"
 
 
@@ -233,6 +233,10 @@ def choose(
     fused = graph and number == "bf16" and find_spec("triton") is not None
     if fused:
         reasons["fused"] = "one kernel for all that stands between two matrix products"
+    elif fp8:
+        raise VitralError(
+            "FP8 is for one process with a GPU, PyTorch's Triton and --compile auto or yes", "--precision bf16, or auto"
+        )
     return Hardware(
         device=chosen,
         precision=number,
@@ -240,7 +244,7 @@ def choose(
         reasons=reasons,
         graph=graph,
         fused=fused,
-        fp8=fp8 and fused,
+        fp8=fp8,
         world=world,
     )
 

@@ -101,9 +101,9 @@ class FusedEncoder:
 
     def product_back(self, dy: Tensor, dy8: Small | None, weight: Tensor) -> tuple[Tensor, Bound | None]:
         """dy·W, and the same."""
-        return (
-            (dy @ self.rounded[weight], None) if dy8 is None else scaled(dy8, launch.shrink(weight.detach().t()), None)
-        )
+        if dy8 is None:
+            return dy @ self.rounded[weight], None
+        return scaled(dy8, launch.shrink(weight.detach().t()))
 
 
 @dataclass

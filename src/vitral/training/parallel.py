@@ -92,14 +92,15 @@ def forward_of(model: nn.Module, way: Way, hardware: Hardware, recompute: bool) 
     """What the training step calls: with ddp, gradients are averaged while the backward pass goes on."""
     if way.name == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS)
-    if recompute or way.name != "alone":
-        return hardware.compiled(model)
-    if hardware.fused and isinstance(model, ViT):
+    reason = "activations computed again" if recompute else ""
+    if hardware.fused and not reason and isinstance(model, ViT):
         from vitral import fused
 
-        if not fused.why_not(model, hardware.fp8):
+        if not (reason := fused.why_not(model, hardware.fp8)):
             return fused.forward(model, hardware)
-    return hardware.forward(model)
+    if hardware.fp8:
+        raise VitralError(f"no FP8 products for a model with {reason}", "--precision bf16, or auto")
+    return hardware.compiled(model) if recompute or way.name != "alone" else hardware.forward(model)
 
 
 @contextmanager
