@@ -12,8 +12,12 @@ from contextlib import suppress
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from served import picture, server, tiny_model
+from vitral.serve.limits import Limits
+from vitral.serve.server import protocol
 
 PREDICT = "/v1/models/tiny/predict"
 QUICK = ("--header-s", 1, "--body-s", 2, "--pause-s", 1, "--body-mib", 2, "--held-mib", 16)
@@ -257,3 +261,46 @@ def test_schemathesis_finds_no_answer_that_is_not_described(model, tmp_path):
         done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout[-6000:]
         assert running.process.poll() is None
+
+
+@pytest.mark.parametrize("how", ["a request that is none", "the last answer"])
+def test_a_connection_closed_before_its_answer_was_fetched_does_not_linger(how):
+    """What is left of an answer may be too little to be called stuck, and still nobody fetches it."""
+
+    class Full(asyncio.Transport):
+        closed = aborted = False
+
+        def write(self, data):
+            pass
+
+        def close(self):
+            self.closed = True  # what is not sent yet stays, and the connection with it
+
+        def abort(self):
+            self.aborted = True
+
+        def is_closing(self):
+            return self.closed
+
+        def get_extra_info(self, name, default=None):
+            return default
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def met():
+        config = uvicorn.Config(app, log_config=None)
+        config.load()
+        line = protocol(Limits(pause_s=0.2))(config=config, server_state=ServerState(), app_state={})
+        full = Full()
+        line.connection_made(full)
+        last = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        line.data_received(last if how == "the last answer" else b"nonsense\r\n\r\n")
+        await asyncio.sleep(0.1)
+        assert full.closed
+        assert not full.aborted
+        await asyncio.sleep(0.3)
+        return full.aborted
+
+    assert asyncio.run(met())

@@ -81,6 +81,19 @@ def protocol(limits: Limits) -> type[H11Protocol]:
                 self.stuck.cancel()
                 self.stuck = None
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._closing()
+
+        def send_400_response(self, msg: str) -> None:
+            super().send_400_response(msg)
+            self._closing()
+
+        def _closing(self) -> None:
+            """A connection that is to be closed once its last answer is fetched: it need not be fetched ever."""
+            if self.transport.is_closing():
+                self.loop.call_later(limits.pause_s, self.transport.abort)
+
         def timeout_keep_alive_handler(self) -> None:
             if self.transport.get_write_buffer_size():
                 self.transport.abort()
