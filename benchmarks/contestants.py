@@ -110,7 +110,7 @@ class Training:
     """The step of vitral.training.loop.fit, with what fit does around it each time."""
 
     def __init__(self, recipe: Any, seen: Any, hardware: Any, steps: int) -> None:
-        from vitral.training.loop import train_step
+        from vitral.training.loop import Task, train_step
         from vitral.training.parallel import forward_of, way_of
         from vitral.training.state import begin
 
@@ -119,7 +119,7 @@ class Training:
         forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute)
 
         def step_on(images: Any, labels: Any) -> None:
-            train_step(forward, state, images, labels, recipe, seen, hardware)
+            train_step(forward, state, images, labels, Task(recipe, seen, hardware))
 
         self.take_step = hardware.recorded(step_on, state.draws)
 

@@ -24,7 +24,7 @@ from vitral.hardware import Hardware
 from vitral.run import Run, load_model, load_weights
 from vitral.training import checkpoint, loop
 from vitral.training.interrupt import Interrupted
-from vitral.training.loop import train_step
+from vitral.training.loop import Task, train_step
 from vitral.training.loss import balanced_weights, losses
 from vitral.training.recipe import Recipe, read_recipe
 from vitral.training.state import State, begin
@@ -372,7 +372,9 @@ def one_step(recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, cpu
     with torch.no_grad():
         state.model.head.out.weight.normal_(generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr, operator]
     before = model_of(recipe, {name: tensor.clone() for name, tensor in state.model.state_dict().items()})
-    train_step(state.model, state, dataset.train.images[:16], dataset.train.labels[:16], recipe, preprocessing, cpu)
+    train_step(
+        state.model, state, dataset.train.images[:16], dataset.train.labels[:16], Task(recipe, preprocessing, cpu)
+    )
     return state, before
 
 
@@ -572,7 +574,7 @@ def test_a_batch_in_parts_is_the_large_batch(
             state.model.head.out.weight.normal_(generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr, operator]
         weights = balanced_weights(labels, 4) if plan.class_weights == "balanced" else None
         for _ in range(2):
-            train_step(state.model, state, dataset.train.images[:16], labels, plan, preprocessing, cpu, weights)
+            train_step(state.model, state, dataset.train.images[:16], labels, Task(plan, preprocessing, cpu, weights))
         return state
 
     whole, split = after(1), after(parts)

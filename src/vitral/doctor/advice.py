@@ -14,7 +14,7 @@ from vitral import estimate
 from vitral.doctor import IMBALANCE, Diagnosis
 from vitral.hardware import Hardware, choose, is_busy
 from vitral.plain import to_plain
-from vitral.training.loop import train_step
+from vitral.training.loop import Task, train_step
 from vitral.training.plan import of_preset, preprocessing_of, shaped_like
 from vitral.training.recipe import Recipe
 from vitral.training.recipes import named
@@ -142,7 +142,7 @@ def time_of(plan: Recipe, images: int, all_images: int) -> tuple[float, Hardware
     begun = time.perf_counter()
     while len(took) <= LEAST_STEPS or time.perf_counter() - begun < TIMED:
         start = time.perf_counter()
-        train_step(state.model, state, pixels, labels, plan, seen, hardware)
+        train_step(state.model, state, pixels, labels, Task(plan, seen, hardware))
         hardware.synchronize()
         took.append(time.perf_counter() - start)
         if time.perf_counter() - begun > 10 * TIMED and len(took) > 1:

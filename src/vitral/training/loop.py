@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,14 +72,15 @@ def fit(
     forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute)
     balanced = recipe.class_weights == "balanced"
     weights_K = balanced_weights(loader.labels, recipe.model.classes) if balanced else None
+    task = Task(recipe, preprocessing, hardware, weights_K)
     log = tensorboard(run) if recipe.tensorboard and world.first else None
     agreement = Agreement(world, flags=2)
 
     def step_on(images_BCHW: Tensor, labels_B: Tensor) -> None:
-        train_step(forward, state, images_BCHW, labels_B, recipe, preprocessing, hardware, weights_K)
+        train_step(forward, state, images_BCHW, labels_B, task)
 
     def loss_again(images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-        return look(state.model, state, images_BCHW, labels_B, recipe, preprocessing, hardware, weights_K)[0]
+        return look(state.model, state, images_BCHW, labels_B, task)[0]
 
     take_step = hardware.recorded(step_on, state.draws)
     if recipe.optim.warmup >= steps:
@@ -141,26 +142,28 @@ def fit(
     world.tell(lambda: None)  # the others find the model there
 
 
+class Task(NamedTuple):
+    """What is the same in every step."""
+
+    recipe: Recipe
+    preprocessing: Preprocessing
+    hardware: Hardware
+    weights_K: Tensor | None = None  # of the classes, in the loss
+
+
 def train_step(
-    forward: Callable[[Tensor], Tensor],
-    state: State,
-    images_BCHW: Tensor,
-    labels_B: Tensor,
-    recipe: Recipe,
-    preprocessing: Preprocessing,
-    hardware: Hardware,
-    weights_K: Tensor | None = None,
+    forward: Callable[[Tensor], Tensor], state: State, images_BCHW: Tensor, labels_B: Tensor, task: Task
 ) -> None:
     """One batch: look, be wrong, move. Nothing is read back from the device.
 
     A loss or a gradient that is not finite moves no weight, then or later: whoever looks finds the state before it.
     """
-    loss, right = look(forward, state, images_BCHW, labels_B, recipe, preprocessing, hardware, weights_K)
+    loss, right = look(forward, state, images_BCHW, labels_B, task)
     gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
     norm = whole(nn.utils.get_total_norm(gradients))
-    if recipe.optim.clip:
-        nn.utils.clip_grads_with_norm_(state.model.parameters(), recipe.optim.clip, norm)
-    good = norm.isfinite() & loss.isfinite() & (loss < EXPLODED * guessing(recipe.model.classes))
+    if task.recipe.optim.clip:
+        nn.utils.clip_grads_with_norm_(state.model.parameters(), task.recipe.optim.clip, norm)
+    good = norm.isfinite() & loss.isfinite() & (loss < EXPLODED * guessing(task.recipe.model.classes))
     state.first_bad.copy_(torch.where((state.first_bad < 0) & ~good, state.at, state.first_bad))
     state.halted.copy_(state.first_bad >= 0)
     for optimizer in state.optimizers:
@@ -172,21 +175,15 @@ def train_step(
 
 
 def look(
-    forward: Callable[[Tensor], Tensor],
-    state: State,
-    images_BCHW: Tensor,
-    labels_B: Tensor,
-    recipe: Recipe,
-    preprocessing: Preprocessing,
-    hardware: Hardware,
-    weights_K: Tensor | None = None,
+    forward: Callable[[Tensor], Tensor], state: State, images_BCHW: Tensor, labels_B: Tensor, task: Task
 ) -> tuple[Tensor, Tensor]:
     """Mean loss and number of right answers; the gradients stay in the parameters.
 
     The batch is varied and mixed as a whole; each process computes its share of it, in as many parts as the recipe
     accumulates. Each part counts by its images, so the gradient is that of the whole batch at once.
     """
-    B, world = len(labels_B), hardware.world
+    recipe, preprocessing, world = task.recipe, task.preprocessing, task.hardware.world
+    B = len(labels_B)
     targets_BK = F.one_hot(labels_B, recipe.model.classes).float()
     images = preprocessing.normalise(recipe.augment.move(images_BCHW, state.draws, preprocessing.image_size))
     images, targets_BK = recipe.augment.mix(images, targets_BK, state.draws)
@@ -195,10 +192,10 @@ def look(
     parts = (batch[mine].tensor_split(count) for batch in (images, targets_BK, labels_B))
     for index, (part, targets, labels) in enumerate(zip(*parts, strict=True), start=1):
         with last_part(forward, index == count):
-            with hardware.autocast():
+            with task.hardware.autocast():
                 logits = forward(part)
             logits = logits.float()
-            loss = losses(logits, targets, recipe.loss, recipe.label_smoothing, weights_K).sum() / B
+            loss = losses(logits, targets, recipe.loss, recipe.label_smoothing, task.weights_K).sum() / B
             (loss * world.size).backward()  # gradients are averaged over the processes, and should be added up
         total += loss.detach()
         right += (logits.detach().argmax(dim=1) == labels).sum()
