@@ -18,9 +18,10 @@ from vitral.vit import ViT, ViTConfig
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
 
+from vitral import fused
 from vitral.fused import encoder as fused_encoder
 from vitral.fused import launch
-from vitral.fused.encoder import FusedEncoder, why_not
+from vitral.fused.encoder import FusedEncoder, unknown
 
 SMALL: dict[str, Any] = {
     "image_size": (16, 16), "patch_size": 4, "classes": 10, "width": 48, "depth": 2, "heads": 3, "mlp_width": 96,
@@ -75,7 +76,7 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_the_fused_encoder_is_the_encoder(changes: dict[str, Any], attention: str) -> None:
     model = a_model(**changes)
-    assert not why_not(model)
+    assert not unknown(model)
     tokens = model.embed(torch.randn(3, 3, 16, 16), GRID).detach()
     dy = torch.randn_like(tokens)
     plain = outcome(model.encoder, model, tokens, dy)
@@ -128,13 +129,13 @@ def test_without_gradients_nothing_is_kept_and_no_image_dropped(pooling: str, at
     ],
 )
 def test_what_it_does_not_know_it_says(changes: dict[str, Any], reason: str) -> None:
-    assert reason in why_not(a_model(**changes), fp8=True)
+    assert reason in unknown(a_model(**changes), fp8=True)
 
 
 def test_frozen_weights_are_left_to_the_plain_encoder() -> None:
     model = a_model()
     next(model.encoder.parameters()).requires_grad_(False)
-    assert "do not learn" in why_not(model)
+    assert "do not learn" in unknown(model)
 
 
 @pytest.mark.parametrize("tanh", [False, True])
@@ -187,7 +188,7 @@ def test_it_refuses_nothing_that_the_recipes_train() -> None:
 
     known = [make() for name in ("Known sets", "CIFAR-10 against the clock") for make in GROUPS[name].values()]
     for recipe in known:
-        assert not why_not(VARIANTS[recipe.variant](recipe.model), fp8=recipe.model.width % 16 == 0), recipe.name
+        assert not unknown(VARIANTS[recipe.variant](recipe.model), fp8=recipe.model.width % 16 == 0), recipe.name
     assert fused_encoder.MOST_COLUMNS >= 1664  # G/14
 
 
@@ -196,7 +197,7 @@ def test_a_model_with_a_way_of_its_own_is_left_alone() -> None:
         def features(self, images_BCHW: Tensor) -> Tensor:
             return super().features(images_BCHW) * 2
 
-    assert "of its own" in why_not(Own(ViTConfig(**SMALL)))
+    assert "of its own" in unknown(Own(ViTConfig(**SMALL)))
 
 
 def test_the_engine_for_gpus_answers_with_fused_kernels_what_the_model_answers() -> None:
@@ -223,3 +224,40 @@ def test_fp8_that_cannot_be_is_said(changes: dict[str, Any], recompute: bool, re
     )
     with pytest.raises(VitralError, match=reason):
         forward_of(a_model(**changes), Way(name="alone", reason="one process"), pretended, recompute)
+
+
+def a_gpu(**changes: Any) -> Hardware:
+    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
+    settings: dict[str, Any] = {"precision": "bf16", "compile": False, "fused": True} | changes
+    return Hardware(device=torch.device("cpu"), reasons=reasons, **settings)
+
+
+def test_kernels_are_compared_with_the_plain_encoder_before_their_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SHORT", 4)  # the interpreter cannot multiply bf16 matrices
+    model, state = a_model(drop_path=0.5), torch.get_rng_state()
+    assert fused.why_not(model, a_gpu()) == ""
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert fused.why_not(model.eval(), a_gpu(), learning=False) == ""
+
+
+def test_kernels_that_fail_or_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SHORT", 4)
+    said: list[str] = []
+    real = launch.act_back
+    monkeypatch.setattr(
+        launch, "act_back", lambda *given: [part * 2 for part in real(*given)[:2]] + [None, real(*given)[3]]
+    )
+    forward = forward_of(a_model(), Way(name="alone", reason="one process"), a_gpu(), False, said.append)
+    assert forward(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
+    assert "off by" in said[0]
+
+    def fails(*given: object) -> None:
+        raise KeyError("out of shared memory")
+
+    monkeypatch.setattr(launch, "act", fails)
+    forward_of(a_model(), Way(name="alone", reason="one process"), a_gpu(), False, said.append)
+    assert "fail here: 'out of shared memory'" in said[1]
+    with pytest.raises(VitralError, match="no FP8 products: its kernels fail"):
+        forward_of(a_model(), Way(name="alone", reason="one process"), a_gpu(fp8=True), False)

@@ -20,8 +20,11 @@ from vitral.training.interrupt import Interrupted
 from vitral.training.loop import fit
 from vitral.training.recipe import Recipe
 from vitral.training.watch import Watch
+from vitral.vit import ViT, ViTConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if torch.cuda.is_available():
+    from vitral import fused
 
 EVERYTHING: dict[str, Any] = {
     "optim.name": "muon", "augment.shift": 1, "augment.flip": True, "augment.mixup": 0.4, "augment.cutmix": 1.0,
@@ -151,3 +154,45 @@ def test_a_run_whose_images_are_sent_ends_like_one_whose_images_lie_on_the_gpu(
     lying = train(tmp_path / "lying", gpu, dataset, recipe, preprocessing)
     sent = train(tmp_path / "sent", crowded, dataset, recipe, preprocessing)
     assert losses(sent) == pytest.approx(losses(lying), rel=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "gelu": "tanh"},
+        {"image_size": (64, 64), "qk_norm": True, "positions": "rotary"},  # more tokens than one core holds
+        {"image_size": (64, 64), "width": 192, "heads": 3, "registers": 4},
+        {"width": 96, "heads": 4, "mlp_width": 208, "drop_path": 0.3},
+    ],
+    ids=str,
+)
+def test_fused_kernels_agree_with_the_plain_encoder(changes: dict[str, Any], precision: Any) -> None:
+    hardware = choose(device="gpu", precision=precision)
+    settings = {"image_size": (32, 32), "patch_size": 4, "classes": 10, "width": 256, "depth": 3, "heads": 4} | changes
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**settings)).to(hardware.device)
+    assert fused.why_not(model, hardware) == ""
+    assert fused.difference(model.eval(), hardware, learning=True) < (0.2 if hardware.fp8 else 0.03)
+    assert fused.difference(model.bfloat16(), hardware, learning=False) < (0.2 if hardware.fp8 else 0.03)
+
+
+@pytest.mark.parametrize("spare", [0, 2**25])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_fused_training_is_that_of_the_plain_encoder(
+    tmp_path: Path,
+    dataset: Dataset,
+    recipe: Recipe,
+    preprocessing: Preprocessing,
+    precision: Any,
+    spare: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever is kept for the way back, and whatever is computed again there."""
+    monkeypatch.setattr("vitral.fused.encoder.SPARE", spare)
+    plan = recipe.changed({"model.width": 64, "model.heads": 2, "model.mlp_width": 128, "epochs": 3})
+    hardware = choose(device="gpu", precision=precision, steps=10)
+    ours = train(tmp_path / "ours", hardware, dataset, plan, preprocessing)
+    plain = train(tmp_path / "plain", replace(hardware, fused=False, fp8=False), dataset, plan, preprocessing)
+    assert losses(ours) == pytest.approx(losses(plain), rel=0.1)

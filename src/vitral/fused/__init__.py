@@ -11,11 +11,47 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vitral.fused.encoder import FusedEncoder, why_not
+from vitral.fused.encoder import FusedEncoder, unknown
 from vitral.hardware import Hardware
 from vitral.vit import PatchEmbedding, ViT
 
 __all__ = ["answering", "forward", "why_not"]
+
+OFF = {False: 0.1, True: 0.5}  # of the norm: more than bf16's, or FP8's, rounding adds up to in tens of blocks
+
+
+def why_not(model: ViT, hardware: Hardware, learning: bool = True) -> str:
+    """Why this model is not computed with fused kernels on this machine; empty where it is.
+
+    They are tried and compared with the plain encoder first: not every GPU was at hand when they were written.
+    """
+    if reason := unknown(model, hardware.fp8, learning):
+        return f"the model has {reason}"
+    before, training = hardware.random_state(), model.training
+    try:
+        off = difference(model.eval(), hardware, learning)
+    except Exception as error:  # the compiler's, the driver's, of whatever kind
+        return f"its kernels fail here: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    finally:
+        model.train(training)
+        hardware.set_random_state(before)
+    return "" if off <= OFF[hardware.fp8] else f"its kernels are off by {off:.0%} here"
+
+
+def difference(model: ViT, hardware: Hardware, learning: bool) -> float:
+    """Between the fused encoder and the plain one, for random tokens: the larger of answers' and gradients'."""
+    C, (H, W), grid = model.config.channels, model.config.image_size, model.config.grid
+    number = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
+    with torch.no_grad():
+        shaped = model.embed(torch.zeros(2, C, H, W).to(next(model.parameters())), grid)
+    tokens, dy = torch.randn_like(shaped), torch.randn_like(shaped)
+    found = []
+    for encoder in (FusedEncoder(model.encoder, hardware.fp8, number), model.encoder):
+        given = tokens.clone().requires_grad_(learning)
+        with torch.set_grad_enabled(learning), hardware.autocast():
+            out = encoder(given, grid).to(dy)
+        found.append([out.detach(), *(torch.autograd.grad(out, given, dy) if learning else ())])
+    return max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(*found, strict=True))
 
 
 class Embedding(nn.Module):

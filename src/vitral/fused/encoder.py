@@ -29,7 +29,7 @@ MOST_COLUMNS = 4096  # a kernel holds whole rows of tokens
 Bound = tuple[Tensor, Tensor]  # no number of a product is larger than its row's length times the longest column's
 
 
-def why_not(model: ViT, fp8: bool = False, learning: bool = True) -> str:
+def unknown(model: ViT, fp8: bool = False, learning: bool = True) -> str:
     """What this model has that the fused encoder does not know; empty where it knows all."""
     encoder, own = model.encoder, type(model)
     if (own.forward, own.features, type(encoder)) != (ViT.forward, ViT.features, Encoder):

@@ -31,7 +31,7 @@ class _Whole(nn.Module):
         if hardware.fused:
             from vitral import fused
 
-            if not fused.why_not(self.model, hardware.fp8, learning=False):
+            if not fused.why_not(self.model, hardware, learning=False):
                 self.fused = fused.answering(self.model, hardware.fp8)
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
         self.register_buffer("mean", mean)

@@ -69,7 +69,7 @@ def fit(
     state = begin(recipe, hardware, steps, start, None if sample is None else preprocessing.normalise(sample))
     resumed = resume(state, recipe, hardware, run)
     rows = world.tell(lambda: taken_back(run, state.epoch))
-    forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute)
+    forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute, watch.said)
     balanced = recipe.class_weights == "balanced"
     weights_K = balanced_weights(loader.labels, recipe.model.classes) if balanced else None
     task = Task(recipe, preprocessing, hardware, weights_K)

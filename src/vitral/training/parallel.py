@@ -88,18 +88,26 @@ def divide(model: nn.Module, way: Way, hardware: Hardware) -> None:
     fully_shard(model, mesh=mesh, mp_policy=numbers)
 
 
-def forward_of(model: nn.Module, way: Way, hardware: Hardware, recompute: bool) -> Callable[[Tensor], Tensor]:
+def forward_of(
+    model: nn.Module,
+    way: Way,
+    hardware: Hardware,
+    recompute: bool,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Callable[[Tensor], Tensor]:
     """What the training step calls: with ddp, gradients are averaged while the backward pass goes on."""
     if way.name == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS)
-    reason = "activations computed again" if recompute else ""
-    if hardware.fused and not reason and isinstance(model, ViT):
+    if recompute or way.name != "alone":
+        reason = "activations are computed again" if recompute else way.reason
+    elif hardware.fused and isinstance(model, ViT):
         from vitral import fused
 
-        if not (reason := fused.why_not(model, hardware.fp8)):
+        if not (reason := fused.why_not(model, hardware)):
             return fused.forward(model, hardware)
+        say(f"without fused kernels: {reason}")
     if hardware.fp8:
-        raise VitralError(f"no FP8 products for a model with {reason}", "--precision bf16, or auto")
+        raise VitralError(f"no FP8 products: {reason}", "--precision bf16, or auto")
     return hardware.compiled(model) if recompute or way.name != "alone" else hardware.forward(model)
 
 
