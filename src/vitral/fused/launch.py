@@ -11,7 +11,7 @@ from torch import Tensor
 from vitral.fused import kernels
 
 PROGRAMS = 1056  # that share the rows where sums over all of them are taken: eight for each of a large GPU's 132 cores
-SHORT = 128  # tokens whose attention fits a core at once
+SHORT = 64  # tokens whose attention fits a core at once; beyond, PyTorch's own is as quick
 
 
 class Small(NamedTuple):
@@ -201,7 +201,7 @@ def short_back(
 
 def at_once(T: int, d: int) -> dict[str, int]:
     tokens = max(16, triton.next_power_of_2(T))
-    return {"TOKENS": tokens, "HALF": max(16, triton.next_power_of_2(d // 2)), "num_warps": 4 if tokens <= 64 else 8}
+    return {"TOKENS": tokens, "HALF": max(16, triton.next_power_of_2(d // 2)), "num_warps": 4}
 
 
 def gather(gradients_BhTd: tuple[Tensor, ...], fp8: bool) -> tuple[Tensor, Small | None, Tensor]:
