@@ -16,6 +16,7 @@ from test_explain import KINDS, alive
 from vitral.commands import explain as command
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.evaluation.calibration import Calibration
 from vitral.explain import METHODS, explain, faithfulness
 from vitral.hardware import Hardware
 from vitral.predict import Predictor
@@ -67,6 +68,16 @@ def test_a_line_a_picture_and_broken_ones_are_named(folder: Path, capsys: pytest
     assert said.out.startswith("a/photo.png   ")
     assert said.out.rstrip().endswith("explained/photo.png")
     assert "broken.png: not an image" in said.err
+
+
+def test_a_picture_like_none_it_learned_from_is_called_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = Predictor.load("model")
+    save_model(folder / "strict", found.model, replace(found.card, calibration=Calibration(unknown_below=1e9)))
+    for model, unsure in (("model", False), ("strict", True)):
+        assert command.run([model, "a/photo.png"]) == 0
+        assert ("unsure: looks like nothing it was trained on (nearest: " in capsys.readouterr().out) is unsure
+        assert command.run([model, "a/photo.png", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["unknown"] is unsure
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from test_report import browser  # noqa: F401
 from vitral.commands import walk as command
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.evaluation.calibration import Calibration
 from vitral.hardware import Hardware
 from vitral.predict import Predictor
 from vitral.report import walk_html, walk_terminal
@@ -88,6 +90,37 @@ def test_the_pictures_are_of_what_the_model_computed(cpu: Hardware) -> None:
     assert len(values["encoder"]) == 3
     shapes = {step.key: step.shape for step in found.steps}
     assert (shapes["flatten"], shapes["embed"], shapes["attention"]) == ("16 × 49", "17 × 64", "17 × 17")
+
+
+@pytest.mark.parametrize("lang", ["en", "ko"])
+def test_the_last_equation_gives_the_probabilities_that_stand_below_it(lang: str, cpu: Hardware) -> None:
+    _, predictor, picture = made("MNIST", cpu)
+    for temperature in (1.0, 0.5):
+        predictor.card = replace(predictor.card, calibration=Calibration(temperature=temperature))
+        found = walk(predictor, picture, lang)  # type: ignore[arg-type]
+        last = found.steps[-1]
+        divided = re.search(r"p = softmax\(logits(?:/([\d.]+))?\)$", last.equation)
+        assert divided is not None
+        assert float(divided[1] or 1) == temperature
+        assert ("0.5" in last.text) == (temperature == 0.5), "and the text says where the number is from"
+        logits = torch.from_numpy(np.asarray(last.pictures[0].values))[0]
+        best = (logits / temperature).softmax(dim=0).max()
+        assert found.answers[0].probability == pytest.approx(float(best), rel=1e-5)
+
+
+def test_a_picture_like_none_it_learned_from_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cpu: Hardware
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, predictor, picture = made("MNIST", cpu)
+    picture.save("noise.png")
+    for least, unsure in ((1e9, True), (-1e9, False)):
+        predictor.card = replace(predictor.card, calibration=Calibration(unknown_below=least))
+        assert walk(predictor, picture).unknown is unsure
+        save_model(tmp_path / str(unsure), predictor.model, predictor.card)
+        assert command.run(["noise.png", "--model", str(unsure), "--out", "walk.html"]) == 0
+        assert ("unsure" in capsys.readouterr().out) is unsure
+        assert ("looks like nothing" in Path("walk.html").read_text(encoding="utf-8")) is unsure
 
 
 @pytest.mark.parametrize("kind", KINDS)

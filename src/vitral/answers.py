@@ -58,16 +58,19 @@ def in_order(
             yield Prediction(source=source, labels=ranked(names, probabilities, top), unknown=unknown)
 
 
+def in_words(labels: Sequence[Label], unknown: bool) -> str:
+    """glass 0.94 · plastic 0.04, most probable first; or that it does not know, and what comes nearest."""
+    said = [f"{label.name} {label.probability:.2f}" for label in labels]
+    return f"unsure: looks like nothing it was trained on (nearest: {said[0]})" if unknown else " · ".join(said)
+
+
 def as_lines(answers: Sequence[Prediction]) -> None:
     """bottle.jpg     glass 0.94 · plastic 0.04 · metal 0.01"""
     width = max(len(answer.source) for answer in answers)
     for answer in answers:
         if answer.error:
             continue
-        labels = " · ".join(f"{label.name} {label.probability:.2f}" for label in answer.labels)
-        if answer.unknown:
-            nearest = f"{answer.best.name} {answer.best.probability:.2f}"
-            labels = f"unsure: looks like nothing it was trained on (nearest: {nearest})"
+        labels = in_words(answer.labels, answer.unknown)
         if answer.exchanged is not None:
             labels += f"; with light and dark exchanged: {answer.exchanged.name} {answer.exchanged.probability:.2f}"
         print(f"{answer.source:<{width}}   {labels}")

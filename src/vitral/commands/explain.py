@@ -46,6 +46,7 @@ def run(words: list[str]) -> int:
         return judge(chosen)
     if not chosen.files:
         raise VitralError("which images?", f"vitral explain {chosen.run} photo.jpg folder/")
+    from vitral.answers import in_words
     from vitral.data.decode import NotAnImage, image_files
     from vitral.explain import explain, open_to_look_inside
     from vitral.report import heatmaps
@@ -76,8 +77,7 @@ def run(words: list[str]) -> int:
         if chosen.json:
             print(json.dumps(heatmaps.as_dict(found, predictor, written)))
         else:
-            said = " · ".join(f"{label.name} {label.probability:.2f}" for label in found.answer[:3])
-            print(f"{file}   {said}   {written[0]}")
+            print(f"{file}   {in_words(found.answer[:3], found.unknown)}   {written[0]}")
         if answer.exchanged is not None:
             said = f"{answer.exchanged.name} {answer.exchanged.probability:.2f}"
             understood([f"{file}: with light and dark exchanged, as in what it learned from: {said}"])

@@ -32,6 +32,7 @@ def run(words: list[str]) -> int:
     chosen = parse(Walk, words, "walk")
     if chosen.out is not None and chosen.out.suffix.lower() not in (".html", ".htm", ".md"):
         raise VitralError(f"--out is {chosen.out}; it ends in .html or .md", "walk.html: one page; walk.md: Markdown")
+    from vitral.answers import Label, in_words
     from vitral.explain import open_to_look_inside
     from vitral.report import walk_html, walk_markdown, walk_terminal
     from vitral.report.walk import walk
@@ -51,8 +52,8 @@ def run(words: list[str]) -> int:
             raise VitralError(f"cannot write {chosen.out}: {reason(error)}", "choose another --out") from error
     else:
         write_atomically(chosen.out, walk_html.page(made))
-    best = made.answers[0]
-    print(f"{chosen.image}: {best.name} {best.probability:.1%}, in {len(made.steps)} steps\n{chosen.out}")
+    best = [Label(name=answer.name, probability=answer.probability) for answer in made.answers[:1]]
+    print(f"{chosen.image}: {in_words(best, made.unknown)}, in {len(made.steps)} steps\n{chosen.out}")
     return 0
 
 

@@ -48,6 +48,7 @@ class Explanation:
     picture: Image.Image  # upright, RGB, its longer side at most MOST_SIDE
     crop: tuple[int, int, int, int]  # left, top, right, bottom of what the model saw, in pixels of `picture`
     answer: tuple[Label, ...]  # most probable first
+    unknown: bool  # it looks like nothing the model was trained on
     heats: tuple[Heat, ...]  # class by class, in each the methods in the order asked for
 
 
@@ -82,7 +83,9 @@ def explain(
     preprocessing = predictor.card.preprocessing
     pixels_CHW = preprocessing.pixels(original)
     image_CHW = preprocessing.normalise(pixels_CHW[None].to(predictor.hardware.device))[0]
-    chances = predictor.probabilities(pixels_CHW[None])[0].tolist()
+    logits, calibration = predictor.logits(pixels_CHW[None]), predictor.card.calibration
+    chances = calibration.probabilities(logits)[0].tolist()
+    strange = bool(calibration.unknown(logits))
     labels = [Label(name=name, probability=p) for name, p in zip(predictor.classes, chances, strict=True)]
     ranked = sorted(labels, key=lambda label: -label.probability)
     classes = [find_class(predictor, target) for target in targets] or [chances.index(max(chances))]
@@ -103,7 +106,9 @@ def explain(
             heats.append(heat)
     name = "image" if isinstance(picture, bytes | Image.Image) else str(picture)
     crop = crop_box(preprocessing, original.size, laid_on.size)
-    return Explanation(source=name, picture=laid_on, crop=crop, answer=tuple(ranked), heats=tuple(heats))
+    return Explanation(
+        source=name, picture=laid_on, crop=crop, answer=tuple(ranked), unknown=strange, heats=tuple(heats)
+    )
 
 
 def smoothed(heat_HW: Tensor, patch_size: int) -> Tensor:

@@ -78,6 +78,8 @@ def sheet(explanation: Explanation, path: Path, colours: ColourMap = "inferno") 
             show(axes, np.asarray(overlay(explanation.picture, heat, colours)))
             axes.set_title(heat.method.name, fontsize=10, loc="left", color=GRAY)
     foot = "blue class: what the model says" if len(rows) > 1 else "what the model says, and how sure it is"
+    if explanation.unknown:
+        foot = "unsure: it looks like nothing the model was trained on"
     if any(heat.method.signed for heat in explanation.heats):
         foot += " · blue places speak for the class, orange ones against it"
     figure.text(0, 0, foot, fontsize=9, color=GRAY, va="bottom")
@@ -133,6 +135,7 @@ def as_dict(explanation: Explanation, predictor: Predictor, files: Sequence[Path
     return {
         "file": explanation.source,
         "answer": [{"label": label.name, "probability": label.probability} for label in explanation.answer[:5]],
+        "unknown": explanation.unknown,
         "crop": list(explanation.crop),
         "size": list(explanation.picture.size),
         "maps": [

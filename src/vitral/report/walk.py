@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,6 +81,7 @@ class Walk:
     lead: str
     steps: tuple[Step, ...]
     answers: tuple[Answer, ...] = field(default=())  # most probable first, with the last step
+    unknown: bool = False  # the picture looks like nothing the model was trained on
 
 
 def walk(predictor: Predictor, picture: Source, lang: Lang = "en", layer: int = 1, head: int = 1) -> Walk:
@@ -195,21 +196,34 @@ class Walker:
             self.step(self.pooling(), str(trace.pooled.shape[1]), self.pooling_code(), self.of_pooling()),
         ]
         logits = trace.logits[0].float()
-        chances = self.predictor.card.calibration.probabilities(logits[None].cpu())[0]
-        steps.append(
-            self.step(
-                "logits",
-                f"{trace.pooled.shape[1]} → {c.classes}",
-                self.head_code(),
-                [self.matrix("logits", logits[None])],
-            )
+        calibration = self.predictor.card.calibration
+        chances = calibration.probabilities(logits[None].cpu())[0]
+        unknown = bool(calibration.unknown(logits[None]))
+        last = self.step(
+            "logits",
+            f"{trace.pooled.shape[1]} → {c.classes}",
+            self.head_code(),
+            [self.matrix("logits", logits[None])],
         )
+        n["temperature"] = f"{calibration.temperature:.3g}"
+        if n["temperature"] != "1":
+            last = replace(last, equation=TEXTS["en"]["calibrated"]["equation"].format(**n))
+        said = {"calibrated": n["temperature"] != "1", "unknown": unknown}
+        more = [TEXTS[self.lang][key]["text"].format(**n) for key, holds in said.items() if holds]
+        steps.append(replace(last, text=" ".join((last.text, *more))))
         best = chances.topk(min(BEST, len(chances))).indices.tolist()
         names = self.predictor.classes
         answers = tuple(Answer(name=names[i], logit=float(logits[i]), probability=float(chances[i])) for i in best)
         told = TEXTS[self.lang]
         lead = told["lead"]["text"].format(**n)
-        return Walk(lang=self.lang, title=told["lead"]["title"], lead=lead, steps=tuple(steps), answers=answers)
+        return Walk(
+            lang=self.lang,
+            title=told["lead"]["title"],
+            lead=lead,
+            steps=tuple(steps),
+            answers=answers,
+            unknown=unknown,
+        )
 
     def step(self, key: str, shape: str, code: list[Callable[..., Any]], pictures: list[Picture]) -> Step:
         told = TEXTS[self.lang][key]
