@@ -13,9 +13,10 @@ from conftest import Fit
 from vitral import cli, hardware, shipping
 from vitral.errors import VitralError
 from vitral.inference.bench import recommend
-from vitral.inference.choice import Row, possible, read_measured
+from vitral.inference.choice import Measured, Row, possible, read_measured
 from vitral.judge import spread
 from vitral.predict import Predictor
+from vitral.report.speed import show_measured
 from vitral.samples import sample
 
 pytestmark = pytest.mark.skipif(not hardware.cpu_packs_matrices(), reason="this build of PyTorch has no oneDNN")
@@ -98,6 +99,19 @@ def test_images_to_measure_with_come_from_the_set_another_folder_or_nowhere(
     predictor.card = replace(predictor.card, trained_on="")
     with pytest.raises(VitralError, match="does not say what it was trained on"):
         sample(predictor, None, 9)
+
+
+def test_the_table_of_a_large_model_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tuple(
+        Row(precision=name, threads=16, batch=32, p50_ms=1234.5, p95_ms=1234.5, p99_ms=1234.5, images_per_second=1234,
+            memory_mb=330.2, agreement=1.0, again=0.123)
+        for name in ("fp32", "bf16-checked")
+    )  # fmt: skip
+    show_measured(Measured(cpu="a CPU", made_by="vitral", date="", images=256, rows=rows, why="quickest"))
+    table = [line for line in capsys.readouterr().out.splitlines() if "numbers" in line or "checked" in line]
+    assert table[0].split()[-3:] == ["as", "fp32", "twice"]
+    assert table[1].split()[-2:] == ["100.0%", "12.3%"]
+    assert all(len(line) <= 80 for line in table)
 
 
 def test_spread_takes_from_all_over() -> None:

@@ -140,3 +140,12 @@ def test_the_status_is_one_line_on_a_terminal_and_nothing_elsewhere(
     assert ("asking 7 images" in shown) == terminal
     assert shown.count("\n") <= terminal
     assert shown == "" or shown.rstrip("\n").endswith("\x1b[2K"), "the line is wiped"
+
+
+def test_what_has_to_be_fetched_is_said_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VITRAL_HOME", str(tmp_path / "empty"))
+    beside.to_be_fetched("mnist", None, "mnist", "digits", "somewhere/photos")
+    assert capsys.readouterr().err == "  fetching mnist: 55 MB, once\n"

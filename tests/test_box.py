@@ -186,6 +186,13 @@ def test_a_name_means_the_model_in_the_box(elsewhere):
         assert box.find(other) == other
 
 
+def test_a_file_that_hides_a_model_of_the_box_is_said(elsewhere):
+    (elsewhere / "cifar10").write_bytes(b"\xff\xd8\xff\xe0 a photograph")
+    with pytest.raises(VitralError, match="cifar10 is not a file of weights") as error:
+        vitral.load("cifar10")
+    assert "the model that comes with vitral is box:cifar10" in error.value.hint
+
+
 def test_a_path_comes_first_and_that_is_said(elsewhere, train_tiny: Fit, capsys):
     run = train_tiny("mnist")  # into tmp_path, and from there here
     shutil.copytree(run.path, elsewhere / "mnist")

@@ -378,3 +378,14 @@ def test_names_with_unicode_and_spaces_are_read(tmp_path: Path) -> None:
     file = tmp_path / "mein Foto – 猫 (1).png"
     Image.fromarray(photograph()).save(file)
     assert decode(file).size == (20, 12)
+
+
+def test_what_telephones_write_and_addresses_are_called_what_they_are(tmp_path: Path) -> None:
+    heic = b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic"
+    (tmp_path / "IMG_1.jpg").write_bytes(heic)
+    for source in (heic, tmp_path / "IMG_1.jpg"):
+        with pytest.raises(NotAnImage, match="HEIC, AVIF or a film, not an image that vitral reads; save it as JPEG"):
+            decode(source)
+    for source in ("https://example.org/a.jpg", Path("https://example.org/a.jpg")):
+        with pytest.raises(NotAnImage, match=r"example\.org/a\.jpg: an address, not a file"):
+            decode(source)

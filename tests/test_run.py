@@ -19,6 +19,7 @@ from vitral import __version__, making, run, workshop
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.run import ModelCard, Run, load_model, load_weights, save_model, save_weights, write_atomically
+from vitral.training.origin import typed
 from vitral.training.recipe import Recipe, read_recipe
 from vitral.vit import ViT
 
@@ -356,6 +357,9 @@ def test_a_training_leaves_the_documented_files_and_figures(tmp_path: Path) -> N
     assert (environment["seed"], environment["precision"], environment["compile"]) == (0, "fp32", False)
     assert environment["reasons"]["device"] == "on the CPU, as asked"
     assert environment.keys() >= {"platform", "hardware", "git", "command"}
+    for program in ("/home/me/.venv/bin/vitral", "/somewhere/src/vitral/__main__.py"):
+        assert typed([program, "train", "my photos"]) == "vitral train 'my photos'", "as others can type it"
+    assert typed(["mine.py", "train"]) == "mine.py train"
     assert environment["data"]["name"] == "digits"
     assert re.fullmatch(r"[0-9a-f]{16}", environment["data"]["fingerprint"])
 

@@ -62,6 +62,11 @@ def test_a_summary_reads_as_text_with_every_figure() -> None:
         assert figure in text
 
 
+def test_a_small_model_is_not_rounded_away() -> None:
+    found = summarise(MNIST)
+    assert f"{found.multiply_adds / 1e6:.2f} MMACs = {2 * found.multiply_adds / 1e6:.2f} MFLOPs" in str(found)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -115,6 +115,7 @@ def introduce(console: Console, ready: Prepared, hardware: Hardware, way: Way, r
     with torch.device("meta"):
         parameters = sum(p.numel() for p in VARIANTS[plan.variant](plan.model).parameters())
     m, o = plan.model, plan.optim
+    epochs = "epoch" if plan.epochs == 1 else "epochs"
     size, kind = "×".join(map(str, m.image_size)), "ViT" if plan.variant == "plain" else f"{plan.variant} ViT"
     console.print(
         f"data      {dataset.name}: {len(dataset.train):,} train · {len(dataset.validation):,} validation, "
@@ -122,7 +123,7 @@ def introduce(console: Console, ready: Prepared, hardware: Hardware, way: Way, r
         f"model     {kind} {size}/{m.patch_size}, width {m.width}, depth {m.depth}, heads {m.heads}: "
         f"{parameters / 1e6:.2f} M parameters, {m.grid[0] * m.grid[1]} patches\n"
         + "".join(f"          {note}\n" for note in ready.notes)
-        + f"recipe    {plan.name}: {o.name} {o.lr * plan.lr_scale:g}, {plan.epochs} epochs, batch {plan.batch}, "
+        + f"recipe    {plan.name}: {o.name} {o.lr * plan.lr_scale:g}, {plan.epochs} {epochs}, batch {plan.batch}, "
         f"{o.schedule} schedule\n"
         f"hardware  {hardware}\n"
         + (f"parallel  {way.name}: {way.reason}\n" if hardware.world.size > 1 else "")

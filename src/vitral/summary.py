@@ -26,10 +26,12 @@ class Summary:
     activation_bytes: int  # kept for the backward pass of one image, fp32
 
     def __str__(self) -> str:
+        prefix, unit = ("G", 1e9) if self.multiply_adds >= 1e8 else ("M", 1e6)
         return (
             f"{self.table}\n"
             f"parameters          {self.parameters:,} ({self.weight_bytes / 2**20:,.1f} MiB in fp32)\n"
-            f"one image forward   {self.multiply_adds / 1e9:,.2f} GMACs = {2 * self.multiply_adds / 1e9:,.2f} GFLOPs\n"
+            f"one image forward   {self.multiply_adds / unit:,.2f} {prefix}MACs = "
+            f"{2 * self.multiply_adds / unit:,.2f} {prefix}FLOPs\n"
             f"one image training  {self.activation_bytes / 2**20:,.1f} MiB of activations in fp32, besides "
             f"{4 * self.weight_bytes / 2**20:,.1f} MiB of weights, gradients and AdamW's averages"
         )

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from vitral.commands.beside import opened
+from vitral.commands.beside import opened, to_be_fetched
 from vitral.commands.flags import a_model, parse
 
 
@@ -29,6 +29,7 @@ def run(words: list[str]) -> int:
     from vitral import shipping
 
     predictor = opened(chosen.run, device="cpu", precision="fp32")
+    to_be_fetched(chosen.data or predictor.card.trained_on)
     measured = shipping.bench(
         predictor,
         data=chosen.data,

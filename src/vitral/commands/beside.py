@@ -31,6 +31,16 @@ def understood(notes: Iterable[str]) -> None:
         print(f"  {note}", file=sys.stderr)
 
 
+def to_be_fetched(*names: str | None) -> None:
+    """Of the sets that are about to be read, those that have to come over the network first."""
+    from vitral import data
+    from vitral.data.folder import looks_like_files
+
+    sizes = {entry.name: entry.size for entry in data.catalogue() if not entry.cached}
+    wanted = {name for name in names if name in sizes and not looks_like_files(name)}
+    understood(f"fetching {name}: {sizes[name] / 1e6:.0f} MB, once" for name in sorted(wanted))
+
+
 @contextmanager
 def status() -> Iterator[Callable[[str], None]]:
     """One line that says what is going on, and is gone afterwards; nothing where no person looks on."""

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from vitral.commands.beside import opened
+from vitral.commands.beside import opened, to_be_fetched
 from vitral.commands.flags import a_model, parse
 
 
@@ -26,6 +26,7 @@ def run(words: list[str]) -> int:
     from vitral.report import trust_text
 
     first, second = opened(chosen.first), opened(chosen.second)
+    to_be_fetched(*(chosen.data or model.card.trained_on for model in (first, second)))
     found = workshop.compare_models(first, second, data=chosen.data, split=chosen.split)
     if chosen.json:
         print(json.dumps(found.as_dict()))

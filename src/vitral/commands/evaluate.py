@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from vitral.commands.beside import opened, status
+from vitral.commands.beside import opened, status, to_be_fetched
 from vitral.commands.flags import a_model, parse
 
 
@@ -34,6 +34,7 @@ def run(words: list[str]) -> int:
     from vitral.report import trust_text
 
     predictor = opened(chosen.run, labels=chosen.labels)
+    to_be_fetched(chosen.data or predictor.card.trained_on, chosen.unknown)
     if chosen.calibrate:
         fitted = workshop.calibrate(predictor, false_alarms=chosen.false_alarms)
         if not chosen.json:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vitral.commands.beside import status, understood
-from vitral.commands.flags import a_model, parse
+from vitral.commands.beside import status, to_be_fetched, understood
+from vitral.commands.flags import a_model, parse, which_images
 from vitral.errors import VitralError
 
 
@@ -45,7 +45,7 @@ def run(words: list[str]) -> int:
     if chosen.faithfulness is not None:
         return judge(chosen)
     if not chosen.files:
-        raise VitralError("which images?", f"vitral explain {chosen.run} photo.jpg folder/")
+        raise which_images("explain", chosen.run)
     from vitral.answers import in_words
     from vitral.data.decode import NotAnImage, image_files
     from vitral.explain import explain, open_to_look_inside
@@ -112,6 +112,7 @@ def judge(chosen: Any) -> int:
         )
     predictor = open_to_look_inside(chosen.run, chosen.labels)
     understood(predictor.notes)
+    to_be_fetched(chosen.faithfulness)
     asked_about = question(predictor, chosen.faithfulness, chosen.split)
     if not chosen.method:
         methods = faithfulness.all_that_fit(asked_about.predictor.model)

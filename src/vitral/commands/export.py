@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from vitral.commands.beside import opened
+from vitral.commands.beside import opened, to_be_fetched
 from vitral.commands.flags import a_model, parse
 
 
@@ -28,8 +28,10 @@ def run(words: list[str]) -> int:
     chosen = parse(Export, words, "export")
     from vitral import shipping
 
+    predictor = opened(chosen.run, device="cpu", precision="fp32", labels=chosen.labels)
+    to_be_fetched(chosen.data or predictor.card.trained_on)
     file, agreement = shipping.export(
-        opened(chosen.run, device="cpu", precision="fp32", labels=chosen.labels),
+        predictor,
         to=chosen.to,
         precision=chosen.precision,
         preprocessing=chosen.preprocessing,

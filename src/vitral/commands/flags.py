@@ -6,6 +6,7 @@ dataclasses. Each command is a file with `run(words) -> exit status`; torch is i
 
 import io
 import re
+import shlex
 from collections.abc import Callable, Container
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
@@ -20,6 +21,15 @@ NUMBERS = {"INT": "whole number", "FLOAT": "number"}
 def a_model(others: str = "a run or model folder, a checkpoint file, or hf:owner/name") -> str:
     """The help of what names a model: a path, an address, or a name."""
     return f"{others}; or one that comes with vitral: {', '.join(box.names())}"
+
+
+def which_images(command: str, said: str) -> VitralError:
+    """Where one name was given for a model and its images: the other one is missing."""
+    if said.lower().endswith((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")):
+        return VitralError(
+            f"which model? {said} is a picture", f"vitral {command} {box.names()[0]} {shlex.quote(said)}"
+        )
+    return VitralError("which images?", f"vitral {command} {said} photo.jpg folder/")
 
 
 def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any = None) -> Any:
@@ -50,8 +60,9 @@ def _in_two_lines(boxed: str, command: str) -> VitralError:
     if match := re.match(r"Unrecognized options: (\S+?),?(?= |$)", what):
         kind = "flag" if match[1].startswith("-") else "use for"
         what = f"vitral {command} has no {kind} {match[1]}."
-        if close := re.search(r"Perhaps you meant: (--[\w.-]+)", text):
-            what += f" Did you mean {close[1]}?"
+        if close := re.findall(r"(?<= )--[\w.-]+", text.partition("Perhaps you meant:")[2]):
+            same = [flag for flag in close if flag.endswith(f".{match[1].lstrip('-')}")]  # --lr: --optim.lr
+            what += f" Did you mean {(same or close)[0]}?"
     elif match := re.match(r"Missing from [^:]*: (.*)", what):
         each = [
             re.sub(r"^ ?(?:(--\S+) )?[A-Z]+ ", r"\1 ", part).strip() for part in match[1].split(" (required)") if part

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from vitral.commands.beside import opened
-from vitral.commands.flags import a_model, parse
+from vitral.commands.flags import a_model, parse, which_images
 from vitral.errors import VitralError
 
 MODELS = "a run or model folder, a checkpoint file, hf:owner/name, or an exported model.onnx"
@@ -36,7 +36,7 @@ def run(words: list[str]) -> int:
 
     chosen = parse(Predict, words, "predict")
     if not chosen.files:
-        raise VitralError("which images?", f"vitral predict {chosen.run} photo.jpg folder/")
+        raise which_images("predict", chosen.run)
     if chosen.top < 1:
         raise VitralError(f"--top must be at least 1, not {chosen.top}", "leave it out for 3")
     from vitral.answers import show

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from vitral.commands.beside import opened, status
+from vitral.commands.beside import opened, status, to_be_fetched
 from vitral.commands.flags import a_model, parse
 
 
@@ -28,6 +28,7 @@ def run(words: list[str]) -> int:
     from vitral import workshop
 
     predictor = opened(chosen.run, labels=chosen.labels)
+    to_be_fetched(chosen.data or predictor.card.trained_on, chosen.unknown)
     with status() as watch:
         path = workshop.report(
             predictor,

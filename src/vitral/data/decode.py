@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import warnings
 from pathlib import Path
 
@@ -45,8 +46,10 @@ def decode(source: Path | str | bytes | Image.Image, *, at_least: tuple[int, int
     except NotAnImage:
         raise
     except UnidentifiedImageError as error:
-        raise NotAnImage(f"{name}: not an image") from error
+        raise NotAnImage(f"{name}: {_known_but_not_read(source)}") from error
     except FileNotFoundError as error:
+        if re.match(r"https?:/", name):  # a path has lost the second slash
+            raise NotAnImage(f"{name}: an address, not a file", "save the picture first") from error
         raise NotAnImage(f"{name}: no such file", "is the name right?") from error
     except IsADirectoryError as error:
         raise NotAnImage(f"{name}: a folder, not an image", "name the image in it") from error
@@ -56,6 +59,15 @@ def decode(source: Path | str | bytes | Image.Image, *, at_least: tuple[int, int
         raise NotAnImage(f"{name}: more pixels than vitral reads", TOO_LARGE) from error
     except Exception as error:  # a broken file makes Pillow raise almost anything: struct.error, IndexError, …
         raise NotAnImage(f"{name}: broken or truncated ({str(error) or type(error).__name__})") from error
+
+
+def _known_but_not_read(source: Path | str | bytes | Image.Image) -> str:
+    """What a file is that Pillow does not know: telephones write HEIC, and call it .jpg when they send it."""
+    if isinstance(source, Path | str):
+        with Path(source).open("rb") as file:
+            source = file.read(12)
+    phone = isinstance(source, bytes) and source[4:8] == b"ftyp"
+    return "HEIC, AVIF or a film, not an image that vitral reads; save it as JPEG" if phone else "not an image"
 
 
 def _draft(picture: Image.Image, least: int) -> None:

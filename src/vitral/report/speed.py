@@ -12,7 +12,7 @@ def show_measured(measured: Measured, source: str = "") -> None:
     """`source`: a checkpoint of another library, which keeps nothing."""
     console = Console(highlight=False)
     console.print(f"{measured.cpu} · {measured.made_by} · {measured.images:,} images compared\n")
-    table = Table(box=None, padding=(0, 1))
+    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)  # ten columns in a terminal of 80
     for name in ("numbers", "cores", "batch", "p50 ms", "p95", "p99", "images/s", "MB", "as fp32", "twice"):
         table.add_column(name, justify="left" if name == "numbers" else "right", header_style="dim", no_wrap=True)
     last = None

@@ -48,9 +48,15 @@ def environment(plan: Recipe, dataset: Dataset, hardware: Hardware, way: Way) ->
         "launch": launch(),
         "seed": plan.seed,
         "git": git_revision(),
-        "command": shlex.join(sys.argv),
+        "command": typed(sys.argv),
         "data": {"name": dataset.name, "fingerprint": dataset.fingerprint, "source": dataset.source},
     }
+
+
+def typed(words: list[str]) -> str:
+    """As a person types it, wherever the program lies."""
+    called = words[0] if Path(words[0]).name not in ("vitral", "__main__.py") else "vitral"
+    return shlex.join([called, *words[1:]])
 
 
 def git_revision() -> str | None:

@@ -144,9 +144,8 @@ def _kind(path: Path) -> str:
     if start.startswith(b"version "):
         raise VitralError(f"{path} is a Git LFS pointer, not the file itself", "fetch it: git lfs pull")
     says = "it is empty" if not start else f"it starts with {start!r}"
-    raise VitralError(
-        f"{path} is not a file of weights: {says}", "safetensors, PyTorch's .pt and .pth, and Google's .npz are read"
-    )
+    kinds = "safetensors, PyTorch's .pt and .pth, and Google's .npz are read"
+    raise VitralError(f"{path} is not a file of weights: {says}", "; ".join((kinds, *box.notes(path))))
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
