@@ -404,6 +404,14 @@ def test_a_phone_scrolls_down_only(run: Path, opened: Any) -> None:
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.parametrize("width", [1100, 1400])
+def test_no_table_is_cut_off_on_a_desk(cpu: Hardware, tmp_path: Path, opened: Any, width: int) -> None:
+    path = write_report(material(cpu, ("ant", "bee", "wasp")), tmp_path / "report.html")
+    tab = opened(path, viewport={"width": width, "height": 900})
+    cut = "[...document.querySelectorAll('.wide')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)"
+    assert tab.evaluate(cut) == []
+
+
 def test_class_names_that_are_markup_are_text_in_the_browser_too(cpu: Hardware, tmp_path: Path, opened: Any) -> None:
     tab = opened(write_report(material(cpu, NASTY), tmp_path / "nasty.html"))
     button = tab.locator('#matrix button[data-cell^="0,"]').first

@@ -22,7 +22,8 @@ from vitral.run import ModelCard, save_model
 from vitral.training.optim import make_optimizers, set_learning_rate
 from vitral.training.recipe import Optim
 from vitral.vit import ViT, ViTConfig, patchify
-from vitral.weights.checkpoint import Checkpoint
+from vitral.weights.checkpoint import Asked, Checkpoint
+from vitral.weights.reading import choose_heads
 from vitral.weights.transfer import other_channels, resample_kernels, transfer
 
 CONFIG = ViTConfig(image_size=(32, 32), patch_size=8, classes=3, width=32, depth=2, heads=2)
@@ -289,3 +290,11 @@ def test_predict_asks_a_checkpoint_of_another_library(source, photos, tmp_path, 
     for old, new in zip(NAMES, "xyz", strict=True):
         ours = ours.replace(f" {old} ", f" {new} ")
     assert theirs == ours
+
+
+def test_heads_that_nobody_asked_for_are_not_called_asked_for():
+    """A training reads a checkpoint twice, the second time with the heads of the recipe, which may be assumed ones."""
+    notes: list[str] = []
+    assert choose_heads(192, Asked(heads=3), None, "", notes, "x") == 3
+    assert choose_heads(192, Asked(heads=6), None, "", notes, "x") == 6
+    assert notes == ["heads: 3, usual at width 192: tensors do not tell", "heads: 6, as asked"]

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Container
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from vitral import box
@@ -25,10 +26,11 @@ def a_model(others: str = "a run or model folder, a checkpoint file, or hf:owner
 
 def which_images(command: str, said: str) -> VitralError:
     """Where one name was given for a model and its images: the other one is missing."""
-    if said.lower().endswith((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")):
-        return VitralError(
-            f"which model? {said} is a picture", f"vitral {command} {box.names()[0]} {shlex.quote(said)}"
-        )
+    from vitral.data.decode import SUFFIXES
+
+    if Path(said).suffix.lower() in SUFFIXES:
+        hint = f"vitral {command} {box.names()[0]} {shlex.quote(said)}"
+        return VitralError(f"which model? {said} is a picture", hint)
     return VitralError("which images?", f"vitral {command} {said} photo.jpg folder/")
 
 

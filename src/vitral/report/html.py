@@ -252,7 +252,7 @@ def robustness(material: Material) -> str:
     return (
         f"<p>{text(percent(found.relative.value, 1))} of the accuracy is left on average "
         f"({between(found.relative, 1)}), {found.images:,} images, undamaged {percent(found.clean)}.</p>"
-        f'<div class="pair"><div>{chart.svg()}</div><div>{table(heads, lines)}</div></div>'
+        f'<div class="pair roomy"><div>{chart.svg()}</div>{table(heads, lines)}</div>'
     )
 
 

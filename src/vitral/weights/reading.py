@@ -49,7 +49,8 @@ def choose_heads(width: int, asked: Asked, said: int | None, by: str, notes: lis
                 f"{where}: a width of {width} cannot be shared by {asked.heads} heads",
                 f"usual is a head for every 64: {max(width // 64, 1)}",
             )
-        notes.append(f"heads: {asked.heads}, as asked")
+        usual = asked.heads == HEADS.get(width)  # then a training may have asked for what was assumed before
+        notes.append(f"heads: {asked.heads}, {f'usual at width {width}: tensors do not tell' if usual else 'as asked'}")
         return asked.heads
     if width not in HEADS:
         raise VitralError(
