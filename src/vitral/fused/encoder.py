@@ -58,8 +58,11 @@ def unknown(model: ViT, fp8: bool = False, learning: bool = True) -> str:
 class FusedEncoder:
     """`fused(tokens, grid)` is `encoder(tokens, grid)`, with gradients for its parameters where they are wanted."""
 
-    def __init__(self, encoder: Encoder, fp8: bool = False, number: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, encoder: Encoder, fp8: bool = False, number: torch.dtype = torch.bfloat16, spare: int | None = None
+    ) -> None:
         self.encoder, self.fp8, self.number = encoder, fp8, number
+        self.spare = SPARE if spare is None else spare
         self.blocks: list[Any] = list(encoder.blocks)
         self.norm: Any = encoder.norm
         self.parameters = list(encoder.parameters())
@@ -141,8 +144,7 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
         kept1, kept = kept, stochastic(block.residual2, B, z)
         (f, _), bias = fused.product(g, g8, mlp.contract.weight), mlp.contract.bias
         if keep is not None:
-            spare = h.numel() <= SPARE
-            own = (a, a2, g) if spare else (None, None, None)
+            own = (a, a2, g) if h.numel() <= fused.spare else (None, None, None)
             keep.append(Kept(block, z, own[0], qkv, taken, o, z2, own[1], h, own[2], kept1, kept))
         z = z2
     last, normed, _ = launch.add_norm(z, f, bias, kept, of(fused.norm), False)
