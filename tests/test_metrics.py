@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.evaluation.metrics import Metrics, logits_of, measure, wilson
+from vitral.evaluation.metrics import Metrics, logits_of, logits_together, measure, wilson
 from vitral.hardware import Hardware
 from vitral.report import terminal
 
@@ -191,3 +191,12 @@ def test_more_classes_than_a_terminal_is_wide_are_listed_without_a_matrix(capsys
     out = capsys.readouterr().out
     assert "class 29" in out
     assert "said →" not in out
+
+
+def test_between_batches_it_says_how_many_images_are_answered(cpu: Hardware) -> None:
+    preprocessing = Preprocessing(image_size=(2, 2), channels=1, mean=(0.5,), std=(0.5,))
+    images = torch.randint(0, 256, (10, 1, 2, 2), dtype=torch.uint8)
+    heard: list[int] = []
+    told = logits_together(nn.Flatten(), images, preprocessing, cpu, batch=4, heard=heard.append)
+    assert heard == [4, 8]
+    torch.testing.assert_close(told, logits_of(nn.Flatten(), images, preprocessing, cpu))

@@ -147,8 +147,8 @@ def evaluate(
     `damaged`, how many of the images are asked again, noisy, blurred, pale, compressed and turned. `watch` hears what
     is going on.
     """
-    watch(f"asking {len(asked.split):,} {asked.name} images")
-    logits = asked.predictor.logits_together(asked.split.images)
+    watch(asking := f"asking {len(asked.split):,} {asked.name} images")
+    logits = asked.predictor.logits_together(asked.split.images, lambda done: watch(f"{asking}: {done:,} answered"))
     found = assess(
         logits,
         asked.split.labels,

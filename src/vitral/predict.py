@@ -19,7 +19,7 @@ from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.images import Pixels
 from vitral.data.preprocess import adapt
 from vitral.errors import VitralError, reason
-from vitral.evaluation.metrics import Metrics, check_images, logits_of, logits_together, measure
+from vitral.evaluation.metrics import Heard, Metrics, check_images, logits_of, logits_together, measure, unheard
 from vitral.evaluation.probe import features_of
 from vitral.hardware import Compile, Device, Hardware, Precision, choose
 from vitral.inference.choice import Choice, Wish, choose_on_gpu
@@ -159,9 +159,10 @@ class Predictor:
             return torch.cat([self.choice.run(images) for images in images_BCHW.split(self.choice.batch)])
         return logits_of(self.model, images_BCHW, self.card.preprocessing, self.hardware).cpu()
 
-    def logits_together(self, images_BCHW: Pixels) -> Tensor:
+    def logits_together(self, images_BCHW: Pixels, heard: Heard = unheard) -> Tensor:
         """The same from all processes that were started together, each computing its share; every one must ask."""
-        return logits_together(self.model, images_BCHW, self.card.preprocessing, self.hardware).cpu()
+        seen = self.card.preprocessing
+        return logits_together(self.model, images_BCHW, seen, self.hardware, heard=heard).cpu()
 
     def probabilities(self, images_BCHW: Pixels) -> Tensor:
         """uint8 images as the model wants them → calibrated, B K."""

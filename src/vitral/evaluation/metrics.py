@@ -6,7 +6,7 @@ Shapes:  N images   K classes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,33 @@ from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.hardware import Hardware
 
+Heard = Callable[[int], None]  # how many images have been answered while others wait
+
+
+def unheard(answered: int) -> None:
+    pass
+
 
 def logits_of(
-    model: nn.Module, images_NCHW: Pixels, preprocessing: Preprocessing, hardware: Hardware, batch: int = 512
+    model: nn.Module,
+    images_NCHW: Pixels,
+    preprocessing: Preprocessing,
+    hardware: Hardware,
+    batch: int = 512,
+    heard: Heard = unheard,
 ) -> Tensor:
-    """The model's answers for uint8 images: N K, fp32, on the device."""
+    """The model's answers for uint8 images: N K, fp32, on the device. `heard` is told how many, between batches."""
     check_images(images_NCHW, preprocessing)
-    return _answers(model, images_NCHW.split(batch), preprocessing, hardware)
+    return _answers(model, images_NCHW.split(batch), preprocessing, hardware, heard)
 
 
 def logits_together(
-    model: nn.Module, images_NCHW: Pixels, preprocessing: Preprocessing, hardware: Hardware, batch: int = 512
+    model: nn.Module,
+    images_NCHW: Pixels,
+    preprocessing: Preprocessing,
+    hardware: Hardware,
+    batch: int = 512,
+    heard: Heard = unheard,
 ) -> Tensor:
     """The same, computed by all processes together, each its share; every process gets all of it, each image once.
 
@@ -37,17 +53,21 @@ def logits_together(
     """
     world, N = hardware.world, len(images_NCHW)
     if world.size == 1 or not N:
-        return logits_of(model, images_NCHW, preprocessing, hardware, batch)
+        return logits_of(model, images_NCHW, preprocessing, hardware, batch, heard)
     each = -(-N // world.size)
     mine = torch.arange(each * world.rank, each * (world.rank + 1)).clamp(max=N - 1)
-    answers = _answers(model, batches_of(images_NCHW, mine.split(batch)), preprocessing, hardware)
+    answers = _answers(model, batches_of(images_NCHW, mine.split(batch)), preprocessing, hardware, heard)
     return world.stack(answers)[:N]
 
 
 @torch.inference_mode()
-def _answers(model: nn.Module, batches: Iterable[Tensor], preprocessing: Preprocessing, hardware: Hardware) -> Tensor:
-    answers = []
+def _answers(
+    model: nn.Module, batches: Iterable[Tensor], preprocessing: Preprocessing, hardware: Hardware, heard: Heard
+) -> Tensor:
+    answers: list[Tensor] = []
     for images in batches:
+        if answers:
+            heard(sum(map(len, answers)))
         with hardware.autocast():
             answers.append(model(preprocessing.normalise(images.to(hardware.device))).float())
     return torch.cat(answers)
