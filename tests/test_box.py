@@ -26,6 +26,7 @@ import vitral
 from conftest import Fit, leave_out_pictures
 from served import server
 from vitral import box, cli, judge, shipping, workshop
+from vitral.commands.walk import newest
 from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_dataset
 from vitral.errors import VitralError
@@ -495,3 +496,17 @@ def test_rounding_that_moves_the_accuracy_is_refused(finished, tool, monkeypatch
 )
 def test_the_command_is_told_where_others_can_type_it(tool, typed, told):
     assert tool.command(typed) == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("RGB", "cifar10"), ("gray as RGB", "mnist"), ("L", "mnist"), ("no picture", "mnist")]
+)
+def test_a_walk_without_a_run_takes_the_model_that_may_know_such_a_picture(elsewhere, kind, name):
+    rng = np.random.default_rng(0)
+    gray = Image.fromarray(rng.integers(0, 256, (40, 40), dtype=np.uint8))
+    colours = Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8))
+    if kind == "no picture":
+        Path("picture.png").write_text("nothing")
+    else:
+        {"RGB": colours, "gray as RGB": gray.convert("RGB"), "L": gray}[kind].save("picture.png")
+    assert newest(Path("picture.png")) == f"box:{name}"

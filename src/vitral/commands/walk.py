@@ -9,7 +9,9 @@ from vitral.commands.beside import understood
 from vitral.commands.flags import a_model, parse
 from vitral.errors import VitralError, reason
 
-MODELS = "a run or model folder, or a checkpoint; default: the newest run, or mnist where there is none"
+MODELS = (
+    "a run or model folder, or a checkpoint; default: the newest run, or else cifar10 for colours and mnist for gray"
+)
 
 
 def run(words: list[str]) -> int:
@@ -38,7 +40,7 @@ def run(words: list[str]) -> int:
     from vitral.report.walk import walk
     from vitral.run import write_atomically
 
-    asked = chosen.model or newest()
+    asked = chosen.model or newest(chosen.image)
     predictor = open_to_look_inside(asked, chosen.labels)
     understood(predictor.notes if chosen.model else [f"the model: {asked}; another one with --model"])
     made = walk(predictor, chosen.image, chosen.lang, chosen.layer, chosen.head)
@@ -57,11 +59,23 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def newest() -> Path | str:
-    """The run that was finished last, or a model that comes along."""
+def newest(picture: Path) -> Path | str:
+    """The run that was finished last, or a model that comes along and may know such pictures."""
     from vitral.run import RUNS
 
     finished = [config.parent.parent for config in RUNS.glob("*/model/config.json")]
     if not finished:
-        return f"{box.PREFIX}mnist"
+        return box.PREFIX + ("cifar10" if colourful(picture) else "mnist")
     return max(finished, key=lambda run: (run / "model" / "config.json").stat().st_mtime)
+
+
+def colourful(picture: Path) -> bool:
+    """Whether it has more than shades of gray. What cannot be read is an error later."""
+    from PIL import Image
+
+    try:
+        with Image.open(picture) as opened:
+            _, saturation, _ = opened.convert("RGB").resize((32, 32)).convert("HSV").split()
+    except Exception:  # Pillow raises what it likes
+        return False
+    return saturation.getextrema()[1] > 32
