@@ -241,7 +241,7 @@ def test_the_command(
     _, predictor, _ = made("MNIST", cpu)
     for name in ("old", "new"):
         save_model(tmp_path / "runs" / name / "model", predictor.model, predictor.card)
-    assert command.newest().name == "new"
+    assert command.newest(Path("digit.png")).name == "new"
     assert command.run(["digit.png", "--lang", "ko", "--no-code"]) == 0
     assert "패치 임베딩" in capsys.readouterr().out
     assert command.run(["digit.png", "--out", "walk.html", "--model", "runs/old"]) == 0
