@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,11 @@ from vitral import fused
 from vitral.fused import encoder as fused_encoder
 from vitral.fused import launch
 from vitral.fused.encoder import FusedEncoder, unknown
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
+)
 
 SMALL: dict[str, Any] = {
     "image_size": (16, 16), "patch_size": 4, "classes": 10, "width": 48, "depth": 2, "heads": 3, "mlp_width": 96,
