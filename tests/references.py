@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from contestants import mend_torchvision
 from vitral.data.preprocess import Preprocessing
 from vitral.variants import variant_of
 from vitral.vit import ViT
@@ -16,17 +16,7 @@ from vitral.weights import Checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    try:
-        import torchvision
-    except RuntimeError:
-        # The registry's wheel wants another build of torch: its compiled operators do not load. The models need none,
-        # but importing them declares two operators' gradients.
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        operators = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision
+    mend_torchvision()
     import timm
     import torchvision.models
     import transformers

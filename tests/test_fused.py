@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -267,3 +270,12 @@ def test_kernels_that_fail_or_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) 
     assert "fail here: 'out of shared memory'" in said[1]
     with pytest.raises(VitralError, match="no FP8 products: its kernels fail"):
         forward_of(a_model(), Way(name="alone", reason="one process"), a_gpu(fp8=True), False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles_for_gpus_that_are_not_here(capability: int) -> None:
+    script = [sys.executable, str(Path(__file__).parent / "compile_kernels.py"), str(capability)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 50

@@ -164,6 +164,67 @@ def act_back(
 
 
 @triton.jit
+def _halves(x, at, inside, d: tl.constexpr):
+    return tl.load(x + at, inside, 0.0).to(tl.float32), tl.load(x + at + d // 2, inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _units(a, b, inside, d: tl.constexpr, eps):
+    """Rows, in two halves, with mean 0 and variance 1; and what they were multiplied by."""
+    mean = (tl.sum(a, axis=1) + tl.sum(b, axis=1)) / d
+    a = tl.where(inside, a - mean[:, None], 0.0)
+    b = tl.where(inside, b - mean[:, None], 0.0)
+    spread = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / d + eps)[:, None]
+    return a * spread, b * spread, spread
+
+
+@triton.jit
+def _units_back(da, db, a, b, spread, gain, columns, d: tl.constexpr):
+    """The gradient of rows that were made units, a and b, and multiplied by a gain."""
+    known = columns < d // 2
+    da *= tl.load(gain + columns, known, 0.0)[None, :]
+    db *= tl.load(gain + d // 2 + columns, known, 0.0)[None, :]
+    along = ((tl.sum(da * a, axis=1) + tl.sum(db * b, axis=1)) / d)[:, None]
+    mean = ((tl.sum(da, axis=1) + tl.sum(db, axis=1)) / d)[:, None]
+    return spread * (da - mean - a * along), spread * (db - mean - b * along)
+
+
+@triton.jit
+def _angles(waves, tokens, columns, inside, T, d: tl.constexpr, ROTARY: tl.constexpr):
+    """Cosines and sines of the tokens' places; of no turn, where there is none."""
+    cos, sin = 1.0, 0.0
+    if ROTARY:
+        wave = tokens[:, None] * (d // 2) + columns[None, :]
+        cos, sin = tl.load(waves + wave, inside, 0.0), tl.load(waves + T * (d // 2) + wave, inside, 0.0)
+    return cos, sin
+
+
+@triton.jit
+def _store_halves(out, at, inside, a, b, d: tl.constexpr):
+    tl.store(out + at, a.to(out.dtype.element_ty), inside)
+    tl.store(out + at + d // 2, b.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _ready(
+    qkv, at, inside, columns, gain, shift, cos, sin, eps, d: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr
+):  # fmt: skip
+    """Queries or keys of one head, normed and turned, in two halves."""
+    known = columns < d // 2
+    a, b = _halves(qkv, at, inside, d)
+    if NORM:
+        a, b, _ = _units(a, b, inside, d, eps)
+        gain += columns
+        shift += columns
+        a = a * tl.load(gain, known, 0.0)[None, :] + tl.load(shift, known, 0.0)[None, :]
+        b = b * tl.load(gain + d // 2, known, 0.0)[None, :] + tl.load(shift + d // 2, known, 0.0)[None, :]
+    if ROTARY:
+        a, b = a * cos - b * sin, a * sin + b * cos
+    number = qkv.dtype.element_ty
+    return a.to(number), b.to(number)
+
+
+@triton.jit
 def turn(
     qkv, gain_q, gain_k, shift_q, shift_k, waves, out, M, T, eps,
     H: tl.constexpr, d: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr,
@@ -173,31 +234,15 @@ def turn(
     places = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # token · H + head
     token = places // H
     columns = tl.arange(0, HALF)
-    known = columns < d // 2
-    inside = (places < M * H)[:, None] & known[None, :]
+    inside = (places < M * H)[:, None] & (columns < d // 2)[None, :]
     at = (token * 3 * H * d + which * H * d + (places % H) * d)[:, None] + columns[None, :]
-    a = tl.load(qkv + at, inside, 0.0).to(tl.float32)
-    b = tl.load(qkv + at + d // 2, inside, 0.0).to(tl.float32)
-    if NORM:
-        mean = (tl.sum(a, axis=1) + tl.sum(b, axis=1)) / d
-        a = tl.where(inside, a - mean[:, None], 0.0)
-        b = tl.where(inside, b - mean[:, None], 0.0)
-        spread = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / d + eps)[:, None]
-        gain, shift = gain_q, shift_q
+    gain, shift = gain_q, shift_q
+    if NORM:  # noqa: SIM102  (known when compiled, the other is not)
         if which == 1:
             gain, shift = gain_k, shift_k
-        gain += columns
-        shift += columns
-        a = a * spread * tl.load(gain, known, 0.0)[None, :] + tl.load(shift, known, 0.0)[None, :]
-        b = b * spread * tl.load(gain + d // 2, known, 0.0)[None, :] + tl.load(shift + d // 2, known, 0.0)[None, :]
-    if ROTARY:
-        wave = ((token % T) * (d // 2))[:, None] + columns[None, :]
-        cos = tl.load(waves + wave, inside, 0.0)
-        sin = tl.load(waves + T * (d // 2) + wave, inside, 0.0)
-        a, b = a * cos - b * sin, a * sin + b * cos
-    to = out + which * M * H * d + (places * d)[:, None] + columns[None, :]
-    tl.store(to, a.to(out.dtype.element_ty), inside)
-    tl.store(to + d // 2, b.to(out.dtype.element_ty), inside)
+    cos, sin = _angles(waves, token % T, columns, inside, T, d, ROTARY)
+    a, b = _ready(qkv, at, inside, columns, gain, shift, cos, sin, eps, d, NORM, ROTARY)
+    _store_halves(out + which * M * H * d, (places * d)[:, None] + columns[None, :], inside, a, b, d)
 
 
 @triton.jit
@@ -224,35 +269,21 @@ def turn_back(
         token, head = places // H, places % H
         inside = (places < M * H)[:, None] & known[None, :]
         there = ((token // T) * sb + (token % T) * st + head * sh)[:, None] + columns[None, :]
-        a = tl.load(given + there, inside, 0.0).to(tl.float32)
-        b = tl.load(given + there + d // 2, inside, 0.0).to(tl.float32)
+        a, b = _halves(given, there, inside, d)
         at = (token * 3 * H * d + which * H * d + head * d)[:, None] + columns[None, :]
         if which < 2:
             if ROTARY:
-                wave = ((token % T) * (d // 2))[:, None] + columns[None, :]
-                cos = tl.load(waves + wave, inside, 0.0)
-                sin = tl.load(waves + T * (d // 2) + wave, inside, 0.0)
+                cos, sin = _angles(waves, token % T, columns, inside, T, d, ROTARY)
                 a, b = a * cos + b * sin, b * cos - a * sin
             if NORM:
-                p = tl.load(qkv + at, inside, 0.0).to(tl.float32)
-                q = tl.load(qkv + at + d // 2, inside, 0.0).to(tl.float32)
-                mean = (tl.sum(p, axis=1) + tl.sum(q, axis=1)) / d
-                p = tl.where(inside, p - mean[:, None], 0.0)
-                q = tl.where(inside, q - mean[:, None], 0.0)
-                spread = tl.rsqrt((tl.sum(p * p, axis=1) + tl.sum(q * q, axis=1)) / d + eps)[:, None]
-                p, q = p * spread, q * spread
+                p, q = _halves(qkv, at, inside, d)
+                p, q, spread = _units(p, q, inside, d, eps)
                 dgain_a += tl.sum(a * p, axis=0)
                 dgain_b += tl.sum(b * q, axis=0)
                 dshift_a += tl.sum(a, axis=0)
                 dshift_b += tl.sum(b, axis=0)
-                a = a * tl.load(gain + columns, known, 0.0)[None, :]
-                b = b * tl.load(gain + d // 2 + columns, known, 0.0)[None, :]
-                along = (tl.sum(a * p, axis=1) + tl.sum(b * q, axis=1)) / d
-                middle = (tl.sum(a, axis=1) + tl.sum(b, axis=1)) / d
-                a = spread * (a - middle[:, None] - p * along[:, None])
-                b = spread * (b - middle[:, None] - q * along[:, None])
-        tl.store(out + at, a.to(out.dtype.element_ty), inside)
-        tl.store(out + at + d // 2, b.to(out.dtype.element_ty), inside)
+                a, b = _units_back(a, b, p, q, spread, gain, columns, d)
+        _store_halves(out, at, inside, a, b, d)
     if NORM:  # noqa: SIM102  (known when compiled, the other is not)
         if which < 2:
             place = sums + tl.program_id(0) * 4 * d + which * d + columns
@@ -260,52 +291,6 @@ def turn_back(
             tl.store(place + d // 2, dgain_b, known)
             tl.store(place + 2 * d, dshift_a, known)
             tl.store(place + 2 * d + d // 2, dshift_b, known)
-
-
-@triton.jit
-def total(parts, out, G, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum over rows."""
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, G, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        inside = (rows < G)[:, None] & (columns < C)[None, :]
-        total += tl.load(parts + rows[:, None] * C + columns[None, :], inside, 0.0)
-    tl.store(out + columns, tl.sum(total, axis=0), columns < C)
-
-
-@triton.jit
-def _halves(x, at, inside, d: tl.constexpr):
-    return tl.load(x + at, inside, 0.0).to(tl.float32), tl.load(x + at + d // 2, inside, 0.0).to(tl.float32)
-
-
-@triton.jit
-def _units(a, b, inside, d: tl.constexpr, eps):
-    """Rows, in two halves, with mean 0 and variance 1; and what they were multiplied by."""
-    mean = (tl.sum(a, axis=1) + tl.sum(b, axis=1)) / d
-    a = tl.where(inside, a - mean[:, None], 0.0)
-    b = tl.where(inside, b - mean[:, None], 0.0)
-    spread = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / d + eps)[:, None]
-    return a * spread, b * spread, spread
-
-
-@triton.jit
-def _ready(
-    qkv, at, inside, columns, gain, shift, cos, sin, eps, d: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr
-):  # fmt: skip
-    """Queries or keys of one head, normed and turned, in two halves."""
-    known = columns < d // 2
-    a, b = _halves(qkv, at, inside, d)
-    if NORM:
-        a, b, _ = _units(a, b, inside, d, eps)
-        gain += columns
-        shift += columns
-        a = a * tl.load(gain, known, 0.0)[None, :] + tl.load(shift, known, 0.0)[None, :]
-        b = b * tl.load(gain + d // 2, known, 0.0)[None, :] + tl.load(shift + d // 2, known, 0.0)[None, :]
-    if ROTARY:
-        a, b = a * cos - b * sin, a * sin + b * cos
-    number = qkv.dtype.element_ty
-    return a.to(number), b.to(number)
 
 
 @triton.jit
@@ -324,15 +309,23 @@ def _unready(
         tl.store(sums + d // 2 + columns, tl.sum(db * b, axis=0), known)
         tl.store(sums + 2 * d + columns, tl.sum(da, axis=0), known)
         tl.store(sums + 2 * d + d // 2 + columns, tl.sum(db, axis=0), known)
-        da *= tl.load(gain + columns, known, 0.0)[None, :]
-        db *= tl.load(gain + d // 2 + columns, known, 0.0)[None, :]
-        along = ((tl.sum(da * a, axis=1) + tl.sum(db * b, axis=1)) / d)[:, None]
-        mean = ((tl.sum(da, axis=1) + tl.sum(db, axis=1)) / d)[:, None]
-        da = spread * (da - mean - a * along)
-        db = spread * (db - mean - b * along)
-    tl.store(out + at, da.to(out.dtype.element_ty), inside)
-    tl.store(out + at + d // 2, db.to(out.dtype.element_ty), inside)
+        da, db = _units_back(da, db, a, b, spread, gain, columns, d)
+    _store_halves(out, at, inside, da, db, d)
     return da, db
+
+
+@triton.jit
+def _shares(
+    qkv, at, inside, tokens, columns, gain_q, gain_k, shift_q, shift_k, cos, sin, T, eps, scale,
+    H: tl.constexpr, d: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """Queries and keys of one head of one image, in two halves, and softmax(q·kᵀ/√d)."""
+    qa, qb = _ready(qkv, at, inside, columns, gain_q, shift_q, cos, sin, eps, d, NORM, ROTARY)
+    ka, kb = _ready(qkv, at + H * d, inside, columns, gain_k, shift_k, cos, sin, eps, d, NORM, ROTARY)
+    scores = (tl.dot(qa, tl.trans(ka)) + tl.dot(qb, tl.trans(kb))) * scale
+    scores = tl.where((tokens < T)[None, :], scores, -1e30)
+    shares = tl.exp(scores - tl.max(scores, axis=1)[:, None])
+    return qa, qb, ka, kb, shares / tl.sum(shares, axis=1)[:, None]
 
 
 @triton.jit
@@ -346,21 +339,15 @@ def short(
     tokens, columns = tl.arange(0, TOKENS), tl.arange(0, HALF)
     inside = (tokens < T)[:, None] & (columns < d // 2)[None, :]
     at = image * T * 3 * H * d + head * d + tokens[:, None] * 3 * H * d + columns[None, :]
-    cos, sin = 1.0, 0.0
-    if ROTARY:
-        wave = tokens[:, None] * (d // 2) + columns[None, :]
-        cos, sin = tl.load(waves + wave, inside, 0.0), tl.load(waves + T * (d // 2) + wave, inside, 0.0)
-    qa, qb = _ready(qkv, at, inside, columns, gain_q, shift_q, cos, sin, eps, d, NORM, ROTARY)
-    ka, kb = _ready(qkv, at + H * d, inside, columns, gain_k, shift_k, cos, sin, eps, d, NORM, ROTARY)
-    scores = (tl.dot(qa, tl.trans(ka)) + tl.dot(qb, tl.trans(kb))) * scale
-    scores = tl.where((tokens < T)[None, :], scores, -1e30)
-    shares = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-    shares = (shares / tl.sum(shares, axis=1)[:, None]).to(qa.dtype)
+    cos, sin = _angles(waves, tokens, columns, inside, T, d, ROTARY)
+    qa, _, _, _, shares = _shares(
+        qkv, at, inside, tokens, columns, gain_q, gain_k, shift_q, shift_k, cos, sin, T, eps, scale, H, d, NORM, ROTARY
+    )
+    shares = shares.to(qa.dtype)
     va = tl.load(qkv + at + 2 * H * d, inside, 0.0)
     vb = tl.load(qkv + at + 2 * H * d + d // 2, inside, 0.0)
     to = image * T * H * d + head * d + tokens[:, None] * H * d + columns[None, :]
-    tl.store(o + to, tl.dot(shares, va).to(o.dtype.element_ty), inside)
-    tl.store(o + to + d // 2, tl.dot(shares, vb).to(o.dtype.element_ty), inside)
+    _store_halves(o, to, inside, tl.dot(shares, va), tl.dot(shares, vb), d)
 
 
 @triton.jit
@@ -374,24 +361,16 @@ def short_back(
     known = columns < d // 2
     inside = (tokens < T)[:, None] & known[None, :]
     at = image * T * 3 * H * d + head * d + tokens[:, None] * 3 * H * d + columns[None, :]
-    cos, sin = 1.0, 0.0
-    if ROTARY:
-        wave = tokens[:, None] * (d // 2) + columns[None, :]
-        cos, sin = tl.load(waves + wave, inside, 0.0), tl.load(waves + T * (d // 2) + wave, inside, 0.0)
-    qa, qb = _ready(qkv, at, inside, columns, gain_q, shift_q, cos, sin, eps, d, NORM, ROTARY)
-    ka, kb = _ready(qkv, at + H * d, inside, columns, gain_k, shift_k, cos, sin, eps, d, NORM, ROTARY)
-    scores = (tl.dot(qa, tl.trans(ka)) + tl.dot(qb, tl.trans(kb))) * scale
-    scores = tl.where((tokens < T)[None, :], scores, -1e30)
-    shares = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-    shares = shares / tl.sum(shares, axis=1)[:, None]
+    cos, sin = _angles(waves, tokens, columns, inside, T, d, ROTARY)
+    qa, qb, ka, kb, shares = _shares(
+        qkv, at, inside, tokens, columns, gain_q, gain_k, shift_q, shift_k, cos, sin, T, eps, scale, H, d, NORM, ROTARY
+    )
     from_o = image * T * H * d + head * d + tokens[:, None] * H * d + columns[None, :]
     doa, dob = tl.load(do + from_o, inside, 0.0), tl.load(do + from_o + d // 2, inside, 0.0)
     number = qa.dtype
     across = tl.trans(shares.to(number))
     dva, dvb = tl.dot(across, doa), tl.dot(across, dob)
-    to_v = out + at + 2 * H * d
-    tl.store(to_v, dva.to(number), inside)
-    tl.store(to_v + d // 2, dvb.to(number), inside)
+    _store_halves(out, at + 2 * H * d, inside, dva, dvb, d)
     va = tl.load(qkv + at + 2 * H * d, inside, 0.0)
     vb = tl.load(qkv + at + 2 * H * d + d // 2, inside, 0.0)
     dshares = tl.dot(doa, tl.trans(va)) + tl.dot(dob, tl.trans(vb))
@@ -413,6 +392,18 @@ def short_back(
         tl.store(place + H * d + d // 2, tl.sum(dkb, axis=0), known)
         tl.store(place + 2 * H * d, tl.sum(dva, axis=0), known)
         tl.store(place + 2 * H * d + d // 2, tl.sum(dvb, axis=0), known)
+
+
+@triton.jit
+def total(parts, out, G, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum over rows."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, G, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (rows < G)[:, None] & (columns < C)[None, :]
+        total += tl.load(parts + rows[:, None] * C + columns[None, :], inside, 0.0)
+    tl.store(out + columns, tl.sum(total, axis=0), columns < C)
 
 
 @triton.jit
