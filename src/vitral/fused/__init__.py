@@ -44,14 +44,20 @@ def difference(model: ViT, hardware: Hardware, learning: bool) -> float:
     number = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
     with torch.no_grad():
         shaped = model.embed(torch.zeros(2, C, H, W).to(next(model.parameters())), grid)
-    tokens, dy = torch.randn_like(shaped), torch.randn_like(shaped)
+    tokens, front = torch.randn_like(shaped), asks_first(model)
+    dy = torch.randn_like(shaped)[:, : 1 if front else None]
     found = []
-    for encoder in (FusedEncoder(model.encoder, hardware.fp8, number, spare=0), model.encoder):
+    for encoder in (FusedEncoder(model.encoder, hardware.fp8, number, spare=0, front=front), model.encoder):
         given = tokens.clone().requires_grad_(learning)
         with torch.set_grad_enabled(learning), hardware.autocast():
-            out = encoder(given, grid).to(dy)
+            out = encoder(given, grid)[:, : dy.shape[1]].to(dy)
         found.append([out.detach(), *(torch.autograd.grad(out, given, dy) if learning else ())])
     return max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(*found, strict=True))
+
+
+def asks_first(model: ViT) -> bool:
+    """Whether the head is told about the first token alone."""
+    return model.config.pooling == "class"
 
 
 class Embedding(nn.Module):
@@ -67,7 +73,7 @@ class Embedding(nn.Module):
 
 def forward(model: ViT, hardware: Hardware) -> Callable[[Tensor], Tensor]:
     """Images → logits, for training. Embedding, pooling and head are as PyTorch computes them, in bf16."""
-    encoder = FusedEncoder(model.encoder, fp8=hardware.fp8)
+    encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, front=asks_first(model))
     embedding = Embedding(model)
     outside = {f"model.{name}": p for name, p in model.named_parameters() if not name.startswith("encoder.")}
 
@@ -90,8 +96,8 @@ def forward(model: ViT, hardware: Hardware) -> Callable[[Tensor], Tensor]:
 
 def answering(model: ViT, fp8: bool) -> Callable[[Tensor], Tensor]:
     """Images → logits, for a model whose weights stay as they are."""
-    encoder = FusedEncoder(model.encoder, fp8=fp8, number=next(model.parameters()).dtype)
-    encoder.settle()
+    number, front = next(model.parameters()).dtype, asks_first(model)
+    encoder = FusedEncoder(model.encoder, fp8=fp8, number=number, front=front)
 
     def answer(images_BCHW: Tensor) -> Tensor:
         grid = model.check(images_BCHW)

@@ -5,21 +5,23 @@ again cheaply, in bf16: both residuals, qkv, what attention gave, and the MLP's 
 GELU too, where they are small. Weights stay in fp32; products are of bf16 copies made in each step, and gradients of
 weights come out in fp32.
 
+Where only the first token is asked for afterwards, as a class token is, the last block takes the others as keys and
+values alone: nothing else of theirs reaches the answer.
+
 With `fp8` the large products forwards, and the gradients that flow back through them, are of 8-bit numbers: each row
 has its own scale, found while it is at hand. The weights' gradients stay products of bf16.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.fused import launch
-from vitral.fused.launch import Norm, Norms, Small
+from vitral.fused.launch import Norm, Normed, Norms, Small
 from vitral.vit import Encoder, EncoderBlock, Grid, Residual, Turn, ViT
 
 SPARE = 2**25  # hidden numbers: with more, a block keeps neither GELU nor norms and computes them again
@@ -32,7 +34,7 @@ Bound = tuple[Tensor, Tensor]  # no number of a product is larger than its row's
 def unknown(model: ViT, fp8: bool = False, learning: bool = True) -> str:
     """What this model has that the fused encoder does not know; empty where it knows all."""
     encoder, own = model.encoder, type(model)
-    if (own.forward, own.features, type(encoder)) != (ViT.forward, ViT.features, Encoder):
+    if (own.forward, own.features, own.pool, type(encoder)) != (ViT.forward, ViT.features, ViT.pool, Encoder):
         return "a way of its own from images to logits"
     if not isinstance(encoder.norm, nn.LayerNorm):
         return "another norm at its end"
@@ -56,12 +58,19 @@ def unknown(model: ViT, fp8: bool = False, learning: bool = True) -> str:
 
 
 class FusedEncoder:
-    """`fused(tokens, grid)` is `encoder(tokens, grid)`, with gradients for its parameters where they are wanted."""
+    """`fused(tokens, grid)` is `encoder(tokens, grid)`, with gradients for its parameters where they are wanted.
+
+    With `front`, it is the first token of that: B 1 D."""
 
     def __init__(
-        self, encoder: Encoder, fp8: bool = False, number: torch.dtype = torch.bfloat16, spare: int | None = None
+        self,
+        encoder: Encoder,
+        fp8: bool = False,
+        number: torch.dtype = torch.bfloat16,
+        spare: int | None = None,
+        front: bool = False,
     ) -> None:
-        self.encoder, self.fp8, self.number = encoder, fp8, number
+        self.encoder, self.fp8, self.number, self.front = encoder, fp8, number, front
         self.spare = SPARE if spare is None else spare
         self.blocks: list[Any] = list(encoder.blocks)
         self.norm: Any = encoder.norm
@@ -69,103 +78,106 @@ class FusedEncoder:
         self.rounded: dict[Tensor, Tensor] = {
             p: torch.empty_like(p, dtype=number) for p in self.parameters if p.ndim == 2
         }
-        self.small: dict[Tensor, Small] = {}  # where weights stay as they are
-        self.round()
+        self.small: dict[Tensor, Small] = {}
+        self.small_back: dict[Tensor, Small] = {}  # transposed
+        self.round(learning=False)
 
     def __call__(self, z_BTD: Tensor, grid: Grid) -> Tensor:
         rotary = self.encoder.rotary_position
         turn = None if rotary is None else rotary(grid)
         if not torch.is_grad_enabled():
-            return through(self, z_BTD, turn, None)[1].view(z_BTD.shape)
+            normed = through(self, z_BTD, turn, None).plain
+            assert normed is not None
+            return normed.view(len(z_BTD), -1, z_BTD.shape[2])
         tokens: Tensor = Blocks.apply(z_BTD, turn, self, *self.parameters)  # type: ignore[no-untyped-call]
         return tokens
 
     @torch.no_grad()
-    def round(self) -> None:
+    def round(self, learning: bool) -> None:
         """The weights as they are now, for the products."""
         torch._foreach_copy_(list(self.rounded.values()), list(self.rounded))
-
-    def settle(self) -> None:
-        """The weights will not change any more: FP8 copies are made once."""
-        if self.fp8:
-            for block in self.blocks:
-                for layer in (block.attention.qkv, block.mlp.expand, block.mlp.contract):
-                    self.small[layer.weight] = launch.shrink(layer.weight.detach().float())
+        if not self.fp8:
+            return
+        layers = [layer for b in self.blocks for layer in (b.attention.qkv, b.mlp.expand, b.mlp.contract)]
+        if self.front:
+            layers = layers[:-2]
+        most = torch.zeros(len(layers), 2, 2, device=layers[0].weight.device)
+        for layer, (forth, back) in zip(layers, most, strict=True):
+            self.small[layer.weight] = launch.shrink(layer.weight, layer.bias, forth)
+            if learning:
+                self.small_back[layer.weight] = launch.shrink(layer.weight.t(), None, back)
 
     def product(
         self, x: Tensor | None, x8: Small | None, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Bound | None]:
         """x·Wᵀ + bias, and how large it can be without the bias, where FP8 is used."""
         if x8 is not None:
-            return scaled(x8, self.small.get(weight) or launch.shrink(weight.detach()), bias)
+            return scaled(x8, self.small[weight], bias)
         assert x is not None
         rounded = self.rounded[weight].t()
         return x @ rounded if bias is None else torch.addmm(bias.to(x.dtype), x, rounded), None
 
     def product_back(self, dy: Tensor, dy8: Small | None, weight: Tensor) -> tuple[Tensor, Bound | None]:
         """dy·W, and the same."""
-        if dy8 is None:
-            return dy @ self.rounded[weight], None
-        return scaled(dy8, launch.shrink(weight.detach().t()))
+        return (dy @ self.rounded[weight], None) if dy8 is None else scaled(dy8, self.small_back[weight])
 
 
-@dataclass
-class Kept:
+class Kept(NamedTuple):
     """Of a block, for the way back. What is None is computed again there."""
 
     block: Any
-    z: Tensor
-    a: Tensor | None
+    one: Normed
     qkv: Tensor
     qkv_BhTd: tuple[Tensor, ...]  # as PyTorch's attention took them, if it did
     o: Tensor
-    z2: Tensor
-    a2: Tensor | None
+    two: Normed
     h: Tensor
     g: Tensor | None
     kept1: Tensor | None
     kept2: Tensor | None
+    front: bool  # whether `o` and all behind it are of the first tokens alone
 
 
-def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Kept] | None) -> tuple[Tensor, Tensor]:
-    """The tokens after all blocks, before and after the last norm: M D. What the way back needs is put into `keep`."""
+def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Kept] | None) -> Normed:
+    """The tokens after all blocks and the last norm: M D. What the way back needs is put into `keep`."""
     B, T, D = z_BTD.shape
     f: Tensor | None
     z, f, bias, kept = z_BTD.reshape(B * T, D).to(fused.number).contiguous(), None, None, None
     for block in fused.blocks:
-        attention, mlp = block.attention, block.mlp
-        z, a, a8 = launch.add_norm(z, f, bias, kept, of(block.norm1), fused.fp8)
-        qkv, _ = fused.product(a, a8, attention.qkv.weight, attention.qkv.bias)
-        o, taken = attend(attention, qkv, turn, B, T, keep is not None)
-        f, kept = o @ fused.rounded[attention.project.weight].t(), stochastic(block.residual1, B, z)
-        z2, a2, a8 = launch.add_norm(z, f, attention.project.bias, kept, of(block.norm2), fused.fp8)
-        h, known = fused.product(a2, a8, mlp.expand.weight)
+        attention, mlp, fp8 = block.attention, block.mlp, fused.fp8
+        spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare
+        one = launch.add_norm(z, f, bias, kept, of(block.norm1), fp8, plain=spare or not fp8)
+        qkv, _ = fused.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias)
+        front = fused.front and block is fused.blocks[-1]
+        o, taken = attend(attention, qkv, turn, B, T, front, keep is not None)
+        z, fp8 = (one.x[::T].contiguous(), False) if front else (one.x, fp8)
+        f, kept1 = o @ fused.rounded[attention.project.weight].t(), stochastic(block.residual1, B, z)
+        two = launch.add_norm(z, f, attention.project.bias, kept1, of(block.norm2), fp8, plain=spare or not fp8)
+        h, known = fused.product(two.plain, two.small, mlp.expand.weight)
         g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known)
-        kept1, kept = kept, stochastic(block.residual2, B, z)
+        z, kept = two.x, stochastic(block.residual2, B, z)
         (f, _), bias = fused.product(g, g8, mlp.contract.weight), mlp.contract.bias
         if keep is not None:
-            own = (a, a2, g) if h.numel() <= fused.spare else (None, None, None)
-            keep.append(Kept(block, z, own[0], qkv, taken, o, z2, own[1], h, own[2], kept1, kept))
-        z = z2
-    last, normed, _ = launch.add_norm(z, f, bias, kept, of(fused.norm), False)
-    return last, normed
+            one, two = (was._replace(plain=was.plain if spare else None, small=None) for was in (one, two))
+            keep.append(Kept(block, one, qkv, taken, o, two, h, g if spare else None, kept1, kept, front))
+    return launch.add_norm(z, f, bias, kept, of(fused.norm), False)
 
 
 class Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z_BTD: Tensor, turn: Turn | None, fused: FusedEncoder, *parameters: Tensor) -> Tensor:
-        fused.round()
+        fused.round(learning=True)
         ctx.fused, ctx.turn, ctx.shape, ctx.blocks = fused, turn, z_BTD.shape, []
-        ctx.last, normed = through(fused, z_BTD, turn, ctx.blocks)
-        return normed.view(z_BTD.shape)
+        ctx.last = through(fused, z_BTD, turn, ctx.blocks)
+        return ctx.last.plain.view(len(z_BTD), -1, z_BTD.shape[2])
 
     @staticmethod
     def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor | None, ...]:
         fused, fp8 = ctx.fused, ctx.fused.fp8
         B, T, D = ctx.shape
         found: dict[Tensor, Tensor] = {}
-        dy = dy_BTD.reshape(B * T, D).to(fused.number).contiguous()
-        d = launch.add_norm_back(ctx.last, dy, None, ctx.blocks[-1].kept2, of(fused.norm), fp8)
+        dy = dy_BTD.reshape(-1, D).to(fused.number).contiguous()
+        d = launch.add_norm_back(ctx.last, dy, None, ctx.blocks[-1].kept2, of(fused.norm), fp8 and not fused.front)
         found[fused.norm.weight], found[fused.norm.bias], dbias = d.sums
         while ctx.blocks:
             was: Kept = ctx.blocks.pop()
@@ -176,20 +188,26 @@ class Blocks(torch.autograd.Function):
             g, dh, dh8, found[mlp.expand.bias] = launch.act_back(was.h, mlp.expand.bias, dg, tanh, known, was.g)
             found[mlp.contract.weight] = weight_gradient(d.f, g)
             da, _ = fused.product_back(dh, dh8, mlp.expand.weight)
-            d = launch.add_norm_back(was.z2, da, d.z, was.kept1, of(block.norm2), again=was.a2 is None)
-            found[mlp.expand.weight] = weight_gradient(dh, was.a2, d.normed)
+            d = launch.add_norm_back(was.two, da, d.z, was.kept1, of(block.norm2))
+            found[mlp.expand.weight] = weight_gradient(dh, d.normed)
             found[block.norm2.weight], found[block.norm2.bias], found[attention.project.bias] = d.sums
             found[attention.project.weight] = weight_gradient(d.f, was.o.detach())
             do = d.f @ fused.rounded[attention.project.weight]
             dqkv, dqkv8 = attend_back(attention, was, do, ctx.turn, found, fp8, T)
             da, _ = fused.product_back(dqkv, dqkv8, attention.qkv.weight)
+            passed = among_zeros(d.z, T) if was.front else d.z
             before = ctx.blocks[-1].kept2 if ctx.blocks else None
-            d = launch.add_norm_back(
-                was.z, da, d.z, before, of(block.norm1), fp8 and bool(ctx.blocks), again=was.a is None
-            )
-            found[attention.qkv.weight] = weight_gradient(dqkv, was.a, d.normed)
+            d = launch.add_norm_back(was.one, da, passed, before, of(block.norm1), fp8 and bool(ctx.blocks))
+            found[attention.qkv.weight] = weight_gradient(dqkv, d.normed)
             found[block.norm1.weight], found[block.norm1.bias], dbias = d.sums
         return d.z.view(B, T, D), None, None, *(found[parameter] for parameter in fused.parameters)
+
+
+def among_zeros(rows: Tensor, T: int) -> Tensor:
+    """These rows as each T-th, and zeros between."""
+    out = rows.new_zeros(len(rows) * T, rows.shape[1])
+    out[::T] = rows
+    return out
 
 
 def of(norm: nn.LayerNorm) -> Norm:
@@ -217,28 +235,28 @@ def scaled(x: Small, w: Small, bias: Tensor | None = None) -> tuple[Tensor, Boun
     return product, (x.norms, w.norms)
 
 
-def weight_gradient(dy: Tensor, kept: Tensor | None, again: Tensor | None = None) -> Tensor:
-    """dyᵀ·x, summed and left in fp32, with x as it was kept, or else as it was computed again."""
-    x = again if kept is None else kept
-    assert x is not None
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dyᵀ·x, summed and left in fp32."""
     if dy.device.type == "cpu":
         return dy.t().float() @ x.float()
     return torch.mm(dy.t(), x, out_dtype=torch.float32)
 
 
 def attend(
-    attention: Any, qkv: Tensor, turn: Turn | None, B: int, T: int, learning: bool
+    attention: Any, qkv: Tensor, turn: Turn | None, B: int, T: int, front: bool, learning: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What attention gives, M hd, and what PyTorch's own took, if it was that."""
+    """What attention gives to all tokens or to the first, M hd; and what PyTorch's own took, if it was that."""
     heads, norms = attention.heads, norms_of(attention)
-    if launch.SHORT >= T:
+    if launch.SHORT >= T and not front:
         return launch.short(qkv, heads, T, norms, turn), ()
     q, k, v = qkv.view(B, T, 3, heads, -1).permute(2, 0, 3, 1, 4)
     if norms is not None or turn is not None:
         q, k = launch.turn(qkv, heads, T, norms, turn).view(2, B, T, heads, -1).transpose(2, 3)
+    if front:
+        q = q[:, :, :1]
     with torch.set_grad_enabled(learning):  # its own way back is PyTorch's
         q, k, v = (x.detach().requires_grad_(learning) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B * T, -1)
+        o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, qkv.shape[1] // 3)
     return o, (q, k, v)
 
 
@@ -249,12 +267,12 @@ def attend_back(
     if not was.qkv_BhTd:
         dqkv, sums, summed = launch.short_back(was.qkv, do, attention.heads, T, norms, turn, bias is not None)
     else:
-        gradients = torch.autograd.grad(was.o, was.qkv_BhTd, do)
+        dq, dk, dv = torch.autograd.grad(was.o, was.qkv_BhTd, do)
+        gradients = (F.pad(dq, (0, 0, 0, T - 1)) if was.front else dq, dk, dv)
         if norms is None and turn is None:
             (dqkv, small, summed), sums = launch.gather(gradients, fp8), None
         else:
-            dqkv, sums = launch.turn_back(was.qkv, gradients, norms, turn)
-            summed = None if bias is None else dqkv.sum(0, dtype=torch.float32)
+            dqkv, sums, summed = launch.turn_back(was.qkv, gradients, norms, turn, bias is not None)
     if sums is not None:
         (found[attention.norm_q.weight], found[attention.norm_k.weight]) = sums[0]
         (found[attention.norm_q.bias], found[attention.norm_k.bias]) = sums[1]

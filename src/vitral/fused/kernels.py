@@ -26,8 +26,9 @@ def _store_small(small, scales, norms, at, rows, inside, y, M):
 
 @triton.jit
 def norm(
-    z, f, bias, kept, weight, shift, out, normed, small, scales, norms, M, T, eps,
-    D: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    z, f, bias, kept, weight, shift, out, normed, stats, small, scales, norms, M, T, eps,
+    D: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, PLAIN: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -41,18 +42,22 @@ def norm(
         rounded = (x + branch).to(out.dtype.element_ty)
         tl.store(out + at, rounded, inside)
         x = rounded.to(tl.float32)
-    centred = tl.where(inside, x - tl.sum(x, axis=1)[:, None] / D, 0.0)
+    mean = tl.sum(x, axis=1) / D
+    centred = tl.where(inside, x - mean[:, None], 0.0)
     spread = tl.rsqrt(tl.sum(centred * centred, axis=1) / D + eps)
+    tl.store(stats + rows, mean, rows < M)
+    tl.store(stats + M + rows, spread, rows < M)
     gain, offset = tl.load(weight + columns, columns < D, 0.0), tl.load(shift + columns, columns < D, 0.0)
     y = centred * spread[:, None] * gain[None, :] + offset[None, :]
-    tl.store(normed + at, y.to(normed.dtype.element_ty), inside)
+    if PLAIN:
+        tl.store(normed + at, y.to(normed.dtype.element_ty), inside)
     if FP8:
         _store_small(small, scales, norms, at, rows, inside, y, M)
 
 
 @triton.jit
 def norm_back(
-    x_at, dy_at, dz_at, kept, weight, shift, dx, df, normed, small, scales, norms, sums, M, T, eps,
+    x_at, stats, dy_at, dz_at, kept, weight, shift, dx, df, normed, small, scales, norms, sums, M, T,
     D: tl.constexpr, PASSED: tl.constexpr, DROP: tl.constexpr, AGAIN: tl.constexpr, FP8: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -68,9 +73,8 @@ def norm_back(
         at = rows[:, None] * D + columns[None, :]
         x = tl.load(x_at + at, inside, 0.0).to(tl.float32)
         dy = tl.load(dy_at + at, inside, 0.0).to(tl.float32)
-        centred = tl.where(inside, x - tl.sum(x, axis=1)[:, None] / D, 0.0)
-        spread = tl.rsqrt(tl.sum(centred * centred, axis=1) / D + eps)
-        unit = centred * spread[:, None]
+        mean, spread = tl.load(stats + rows, rows < M, 0.0), tl.load(stats + M + rows, rows < M, 0.0)
+        unit = tl.where(inside, (x - mean[:, None]) * spread[:, None], 0.0)
         if AGAIN:
             offset = tl.load(shift + columns, known, 0.0)
             tl.store(normed + at, (unit * gain[None, :] + offset[None, :]).to(normed.dtype.element_ty), inside)
@@ -247,71 +251,61 @@ def turn(
 
 @triton.jit
 def turn_back(
-    qkv, dq, dk, dv, gain_q, gain_k, waves, out, sums, M, T, eps,
+    qkv, dq, dk, dv, gain_q, gain_k, waves, out, sums, totals, M, T, eps,
     qb, qt, qh, kb, kt, kh, vb, vt, vh,
-    H: tl.constexpr, d: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr,
-    HALF: tl.constexpr,
+    H: tl.constexpr, d: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, BIAS: tl.constexpr,
+    PLACED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    which = tl.program_id(1)  # 0: queries, 1: keys, 2: values, which are only put in their place
+    """The way back of `turn` for one head's queries or keys; values are put in their place, unless PLACED already."""
+    which, head = tl.program_id(1) // H, tl.program_id(1) % H  # 0: queries, 1: keys, 2: values
     columns = tl.arange(0, HALF)
     known = columns < d // 2
-    dgain_a = tl.zeros((HALF,), tl.float32)
-    dgain_b = tl.zeros((HALF,), tl.float32)
-    dshift_a = tl.zeros((HALF,), tl.float32)
-    dshift_b = tl.zeros((HALF,), tl.float32)
     given, sb, st, sh, gain = dv, vb, vt, vh, gain_q
     if which == 0:
         given, sb, st, sh = dq, qb, qt, qh
     if which == 1:
         given, sb, st, sh, gain = dk, kb, kt, kh, gain_k
-    for tile in range(tl.program_id(0), tl.cdiv(M * H, ROWS), tl.num_programs(0)):
-        places = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        token, head = places // H, places % H
-        inside = (places < M * H)[:, None] & known[None, :]
-        there = ((token // T) * sb + (token % T) * st + head * sh)[:, None] + columns[None, :]
+    dgain_a = tl.zeros((ROWS, HALF), tl.float32)
+    dgain_b = tl.zeros((ROWS, HALF), tl.float32)
+    dshift_a = tl.zeros((ROWS, HALF), tl.float32)
+    dshift_b = tl.zeros((ROWS, HALF), tl.float32)
+    dbias_a = tl.zeros((ROWS, HALF), tl.float32)
+    dbias_b = tl.zeros((ROWS, HALF), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (rows < M)[:, None] & known[None, :]
+        there = ((rows // T) * sb + (rows % T) * st + head * sh)[:, None] + columns[None, :]
         a, b = _halves(given, there, inside, d)
-        at = (token * 3 * H * d + which * H * d + head * d)[:, None] + columns[None, :]
+        at = (rows * 3 * H * d + tl.program_id(1) * d)[:, None] + columns[None, :]
         if which < 2:
             if ROTARY:
-                cos, sin = _angles(waves, token % T, columns, inside, T, d, ROTARY)
+                cos, sin = _angles(waves, rows % T, columns, inside, T, d, ROTARY)
                 a, b = a * cos + b * sin, b * cos - a * sin
             if NORM:
                 p, q = _halves(qkv, at, inside, d)
                 p, q, spread = _units(p, q, inside, d, eps)
-                dgain_a += tl.sum(a * p, axis=0)
-                dgain_b += tl.sum(b * q, axis=0)
-                dshift_a += tl.sum(a, axis=0)
-                dshift_b += tl.sum(b, axis=0)
+                dgain_a += a * p
+                dgain_b += b * q
+                dshift_a += a
+                dshift_b += b
                 a, b = _units_back(a, b, p, q, spread, gain, columns, d)
-        _store_halves(out, at, inside, a, b, d)
+            _store_halves(out, at, inside, a, b, d)
+        elif not PLACED:
+            _store_halves(out, at, inside, a, b, d)
+        if BIAS:
+            dbias_a += a
+            dbias_b += b
     if NORM:  # noqa: SIM102  (known when compiled, the other is not)
         if which < 2:
-            place = sums + tl.program_id(0) * 4 * d + which * d + columns
-            tl.store(place, dgain_a, known)
-            tl.store(place + d // 2, dgain_b, known)
-            tl.store(place + 2 * d, dshift_a, known)
-            tl.store(place + 2 * d + d // 2, dshift_b, known)
-
-
-@triton.jit
-def _unready(
-    qkv, at, inside, columns, da, db, gain, cos, sin, out, sums, eps, d: tl.constexpr, NORM: tl.constexpr,
-    ROTARY: tl.constexpr,
-):  # fmt: skip
-    """The way back of `_ready`: the gradient is written to `out`, the sums for gain and shift to `sums`."""
-    known = columns < d // 2
-    if ROTARY:
-        da, db = da * cos + db * sin, db * cos - da * sin
-    if NORM:
-        a, b = _halves(qkv, at, inside, d)
-        a, b, spread = _units(a, b, inside, d, eps)
-        tl.store(sums + columns, tl.sum(da * a, axis=0), known)
-        tl.store(sums + d // 2 + columns, tl.sum(db * b, axis=0), known)
-        tl.store(sums + 2 * d + columns, tl.sum(da, axis=0), known)
-        tl.store(sums + 2 * d + d // 2 + columns, tl.sum(db, axis=0), known)
-        da, db = _units_back(da, db, a, b, spread, gain, columns, d)
-    _store_halves(out, at, inside, da, db, d)
-    return da, db
+            place = sums + (tl.program_id(0) * H + head) * 4 * d + which * d + columns
+            tl.store(place, tl.sum(dgain_a, axis=0), known)
+            tl.store(place + d // 2, tl.sum(dgain_b, axis=0), known)
+            tl.store(place + 2 * d, tl.sum(dshift_a, axis=0), known)
+            tl.store(place + 2 * d + d // 2, tl.sum(dshift_b, axis=0), known)
+    if BIAS:
+        place = totals + (tl.program_id(0) * 3 * H + tl.program_id(1)) * d + columns
+        tl.store(place, tl.sum(dbias_a, axis=0), known)
+        tl.store(place + d // 2, tl.sum(dbias_b, axis=0), known)
 
 
 @triton.jit
@@ -352,14 +346,14 @@ def short(
 
 @triton.jit
 def short_back(
-    qkv, do, gain_q, gain_k, shift_q, shift_k, waves, out, sums, totals, T, eps, scale,
-    H: tl.constexpr, d: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, BIAS: tl.constexpr,
-    TOKENS: tl.constexpr, HALF: tl.constexpr,
+    qkv, do, gain_q, gain_k, shift_q, shift_k, waves, out, T, eps, scale,
+    H: tl.constexpr, d: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
+    """The gradients of queries and keys as they are after norm and turn, whose way back is `turn_back`."""
     image, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     tokens, columns = tl.arange(0, TOKENS), tl.arange(0, HALF)
-    known = columns < d // 2
-    inside = (tokens < T)[:, None] & known[None, :]
+    inside = (tokens < T)[:, None] & (columns < d // 2)[None, :]
     at = image * T * 3 * H * d + head * d + tokens[:, None] * 3 * H * d + columns[None, :]
     cos, sin = _angles(waves, tokens, columns, inside, T, d, ROTARY)
     qa, qb, ka, kb, shares = _shares(
@@ -367,31 +361,15 @@ def short_back(
     )
     from_o = image * T * H * d + head * d + tokens[:, None] * H * d + columns[None, :]
     doa, dob = tl.load(do + from_o, inside, 0.0), tl.load(do + from_o + d // 2, inside, 0.0)
-    number = qa.dtype
-    across = tl.trans(shares.to(number))
-    dva, dvb = tl.dot(across, doa), tl.dot(across, dob)
-    _store_halves(out, at + 2 * H * d, inside, dva, dvb, d)
+    across = tl.trans(shares.to(qa.dtype))
+    _store_halves(out, at + 2 * H * d, inside, tl.dot(across, doa), tl.dot(across, dob), d)
     va = tl.load(qkv + at + 2 * H * d, inside, 0.0)
     vb = tl.load(qkv + at + 2 * H * d + d // 2, inside, 0.0)
     dshares = tl.dot(doa, tl.trans(va)) + tl.dot(dob, tl.trans(vb))
-    dscores = (shares * (dshares - tl.sum(dshares * shares, axis=1)[:, None]) * scale).to(number)
-    sums_q, sums_k = out, out
-    if NORM:
-        sums_q = sums + tl.program_id(0) * 4 * d
-        sums_k = sums_q + d
-    dqa, dqb = tl.dot(dscores, ka), tl.dot(dscores, kb)
-    dqa, dqb = _unready(qkv, at, inside, columns, dqa, dqb, gain_q, cos, sin, out, sums_q, eps, d, NORM, ROTARY)
+    dscores = (shares * (dshares - tl.sum(dshares * shares, axis=1)[:, None]) * scale).to(qa.dtype)
+    _store_halves(out, at, inside, tl.dot(dscores, ka), tl.dot(dscores, kb), d)
     dscores = tl.trans(dscores)
-    dka, dkb = tl.dot(dscores, qa), tl.dot(dscores, qb)
-    dka, dkb = _unready(qkv, at + H * d, inside, columns, dka, dkb, gain_k, cos, sin, out, sums_k, eps, d, NORM, ROTARY)
-    if BIAS:
-        place = totals + image * 3 * H * d + head * d + columns
-        tl.store(place, tl.sum(dqa, axis=0), known)
-        tl.store(place + d // 2, tl.sum(dqb, axis=0), known)
-        tl.store(place + H * d, tl.sum(dka, axis=0), known)
-        tl.store(place + H * d + d // 2, tl.sum(dkb, axis=0), known)
-        tl.store(place + 2 * H * d, tl.sum(dva, axis=0), known)
-        tl.store(place + 2 * H * d + d // 2, tl.sum(dvb, axis=0), known)
+    _store_halves(out, at + H * d, inside, tl.dot(dscores, qa), tl.dot(dscores, qb), d)
 
 
 @triton.jit
@@ -448,22 +426,27 @@ def gather(
 
 
 @triton.jit
-def shrink(w, small, scales, most, N, K, sn, sk, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A matrix, or its transpose by its strides, as FP8: N×K, each row with its scale. And the longest row's length."""
+def shrink(w, bias, small, scales, most, N, K, sn, sk, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A matrix, or its transpose by its strides, as FP8: N×K, each row with its scale.
+
+    And two numbers into `most`, which are zero before: the longest row's length, and the largest number of the bias.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     top = tl.zeros((ROWS,), tl.float32)
     square = tl.zeros((ROWS,), tl.float32)
     for start in range(0, K, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = (rows < N)[:, None] & (columns < K)[None, :]
-        x = tl.load(w + rows[:, None] * sn + columns[None, :] * sk, inside, 0.0)
+        x = tl.load(w + rows[:, None] * sn + columns[None, :] * sk, inside, 0.0).to(tl.float32)
         top = tl.maximum(top, tl.max(tl.abs(x), axis=1))
         square += tl.sum(x * x, axis=1)
     tl.atomic_max(most, tl.sqrt(tl.max(square, axis=0)))
+    if BIAS:
+        tl.atomic_max(most + 1, tl.max(tl.abs(tl.load(bias + rows, rows < N, 0.0)), axis=0))
     scale = tl.maximum(top, 1e-12) / TOP
     tl.store(scales + rows, scale, rows < N)
     for start in range(0, K, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = (rows < N)[:, None] & (columns < K)[None, :]
-        x = tl.load(w + rows[:, None] * sn + columns[None, :] * sk, inside, 0.0)
+        x = tl.load(w + rows[:, None] * sn + columns[None, :] * sk, inside, 0.0).to(tl.float32)
         tl.store(small + rows[:, None] * K + columns[None, :], (x * (1.0 / scale)[:, None]).to(tl.float8e4nv), inside)

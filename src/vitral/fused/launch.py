@@ -19,7 +19,7 @@ class Small(NamedTuple):
 
     numbers: Tensor
     scales: Tensor  # of each row: N 1
-    norms: Tensor  # the length of each row, or of the longest
+    norms: Tensor  # the length of each row; of a matrix of weights, what `shrink` says
 
 
 Norm = tuple[Tensor, Tensor, float]  # weight, shift, and what keeps it from dividing by zero
@@ -55,19 +55,28 @@ def total(parts: Tensor) -> Tensor:
     return out
 
 
+class Normed(NamedTuple):
+    """A sum of tokens and its layer norm."""
+
+    x: Tensor
+    stats: Tensor  # means and what the distances from them were multiplied by: 2 M
+    plain: Tensor | None
+    small: Small | None = None  # as FP8
+
+
 def add_norm(
-    z: Tensor, f: Tensor | None, bias: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool
-) -> tuple[Tensor, Tensor, Small | None]:
-    """z + kept·(f + bias), its layer norm, and that as FP8 too. `kept` has a number for each image."""
+    z: Tensor, f: Tensor | None, bias: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool, plain: bool = True
+) -> Normed:
+    """z + kept·(f + bias) and its layer norm. `kept` has a number for each image."""
     (M, D), (weight, shift, eps) = z.shape, norm
-    out, normed = z if f is None else torch.empty_like(z), torch.empty_like(z)
-    small = small_like(z) if fp8 else None
+    out, normed = z if f is None else torch.empty_like(z), torch.empty_like(z) if plain else None
+    stats, small = z.new_empty(2, M, dtype=torch.float32), small_like(z) if fp8 else None
     how = tile(D)
     kernels.norm[(triton.cdiv(M, how["ROWS"]),)](
-        z, f, bias, kept, weight, shift, out, normed, *(small or (None, None, None)), M, tokens_each(M, kept), eps,
-        D=D, ADD=f is not None, DROP=kept is not None, FP8=fp8, **how,
+        z, f, bias, kept, weight, shift, out, normed, stats, *(small or (None, None, None)), M, tokens_each(M, kept),
+        eps, D=D, ADD=f is not None, DROP=kept is not None, PLAIN=plain, FP8=fp8, **how,
     )  # fmt: skip
-    return out, normed, small
+    return Normed(out, stats, normed, small)
 
 
 class NormGradients(NamedTuple):
@@ -75,24 +84,26 @@ class NormGradients(NamedTuple):
     f: Tensor
     f_small: Small | None  # as FP8
     sums: Tensor  # for the norm's weight, its shift and the bias: 3 D
-    normed: Tensor | None  # what `add_norm` gave, once more
+    normed: Tensor  # what `add_norm` gave, computed again if it was not kept
 
 
 def add_norm_back(
-    x: Tensor, dy: Tensor, dz: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool = False, again: bool = False
+    was: Normed, dy: Tensor, dz: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool = False
 ) -> NormGradients:
-    """From the gradient of the norm, and that which passes it by, with what was added up as `x`."""
-    (M, D), (weight, shift, eps) = x.shape, norm
+    """From the gradient of the norm, and that which passes it by."""
+    x, (weight, shift, _) = was.x, norm
+    M, D = x.shape
     dx = torch.empty_like(x)
     df = dx if kept is None else torch.empty_like(x)
-    normed = torch.empty_like(x) if again else None
+    normed = torch.empty_like(x) if was.plain is None else was.plain
     small = small_like(x) if fp8 else None
     how = tile(D)
     count = shares(M, how["ROWS"])
     sums = x.new_empty(count, 3, D, dtype=torch.float32)
     kernels.norm_back[(count,)](
-        x, dy, dz, kept, weight, shift, dx, df, normed, *(small or (None, None, None)), sums, M, tokens_each(M, kept),
-        eps, D=D, PASSED=dz is not None, DROP=kept is not None, AGAIN=again, FP8=fp8, **how,
+        x, was.stats, dy, dz, kept, weight, shift, dx, df, normed, *(small or (None, None, None)), sums, M,
+        tokens_each(M, kept), D=D, PASSED=dz is not None, DROP=kept is not None, AGAIN=was.plain is None, FP8=fp8,
+        **how,
     )  # fmt: skip
     return NormGradients(dx, df, small, total(sums), normed)
 
@@ -103,16 +114,13 @@ def tokens_each(rows: int, per_image: Tensor | None) -> int:
 
 def act(h: Tensor, bias: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Small | None]:
     """GELU(h + bias): as bf16, or as FP8 where it is known how large h can be: `known` has the lengths of the rows
-    that it is the product of, and the longest row of the weights."""
+    that it is the product of, and what `shrink` found about the weights and this bias."""
     M, N = h.shape
     g, small = (torch.empty_like(h), None) if known is None else (None, small_like(h))
     how, across = blocks(N, 1024, 4)
-    norms, most = known or (None, None)
-    if most is not None:
-        most = torch.stack([most, bias.abs().amax()])
     kernels.act[(triton.cdiv(M, how["ROWS"]), across)](
-        h, bias, g, *(small or (None, None, None))[:2], norms, most, M, N=N, TANH=tanh, PLAIN=small is None,
-        FP8=small is not None, **how,
+        h, bias, g, *(small or (None, None, None))[:2], *(known or (None, None)), M, N=N, TANH=tanh,
+        PLAIN=small is None, FP8=small is not None, **how,
     )  # fmt: skip
     return g, small
 
@@ -154,21 +162,24 @@ def turn(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | N
 
 
 def turn_back(
-    qkv: Tensor, gradients_BhTd: tuple[Tensor, ...], norms: Norms | None, waves: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of qkv: M 3hd, and the sums for the norms' weights and shifts: 2 2 d."""
+    qkv: Tensor, gradients_BhTd: tuple[Tensor, ...], norms: Norms | None, waves: Tensor | None, bias: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of qkv, M 3hd, the sums for the norms' weights and shifts, 2 2 d, and those for the bias, 3hd.
+
+    With `out`, the gradients lie there already, token by token."""
     _, h, T, d = gradients_BhTd[0].shape
-    M = qkv.shape[0]
-    out = torch.empty_like(qkv)
-    how = half(d)
-    count = shares(M * h, how["ROWS"])
+    M, placed, out = qkv.shape[0], out is not None, torch.empty_like(qkv) if out is None else out
+    how = half(d) | {"ROWS": max(1, 512 // half(d)["HALF"])}
+    count = shares(M, how["ROWS"], 3 * h)
     gain_q, gain_k, _, _, eps = norms or (None, None, None, None, 0.0)
-    sums = qkv.new_empty(count, 2, 2, d, dtype=torch.float32) if norms else None
-    kernels.turn_back[(count, 3)](
-        qkv, *gradients_BhTd, gain_q, gain_k, waves, out, sums, M, T, eps, *strides(gradients_BhTd),
-        H=h, d=d, NORM=norms is not None, ROTARY=waves is not None, **how,
+    sums = qkv.new_empty(count * h, 2, 2, d, dtype=torch.float32) if norms else None
+    totals = qkv.new_empty(count, 3 * h * d, dtype=torch.float32) if bias else None
+    kernels.turn_back[(count, 3 * h)](
+        qkv, *gradients_BhTd, gain_q, gain_k, waves, out, sums, totals, M, T, eps, *strides(gradients_BhTd),
+        H=h, d=d, NORM=norms is not None, ROTARY=waves is not None, BIAS=bias, PLACED=placed, **how,
     )  # fmt: skip
-    return out, None if sums is None else total(sums)
+    return out, None if sums is None else total(sums), None if totals is None else total(totals)
 
 
 def short(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | None) -> Tensor:
@@ -186,17 +197,16 @@ def short(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | 
 def short_back(
     qkv: Tensor, do: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | None, bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of qkv, the sums for the norms' weights and shifts, 2 2 d, and those for the bias, 3hd."""
+    """As `turn_back`, from the gradient of what `short` gave."""
     M, d = qkv.shape[0], qkv.shape[1] // 3 // heads
-    out, programs = torch.empty_like(qkv), M // T * heads
+    out = torch.empty_like(qkv)
     *given, eps = norms or (None, None, None, None, 0.0)
-    sums = qkv.new_empty(programs, 2, 2, d, dtype=torch.float32) if norms else None
-    totals = qkv.new_empty(M // T, 3 * heads * d, dtype=torch.float32) if bias else None
-    kernels.short_back[(programs,)](
-        qkv, do, *given, waves, out, sums, totals, T, eps, d**-0.5,
-        H=heads, d=d, NORM=norms is not None, ROTARY=waves is not None, BIAS=bias, **at_once(T, d),
+    kernels.short_back[(M // T * heads,)](
+        qkv, do, *given, waves, out, T, eps, d**-0.5,
+        H=heads, d=d, NORM=norms is not None, ROTARY=waves is not None, **at_once(T, d),
     )  # fmt: skip
-    return out, None if sums is None else total(sums), None if totals is None else total(totals)
+    q, k, v = out.view(M // T, T, 3, heads, d).permute(2, 0, 3, 1, 4)
+    return turn_back(qkv, (q, k, v), norms, waves, bias, out)
 
 
 def at_once(T: int, d: int) -> dict[str, int]:
@@ -236,13 +246,15 @@ def strides(tensors_BhTd: tuple[Tensor, ...]) -> list[int]:
     return [tensor.stride(axis) for tensor in tensors_BhTd for axis in (0, 2, 1)]
 
 
-def shrink(matrix: Tensor) -> Small:
-    """A matrix as FP8, row by row. A transposed one is read as it lies and written as it looks."""
+def shrink(matrix: Tensor, bias: Tensor | None, most: Tensor) -> Small:
+    """A matrix as FP8, row by row. A transposed one is read as it lies and written as it looks.
+
+    `most`, two zeros, becomes its `norms`: the longest row's length and the largest number of the bias beside it."""
     N, K = matrix.shape
     numbers = torch.empty(N, K, device=matrix.device, dtype=torch.float8_e4m3fn)
-    scales, most = torch.empty(N, 1, device=matrix.device), torch.zeros((), device=matrix.device)
-    rows, block = (4, 1024) if matrix.stride(1) == 1 else (32, 128)
+    scales = torch.empty(N, 1, device=matrix.device)
+    rows, block = (4, 1024) if matrix.stride(1) == 1 else (8, 512)
     kernels.shrink[(triton.cdiv(N, rows),)](
-        matrix, numbers, scales, most, N, K, *matrix.stride(), ROWS=rows, BLOCK=block
+        matrix, bias, numbers, scales, most, N, K, *matrix.stride(), BIAS=bias is not None, ROWS=rows, BLOCK=block
     )
     return Small(numbers, scales, most)
