@@ -144,9 +144,9 @@ def act_back(
     return g, dh, small, total(sums)
 
 
-def half(d: int) -> dict[str, int]:
+def half(d: int, numbers: int = 1024) -> dict[str, int]:
     block = triton.next_power_of_2(d // 2)
-    return {"HALF": block, "ROWS": max(1, 1024 // block), "num_warps": 2}
+    return {"HALF": block, "ROWS": max(1, numbers // block), "num_warps": 2}
 
 
 def turn(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | None) -> Tensor:
@@ -170,7 +170,7 @@ def turn_back(
     With `out`, the gradients lie there already, token by token."""
     _, h, T, d = gradients_BhTd[0].shape
     M, placed, out = qkv.shape[0], out is not None, torch.empty_like(qkv) if out is None else out
-    how = half(d) | {"ROWS": max(1, 512 // half(d)["HALF"])}
+    how = half(d, 512)
     count = shares(M, how["ROWS"], 3 * h)
     gain_q, gain_k, _, _, eps = norms or (None, None, None, None, 0.0)
     sums = qkv.new_empty(count * h, 2, 2, d, dtype=torch.float32) if norms else None
