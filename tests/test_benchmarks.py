@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import contestants
 import gpu_curve
 import gpu_pipeline
 import gpu_throughput
+import records
+from vitral.errors import VitralError
 
 PLACE = Path(__file__).parent.parent / "benchmarks"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
@@ -139,3 +142,103 @@ def test_curves_without_a_gpu_say_so_and_are_drawn(tmp_path: Path) -> None:
     assert sum(found["losses"][-10:]) < sum(found["losses"][:10])
     gpu_curve.draw(content, tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 5000
+
+
+def a_record(top1: float, training: float = 8.0, everything: float = 10.0) -> dict[str, Any]:
+    names = ("by_median_epoch_s", "ms_a_step", "train_loss", "train_top1")
+    found = {"top1": top1, "top1_one_view": top1 - 0.01, "training_s": training, "everything_s": everything, "steps": 9}
+    return found | dict.fromkeys(names, 1.0) | {"notes": ""}
+
+
+def asked_for(**changes: Any) -> argparse.Namespace:
+    usual = {"seeds": 3, "first_seed": 5, "target": None, "budget": float("inf"), "keep": None, "out": None}
+    return argparse.Namespace(**usual | changes)
+
+
+def test_variants_are_read_as_the_command_line_reads_them() -> None:
+    changes = "epochs=16 model.conv.widths=32,128,256 optim.lr=6e-3 model.qk_norm=true augment.flip=false start="
+    plan = records.Variant("cifar10-94", tuple(changes.split())).plan()
+    assert (plan.epochs, plan.model.conv.widths, plan.optim.lr) == (16, (32, 128, 256), 6e-3)
+    assert (plan.model.qk_norm, plan.augment.flip, plan.start, plan.augment.mixed) == (True, False, (), 0.4)
+    with pytest.raises(VitralError, match=r"--optim\.lrr\. Did you mean --optim\.lr\?"):
+        records.Variant("cifar10-94", ("optim.lrr=1",)).plan()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked", "target"),
+    [("cifar10-94", None, 0.94), ("cifar10-94", 94.5, 0.945), ("cifar10-patch", None, None), ("deit-384", None, None)],
+)
+def test_a_target_is_asked_for_or_in_the_name(recipe: str, asked: float | None, target: float | None) -> None:
+    assert records.Variant(recipe).target(asked) == target
+
+
+def test_records_are_means_with_their_errors_and_first_runs_stand_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = iter([a_record(0.93, 8.0, 40.0), a_record(0.95, 9.0, 10.0), a_record(0.96, 10.0, 12.0), a_record(0.9)])
+
+    def play(plan: Any, folder: Path) -> dict[str, Any]:
+        if plan.epochs == 3:
+            raise RuntimeError("the GPU is on fire\nand more")
+        (folder / "model").mkdir(parents=True)
+        (folder / "seed").write_text(str(plan.seed))
+        return next(found)
+
+    monkeypatch.setattr(records, "play", play)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    names = ("epochs=3",), ("model.heads=5",), ("epochs=2",)
+    variants = [records.Variant("cifar10-94", changes) for changes in names]
+    records.measure(variants, asked_for(out=tmp_path / "out.json", keep=kept))
+    content = json.loads((tmp_path / "out.json").read_text())
+    burnt, bad, *good = content["runs"]
+    assert burnt["failed"] == "RuntimeError: the GPU is on fire"
+    assert "multiple of" in bad["failed"]
+    assert [(run["seed"], run["first"]) for run in good] == [(5, "process"), (6, ""), (7, "")]
+    row = content["variants"]["cifar10-94 epochs=2"]
+    assert row["n"] == 3
+    assert row["top1"]["mean"] == pytest.approx(0.9466667, rel=1e-4)
+    assert row["top1"]["sd"] == pytest.approx(0.0152753, rel=1e-4)
+    assert row["top1"]["se"] == pytest.approx(0.0088192, rel=1e-4)
+    assert row["reached"], "the name says 94"
+    assert row["everything_s"]["mean"] == pytest.approx(11.0)
+    assert row["everything_first_s"] == 40.0
+    assert [path.name for path in kept.iterdir()] == ["cifar10-94_epochs=2"], "the best alone"
+    assert (kept / "cifar10-94_epochs=2" / "seed").read_text() == "7"
+    said = capsys.readouterr().out
+    assert "94.67% ± 0.88 (sd 1.53)" in said
+    assert "cifar10-94 epochs=3: no run" in said
+
+
+def test_no_run_begins_that_would_not_end_in_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(records.time, "perf_counter", lambda: now[0])
+
+    def play(plan: Any, folder: Path) -> dict[str, Any]:
+        now[0] += 10.0
+        return a_record(0.93)
+
+    monkeypatch.setattr(records, "play", play)
+    records.measure([records.Variant("cifar10-94")], asked_for(seeds=9, budget=35.0))
+    said = capsys.readouterr().out
+    assert "n = 3" in said
+    assert "6 runs would not have ended within 35 s" in said
+    assert "94 %: NOT reached" in said
+
+
+@without_gpu
+def test_records_without_a_gpu_say_so_and_run_a_toy(tmp_path: Path) -> None:
+    small = "digits epochs=1 model.depth=1 views=six"
+    said = run(
+        "records.py", "--try", small, "--try", "digits epochs=0", "--seeds", "2", "--out", str(tmp_path / "out.json")
+    )
+    assert "needs a GPU" in said
+    content = json.loads((tmp_path / "out.json").read_text())
+    one, two, failed = content["runs"]
+    assert one["top1"] != two["top1"], "another seed"
+    assert one["train_loss"] < 2.3026, "it has learned something"
+    assert one["steps"] == 20
+    assert 0 < one["training_s"] <= one["everything_s"]
+    assert "epochs must be at least 1" in failed["failed"]

@@ -97,6 +97,11 @@ def test_every_command_explains_itself(vitral, name):
             "image height 9 is not a multiple of patch_size 2; 8 and 10 are",
             "--help lists",
         ),
+        (
+            ["train", "cifar10", "--recipe", "cifar10-94", "--model.conv.widths", "32,128,250"],
+            "widths must be multiples of 8 (group norm), not (32, 128, 250)",
+            "--help lists",
+        ),
         (["train", "digits", "--model.heads", "5"], "width must be a multiple of", "--help lists"),
         (["train", "digits", "--device", "gpu"], "no GPU that PyTorch can use was found", "--device cpu"),
         (["train", "--recipe", "nowhere.toml"], "cannot read the recipe nowhere.toml", ""),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from vitral.errors import VitralError
 from vitral.hardware import Hardware
 from vitral.inference.choice import choose_on_gpu
 from vitral.training.parallel import Way, forward_of
+from vitral.variants.hybrid import ConvStemConfig, HybridConfig, HybridViT
 from vitral.vit import ViT, ViTConfig
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
@@ -306,3 +310,28 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here(capability: int) -> No
     done = subprocess.run(script, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) > 50
+
+
+def test_models_of_one_shape_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second training in one process neither compiles again nor keeps the first one's model."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, compile = CompileCounter(), torch.compile  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend=counter))
+    monkeypatch.setattr(launch, "SHORT", 4)  # the interpreter cannot multiply bf16 matrices
+    stem = ConvStemConfig(widths=(8, 16), strides=(2, 2))
+    config = HybridConfig(**SMALL | {"depth": 1, "image_size": (8, 8), "positions": "learned+rotary"}, conv=stem)
+    hardware = Hardware(device=torch.device("cpu"), precision="bf16", compile=True, reasons={}, graph=True, fused=True)
+    seen: list[weakref.ref[ViT]] = []
+    for _ in range(3):
+        model = HybridViT(config).train()
+        torch.nn.init.normal_(model.head.out.weight)
+        images, forward = torch.randn(1, 3, 8, 8), fused.forward(model, hardware)
+        logits = forward(images)
+        logits.sum().backward()
+        assert torch.equal(logits, fused.forward(model, replace(hardware, compile=False))(images)), "its own weights"
+        assert counter.frame_count == 1
+        seen.append(weakref.ref(model))
+    del model, forward, logits
+    gc.collect()
+    assert not any(reference() is not None for reference in seen)

@@ -43,7 +43,7 @@ def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any
     try:
         with redirect_stderr(said):
             return tyro.cli(
-                kind, args=_squares(words), prog=f"vitral {command}", config=(tyro.conf.AvoidSubcommands,), **more
+                kind, args=_spread(words), prog=f"vitral {command}", config=(tyro.conf.AvoidSubcommands,), **more
             )
     except ValueError as error:  # from a dataclass that refuses its values
         raise VitralError(str(error), f"vitral {command} --help lists the flags") from error
@@ -89,10 +89,16 @@ def _in_two_lines(boxed: str, command: str) -> VitralError:
     return VitralError(what, f"vitral {command} --help lists the flags")
 
 
-def _squares(words: list[str]) -> list[str]:
-    """`--model.image-size 224` means 224 224."""
+def _spread(words: list[str]) -> list[str]:
+    """`--model.image-size 224` means 224 224, and `--model.conv.widths 32,128,256` means 32 128 256."""
     written: list[str] = []
     for index, word in enumerate(words):
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        behind = bool(equals) or (index > 0 and words[index - 1].startswith("--"))
+        several = value.split(",")
+        if behind and len(several) > 1 and all(map(_number, several)):
+            written += [flag, *several] if flag else several
+            continue
         written.append(word)
         alone = word.isdigit() and not (index + 1 < len(words) and words[index + 1].isdigit())
         if alone and index and words[index - 1].endswith("image-size"):
