@@ -1,13 +1,17 @@
 """Every kernel that a training asks for, compiled for GPUs that need not be there: `python compile_kernels.py 80 90`.
 
-A training is gone through with kernels that only note what they were asked; then each variant is compiled.
+A training is gone through with kernels that only note what they were asked; then each variant is compiled. Muon's must
+not spill registers.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
@@ -17,7 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vitral.fused import encoder, kernels
+from vitral.fused import encoder, kernels, muon_kernels
+from vitral.training import muon
 from vitral.vit import ViT, ViTConfig
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
@@ -34,6 +39,7 @@ KERNELS = (
     "gather",
     "shrink",
 )
+OF_MUON = ("look_ahead", "normalise", "move")
 MODELS: list[dict[str, Any]] = [
     {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "gelu": "tanh", "drop_path": 0.2},
     {"pooling": "mean"},
@@ -61,15 +67,32 @@ def train(fp8: bool, spare: int, **changes: Any) -> None:
     fused(tokens, model.config.grid).sum().backward()
 
 
+def step_of_muon(width: int, depth: int, halting: bool) -> None:
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    matrices = [torch.empty(shape) for _ in range(depth) for shape in shapes]
+    for matrix in matrices:
+        matrix.grad = torch.empty_like(matrix)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices[index::4], "parts": 3 if index == 0 else 1, "lr": torch.ones(())} for index in range(4)
+    ]
+    optimizer = muon.Muon(groups, lr=0.0, weight_decay=0.1)
+    optimizer.found_inf = torch.zeros(()) if halting else None
+    optimizer.step_with_kernels([(group, group["params"]) for group in optimizer.param_groups])
+
+
 def described(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     """The types of its arguments, those that are known when it is compiled, and what divides by 16."""
-    signature: dict[str, str] = {}
+    signature: dict[str, Any] = {}
     constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
     for index, name in enumerate(kernel.arg_names):
         value = given[index] if index < len(given) else named[name]
         if index >= len(given) or value is None or (isinstance(value, int) and value == 1):
             signature[name], constants[index,] = "constexpr", value
+            continue
+        if isinstance(value, tuple):
+            signature[name] = tuple(TYPES[one.dtype] for one in value)
+            attributes |= {(index, at): [["tt.divisibility", 16]] for at in range(len(value))}
             continue
         signature[name] = (
             TYPES[value.dtype] if isinstance(value, torch.Tensor) else {int: "i32", float: "fp32"}[type(value)]
@@ -77,6 +100,18 @@ def described(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> dic
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[index,] = [["tt.divisibility", 16]]
     return {"fn": kernel, "signature": signature, "constexprs": constants, "attrs": attributes}
+
+
+def spilled(cubin: bytes) -> int:
+    """Bytes beside the registers, which did not suffice."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack, local = re.findall(r"STACK:(\d+)", said), re.findall(r"LOCAL:(\d+)", said)
+    assert stack, said
+    return max(int(number) for number in stack + local)
 
 
 def main(capabilities: list[int]) -> None:
@@ -89,7 +124,13 @@ def main(capabilities: list[int]) -> None:
     )
     for fp8, spare, changes in itertools.product((False, True), (0, 2**25), MODELS):
         train(fp8, spare, **changes)
-    assert {kernel.__name__ for kernel, _, _ in calls} == set(KERNELS)
+    for name in OF_MUON:
+        setattr(muon_kernels, name, Noting(getattr(muon_kernels, name), calls))
+    muon.bf16_is_faster = lambda *_: True
+    muon.newton_schulz = lambda x: x
+    for width, depth, halting in ((256, 6, True), (256, 6, False), (768, 12, True), (192, 12, True), (20, 1, True)):
+        step_of_muon(width, depth, halting)
+    assert {kernel.__name__ for kernel, _, _ in calls} == {*KERNELS, *OF_MUON}
     done = set()
     for kernel, given, named in calls:
         options = {"num_warps": named["num_warps"]} if "num_warps" in named else {}
@@ -99,8 +140,10 @@ def main(capabilities: list[int]) -> None:
         done.add(variant)
         for capability in capabilities:
             if capability >= 89 or "*fp8e4nv" not in source["signature"].values():
-                triton.compile(ASTSource(**source), target=GPUTarget("cuda", capability, 32), options=options)
+                made = triton.compile(ASTSource(**source), target=GPUTarget("cuda", capability, 32), options=options)
+                assert kernel.__name__ not in OF_MUON or not spilled(made.asm["cubin"]), variant
     print(len(done))
 
 
-main([int(word) for word in sys.argv[1:]])
+if __name__ == "__main__":
+    main([int(word) for word in sys.argv[1:]])

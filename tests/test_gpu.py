@@ -18,6 +18,7 @@ from vitral.hardware import Hardware, choose
 from vitral.run import Run, load_weights
 from vitral.training.interrupt import Interrupted
 from vitral.training.loop import fit
+from vitral.training.muon import Muon, kernels_agree, suit_kernels
 from vitral.training.recipe import Recipe
 from vitral.training.watch import Watch
 from vitral.vit import ViT, ViTConfig
@@ -196,3 +197,69 @@ def test_a_fused_training_is_that_of_the_plain_encoder(
     ours = train(tmp_path / "ours", hardware, dataset, plan, preprocessing)
     plain = train(tmp_path / "plain", replace(hardware, fused=False, fp8=False), dataset, plan, preprocessing)
     assert losses(ours) == pytest.approx(losses(plain), rel=0.1)
+
+
+def test_muon_steps_with_kernels_as_without_and_recorded_too(gpu: Hardware) -> None:
+    shapes = [[(288, 96), (576, 192)], [(96, 96), (200, 96), (96, 200), (33, 65)], [(96, 200), (65, 33), (192, 192)]]
+    draws = torch.Generator(gpu.device).manual_seed(0)
+    start = [[torch.randn(shape, device=gpu.device, generator=draws) for shape in group] for group in shapes]
+    gradients = [[[torch.randn_like(w) for w in group] for group in start] for _ in range(5)]
+
+    def made() -> Muon:
+        groups = [
+            {
+                "params": [w.clone() for w in group],
+                "parts": 3 if index == 0 else 1,
+                "lr": torch.ones_like(group[0][0, 0]),
+            }
+            for index, group in enumerate(start)
+        ]
+        optimizer = Muon(groups, lr=0.0, weight_decay=0.1)
+        optimizer.found_inf = torch.zeros((), device=gpu.device)
+        for group in optimizer.param_groups:
+            for w in group["params"]:
+                w.grad = torch.zeros_like(w)
+        return optimizer
+
+    def prepare(optimizer: Muon, step: int) -> None:
+        for group, given in zip(optimizer.param_groups, gradients[step], strict=True):
+            group["lr"].fill_(0.01 * (step + 1))
+            for w, gradient in zip(group["params"], given, strict=True):
+                w.grad.copy_(gradient)
+
+    def weights(optimizer: Muon) -> torch.Tensor:
+        return torch.cat([w.flatten() for group in optimizer.param_groups for w in group["params"]])
+
+    def averages(optimizer: Muon) -> torch.Tensor:
+        return torch.cat(
+            [optimizer.state[w]["momentum"].flatten() for g in optimizer.param_groups for w in g["params"]]
+        )
+
+    plain, eager, recorded = made(), made(), made()
+    assert kernels_agree(weights(eager).device)
+    assert suit_kernels([(group, group["params"]) for group in eager.param_groups], eager.found_inf)
+    before, graph = weights(plain), torch.cuda.CUDAGraph()
+    for step in range(5):
+        for optimizer in (plain, eager, recorded):
+            prepare(optimizer, step)
+        with torch.no_grad():
+            plain.step_plainly([(group, group["params"]) for group in plain.param_groups])
+        eager.step()
+        if step == 2:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                recorded.step()
+        if step >= 2:
+            graph.replay()
+        else:
+            recorded.step()
+    way = (weights(plain) - before).norm()
+    assert (weights(eager) - weights(plain)).norm() < 0.03 * way  # bf16, divided by a norm that one of them rounds
+    assert torch.equal(weights(recorded), weights(eager))
+    torch.testing.assert_close(averages(eager), averages(plain), rtol=1e-5, atol=1e-6)
+    assert recorded.found_inf is not None
+    recorded.found_inf.fill_(1)
+    for group in recorded.param_groups:
+        group["params"][0].grad[0, -1] = torch.nan
+    graph.replay()
+    assert torch.equal(weights(recorded), weights(eager))

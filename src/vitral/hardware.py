@@ -300,6 +300,13 @@ def bf16_is_faster(device: torch.device, width: int) -> bool:
     return device.type == "cuda" or (width >= WIDTH_WORTH_BF16 and cpu_has_bf16())
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Whether kernels of our own can be launched there: on the GPU that this process works with."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return device.index in (None, torch.cuda.current_device())
+
+
 @cache
 def cpu_has_bf16() -> bool:
     """AVX-512-BF16 or AMX: without them bf16 on a CPU is emulated, and slower than fp32."""

@@ -1,22 +1,26 @@
 """Muon (Jordan, 2024): momentum whose matrix is replaced by the nearest orthogonal one before each step.
 
 torch.optim.Muon goes matrix by matrix; here all matrices of one shape are orthogonalised together, which is what the
-blocks of a ViT offer: a few batched products a step instead of hundreds of small ones. A matrix of which each process
-holds some rows is gathered for it: its singular vectors cannot be had from rows alone.
+blocks of a ViT offer: a few batched products a step instead of hundreds of small ones. On a GPU, what stands around the
+products is three kernels of our own. A matrix of which each process holds some rows is gathered: its singular vectors
+cannot be had from rows alone.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vitral.hardware import bf16_is_faster
+from vitral.hardware import bf16_is_faster, runs_triton
 from vitral.training.divided import is_divided, placed, whole
+
+Groups = list[tuple[dict[str, Any], list[Tensor]]]  # each with those of its matrices that have a gradient
 
 
 class Muon(Optimizer):
@@ -44,6 +48,12 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        if suit_kernels(groups, self.found_inf):
+            self.step_with_kernels(groups)
+        else:
+            self.step_plainly(groups)
+
+    def step_plainly(self, groups: Groups) -> None:
         ahead = [
             whole(matrix) for group, matrices in groups for matrix in self.move_averages(matrices, group["momentum"])
         ]
@@ -64,14 +74,76 @@ class Muon(Optimizer):
             torch._foreach_mul_(moves, group["lr"] * moving)
             torch._foreach_sub_(places, moves)
 
+    def step_with_kernels(self, groups: Groups) -> None:
+        """The same on a GPU, each matrix read and written where it lies."""
+        from vitral.fused import muon as kernels
+
+        alike: dict[tuple[int, int, float, float], list[kernels.Piece]] = defaultdict(list)
+        for group, matrices in groups:
+            for piece in self.pieces(group, matrices):
+                shorter, longer = sorted(piece.weight.shape)
+                alike[shorter, longer, group["momentum"], float(group["weight_decay"])].append(piece)
+        for (shorter, longer, memory, decay), pieces in alike.items():
+            pieces.sort(key=lambda piece: piece.tall)
+            ahead = kernels.stacked_ahead(pieces, memory, number(pieces[0].weight.device, shorter))
+            kernels.move_along(pieces, newton_schulz(ahead), decay, length(longer), self.found_inf)
+        torch.autograd.graph.increment_version([matrix for _, matrices in groups for matrix in matrices])
+
+    def pieces(self, group: dict[str, Any], matrices: list[Tensor]) -> Iterator[Any]:
+        """Each of a group's maps, with all that moves it."""
+        from vitral.fused.muon import Piece
+
+        lr = group["lr"]
+        for matrix, average in zip(matrices, self.averages(matrices), strict=True):
+            assert matrix.grad is not None
+            if not isinstance(lr, Tensor):
+                lr = torch.full((), lr, device=matrix.device)
+            parts = (tensor.chunk(group["parts"]) for tensor in (matrix, matrix.grad.contiguous(), average))
+            for weight, gradient, moving in zip(*parts, strict=True):
+                yield Piece(weight, gradient, moving, lr)
+
+    def averages(self, matrices: list[Tensor]) -> list[Tensor]:
+        return [self.state[matrix].setdefault("momentum", torch.zeros_like(matrix)) for matrix in matrices]
+
     def move_averages(self, matrices: list[Tensor], memory: float) -> list[Tensor]:
         """Each gradient's average moved on; and a look ahead along it (Nesterov)."""
         if not matrices:
             return []
         gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
-        averages = [self.state[matrix].setdefault("momentum", torch.zeros_like(matrix)) for matrix in matrices]
+        averages = self.averages(matrices)
         torch._foreach_lerp_(averages, gradients, 1 - memory)
         return list(torch._foreach_lerp(gradients, averages, memory))
+
+
+def suit_kernels(groups: Groups, halted: Tensor | None) -> bool:
+    """Whether all lies whole on one GPU, in fp32 and row by row, and the kernels work there."""
+    matrices = [matrix for _, matrices in groups for matrix in matrices]
+    if not matrices or not runs_triton(device := matrices[0].device):
+        return False
+    numbers = [halted, *(group["lr"] for group, _ in groups)]
+    tensors = matrices + [number for number in numbers if isinstance(number, Tensor)]
+    if any(is_divided(x) or x.device != device or x.dtype != torch.float32 for x in tensors):
+        return False
+    return all(matrix.is_contiguous() for matrix in matrices) and kernels_agree(device)
+
+
+@cache
+def kernels_agree(device: torch.device) -> bool:
+    """Tried once, on small matrices: a machine may lack what Triton compiles with, and not every GPU was at hand."""
+    found = []
+    start = [torch.arange(float(a * b), device=device).cos().view(a, b) for a, b in ((16, 80), (80, 8))]
+    for step in (Muon.step_with_kernels, Muon.step_plainly):
+        matrices = [matrix.clone() for matrix in start]
+        for matrix in matrices:
+            matrix.grad = torch.arange(float(matrix.numel()), device=device).square().cos().view_as(matrix)
+        groups: list[dict[str, Any]] = [{"params": matrices[:1], "parts": 2}, {"params": matrices[1:]}]
+        muon = Muon(groups, lr=0.1, weight_decay=0.1)
+        try:
+            step(muon, [(group, group["params"]) for group in muon.param_groups])
+        except Exception:  # the compiler's, the driver's, of whatever kind
+            return False
+        found.append(torch.cat([(matrix - before).flatten() for matrix, before in zip(matrices, start, strict=True)]))
+    return bool((found[0] - found[1]).norm() < 0.1 * found[1].norm())
 
 
 def turned(matrices: list[Tensor], halted: Tensor | None = None) -> list[Tensor]:
@@ -88,7 +160,7 @@ def turned(matrices: list[Tensor], halted: Tensor | None = None) -> list[Tensor]
         tall = [index for index in members if matrices[index].shape[0] > matrices[index].shape[1]]
         wide = [index for index in members if index not in tall]
         stack = torch.stack([matrices[index] for index in wide] + [matrices[index].mT for index in tall])
-        moves = orthogonalise(stack) * (0.2 * longer**0.5)  # the mean square of a step is that of AdamW's
+        moves = orthogonalise(stack) * length(longer)
         if halted is not None:  # 0 times what is not finite is not 0
             moves = torch.where(halted > 0, 0.0, moves)
         found |= zip(wide, moves[: len(wide)].to(stack.dtype).unbind(), strict=True)
@@ -96,17 +168,32 @@ def turned(matrices: list[Tensor], halted: Tensor | None = None) -> list[Tensor]
     return [found[index] for index in range(len(matrices))]
 
 
-def orthogonalise(matrices_NAB: Tensor, steps: int = 5) -> Tensor:
-    """Five Newton–Schulz steps towards U·Vᵀ of each matrix's singular value decomposition U·S·Vᵀ.
+def length(longer: int) -> float:
+    """What makes the mean square of a step that of AdamW's, by a matrix's longer side."""
+    return 0.2 * longer**0.5
+
+
+def number(device: torch.device, shorter: int) -> torch.dtype:
+    return torch.bfloat16 if bf16_is_faster(device, shorter) else torch.float32
+
+
+def orthogonalise(matrices_NAB: Tensor) -> Tensor:
+    """Towards U·Vᵀ of each matrix's singular value decomposition U·S·Vᵀ."""
+    tall = matrices_NAB.shape[-2] > matrices_NAB.shape[-1]
+    x = matrices_NAB.mT if tall else matrices_NAB
+    x = x.to(number(x.device, x.shape[-2]))
+    x = newton_schulz(x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7))
+    return x.mT if tall else x
+
+
+def newton_schulz(x_NAB: Tensor, steps: int = 5) -> Tensor:
+    """Five steps from matrices of norm 1, none of them tall.
 
     The quintic's coefficients (Jordan, 2024) trade exactness for speed: singular values end between about 0.7 and
     1.2, which serves as well as 1. So bf16 is exact enough, where it is faster.
     """
-    tall = matrices_NAB.shape[-2] > matrices_NAB.shape[-1]
-    x = matrices_NAB.mT if tall else matrices_NAB
-    x = x.to(torch.bfloat16 if bf16_is_faster(x.device, x.shape[-2]) else torch.float32)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x_NAB
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.mT if tall else x
+    return x
