@@ -206,14 +206,9 @@ def test_muon_steps_with_kernels_as_without_and_recorded_too(gpu: Hardware) -> N
     gradients = [[[torch.randn_like(w) for w in group] for group in start] for _ in range(5)]
 
     def made() -> Muon:
-        groups = [
-            {
-                "params": [w.clone() for w in group],
-                "parts": 3 if index == 0 else 1,
-                "lr": torch.ones_like(group[0][0, 0]),
-            }
-            for index, group in enumerate(start)
-        ]
+        groups: list[dict[str, Any]] = [{"params": [w.clone() for w in group]} for group in start]
+        for group, parts in zip(groups, (3, 1, 1), strict=True):
+            group |= {"parts": parts, "lr": torch.zeros((), device=gpu.device)}
         optimizer = Muon(groups, lr=0.0, weight_decay=0.1)
         optimizer.found_inf = torch.zeros((), device=gpu.device)
         for group in optimizer.param_groups:
@@ -231,9 +226,7 @@ def test_muon_steps_with_kernels_as_without_and_recorded_too(gpu: Hardware) -> N
         return torch.cat([w.flatten() for group in optimizer.param_groups for w in group["params"]])
 
     def averages(optimizer: Muon) -> torch.Tensor:
-        return torch.cat(
-            [optimizer.state[w]["momentum"].flatten() for g in optimizer.param_groups for w in g["params"]]
-        )
+        return torch.cat([state["momentum"].flatten() for state in optimizer.state.values()])
 
     plain, eager, recorded = made(), made(), made()
     assert kernels_agree(weights(eager).device)
@@ -255,11 +248,12 @@ def test_muon_steps_with_kernels_as_without_and_recorded_too(gpu: Hardware) -> N
             recorded.step()
     way = (weights(plain) - before).norm()
     assert (weights(eager) - weights(plain)).norm() < 0.03 * way  # bf16, divided by a norm that one of them rounds
-    assert torch.equal(weights(recorded), weights(eager))
+    assert (weights(recorded) - weights(eager)).norm() < 1e-3 * way
     torch.testing.assert_close(averages(eager), averages(plain), rtol=1e-5, atol=1e-6)
     assert recorded.found_inf is not None
     recorded.found_inf.fill_(1)
     for group in recorded.param_groups:
         group["params"][0].grad[0, -1] = torch.nan
+    stayed = weights(recorded)
     graph.replay()
-    assert torch.equal(weights(recorded), weights(eager))
+    assert torch.equal(weights(recorded), stayed)

@@ -96,6 +96,7 @@ class Muon(Optimizer):
         lr = group["lr"]
         for matrix, average in zip(matrices, self.averages(matrices), strict=True):
             assert matrix.grad is not None
+            assert average.is_contiguous()
             if not isinstance(lr, Tensor):
                 lr = torch.full((), lr, device=matrix.device)
             parts = (tensor.chunk(group["parts"]) for tensor in (matrix, matrix.grad.contiguous(), average))
@@ -103,7 +104,10 @@ class Muon(Optimizer):
                 yield Piece(weight, gradient, moving, lr)
 
     def averages(self, matrices: list[Tensor]) -> list[Tensor]:
-        return [self.state[matrix].setdefault("momentum", torch.zeros_like(matrix)) for matrix in matrices]
+        for matrix in matrices:
+            if "momentum" not in self.state[matrix]:
+                self.state[matrix]["momentum"] = torch.zeros_like(matrix)
+        return [self.state[matrix]["momentum"] for matrix in matrices]
 
     def move_averages(self, matrices: list[Tensor], memory: float) -> list[Tensor]:
         """Each gradient's average moved on; and a look ahead along it (Nesterov)."""
@@ -120,8 +124,8 @@ def suit_kernels(groups: Groups, halted: Tensor | None) -> bool:
     matrices = [matrix for _, matrices in groups for matrix in matrices]
     if not matrices or not runs_triton(device := matrices[0].device):
         return False
-    numbers = [halted, *(group["lr"] for group, _ in groups)]
-    tensors = matrices + [number for number in numbers if isinstance(number, Tensor)]
+    beside = [halted, *(group["lr"] for group, _ in groups), *(matrix.grad for matrix in matrices)]
+    tensors = matrices + [given for given in beside if isinstance(given, Tensor)]
     if any(is_divided(x) or x.device != device or x.dtype != torch.float32 for x in tensors):
         return False
     return all(matrix.is_contiguous() for matrix in matrices) and kernels_agree(device)
