@@ -12,8 +12,8 @@ accuracy     on the test images, with the recipe's views and with one; the mean 
 training     seconds of the steps alone, by the product's clock, which leaves out compiling: as the epochs came, and
              the median epoch times the epochs
 everything   from images in the computer's memory to the end of the last epoch: copied to the GPU, first weights,
-             kernels tried, compiled and recorded, steps, the model written. A variant's first run compiles, with the
-             caches as it finds them, and stands apart
+             kernels tried, compiled and recorded, steps, the model written. The first run of a process and the first
+             with a model or batch of another shape compile, with the caches as they find them, and stand apart
 
 --budget begins no run that would not end in time, judged by the one before. --keep leaves each variant's best run in
 DIR/VARIANT (`vitral report` draws it). A variant that fails says so, and the next one follows.
@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
@@ -63,6 +64,15 @@ class Variant:
 
         words = [word for change in self.changes for word in as_flags(change)]
         return parse(Recipe, words, "train", default=plan_for(None, self.recipe))
+
+    def shape(self) -> tuple[Any, ...]:
+        """What code is compiled for: a variant of the same needs no compiling."""
+        from vitral.errors import VitralError
+
+        with suppress(VitralError):  # which its run will say
+            plan = self.plan()
+            return plan.variant, plan.model, plan.batch, plan.accumulate, plan.precision, plan.compile
+        return ()
 
     def target(self, asked: float | None) -> float | None:
         found = re.search(r"-(\d\d(\.\d+)?)$", self.recipe)
@@ -142,12 +152,12 @@ def play(plan: Any, folder: Path) -> dict[str, Any]:
 
 
 def in_one_line(run: dict[str, Any]) -> str:
-    said = f"{run['variant']}, seed {run['seed']}: "
+    said: str = f"{run['variant']}, seed {run['seed']}: "
     if "failed" in run:
-        return said + run["failed"]
+        return f"{said}{run['failed']}"
     first = f" (first of the {run['first']})" if run["first"] else ""
-    return (
-        f"{said}{run['top1']:.2%}, one view {run['top1_one_view']:.2%}   training {run['training_s']:.2f} s, by its "
+    return said + (
+        f"{run['top1']:.2%}, one view {run['top1_one_view']:.2%}   training {run['training_s']:.2f} s, by its "
         f"median epoch {run['by_median_epoch_s']:.2f} s, everything {run['everything_s']:.1f} s{first}   "
         f"{run['steps']:,} steps of {run['ms_a_step']:.2f} ms   last epoch: loss {run['train_loss']:.3f}, "
         f"{run['train_top1']:.1%}{run['notes']}"
@@ -193,8 +203,8 @@ def told(result: dict[str, Any]) -> str:
         lines.append(
             f"{variant}: n = {row['n']}   {top1['mean']:.2%}{sure}, {top1['lowest']:.2%} – {top1['highest']:.2%}, "
             f"one view {row['top1_one_view']['mean']:.2%}{goal}\n   training {seconds(row['training_s'])}, by median "
-            f"epochs {seconds(row['by_median_epoch_s'])}, everything {seconds(row['everything_s'])}, at first "
-            f"{row['everything_first_s']:.1f} s"
+            f"epochs {seconds(row['by_median_epoch_s'])}, everything {seconds(row['everything_s'])}"
+            + (f", at first {row['everything_first_s']:.1f} s" if row["everything_first_s"] else "")
         )
     return "\n".join(lines)
 
@@ -225,7 +235,8 @@ def one(variant: Variant, seed: int, first: str, keep: Path | None, best: float)
     from vitral.errors import VitralError
     from vitral.training.interrupt import Interrupted
 
-    run = {"variant": str(variant), "recipe": variant.recipe, "changes": variant.changes, "seed": seed, "first": first}
+    run: dict[str, Any] = {"variant": str(variant), "recipe": variant.recipe, "changes": variant.changes}
+    run |= {"seed": seed, "first": first}
     began, compiled = time.perf_counter(), graphs()
     try:
         with tempfile.TemporaryDirectory(dir=keep) as folder:
@@ -252,18 +263,21 @@ def measure(variants: Sequence[Variant], asked: argparse.Namespace) -> None:
 
     began, runs, left_out = time.perf_counter(), list[dict[str, Any]](), 0
     targets = {str(variant): variant.target(asked.target) for variant in variants}
-    known = about()
+    known, shape = about(), tuple[Any, ...]()
     for variant in variants:
         mine: list[dict[str, Any]] = []
-        if "torch._dynamo" in sys.modules:  # else, after eight shapes of one function, the compiler gives up on it, and
-            torch.compiler.reset()  # makes what it saw in another size before slower, for all sizes
+        before, shape = shape, variant.shape()
+        if (
+            shape != before and "torch._dynamo" in sys.modules
+        ):  # after eight shapes of one function the compiler gives up
+            torch.compiler.reset()  # on it, and what it has seen in two sizes it makes slower, for all sizes
         for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
             needed = max((run["wall_s"] for run in mine[-1:] or runs[-1:]), default=0.0)
             if time.perf_counter() - began + needed > asked.budget:
                 left_out += 1
                 continue
             trained = [run for run in runs if "failed" not in run]
-            first = "" if mine else "variant" if trained else "process"
+            first = "process" if not trained else "shape" if shape != before and not mine else ""
             run = one(variant, seed, first, asked.keep, max((run["top1"] for run in mine), default=-1.0))
             runs.append(run)
             mine.append(run)

@@ -210,6 +210,19 @@ def test_records_are_means_with_their_errors_and_first_runs_stand_apart(
     assert "cifar10-94 epochs=3: no run" in said
 
 
+def test_only_another_shape_compiles_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[None] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(None))
+    monkeypatch.setattr(records, "play", lambda plan, folder: a_record(0.93))
+    __import__("torch._dynamo")
+    changes = "epochs=2", "optim.lr=1e-3", "batch=512", "model.heads=5", "model.conv.widths=8,16,32"
+    variants = [records.Variant("cifar10-94", (change,)) for change in changes]
+    records.measure(variants, asked_for(seeds=1, out=tmp_path / "out.json"))
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert [run["first"] for run in runs if "failed" not in run] == ["process", "", "shape", "shape"]
+    assert len(resets) == 4, "once for each shape, and for the one that there is not"
+
+
 def test_no_run_begins_that_would_not_end_in_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
