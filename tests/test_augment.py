@@ -376,3 +376,11 @@ def test_a_share_of_the_images_is_mixed() -> None:
     untouched = (mixed == images).flatten(1).all(dim=1)
     assert torch.equal(blended[untouched], targets[untouched])
     assert untouched.float().mean().item() == pytest.approx(0.7, abs=0.03)
+
+
+def test_nothing_is_mixed_where_mixing_is_over() -> None:
+    images, targets = torch.randn(64, 1, 4, 4), torch.eye(8).repeat(8, 1)
+    for mixing in (True, False):
+        mixed, blended = Augment(cutmix=1.0).mix(images, targets, seeded(), torch.tensor(mixing))
+        assert torch.equal(mixed, images) != mixing
+        assert torch.equal(blended, targets) != mixing

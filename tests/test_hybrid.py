@@ -186,6 +186,20 @@ def test_padding_keeps_side_over_stride_with_the_odd_pixel_behind(kernel: int, s
     torch.testing.assert_close(conv(x), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (1, 1)])
+def test_a_compiled_stem_multiplies_the_patches_of_pixels(kernel: int, stride: int) -> None:
+    conv, x = lively(StandardConv(3, 8, kernel, stride)), pictures(12, 6)
+    called: list[str] = []
+
+    def noting(graph: torch.fx.GraphModule, _: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compiled = torch.compile(conv, backend=noting)
+    torch.testing.assert_close(compiled(x), conv(x), rtol=1e-4, atol=1e-5)
+    assert not any("conv2d" in name for name in called)
+
+
 @stems
 def test_the_size_of_a_filter_does_not_matter(config: HybridConfig) -> None:
     model, x = lively(HybridViT(config)), pictures(*config.image_size)

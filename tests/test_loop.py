@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import Fit, identical, textures
+from vitral.data.augment import Augment
 from vitral.data.datasets import Dataset, Split
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
@@ -453,6 +454,21 @@ def test_the_learning_rate_of_each_step_is_the_schedules(train_tiny: Fit, monkey
     run = train_tiny(epochs=2, **{"optim.name": "muon"})
     assert asked == [(step, 12) for step in range(12)]
     assert [row["lr"] for row in run.metrics()] == [pytest.approx(6e-3), pytest.approx(12e-3)]
+
+
+def test_the_last_part_of_a_run_mixes_no_images(train_tiny: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixing: list[bool] = []
+    real = Augment.mix
+
+    def noting(self: Augment, images: Tensor, targets: Tensor, draws: Any, mixes: Tensor | None) -> Any:
+        assert mixes is not None
+        mixing.append(bool(mixes))
+        return real(self, images, targets, draws, mixes)
+
+    monkeypatch.setattr(Augment, "mix", noting)
+    train_tiny(**{"epochs": 4, "augment.cutmix": 1.0, "augment.unmixed": 0.25})
+    assert mixing == sorted(mixing, reverse=True)
+    assert sum(mixing) == len(mixing) * 3 // 4
 
 
 def test_a_batch_larger_than_the_set_is_the_whole_set(train_tiny: Fit) -> None:

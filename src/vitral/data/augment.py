@@ -36,10 +36,23 @@ class Augment:
     cutmix: float = 0.0  # α of the Beta distribution that pastes a rectangle of another image (arXiv 1905.04899)
     switch: float = 0.5  # with mixup and cutmix both: the share of images that get cutmix
     mixed: float = 1.0  # share of images that mixup or cutmix falls on
+    unmixed: float = 0.0  # 0.1: in the last tenth of the run it falls on none
     repeat: int = 1  # so many differently varied copies of an image in its batch, for fewer others (arXiv 1902.05509)
 
     def __post_init__(self) -> None:
-        for name in ("crop", "shift", "rotate", "scale", "jitter", "erase", "mixup", "cutmix", "switch", "mixed"):
+        for name in (
+            "crop",
+            "shift",
+            "rotate",
+            "scale",
+            "jitter",
+            "erase",
+            "mixup",
+            "cutmix",
+            "switch",
+            "mixed",
+            "unmixed",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"augment.{name} must be a number and not negative, not {getattr(self, name)}")
         if self.shift != int(self.shift):
@@ -48,7 +61,7 @@ class Augment:
             raise ValueError(f"augment.repeat must be at least 1, not {self.repeat}")
         if self.scale >= 1:
             raise ValueError(f"augment.scale must be below 1, not {self.scale}")
-        for name in ("erase", "crop", "jitter", "switch", "mixed"):
+        for name in ("erase", "crop", "jitter", "switch", "mixed", "unmixed"):
             if getattr(self, name) > 1:
                 raise ValueError(f"augment.{name} must be at most 1, not {getattr(self, name)}")
         if self.border not in get_args(Border):
@@ -71,10 +84,13 @@ class Augment:
         images_BCHW = self.policy(images_BCHW, generator)
         return jitter(images_BCHW, self.jitter, generator) if self.jitter else images_BCHW
 
-    def mix(self, images_BCHW: Tensor, targets_BK: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+    def mix(
+        self, images_BCHW: Tensor, targets_BK: Tensor, generator: Generator, mixing: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """After normalising: erase, then blend with other images; targets are rows of class probabilities.
 
-        Coins decide for each image which of them, and whether: on the device, which never waits for Python.
+        Coins decide for each image which of them, and whether: on the device, which never waits for Python. Where
+        `mixing` is false, none is blended.
         """
         if self.erase:
             images_BCHW = erase(images_BCHW, self.erase, generator)
@@ -88,7 +104,8 @@ class Augment:
             mixed = mixup(images_BCHW, targets_BK, self.mixup, generator)
         else:
             mixed = cutmix(images_BCHW, targets_BK, self.cutmix, generator)
-        return mixed if self.mixed == 1 else choose(other < self.mixed, mixed, (images_BCHW, targets_BK))
+        chosen = other < self.mixed if mixing is None else (other < self.mixed) & mixing
+        return mixed if self.mixed == 1 and mixing is None else choose(chosen, mixed, (images_BCHW, targets_BK))
 
 
 Examples = tuple[Tensor, Tensor]  # images, B C H W, and their targets, B K

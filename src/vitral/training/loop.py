@@ -72,7 +72,8 @@ def fit(
     forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute, watch.said)
     balanced = recipe.class_weights == "balanced"
     weights_K = balanced_weights(loader.labels, recipe.model.classes) if balanced else None
-    task = Task(recipe, preprocessing, hardware, weights_K)
+    unmixed_from = round((1 - recipe.augment.unmixed) * steps) if recipe.augment.unmixed else None
+    task = Task(recipe, preprocessing, hardware, weights_K, unmixed_from)
     log = tensorboard(run) if recipe.tensorboard and world.first else None
     agreement = Agreement(world, flags=2)
 
@@ -149,6 +150,7 @@ class Task(NamedTuple):
     preprocessing: Preprocessing
     hardware: Hardware
     weights_K: Tensor | None = None  # of the classes, in the loss
+    unmixed_from: int | None = None  # the step from which no images are blended
 
 
 def train_step(
@@ -186,7 +188,8 @@ def look(
     B = len(labels_B)
     targets_BK = F.one_hot(labels_B, recipe.model.classes).float()
     images = preprocessing.normalise(recipe.augment.move(images_BCHW, state.draws, preprocessing.image_size))
-    images, targets_BK = recipe.augment.mix(images, targets_BK, state.draws)
+    mixing = None if task.unmixed_from is None else state.at < task.unmixed_from
+    images, targets_BK = recipe.augment.mix(images, targets_BK, state.draws, mixing)
     total, right = torch.zeros((), device=images.device), torch.zeros((), device=images.device)
     mine, count = slice(world.share(B).start, world.share(B).stop), min(recipe.accumulate, B // world.size)
     parts = (batch[mine].tensor_split(count) for batch in (images, targets_BK, labels_B))
