@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitral.evaluation.views import answers
+from vitral.evaluation.views import Views, answers
 
 
 def columns(images: Tensor) -> Tensor:
@@ -25,12 +25,20 @@ def test_the_mirror_image_counts_half() -> None:
     torch.testing.assert_close(answers(columns, images, "flip"), expected)
 
 
+@pytest.mark.parametrize("views", ["three", "six"])
 @pytest.mark.parametrize("count", [3, 4096 + 3])
-def test_six_views_of_a_dot_spread_it_along_the_diagonal(count: int) -> None:
+def test_views_of_a_dot_spread_it_along_the_diagonal(count: int, views: Views) -> None:
     images = torch.zeros(count, 1, 7, 7, dtype=torch.uint8)
     images[:, 0, 3, 3] = 240
     images[:, 0, 2, 2] = 80  # arrives in the middle row when the image moves down and right
-    said = answers(columns, images, "six")
+    said = answers(columns, images, views)
     assert said.shape == (count, 7)
     # in place: 240 in the middle, weight 1/2; moved down: 80 in the middle, weight 1/4; moved up: nothing
     torch.testing.assert_close(said[-1], torch.tensor([0, 0, 0, 140.0, 0, 0, 0]))
+
+
+def test_three_views_are_not_mirrored() -> None:
+    images = torch.zeros(2, 1, 7, 7, dtype=torch.uint8)
+    images[:, 0, 3, 5] = 240
+    torch.testing.assert_close(answers(columns, images, "three")[0], torch.tensor([0, 0, 0, 0, 0, 120.0, 0]))
+    torch.testing.assert_close(answers(columns, images, "six")[0], torch.tensor([0, 60.0, 0, 0, 0, 60.0, 0]))

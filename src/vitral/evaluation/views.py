@@ -11,10 +11,11 @@ from torch import Tensor
 
 from vitral.data.images import Pixels
 
-Views = Literal["one", "flip", "six"]
+Views = Literal["one", "flip", "three", "six"]
 VIEWS: dict[Views, str] = {
     "one": "",
     "flip": "answers averaged over the image and its mirror image",
+    "three": "answers averaged over three views: moved by a pixel along the diagonal",
     "six": "answers averaged over six views: mirrored, and moved by a pixel along the diagonal",
 }
 
@@ -29,11 +30,11 @@ def answers(ask: Callable[[Pixels], Tensor], images_NCHW: Pixels, views: Views) 
 def _averaged(ask: Callable[[Tensor], Tensor], images_NCHW: Tensor, views: Views) -> Tensor:
     """In place counts as much as both moves together."""
 
-    def both(images: Tensor) -> Tensor:
-        return (ask(images) + ask(images.flip(-1))) / 2
+    def seen(images: Tensor) -> Tensor:
+        return ask(images) if views == "three" else (ask(images) + ask(images.flip(-1))) / 2
 
     if views == "flip":
-        return both(images_NCHW)
+        return seen(images_NCHW)
     wide = F.pad(images_NCHW.float(), (1, 1, 1, 1), mode="replicate").to(images_NCHW.dtype)
-    moved = (both(wide[:, :, :-2, :-2]) + both(wide[:, :, 2:, 2:])) / 2
-    return (both(images_NCHW) + moved) / 2
+    moved = (seen(wide[:, :, :-2, :-2]) + seen(wide[:, :, 2:, 2:])) / 2
+    return (seen(images_NCHW) + moved) / 2
