@@ -16,9 +16,9 @@ def rest(T: int, block: int, least: int = 16) -> int:
     return 0 if T % block == 0 else max(least, triton.next_power_of_2(T % block))
 
 
-def sizes(heads: int, T: int, d: int, M: int, N: int, stages: int, least_m: int = 16, least_n: int = 16) -> dict[str, Any]:
+def sizes(T: int, d: int, M: int, N: int, stages: int, least_m: int = 16, least_n: int = 16) -> dict[str, Any]:
     return {
-        "H": heads, "T": T, "d": d, "COLUMNS": max(16, triton.next_power_of_2(d)), "M": M, "N": N,
+        "T": T, "d": d, "COLUMNS": max(16, triton.next_power_of_2(d)), "M": M, "N": N,
         "REST": rest(T, N, least_n), "LAST": rest(T, M, least_m), "STAGES": stages,
     }  # fmt: skip
 
@@ -30,14 +30,14 @@ def forward(
     rows, d = q.shape[0], q.shape[1] // heads
     o, lse = q.new_empty(rows, heads * d), q.new_empty(rows // T * heads, T, dtype=torch.float32)
     how = dict(how)
-    warps = how.pop("warps")
-    named = sizes(heads, T, d, **how)
+    warps, most = how.pop("warps"), how.pop("most", None)
+    named = sizes(T, d, **how)
     programs = rows // T * heads
     if kind == "forward_loops":
         programs *= triton.cdiv(T, named["M"])
     getattr(attention, kind)[(programs,)](
-        q, k, v, o, lse, d**-0.5 * 1.4426950408889634, q.stride(0), k.stride(0), v.stride(0), o.stride(0),
-        **named, num_warps=warps,
+        q, k, v, o, lse, heads, d**-0.5 * 1.4426950408889634, q.stride(0), k.stride(0), v.stride(0), o.stride(0),
+        **named, num_warps=warps, maxnreg=most,
     )  # fmt: skip
     return o, lse
 
@@ -54,27 +54,27 @@ def backward(
     steps = (q.stride(0), k.stride(0), v.stride(0), o.stride(0))
     programs = rows // T * heads
     how = dict(how)
-    warps = how.pop("warps")
+    warps, most = how.pop("warps"), how.pop("most", None)
     fp32 = how.pop("fp32", False)
-    named = sizes(heads, T, d, **how)
+    named = sizes(T, d, **how)
     if kind == "back_apart":
         how2 = dict(how2 or {})
-        warps2 = how2.pop("warps")
-        named2 = sizes(heads, T, d, **how2)
+        warps2, most2 = how2.pop("warps"), how2.pop("most", None)
+        named2 = sizes(T, d, **how2)
         attention.back_queries[(programs * triton.cdiv(T, named["M"]),)](
-            q, k, v, o, do, lse, delta, dq, d**-0.5, *steps, 3 * D, **named, num_warps=warps
+            q, k, v, o, do, lse, delta, dq, heads, d**-0.5, *steps, 3 * D, **named, num_warps=warps, maxnreg=most
         )
         attention.back_keys[(programs * triton.cdiv(T, named2["M"]),)](
-            q, k, v, do, lse, delta, dk, dv, d**-0.5, *steps, 3 * D, **named2, num_warps=warps2
+            q, k, v, do, lse, delta, dk, dv, heads, d**-0.5, *steps, 3 * D, **named2, num_warps=warps2, maxnreg=most2
         )
     elif kind == "back_parts":
         part, step = (q.new_empty(rows, D, dtype=torch.float32), D) if fp32 else (dq, 3 * D)
         attention.back_parts[(programs,)](
-            q, k, v, o, do, lse, delta, part, dq, dk, dv, d**-0.5, *steps, step, 3 * D, **named, num_warps=warps
+            q, k, v, o, do, lse, delta, part, dq, dk, dv, heads, d**-0.5, *steps, step, 3 * D, **named, num_warps=warps, maxnreg=most
         )
     else:
         getattr(attention, kind)[(programs,)](
-            q, k, v, o, do, lse, delta, dq, dk, dv, d**-0.5, *steps, 3 * D, **named, num_warps=warps
+            q, k, v, o, do, lse, delta, dq, dk, dv, heads, d**-0.5, *steps, 3 * D, **named, num_warps=warps, maxnreg=most
         )
     return out
 

@@ -108,18 +108,18 @@ def _forward_rows(
         values = _load(v, j, sv, T, d, N, COLUMNS, True)
         most, sums, out = _forward_step(queries, keys, values, most, sums, out, j, scale, T, N, True)
     if REST:
-        j: tl.constexpr = T // N * N
-        keys = _load(k, j, sk, T, d, REST, COLUMNS, False)
-        values = _load(v, j, sv, T, d, REST, COLUMNS, False)
-        most, sums, out = _forward_step(queries, keys, values, most, sums, out, j, scale, T, REST, False)
+        last: tl.constexpr = T // N * N
+        keys = _load(k, last, sk, T, d, REST, COLUMNS, False)
+        values = _load(v, last, sv, T, d, REST, COLUMNS, False)
+        most, sums, out = _forward_step(queries, keys, values, most, sums, out, last, scale, T, REST, False)
     _store(o, out / sums[:, None], start, so, T, d, M, COLUMNS, WHOLE)
     _store_row(lse, most + tl.log2(sums), start, T, M, WHOLE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def forward_loops(
-    q, k, v, o, lse, scale, sq, sk, sv, so,
-    H: tl.constexpr, T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, k, v, o, lse, H, scale, sq, sk, sv, so,
+    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     REST: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program for some queries of a head; keys and values pass by."""
@@ -164,10 +164,10 @@ def _forward_whole(
     _store_row(lse, most + tl.log2(sums), start, T, M, WHOLE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def forward_kept(
-    q, k, v, o, lse, scale, sq, sk, sv, so,
-    H: tl.constexpr, T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, k, v, o, lse, H, scale, sq, sk, sv, so,
+    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     REST: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program for a head, whose keys and values stay in shared memory; queries pass by."""
@@ -226,10 +226,10 @@ def _queries_loops(
         values = _load(v, j, sv, T, d, N, COLUMNS, True)
         out = _queries_step(queries, keys, values, pulls, sums, deltas, out, j, scale * LOG2E, T, N, True)
     if REST:
-        j: tl.constexpr = T // N * N
-        keys = _load(k, j, sk, T, d, REST, COLUMNS, False)
-        values = _load(v, j, sv, T, d, REST, COLUMNS, False)
-        out = _queries_step(queries, keys, values, pulls, sums, deltas, out, j, scale * LOG2E, T, REST, False)
+        last: tl.constexpr = T // N * N
+        keys = _load(k, last, sk, T, d, REST, COLUMNS, False)
+        values = _load(v, last, sv, T, d, REST, COLUMNS, False)
+        out = _queries_step(queries, keys, values, pulls, sums, deltas, out, last, scale * LOG2E, T, REST, False)
     _store(dq, out * scale, start, sd, T, d, M, COLUMNS, WHOLE)
 
 
@@ -258,19 +258,19 @@ def _keys_loops(
         sums, deltas = _row(lse, i, 0.0, T, N, True), _row(delta, i, 0.0, T, N, True)
         dkeys, dvalues = _keys_step(queries, keys, values, pulls, sums, deltas, dkeys, dvalues, scale * LOG2E)
     if REST:
-        i: tl.constexpr = T // N * N
-        queries = _load(q, i, sq, T, d, REST, COLUMNS, False)
-        pulls = _load(do, i, so, T, d, REST, COLUMNS, False)
-        sums, deltas = _row(lse, i, float("inf"), T, REST, False), _row(delta, i, 0.0, T, REST, False)
+        last: tl.constexpr = T // N * N
+        queries = _load(q, last, sq, T, d, REST, COLUMNS, False)
+        pulls = _load(do, last, so, T, d, REST, COLUMNS, False)
+        sums, deltas = _row(lse, last, float("inf"), T, REST, False), _row(delta, last, 0.0, T, REST, False)
         dkeys, dvalues = _keys_step(queries, keys, values, pulls, sums, deltas, dkeys, dvalues, scale * LOG2E)
     _store(dk, dkeys * scale, start, sd, T, d, M, COLUMNS, WHOLE)
     _store(dv, dvalues, start, sd, T, d, M, COLUMNS, WHOLE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def back_queries(
-    q, k, v, o, do, lse, delta, dq, scale, sq, sk, sv, so, sd,
-    H: tl.constexpr, T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, k, v, o, do, lse, delta, dq, H, scale, sq, sk, sv, so, sd,
+    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     REST: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq and δ. A program for some queries of a head; keys and values pass by."""
@@ -296,10 +296,10 @@ def back_queries(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def back_keys(
-    q, k, v, do, lse, delta, dk, dv, scale, sq, sk, sv, so, sd,
-    H: tl.constexpr, T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, k, v, do, lse, delta, dk, dv, H, scale, sq, sk, sv, so, sd,
+    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     REST: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, after `back_queries`. A program for some keys of a head; queries pass by."""
@@ -325,10 +325,10 @@ def back_keys(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def back_loops(
-    q, k, v, o, do, lse, delta, dq, dk, dv, scale, sq, sk, sv, so, sd,
-    H: tl.constexpr, T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, k, v, o, do, lse, delta, dq, dk, dv, H, scale, sq, sk, sv, so, sd,
+    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     REST: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both in turn, in one program for a head: seven products, of which no sum leaves the registers."""
@@ -378,46 +378,40 @@ def _queries_kept(
             queries, keys[j], values[j], pulls, sums, deltas, out, j * N, scale * LOG2E, T, N, True
         )
     if REST:
-        j: tl.constexpr = T // N
+        last: tl.constexpr = T // N
         out = _queries_step(
-            queries, keys[j], values[j], pulls, sums, deltas, out, j * N, scale * LOG2E, T, REST, False
+            queries, keys[last], values[last], pulls, sums, deltas, out, last * N, scale * LOG2E, T, REST, False
         )
     _store(dq, out * scale, start, sd, T, d, M, COLUMNS, WHOLE)
 
 
 @triton.jit
 def _keys_kept(
-    queries, k, v, pulls, sums, deltas, dk, dv, start, scale, sk, sv, sd,
-    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, PIECES: tl.constexpr,
+    queries, k, v, pulls, lse, delta, dk, dv, start, scale, sk, sv, sd,
+    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, REST: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     keys = _load(k, start, sk, T, d, M, COLUMNS, WHOLE)
     values = _load(v, start, sv, T, d, M, COLUMNS, WHOLE)
     dkeys = tl.zeros((M, COLUMNS), tl.float32)
     dvalues = tl.zeros((M, COLUMNS), tl.float32)
-    for i in tl.static_range(PIECES):
+    for i in tl.static_range(T // N):
+        sums, deltas = _row(lse, i * N, 0.0, T, N, True), _row(delta, i * N, 0.0, T, N, True)
+        dkeys, dvalues = _keys_step(queries[i], keys, values, pulls[i], sums, deltas, dkeys, dvalues, scale * LOG2E)
+    if REST:
+        last: tl.constexpr = T // N
+        sums, deltas = _row(lse, last * N, float("inf"), T, REST, False), _row(delta, last * N, 0.0, T, REST, False)
         dkeys, dvalues = _keys_step(
-            queries[i], keys, values, pulls[i], sums[i], deltas[i], dkeys, dvalues, scale * LOG2E
+            queries[last], keys, values, pulls[last], sums, deltas, dkeys, dvalues, scale * LOG2E
         )
     _store(dk, dkeys * scale, start, sd, T, d, M, COLUMNS, WHOLE)
     _store(dv, dvalues, start, sd, T, d, M, COLUMNS, WHOLE)
 
 
-@triton.jit
-def _rows(x, other, T: tl.constexpr, N: tl.constexpr, REST: tl.constexpr):
-    whole: tl.constexpr = T // N
-    pieces = ()
-    for piece in tl.static_range(whole):
-        pieces = pieces + (_row(x, piece * N, other, T, N, True),)
-    if REST:
-        pieces = pieces + (_row(x, whole * N, other, T, REST, False),)
-    return pieces
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def back_kept(
-    q, k, v, o, do, lse, delta, dq, dk, dv, scale, sq, sk, sv, so, sd,
-    H: tl.constexpr, T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, k, v, o, do, lse, delta, dq, dk, dv, H, scale, sq, sk, sv, so, sd,
+    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     REST: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both in turn, and what each needs all of stays in shared memory: first keys and values, then queries and do."""
@@ -444,20 +438,16 @@ def back_kept(
             q, keys, values, o, do, lse, delta, dq, T // M * M, scale, sq, so, sd, T, d, COLUMNS, LAST, N, REST, False
         )
     tl.debug_barrier()  # δ was written by other threads
-    pieces: tl.constexpr = T // N + (REST > 0)
     queries = _pieces(q, sq, T, d, N, REST, COLUMNS)
     pulls = _pieces(do, so, T, d, N, REST, COLUMNS)
-    sums = _rows(lse, float("inf"), T, N, REST)
-    deltas = _rows(delta, 0.0, T, N, REST)
     for j in tl.range(0, T // M * M, M, num_stages=STAGES):
         _keys_kept(
-            queries, k, v, pulls, sums, deltas, dk, dv, j, scale, sk, sv, sd, T, d, COLUMNS, M, pieces, True
+            queries, k, v, pulls, lse, delta, dk, dv, j, scale, sk, sv, sd, T, d, COLUMNS, M, N, REST, True
         )
     if LAST:
         _keys_kept(
-            queries, k, v, pulls, sums, deltas, dk, dv, T // M * M, scale, sk, sv, sd, T, d, COLUMNS, LAST, pieces,
-            False,
-        )  # fmt: skip
+            queries, k, v, pulls, lse, delta, dk, dv, T // M * M, scale, sk, sv, sd, T, d, COLUMNS, LAST, N, REST, False
+        )
 
 
 @triton.jit
@@ -469,10 +459,10 @@ def _deltas(
         pulls = _load(do, i, so, T, d, N, COLUMNS, True).to(tl.float32)
         _store_row(delta, tl.sum(got * pulls, axis=1), i, T, N, True)
     if REST:
-        i: tl.constexpr = T // N * N
-        got = _load(o, i, so, T, d, REST, COLUMNS, False).to(tl.float32)
-        pulls = _load(do, i, so, T, d, REST, COLUMNS, False).to(tl.float32)
-        _store_row(delta, tl.sum(got * pulls, axis=1), i, T, REST, False)
+        last: tl.constexpr = T // N * N
+        got = _load(o, last, so, T, d, REST, COLUMNS, False).to(tl.float32)
+        pulls = _load(do, last, so, T, d, REST, COLUMNS, False).to(tl.float32)
+        _store_row(delta, tl.sum(got * pulls, axis=1), last, T, REST, False)
     tl.debug_barrier()
 
 
@@ -488,8 +478,8 @@ def _both_step(q, k, v, do, lse, delta, dq, dk, dv, start, scale, T: tl.constexp
 
 @triton.jit
 def _both_kept(
-    queries, k, v, pulls, sums, deltas, dqs, dk, dv, start, scale, sk, sv, sd,
-    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, PIECES: tl.constexpr,
+    queries, k, v, pulls, lse, delta, dqs, dk, dv, start, scale, sk, sv, sd,
+    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, REST: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     keys = _load(k, start, sk, T, d, M, COLUMNS, WHOLE)
@@ -497,21 +487,29 @@ def _both_kept(
     dkeys = tl.zeros((M, COLUMNS), tl.float32)
     dvalues = tl.zeros((M, COLUMNS), tl.float32)
     out = ()
-    for i in tl.static_range(PIECES):
+    for i in tl.static_range(T // N):
+        sums, deltas = _row(lse, i * N, 0.0, T, N, True), _row(delta, i * N, 0.0, T, N, True)
         dq, dkeys, dvalues = _both_step(
-            queries[i], keys, values, pulls[i], sums[i], deltas[i], dqs[i], dkeys, dvalues, start, scale * LOG2E,
+            queries[i], keys, values, pulls[i], sums, deltas, dqs[i], dkeys, dvalues, start, scale * LOG2E, T, M, WHOLE
+        )
+        out = out + (dq,)
+    if REST:
+        last: tl.constexpr = T // N
+        sums, deltas = _row(lse, last * N, float("inf"), T, REST, False), _row(delta, last * N, 0.0, T, REST, False)
+        less, dkeys, dvalues = _both_step(
+            queries[last], keys, values, pulls[last], sums, deltas, dqs[last], dkeys, dvalues, start, scale * LOG2E,
             T, M, WHOLE,
         )  # fmt: skip
-        out = out + (dq,)
+        out = out + (less,)
     _store(dk, dkeys * scale, start, sd, T, d, M, COLUMNS, WHOLE)
     _store(dv, dvalues, start, sd, T, d, M, COLUMNS, WHOLE)
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def back_once(
-    q, k, v, o, do, lse, delta, dq, dk, dv, scale, sq, sk, sv, so, sd,
-    H: tl.constexpr, T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, k, v, o, do, lse, delta, dq, dk, dv, H, scale, sq, sk, sv, so, sd,
+    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     REST: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Five products: dq of all queries stays in registers while keys pass by."""
@@ -528,11 +526,8 @@ def back_once(
     lse += which.to(tl.int64) * T
     delta += which.to(tl.int64) * T
     _deltas(o, do, delta, so, T, d, COLUMNS, N, REST)
-    pieces: tl.constexpr = T // N + (REST > 0)
     queries = _pieces(q, sq, T, d, N, REST, COLUMNS)
     pulls = _pieces(do, so, T, d, N, REST, COLUMNS)
-    sums = _rows(lse, float("inf"), T, N, REST)
-    deltas = _rows(delta, 0.0, T, N, REST)
     dqs = ()
     for _ in tl.static_range(T // N):
         dqs = dqs + (tl.zeros((N, COLUMNS), tl.float32),)
@@ -540,11 +535,11 @@ def back_once(
         dqs = dqs + (tl.zeros((REST, COLUMNS), tl.float32),)
     for j in tl.range(0, T // M * M, M, num_stages=STAGES):
         dqs = _both_kept(
-            queries, k, v, pulls, sums, deltas, dqs, dk, dv, j, scale, sk, sv, sd, T, d, COLUMNS, M, pieces, True
+            queries, k, v, pulls, lse, delta, dqs, dk, dv, j, scale, sk, sv, sd, T, d, COLUMNS, M, N, REST, True
         )
     if LAST:
         dqs = _both_kept(
-            queries, k, v, pulls, sums, deltas, dqs, dk, dv, T // M * M, scale, sk, sv, sd, T, d, COLUMNS, LAST, pieces,
+            queries, k, v, pulls, lse, delta, dqs, dk, dv, T // M * M, scale, sk, sv, sd, T, d, COLUMNS, LAST, N, REST,
             False,
         )  # fmt: skip
     for i in tl.static_range(T // N):
@@ -601,10 +596,10 @@ def _both_loops(
     _store(dv, dvalues, start, sd, T, d, M, COLUMNS, WHOLE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def back_parts(
-    q, k, v, o, do, lse, delta, part, dq, dk, dv, scale, sq, sk, sv, so, sp, sd,
-    H: tl.constexpr, T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    q, k, v, o, do, lse, delta, part, dq, dk, dv, H, scale, sq, sk, sv, so, sp, sd,
+    T: tl.constexpr, d: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     REST: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Five products: dq is added up in memory, by the program that owns it. For blocks of keys that are two at most."""
