@@ -67,11 +67,19 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp_min(1e-4)).item()
 
 
-@pytest.fixture(params=["short", "long"])
+def leave_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention, where numbers are bf16: the interpreter cannot multiply such matrices."""
+    monkeypatch.setattr(launch, "SHORT", 4)
+    monkeypatch.setattr(launch, "LONG", 4)
+
+
+@pytest.fixture(params=["short", "long", "PyTorch's"])
 def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways: our own kernel for few tokens, and PyTorch's attention with ours around it."""
-    if request.param == "long":
+    """All ways: our own kernels for few tokens and for more, and PyTorch's attention with ours around it."""
+    if request.param != "short":
         monkeypatch.setattr(launch, "SHORT", 4)
+    if request.param == "PyTorch's":
+        monkeypatch.setattr(launch, "LONG", 4)
     return str(request.param)
 
 
@@ -273,7 +281,7 @@ def a_gpu(**changes: Any) -> Hardware:
 
 
 def test_kernels_are_compared_with_the_plain_encoder_before_their_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "SHORT", 4)  # the interpreter cannot multiply bf16 matrices
+    leave_to_pytorch(monkeypatch)
     model, state = a_model(drop_path=0.5), torch.get_rng_state()
     assert fused.why_not(model, a_gpu()) == ""
     assert model.training
@@ -283,7 +291,7 @@ def test_kernels_are_compared_with_the_plain_encoder_before_their_first_use(monk
 
 
 def test_kernels_that_fail_or_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "SHORT", 4)
+    leave_to_pytorch(monkeypatch)
     said: list[str] = []
     real = launch.act_back
     monkeypatch.setattr(
@@ -318,7 +326,7 @@ def test_models_of_one_shape_share_what_was_compiled(monkeypatch: pytest.MonkeyP
 
     counter, compile = CompileCounter(), torch.compile  # type: ignore[no-untyped-call]
     monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend=counter))
-    monkeypatch.setattr(launch, "SHORT", 4)  # the interpreter cannot multiply bf16 matrices
+    leave_to_pytorch(monkeypatch)
     stem = ConvStemConfig(widths=(8, 16), strides=(2, 2))
     config = HybridConfig(**SMALL | {"depth": 1, "image_size": (8, 8), "positions": "learned+rotary"}, conv=stem)
     hardware = Hardware(device=torch.device("cpu"), precision="bf16", compile=True, reasons={}, graph=True, fused=True)

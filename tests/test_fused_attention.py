@@ -9,50 +9,88 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vitral.vit import ViT, ViTConfig
+
 pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
 
-from vitral.fused import attend
+from vitral.fused import launch
+from vitral.fused.encoder import FusedEncoder
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
 )
 
-FORWARD: list[tuple[str, dict[str, Any]]] = [
-    ("forward_loops", {"M": 64, "N": 64}),
-    ("forward_loops", {"M": 128, "N": 32, "least_m": 64}),
-    ("forward_kept", {"M": 64, "N": 64, "least_m": 64}),
-]
-BACKWARD: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = [
-    ("back_apart", {"M": 64, "N": 64}, {"M": 64, "N": 32, "least_m": 64}),
-    ("back_loops", {"M": 64, "N": 32, "least_m": 64}, None),
-    ("back_kept", {"M": 64, "N": 64}, None),
-    ("back_once", {"M": 128, "N": 64}, None),
-    ("back_parts", {"M": 128, "N": 64}, None),
-]
-LAUNCH = {"warps": 4, "stages": 2}
 
-
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("T", "d"), [(65, 32), (77, 64), (100, 24), (197, 64), (256, 32)])
-def test_own_attention_is_attention(T: int, d: int) -> None:
+def test_own_attention_is_attention(T: int, d: int, turned: bool) -> None:
     B, h = 1 if T > 100 else 2, 2
     torch.manual_seed(T)
     qkv, do = 1.5 * torch.randn(B * T, 3 * h * d), torch.randn(B * T, h * d)
     qkv[:T, : h * d] += 12 * torch.randn(1, h * d)  # far from zero: scores beyond what exp can hold
     wanted = qkv.clone().requires_grad_()
-    q, k, v = wanted.view(B, T, 3, h, d).permute(2, 0, 3, 1, 4)
-    o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B * T, -1)
-    (gradient,) = torch.autograd.grad(o, wanted, do)
+    wanted_o = F.scaled_dot_product_attention(*launch.by_heads(wanted, h, T)).transpose(1, 2).reshape(B * T, -1)
+    (gradient,) = torch.autograd.grad(wanted_o, wanted, do)
     q, k, v = qkv.chunk(3, dim=1)
-    for kind, how in FORWARD:
-        got, lse = attend.forward(kind, q, k, v, h, T, how | LAUNCH)
-        assert torch.allclose(got, o, atol=2e-5), (kind, how)
-    for kind, how, other in BACKWARD:
-        dqkv = attend.backward(kind, q, k, v, o.detach(), do, lse, h, T, how | LAUNCH, other and other | LAUNCH)
-        assert (dqkv - gradient).abs().max() < 2e-5 * gradient.abs().max(), (kind, how)
+    if turned:  # queries and keys for themselves, as after norms and rotary positions
+        q, k = q.contiguous(), k.contiguous()
+    o, lse = launch.attend(q, k, v, h, T)
+    assert torch.allclose(o, wanted_o, atol=2e-5)
+    dqkv = launch.attend_back(q, k, v, o, lse, do, h, T)
+    assert (dqkv - gradient).abs().max() < 2e-5 * gradient.abs().max()
 
 
-def test_sums_over_rows_are_complete() -> None:
-    x = torch.randn(37, 144)
-    _, _, sums = attend.cast(x, False, rows=2, programs=3)
-    assert torch.allclose(sums.sum(0), x.sum(0), atol=1e-5)
+@pytest.mark.parametrize(
+    ("image", "changes"),
+    [
+        (32, {}),
+        (32, {"qk_norm": True, "positions": "learned+rotary", "registers": 2}),
+        (36, {"positions": "rotary", "pooling": "mean", "qkv_bias": False}),
+        (36, {"qkv_bias": False}),
+    ],
+    ids=str,
+)
+def test_an_encoder_of_so_many_tokens(image: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"image_size": (image, image), "patch_size": 4, "classes": 2, "width": 48, "heads": 2, "mlp_width": 64}
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**settings | {"depth": 1} | changes))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    tokens = model.embed(torch.randn(2, 3, image, image), model.config.grid).detach()
+    assert launch.SHORT < tokens.shape[1] <= launch.LONG
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    fused = FusedEncoder(model.encoder, number=torch.float32)
+    dy, given = torch.randn_like(tokens), tokens.clone().requires_grad_()
+    out = fused(given, model.config.grid)
+    found = torch.autograd.grad(out, [given, *fused.parameters], dy)
+    with torch.no_grad():
+        assert torch.equal(fused(tokens, model.config.grid), out)
+    monkeypatch.undo()
+    given = tokens.clone().requires_grad_()
+    plain = model.encoder(given, model.config.grid)
+    assert (out - plain).norm() < 5e-5 * plain.norm()
+    for a, b in zip(found, torch.autograd.grad(plain, [given, *fused.parameters], dy), strict=True):
+        assert (a - b).norm() < 5e-5 * b.norm().clamp_min(0.1)
+
+
+@pytest.mark.parametrize("N", [192, 144])
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_sums_over_rows_and_rows_as_fp8(N: int, sums: bool, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PROGRAMS", 3)
+    torch.manual_seed(0)
+    x = torch.randn(37, N) * torch.logspace(-4, 4, 37)[:, None]
+    x[5] = 0
+    x[6, 1:] = 0  # all of its length in one number
+    totals, small = launch.cast(x, sums, fp8)
+    assert (totals is not None, small is not None) == (sums, fp8)
+    if totals is not None:
+        assert torch.allclose(totals, x.sum(0), rtol=1e-4)
+    if small is not None:
+        again = small.numbers.float() * small.scales
+        off = (again - x).norm(dim=1) / x.norm(dim=1).clamp_min(1e-12)
+        assert off.mean() < 0.1  # Triton's interpreter rounds some numbers badly, a GPU does not
+        assert off[6] < 1e-6
+        assert small.scales.squeeze(1).tolist() == pytest.approx((x.norm(dim=1) / 448).clamp_min(1e-12 / 448).tolist())

@@ -163,9 +163,15 @@ def test_a_run_whose_images_are_sent_ends_like_one_whose_images_lie_on_the_gpu(
     [
         {},
         {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "gelu": "tanh"},
-        {"image_size": (64, 64), "qk_norm": True, "positions": "rotary"},  # more tokens than one core holds
+        {"image_size": (64, 64), "qk_norm": True, "positions": "rotary"},  # 257 tokens: PyTorch's attention
         {"image_size": (64, 64), "width": 192, "heads": 3, "registers": 4},
         {"width": 96, "heads": 4, "mlp_width": 208, "drop_path": 0.3},
+        {"heads": 8, "qkv_bias": False},  # 65 tokens, heads of 32 columns
+        {"heads": 8, "qk_norm": True, "positions": "learned+rotary"},
+        {"image_size": (224, 224), "patch_size": 16, "width": 768, "heads": 12},  # 197, 64
+        {"image_size": (224, 224), "patch_size": 16, "width": 384, "heads": 12, "qk_norm": True, "registers": 4},
+        {"image_size": (64, 64), "pooling": "mean"},  # 256, 64
+        {"image_size": (64, 64), "heads": 8, "pooling": "mean", "positions": "rotary", "qkv_bias": False},
     ],
     ids=str,
 )

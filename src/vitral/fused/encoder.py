@@ -128,7 +128,8 @@ class Kept(NamedTuple):
     block: Any
     one: Normed
     qkv: Tensor
-    qkv_BhTd: tuple[Tensor, ...]  # as PyTorch's attention took them, if it did
+    taken: tuple[Tensor, ...]  # queries, keys and values as attention took them, if not qkv
+    lse: Tensor | None  # the logarithms of softmax's sums, where `launch.attend` left them
     o: Tensor
     two: Normed
     h: Tensor
@@ -149,7 +150,7 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
         one = launch.add_norm(z, f, bias, kept, of(block.norm1), fp8, plain=spare or not fp8)
         qkv, _ = fused.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias)
         front = fused.front and block is fused.blocks[-1]
-        o, taken = attend(attention, qkv, turn, B, T, front, keep is not None)
+        o, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None)
         z, fp8 = (one.x[::T].contiguous(), False) if front else (one.x, fp8)
         f, kept1 = o @ fused.rounded[attention.project.weight].t(), stochastic(block.residual1, B, z)
         two = launch.add_norm(z, f, attention.project.bias, kept1, of(block.norm2), fp8, plain=spare or not fp8)
@@ -159,7 +160,7 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
         (f, _), bias = fused.product(g, g8, mlp.contract.weight), mlp.contract.bias
         if keep is not None:
             one, two = (was._replace(plain=was.plain if spare else None, small=None) for was in (one, two))
-            keep.append(Kept(block, one, qkv, taken, o, two, h, g if spare else None, kept1, kept, front))
+            keep.append(Kept(block, one, qkv, taken, lse, o, two, h, g if spare else None, kept1, kept, front))
     return launch.add_norm(z, f, bias, kept, of(fused.norm), False)
 
 
@@ -244,40 +245,53 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 def attend(
     attention: Any, qkv: Tensor, turn: Turn | None, B: int, T: int, front: bool, learning: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What attention gives to all tokens or to the first, M hd; and what PyTorch's own took, if it was that."""
-    heads, norms = attention.heads, norms_of(attention)
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+    """What attention gives to all tokens or to the first, M hd; and of `Kept` what was taken, and the logarithms."""
+    heads, norms, D = attention.heads, norms_of(attention), qkv.shape[1] // 3
     if launch.SHORT >= T and not front:
-        return launch.short(qkv, heads, T, norms, turn), ()
-    q, k, v = qkv.view(B, T, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        return launch.short(qkv, heads, T, norms, turn), (), None
+    q, k, v = qkv.chunk(3, dim=1)
     if norms is not None or turn is not None:
-        q, k = launch.turn(qkv, heads, T, norms, turn).view(2, B, T, heads, -1).transpose(2, 3)
+        q, k = launch.turn(qkv, heads, T, norms, turn).view(2, -1, D)
+    if launch.LONG >= T and launch.WIDE * heads >= D and not front:
+        o, lse = launch.attend(q, k, v, heads, T)
+        return o, (q, k, v), lse
+    q, k, v = (x.unflatten(0, (B, T)).unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     if front:
         q = q[:, :, :1]
     with torch.set_grad_enabled(learning):  # its own way back is PyTorch's
         q, k, v = (x.detach().requires_grad_(learning) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, qkv.shape[1] // 3)
-    return o, (q, k, v)
+        o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, D)
+    return o, (q, k, v), None
 
 
 def attend_back(
     attention: Any, was: Kept, do: Tensor, turn: Turn | None, found: dict[Tensor, Tensor], fp8: bool, T: int
 ) -> tuple[Tensor, Small | None]:
-    norms, bias, small = norms_of(attention), attention.qkv.bias, None
-    if not was.qkv_BhTd:
-        dqkv, sums, summed = launch.short_back(was.qkv, do, attention.heads, T, norms, turn, bias is not None)
+    """The gradient of qkv, and that as FP8, unless it was short."""
+    heads, norms, biased = attention.heads, norms_of(attention), attention.qkv.bias is not None
+    out: Tensor | None = None
+    sums: Tensor | None = None
+    if was.lse is not None:
+        q, k, v = was.taken
+        out = launch.attend_back(q, k, v, was.o, was.lse, do, heads, T)
+    elif not was.taken:
+        out = launch.short_back(was.qkv, do, heads, T, norms, turn)
+    if out is not None and was.taken and norms is None and turn is None:
+        dqkv, (summed, small) = out, launch.cast(out, biased, fp8)
     else:
-        dq, dk, dv = torch.autograd.grad(was.o, was.qkv_BhTd, do)
-        gradients = (F.pad(dq, (0, 0, 0, T - 1)) if was.front else dq, dk, dv)
-        if norms is None and turn is None:
-            (dqkv, small, summed), sums = launch.gather(gradients, fp8), None
+        if out is not None:
+            gradients = launch.by_heads(out, heads, T)
         else:
-            dqkv, sums, summed = launch.turn_back(was.qkv, gradients, norms, turn, bias is not None)
+            dq, dk, dv = torch.autograd.grad(was.o, was.taken, do)
+            gradients = (F.pad(dq, (0, 0, 0, T - 1)) if was.front else dq, dk, dv)
+        dqkv, sums, summed = launch.turn_back(was.qkv, gradients, norms, turn, biased, out)
+        _, small = launch.cast(dqkv, False, fp8 and bool(was.taken))
     if sums is not None:
         (found[attention.norm_q.weight], found[attention.norm_k.weight]) = sums[0]
         (found[attention.norm_q.bias], found[attention.norm_k.bias]) = sums[1]
-    if bias is not None and summed is not None:
-        found[bias] = summed
+    if summed is not None:
+        found[attention.qkv.bias] = summed
     return dqkv, small
 
 

@@ -389,47 +389,6 @@ def total(parts, out, G, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gather(
-    dq, dk, dv, out, small, scales, sums, M, T,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh,
-    D: tl.constexpr, d: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    columns = tl.arange(0, BLOCK)
-    known = columns < D
-    head, inner = columns // d, columns % d
-    total_q = tl.zeros((ROWS, BLOCK), tl.float32)
-    total_k = tl.zeros((ROWS, BLOCK), tl.float32)
-    total_v = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        image, token = (rows // T)[:, None], (rows % T)[:, None]
-        inside = (rows < M)[:, None] & known[None, :]
-        q = tl.load(dq + image * qb + token * qt + (head * qh + inner)[None, :], inside, 0.0)
-        k = tl.load(dk + image * kb + token * kt + (head * kh + inner)[None, :], inside, 0.0)
-        v = tl.load(dv + image * vb + token * vt + (head * vh + inner)[None, :], inside, 0.0)
-        at = rows[:, None] * 3 * D + columns[None, :]
-        tl.store(out + at, q, inside)
-        tl.store(out + at + D, k, inside)
-        tl.store(out + at + 2 * D, v, inside)
-        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-        if FP8:
-            most = tl.maximum(tl.maximum(tl.abs(q), tl.abs(k)), tl.abs(v))
-            scale = tl.maximum(tl.max(most, axis=1), 1e-12) / TOP
-            tl.store(scales + rows, scale, rows < M)
-            grow = (1.0 / scale)[:, None]
-            tl.store(small + at, (q * grow).to(tl.float8e4nv), inside)
-            tl.store(small + at + D, (k * grow).to(tl.float8e4nv), inside)
-            tl.store(small + at + 2 * D, (v * grow).to(tl.float8e4nv), inside)
-        total_q += q
-        total_k += k
-        total_v += v
-    place = sums + tl.program_id(0) * 3 * D + columns
-    tl.store(place, tl.sum(total_q, axis=0), known)
-    tl.store(place + D, tl.sum(total_k, axis=0), known)
-    tl.store(place + 2 * D, tl.sum(total_v, axis=0), known)
-
-
-@triton.jit
 def shrink(w, bias, small, scales, most, N, K, sn, sk, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A matrix, or its transpose by its strides, as FP8: N×K, each row with its scale.
 

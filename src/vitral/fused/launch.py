@@ -8,10 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from vitral.fused import kernels
+from vitral.fused import attention, kernels
 
 PROGRAMS = 1056  # that share the rows where sums over all of them are taken: eight for each of a large GPU's 132 cores
-SHORT = 64  # tokens whose attention fits a core at once; beyond, PyTorch's own is as quick
+SHORT = 64  # tokens whose attention fits a core at once
+LONG, WIDE = 256, 64  # tokens and a head's columns up to which ours is the quicker one; beyond, it is PyTorch's
+CUT = 64  # of those tokens, how many a program has
 
 
 class Small(NamedTuple):
@@ -194,10 +196,8 @@ def short(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | 
     return o
 
 
-def short_back(
-    qkv: Tensor, do: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | None, bias: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `turn_back`, from the gradient of what `short` gave."""
+def short_back(qkv: Tensor, do: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | None) -> Tensor:
+    """From the gradient of what `short` gave, those of queries, keys and values as `turn_back` takes them: M 3hd."""
     M, d = qkv.shape[0], qkv.shape[1] // 3 // heads
     out = torch.empty_like(qkv)
     *given, eps = norms or (None, None, None, None, 0.0)
@@ -205,8 +205,13 @@ def short_back(
         qkv, do, *given, waves, out, T, eps, d**-0.5,
         H=heads, d=d, NORM=norms is not None, ROTARY=waves is not None, **at_once(T, d),
     )  # fmt: skip
-    q, k, v = out.view(M // T, T, 3, heads, d).permute(2, 0, 3, 1, 4)
-    return turn_back(qkv, (q, k, v), norms, waves, bias, out)
+    return out
+
+
+def by_heads(qkv: Tensor, heads: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of queries, keys and values: B h T d."""
+    q, k, v = qkv.view(len(qkv) // T, T, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    return q, k, v
 
 
 def at_once(T: int, d: int) -> dict[str, int]:
@@ -214,29 +219,55 @@ def at_once(T: int, d: int) -> dict[str, int]:
     return {"TOKENS": tokens, "HALF": max(16, triton.next_power_of_2(d // 2)), "num_warps": 4}
 
 
-def gather(gradients_BhTd: tuple[Tensor, ...], fp8: bool) -> tuple[Tensor, Small | None, Tensor]:
-    """The gradient of qkv, M 3hd, from those of queries, keys and values; that as FP8, and its sum over tokens."""
-    B, h, T, d = gradients_BhTd[0].shape
-    M, D = B * T, h * d
-    out = gradients_BhTd[0].new_empty(M, 3 * D)
-    small = small_like(out) if fp8 else None
-    how = tile(D) | {"num_warps": 4}
-    count = shares(M, how["ROWS"])
-    sums = out.new_empty(count, 3 * D, dtype=torch.float32)
-    kernels.gather[(count,)](
-        *gradients_BhTd,
-        out,
-        *(small or (None, None, None))[:2],
-        sums,
-        M,
-        T,
-        *strides(gradients_BhTd),
-        D=D,
-        d=d,
-        FP8=fp8,
-        **how,
+def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, T: int) -> tuple[Tensor, Tensor]:
+    """softmax(q·kᵀ/√d)·v, M hd, and the logarithms of its sums to base 2, Bh T; for T up to LONG, d up to WIDE.
+
+    All are M hd: v is a part of qkv, q and k are too, or what `turn` gave."""
+    M, D = q.shape
+    o, lse = q.new_empty(M, D), q.new_empty(M // T * heads, T, dtype=torch.float32)
+    attention.attend[(M // T * heads * triton.cdiv(T, CUT),)](
+        q, k, v, o, lse, (D // heads) ** -0.5, STEP=q.stride(0), **passing(T, heads, D // heads, 32, 3)
     )
-    return out, small, total(sums)
+    return o, lse
+
+
+def attend_back(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, heads: int, T: int) -> Tensor:
+    """The gradients of q, k and v as `attend` took them, side by side: M 3hd."""
+    M, D = q.shape
+    dqkv, delta, scale = q.new_empty(M, 3 * D), torch.empty_like(lse), (D // heads) ** -0.5
+    programs = (M // T * heads * triton.cdiv(T, CUT),)
+    attention.queries_back[programs](
+        q, k, v, o, do, lse, delta, dqkv, scale, STEP=q.stride(0), **passing(T, heads, D // heads, 64, 2)
+    )
+    attention.keys_back[programs](  # 128 registers: a few do not fit, but a fourth program does
+        q, k, v, do, lse, delta, dqkv, scale, STEP=q.stride(0), maxnreg=128, **passing(T, heads, D // heads, 32, 3)
+    )
+    return dqkv
+
+
+def passing(T: int, heads: int, d: int, piece: int, stages: int) -> dict[str, int]:
+    """How many tokens pass by at once, how many remain for the last time, and how far ahead they are fetched."""
+    rest = max(16, triton.next_power_of_2(T % piece)) if T % piece else 0
+    return {
+        "T": T, "H": heads, "d": d, "COLUMNS": max(16, triton.next_power_of_2(d)), "M": CUT, "N": piece, "REST": rest,
+        "STAGES": stages, "num_warps": 4,
+    }  # fmt: skip
+
+
+def cast(x: Tensor, sums: bool, fp8: bool) -> tuple[Tensor | None, Small | None]:
+    """The sums over rows, and the rows as FP8: what of both is wanted."""
+    if not (sums or fp8):
+        return None, None
+    (M, N), small = x.shape, small_like(x) if fp8 else None
+    rows, warps = (2 if N < 2048 else 1, triton.next_power_of_2(triton.cdiv(N, 3072))) if fp8 else (1, 4)
+    block = min(N & -N, 1024) if N % 64 == 0 else 128
+    count = shares(M, rows)
+    totals = x.new_empty(count, N, dtype=torch.float32) if sums else None
+    attention.cast[(count,)](
+        x, *(small or (None, None, None))[:2], totals, M, N=N, PIECES=triton.cdiv(N, block), COLUMNS=block, ROWS=rows,
+        SUMS=sums, FP8=fp8, num_warps=max(rows, warps),
+    )  # fmt: skip
+    return None if totals is None else total(totals), small
 
 
 def strides(tensors_BhTd: tuple[Tensor, ...]) -> list[int]:
