@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from vitral.vit import ViT, ViTConfig
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
 
+from vitral import fused
 from vitral.fused import launch
 from vitral.fused.encoder import FusedEncoder
 
@@ -41,6 +43,17 @@ def test_own_attention_is_attention(T: int, d: int, turned: bool) -> None:
     assert (dqkv - gradient).abs().max() < 2e-5 * gradient.abs().max()
 
 
+def a_model(image: int, **changes: Any) -> tuple[ViT, Tensor]:
+    """And tokens for it."""
+    settings = {"image_size": (image, image), "patch_size": 4, "classes": 2, "width": 48, "heads": 2, "mlp_width": 64}
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**settings | {"depth": 1} | changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model, model.embed(torch.randn(2, 3, image, image), model.config.grid).detach()
+
+
 @pytest.mark.parametrize(
     ("image", "changes"),
     [
@@ -52,27 +65,44 @@ def test_own_attention_is_attention(T: int, d: int, turned: bool) -> None:
     ids=str,
 )
 def test_an_encoder_of_so_many_tokens(image: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"image_size": (image, image), "patch_size": 4, "classes": 2, "width": 48, "heads": 2, "mlp_width": 64}
-    torch.manual_seed(0)
-    model = ViT(ViTConfig(**settings | {"depth": 1} | changes))  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    tokens = model.embed(torch.randn(2, 3, image, image), model.config.grid).detach()
+    model, tokens = a_model(image, **changes)
     assert launch.SHORT < tokens.shape[1] <= launch.LONG
     monkeypatch.setattr(F, "scaled_dot_product_attention", None)
-    fused = FusedEncoder(model.encoder, number=torch.float32)
+    encoder = FusedEncoder(model.encoder, number=torch.float32)
     dy, given = torch.randn_like(tokens), tokens.clone().requires_grad_()
-    out = fused(given, model.config.grid)
-    found = torch.autograd.grad(out, [given, *fused.parameters], dy)
+    out = encoder(given, model.config.grid)
+    found = torch.autograd.grad(out, [given, *encoder.parameters], dy)
     with torch.no_grad():
-        assert torch.equal(fused(tokens, model.config.grid), out)
+        assert torch.equal(encoder(tokens, model.config.grid), out)
     monkeypatch.undo()
     given = tokens.clone().requires_grad_()
     plain = model.encoder(given, model.config.grid)
     assert (out - plain).norm() < 5e-5 * plain.norm()
-    for a, b in zip(found, torch.autograd.grad(plain, [given, *fused.parameters], dy), strict=True):
+    for a, b in zip(found, torch.autograd.grad(plain, [given, *encoder.parameters], dy), strict=True):
         assert (a - b).norm() < 5e-5 * b.norm().clamp_min(0.1)
+
+
+@pytest.mark.parametrize(("changes", "front"), [({}, False), ({"qk_norm": True}, False), ({}, True)], ids=str)
+def test_with_fp8_the_gradient_of_queries_keys_and_values_is_fp8_too(
+    changes: dict[str, Any], front: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of FP8 need a GPU: here they are of the same numbers in fp32."""
+    seen: list[tuple[int, ...]] = []
+
+    def scaled(x: launch.Small, w: launch.Small, bias: Tensor | None = None) -> tuple[Tensor, Any]:
+        seen.append(tuple(x.numbers.shape))
+        product = (x.numbers.float() * x.scales) @ (w.numbers.float() * w.scales).t()
+        return product if bias is None else product + bias, (x.norms, w.norms)
+
+    monkeypatch.setattr("vitral.fused.encoder.scaled", scaled)
+    model, tokens = a_model(32, **changes)
+    given, again = (tokens.clone().requires_grad_() for _ in range(2))
+    out = FusedEncoder(model.encoder, True, torch.float32, front=front)(given, model.config.grid)
+    dy = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, given, dy)
+    (wanted,) = torch.autograd.grad(model.encoder(again, model.config.grid)[:, : out.shape[1]], again, dy)
+    assert seen[-1] == (130, 144)
+    assert (found - wanted).norm() < fused.OFF[True] * wanted.norm()
 
 
 @pytest.mark.parametrize("N", [192, 144])

@@ -128,7 +128,7 @@ class Kept(NamedTuple):
     block: Any
     one: Normed
     qkv: Tensor
-    taken: tuple[Tensor, ...]  # queries, keys and values as attention took them, if not qkv
+    taken: tuple[Tensor, ...]  # queries, keys and values as attention took them; none where it was `launch.short`
     lse: Tensor | None  # the logarithms of softmax's sums, where `launch.attend` left them
     o: Tensor
     two: Normed
