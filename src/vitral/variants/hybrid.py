@@ -48,7 +48,7 @@ class StandardConv(nn.Conv2d):
         if self.odd:
             x_BEHW = F.pad(x_BEHW, (0, 1, 0, 1))
         filters = F.layer_norm(self.weight, self.weight.shape[1:], eps=1e-8)
-        if filters[0].numel() <= FEW and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if filters[0].numel() <= FEW and torch.compiler.is_dynamo_compiling():
             return product_of_patches(x_BEHW, filters, self.stride[0], int(self.padding[0]))
         return F.conv2d(x_BEHW, filters, None, self.stride, self.padding)
 
