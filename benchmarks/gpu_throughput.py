@@ -308,6 +308,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--together", type=int, default=TOGETHER, help="processes that prepare side by side")
     parser.add_argument("--no-alone", action="store_true", help="leave out the runs with an empty compiler cache")
+    parser.add_argument(
+        "--cache", type=Path, help="compiled code is kept here for the next time, but for the runs alone"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--play", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -375,7 +378,7 @@ def main() -> None:
             if gpu and until - time.time() < LEAST:
                 keep([{"case": str(case), **asdict(case), "failed": "out of time"} for case in cases])
                 continue
-            keep(wave(cases, Path(place) / "shared", asked.rounds, asked.seconds, until))
+            keep(wave(cases, asked.cache or Path(place) / "shared", asked.rounds, asked.seconds, until))
     print()
     for name, found in verdicts(rows).items():
         memory = f", memory {found['memory']:.2f} × (goal {found['goal_memory']})" if "memory" in found else ""
