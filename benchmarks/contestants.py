@@ -198,7 +198,8 @@ def vitral_choice(case: Case, info: dict[str, Any]) -> tuple[Any, Any]:
             compile = "no"
         elif setting not in ("auto", "unfused"):
             precision = setting
-    hardware = choose(precision=precision, compile=compile, width=config.width)  # type: ignore[arg-type]
+    steps = 100_000 if case.work == "train" else None
+    hardware = choose(precision=precision, compile=compile, width=config.width, steps=steps)  # type: ignore[arg-type]
     if "unfused" in case.settings:
         hardware = replace(hardware, fused=False)
     info["chosen"] = str(hardware)

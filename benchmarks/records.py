@@ -100,6 +100,7 @@ def prepared(plan: Any) -> Any:
 
 def play(plan: Any, folder: Path) -> dict[str, Any]:
     """One run, as vitral.making.train goes about it."""
+    from vitral.evaluation.metrics import measure
     from vitral.evaluation.views import answers
     from vitral.hardware import choose
     from vitral.predict import Predictor
@@ -130,14 +131,15 @@ def play(plan: Any, folder: Path) -> dict[str, Any]:
     predictor, rows = Predictor.load(run.path, device=plan.device), run.metrics()
     test = of_size(dataset.test, predictor.card.preprocessing)
 
-    def accuracy(views: Any) -> float:
-        found = answers(predictor.logits_together, test.images, views)
-        return (found.argmax(dim=1).cpu() == test.labels).double().mean().item()
+    def asked(views: Any) -> Any:
+        return measure(answers(predictor.logits_together, test.images, views).cpu(), test.labels, predictor.classes)
 
-    top1, epochs = accuracy(plan.views), [row["training_seconds"] for row in rows]
+    said, epochs = asked(plan.views), [row["training_seconds"] for row in rows]
+    run.test_file.write_text(json.dumps(said.as_dict() | {"views": plan.views}) + "\n")
+    top1 = said.top1
     return {
         "top1": top1,
-        "top1_one_view": top1 if plan.views == "one" else accuracy("one"),
+        "top1_one_view": top1 if plan.views == "one" else asked("one").top1,
         "training_s": sum(epochs),
         "by_median_epoch_s": statistics.median(epochs) * len(epochs),
         "everything_s": watch.at - began,

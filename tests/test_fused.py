@@ -268,10 +268,28 @@ def test_the_engine_for_gpus_answers_with_fused_kernels_what_the_model_answers()
 def test_fp8_that_cannot_be_is_said(changes: dict[str, Any], recompute: bool, reason: str) -> None:
     reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
     pretended = Hardware(
-        device=torch.device("cpu"), precision="bf16", compile=False, reasons=reasons, fused=True, fp8=True
+        device=torch.device("cpu"),
+        precision="bf16",
+        compile=False,
+        reasons=reasons,
+        fused=True,
+        fp8=True,
+        fp8_asked=True,
     )
     with pytest.raises(VitralError, match=reason):
         forward_of(a_model(**changes), Way(name="alone", reason="one process"), pretended, recompute)
+
+
+def test_fp8_that_nobody_asked_for_gives_way_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SHORT", 4)
+    monkeypatch.setattr(launch, "LONG", 4)  # the interpreter cannot multiply bf16 matrices
+    said: list[str] = []
+    alone, narrow = Way(name="alone", reason="one process"), a_model(width=24, heads=1, mlp_width=56, depth=1)
+    forward = forward_of(narrow, alone, a_gpu(fp8=True), False, said.append)
+    assert "without FP8 products: the model has widths" in said[0]
+    assert len(said) == 1
+    assert forward(torch.zeros(2, 3, 16, 16)).shape == (2, 10)
+    forward_of(narrow, alone, a_gpu(fp8=True), True)  # computed again: by PyTorch, in bf16
 
 
 def a_gpu(**changes: Any) -> Hardware:
@@ -308,7 +326,7 @@ def test_kernels_that_fail_or_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) 
     forward_of(a_model(), Way(name="alone", reason="one process"), a_gpu(), False, said.append)
     assert "fail here: 'out of shared memory'" in said[1]
     with pytest.raises(VitralError, match="no FP8 products: its kernels fail"):
-        forward_of(a_model(), Way(name="alone", reason="one process"), a_gpu(fp8=True), False)
+        forward_of(a_model(), Way(name="alone", reason="one process"), a_gpu(fp8=True, fp8_asked=True), False)
 
 
 @pytest.mark.slow

@@ -282,8 +282,10 @@ def test_a_number_type_that_this_cpu_lacks_is_refused(folder: Path, monkeypatch:
     for wish, said in (("bf16", "no bf16 instructions"), ("int8-checked", "no 8-bit dot products")):
         with pytest.raises(VitralError, match=said):
             Predictor.load(folder, device="cpu", precision=wish)  # type: ignore[arg-type]
+    with pytest.raises(VitralError, match="no FP8 units on a CPU"):
+        Predictor.load(folder, device="cpu", precision="fp8")
     with pytest.raises(VitralError, match="precision must be one of auto, fp32"):
-        Predictor.load(folder, device="cpu", precision="fp8")  # type: ignore[arg-type]
+        Predictor.load(folder, device="cpu", precision="fp16")  # type: ignore[arg-type]
 
 
 def test_a_model_with_a_way_of_its_own_is_run_as_it_is(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ class Predictor:
         if hardware.device.type == "cpu":
             choice = choose_numbers(model, card.preprocessing, folder, precision, threads)
         else:
-            number: Precision = precision if precision in ("fp32", "bf16") else "auto"
-            quick = choose(device=device, precision=number, compile=compile)
+            number: Precision = precision if precision in ("fp32", "bf16", "fp8") else "auto"
+            quick = choose(device=device, precision=number, compile="auto" if number == "fp8" else compile)
             choice = choose_on_gpu(model, card.preprocessing, quick, precision)
         predictor = cls(model, card, hardware, Path(place), choice)
         predictor.notes = tuple(notes)

@@ -27,7 +27,7 @@ FILE = "speed.json"
 BATCH_GPU = 256
 BATCH = 16  # images at once where nothing was measured: enough for the matrices, little enough for the caches
 
-Wish = Literal["auto", "fp32", "bf16", "int8", "bf16-checked", "int8-checked"]
+Wish = Literal["auto", "fp32", "bf16", "int8", "bf16-checked", "int8-checked", "fp8"]
 WISHES: tuple[Wish, ...] = get_args(Wish)
 Run = Callable[[Tensor], Tensor]
 
@@ -104,6 +104,8 @@ def choose(
         raise VitralError(
             f"precision must be one of {', '.join(WISHES)}, not {wish!r}", "auto: what vitral bench found, or fp32"
         )
+    if wish == "fp8":
+        raise VitralError("there are no FP8 units on a CPU", "use --precision int8, or auto")
     if threads is not None:
         check_threads((threads,))
     measured = read_measured(folder).get(cpu_name()) if folder is not None else None
@@ -133,8 +135,8 @@ def choose(
 
 def choose_on_gpu(model: ViT, preprocessing: Preprocessing, hardware: Hardware, wish: Wish = "auto") -> Choice:
     """bf16 weights where the GPU has the units, and calls that are recorded; the model as it is where that fails."""
-    if wish not in ("auto", "fp32", "bf16"):
-        raise VitralError(f"{wish} is for CPUs; on a GPU models compute in bf16 or fp32", "use --precision bf16")
+    if wish not in ("auto", "fp32", "bf16", "fp8"):
+        raise VitralError(f"{wish} is for CPUs; on a GPU models compute in bf16, fp8 or fp32", "use --precision bf16")
     how = ", fused kernels" if hardware.fused else ", compiled" if hardware.compile else ""
     why = hardware.reasons["precision"] + how
     try:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError
 from vitral.hardware import Hardware
 from vitral.vit import ViT
 
@@ -31,14 +32,18 @@ class _Whole(nn.Module):
         if hardware.fused:
             from vitral import fused
 
-            if not fused.why_not(self.model, hardware, learning=False):
+            if not (reason := fused.why_not(self.model, hardware, learning=False)):
                 self.fused = fused.answering(self.model, hardware.fp8)
+            elif hardware.fp8:
+                raise VitralError(f"no FP8 products: {reason}", "use --precision bf16, or auto")
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        return (self.fused or self.model)(((images_BCHW.float() - self.mean) / self.std).to(self.dtype)).float()
+        seen = torch.empty_like(images_BCHW, dtype=self.dtype)  # pixels as fp32 would be the largest tensor of all
+        torch.sub(images_BCHW, self.mean, out=seen)
+        return (self.fused or self.model)(seen.div_(self.std)).float()
 
 
 class GpuEngine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Literal
 
@@ -103,10 +103,15 @@ def forward_of(
     elif hardware.fused and isinstance(model, ViT):
         from vitral import fused
 
-        if not (reason := fused.why_not(model, hardware)):
+        reason = fused.why_not(model, hardware)
+        if reason and hardware.fp8 and not hardware.fp8_asked:
+            say(f"without FP8 products: {reason}")
+            hardware = replace(hardware, fp8=False)
+            reason = fused.why_not(model, hardware)
+        if not reason:
             return fused.forward(model, hardware)
         say(f"without fused kernels: {reason}")
-    if hardware.fp8:
+    if hardware.fp8_asked:
         raise VitralError(f"no FP8 products: {reason}", "--precision bf16, or auto")
     return hardware.compiled(model) if recompute or way.name != "alone" else hardware.forward(model)
 
