@@ -14,11 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from vitral import answers
+from vitral import answers, predict
 from vitral.data.datasets import Split
 from vitral.data.decode import NotAnImage
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.hardware import Hardware
 from vitral.predict import Label, Prediction, Predictor
 from vitral.run import ModelCard, save_model
 from vitral.vit import ViT, ViTConfig
@@ -259,3 +260,35 @@ def test_answers_as_json_and_csv_can_be_read_back(capsys: pytest.CaptureFixture[
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["label"] for row in rows] == ["cat", 'a "dog", or so', ""]
     assert rows[2]["error"] == "broken, I fear.png: not an image"
+
+
+@pytest.mark.parametrize(
+    ("how", "compile", "compiled"),
+    [
+        ({}, "no", False),
+        ({"many": True}, "auto", False),  # our kernels, not the compiler's
+        ({"precision": "fp8"}, "auto", False),
+        ({"compile": "auto"}, "auto", True),
+        ({"precision": "int8"}, "no", False),
+    ],
+)
+def test_on_a_gpu_our_kernels_are_for_many_answers_and_the_compilers_for_whoever_asks(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], compile: str, compiled: bool
+) -> None:
+    asked: dict[str, Any] = {}
+    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
+
+    def choose(**wishes: Any) -> Hardware:
+        asked.update(wishes)
+        chosen = wishes["compile"] != "no"
+        return Hardware(device=torch.device("cpu"), precision="bf16", compile=chosen, reasons=reasons, fused=chosen)
+
+    monkeypatch.setattr(predict, "choose", choose)
+    usual: dict[str, Any] = {"precision": "auto", "compile": "no", "many": False}
+    chosen = predict._on_gpu("gpu", *(usual | how).values())
+    assert asked == {
+        "device": "gpu",
+        "precision": {"fp8": "fp8"}.get(how.get("precision", ""), "auto"),
+        "compile": compile,
+    }
+    assert (chosen.compile, chosen.fused) == (compiled, compile == "auto")

@@ -53,6 +53,12 @@ def read_labels(path: Path, count: int) -> tuple[str, ...]:
     return names
 
 
+def _on_gpu(device: Device, wish: Wish, compile: Compile, many: bool) -> Hardware:
+    number: Precision = wish if wish in ("fp32", "bf16", "fp8") else "auto"
+    chosen = choose(device=device, precision=number, compile="auto" if many or number == "fp8" else compile)
+    return replace(chosen, compile=False) if compile == "no" else chosen  # what our kernels cannot do stays as it is
+
+
 class Predictor:
     """A trained model, with the preprocessing and the class names it was trained with."""
 
@@ -73,12 +79,14 @@ class Predictor:
         precision: Wish = "auto",
         threads: int | None = None,
         compile: Compile = "no",
+        many: bool = False,
     ) -> Predictor:
         """From a run folder, a model folder, any checkpoint that vitral reads, or the name of a model in the box.
 
         `labels`: a file, one name a line; `heads`: for a checkpoint whose tensors do not tell. `precision` and
         `threads` (of the whole process): what `vitral bench` found best on this machine, if it was asked;
-        `Predictor.choice` says what was chosen and why. `compile`, on a GPU: a minute at the start for fused kernels.
+        `Predictor.choice` says what was chosen and why. `compile` and `many`, on a GPU: a minute at the start for the
+        compiler's kernels, or some seconds for our own, which answer sooner from then on.
         """
         place, notes = box.find(path), list(box.notes(path))
         if is_checkpoint(place):
@@ -95,9 +103,7 @@ class Predictor:
         if hardware.device.type == "cpu":
             choice = choose_numbers(model, card.preprocessing, folder, precision, threads)
         else:
-            number: Precision = precision if precision in ("fp32", "bf16", "fp8") else "auto"
-            quick = choose(device=device, precision=number, compile="auto" if number == "fp8" else compile)
-            choice = choose_on_gpu(model, card.preprocessing, quick, precision)
+            choice = choose_on_gpu(model, card.preprocessing, _on_gpu(device, precision, compile, many), precision)
         predictor = cls(model, card, hardware, Path(place), choice)
         predictor.notes = tuple(notes)
         return predictor

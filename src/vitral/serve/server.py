@@ -224,7 +224,8 @@ def serve(
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limits say what is too large
     with bind(host, port) as bound, ExitStack() as stack:
         predictors = [
-            Predictor.load(run, device=device, labels=labels, precision=precision, threads=threads) for run in runs
+            Predictor.load(run, device=device, labels=labels, precision=precision, threads=threads, many=True)
+            for run in runs
         ]
         cores, workers = usable_cores(), 1
         if all(predictor.hardware.device.type == "cpu" for predictor in predictors):
