@@ -290,6 +290,8 @@ def test_fp8_that_nobody_asked_for_gives_way_to_bf16(monkeypatch: pytest.MonkeyP
     assert len(said) == 1
     assert forward(torch.zeros(2, 3, 16, 16)).shape == (2, 10)
     forward_of(narrow, alone, a_gpu(fp8=True), True)  # computed again: by PyTorch, in bf16
+    forward_of(a_model(layer_scale=0.1), alone, a_gpu(fp8=True), False, said.append)
+    assert said[1:] == ["without fused kernels: the model has layer scale"]
 
 
 def a_gpu(**changes: Any) -> Hardware:

@@ -105,9 +105,9 @@ def forward_of(
 
         reason = fused.why_not(model, hardware)
         if reason and hardware.fp8 and not hardware.fp8_asked:
-            say(f"without FP8 products: {reason}")
-            hardware = replace(hardware, fp8=False)
-            reason = fused.why_not(model, hardware)
+            hardware, small = replace(hardware, fp8=False), reason
+            if not (reason := fused.why_not(model, hardware)):
+                say(f"without FP8 products: {small}")
         if not reason:
             return fused.forward(model, hardware)
         say(f"without fused kernels: {reason}")
