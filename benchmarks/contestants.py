@@ -198,8 +198,7 @@ def vitral_choice(case: Case, info: dict[str, Any]) -> tuple[Any, Any]:
             compile = "no"
         elif setting not in ("auto", "unfused"):
             precision = setting
-    steps = 100_000 if case.work == "train" else None
-    hardware = choose(precision=precision, compile=compile, width=config.width, steps=steps)  # type: ignore[arg-type]
+    hardware = choose(precision=precision, compile=compile, width=config.width)  # type: ignore[arg-type]
     if "unfused" in case.settings:
         hardware = replace(hardware, fused=False)
     info["chosen"] = str(hardware)

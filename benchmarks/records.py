@@ -269,10 +269,9 @@ def measure(variants: Sequence[Variant], asked: argparse.Namespace) -> None:
     for variant in variants:
         mine: list[dict[str, Any]] = []
         before, shape = shape, variant.shape()
-        if (
-            shape != before and "torch._dynamo" in sys.modules
-        ):  # after eight shapes of one function the compiler gives up
-            torch.compiler.reset()  # on it, and what it has seen in two sizes it makes slower, for all sizes
+        # After eight shapes of one function the compiler gives up on it, and what it saw in two sizes becomes slower.
+        if shape != before and "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
         for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
             needed = max((run["wall_s"] for run in mine[-1:] or runs[-1:]), default=0.0)
             if time.perf_counter() - began + needed > asked.budget:

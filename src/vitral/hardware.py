@@ -31,10 +31,6 @@ Compile = Literal["auto", "yes", "no"]
 # times faster at width 64, equal at 192, and 1.7 times slower at 384 (AMD EPYC 9004, two cores, torch 2.13).
 WIDTH_WORTH_BF16 = 192
 
-# FP8 pays from this width on: a step of ViT-Ti (192) took 1.03 times as long with it as without, of S/16 (384) 0.93, of
-# B/16 and L/16 0.84 times (H200, torch 2.11). The loss curve stays within bf16's noise (benchmarks/gpu_curve.py).
-WIDTH_WORTH_FP8 = 384
-
 # Compiling costs about a minute; a training shorter than this many steps does not earn it back.
 STEPS_WORTH_COMPILING = 3000
 
@@ -50,7 +46,6 @@ class Hardware:
     graph: bool = False  # whether a training step is recorded once and then replayed
     fused: bool = False  # whether the encoder's blocks are computed with kernels of our own (vitral.fused)
     fp8: bool = False  # whether these multiply large matrices as 8-bit numbers; `precision` is bf16 then
-    fp8_asked: bool = False  # and it is an error where that cannot be
     world: World = ALONE  # the processes that work together; it has a reason only where there are several
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -220,14 +215,11 @@ def choose(
     width: int | None = None,
     steps: int | None = None,
 ) -> Hardware:
-    """The fastest safe choice on this machine for a model of `width` and a run of `steps`, unless told otherwise.
-
-    Without `steps` nothing is learned: FP8, whose answers are not quite the same, is then for those who ask for it.
-    """
+    """The fastest safe choice on this machine for a model of `width` and a run of `steps`, unless told otherwise."""
     world = from_environment()
     chosen, why_device = _device(device, world)
-    asked = precision == "fp8"
-    if asked:
+    fp8 = precision == "fp8"
+    if fp8:
         _check_fp8(chosen)
     number, why_precision = _precision(chosen, precision, width)
     compiled, why_compile = _compile(chosen, compile, steps)
@@ -241,13 +233,10 @@ def choose(
     fused = graph and number == "bf16" and find_spec("triton") is not None
     if fused:
         reasons["fused"] = "one kernel for all that stands between two matrix products"
-    elif asked:
+    elif fp8:
         raise VitralError(
             "FP8 is for one process with a GPU, PyTorch's Triton and --compile auto or yes", "--precision bf16, or auto"
         )
-    pays = precision == "auto" and fused and steps is not None and _fp8_pays(chosen, width)
-    if pays:
-        reasons["precision"] = f"large products in FP8: at width {width} they pay"
     return Hardware(
         device=chosen,
         precision=number,
@@ -255,15 +244,9 @@ def choose(
         reasons=reasons,
         graph=graph,
         fused=fused,
-        fp8=asked or pays,
-        fp8_asked=asked,
+        fp8=fp8,
         world=world,
     )
-
-
-def _fp8_pays(device: torch.device, width: int | None) -> bool:
-    """On what it was measured on: Hopper, or newer."""
-    return width is not None and width >= WIDTH_WORTH_FP8 and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _check_fp8(device: torch.device) -> None:
@@ -378,4 +361,4 @@ def _compile(device: torch.device, wish: Compile, steps: int | None) -> tuple[bo
         return False, "on a CPU compiling takes longer than it saves"
     if steps is not None and steps < STEPS_WORTH_COMPILING:
         return False, f"{steps} steps are too few to earn it back"
-    return True, "fused kernels"
+    return True, "the compiler's kernels"

@@ -30,7 +30,9 @@ def run(words: list[str]) -> int:
         port: int = 8000  # 0: any free one
         keys: Path | None = None  # a file with API keys, one a line; else they are read from VITRAL_API_KEYS
         device: Literal["auto", "cpu", "gpu"] = "auto"
-        precision: Literal["auto", "fp32", "bf16", "int8", "fp8"] = "auto"  # auto: what vitral bench found, or fp32
+        precision: Literal["auto", "fp32", "bf16", "int8", "fp8"] = (
+            "auto"  # auto: on a CPU what vitral bench found, or fp32; on a GPU bf16
+        )
         threads: int | None = None  # a batch computes with; as many batches run side by side as the cores allow
         log: Literal["auto", "text", "json"] = "auto"  # auto: text on a terminal, JSON lines elsewhere
         limits: Annotated[Limits, arg(name="")] = field(default_factory=Limits)

@@ -36,7 +36,7 @@ class Augment:
     cutmix: float = 0.0  # α of the Beta distribution that pastes a rectangle of another image (arXiv 1905.04899)
     switch: float = 0.5  # with mixup and cutmix both: the share of images that get cutmix
     mixed: float = 1.0  # share of images that mixup or cutmix falls on
-    unmixed: float = 0.0  # 0.1: in the last tenth of the run it falls on none
+    unmixed: float = 0.0  # 0.1: no mixing in the last tenth of the run
     repeat: int = 1  # so many differently varied copies of an image in its batch, for fewer others (arXiv 1902.05509)
 
     def __post_init__(self) -> None:

@@ -1,23 +1,29 @@
-"""A ViT's training step on a GPU, with kernels of our own between the matrix products: `forward(model, hardware)`.
+"""A ViT on a GPU with kernels of our own between the matrix products: `forward` to learn, `answering` to answer.
 
 Imported where a GPU was found, never before: the kernels are written in Triton, which PyTorch brings along there.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from vitral.fused.encoder import FusedEncoder, unknown
+from vitral.fused.stem import FusedStem
 from vitral.hardware import Hardware
-from vitral.vit import PatchEmbedding, ViT
+from vitral.variants.hybrid import ConvStem
+from vitral.vit import Grid, PatchEmbedding, ViT
 
 __all__ = ["answering", "forward", "why_not"]
 
 MODEST = 224 * 224  # pixels of images of which sixteen are tried at once
+OFF_STEM = 0.3  # gradients through ReLUs, some of which bf16 turns on or off
 OFF = {False: 0.1, True: 0.5}  # of the norm: more than bf16's, or FP8's, rounding adds up to in tens of blocks
 
 
@@ -40,7 +46,8 @@ def why_not(model: ViT, hardware: Hardware, learning: bool = True) -> str:
 
 
 def difference(model: ViT, hardware: Hardware, learning: bool) -> float:
-    """Between the fused encoder and the plain one, for random tokens: the larger of answers' and gradients'."""
+    """Between the fused encoder and the plain one, for random tokens: the largest of four shares, that of answers, of
+    the tokens' gradients, of all matrices' and of all vectors' together. What is not a number is infinitely far off."""
     C, (H, W), grid = model.config.channels, model.config.image_size, model.config.grid
     number = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
     images = 16 if H * W <= MODEST else 2  # whose tokens are a multiple of 16: the very kernels that training takes
@@ -53,8 +60,18 @@ def difference(model: ViT, hardware: Hardware, learning: bool) -> float:
         given = tokens.clone().requires_grad_(learning)
         with torch.set_grad_enabled(learning), hardware.autocast():
             out = encoder(given, grid)[:, : dy.shape[1]].to(dy)
-        found.append([out.detach(), *(torch.autograd.grad(out, given, dy) if learning else ())])
-    return max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(*found, strict=True))
+        found.append([out.detach()])
+        if learning:
+            tokens_too, *rest = torch.autograd.grad(out, [given, *model.encoder.parameters()], dy)
+            matrices, vectors = ([d.flatten() for d in rest if (d.ndim == 2) == flat] for flat in (True, False))
+            found[-1] += [tokens_too, torch.cat(matrices), torch.cat(vectors)]
+    return largest(*found)
+
+
+def largest(ours: list[Tensor], wanted: list[Tensor]) -> float:
+    """Of the shares by which these are off."""
+    off = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(ours, wanted, strict=True)]
+    return max(off) if all(map(math.isfinite, off)) else math.inf
 
 
 def asks_first(model: ViT) -> bool:
@@ -63,33 +80,65 @@ def asks_first(model: ViT) -> bool:
 
 
 class Embedding(nn.Module):
-    """The first step of a ViT, as a module of its own: images → tokens."""
+    """The first step of a ViT, as a module of its own: images, or what a stem made of them → tokens."""
 
-    def __init__(self, model: ViT) -> None:
+    def __init__(self, model: ViT, stem: bool = True) -> None:
         super().__init__()
-        self.model = model
+        self.model = (
+            model
+            if stem
+            else with_modules(model, patch_embedding=with_modules(model.patch_embedding, stem=nn.Identity()))
+        )
 
-    def forward(self, images_BCHW: Tensor) -> Tensor:
-        return self.model.embed(images_BCHW, self.model.check(images_BCHW))
+    def forward(self, images_BCHW: Tensor, grid: Grid) -> Tensor:
+        return self.model.embed(images_BCHW, grid)
+
+
+def with_modules(module: Any, **others: nn.Module) -> Any:
+    """The same module, its parameters too, with other modules by these names."""
+    same = copy.copy(module)
+    same._modules = module._modules | others
+    return same
+
+
+def stem_of(model: ViT, hardware: Hardware) -> FusedStem | None:
+    """The stem with our kernels, if it has one that they know, and if they give here what PyTorch gives."""
+    plain = getattr(model.patch_embedding, "stem", None)
+    if not isinstance(plain, ConvStem) or not all(parameter.requires_grad for parameter in plain.parameters()):
+        return None
+    before, found = hardware.random_state(), []
+    try:
+        C, (H, W) = model.config.channels, model.config.image_size
+        images = torch.randn(16, C, H, W, device=next(plain.parameters()).device)
+        for stem in (FusedStem(plain), plain):
+            out = stem(images).float()
+            found.append([out.detach(), *torch.autograd.grad(out.square().sum(), list(plain.parameters()))])
+    except Exception:  # the compiler's, the driver's, of whatever kind
+        return None
+    finally:
+        hardware.set_random_state(before)
+    return FusedStem(plain) if largest(*found) <= OFF_STEM else None
 
 
 def forward(model: ViT, hardware: Hardware) -> Callable[[Tensor], Tensor]:
     """Images → logits, for training. Embedding, pooling and head are as PyTorch computes them, in bf16."""
     encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, front=asks_first(model))
-    embedding = Embedding(model)
-    outside = {f"model.{name}": p for name, p in model.named_parameters() if not name.startswith("encoder.")}
+    stem = stem_of(model, hardware)
+    embedding = Embedding(model, stem=stem is None)
+    outside = {name: p for name, p in embedding.named_parameters() if not name.startswith("model.encoder.")}
 
-    def embed(images_BCHW: Tensor) -> Tensor:
+    def embed(images_BCHW: Tensor, grid: Grid) -> Tensor:
         rounded = {name: parameter.bfloat16() for name, parameter in outside.items()}
-        return functional_call(embedding, rounded, (images_BCHW.bfloat16(),))
+        given = images_BCHW.bfloat16() if stem is None else stem(images_BCHW)
+        return functional_call(embedding, rounded, (given, grid))
 
-    if model.patch_embedding.__class__ is not PatchEmbedding:  # a stem has enough to fuse
+    if stem is None and model.patch_embedding.__class__ is not PatchEmbedding:  # another stem has enough to fuse
         embed = hardware.compiled(embed)
 
     def fused(images_BCHW: Tensor) -> Tensor:
         grid = model.check(images_BCHW)
         with torch.autocast(images_BCHW.device.type, torch.bfloat16, enabled=False):
-            tokens = encoder(embed(images_BCHW), grid)
+            tokens = encoder(embed(images_BCHW, grid), grid)
         with torch.autocast(images_BCHW.device.type, torch.bfloat16):
             return model.head(model.pool(tokens))
 

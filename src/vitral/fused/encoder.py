@@ -1,4 +1,4 @@
-"""The encoder for training on a GPU: the blocks of vit.py, with kernels.py between the matrix products.
+"""The encoder on a GPU: the blocks of vit.py, with kernels.py between the matrix products.
 
 One autograd function for all blocks, forwards and backwards written out. It keeps for each block what cannot be had
 again cheaply, in bf16: both residuals, qkv, what attention gave, and the MLP's hidden numbers before GELU; norms and
@@ -76,7 +76,9 @@ class FusedEncoder:
         self.norm: Any = encoder.norm
         self.parameters = list(encoder.parameters())
         self.rounded: dict[Tensor, Tensor] = {
-            p: torch.empty_like(p, dtype=number) for p in self.parameters if p.ndim == 2
+            p: p.detach() if p.dtype == number else torch.empty_like(p, dtype=number)
+            for p in self.parameters
+            if p.ndim == 2
         }
         self.small: dict[Tensor, Small] = {}
         self.small_back: dict[Tensor, Small] = {}  # transposed
@@ -95,7 +97,8 @@ class FusedEncoder:
     @torch.no_grad()
     def round(self, learning: bool) -> None:
         """The weights as they are now, for the products."""
-        torch._foreach_copy_(list(self.rounded.values()), list(self.rounded))
+        if copies := {p: copy for p, copy in self.rounded.items() if copy.dtype != p.dtype}:
+            torch._foreach_copy_(list(copies.values()), list(copies))
         if not self.fp8:
             return
         layers = [layer for b in self.blocks for layer in (b.attention.qkv, b.mlp.expand, b.mlp.contract)]

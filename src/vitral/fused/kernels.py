@@ -137,7 +137,8 @@ def act(
     if PLAIN:
         tl.store(g + at, y.to(g.dtype.element_ty), inside)
     if FP8:
-        scale = (tl.load(norms + rows, rows < M, 1.0) * tl.load(most) + tl.load(most + 1)) / TOP
+        bound = tl.load(norms + rows, rows < M, 1.0) * tl.load(most) + tl.load(most + 1)
+        scale = tl.maximum(bound, 1e-12) / TOP  # weights may all be zero at first
         if tl.program_id(1) == 0:
             tl.store(scales + rows, scale, rows < M)
         tl.store(small + at, (y * (1.0 / scale)[:, None]).to(tl.float8e4nv), inside)
@@ -163,7 +164,8 @@ def act_back(
             tl.store(g + at, y.to(g.dtype.element_ty), inside)
         tl.store(dh + at, d.to(dh.dtype.element_ty), inside)
         if FP8:
-            scale = tl.load(norms + rows, rows < M, 1.0) * tl.load(most) * 1.13 / TOP  # GELU's steepest slope
+            bound = tl.load(norms + rows, rows < M, 1.0) * tl.load(most) * 1.13  # GELU's steepest slope
+            scale = tl.maximum(bound, 1e-12) / TOP
             if tl.program_id(1) == 0:
                 tl.store(scales + rows, scale, rows < M)
             tl.store(small + at, (d * (1.0 / scale)[:, None]).to(tl.float8e4nv), inside)

@@ -105,7 +105,7 @@ def choose(
             f"precision must be one of {', '.join(WISHES)}, not {wish!r}", "auto: what vitral bench found, or fp32"
         )
     if wish == "fp8":
-        raise VitralError("there are no FP8 units on a CPU", "use --precision int8, or auto")
+        raise VitralError("there are no FP8 units on a CPU", "use --precision auto")
     if threads is not None:
         check_threads((threads,))
     measured = read_measured(folder).get(cpu_name()) if folder is not None else None
@@ -137,8 +137,6 @@ def choose_on_gpu(model: ViT, preprocessing: Preprocessing, hardware: Hardware, 
     """bf16 weights where the GPU has the units, and calls that are recorded; the model as it is where that fails."""
     if wish not in ("auto", "fp32", "bf16", "fp8"):
         raise VitralError(f"{wish} is for CPUs; on a GPU models compute in bf16, fp8 or fp32", "use --precision bf16")
-    how = ", fused kernels" if hardware.fused else ", compiled" if hardware.compile else ""
-    why = hardware.reasons["precision"] + how
     try:
         engine = GpuEngine(model, preprocessing, hardware)
         C, (H, W) = preprocessing.channels, preprocessing.image_size
@@ -146,8 +144,12 @@ def choose_on_gpu(model: ViT, preprocessing: Preprocessing, hardware: Hardware, 
             engine(torch.zeros(images, C, H, W, dtype=torch.uint8))
     except RuntimeError as error:  # what cannot be recorded or compiled still runs as it is
         said = (str(error).splitlines() or ["unknown"])[0]
+        if hardware.fp8:
+            raise VitralError(f"fp8 is not possible: {said}", "use --precision bf16, or auto") from error
         return Choice(precision="fp32", batch=BATCH_GPU, why=f"as it is: recording failed ({said})", run=None)
-    return Choice(precision=hardware.precision, batch=BATCH_GPU, why=f"{why}; recorded as one launch", run=engine)
+    why = hardware.reasons["precision"] + engine.how
+    number = "fp8" if hardware.fp8 else hardware.precision
+    return Choice(precision=number, batch=BATCH_GPU, why=f"{why}; recorded as one launch", run=engine)
 
 
 def arrange(

@@ -1,4 +1,5 @@
-"""A ViT for asking on a GPU: bf16 weights, and the kernels of a call launched as one, so that none waits for Python."""
+"""A ViT for asking on a GPU: weights in bf16, or FP8 for the large products; kernels of our own between these; and all
+kernels of a call launched as one, so that none waits for Python."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ class _Whole(nn.Module):
         self.dtype = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
         self.model = copy.deepcopy(model).eval().requires_grad_(False).to(hardware.device, self.dtype)
         self.fused: Callable[[Tensor], Tensor] | None = None
+        self.why_not = ""  # fused
         if hardware.fused:
             from vitral import fused
 
-            if not (reason := fused.why_not(self.model, hardware, learning=False)):
+            self.why_not = fused.why_not(self.model, hardware, learning=False)
+            if not self.why_not:
                 self.fused = fused.answering(self.model, hardware.fp8)
             elif hardware.fp8:
-                raise VitralError(f"no FP8 products: {reason}", "use --precision bf16, or auto")
+                raise VitralError(f"no FP8 products: {self.why_not}", "use --precision bf16, or auto")
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
@@ -53,6 +56,8 @@ class GpuEngine:
         whole = _Whole(model, preprocessing, hardware).to(hardware.device)
         self.hardware = hardware
         compiled = hardware.compile and whole.fused is None
+        without = f" (without fused kernels: {whole.why_not})" if whole.why_not else ""
+        self.how = ", fused kernels" if whole.fused else (", compiled" if compiled else "") + without
         self.call: Callable[[Tensor], Tensor] = torch.compile(whole, dynamic=False) if compiled else whole
         self.recorded: dict[int, Callable[[Tensor], Tensor]] = {}
         self.lock = threading.Lock()  # a recorded call has one place for its input

@@ -39,7 +39,7 @@ def environment(plan: Recipe, dataset: Dataset, hardware: Hardware, way: Way) ->
         "torch": torch.__version__,
         "platform": platform.platform(),
         "hardware": hardware.name,
-        "precision": hardware.precision,
+        "precision": "fp8" if hardware.fp8 else hardware.precision,
         "compile": hardware.compile,
         "threads": torch.get_num_threads(),
         "processes": hardware.world.size,

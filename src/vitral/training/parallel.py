@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
 
@@ -103,15 +103,10 @@ def forward_of(
     elif hardware.fused and isinstance(model, ViT):
         from vitral import fused
 
-        reason = fused.why_not(model, hardware)
-        if reason and hardware.fp8 and not hardware.fp8_asked:
-            hardware, small = replace(hardware, fp8=False), reason
-            if not (reason := fused.why_not(model, hardware)):
-                say(f"without FP8 products: {small}")
-        if not reason:
+        if not (reason := fused.why_not(model, hardware)):
             return fused.forward(model, hardware)
         say(f"without fused kernels: {reason}")
-    if hardware.fp8_asked:
+    if hardware.fp8:
         raise VitralError(f"no FP8 products: {reason}", "--precision bf16, or auto")
     return hardware.compiled(model) if recompute or way.name != "alone" else hardware.forward(model)
 

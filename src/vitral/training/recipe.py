@@ -124,7 +124,7 @@ class Recipe:
     precision: Precision = "auto"
     compile: Compile = "auto"
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # of several processes: each the whole model, or a part of it
-    views: Views = "one"  # of a test image, whose answers are averaged: flip is two, three are shifted, six both
+    views: Views = "one"  # of a test image, averaged. flip: its mirror image too; three: moved by a pixel; six: both
     checkpoint_epochs: int = 1  # a checkpoint after each so many epochs; 0: none, for runs of seconds
     checkpoint_minutes: float = 10.0  # and after so many minutes
     keep: int = 2  # checkpoints kept

@@ -145,7 +145,7 @@ def cifar10_96() -> Recipe:
 
 
 def cifar10_patch() -> Recipe:
-    """CIFAR-10 to 94.4 % without any convolution: 17 s on an H200. 4×4 patches."""
+    """CIFAR-10 to 94.4 % without any convolution: 18 s on an H200. 4×4 patches."""
     fast = cifar10_94()
     return replace(
         fast,
