@@ -21,14 +21,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vitral.fused import attention, encoder, kernels, muon_kernels
+from vitral.fused import attention, encoder, kernels, muon_kernels, stem, stem_kernels
 from vitral.training import muon
+from vitral.variants.hybrid import ConvStem, ConvStemConfig
 from vitral.vit import ViT, ViTConfig
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
 KERNELS = ("norm", "norm_back", "act", "act_back", "turn", "turn_back", "short", "short_back", "total", "shrink")
 OF_ATTENTION = ("attend", "queries_back", "keys_back", "cast")
 OF_MUON = ("look_ahead", "normalise", "move")
+OF_STEM = ("patches", "norm_relu", "norm_relu_back")
 MODELS: list[dict[str, Any]] = [
     {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "gelu": "tanh", "drop_path": 0.2},
     {"pooling": "mean"},
@@ -108,7 +110,7 @@ def spilled(cubin: bytes) -> int:
 
 def main(capabilities: list[int]) -> None:
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    for module, names in ((kernels, KERNELS), (attention, OF_ATTENTION)):
+    for module, names in ((kernels, KERNELS), (attention, OF_ATTENTION), (stem_kernels, OF_STEM)):
         for name in names:
             setattr(module, name, Noting(getattr(module, name), calls))
     encoder.scaled = lambda x, w, bias=None: (
@@ -117,13 +119,16 @@ def main(capabilities: list[int]) -> None:
     )
     for fp8, spare, changes in itertools.product((False, True), (0, 2**25), MODELS):
         train(fp8, spare, **changes)
+    for widths in ((64, 128, 256), (48, 96, 192)):
+        plain = ConvStem(ConvStemConfig(widths=widths, strides=(1, 2, 2)), 3, 1e-6)
+        stem.FusedStem(plain)(torch.zeros(4, 3, 32, 32)).sum().backward()
     for name in OF_MUON:
         setattr(muon_kernels, name, Noting(getattr(muon_kernels, name), calls))
     muon.bf16_is_faster = lambda *_: True
     muon.newton_schulz = lambda x: x
     for width, depth, halting in ((256, 6, True), (256, 6, False), (768, 12, True), (192, 12, True), (20, 1, True)):
         step_of_muon(width, depth, halting)
-    assert {kernel.__name__ for kernel, _, _ in calls} == {*KERNELS, *OF_ATTENTION, *OF_MUON}
+    assert {kernel.__name__ for kernel, _, _ in calls} == {*KERNELS, *OF_ATTENTION, *OF_MUON, *OF_STEM}
     done = set()
     for kernel, given, named in calls:
         options = {name: named[name] for name in ("num_warps", "maxnreg") if name in named}
@@ -134,7 +139,7 @@ def main(capabilities: list[int]) -> None:
         for capability in capabilities:
             if capability >= 89 or "*fp8e4nv" not in source["signature"].values():
                 made = triton.compile(ASTSource(**source), target=GPUTarget("cuda", capability, 32), options=options)
-                fits = kernel.__name__ in OF_MUON + OF_ATTENTION and "maxnreg" not in options
+                fits = kernel.__name__ in OF_MUON + OF_ATTENTION + OF_STEM and "maxnreg" not in options
                 assert not (fits and spilled(made.asm["cubin"])), variant
     print(len(done))
 
