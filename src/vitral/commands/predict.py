@@ -28,9 +28,8 @@ def run(words: list[str]) -> int:
         labels: Path | None = None  # class names, one a line, for a checkpoint that has none
         heads: int | None = None  # of a checkpoint whose tensors do not tell
         top: int = 3  # labels a picture
-        precision: Literal["auto", "fp32", "bf16", "int8", "bf16-checked", "int8-checked", "fp8"] = (
-            "auto"  # see vitral bench
-        )
+        # see vitral bench; fp8 is for new GPUs
+        precision: Literal["auto", "fp32", "bf16", "int8", "bf16-checked", "int8-checked", "fp8"] = "auto"
         threads: int | None = None
         device: Literal["auto", "cpu", "gpu"] = "auto"
         json: FlagCreatePairsOff[bool] = False  # one object a line
