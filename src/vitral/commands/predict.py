@@ -30,7 +30,7 @@ def run(words: list[str]) -> int:
         top: int = 3  # labels a picture
         # see vitral bench; fp8 is for new GPUs
         precision: Literal["auto", "fp32", "bf16", "int8", "bf16-checked", "int8-checked", "fp8"] = "auto"
-        threads: int | None = None
+        threads: int | None = None  # that it computes with
         device: Literal["auto", "cpu", "gpu"] = "auto"
         json: FlagCreatePairsOff[bool] = False  # one object a line
         csv: FlagCreatePairsOff[bool] = False  # file, rank, label, probability, unknown, error
