@@ -28,7 +28,8 @@ pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPU
 
 from vitral import fused
 from vitral.fused import encoder as fused_encoder
-from vitral.fused import launch
+from vitral.fused import kernels, launch
+from vitral.fused.ahead import compile_ahead, rehearsing
 from vitral.fused.encoder import FusedEncoder, unknown
 
 pytestmark = pytest.mark.skipif(
@@ -335,6 +336,72 @@ def test_kernels_that_fail_or_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) 
     assert "fail here: 'out of shared memory'" in said[1]
     with pytest.raises(VitralError, match="no FP8 products: its kernels fail"):
         forward_of(a_model(), Way(name="alone", reason="one process"), a_gpu(fp8=True), False)
+
+
+class Asked:
+    """In a kernel's place: what was asked for, and what was launched."""
+
+    def __init__(self) -> None:
+        self.variants, self.launches = 0, 0
+
+    def warmup(self, *given: Any, grid: Any, **named: Any) -> None:
+        self.variants += 1
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launches += 1
+        return lambda *given, **named: None
+
+
+@pytest.mark.parametrize("learning", [True, False])
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_a_rehearsal_asks_for_kernels_and_launches_none(
+    learning: bool, pooling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = a_model(pooling=pooling, drop_path=0.5)
+    names = ["norm", "act", "short"] + ["norm_back", "act_back", "short_back", "turn_back", "total"] * learning
+    asked = {name: Asked() for name in names}
+    for name, kernel in asked.items():
+        monkeypatch.setattr(kernels, name, kernel)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    compile_ahead(lambda: fused.rehearse(model, a_gpu(), learning, 40))
+    assert all(kernel.variants and not kernel.launches for kernel in asked.values())
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        FusedEncoder(model.encoder, front=True)(torch.zeros(1, 17, 48), GRID)
+    assert asked["norm"].launches == 5, "and what follows is no rehearsal"
+
+
+def test_what_fails_in_a_rehearsal_is_left_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_to_pytorch(monkeypatch)
+
+    def fails(model: ViT, *given: object) -> None:
+        model.eval()
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(fused, "rehearse", fails)
+    model = a_model(depth=1)
+    assert fused.why_not(model, a_gpu(), batch=64) == ""
+    assert model.training
+    assert not rehearsing.get()
+
+
+@pytest.mark.parametrize("batch", [16, 963, 964, 2**20])  # 963·17·2048 is just below 2²⁵
+def test_what_is_tried_keeps_what_the_batch_will(batch: int) -> None:
+    model = a_model(mlp_width=2048)
+    spare = fused.compared(model, a_gpu(), fused.tried(model), batch).spare
+    assert (spare >= 16 * 17 * 2048) == (batch <= 963)
+
+
+@pytest.mark.slow
+def test_after_a_rehearsal_nothing_is_left_to_compile() -> None:
+    script = [sys.executable, str(Path(__file__).parent / "compile_ahead.py")]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    count, threads, *missing = done.stdout.split()
+    assert int(count) > 40
+    assert int(threads) == 4
+    assert not missing
 
 
 @pytest.mark.slow

@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vitral.fused.encoder import FusedEncoder, unknown
+from vitral.fused.ahead import compile_ahead
+from vitral.fused.encoder import SPARE, FusedEncoder, unknown
 from vitral.fused.stem import FusedStem
 from vitral.hardware import Hardware
 from vitral.variants.hybrid import ConvStem
@@ -27,16 +29,18 @@ OFF_STEM = 0.3  # gradients through ReLUs, some of which bf16 turns on or off
 OFF = {False: 0.1, True: 0.5}  # of the norm: more than bf16's, or FP8's, rounding adds up to in tens of blocks
 
 
-def why_not(model: ViT, hardware: Hardware, learning: bool = True) -> str:
+def why_not(model: ViT, hardware: Hardware, learning: bool = True, batch: int = 16) -> str:
     """Why this model is not computed with fused kernels on this machine; empty where it is.
 
     They are tried and compared with the plain encoder first: not every GPU was at hand when they were written.
+    `batch`: how many images a step will have.
     """
     if reason := unknown(model, hardware.fp8, learning):
         return f"the model has {reason}"
     before, training = hardware.random_state(), model.training
     try:
-        off = difference(model.eval(), hardware, learning)
+        compile_ahead(partial(rehearse, model, hardware, learning, batch))
+        off = difference(model.eval(), hardware, learning, batch)
     except Exception as error:  # the compiler's, the driver's, of whatever kind
         return f"its kernels fail here: {(str(error).splitlines() or [type(error).__name__])[0]}"
     finally:
@@ -45,18 +49,41 @@ def why_not(model: ViT, hardware: Hardware, learning: bool = True) -> str:
     return "" if off <= OFF[hardware.fp8] else f"its kernels are off by {off:.0%} here"
 
 
-def difference(model: ViT, hardware: Hardware, learning: bool) -> float:
+@torch.no_grad()
+def rehearse(model: ViT, hardware: Hardware, learning: bool, batch: int) -> None:
+    """The ways through the encoder of what `difference` computes, and of the batches afterwards: with few images, but
+    as many more than a multiple of 16. Triton compiles anew for a multiple of 16, and for 1."""
+    config = model.config
+    tokens = config.prefix + config.grid[0] * config.grid[1]
+    few = batch if batch < 32 else 16 + batch % 16
+    afterwards = ((few, model.training),) if learning else ((1, False), (2, False))
+    for images, training in ((tried(model), False), *afterwards):
+        encoder = compared(model.train(training), hardware, images, batch)
+        z = torch.empty(images, tokens, config.width, device=hardware.device)
+        encoder.there_and_back(z, config.grid) if learning else encoder(z, config.grid)
+
+
+def tried(model: ViT) -> int:
+    """Images whose tokens are a multiple of 16: the very kernels that training takes."""
+    H, W = model.config.image_size
+    return 16 if H * W <= MODEST else 2
+
+
+def compared(model: ViT, hardware: Hardware, images: int, batch: int) -> FusedEncoder:
+    """That keeps of so many images what it would of the whole batch."""
+    number = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
+    return FusedEncoder(model.encoder, hardware.fp8, number, SPARE * images // batch, asks_first(model))
+
+
+def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16) -> float:
     """Between the fused encoder and the plain one, for random tokens: the largest of four shares, that of answers, of
     the tokens' gradients, of all matrices' and of all vectors' together. What is not a number is infinitely far off."""
-    C, (H, W), grid = model.config.channels, model.config.image_size, model.config.grid
-    number = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
-    images = 16 if H * W <= MODEST else 2  # whose tokens are a multiple of 16: the very kernels that training takes
+    C, (H, W), grid, images = model.config.channels, model.config.image_size, model.config.grid, tried(model)
     with torch.no_grad():
         shaped = model.embed(torch.zeros(images, C, H, W).to(next(model.parameters())), grid)
-    tokens, front = torch.randn_like(shaped), asks_first(model)
-    dy = torch.randn_like(shaped)[:, : 1 if front else None]
+    tokens, dy = torch.randn_like(shaped), torch.randn_like(shaped)[:, : 1 if asks_first(model) else None]
     found = []
-    for encoder in (FusedEncoder(model.encoder, hardware.fp8, number, spare=0, front=front), model.encoder):
+    for encoder in (compared(model, hardware, images, batch), model.encoder):
         given = tokens.clone().requires_grad_(learning)
         with torch.set_grad_enabled(learning), hardware.autocast():
             out = encoder(given, grid)[:, : dy.shape[1]].to(dy)

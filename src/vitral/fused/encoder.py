@@ -14,6 +14,7 @@ has its own scale, found while it is at hand. The weights' gradients stay produc
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -85,14 +86,23 @@ class FusedEncoder:
         self.round(learning=False)
 
     def __call__(self, z_BTD: Tensor, grid: Grid) -> Tensor:
-        rotary = self.encoder.rotary_position
-        turn = None if rotary is None else rotary(grid)
+        turn = self.turn(grid)
         if not torch.is_grad_enabled():
             normed = through(self, z_BTD, turn, None).plain
             assert normed is not None
             return normed.view(len(z_BTD), -1, z_BTD.shape[2])
         tokens: Tensor = Blocks.apply(z_BTD, turn, self, *self.parameters)  # type: ignore[no-untyped-call]
         return tokens
+
+    def turn(self, grid: Grid) -> Turn | None:
+        rotary = self.encoder.rotary_position
+        return None if rotary is None else rotary(grid)
+
+    @torch.no_grad()
+    def there_and_back(self, z_BTD: Tensor, grid: Grid) -> None:
+        """Forwards and backwards in this thread; autograd goes back in one of its own."""
+        context = SimpleNamespace()
+        Blocks.backward(context, Blocks.forward(context, z_BTD, self.turn(grid), self, *self.parameters))
 
     @torch.no_grad()
     def round(self, learning: bool) -> None:

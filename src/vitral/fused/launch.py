@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from vitral.fused import attention, kernels
+from vitral.fused.ahead import launcher
 
 PROGRAMS = 1056  # that share the rows where sums over all of them are taken: eight for each of a large GPU's 132 cores
 SHORT = 64  # tokens whose attention fits a core at once
@@ -53,7 +54,7 @@ def total(parts: Tensor) -> Tensor:
     """The sum over the first axis: fp32, and always in the same order."""
     out = torch.empty_like(parts[0])
     G, C = parts.shape[0], out.numel()
-    kernels.total[(triton.cdiv(C, 8),)](parts, out, G, C, ROWS=512, BLOCK=8, num_warps=8)
+    launcher(kernels.total, (triton.cdiv(C, 8),))(parts, out, G, C, ROWS=512, BLOCK=8, num_warps=8)
     return out
 
 
@@ -74,7 +75,7 @@ def add_norm(
     out, normed = z if f is None else torch.empty_like(z), torch.empty_like(z) if plain else None
     stats, small = z.new_empty(2, M, dtype=torch.float32), small_like(z) if fp8 else None
     how = tile(D)
-    kernels.norm[(triton.cdiv(M, how["ROWS"]),)](
+    launcher(kernels.norm, (triton.cdiv(M, how["ROWS"]),))(
         z, f, bias, kept, weight, shift, out, normed, stats, *(small or (None, None, None)), M, tokens_each(M, kept),
         eps, D=D, ADD=f is not None, DROP=kept is not None, PLAIN=plain, FP8=fp8, **how,
     )  # fmt: skip
@@ -102,7 +103,7 @@ def add_norm_back(
     how = tile(D)
     count = shares(M, how["ROWS"])
     sums = x.new_empty(count, 3, D, dtype=torch.float32)
-    kernels.norm_back[(count,)](
+    launcher(kernels.norm_back, (count,))(
         x, was.stats, dy, dz, kept, weight, shift, dx, df, normed, *(small or (None, None, None)), sums, M,
         tokens_each(M, kept), D=D, PASSED=dz is not None, DROP=kept is not None, AGAIN=was.plain is None, FP8=fp8,
         **how,
@@ -120,7 +121,7 @@ def act(h: Tensor, bias: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None
     M, N = h.shape
     g, small = (torch.empty_like(h), None) if known is None else (None, small_like(h))
     how, across = blocks(N, 1024, 4)
-    kernels.act[(triton.cdiv(M, how["ROWS"]), across)](
+    launcher(kernels.act, (triton.cdiv(M, how["ROWS"]), across))(
         h, bias, g, *(small or (None, None, None))[:2], *(known or (None, None)), M, N=N, TANH=tanh,
         PLAIN=small is None, FP8=small is not None, **how,
     )  # fmt: skip
@@ -139,7 +140,7 @@ def act_back(
     how, across = blocks(N, 512, 2)
     count = shares(M, how["ROWS"], across)
     sums = h.new_empty(count, N, dtype=torch.float32)
-    kernels.act_back[(count, across)](
+    launcher(kernels.act_back, (count, across))(
         h, bias, dg, g, dh, *(small or (None, None, None))[:2], *(known or (None, None)), sums, M,
         N=N, TANH=tanh, AGAIN=kept is None, FP8=small is not None, **how,
     )  # fmt: skip
@@ -157,7 +158,7 @@ def turn(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | N
     out = qkv.new_empty(2, M, heads, d)
     how = half(d)
     *given, eps = norms or (None, None, None, None, 0.0)
-    kernels.turn[(triton.cdiv(M * heads, how["ROWS"]), 2)](
+    launcher(kernels.turn, (triton.cdiv(M * heads, how["ROWS"]), 2))(
         qkv, *given, waves, out, M, T, eps, H=heads, d=d, NORM=norms is not None, ROTARY=waves is not None, **how
     )
     return out
@@ -177,7 +178,7 @@ def turn_back(
     gain_q, gain_k, _, _, eps = norms or (None, None, None, None, 0.0)
     sums = qkv.new_empty(count * h, 2, 2, d, dtype=torch.float32) if norms else None
     totals = qkv.new_empty(count, 3 * h * d, dtype=torch.float32) if bias else None
-    kernels.turn_back[(count, 3 * h)](
+    launcher(kernels.turn_back, (count, 3 * h))(
         qkv, *gradients_BhTd, gain_q, gain_k, waves, out, sums, totals, M, T, eps, *strides(gradients_BhTd),
         H=h, d=d, NORM=norms is not None, ROTARY=waves is not None, BIAS=bias, PLACED=placed, **how,
     )  # fmt: skip
@@ -189,7 +190,7 @@ def short(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | 
     M, d = qkv.shape[0], qkv.shape[1] // 3 // heads
     o = qkv.new_empty(M, heads * d)
     *given, eps = norms or (None, None, None, None, 0.0)
-    kernels.short[(M // T * heads,)](
+    launcher(kernels.short, (M // T * heads,))(
         qkv, *given, waves, o, T, eps, d**-0.5,
         H=heads, d=d, NORM=norms is not None, ROTARY=waves is not None, **at_once(T, d),
     )  # fmt: skip
@@ -201,7 +202,7 @@ def short_back(qkv: Tensor, do: Tensor, heads: int, T: int, norms: Norms | None,
     M, d = qkv.shape[0], qkv.shape[1] // 3 // heads
     out = torch.empty_like(qkv)
     *given, eps = norms or (None, None, None, None, 0.0)
-    kernels.short_back[(M // T * heads,)](
+    launcher(kernels.short_back, (M // T * heads,))(
         qkv, do, *given, waves, out, T, eps, d**-0.5,
         H=heads, d=d, NORM=norms is not None, ROTARY=waves is not None, **at_once(T, d),
     )  # fmt: skip
@@ -225,7 +226,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, T: int) -> tuple[Tensor,
     All are M hd: v is a part of qkv, q and k are too, or what `turn` gave."""
     M, D = q.shape
     o, lse = q.new_empty(M, D), q.new_empty(M // T * heads, T, dtype=torch.float32)
-    attention.attend[(M // T * heads * triton.cdiv(T, CUT),)](
+    launcher(attention.attend, (M // T * heads * triton.cdiv(T, CUT),))(
         q, k, v, o, lse, (D // heads) ** -0.5, STEP=q.stride(0), **passing(T, heads, D // heads, 32, 3)
     )
     return o, lse
@@ -236,10 +237,10 @@ def attend_back(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
     M, D = q.shape
     dqkv, delta, scale = q.new_empty(M, 3 * D), torch.empty_like(lse), (D // heads) ** -0.5
     programs = (M // T * heads * triton.cdiv(T, CUT),)
-    attention.queries_back[programs](
+    launcher(attention.queries_back, programs)(
         q, k, v, o, do, lse, delta, dqkv, scale, STEP=q.stride(0), **passing(T, heads, D // heads, 64, 2)
     )
-    attention.keys_back[programs](  # 128 registers: a few do not fit, but a fourth program does
+    launcher(attention.keys_back, programs)(  # 128 registers: a few do not fit, but a fourth program does
         q, k, v, do, lse, delta, dqkv, scale, STEP=q.stride(0), maxnreg=128, **passing(T, heads, D // heads, 32, 3)
     )
     return dqkv
@@ -263,7 +264,7 @@ def cast(x: Tensor, sums: bool, fp8: bool) -> tuple[Tensor | None, Small | None]
     block = min(N & -N, 1024) if N % 64 == 0 else 128
     count = shares(M, rows)
     totals = x.new_empty(count, N, dtype=torch.float32) if sums else None
-    attention.cast[(count,)](
+    launcher(attention.cast, (count,))(
         x, *(small or (None, None, None))[:2], totals, M, N=N, PIECES=triton.cdiv(N, block), COLUMNS=block, ROWS=rows,
         SUMS=sums, FP8=fp8, num_warps=max(rows, warps),
     )  # fmt: skip
@@ -285,7 +286,7 @@ def shrink(matrix: Tensor, bias: Tensor | None, most: Tensor) -> Small:
     numbers = torch.empty(N, K, device=matrix.device, dtype=torch.float8_e4m3fn)
     scales = torch.empty(N, 1, device=matrix.device)
     rows, block = (4, 1024) if matrix.stride(1) == 1 else (8, 512)
-    kernels.shrink[(triton.cdiv(N, rows),)](
+    launcher(kernels.shrink, (triton.cdiv(N, rows),))(
         matrix, bias, numbers, scales, most, N, K, *matrix.stride(), BIAS=bias is not None, ROWS=rows, BLOCK=block
     )
     return Small(numbers, scales, most)

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from vitral.fused import muon_kernels as kernels
+from vitral.fused.ahead import launcher
 
 TILE = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4}  # whole lines of memory along either axis
 MANY = 32  # matrices that one launch is told the addresses of
@@ -38,12 +39,13 @@ def stacked_ahead(pieces: list[Piece], memory: float, number: torch.dtype) -> Te
     tiles = tiles_of(A, B)
     squares = stack.new_empty(len(pieces), tiles, dtype=torch.float32)
     for first, some in batches(pieces):
-        kernels.look_ahead[(tiles, len(some))](
+        launcher(kernels.look_ahead, (tiles, len(some)))(
             tuple(piece.gradient for piece in some), tuple(piece.average for piece in some), stack[first:],
             squares[first:], count_wide(some), 1 - memory, memory, A=A, B=B, COUNT=len(some), **TILE,
         )  # fmt: skip
     block = min(4096, triton.next_power_of_2(A * B))
-    kernels.normalise[(triton.cdiv(A * B, block), len(pieces))](stack, squares, SIZE=A * B, TILES=tiles, BLOCK=block)
+    programs = (triton.cdiv(A * B, block), len(pieces))
+    launcher(kernels.normalise, programs)(stack, squares, SIZE=A * B, TILES=tiles, BLOCK=block)
     return stack
 
 
@@ -52,7 +54,7 @@ def move_along(pieces: list[Piece], directions_NAB: Tensor, decay: float, length
     assert directions_NAB.is_contiguous()
     _, A, B = directions_NAB.shape
     for first, some in batches(pieces):
-        kernels.move[(tiles_of(A, B), len(some))](
+        launcher(kernels.move, (tiles_of(A, B), len(some)))(
             tuple(piece.weight for piece in some), tuple(piece.lr for piece in some), directions_NAB[first:], halted,
             count_wide(some), decay, length, A=A, B=B, COUNT=len(some), **TILE,
         )  # fmt: skip

@@ -69,7 +69,8 @@ def fit(
     state = begin(recipe, hardware, steps, start, None if sample is None else preprocessing.normalise(sample))
     resumed = resume(state, recipe, hardware, run)
     rows = world.tell(lambda: taken_back(run, state.epoch))
-    forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute, watch.said)
+    part = math.ceil(min(recipe.batch, len(dataset.train)) / recipe.accumulate)
+    forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute, watch.said, part)
     balanced = recipe.class_weights == "balanced"
     weights_K = balanced_weights(loader.labels, recipe.model.classes) if balanced else None
     unmixed_from = round((1 - recipe.augment.unmixed) * steps) if recipe.augment.unmixed else None

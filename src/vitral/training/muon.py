@@ -9,7 +9,7 @@ cannot be had from rows alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,7 @@ class Muon(Optimizer):
     """
 
     found_inf: Tensor | None = None  # as in torch's fused optimizers: where it is 1, no weight moves
+    rehearsed = False
 
     def __init__(
         self,
@@ -48,10 +49,25 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        if suit_kernels(groups, self.found_inf):
+        if suit_kernels(groups, self.found_inf) and self.kernels_agree(groups):
             self.step_with_kernels(groups)
         else:
             self.step_plainly(groups)
+
+    def kernels_agree(self, groups: Groups) -> bool:
+        """With the plain way, here. Those of the trial and of this step are compiled at once before."""
+        from vitral.fused.ahead import compile_ahead
+
+        device = self.param_groups[0]["params"][0].device
+
+        def rehearsal() -> None:
+            tried(Muon.step_with_kernels, device)
+            self.step_with_kernels(groups)
+
+        if not self.rehearsed:
+            compile_ahead(rehearsal)
+            self.rehearsed = True
+        return kernels_agree(device)
 
     def step_plainly(self, groups: Groups) -> None:
         ahead = [
@@ -120,7 +136,7 @@ class Muon(Optimizer):
 
 
 def suit_kernels(groups: Groups, halted: Tensor | None) -> bool:
-    """Whether all lies whole on one GPU, in fp32 and row by row, and the kernels work there."""
+    """Whether all lies whole on one GPU, in fp32 and row by row."""
     matrices = [matrix for _, matrices in groups for matrix in matrices]
     if not matrices or not runs_triton(device := matrices[0].device):
         return False
@@ -128,26 +144,30 @@ def suit_kernels(groups: Groups, halted: Tensor | None) -> bool:
     tensors = matrices + [given for given in beside if isinstance(given, Tensor)]
     if any(is_divided(x) or x.device != device or x.dtype != torch.float32 for x in tensors):
         return False
-    return all(matrix.is_contiguous() for matrix in matrices) and kernels_agree(device)
+    return all(matrix.is_contiguous() for matrix in matrices)
 
 
 @cache
 def kernels_agree(device: torch.device) -> bool:
-    """Tried once, on small matrices: a machine may lack what Triton compiles with, and not every GPU was at hand."""
-    found = []
+    """Tried once: a machine may lack what Triton compiles with, and not every GPU was at hand."""
+    try:
+        ours = tried(Muon.step_with_kernels, device)
+    except Exception:  # the compiler's, the driver's, of whatever kind
+        return False
+    plain = tried(Muon.step_plainly, device)
+    return bool((ours - plain).norm() < 0.1 * plain.norm())
+
+
+def tried(step: Callable[[Muon, Groups], None], device: torch.device) -> Tensor:
+    """How far a step moves the numbers of a few small matrices."""
     start = [torch.arange(float(a * b), device=device).cos().view(a, b) for a, b in ((16, 80), (80, 8))]
-    for step in (Muon.step_with_kernels, Muon.step_plainly):
-        matrices = [matrix.clone() for matrix in start]
-        for matrix in matrices:
-            matrix.grad = torch.arange(float(matrix.numel()), device=device).square().cos().view_as(matrix)
-        groups: list[dict[str, Any]] = [{"params": matrices[:1], "parts": 2}, {"params": matrices[1:]}]
-        muon = Muon(groups, lr=0.1, weight_decay=0.1)
-        try:
-            step(muon, [(group, group["params"]) for group in muon.param_groups])
-        except Exception:  # the compiler's, the driver's, of whatever kind
-            return False
-        found.append(torch.cat([(matrix - before).flatten() for matrix, before in zip(matrices, start, strict=True)]))
-    return bool((found[0] - found[1]).norm() < 0.1 * found[1].norm())
+    matrices = [matrix.clone() for matrix in start]
+    for matrix in matrices:
+        matrix.grad = torch.arange(float(matrix.numel()), device=device).square().cos().view_as(matrix)
+    groups: list[dict[str, Any]] = [{"params": matrices[:1], "parts": 2}, {"params": matrices[1:]}]
+    muon = Muon(groups, lr=0.1, weight_decay=0.1)
+    step(muon, [(group, group["params"]) for group in muon.param_groups])
+    return torch.cat([(matrix - before).flatten() for matrix, before in zip(matrices, start, strict=True)])
 
 
 def turned(matrices: list[Tensor], halted: Tensor | None = None) -> list[Tensor]:

@@ -94,8 +94,10 @@ def forward_of(
     hardware: Hardware,
     recompute: bool,
     say: Callable[[str], None] = lambda sentence: None,
+    images: int = 16,
 ) -> Callable[[Tensor], Tensor]:
-    """What the training step calls: with ddp, gradients are averaged while the backward pass goes on."""
+    """What the training step calls, with so many images: with ddp, gradients are averaged while the backward pass
+    goes on."""
     if way.name == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS)
     if recompute or way.name != "alone":
@@ -103,7 +105,7 @@ def forward_of(
     elif hardware.fused and isinstance(model, ViT):
         from vitral import fused
 
-        if not (reason := fused.why_not(model, hardware)):
+        if not (reason := fused.why_not(model, hardware, batch=images)):
             return fused.forward(model, hardware)
         say(f"without fused kernels: {reason}")
     if hardware.fp8:
