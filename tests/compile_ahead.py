@@ -90,8 +90,8 @@ def a_gpu(fp8: bool) -> Hardware:
     return Hardware(device=CPU, reasons={}, precision="bf16", compile=False, fused=True, fp8=fp8)
 
 
-def main() -> None:
-    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+def main(cache: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = cache
     triton.runtime.driver.set_active(Driver())
     triton.knobs.compilation.listener = compiles
     triton.compiler.CompiledKernel.launch_metadata = lambda *_: None
@@ -111,4 +111,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as cache:
+        main(cache)
