@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ class PressCtrlC(Watch):
         if self.steps == self.after:
             for _press in range(self.times):
                 signal.raise_signal(signal.SIGINT)
+                time.sleep(0.01)  # Python notices it between two instructions, and two at once as one
 
 
 # ── it learns ──────────────────────────────────────────────────────────────────────────────────────────────────
