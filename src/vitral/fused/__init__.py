@@ -148,7 +148,7 @@ def stem_of(model: ViT, hardware: Hardware) -> FusedStem | None:
 
 
 def forward(model: ViT, hardware: Hardware) -> Callable[[Tensor], Tensor]:
-    """Images → logits, for training. Embedding, pooling and head are as PyTorch computes them, in bf16."""
+    """Images → logits, for training. What is neither encoder nor small stem is as PyTorch computes it, in bf16."""
     encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, front=asks_first(model))
     stem = stem_of(model, hardware)
     embedding = Embedding(model, stem=stem is None)
