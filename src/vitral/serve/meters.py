@@ -24,6 +24,8 @@ class Meters:
         self.waiting = Gauge("vitral_waiting_images", said, ["model"], registry=own)
         self.under_way = Gauge("vitral_requests_under_way", "Requests that are not answered yet", registry=own)
         self.held = Gauge("vitral_held_bytes", "Bodies that are in memory", registry=own)
+        said = "Connections cut off: headers that never came, answers that nobody fetched"
+        self.dropped = Counter("vitral_dropped_connections", said, ["why"], registry=own)
         self.ready = Gauge("vitral_ready", "1 between warm-up and draining", registry=own)
 
     def batch(self, model: str, size: int, seconds: float) -> None:

@@ -30,6 +30,7 @@ from vitral.predict import Predictor
 from vitral.serve.app import make_app
 from vitral.serve.guard import State, digests
 from vitral.serve.limits import Limits
+from vitral.serve.meters import Meters
 from vitral.serve.models import Served, model_threads, name_all
 
 Log = Literal["text", "json"]
@@ -40,12 +41,13 @@ FULL = (
 )
 
 
-def protocol(limits: Limits) -> type[H11Protocol]:
+def protocol(limits: Limits, meters: Meters) -> type[H11Protocol]:
     """HTTP/1.1 that does not wait for ever: for headers, for an answer to be fetched, for its turn."""
 
     class Patient(H11Protocol):
         watch: asyncio.TimerHandle | None = None  # headers that are not whole
         stuck: asyncio.TimerHandle | None = None  # an answer that nobody fetches
+        last: asyncio.TimerHandle | None = None  # the same of the last one, before the connection is closed
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -64,7 +66,7 @@ def protocol(limits: Limits) -> type[H11Protocol]:
 
         def _watch(self) -> None:
             if self.watch is None:
-                self.watch = self.loop.call_later(limits.header_s, self.transport.abort)
+                self.watch = self.loop.call_later(limits.header_s, self._drop, "headers")
 
         def _unwatch(self) -> None:
             if self.watch is not None:
@@ -73,7 +75,7 @@ def protocol(limits: Limits) -> type[H11Protocol]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self.stuck = self.loop.call_later(limits.pause_s, self.transport.abort)
+            self.stuck = self.loop.call_later(limits.pause_s, self._drop, "unfetched")
 
         def resume_writing(self) -> None:
             super().resume_writing()
@@ -91,19 +93,24 @@ def protocol(limits: Limits) -> type[H11Protocol]:
 
         def _closing(self) -> None:
             """A connection that is to be closed once its last answer is fetched: it need not be fetched ever."""
-            if self.transport.is_closing():
-                self.loop.call_later(limits.pause_s, self.transport.abort)
+            if self.transport.is_closing() and self.last is None:
+                self.last = self.loop.call_later(limits.pause_s, self._drop, "unfetched")
+
+        def _drop(self, why: str) -> None:
+            meters.dropped.labels(why).inc()
+            self.transport.abort()
 
         def timeout_keep_alive_handler(self) -> None:
             if self.transport.get_write_buffer_size():
-                self.transport.abort()
+                self._drop("unfetched")
             else:
                 super().timeout_keep_alive_handler()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._unwatch()
-            if self.stuck is not None:
-                self.stuck.cancel()
+            for timer in (self.stuck, self.last):
+                if timer is not None:
+                    timer.cancel()
             self._unset_keepalive_if_required()
             super().connection_lost(exc)
 
@@ -240,7 +247,7 @@ def serve(
         where = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         config = uvicorn.Config(
             make_app(models, state),
-            http=protocol(limits),
+            http=protocol(limits, state.meters),
             ws="none",
             loop="asyncio",
             lifespan="on",
