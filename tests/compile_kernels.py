@@ -21,16 +21,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vitral.fused import attention, encoder, kernels, muon_kernels, stem, stem_kernels
+from vitral.data.augment import Augment
+from vitral.fused import attention, encoder, kernels, muon_kernels, stem, stem_kernels, vary, vary_kernels
 from vitral.training import muon
 from vitral.variants.hybrid import ConvStem, ConvStemConfig
 from vitral.vit import ViT, ViTConfig
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8", torch.int64: "*i64", torch.bool: "*i1",
+}  # fmt: skip
 KERNELS = ("norm", "norm_back", "act", "act_back", "turn", "turn_back", "short", "short_back", "total", "shrink")
 OF_ATTENTION = ("attend", "queries_back", "keys_back", "cast")
 OF_MUON = ("look_ahead", "normalise", "move")
 OF_STEM = ("patches", "norm_relu", "norm_relu_back")
+VARIED = [Augment(shift=2, flip=True, cutmix=1.0, mixed=0.4), Augment(shift=2, border="black"), Augment(cutmix=1.0)]
 MODELS: list[dict[str, Any]] = [
     {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "gelu": "tanh", "drop_path": 0.2},
     {"pooling": "mean"},
@@ -72,6 +77,11 @@ def step_of_muon(width: int, depth: int, halting: bool) -> None:
     optimizer = muon.Muon(groups, lr=0.0, weight_decay=0.1)
     optimizer.found_inf = torch.zeros(()) if halting else None
     optimizer.step_with_kernels([(group, group["params"]) for group in optimizer.param_groups])
+
+
+def vary_images(augment: Augment, mixing: torch.Tensor | None) -> None:
+    images, labels = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    vary.vary(augment, torch.zeros(3, 256).bfloat16(), 10, images, labels, torch.Generator(), mixing)
 
 
 def described(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -122,13 +132,16 @@ def main(capabilities: list[int]) -> None:
     for widths in ((64, 128, 256), (48, 96, 192)):
         plain = ConvStem(ConvStemConfig(widths=widths, strides=(1, 2, 2)), 3, 1e-6)
         stem.FusedStem(plain)(torch.zeros(4, 3, 32, 32)).sum().backward()
+    vary_kernels.vary = Noting(vary_kernels.vary, calls)
+    for augment, mixing in itertools.product(VARIED, (None, torch.ones((), dtype=torch.bool))):
+        vary_images(augment, mixing)
     for name in OF_MUON:
         setattr(muon_kernels, name, Noting(getattr(muon_kernels, name), calls))
     muon.bf16_is_faster = lambda *_: True
     muon.newton_schulz = lambda x: x
     for width, depth, halting in ((256, 6, True), (256, 6, False), (768, 12, True), (192, 12, True), (20, 1, True)):
         step_of_muon(width, depth, halting)
-    assert {kernel.__name__ for kernel, _, _ in calls} == {*KERNELS, *OF_ATTENTION, *OF_MUON, *OF_STEM}
+    assert {kernel.__name__ for kernel, _, _ in calls} == {*KERNELS, *OF_ATTENTION, *OF_MUON, *OF_STEM, "vary"}
     done = set()
     for kernel, given, named in calls:
         options = {name: named[name] for name in ("num_warps", "maxnreg") if name in named}

@@ -17,7 +17,7 @@ from vitral.errors import VitralError
 from vitral.hardware import Hardware, choose
 from vitral.run import Run, load_weights
 from vitral.training.interrupt import Interrupted
-from vitral.training.loop import fit
+from vitral.training.loop import fit, vary_of
 from vitral.training.muon import Muon, kernels_agree, suit_kernels
 from vitral.training.recipe import Recipe
 from vitral.training.recipes import named
@@ -235,6 +235,15 @@ def test_the_stem_s_kernels_agree_with_the_plain_stem(gpu: Hardware, name: str) 
     with torch.no_grad():
         wanted, found = model.patch_embedding.stem(images), FusedStem(model.patch_embedding.stem)(images)
     assert (found.float() - wanted).norm() / wanted.norm() < 0.02
+
+
+@pytest.mark.parametrize("name", ["cifar10-94", "fashion-mnist-94"])
+def test_augmentation_in_one_kernel_gives_the_same_images(gpu: Hardware, name: str) -> None:
+    recipe = named(name)
+    C = recipe.model.channels
+    seen = Preprocessing(image_size=recipe.model.image_size, channels=C, mean=(0.45,) * C, std=(0.25,) * C)
+    assert vary_of(recipe, seen, replace(gpu, fused=True)) is not None  # it compares them itself
+    assert vary_of(recipe, seen, replace(gpu, fused=True, precision="bf16")) is not None
 
 
 def test_muon_steps_with_kernels_as_without_and_recorded_too(gpu: Hardware) -> None:

@@ -7,6 +7,7 @@ Every random number comes from the generator that is handed in, so that a run ca
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from vitral.data.policy import Policy, jitter
+from vitral.data.preprocess import Preprocessing
 
 Border = Literal["edge", "black"]
 
@@ -109,6 +111,22 @@ class Augment:
 
 
 Examples = tuple[Tensor, Tensor]  # images, B C H W, and their targets, B K
+Vary = Callable[[Tensor, Tensor, Generator, Tensor | None], Examples]  # the last four arguments of `varied`
+
+
+def varied(
+    augment: Augment,
+    preprocessing: Preprocessing,
+    classes: int,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    generator: Generator,
+    mixing: Tensor | None = None,
+) -> Examples:
+    """uint8 images with their labels → what the model sees, and what it should answer."""
+    targets_BK = F.one_hot(labels_B, classes).float()
+    images = preprocessing.normalise(augment.move(images_BCHW, generator, preprocessing.image_size))
+    return augment.mix(images, targets_BK, generator, mixing)
 
 
 def choose(coin_B: Tensor, heads: Examples, tails: Examples) -> Examples:
@@ -212,7 +230,12 @@ def _boxes(height_B: Tensor, width_B: Tensor, top_B: Tensor, left_B: Tensor, H: 
 
 
 def _beta(alpha: float, count: int, generator: Generator, device: torch.device) -> Tensor:
-    """Draws of Beta(α, α): the share of the first of two Gamma variables, which for a small α need 64 bits."""
-    concentration = torch.full((2, count), alpha, device=device, dtype=torch.float64)
-    first, second = torch._standard_gamma(concentration, generator=generator)
+    """Draws of Beta(α, α): the share of the first of two Gamma variables."""
+    first, second = gammas(alpha, count, generator, device)
     return (first / (first + second)).float()
+
+
+def gammas(alpha: float, count: int, generator: Generator, device: torch.device) -> Tensor:
+    """Two for each image; for a small α they need 64 bits."""
+    concentration = torch.full((2, count), alpha, device=device, dtype=torch.float64)
+    return torch._standard_gamma(concentration, generator=generator)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitral.data.augment import Vary, varied
 from vitral.data.datasets import Dataset
 from vitral.data.loader import Loader, on_device
 from vitral.data.preprocess import Preprocessing
@@ -74,7 +75,7 @@ def fit(
     balanced = recipe.class_weights == "balanced"
     weights_K = balanced_weights(loader.labels, recipe.model.classes) if balanced else None
     unmixed_from = round((1 - recipe.augment.unmixed) * steps) if recipe.augment.unmixed else None
-    task = Task(recipe, preprocessing, hardware, weights_K, unmixed_from)
+    task = Task(recipe, preprocessing, hardware, weights_K, unmixed_from, vary_of(recipe, preprocessing, hardware))
     log = tensorboard(run) if recipe.tensorboard and world.first else None
     agreement = Agreement(world, flags=2)
 
@@ -152,6 +153,15 @@ class Task(NamedTuple):
     hardware: Hardware
     weights_K: Tensor | None = None  # of the classes, in the loss
     unmixed_from: int | None = None  # the step from which no images are blended
+    vary: Vary | None = None  # in one pass, where there is a kernel for it
+
+
+def vary_of(recipe: Recipe, preprocessing: Preprocessing, hardware: Hardware) -> Vary | None:
+    if not hardware.fused:
+        return None
+    from vitral.fused import vary
+
+    return vary.vary_of(recipe.augment, preprocessing, recipe.model.classes, hardware)
 
 
 def train_step(
@@ -166,7 +176,7 @@ def train_step(
     norm = whole(nn.utils.get_total_norm(gradients))
     if task.recipe.optim.clip:
         nn.utils.clip_grads_with_norm_(state.model.parameters(), task.recipe.optim.clip, norm)
-    good = norm.isfinite() & loss.isfinite() & (loss < EXPLODED * guessing(task.recipe.model.classes))
+    good = (norm < math.inf) & (loss < EXPLODED * guessing(task.recipe.model.classes))  # what is no number is not
     state.first_bad.copy_(torch.where((state.first_bad < 0) & ~good, state.at, state.first_bad))
     state.halted.copy_(state.first_bad >= 0)
     for optimizer in state.optimizers:
@@ -185,12 +195,11 @@ def look(
     The batch is varied and mixed as a whole; each process computes its share of it, in as many parts as the recipe
     accumulates. Each part counts by its images, so the gradient is that of the whole batch at once.
     """
-    recipe, preprocessing, world = task.recipe, task.preprocessing, task.hardware.world
+    recipe, world = task.recipe, task.hardware.world
     B = len(labels_B)
-    targets_BK = F.one_hot(labels_B, recipe.model.classes).float()
-    images = preprocessing.normalise(recipe.augment.move(images_BCHW, state.draws, preprocessing.image_size))
     mixing = None if task.unmixed_from is None else state.at < task.unmixed_from
-    images, targets_BK = recipe.augment.mix(images, targets_BK, state.draws, mixing)
+    vary = task.vary or partial(varied, recipe.augment, task.preprocessing, recipe.model.classes)
+    images, targets_BK = vary(images_BCHW, labels_B, state.draws, mixing)
     total, right = torch.zeros((), device=images.device), torch.zeros((), device=images.device)
     mine, count = slice(world.share(B).start, world.share(B).stop), min(recipe.accumulate, B // world.size)
     parts = (batch[mine].tensor_split(count) for batch in (images, targets_BK, labels_B))

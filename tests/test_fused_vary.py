@@ -1,0 +1,96 @@
+"""Augmentation in one pass against the operations it stands for: in Triton's interpreter, number by number."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator
+
+pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
+
+from vitral.data.augment import Augment, varied
+from vitral.data.preprocess import Preprocessing
+from vitral.fused import vary as own
+from vitral.hardware import Hardware
+from vitral.training.loop import vary_of
+from vitral.training.recipes import RECIPES
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
+)
+REASONS = {"device": "a test", "precision": "a test", "compile": "a test"}
+GPU = Hardware(device=torch.device("cpu"), precision="fp32", compile=False, reasons=REASONS, fused=True)
+
+
+def seen_as(size: tuple[int, int], channels: int = 3) -> Preprocessing:
+    mean, std = (0.4, 0.5, 0.6)[:channels], (0.2, 0.25, 0.3)[:channels]
+    return Preprocessing(image_size=size, channels=channels, mean=mean, std=std)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shift=st.integers(0, 4),
+    flip=st.booleans(),
+    border=st.sampled_from(("edge", "black")),
+    cutmix=st.sampled_from((0.0, 0.2, 1.0)),
+    mixed=st.sampled_from((0.4, 1.0)),
+    mixing=st.sampled_from((None, True, False)),
+    size=st.tuples(st.integers(1, 24), st.integers(1, 24)),
+    channels=st.sampled_from((1, 3)),
+    B=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_the_same_draws_give_the_same_images_and_targets(
+    shift: int, flip: bool, border: Any, cutmix: float, mixed: float, mixing: bool | None, size: tuple[int, int],
+    channels: int, B: int, seed: int,
+) -> None:  # fmt: skip
+    augment = Augment(shift=shift, flip=flip, border=border, cutmix=cutmix, mixed=mixed)
+    seen, draws = seen_as(size, channels), Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (B, channels, *size), generator=draws, dtype=torch.uint8)
+    labels = torch.randint(0, 7, (B,), generator=draws)
+    on = None if mixing is None else torch.tensor(mixing)
+    before = draws.get_state()
+    wanted = varied(augment, seen, 7, images, labels, draws, on)
+    after = draws.get_state()
+    found = own.vary(augment, own.table(seen, GPU), 7, images, labels, draws.set_state(before), on)
+    assert torch.equal(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1], atol=1e-6, rtol=0)
+    assert torch.equal(draws.get_state(), after)  # what is drawn next is the same, too
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar10-94", "cifar10-95", "cifar10-96", "cifar10-patch"])
+def test_the_recipes_against_the_clock_get_it(name: str) -> None:
+    recipe = RECIPES[name]()
+    assert own.known(recipe.augment)
+    small = replace(recipe, augment=replace(recipe.augment, shift=1))
+    assert vary_of(small, seen_as((4, 4)), GPU) is not None
+    assert vary_of(small, seen_as((4, 4)), replace(GPU, fused=False)) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mixup": 0.2}, {"erase": 0.1}, {"crop": 0.5}, {"rotate": 5.0}, {"scale": 0.1}, {"jitter": 0.2}],
+    ids=str,
+)
+def test_what_it_does_not_know_is_left_to_the_operations(changes: dict[str, Any]) -> None:
+    augment = Augment(**changes) if not changes else Augment(flip=True, cutmix=1.0, **changes)
+    assert own.vary_of(augment, seen_as((4, 4)), 5, GPU) is None
+
+
+def test_a_kernel_that_fails_or_lies_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    augment, real = Augment(flip=True), own.vary
+    monkeypatch.setattr(own, "vary", lambda *given: [one.flip(0) for one in real(*given)])
+    assert own.vary_of(augment, seen_as((4, 4)), 5, GPU) is None
+
+    def fails(*given: object) -> None:
+        raise KeyError("out of shared memory")
+
+    monkeypatch.setattr(own, "vary", fails)
+    assert own.vary_of(augment, seen_as((4, 4)), 5, GPU) is None
