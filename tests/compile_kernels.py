@@ -64,6 +64,8 @@ def train(fp8: bool, spare: int, **changes: Any) -> None:
     tokens = model.embed(torch.zeros(4, 3, *model.config.image_size), model.config.grid).detach().requires_grad_()
     fused = encoder.FusedEncoder(model.encoder, fp8, spare=spare, front=model.config.pooling == "class")
     fused(tokens, model.config.grid).sum().backward()
+    with torch.no_grad():
+        fused(tokens, model.config.grid)
 
 
 def step_of_muon(width: int, depth: int, halting: bool) -> None:

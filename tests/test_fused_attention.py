@@ -82,26 +82,65 @@ def test_an_encoder_of_so_many_tokens(image: int, changes: dict[str, Any], monke
         assert (a - b).norm() < 5e-5 * b.norm().clamp_min(0.1)
 
 
-@pytest.mark.parametrize(("changes", "front"), [({}, False), ({"qk_norm": True}, False), ({}, True)], ids=str)
-def test_with_fp8_the_gradient_of_queries_keys_and_values_is_fp8_too(
-    changes: dict[str, Any], front: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Products of FP8 need a GPU: here they are of the same numbers in fp32."""
+def products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Products of FP8 need a GPU: here they are of the same numbers in fp32. Which of them there were."""
     seen: list[tuple[int, ...]] = []
 
     def scaled(x: launch.Small, w: launch.Small, bias: Tensor | None = None) -> tuple[Tensor, Any]:
-        seen.append(tuple(x.numbers.shape))
+        seen.append((*x.numbers.shape, len(w.numbers)))
         product = (x.numbers.float() * x.scales) @ (w.numbers.float() * w.scales).t()
         return product if bias is None else product + bias, (x.norms, w.norms)
 
     monkeypatch.setattr("vitral.fused.encoder.scaled", scaled)
+    return seen
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@pytest.mark.parametrize(("T", "d"), [(65, 32), (100, 24), (197, 64)])
+def test_attention_as_fp8_is_that_but_for_rounding(T: int, d: int, scale: float) -> None:
+    """By the bound of the values: x·Wᵀ + b is no larger than |x|·|w| + |b|, nor is a mean of such."""
+    B, h = 2, 2
+    torch.manual_seed(T)
+    x, weight, bias = torch.randn(B * T, 48), scale * torch.randn(3 * h * d, 48), scale * torch.randn(3 * h * d)
+    x[T:] *= 30  # the other image is larger, and has its own scale
+    qkv = x @ weight.t() + bias
+    bound = torch.tensor([weight.norm(dim=1).max(), bias.abs().max()])
+    q, k, v = qkv.chunk(3, dim=1)
+    wanted, _ = launch.attend(q, k, v, h, T)
+    found = launch.attend_small(q, k, v, h, T, (x.norm(dim=1, keepdim=True), bound))
+    assert (found.scales[:T] == found.scales[0]).all()
+    assert found.scales[T] > 5 * found.scales[0]
+    assert found.numbers.float().abs().max() < 448
+    for image in (slice(0, T), slice(T, None)):  # the interpreter rounds 31.7 to 16, where a GPU carries
+        off = found.numbers[image].float() * found.scales[image] - wanted[image]
+        assert off.norm() < 0.15 * wanted[image].norm()
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_with_fp8_an_answer_has_all_products_of_fp8(front: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = products_in_fp32(monkeypatch)
+    model, tokens = a_model(32, depth=2)
+    with torch.no_grad():
+        out = FusedEncoder(model.encoder, True, torch.float32, front=front)(tokens, model.config.grid)
+        wanted = model.encoder(tokens, model.config.grid)[:, : out.shape[1]]
+    block = [(130, 48, 144), (130, 48, 48), (130, 48, 64), (130, 64, 48)]
+    assert seen == block + (block[:1] if front else block)
+    assert (out - wanted).norm() < 0.2 * wanted.norm()
+
+
+@pytest.mark.parametrize(("changes", "front"), [({}, False), ({"qk_norm": True}, False), ({}, True)], ids=str)
+def test_with_fp8_the_gradient_of_queries_keys_and_values_is_fp8_too(
+    changes: dict[str, Any], front: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = products_in_fp32(monkeypatch)
     model, tokens = a_model(32, **changes)
     given, again = (tokens.clone().requires_grad_() for _ in range(2))
     out = FusedEncoder(model.encoder, True, torch.float32, front=front)(given, model.config.grid)
     dy = torch.randn_like(out)
     (found,) = torch.autograd.grad(out, given, dy)
     (wanted,) = torch.autograd.grad(model.encoder(again, model.config.grid)[:, : out.shape[1]], again, dy)
-    assert seen[-1] == (130, 144)
+    assert seen[-1] == (130, 144, 48)
+    assert (130, 48, 48) not in seen  # what attention gave stays bf16
     assert (found - wanted).norm() < fused.OFF[True] * wanted.norm()
 
 

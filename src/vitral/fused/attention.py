@@ -83,9 +83,10 @@ def _attend_step(q, k, v, most, sums, o, start, scale, T: tl.constexpr, N: tl.co
 
 @triton.jit
 def _attend(
-    q, k, v, o, lse, scale,
+    q, k, v, o, lse, scales, norms, bound, scale,
     T: tl.constexpr, H: tl.constexpr, d: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     which, image, head, start = _place(T, H, M)
     q += image * T * STEP + head * d
@@ -106,21 +107,35 @@ def _attend(
         keys = _load(k, last, STEP, T, d, REST, COLUMNS, False)
         values = _load(v, last, 3 * H * d, T, d, REST, COLUMNS, False)
         most, sums, out = _attend_step(queries, keys, values, most, sums, out, last, scale, T, REST, False)
+    if FP8:  # a mean of values is no larger than the largest of them, and that than the bound of an image's values
+        tokens = tl.arange(0, TOKENS)
+        longest = tl.max(tl.load(norms + image * T + tokens, tokens < T, 0.0), axis=0)
+        unit = tl.maximum(longest * tl.load(bound) + tl.load(bound + 1), 1e-12) / TOP
+        sums *= unit
+        if head == 0:
+            _store_each(scales + image * T, tl.zeros((M,), tl.float32) + unit, start, T, M, WHOLE)
+    else:
+        _store_each(lse + which * T, most + tl.log2(sums), start, T, M, WHOLE)
     _store(o, out / sums[:, None], start, H * d, T, d, M, COLUMNS, WHOLE)
-    _store_each(lse + which * T, most + tl.log2(sums), start, T, M, WHOLE)
 
 
 @triton.jit
 def attend(
-    q, k, v, o, lse, scale,
+    q, k, v, o, lse, scales, norms, bound, scale,
     T: tl.constexpr, H: tl.constexpr, d: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """What M queries of a head get."""
+    """What M queries of a head get, and the logarithms of their sums; or the first as FP8, with one scale an image."""
     if tl.program_id(0) % ((T + M - 1) // M) < T // M:
-        _attend(q, k, v, o, lse, scale, T, H, d, STEP, COLUMNS, M, N, REST, STAGES, True)
+        _attend(
+            q, k, v, o, lse, scales, norms, bound, scale,
+            T, H, d, STEP, COLUMNS, M, N, REST, STAGES, FP8, TOKENS, True,
+        )  # fmt: skip
     elif T % M:
-        _attend(q, k, v, o, lse, scale, T, H, d, STEP, COLUMNS, M, N, REST, STAGES, False)
+        _attend(
+            q, k, v, o, lse, scales, norms, bound, scale,
+            T, H, d, STEP, COLUMNS, M, N, REST, STAGES, FP8, TOKENS, False,
+        )  # fmt: skip
 
 
 # Backwards. With p the shares, o = p·v and δ = Σ do·o over a token's columns:

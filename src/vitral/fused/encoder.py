@@ -9,7 +9,8 @@ Where only the first token is asked for afterwards, as a class token is, the las
 values alone: nothing else of theirs reaches the answer.
 
 With `fp8` the large products forwards, and the gradients that flow back through them, are of 8-bit numbers: each row
-has its own scale, found while it is at hand. The weights' gradients stay products of bf16.
+has its own scale, found while it is at hand. The weights' gradients stay products of bf16; so does what attention
+gave, where the way back will need it.
 """
 
 from __future__ import annotations
@@ -111,9 +112,9 @@ class FusedEncoder:
             torch._foreach_copy_(list(copies.values()), list(copies))
         if not self.fp8:
             return
-        layers = [layer for b in self.blocks for layer in (b.attention.qkv, b.mlp.expand, b.mlp.contract)]
+        layers = [layer for block in self.blocks for layer in large(block, learning)]
         if self.front:
-            layers = layers[:-2]
+            layers = layers[: 1 - len(large(self.blocks[-1], learning))]
         most = torch.zeros(len(layers), 2, 2, device=layers[0].weight.device)
         for layer, (forth, back) in zip(layers, most, strict=True):
             self.small[layer.weight] = launch.shrink(layer.weight, layer.bias, forth)
@@ -133,6 +134,12 @@ class FusedEncoder:
     def product_back(self, dy: Tensor, dy8: Small | None, weight: Tensor) -> tuple[Tensor, Bound | None]:
         """dy·W, and the same."""
         return (dy @ self.rounded[weight], None) if dy8 is None else scaled(dy8, self.small_back[weight])
+
+
+def large(block: Any, learning: bool) -> list[nn.Linear]:
+    """The layers of a block whose products are of FP8. What attention gave is kept as bf16 for the way back."""
+    attention, mlp = block.attention, block.mlp
+    return [attention.qkv, *([] if learning else [attention.project]), mlp.expand, mlp.contract]
 
 
 class Kept(NamedTuple):
@@ -161,17 +168,18 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
         attention, mlp, fp8 = block.attention, block.mlp, fused.fp8
         spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare
         one = launch.add_norm(z, f, bias, kept, of(block.norm1), fp8, plain=spare or not fp8)
-        qkv, _ = fused.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias)
+        qkv, known = fused.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias)
         front = fused.front and block is fused.blocks[-1]
-        o, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None)
+        o, o8, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None, known)
         z, fp8 = (one.x[::T].contiguous(), False) if front else (one.x, fp8)
-        f, kept1 = o @ fused.rounded[attention.project.weight].t(), stochastic(block.residual1, B, z)
+        (f, _), kept1 = fused.product(o, o8, attention.project.weight), stochastic(block.residual1, B, z)
         two = launch.add_norm(z, f, attention.project.bias, kept1, of(block.norm2), fp8, plain=spare or not fp8)
         h, known = fused.product(two.plain, two.small, mlp.expand.weight)
         g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known)
         z, kept = two.x, stochastic(block.residual2, B, z)
         (f, _), bias = fused.product(g, g8, mlp.contract.weight), mlp.contract.bias
         if keep is not None:
+            assert o is not None
             one, two = (was._replace(plain=was.plain if spare else None, small=None) for was in (one, two))
             keep.append(Kept(block, one, qkv, taken, lse, o, two, h, g if spare else None, kept1, kept, front))
     return launch.add_norm(z, f, bias, kept, of(fused.norm), False)
@@ -257,25 +265,28 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def attend(
-    attention: Any, qkv: Tensor, turn: Turn | None, B: int, T: int, front: bool, learning: bool
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-    """What attention gives to all tokens or to the first, M hd; and of `Kept` what was taken, and the logarithms."""
+    attention: Any, qkv: Tensor, turn: Turn | None, B: int, T: int, front: bool, learning: bool, known: Bound | None
+) -> tuple[Tensor | None, Small | None, tuple[Tensor, ...], Tensor | None]:
+    """What attention gives to all tokens or to the first, M hd, as bf16 or, where that is possible and nobody goes the
+    way back, as FP8; and of `Kept` what was taken, and the logarithms."""
     heads, norms, D = attention.heads, norms_of(attention), qkv.shape[1] // 3
     if launch.SHORT >= T and not front:
-        return launch.short(qkv, heads, T, norms, turn), (), None
+        return launch.short(qkv, heads, T, norms, turn), None, (), None
     q, k, v = qkv.chunk(3, dim=1)
     if norms is not None or turn is not None:
         q, k = launch.turn(qkv, heads, T, norms, turn).view(2, -1, D)
     if launch.LONG >= T and launch.WIDE * heads >= D and not front:
+        if known is not None and not learning:
+            return None, launch.attend_small(q, k, v, heads, T, known), (), None
         o, lse = launch.attend(q, k, v, heads, T)
-        return o, (q, k, v), lse
+        return o, None, (q, k, v), lse
     q, k, v = (x.unflatten(0, (B, T)).unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     if front:
         q = q[:, :, :1]
     with torch.set_grad_enabled(learning):  # its own way back is PyTorch's
         q, k, v = (x.detach().requires_grad_(learning) for x in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, D)
-    return o, (q, k, v), None
+    return o, None, (q, k, v), None
 
 
 def attend_back(

@@ -224,12 +224,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, T: int) -> tuple[Tensor,
     """softmax(q·kᵀ/√d)·v, M hd, and the logarithms of its sums to base 2, Bh T; for T up to LONG, d up to WIDE.
 
     All are M hd: v is a part of qkv, q and k are too, or what `turn` gave."""
-    M, D = q.shape
-    o, lse = q.new_empty(M, D), q.new_empty(M // T * heads, T, dtype=torch.float32)
-    launcher(attention.attend, (M // T * heads * triton.cdiv(T, CUT),))(
-        q, k, v, o, lse, (D // heads) ** -0.5, STEP=q.stride(0), **passing(T, heads, D // heads, 32, 3)
-    )
+    o, lse = q.new_empty(q.shape), q.new_empty(len(q) // T * heads, T, dtype=torch.float32)
+    _attend(q, k, v, heads, T, o, lse)
     return o, lse
+
+
+def attend_small(q: Tensor, k: Tensor, v: Tensor, heads: int, T: int, known: tuple[Tensor, Tensor]) -> Small:
+    """The same as FP8, by what is `known` about the product that v is of: the lengths of its rows, and `shrink`'s."""
+    o8 = small_like(v.new_empty(v.shape))
+    _attend(q, k, v, heads, T, o8.numbers, None, o8.scales, *known)
+    return o8
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, T: int, o: Tensor, lse: Tensor | None, scales: Tensor | None = None,
+    norms: Tensor | None = None, bound: Tensor | None = None,
+) -> None:  # fmt: skip
+    M, D = q.shape
+    launcher(attention.attend, (M // T * heads * triton.cdiv(T, CUT),))(
+        q, k, v, o, lse, scales, norms, bound, (D // heads) ** -0.5, STEP=q.stride(0), FP8=scales is not None,
+        TOKENS=triton.next_power_of_2(T), **passing(T, heads, D // heads, 32, 3),
+    )  # fmt: skip
 
 
 def attend_back(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, heads: int, T: int) -> Tensor:
