@@ -145,7 +145,8 @@ class Player:
             start_new_session=True,
         )
         self.heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self.listen, daemon=True).start()
+        self.ear = threading.Thread(target=self.listen, daemon=True)
+        self.ear.start()
 
     def listen(self) -> None:
         assert self.process.stdout is not None
@@ -185,6 +186,11 @@ class Player:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.ear.join()
+        for file in (self.process.stdin, self.process.stdout, self.errors):
+            assert file is not None
+            with suppress(BrokenPipeError):
+                file.close()
 
 
 def wave(

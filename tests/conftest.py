@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import pytest
 import torch
 from torch import Tensor
+from tyro import _docstrings
 
 from vitral import cli
 from vitral.data.datasets import Dataset, Split
@@ -30,6 +31,23 @@ from vitral.training.watch import Watch
 from vitral.vit import ViTConfig
 
 torch.set_num_threads(1)
+
+
+def read_sources_once() -> None:
+    """At each command tyro parses the files of its dataclasses anew, looking for comments: here they do not change."""
+    parsed: dict[tuple[str, str], Any] = {}
+    parse = _docstrings._ClassTokenization.make
+
+    def make(kind: type) -> Any:
+        key = kind.__module__, kind.__qualname__
+        if key not in parsed:
+            parsed[key] = parse(kind)
+        return parsed[key]
+
+    _docstrings._ClassTokenization.make = staticmethod(make)  # type: ignore[assignment]
+
+
+read_sources_once()
 
 Fit = Callable[..., Run]
 Command = Callable[..., tuple[int, str, str]]

@@ -6,8 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ import httpx
 import torch
 from PIL import Image
 
+from processes import Process
 from vitral.data.preprocess import Preprocessing
 from vitral.evaluation.calibration import Calibration
 from vitral.run import ModelCard, save_model
@@ -61,8 +60,10 @@ class Server:
     """A process that runs `vitral serve`, on a free port of this machine."""
 
     def __init__(self, *words: object) -> None:
-        command = [sys.executable, "-m", "vitral", "serve", *map(str, words), "--port", "0", "--log", "json"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        heard, said = os.pipe()
+        self.process = Process("serve", *words, "--port", 0, "--log", "json", stderr=said)
+        os.close(said)
+        self.stderr = os.fdopen(heard, encoding="utf-8")
         self.lines: list[str] = []
         self.listening = threading.Event()
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -76,8 +77,7 @@ class Server:
             time.sleep(0.05)
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self.stderr:
             self.lines.append(line)
             if '"listening"' in line:
                 self.listening.set()
@@ -107,8 +107,7 @@ def server(*words: object) -> Iterator[Server]:
     try:
         yield running
     finally:
-        if running.process.poll() is None:
-            running.process.kill()
-            running.process.wait(10)
+        running.process.kill()
+        running.process.communicate(10)
         running.reader.join(5)
-        running.process.stderr.close()
+        running.stderr.close()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,14 +23,36 @@ import gpu_throughput
 import records
 from vitral.errors import VitralError
 
-PLACE = Path(__file__).parent.parent / "benchmarks"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
 
 
-def run(name: str, *words: str) -> str:
-    done = subprocess.run([sys.executable, PLACE / name, *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Played = Callable[..., str]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Played:
+    """`play(records, *words)`: a benchmark with these words, in this process, which has imported torch already.
+
+    So is each that it runs and waits for; those that `gpu_throughput` keeps and talks to are processes.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+
+    def run(benchmark: ModuleType, *words: object) -> str:
+        place, elsewhere = str(benchmark.__file__), subprocess.run
+
+        def here(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+            if place not in command:
+                return elsewhere(command, **settings)
+            monkeypatch.setattr(sys, "argv", command[command.index(place) :])
+            with redirect_stdout(io.StringIO()) as said:
+                benchmark.main()
+            return subprocess.CompletedProcess(command, 0, said.getvalue(), "")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess, "run", here)
+            return here([place, *map(str, words)]).stdout
+
+    return run
 
 
 @pytest.mark.parametrize(("size", "gmacs"), [("Ti/16", 1.25), ("S/16", 4.60), ("B/16", 17.56), ("L/16", 61.55)])
@@ -81,9 +107,9 @@ def test_the_plan_begins_with_what_matters_and_has_every_size_and_work() -> None
 
 
 @without_gpu
-def test_throughput_without_a_gpu_says_so_runs_a_toy_and_survives_who_fails(tmp_path: Path) -> None:
-    words = ["--rounds", "2", "--seconds", "0.02", "--out", str(tmp_path / "out.json")]
-    said = run("gpu_throughput.py", *words, "--cases", "vitral:toy:train", "vit-pytorch:toy:train", "nobody:toy:train")
+def test_throughput_without_a_gpu_says_so_runs_a_toy_and_survives_who_fails(tmp_path: Path, play: Played) -> None:
+    words = ["--rounds", 2, "--seconds", 0.02, "--out", tmp_path / "out.json"]
+    said = play(gpu_throughput, *words, "--cases", "vitral:toy:train", "vit-pytorch:toy:train", "nobody:toy:train")
     assert "needs a GPU" in said
     content = json.loads((tmp_path / "out.json").read_text())
     ours, theirs, nobody = content["rows"]
@@ -95,8 +121,8 @@ def test_throughput_without_a_gpu_says_so_runs_a_toy_and_survives_who_fails(tmp_
 
 
 @without_gpu
-def test_the_pipeline_without_a_gpu_says_so_and_runs_a_toy(tmp_path: Path) -> None:
-    said = run("gpu_pipeline.py", "--out", str(tmp_path / "out.json"))
+def test_the_pipeline_without_a_gpu_says_so_and_runs_a_toy(tmp_path: Path, play: Played) -> None:
+    said = play(gpu_pipeline, "--out", tmp_path / "out.json")
     assert "needs a GPU" in said
     (found,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     speeds = found["images_per_second"]
@@ -131,9 +157,9 @@ def test_curves_are_within_noise_if_they_are_closer_than_seeds_are() -> None:
 
 
 @without_gpu
-def test_curves_without_a_gpu_say_so_and_are_drawn(tmp_path: Path) -> None:
-    words = ["--settings", "autocast", "--seeds", "1", "--steps", "60", "--out", str(tmp_path / "out.json")]
-    said = run("gpu_curve.py", *words)
+def test_curves_without_a_gpu_say_so_and_are_drawn(tmp_path: Path, play: Played) -> None:
+    words = ["--settings", "autocast", "--seeds", 1, "--steps", 60, "--out", tmp_path / "out.json"]
+    said = play(gpu_curve, *words)
     assert "needs a GPU" in said
     content = json.loads((tmp_path / "out.json").read_text())
     (found,) = content["runs"]
@@ -242,11 +268,9 @@ def test_no_run_begins_that_would_not_end_in_time(
 
 
 @without_gpu
-def test_records_without_a_gpu_say_so_and_run_a_toy(tmp_path: Path) -> None:
+def test_records_without_a_gpu_say_so_and_run_a_toy(tmp_path: Path, play: Played) -> None:
     small = "digits epochs=1 model.depth=1 views=six"
-    said = run(
-        "records.py", "--try", small, "--try", "digits epochs=0", "--seeds", "2", "--out", str(tmp_path / "out.json")
-    )
+    said = play(records, "--try", small, "--try", "digits epochs=0", "--seeds", 2, "--out", tmp_path / "out.json")
     assert "needs a GPU" in said
     content = json.loads((tmp_path / "out.json").read_text())
     one, two, failed = content["runs"]

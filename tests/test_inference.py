@@ -31,7 +31,7 @@ needs_bf16 = pytest.mark.skipif(not hardware.cpu_has_bf16(), reason="this CPU ha
 needs_int8 = pytest.mark.skipif(not hardware.cpu_has_int8(), reason="this CPU has no 8-bit dot products")
 pytestmark = needs_onednn
 
-SMALL: dict[str, Any] = {"image_size": (16, 24), "patch_size": 8, "classes": 5, "width": 32, "depth": 3, "heads": 2}
+SMALL: dict[str, Any] = {"image_size": (16, 24), "patch_size": 8, "classes": 5, "width": 32, "depth": 2, "heads": 2}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "class": ("plain", {}),
     "mean, no positions": ("plain", {"pooling": "mean", "positions": "none"}),
@@ -58,9 +58,9 @@ def lively(model: ViT, seed: int = 0) -> ViT:
     return model.eval()
 
 
-def made(kind: str) -> tuple[ViT, Preprocessing]:
+def made(kind: str, **more: Any) -> tuple[ViT, Preprocessing]:
     variant, changes = KINDS[kind]
-    config = ViTConfig(**SMALL | changes)
+    config = ViTConfig(**SMALL | changes | more)
     C = config.channels
     mean, std = (0.4, 0.5, 0.6)[:C], (0.2, 0.3, 0.25)[:C]
     return lively(VARIANTS[variant](config)), Preprocessing(image_size=(16, 24), channels=C, mean=mean, std=std)

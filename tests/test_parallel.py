@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from conftest import identical
-from test_world import TORCHRUN
+from test_world import TORCHRUN, both_run
 from together import RECIPE, train
 from vitral.errors import VitralError
 from vitral.hardware import Hardware
@@ -41,10 +40,7 @@ MIXED = {
 def together(folder: Path, *asked: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """What each of two processes answers, for one training after the other."""
     (folder / "asked.json").write_text(json.dumps(asked))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    command = [*TORCHRUN, HERE / "together.py", folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    both_run(HERE / "together.py", folder)
     return [json.loads((folder / f"answers-{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -230,7 +226,8 @@ def wait_for(condition: Callable[[], Any], launcher: subprocess.Popen[str]) -> N
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked for in /proc")
 def test_a_killed_process_is_started_again_and_killed_once_more_ends_the_job_with_its_reason(tmp_path: Path) -> None:
     """kill -9 of the second process: torchrun starts both anew, they go on from the newest checkpoint."""
-    words = ["train", "digits", "--epochs", "40", "--data.validation", "0.5", "--device", "cpu"]
+    words = ["train", "digits", "--epochs", "1000", "--data.validation", "0.5", "--device", "cpu"]
+    words += ["--model.width", "16", "--model.depth", "1", "--model.heads", "2"]
     command = [*TORCHRUN, "--max-restarts", "1", "-m", "vitral", *words]  # no --out: the run is found again
     at_once = os.environ | {"PYTHONUNBUFFERED": "1"}
     job = subprocess.Popen(
@@ -245,12 +242,10 @@ def test_a_killed_process_is_started_again_and_killed_once_more_ends_the_job_wit
         second = process_of(1, job.pid, other_than=first)
         wait_for(lambda: len(Run(folder).metrics()) >= seen + 2, job)
         os.kill(second, signal.SIGKILL)
-        begun = time.monotonic()
-        out, said = job.communicate(timeout=90)
+        out, said = job.communicate(timeout=120)
     finally:
         job.kill()
     assert job.returncode != 0
-    assert time.monotonic() - begun < 60
     assert "Signal 9 (SIGKILL)" in said
     assert "rank      : 1" in said
     assert len(list((tmp_path / "runs").iterdir())) == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from PIL import Image
 
 from conftest import leave_out_pictures
 from fakehub import TOKEN, fake_hub
+from processes import Process
 from references import answers, lively, ours, timm, transformers
 from test_folder import photograph
 from vitral import cli, weights, workshop
@@ -151,15 +150,13 @@ def test_a_checkpoint_of_another_library_has_a_card_without_results(run, tmp_pat
 # ── uploading, in processes of their own: huggingface_hub reads its environment when imported ────────────────────
 
 
-def process(*words: object, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def process(*words: object, home: Path, **environment: str) -> str:
+    """What it said."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE"))}
-    return subprocess.run(
-        [sys.executable, "-m", "vitral", *map(str, words)],
-        env=clean | {"HF_HOME": str(home)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = Process(*words, environment=clean | {"HF_HOME": str(home)} | environment)
+    said, complaint = done.communicate(120)
+    assert done.returncode == 0, complaint
+    return said
 
 
 def test_a_pushed_model_is_fetched_again_and_answers_the_same(run, tmp_path):
@@ -167,16 +164,13 @@ def test_a_pushed_model_is_fetched_again_and_answers_the_same(run, tmp_path):
     Image.effect_noise((70, 90), 60).convert("RGB").save(picture)
     with fake_hub() as hub:
         ends = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
-        done = process("push", run, "hf:me/insects", "--private", home=tmp_path, **ends)
-        assert done.returncode == 0, done.stderr
-        assert f"{hub.endpoint}/me/insects" in done.stdout
+        assert f"{hub.endpoint}/me/insects" in process("push", run, "hf:me/insects", "--private", home=tmp_path, **ends)
         assert set(hub.repositories["me/insects"]) == {"README.md", "config.json", "model.safetensors", "training.toml"}
         assert hub.private["me/insects"]
         there = process("predict", "hf:me/insects", picture, home=tmp_path, **ends)
     here = process("predict", run, picture, "--json", home=tmp_path)
-    assert there.returncode == 0, there.stderr
-    names = [label["name"] for label in json.loads(here.stdout)["labels"]]
-    assert [part.split()[-2] for part in there.stdout.strip().split(" · ")] == names
+    names = [label["name"] for label in json.loads(here)["labels"]]
+    assert [part.split()[-2] for part in there.strip().split(" · ")] == names
 
 
 def test_a_token_that_may_not_write_is_named(run, monkeypatch):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = place / "runs" / "mine"
     with pytest.MonkeyPatch.context() as patched:
         leave_out_pictures(patched)
-        workshop.train("digits", epochs=1, out=run)
+        workshop.train("digits", epochs=1, out=run, **{"model.width": 32, "model.depth": 2, "model.heads": 2})
     shutil.copytree(run, place / "runs" / "other")
     config = ViTConfig(image_size=(32, 32), patch_size=8, classes=3, width=192, depth=1, heads=3)
     seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -73,6 +71,7 @@ def test_the_readme_shows_every_command():
 def test_the_command_works(place, monkeypatch, request, capsys, command):
     """In this process, which has imported torch already: processes of their own have their tests elsewhere."""
     monkeypatch.chdir(place)
+    monkeypatch.setattr("vitral.doctor.advice.TIMED", 0.0)
     if command != "vitral train mnist":  # of the trainings one draws its pictures
         request.getfixturevalue("no_pictures")
     with pytest.raises(SystemExit) as stop:
@@ -89,18 +88,19 @@ def test_the_server_answers(place, monkeypatch, command):
         assert httpx.get(f"{running.url}/v1/models").json()["models"][0]["name"] == Path(command.split()[2]).name
 
 
-def test_the_resume_command_goes_on(place):
+def test_the_resume_command_goes_on(place, monkeypatch, no_pictures):
     (command,) = [c for c in COMMANDS if "--resume" in c]
     (place / "runs" / "mine" / "test.json").unlink(missing_ok=True)
     (place / "runs" / "mine" / "model" / "config.json").unlink(missing_ok=True)
-    words = [sys.executable, "-m", "vitral", *quick(command)]
-    answer = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 0, answer.stderr
+    monkeypatch.chdir(place)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(quick(command))
+    assert not stop.value.code
     assert (place / "runs" / "mine" / "model" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("block", PYTHON)
-def test_the_python_works(place, monkeypatch, block):
+def test_the_python_works(place, monkeypatch, no_pictures, block):
     monkeypatch.chdir(place)
     exec(compile(block.replace("epochs=20", "epochs=1"), "README.md", "exec"), {})
 

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from processes import Process
 from references import lively, ours
 from vitral import weights
 from vitral.errors import VitralError
 from vitral.vit import ViT, ViTConfig
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+READ = """
+import sys
+from vitral import weights
+from vitral.errors import VitralError
+for source in sys.argv[1:]:
+    try:
+        print(*weights.read(source).notes, sep="\\n")
+    except VitralError as error:
+        print("ERROR", error)
+"""
 
 
 def asked(*sources: str, **environment: str) -> str:
     """What reading these says, in a process with this environment: huggingface_hub reads it when imported."""
-    code = (
-        "import sys\nfrom vitral import weights\nfrom vitral.errors import VitralError\n"
-        "for source in sys.argv[1:]:\n"
-        "    try: print(*weights.read(source).notes, sep='\\n')\n"
-        "    except VitralError as error: print('ERROR', error)"
-    )
+    script = Path(environment["HF_HOME"]) / "read.py"
+    script.write_text(READ)
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE"))}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *sources], capture_output=True, text=True, env=clean | environment, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    process = Process(*sources, script=script, environment=clean | environment)
+    said, complaint = process.communicate(120)
+    assert process.returncode == 0, complaint
+    return said.strip()
 
 
 def cached(home: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from processes import Process
 from vitral import cli
 from vitral.errors import VitralError
 from vitral.world import ALONE, Agreement, World, from_environment
@@ -56,13 +58,31 @@ out.write_text(json.dumps(said))
 """
 
 
+def both_run(script: Path, *words: object) -> None:
+    """Two processes with the environment that torchrun gives them, to their end."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    processes = []
+    for rank in (0, 1):
+        mine = {name: str(value) for name, value in (there | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        processes.append(Process(*words, script=script, environment=os.environ | mine))
+    try:
+        for process in processes:
+            _, said = process.communicate(240)
+            assert process.returncode == 0, said[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     """What each of two processes was told."""
     place = tmp_path_factory.mktemp("talk")
     (place / "talk.py").write_text(TALK)
-    done = subprocess.run([*TORCHRUN, place / "talk.py", place], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    both_run(place / "talk.py", place)
     return [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
