@@ -195,8 +195,8 @@ def test_the_search_is_remembered_until_a_file_changes(scenes, tmp_path, monkeyp
 
 def test_ten_thousand_are_compared_in_seconds():
     random = torch.nn.functional.normalize(torch.randn(10_000, 128, generator=torch.Generator().manual_seed(0)))
-    start = time.perf_counter()
+    start = time.process_time()
     pairs = duplicates.close_pairs(torch.cat([random, random[:100]]), 0.72)
     assert pairs is not None
     assert pairs.tolist() == [[i, 10_000 + i] for i in range(100)]
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20

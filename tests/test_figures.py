@@ -178,8 +178,7 @@ def test_a_model_without_mistakes_and_one_with_a_hundred_classes_are_drawn(tmp_p
     assert [label.get_text()[:5] for label in axes.get_xticklabels()] == [(NAMES * 20)[tick][:5] for tick in ticks]
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("pooling", ["class", "mean", "attention"])
+@pytest.mark.parametrize(("channels", "pooling"), [(1, "class"), (3, "mean"), (4, "attention"), (3, "class")])
 def test_attention_is_drawn_for_gray_and_colour_and_every_pooling(
     tmp_path: Path, cpu: Hardware, drawn: list[Figure], channels: int, pooling: str
 ) -> None:

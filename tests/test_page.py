@@ -23,6 +23,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from served import picture, server, tiny_model
 
+expect.set_options(timeout=60_000)
 PAGE = Path(__file__).parent.parent / "src" / "vitral" / "serve" / "page"
 SWITCHES = (
     "--headless",
@@ -68,7 +69,7 @@ def open_page(browser, running, request):
         context = browser.new_context(locale=locale, **settings)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("console", lambda said: troubles.append(said.text) if expected_not(said) else None)
         page.on("request", lambda asked: troubles.append(asked.url) if foreign(asked.url) else None)

