@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -314,3 +316,26 @@ def test_a_picture_is_saved_pixel_by_pixel(tmp_path: Path, channels: int) -> Non
     with Image.open(figures.picture(image, tmp_path / "example.png")) as picture:
         saved = np.asarray(picture)
     assert np.array_equal(saved.reshape(9, 7, channels), image.permute(1, 2, 0).numpy())
+
+
+def test_letters_that_the_font_lacks_are_drawn_with_one_that_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stix = font_manager.findfont("STIXGeneral")
+    own = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
+    letter = next(chr(code) for code in font_manager.get_font(stix).get_charmap() if not own.get_char_index(code))
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [str(tmp_path / "broken-sans.ttf"), stix])
+    (tmp_path / "broken-sans.ttf").write_bytes(b"no font")
+    figure = Figure()
+    axes = figure.subplots()
+    axes.set_xticks([0, 1], ["plain", letter])
+    axes.set_title("plain, × and ·")
+    figures.save(figure, tmp_path / "figure.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "Glyph … missing"
+        figure.savefig(tmp_path / "again.png")
+    assert [label.get_fontfamily() for label in axes.get_xticklabels()] == [
+        ["sans-serif"],
+        ["sans-serif", "STIXGeneral"],
+    ]
+    assert axes.title.get_fontfamily() == ["sans-serif"]

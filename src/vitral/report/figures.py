@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.explain import METHODS, scaled
 from vitral.predict import Picture, Predictor
+from vitral.report.fonts import make_legible, quietly
 from vitral.training.compare import Comparison
 
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # told apart by the colour-blind too (Okabe and Ito)
@@ -33,8 +33,8 @@ Array = np.ndarray[Any, Any]
 
 
 def save(figure: Figure, path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a class name in a script the font lacks
+    make_legible(figure)
+    with quietly():
         figure.savefig(path, dpi=130, bbox_inches="tight")
     return path
 
