@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -143,14 +144,18 @@ def test_train_leaves_everything_in_the_run_folder(run):
     assert {"vitral", "torch", "hardware", "reasons", "seed", "git", "data", "command"} <= environment.keys()
 
 
-def test_train_ends_with_the_result_and_the_next_commands(vitral, tmp_path):
-    out = tmp_path / "run"
+def test_train_ends_with_the_result_and_next_commands_that_can_be_copied(vitral, tmp_path):
+    out = tmp_path / "my [2nd] run"  # to be quoted for the shell, and no markup
     code, printed, _ = vitral("train", "digits", "--epochs", 1, "--model.depth", 1, "--out", out)
     test = json.loads((out / "test.json").read_text())
     assert code == 0
     assert f"{test['top1']:.2%}" in printed
-    for text in ("epoch", "confusion.png", "attention.png", str(out), "Next:", f"vitral predict {out}"):
+    for text in ("epoch", "confusion.png", "attention.png", str(out), "Next:"):
         assert text in printed
+    copied = [shlex.split(line.removeprefix("Next:")) for line in printed[printed.index("Next:") :].splitlines()]
+    assert [words[1] for words in copied] == ["predict", "walk", "evaluate", "train"]
+    assert copied[0][2:] == [str(out), str(out / "figures" / "example.png")]
+    assert copied[3][2:] == ["digits", "--recipe", str(out / "recipe.toml"), "--epochs", "2"]
 
 
 @pytest.mark.usefixtures("no_pictures")

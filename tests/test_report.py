@@ -33,7 +33,7 @@ from vitral.evaluation.unknown import Unknown, judge_score
 from vitral.hardware import Hardware
 from vitral.predict import Predictor
 from vitral.report.charts import Chart, around, nice
-from vitral.report.html import page, write_report
+from vitral.report.html import page, summary, write_report
 from vitral.report.material import Material, gather
 from vitral.report.matrix import side_by_side
 from vitral.run import ModelCard
@@ -133,6 +133,11 @@ def test_nothing_from_outside_becomes_markup_and_nothing_is_fetched(cpu: Hardwar
     stored = re.search(r'<script type="application/json" id="material">(.*?)</script>', source, flags=re.DOTALL)
     assert stored is not None
     assert json.loads(stored[1])["classes"] == list(NASTY)
+    assert "also chose the epoch" not in source
+
+
+def test_figures_of_the_images_that_chose_the_epoch_are_called_so(cpu: Hardware) -> None:
+    assert "also chose the epoch" in summary(replace(material(cpu, ("a", "b"), images=4), split_name="validation"))
 
 
 def test_the_policy_names_the_script_and_the_style_that_are_there(cpu: Hardware) -> None:

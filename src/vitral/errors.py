@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 
 
@@ -23,6 +24,11 @@ def reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "it is no text in UTF-8"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def typed(path: object) -> str:
+    """A path as a person types it in a shell, for commands to copy: in quotes where it needs them."""
+    return shlex.quote(str(path))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

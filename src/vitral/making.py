@@ -18,7 +18,7 @@ from vitral.data.datasets import load as load_dataset
 from vitral.data.preprocess import adapt
 from vitral.data.reading import PREFIX
 from vitral.data.sequence import Items, check_sequence, is_sequence, name_of
-from vitral.errors import VitralError
+from vitral.errors import VitralError, typed
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.trust import assess
 from vitral.evaluation.views import VIEWS, answers
@@ -80,7 +80,7 @@ def train(
     if begun:
         run = Run.open(begun)
         if run.finished and run.test_file.is_file():
-            raise VitralError(f"{run} is finished", f"vitral evaluate {run} says how good it is")
+            raise VitralError(f"{run} is finished", f"vitral evaluate {typed(run)} says how good it is")
         plan = read_recipe(run.recipe_file).changed(changed)
     elif out is not None:  # before anything is fetched
         world.tell(lambda: Run.check_free(Path(out)))
@@ -103,7 +103,7 @@ def train(
         check_same_data(run, dataset)
         world.tell(lambda: write_atomically(run.recipe_file, plan.to_toml()))
     introduce(console, ready, hardware, way, run)
-    with world.guarded(f"vitral train --resume {run}"), ExitStack() as held:
+    with world.guarded(f"vitral train --resume {typed(run)}"), ExitStack() as held:
         world.tell(lambda: held.enter_context(run.alone()))
         with Display(console, steps) as watch:
             fit(plan, dataset, ready.preprocessing, run, hardware, watch, ready.start)
@@ -117,9 +117,10 @@ def introduce(console: Console, ready: Prepared, hardware: Hardware, way: Way, r
     m, o = plan.model, plan.optim
     epochs = "epoch" if plan.epochs == 1 else "epochs"
     size, kind = "×".join(map(str, m.image_size)), "ViT" if plan.variant == "plain" else f"{plan.variant} ViT"
+    source = dataset.source.removeprefix(f"from {dataset.name}").removeprefix(", ")  # a folder is named once
     console.print(
-        f"data      {dataset.name}: {len(dataset.train):,} train · {len(dataset.validation):,} validation, "
-        f"{dataset.source}\n"
+        f"data      {dataset.name}: {len(dataset.train):,} train · {len(dataset.validation):,} validation"
+        f"{source and ', '}{source}\n"
         f"model     {kind} {size}/{m.patch_size}, width {m.width}, depth {m.depth}, heads {m.heads}: "
         f"{parameters / 1e6:.2f} M parameters, {m.grid[0] * m.grid[1]} patches\n"
         + "".join(f"          {note}\n" for note in ready.notes)
@@ -129,6 +130,7 @@ def introduce(console: Console, ready: Prepared, hardware: Hardware, way: Way, r
         + (f"parallel  {way.name}: {way.reason}\n" if hardware.world.size > 1 else "")
         + f"run       {run}\n",
         soft_wrap=True,
+        markup=False,
     )
 
 
@@ -168,27 +170,33 @@ def conclude(run: Run, plan: Recipe, asked: judge.Asked, logits: torch.Tensor, s
     except OSError as error:
         raise VitralError(
             f"the pictures cannot be written into {run.figures}: {error.strerror or error}",
-            f"the model is whole and its test accuracy is {metrics.top1:.2%}: vitral evaluate {run}",
+            f"the model is whole and its test accuracy is {metrics.top1:.2%}: vitral evaluate {typed(run)}",
         ) from error
     page = write_report(gather(asked, metrics, logits, run.path), run.report_file)
     mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in metrics.mistakes(3))
     console.print(
         f"\n{name:<9} [bold]{metrics.top1:.2%}[/bold]  ({metrics.top1_low:.2%} – {metrics.top1_high:.2%})   "
-        f"{metrics.images:,} {seen}\n{VIEWS[plan.views]}\n"
+        f"{metrics.images:,} {seen}\n{VIEWS[plan.views]}",
+        soft_wrap=True,
+    )
+    console.print(
         f"It confuses most often:   {mistakes or 'nothing'}\n"
         f"Which it takes for which: {run.figures / 'confusion.png'}\n"
         f"What it looked at:        {run.figures / 'attention.png'}\n"
         f"How it learned:           {run.figures / 'curves.png'}\n"
         f"Everything in one page:   {page}\n\n"
-        f"Next:  {command()} predict {run} {example}\n"
-        f"       {command()} walk {example} --model {run}      how it gets from the pixels to its answer",
+        f"Next:  {command()} predict {typed(run)} {typed(example)}\n"
+        f"       {command()} walk {typed(example)} --model {typed(run)}      how it gets from the pixels to its answer",
         soft_wrap=True,
+        markup=False,
     )
     if not dataset.name.startswith(PREFIX):  # only Python can give a sequence again
         console.print(
-            f"       {command()} evaluate {run}\n"
-            f"       {command()} train {dataset.name} --recipe {run.recipe_file} --epochs {2 * plan.epochs}",
+            f"       {command()} evaluate {typed(run)}\n"
+            f"       {command()} train {typed(dataset.name)} --recipe {typed(run.recipe_file)} "
+            f"--epochs {2 * plan.epochs}",
             soft_wrap=True,
+            markup=False,
         )
 
 

@@ -33,7 +33,7 @@ from safetensors.torch import save as to_safetensors
 from vitral import __version__, box
 from vitral.data.preprocess import Preprocessing
 from vitral.data.transfer import sync
-from vitral.errors import VitralError
+from vitral.errors import VitralError, typed
 from vitral.evaluation.calibration import Calibration
 from vitral.plain import from_plain, to_plain
 from vitral.variants import VARIANTS, check, config_class
@@ -143,7 +143,7 @@ class Run:
         if path.exists() and any(path.iterdir()):
             raise VitralError(
                 f"{path} already exists and is not empty",
-                f"choose another --out, or go on with: vitral train --resume {path}",
+                f"choose another --out, or go on with: vitral train --resume {typed(path)}",
             )
 
     @contextmanager
@@ -266,7 +266,7 @@ def model_folder(path: Path) -> Path:
         raise VitralError(f"{path} holds neither a run nor a model", hint)
     raise VitralError(
         f"{path} has no finished model: training stopped in epoch {len(Run(path).metrics()) + 1}",
-        f"go on with: vitral train --resume {path}",
+        f"go on with: vitral train --resume {typed(path)}",
     )
 
 

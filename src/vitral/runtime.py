@@ -21,7 +21,7 @@ import numpy as np
 from vitral.answers import Prediction, in_order, show
 from vitral.data import scale
 from vitral.data.decode import NotAnImage, decode, image_files
-from vitral.errors import VitralError
+from vitral.errors import VitralError, typed
 
 KEY = "vitral"  # of the entry in the file's metadata
 FORMAT = 1
@@ -141,7 +141,7 @@ def main(words: Sequence[str]) -> int:
     if chosen.top < 1:
         raise VitralError(f"--top must be at least 1, not {chosen.top}", "leave it out for 3")
     if not chosen.files:
-        raise VitralError("which images?", f"vitral predict {chosen.model} photo.jpg folder/")
+        raise VitralError("which images?", f"vitral predict {typed(chosen.model)} photo.jpg folder/")
     files = image_files(chosen.files)
     if not files:
         raise VitralError(

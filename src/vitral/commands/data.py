@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vitral.commands.beside import understood_source
 from vitral.commands.flags import parse
-from vitral.errors import VitralError, nearest
+from vitral.errors import VitralError, nearest, typed
 
 ACTIONS = {"list": "nothing more", "fetch": "names of known sets", "where": "one name", "pack": "a folder"}
 
@@ -90,5 +90,5 @@ def pack(words: list[str]) -> int:
     print(f"{counts}, {height}×{width} pixels, {len(packed.classes):,} classes, {packed.source}")
     print(f"{folder}  {size / 2**20:,.0f} MiB in {seconds:.1f} s")
     shown = folder if chosen.out else chosen.folder
-    print(f"Next:  vitral train {shown}" + (f" --init {chosen.init}" if chosen.init else ""))
+    print(f"Next:  vitral train {typed(shown)}" + (f" --init {typed(chosen.init)}" if chosen.init else ""))
     return 0

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from vitral.commands.beside import opened, to_be_fetched
 from vitral.commands.flags import a_model, parse
+from vitral.errors import typed
 
 
 def run(words: list[str]) -> int:
@@ -41,5 +42,5 @@ def run(words: list[str]) -> int:
     )
     print(f"exported {file} ({file.stat().st_size / 1e6:.1f} MB): {agreement}")
     if chosen.to == "onnx":
-        print(f"Next:  vitral predict {file} photo.jpg      needs numpy, pillow and onnxruntime, not torch")
+        print(f"Next:  vitral predict {typed(file)} photo.jpg      needs numpy, pillow and onnxruntime, not torch")
     return 0

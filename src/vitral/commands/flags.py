@@ -6,7 +6,6 @@ dataclasses. Each command is a file with `run(words) -> exit status`; torch is i
 
 import io
 import re
-import shlex
 from collections.abc import Callable, Container
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral import box
-from vitral.errors import VitralError
+from vitral.errors import VitralError, typed
 
 NUMBERS = {"INT": "whole number", "FLOAT": "number"}
 
@@ -29,9 +28,9 @@ def which_images(command: str, said: str) -> VitralError:
     from vitral.data.decode import SUFFIXES
 
     if Path(said).suffix.lower() in SUFFIXES:
-        hint = f"vitral {command} {box.names()[0]} {shlex.quote(said)}"
+        hint = f"vitral {command} {box.names()[0]} {typed(said)}"
         return VitralError(f"which model? {said} is a picture", hint)
-    return VitralError("which images?", f"vitral {command} {said} photo.jpg folder/")
+    return VitralError("which images?", f"vitral {command} {typed(said)} photo.jpg folder/")
 
 
 def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any = None) -> Any:

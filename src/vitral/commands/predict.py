@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from vitral.commands.beside import opened
 from vitral.commands.flags import a_model, parse, which_images
-from vitral.errors import VitralError
+from vitral.errors import VitralError, typed
 
 MODELS = "a run or model folder, a checkpoint file, hf:owner/name, or an exported model.onnx"
 
@@ -54,7 +54,8 @@ def run(words: list[str]) -> int:
     if predictor.classes == (NO_HEAD,):
         raise VitralError(
             f"{chosen.run} has no classifier, so it has no answers",
-            f"give it one: vitral train PHOTOS --init {chosen.run}; or take its features: vitral embed {chosen.run} …",
+            f"give it one: vitral train PHOTOS --init {typed(chosen.run)}; "
+            f"or take its features: vitral embed {typed(chosen.run)} …",
         )
     if chosen.out is not None:
         from vitral.harvest import harvest

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from vitral.commands.flags import parse, positional, switches_of, value_of
-from vitral.errors import VitralError
+from vitral.errors import VitralError, typed
 
 
 def run(words: list[str]) -> int:
@@ -63,7 +63,7 @@ def run(words: list[str]) -> int:
 
     chosen = parse(Train, words, "train", default=Train(data, recipe, preset, plan))
     if (chosen.data, chosen.recipe) != (data, recipe):
-        raise VitralError("the data set must come first", f"vitral train {chosen.data} …")
+        raise VitralError("the data set must come first", f"vitral train {typed(chosen.data)} …")
     if chosen.heads is not None and not init:
         raise VitralError(
             "--heads is for a checkpoint whose tensors do not tell (--init)", "vitral train … --model.heads N"
@@ -78,5 +78,5 @@ def run(words: list[str]) -> int:
         from vitral.report import terminal
 
         terminal.show_comparison(result)
-        print(f"\nNext:  {making.command()} predict {result.folders[result.verdict.take]} photo.jpg")
+        print(f"\nNext:  {making.command()} predict {typed(result.folders[result.verdict.take])} photo.jpg")
     return 0

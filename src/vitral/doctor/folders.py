@@ -11,6 +11,7 @@ from vitral.data.decode import SUFFIXES, image_files
 from vitral.data.reading import SPLITS
 from vitral.doctor.trouble import Level, Trouble
 from vitral.doctor.trouble import listed as listed_trouble
+from vitral.errors import typed
 
 PICTURES_UNREAD = {".heic", ".heif", ".avif", ".jxl", ".jp2", ".psd", ".svg", ".dng", ".cr2", ".nef", ".arw", ".raw"}
 
@@ -68,7 +69,9 @@ def _split_names(path: Path, inside: list[Path], splits: dict[Path, str]) -> Ite
                 f.suffix.lower() in SUFFIXES for p in classes for f in p.iterdir() if f.is_file() and f.name[0] != "."
             ):
                 direct = [f for p in classes for f in p.iterdir() if f.is_file()]
-                todo = f"put the split outside: {path}/train/{folder.name}" if direct else f"vitral train {folder}"
+                todo = (
+                    f"put the split outside: {path}/train/{folder.name}" if direct else f"vitral train {typed(folder)}"
+                )
                 yield _name(folder, f"holds the splits {', '.join(nested)}, one level down", todo, "error")
             continue
         meant = difflib.get_close_matches(folder.name.lower(), SPLITS, n=1, cutoff=0.7)

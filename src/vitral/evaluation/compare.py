@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.evaluation.bootstrap import Interval, mean_intervals
+from vitral.evaluation.selective import share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,7 @@ def compare(
         raise VitralError("there are no images to compare on", "choose a set or folder with --data")
     first, second = said_first_N == labels_N, said_second_N == labels_N
     only_first, only_second = first & ~second, second & ~first
-    columns = torch.stack([first, second], dim=1).float()
-    columns = torch.cat([columns, columns[:, 1:] - columns[:, :1]], dim=1)
-    accuracy_first, accuracy_second, difference = mean_intervals(columns)
+    (difference,) = mean_intervals(second[:, None].float() - first[:, None].float())
     rows = [
         Disagreement(name=name, images=images, only_first=one, only_second=other)
         for name, images, one, other in zip(
@@ -88,8 +86,8 @@ def compare(
     ]
     return PairedComparison(
         images=len(labels_N),
-        first=accuracy_first,
-        second=accuracy_second,
+        first=share(int(first.sum()), len(first)),
+        second=share(int(second.sum()), len(second)),
         difference=difference,
         both_right=int((first & second).sum()),
         only_first=int(only_first.sum()),

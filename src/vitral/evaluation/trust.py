@@ -15,13 +15,14 @@ from vitral.evaluation.calibration import Calibration
 from vitral.evaluation.metrics import Metrics, measure
 from vitral.evaluation.reliability import Reliability, membership, reliability, squared, surprise
 from vitral.evaluation.robustness import Robustness
-from vitral.evaluation.selective import AnswerAt, Selective, aurc_of, selective, surest_first
+from vitral.evaluation.selective import AnswerAt, Selective, aurc_of, selective, share, surest_first
 from vitral.evaluation.unknown import Unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """The figures people quote, of the calibrated probabilities, with 95 % intervals over 1,000 bootstrap resamples."""
+    """The figures people quote, of the calibrated probabilities, with 95 % intervals: Wilson's for what is counted
+    (accuracy and top-5, as everywhere), over 1,000 bootstrap resamples for the others."""
 
     accuracy: Interval
     top5: Interval
@@ -97,6 +98,7 @@ def headline(p_NK: Tensor, labels_N: Tensor) -> Headline:
 
     values, samples = figures(torch.ones(1, N))[0], bootstrap(figures, N)
     found = dict(zip((field.name for field in fields(Headline)), intervals(values, samples), strict=True))
+    found |= {name: share(round(found[name].value * N), N) for name in ("accuracy", "top5")}
     # Resampling adds noise, and the ECE counts noise as error: its samples lie too high by about as much as the figure
     # itself lies above the truth. Reflected (the "basic" interval), they allow for it.
     low, high = between(samples[:, 5:6])

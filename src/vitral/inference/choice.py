@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitral import box
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError
+from vitral.errors import VitralError, typed
 from vitral.hardware import Hardware, cores, cpu_name
 from vitral.inference.engine import Checked, Engine, Number, cannot_be_arranged, cannot_run_here
 from vitral.inference.gpu import GpuEngine
@@ -181,7 +181,7 @@ def arrange(
 
 
 def _bench(folder: Path | None) -> str:
-    return f"vitral bench {'RUN' if folder is None else box.called(folder)} measures it"
+    return f"vitral bench {'RUN' if folder is None else typed(box.called(folder))} measures it"
 
 
 def check_threads(counts: Iterable[int]) -> None:

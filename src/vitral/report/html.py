@@ -102,9 +102,11 @@ def summary(material: Material) -> str:
         if name != "top-5" or len(found.per_class) > 5
     ]
     what = table(("figure", material.split_name, "95 % interval"), lines)
+    chose = "These images also chose the epoch: new ones will do a little worse. "
     return f'<div class="pair"><div>{rows(material.facts)}</div><div>{what}</div></div>' + note(
-        "Intervals: 1,000 bootstrap resamples of the images. Probabilities are those after temperature "
-        f"{found.temperature:.3f}, fitted on the validation images."
+        f"{chose if material.split_name == 'validation' else ''}Intervals: Wilson's for accuracy, 1,000 bootstrap "
+        f"resamples of the images for the others. Probabilities are those after temperature {found.temperature:.3f}, "
+        "fitted on the validation images."
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vitral import box
 from vitral.data.datasets import Split
 from vitral.doctor import examine
-from vitral.errors import VitralError
+from vitral.errors import VitralError, typed
 from vitral.evaluation.trust import Evaluation
 from vitral.judge import Asked
 from vitral.predict import Predictor
@@ -64,7 +64,7 @@ def gather(asked: Asked, found: Evaluation, logits: Tensor, path: Path, thorough
         environment=tuple((name.replace("_", " "), value) for name, value in flat(around)),
         repeat=commands(run, around),
         recipe=run.recipe_file.read_text(encoding="utf-8") if run and run.recipe_file.is_file() else "",
-        more=f"vitral report {box.called(path)}",
+        more=f"vitral report {typed(box.called(path))}",
     )
 
 
@@ -131,7 +131,7 @@ def commands(run: Run | None, around: dict[str, Any]) -> tuple[str, ...]:
         return ()
     said = around.get("command")
     began = (f"# begun with\n{said}",) if isinstance(said, str) and said else ()
-    return (*began, f"# the same again, bit for bit on a CPU\nvitral train --recipe {run.recipe_file}")
+    return (*began, f"# the same again, bit for bit on a CPU\nvitral train --recipe {typed(run.recipe_file)}")
 
 
 def health(asked: Asked, counts: dict[str, tuple[int, ...]], thorough: bool) -> tuple[str, ...]:

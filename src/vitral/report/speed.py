@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from vitral.errors import typed
 from vitral.inference.choice import Measured
 
 
@@ -35,7 +36,7 @@ def show_measured(measured: Measured, source: str = "") -> None:
     console.print("[dim]as fp32: the same first label. twice: asked again in surer numbers, where it was close.[/dim]")
     console.print(f"\n[bold]{measured.precision}[/bold]: {measured.why}. ", end="")
     console.print(
-        f"To keep it, for predict and serve: vitral convert {source} FOLDER, then vitral bench FOLDER"
+        f"To keep it, for predict and serve: vitral convert {typed(source)} FOLDER, then vitral bench FOLDER"
         if source
         else "predict and serve use it on this CPU.",
         soft_wrap=True,

@@ -21,7 +21,8 @@ def show_evaluation(found: Evaluation, full: bool) -> None:
     """Ten lines; `full`: every class and the confusion matrix too."""
     console = Console(highlight=False)
     if found.split == "validation":
-        console.print("On the validation images, which also chose the epoch: new images will do a little worse.\n")
+        told_first = "On the validation images, which also chose the epoch: new images will do a little worse.\n"
+        console.print(told_first, soft_wrap=True)
     console.print(f"{found.split + ', ' + format(found.images, ',') + ' images':<28}[dim]95 % interval[/dim]")
     headline = found.headline
     rows = [("accuracy", percent(headline.accuracy), "")]

@@ -22,7 +22,7 @@ from vitral.data.augment import Vary, varied
 from vitral.data.datasets import Dataset
 from vitral.data.loader import Loader, on_device
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError
+from vitral.errors import VitralError, typed
 from vitral.evaluation.metrics import logits_of, logits_together, measure
 from vitral.hardware import Hardware
 from vitral.run import ModelCard, Run, load_weights, save_model, save_weights
@@ -270,7 +270,8 @@ def save(state: State, recipe: Recipe, hardware: Hardware, run: Run, clock: Cloc
 
 def stopped(state: State, steps: int, run: Run) -> Interrupted:
     return Interrupted(
-        f"stopped after step {state.step} of {steps}; everything is saved", f"go on with: vitral train --resume {run}"
+        f"stopped after step {state.step} of {steps}; everything is saved",
+        f"go on with: vitral train --resume {typed(run)}",
     )
 
 

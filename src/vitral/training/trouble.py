@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitral.data.loader import Loader
-from vitral.errors import VitralError
+from vitral.errors import VitralError, typed
 from vitral.hardware import Hardware
 from vitral.run import Run
 from vitral.training import checkpoint
@@ -126,5 +126,5 @@ def explain(
     kept = f"the last good state is {saved}" if saved else "nothing was saved before"
     if recipe.on_nan == "rollback":
         return Diverged(what, trouble.step, f"{kept}; 1/{2**MOST_ROLLBACKS} of the learning rate did not help either")
-    again = f"vitral train --resume {run} --on-nan rollback" if saved else "--on-nan rollback"
+    again = f"vitral train --resume {typed(run)} --on-nan rollback" if saved else "--on-nan rollback"
     return Diverged(f"{what}: the training diverged", trouble.step, f"{kept}; try a lower --optim.lr, or: {again}")
