@@ -72,7 +72,7 @@ class Server:
         self.url: str = self.logged("listening")[0]["at"]
         self.port = int(self.url.rpartition(":")[2])
         until = time.monotonic() + 60
-        while httpx.get(f"{self.url}/readyz").status_code != 200:
+        while httpx.get(f"{self.url}/readyz", timeout=30).status_code != 200:
             assert time.monotonic() < until
             time.sleep(0.05)
 

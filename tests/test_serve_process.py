@@ -238,9 +238,9 @@ def test_sigterm_waits_for_a_body_that_is_on_its_way(model):
         whole = post(picture())
         with socket.create_connection(("127.0.0.1", running.port), timeout=10) as line:
             line.sendall(whole[:-50])
-            time.sleep(0.3)
+            time.sleep(1)
             running.terminate()
-            time.sleep(0.5)
+            time.sleep(1)
             line.sendall(whole[-50:])
             assert status(listen(line)) == 200
         assert running.ended() == 0
