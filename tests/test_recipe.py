@@ -235,6 +235,7 @@ def test_recipes_are_listed_in_groups_with_their_first_line(capsys: pytest.Captu
         ("augment.mixupp", "augment.mixupp", "mixup"),
         ("data.valdation", "data.valdation", "validation"),
         ("optm.lr", "optm", "optim"),
+        ("lr", "lr", "optim.lr"),
     ],
 )
 @pytest.mark.parametrize("value", [0.5, None])
@@ -356,6 +357,20 @@ def test_a_missing_field_is_named(tmp_path: Path, recipe: Recipe) -> None:
     file.write_text(recipe.to_toml().replace('name = "textures"\n', ""), encoding="utf-8")
     with pytest.raises(VitralError, match=r"short\.toml: the field 'data\.name' is missing"):
         read_recipe(file)
+
+
+def test_all_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("epochs = 3\n", encoding="utf-8")
+    with pytest.raises(VitralError, match="the fields 'name', 'data', 'model' are missing") as caught:
+        read_recipe(tmp_path / "mine.toml")
+    assert caught.value.hint == "needed: name, data, model; all others have defaults"
+
+
+def test_a_list_is_one_line_of_the_file(recipe: Recipe) -> None:
+    written = recipe.changed({"start": ["identity"], "data.mean": [0.5, 0.25, 0.5]}).to_toml()
+    assert 'start = ["identity"]\n' in written
+    assert "mean = [0.5, 0.25, 0.5]\n" in written
+    assert "betas = [0.9, 0.999]\n" in written
 
 
 def test_broken_toml_names_the_file_and_the_line(tmp_path: Path) -> None:

@@ -445,6 +445,14 @@ def test_compare_two_runs(run: Path, command, tmp_path: Path) -> None:
     assert "exactly the same" in command("compare", run, run)[1]
 
 
+def test_a_run_whose_photographs_are_elsewhere_says_so(run: Path, tmp_path: Path) -> None:
+    model = vitral.load(run)
+    for name in ("photos", str(tmp_path / "photos")):
+        model.card = replace(model.card, trained_on=name)
+        with pytest.raises(VitralError, match=f"trained on {name}, which is not there\nname the images with --data"):
+            judge.question(model, None, None)
+
+
 def test_models_of_other_classes_cannot_be_compared(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = judge.question(run, None, "test")
     card = replace(asked.predictor.card, classes=tuple("abcdefghij"))

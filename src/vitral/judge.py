@@ -21,6 +21,9 @@ from vitral.data.decode import NotAnImage, decode, image_files
 from vitral.data.folder import load_files, looks_like_files
 from vitral.data.images import Joined, Pixels
 from vitral.data.preprocess import adapt
+from vitral.data.reading import PREFIX
+from vitral.data.shards import looks_like_shards
+from vitral.data.sources import KNOWN
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score, calibrate, known_score
 from vitral.evaluation.compare import PairedComparison, compare
@@ -96,6 +99,12 @@ def learned_from(predictor: Predictor, hint: str = "name a set or folder with --
     if not name or name.partition(": ")[0] in FAMILIES:
         source = f"{predictor.path} is a model from elsewhere, so it" if predictor.path else "the model"
         raise VitralError(f"{source} does not say what it was trained on", hint)
+    elsewhere = name in KNOWN or name.startswith(PREFIX) or looks_like_shards(name)
+    if not elsewhere and not Path(name).exists():
+        raise VitralError(
+            f"{predictor.path or 'the model'} was trained on {name}, which is not there",
+            "name the images with --data, or call vitral in the folder where the training was begun",
+        )
     return name
 
 

@@ -32,19 +32,28 @@ def from_plain(cls: type[T], values: Mapping[str, Any], where: str = "", kinds: 
     known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
         if name not in known:
+            inside = next((f"{group}.{name}" for group in known if name in fields_of(hints[group])), "")
             raise VitralError(
-                f"no field '{where}{name}'.{nearest(name, known)}",
+                f"no field '{where}{name}'.{f' Did you mean {where}{inside}?' if inside else nearest(name, known)}",
                 f"Known{' in ' + where[:-1] if where else ''}: {', '.join(known)}",
             )
-    for name, f in known.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and name not in values:
-            raise VitralError(f"the field '{where}{name}' is missing", f"a complete one has {', '.join(known)}")
+    needed = [
+        name
+        for name, f in known.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if lacking := [f"'{where}{name}'" for name in needed if name not in values]:
+        several = f"fields {', '.join(lacking)} are" if len(lacking) > 1 else f"field {lacking[0]} is"
+        raise VitralError(f"the {several} missing", f"needed: {', '.join(needed)}; all others have defaults")
     arguments = {name: _typed(hints[name], value, where + name) for name, value in values.items()}
     try:
         return cls(**arguments)
     except ValueError as error:
         raise VitralError(str(error), "put that value right") from error
+
+
+def fields_of(hint: Any) -> set[str]:
+    return {f.name for f in dataclasses.fields(hint)} if dataclasses.is_dataclass(hint) else set()
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:

@@ -1,7 +1,7 @@
 """Train on class folders or a known set."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,6 +30,14 @@ def run(words: list[str]) -> int:
         device: Literal["auto", "cpu", "gpu"] | None = None
 
     if any(word.startswith("--resume") for word in words):
+        begun_with = {field.name for field in fields(Recipe)} | {"recipe", "preset", "heads", "out", "compare", "seeds"}
+        decided = begun_with - {field.name for field in fields(Resume)}
+        for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+            if flag[2:].partition(".")[0].replace("-", "_") in decided:
+                raise VitralError(
+                    f"--resume goes on with a run as it was begun, without {flag}",
+                    "vitral train --recipe RUN/recipe.toml … begins another; --resume RUN --help says what may change",
+                )
         again = vars(parse(Resume, words, "train"))
         changes = {name: value for name, value in again.items() if name != "resume" and value is not None}
         making.train(resume=again["resume"], quiet=False, **changes)
@@ -55,9 +63,8 @@ def run(words: list[str]) -> int:
         settings: Annotated[Recipe, arg(name="")]
         heads: int | None = None  # of a checkpoint (--init) whose tensors do not tell
         out: Path | None = None  # the run folder to make; default: runs/<recipe>-<date>-<id>
-        compare: FlagCreatePairsOff[bool] = (
-            False  # from scratch, linear probe and this, on the same split: which to take
-        )
+        # train from scratch, as a linear probe and so, on the same split, and say which to take
+        compare: FlagCreatePairsOff[bool] = False
         seeds: int = 3  # of --compare
         json: FlagCreatePairsOff[bool] = False  # of --compare: for programs
 

@@ -33,15 +33,19 @@ def run(words: list[str]) -> int:
     if chosen.out is not None and chosen.out.suffix.lower() not in (".html", ".htm", ".md"):
         raise VitralError(f"--out is {chosen.out}; it ends in .html or .md", "walk.html: one page; walk.md: Markdown")
     from vitral.answers import Label, in_words
+    from vitral.data.decode import decode
     from vitral.explain import open_to_look_inside
     from vitral.report import walk_html, walk_markdown, walk_terminal
     from vitral.report.walk import walk
     from vitral.run import write_atomically
 
+    picture = decode(chosen.image)
     asked = chosen.model or newest(chosen.image)
     predictor = open_to_look_inside(asked, chosen.labels)
-    understood(predictor.notes if chosen.model else [f"the model: {asked}; another one with --model"])
-    made = walk(predictor, chosen.image, chosen.lang, chosen.layer, chosen.head)
+    name, boxed = str(asked).removeprefix(box.PREFIX), str(asked).startswith(box.PREFIX)
+    told = f"the model: {name}{', which comes with vitral' if boxed else ''}; another one with --model"
+    understood(predictor.notes if chosen.model else [told])
+    made = walk(predictor, picture, chosen.lang, chosen.layer, chosen.head)
     if chosen.out is None:
         walk_terminal.show(made, code=chosen.code)
         return 0

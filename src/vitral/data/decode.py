@@ -66,6 +66,8 @@ def _known_but_not_read(source: Path | str | bytes | Image.Image) -> str:
     if isinstance(source, Path | str):
         with Path(source).open("rb") as file:
             source = file.read(12)
+    if not source:
+        return "an empty file"
     phone = isinstance(source, bytes) and source[4:8] == b"ftyp"
     return "HEIC, AVIF or a film, not an image that vitral reads; save it as JPEG" if phone else "not an image"
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
@@ -42,7 +43,7 @@ FORMAT = 1
 INDEX = "index.json"
 AHEAD = 4096  # files handed to the workers at a time
 FEW = 256  # files that are decoded before workers would have begun
-REMEDY = "mend or remove them, or allow more with --data.unreadable"
+REMEDY = "mend or remove them; a training may have more of them with --data.unreadable SHARE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +222,9 @@ def check_share(troubles: Iterable[str], count: int, most: float) -> None:
     if len(named) > most * count:
         raise VitralError(
             f"{len(named):,} of {count:,} images cannot be read, more than {most:.1%}: {named[0]}",
-            f"{REMEDY}: " + "; ".join(trouble.split(": ")[0] for trouble in named[:5]),
+            REMEDY.replace("SHARE", f"{math.ceil(100 * len(named) / count) / 100}")
+            + ": "
+            + "; ".join(trouble.split(": ")[0] for trouble in named[:5]),
         )
 
 

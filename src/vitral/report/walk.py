@@ -108,6 +108,7 @@ class Walker:
             self.image_BCHW = image_BCHW
             self.trace: Trace = self.model.trace(image_BCHW)
             self.inside = self.look_inside()
+        self.reads_one = predictor.model.class_token is not None
         gh, gw = self.trace.grid
         H, W = config.image_size
         self.numbers: dict[str, Any] = {
@@ -115,6 +116,7 @@ class Walker:
             "E": self.trace.patches.shape[-1], "D": config.width, "T": self.trace.tokens[0].shape[1],
             "h": config.heads, "d": config.width // config.heads, "M": config.hidden_width, "L": config.depth,
             "K": config.classes, "l": self.block + 1, "before": self.block, "head": self.head + 1,
+            "front": "x_{class}; " if self.reads_one else "",
             "registers": config.registers, "prefix": self.trace.prefix,
         }  # fmt: skip
 
@@ -139,15 +141,19 @@ class Walker:
         T, D, N = n["T"], n["D"], n["N"]
         steps = [
             self.step("image", f"{n['C']} × {n['H']} × {n['W']}", [ViT.features], self.of_image()),
-            self.step("patches", f"{N} × {n['P']} × {n['P']} × {n['C']}", [ViT.check], self.of_patches()),
-            self.step("flatten", f"{N} × {n['E']}", [vit.patchify], [self.matrix("flat", trace.patches[0])]),
-            self.step(
-                "hybrid" if isinstance(model.patch_embedding, HybridEmbedding) else "embedding",
-                f"{N} × {D}",
-                [type(model.patch_embedding).forward],
-                self.of_embedding(),
-            ),
         ]
+        squares, embedding = f"{N} × {n['P']} × {n['P']} × {n['C']}", [type(model.patch_embedding).forward]
+        if isinstance(model.patch_embedding, HybridEmbedding):  # pixels are not cut: their feature map is
+            steps += [
+                self.step("squares", squares, [ViT.check], self.of_patches()),
+                self.step("hybrid", f"{N} × {D}", embedding, self.of_embedding()),
+            ]
+        else:
+            steps += [
+                self.step("patches", squares, [ViT.check], self.of_patches()),
+                self.step("flatten", f"{N} × {n['E']}", [vit.patchify], [self.matrix("flat", trace.patches[0])]),
+                self.step("embedding", f"{N} × {D}", embedding, self.of_embedding()),
+            ]
         if model.class_token is not None:
             token = model.class_token.token[0]
             shape = f"{N} × {D} → {n['N'] + 1} × {D}"
@@ -192,7 +198,12 @@ class Walker:
                 [vit.FeedForward.forward],
                 [self.matrix("hidden", inside["hidden"][0]), self.matrix("out", trace.tokens[self.block + 1][0])],
             ),
-            self.step("encoder", f"{T} × {D}", [vit.Encoder.forward], self.of_encoder()),
+            self.step(
+                "encoder" if self.reads_one else "encoder_patches",
+                f"{T} × {D}",
+                [vit.Encoder.forward],
+                self.of_encoder(),
+            ),
             self.step(self.pooling(), str(trace.pooled.shape[1]), self.pooling_code(), self.of_pooling()),
         ]
         logits = trace.logits[0].float()
@@ -286,9 +297,13 @@ class Walker:
 
     def of_attention(self, looked_TT: Tensor) -> list[Picture]:
         prefix, grid = self.trace.prefix, self.trace.grid
-        row = looked_TT[0] if prefix else looked_TT[:, :].mean(dim=0)
-        key = "row" if prefix else "rows"
+        key = "row" if self.reads_one else "rows"
+        row = self.asking(looked_TT)
         return [self.matrix("matrix", looked_TT, "shares"), self.glow(key, row[None, prefix:], grid)]
+
+    def asking(self, looked_TT: Tensor) -> Tensor:
+        """Where the class token looks or, where there is none, the patches on average: T."""
+        return looked_TT[0] if self.reads_one else looked_TT[self.trace.prefix :].mean(dim=0)
 
     def glow(self, key: str, heat_1N: Tensor, grid: vit.Grid, **more: Any) -> Picture:
         heat = scaled(to_pixels(heat_1N, grid, self.image_BCHW))[0].cpu().numpy()
@@ -304,8 +319,7 @@ class Walker:
         prefix, grid = self.trace.prefix, self.trace.grid
         pictures = []
         for index, looked in enumerate(self.trace.attention):
-            mean = looked[0].mean(dim=0)
-            row = mean[0] if prefix else mean.mean(dim=0)
+            row = self.asking(looked[0].mean(dim=0))
             pictures.append(self.glow("block", row[None, prefix:], grid, block=index + 1))
         return pictures
 

@@ -6,6 +6,7 @@ A recipe says everything that decides the result. Where it comes from (a name, a
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -182,7 +183,7 @@ class Recipe:
 
     def to_toml(self) -> str:
         """Complete: every field, but for those that are None, which TOML cannot say."""
-        return tomli_w.dumps(to_plain(self))
+        return re.sub(r"\[\n(?:    .*,\n)+\]", _on_one_line, tomli_w.dumps(to_plain(self)))
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:
         """A copy with some fields changed, nested ones by a dot: `recipe.changed({"optim.lr": 3e-4})`."""
@@ -199,6 +200,10 @@ class Recipe:
                     )
             inner[last] = to_plain(value)
         return from_values(values)
+
+
+def _on_one_line(array: re.Match[str]) -> str:
+    return f"[{', '.join(line.strip().removesuffix(',') for line in array[0].splitlines()[1:-1])}]"
 
 
 def from_values(values: Mapping[str, Any]) -> Recipe:
