@@ -50,6 +50,10 @@ class Process:
         self.pid = int(nursery().recv(64))
         self.returncode: int | None = None
 
+    def __del__(self) -> None:
+        for file in self.files:
+            file.close()
+
     def poll(self) -> int | None:
         if self.returncode is None:
             nursery().send(str(self.pid).encode())

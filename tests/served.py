@@ -69,6 +69,7 @@ class Server:
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         assert self.listening.wait(60), "".join(self.lines)
+        assert self.logged("listening"), "".join(self.lines)
         self.url: str = self.logged("listening")[0]["at"]
         self.port = int(self.url.rpartition(":")[2])
         until = time.monotonic() + 60

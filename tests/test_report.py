@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vitral import cli, judge, workshop
@@ -191,6 +191,7 @@ def test_text_stands_out_from_what_is_behind_it(scheme: str) -> None:
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 9))
+@example(1.0, 400_401.0, 2)
 def test_ticks_are_round_and_inside(low: float, width: float, about: int) -> None:
     ticks = nice(low, low + width, about)
     assert 1 <= len(ticks) <= about + 2 or math.isclose(low, low + width, rel_tol=1e-9)

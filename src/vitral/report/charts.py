@@ -119,6 +119,8 @@ def nice(low: float, high: float, about: int) -> list[float]:
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(times * power for times in (1, 2, 5, 10) if times * power >= raw * 0.999)
+    if step > high - low:  # then none may be a multiple of 5; of 2, one is
+        step = 2 * power
     first = math.ceil(low / step - 1e-9)
     return [round(count * step, 12) for count in range(first, math.floor(high / step + 1e-9) + 1)]
 
