@@ -31,7 +31,7 @@ TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
-KERNELS = ("norm", "norm_back", "act", "act_back", "turn", "turn_back", "short", "short_back", "total", "shrink")
+KERNELS = ("norm", "norm_back", "act", "act_back", "turn", "turn_back", "short", "short_back", "totals", "shrink")
 OF_ATTENTION = ("attend", "queries_back", "keys_back", "cast")
 OF_MUON = ("look_ahead", "normalise", "move")
 OF_STEM = ("patches", "norm_relu", "norm_relu_back")
@@ -97,8 +97,9 @@ def described(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> dic
             signature[name], constants[index,] = "constexpr", value
             continue
         if isinstance(value, tuple):
-            signature[name] = tuple(TYPES[one.dtype] for one in value)
-            attributes |= {(index, at): [["tt.divisibility", 16]] for at in range(len(value))}
+            signature[name] = tuple("i32" if isinstance(one, int) else TYPES[one.dtype] for one in value)
+            aligned = [at for at, one in enumerate(value) if not isinstance(one, int) or one % 16 == 0]
+            attributes |= {(index, at): [["tt.divisibility", 16]] for at in aligned}
             continue
         signature[name] = (
             TYPES[value.dtype] if isinstance(value, torch.Tensor) else {int: "i32", float: "fp32"}[type(value)]

@@ -135,7 +135,7 @@ def test_where_the_class_token_is_asked_the_last_block_computes_no_other(
 
 def test_sums_over_many_rows_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that take several turns, and a last one that is not full."""
-    monkeypatch.setattr(launch, "PROGRAMS", 3)
+    monkeypatch.setattr(launch, "shares", lambda *given: 3)
     monkeypatch.setattr(fused_encoder, "SPARE", 0)  # GELU computed again
     model = a_model()
     tokens = torch.randn(5, 17, 48)
@@ -190,7 +190,9 @@ def test_gelu_and_its_slope(tanh: bool) -> None:
     none = torch.zeros(129)
     with np.errstate(over="ignore"):  # far out the exponential is infinite, as on a GPU
         g, _ = launch.act(x.detach(), none, tanh, None)
-        again, dh, _, summed = launch.act_back(x.detach().clone(), none, torch.ones_like(x), tanh, None, None)
+        sums = launch.Sums()
+        again, dh, _, summed = launch.act_back(x.detach().clone(), none, torch.ones_like(x), tanh, None, None, sums)
+        sums.take()
     wanted = torch.nn.functional.gelu(x.double(), approximate="tanh" if tanh else "none")
     assert g is not None
     assert (g - wanted).abs().max() < 2e-5 + 1e-6 * 300
@@ -238,7 +240,7 @@ def test_weights_that_are_all_zero_have_fp8_products_too() -> None:
     assert most.tolist() == [0, 0]
     with np.errstate(over="ignore"):
         _, g8 = launch.act(torch.zeros_like(h), none, False, (rows, most))
-        _, _, dh8, _ = launch.act_back(h, none, torch.zeros_like(h), False, (rows, most), None)
+        _, _, dh8, _ = launch.act_back(h, none, torch.zeros_like(h), False, (rows, most), None, launch.Sums())
     for small in (g8, dh8):
         assert small is not None
         assert (small.scales > 0).all()
@@ -358,7 +360,7 @@ def test_a_rehearsal_asks_for_kernels_and_launches_none(
     learning: bool, pooling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = a_model(pooling=pooling, drop_path=0.5)
-    names = ["norm", "act", "short"] + ["norm_back", "act_back", "short_back", "turn_back", "total"] * learning
+    names = ["norm", "act", "short"] + ["norm_back", "act_back", "short_back", "turn_back", "totals"] * learning
     asked = {name: Asked() for name in names}
     for name, kernel in asked.items():
         monkeypatch.setattr(kernels, name, kernel)

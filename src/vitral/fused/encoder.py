@@ -199,7 +199,8 @@ class Blocks(torch.autograd.Function):
         B, T, D = ctx.shape
         found: dict[Tensor, Tensor] = {}
         dy = dy_BTD.reshape(-1, D).to(fused.number).contiguous()
-        d = launch.add_norm_back(ctx.last, dy, None, ctx.blocks[-1].kept2, of(fused.norm), fp8 and not fused.front)
+        sums, fp8_too = launch.Sums(), fp8 and not fused.front
+        d = launch.add_norm_back(ctx.last, dy, None, ctx.blocks[-1].kept2, of(fused.norm), sums, fp8_too)
         found[fused.norm.weight], found[fused.norm.bias], dbias = d.sums
         while ctx.blocks:
             was: Kept = ctx.blocks.pop()
@@ -207,19 +208,20 @@ class Blocks(torch.autograd.Function):
             found[mlp.contract.bias] = dbias
             dg, known = fused.product_back(d.f, d.f_small, mlp.contract.weight)
             tanh = mlp.gelu.approximate == "tanh"
-            g, dh, dh8, found[mlp.expand.bias] = launch.act_back(was.h, mlp.expand.bias, dg, tanh, known, was.g)
+            g, dh, dh8, found[mlp.expand.bias] = launch.act_back(was.h, mlp.expand.bias, dg, tanh, known, was.g, sums)
             found[mlp.contract.weight] = weight_gradient(d.f, g)
             da, _ = fused.product_back(dh, dh8, mlp.expand.weight)
-            d = launch.add_norm_back(was.two, da, d.z, was.kept1, of(block.norm2))
+            d = launch.add_norm_back(was.two, da, d.z, was.kept1, of(block.norm2), sums)
             found[mlp.expand.weight] = weight_gradient(dh, d.normed)
             found[block.norm2.weight], found[block.norm2.bias], found[attention.project.bias] = d.sums
             found[attention.project.weight] = weight_gradient(d.f, was.o.detach())
             do = d.f @ fused.rounded[attention.project.weight]
-            dqkv, dqkv8 = attend_back(attention, was, do, ctx.turn, found, fp8, T)
+            dqkv, dqkv8 = attend_back(attention, was, do, ctx.turn, found, sums, fp8, T)
             da, _ = fused.product_back(dqkv, dqkv8, attention.qkv.weight)
             passed = among_zeros(d.z, T) if was.front else d.z
             before = ctx.blocks[-1].kept2 if ctx.blocks else None
-            d = launch.add_norm_back(was.one, da, passed, before, of(block.norm1), fp8 and bool(ctx.blocks))
+            d = launch.add_norm_back(was.one, da, passed, before, of(block.norm1), sums, fp8 and bool(ctx.blocks))
+            sums.take()
             found[attention.qkv.weight] = weight_gradient(dqkv, d.normed)
             found[block.norm1.weight], found[block.norm1.bias], dbias = d.sums
         return d.z.view(B, T, D), None, None, *(found[parameter] for parameter in fused.parameters)
@@ -290,8 +292,9 @@ def attend(
 
 
 def attend_back(
-    attention: Any, was: Kept, do: Tensor, turn: Turn | None, found: dict[Tensor, Tensor], fp8: bool, T: int
-) -> tuple[Tensor, Small | None]:
+    attention: Any, was: Kept, do: Tensor, turn: Turn | None, found: dict[Tensor, Tensor], later: launch.Sums,
+    fp8: bool, T: int,
+) -> tuple[Tensor, Small | None]:  # fmt: skip
     """The gradient of qkv, and that as FP8, unless it was short."""
     heads, norms, biased = attention.heads, norms_of(attention), attention.qkv.bias is not None
     out: Tensor | None = None
@@ -302,15 +305,15 @@ def attend_back(
     elif not was.taken:
         out = launch.short_back(was.qkv, do, heads, T, norms, turn)
     if out is not None and was.taken and norms is None and turn is None:
-        dqkv, (summed, small) = out, launch.cast(out, biased, fp8)
+        dqkv, (summed, small) = out, launch.cast(out, biased, fp8, later)
     else:
         if out is not None:
             gradients = launch.by_heads(out, heads, T)
         else:
             dq, dk, dv = torch.autograd.grad(was.o, was.taken, do)
             gradients = (F.pad(dq, (0, 0, 0, T - 1)) if was.front else dq, dk, dv)
-        dqkv, sums, summed = launch.turn_back(was.qkv, gradients, norms, turn, biased, out)
-        _, small = launch.cast(dqkv, False, fp8 and bool(was.taken))
+        dqkv, sums, summed = launch.turn_back(was.qkv, gradients, norms, turn, biased, later, out)
+        _, small = launch.cast(dqkv, False, fp8 and bool(was.taken), later)
     if sums is not None:
         (found[attention.norm_q.weight], found[attention.norm_k.weight]) = sums[0]
         (found[attention.norm_q.bias], found[attention.norm_k.bias]) = sums[1]

@@ -379,15 +379,27 @@ def short_back(
 
 
 @triton.jit
-def total(parts, out, G, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum over rows."""
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, G, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        inside = (rows < G)[:, None] & (columns < C)[None, :]
-        total += tl.load(parts + rows[:, None] * C + columns[None, :], inside, 0.0)
-    tl.store(out + columns, tl.sum(total, axis=0), columns < C)
+def nth(values, n, COUNT: tl.constexpr):
+    """Of a tuple, by a number that is not known when it is compiled."""
+    found = values[0]
+    for index in tl.static_range(1, COUNT):
+        found = tl.where(n == index, values[index], found)
+    return found
+
+
+@triton.jit
+def totals(parts, outs, rows, columns, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums over rows of so many matrices."""
+    n = tl.program_id(1)
+    G, C, given = nth(rows, n, COUNT), nth(columns, n, COUNT), nth(parts, n, COUNT)
+    across = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) * BLOCK < C:
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for start in range(0, G, ROWS):
+            down = start + tl.arange(0, ROWS)
+            inside = (down < G)[:, None] & (across < C)[None, :]
+            total += tl.load(given + down[:, None] * C + across[None, :], inside, 0.0)
+        tl.store(nth(outs, n, COUNT) + across, tl.sum(total, axis=0), across < C)
 
 
 @triton.jit

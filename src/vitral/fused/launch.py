@@ -42,7 +42,8 @@ def blocks(columns: int, block: int, rows: int) -> tuple[dict[str, int], int]:
 
 
 def shares(rows: int, each: int, beside: int = 1) -> int:
-    return max(1, min(PROGRAMS // beside, triton.cdiv(rows, each)))
+    """Programs, each with its part of a sum. A multiple of 16: for other numbers Triton would compile `totals` anew."""
+    return triton.cdiv(max(1, min(PROGRAMS // beside, triton.cdiv(rows, each))), 16) * 16
 
 
 def small_like(x: Tensor) -> Small:
@@ -50,11 +51,30 @@ def small_like(x: Tensor) -> Small:
     return Small(torch.empty_like(x, dtype=torch.float8_e4m3fn), *scales)
 
 
+class Sums:
+    """Sums over the first axes of tensors, all in one launch: fp32, and always in the same order."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, parts: Tensor) -> Tensor:
+        """Whose numbers are there after `take`."""
+        self.asked.append((parts, torch.empty_like(parts[0])))
+        return self.asked[-1][1]
+
+    def take(self) -> None:
+        parts, outs = zip(*self.asked, strict=True)
+        sizes = tuple(out.numel() for out in outs)
+        launcher(kernels.totals, (triton.cdiv(max(sizes), 8), len(outs)))(
+            parts, outs, tuple(len(part) for part in parts), sizes, COUNT=len(outs), ROWS=512, BLOCK=8, num_warps=8
+        )
+        self.asked.clear()
+
+
 def total(parts: Tensor) -> Tensor:
-    """The sum over the first axis: fp32, and always in the same order."""
-    out = torch.empty_like(parts[0])
-    G, C = parts.shape[0], out.numel()
-    launcher(kernels.total, (triton.cdiv(C, 8),))(parts, out, G, C, ROWS=512, BLOCK=8, num_warps=8)
+    sums = Sums()
+    out = sums.of(parts)
+    sums.take()
     return out
 
 
@@ -91,7 +111,7 @@ class NormGradients(NamedTuple):
 
 
 def add_norm_back(
-    was: Normed, dy: Tensor, dz: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool = False
+    was: Normed, dy: Tensor, dz: Tensor | None, kept: Tensor | None, norm: Norm, later: Sums, fp8: bool = False
 ) -> NormGradients:
     """From the gradient of the norm, and that which passes it by."""
     x, (weight, shift, _) = was.x, norm
@@ -108,7 +128,7 @@ def add_norm_back(
         tokens_each(M, kept), D=D, PASSED=dz is not None, DROP=kept is not None, AGAIN=was.plain is None, FP8=fp8,
         **how,
     )  # fmt: skip
-    return NormGradients(dx, df, small, total(sums), normed)
+    return NormGradients(dx, df, small, later.of(sums), normed)
 
 
 def tokens_each(rows: int, per_image: Tensor | None) -> int:
@@ -129,8 +149,9 @@ def act(h: Tensor, bias: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None
 
 
 def act_back(
-    h: Tensor, bias: Tensor, dg: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None, kept: Tensor | None
-) -> tuple[Tensor, Tensor, Small | None, Tensor]:
+    h: Tensor, bias: Tensor, dg: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None, kept: Tensor | None,
+    later: Sums,
+) -> tuple[Tensor, Tensor, Small | None, Tensor]:  # fmt: skip
     """GELU(h + bias) once more, unless it was kept; the gradient of h, that as FP8, and the bias's.
 
     They take the places of h and dg, which are not needed any more."""
@@ -144,7 +165,7 @@ def act_back(
         h, bias, dg, g, dh, *(small or (None, None, None))[:2], *(known or (None, None)), sums, M,
         N=N, TANH=tanh, AGAIN=kept is None, FP8=small is not None, **how,
     )  # fmt: skip
-    return g, dh, small, total(sums)
+    return g, dh, small, later.of(sums)
 
 
 def half(d: int, numbers: int = 1024) -> dict[str, int]:
@@ -165,7 +186,7 @@ def turn(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | N
 
 
 def turn_back(
-    qkv: Tensor, gradients_BhTd: tuple[Tensor, ...], norms: Norms | None, waves: Tensor | None, bias: bool,
+    qkv: Tensor, gradients_BhTd: tuple[Tensor, ...], norms: Norms | None, waves: Tensor | None, bias: bool, later: Sums,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradient of qkv, M 3hd, the sums for the norms' weights and shifts, 2 2 d, and those for the bias, 3hd.
@@ -182,7 +203,7 @@ def turn_back(
         qkv, *gradients_BhTd, gain_q, gain_k, waves, out, sums, totals, M, T, eps, *strides(gradients_BhTd),
         H=h, d=d, NORM=norms is not None, ROTARY=waves is not None, BIAS=bias, PLACED=placed, **how,
     )  # fmt: skip
-    return out, None if sums is None else total(sums), None if totals is None else total(totals)
+    return out, None if sums is None else later.of(sums), None if totals is None else later.of(totals)
 
 
 def short(qkv: Tensor, heads: int, T: int, norms: Norms | None, waves: Tensor | None) -> Tensor:
@@ -270,7 +291,7 @@ def passing(T: int, heads: int, d: int, piece: int, stages: int) -> dict[str, in
     }  # fmt: skip
 
 
-def cast(x: Tensor, sums: bool, fp8: bool) -> tuple[Tensor | None, Small | None]:
+def cast(x: Tensor, sums: bool, fp8: bool, later: Sums) -> tuple[Tensor | None, Small | None]:
     """The sums over rows, and the rows as FP8: what of both is wanted."""
     if not (sums or fp8):
         return None, None
@@ -283,7 +304,7 @@ def cast(x: Tensor, sums: bool, fp8: bool) -> tuple[Tensor | None, Small | None]
         x, *(small or (None, None, None))[:2], totals, M, N=N, PIECES=triton.cdiv(N, block), COLUMNS=block, ROWS=rows,
         SUMS=sums, FP8=fp8, num_warps=max(rows, warps),
     )  # fmt: skip
-    return None if totals is None else total(totals), small
+    return None if totals is None else later.of(totals), small
 
 
 def strides(tensors_BhTd: tuple[Tensor, ...]) -> list[int]:

@@ -8,13 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _nth(pointers, n, COUNT: tl.constexpr):
-    found = pointers[0]
-    for index in tl.static_range(1, COUNT):
-        found = tl.where(n == index, pointers[index], found)
-    return found
+from vitral.fused.kernels import nth
 
 
 @triton.jit
@@ -49,7 +43,7 @@ def look_ahead(
 ):  # fmt: skip
     """Each gradient's average moved on; a look ahead along it; and the sum of that tile's squares."""
     n = tl.program_id(1)
-    gradient, average = _nth(gradients, n, COUNT), _nth(averages, n, COUNT)
+    gradient, average = nth(gradients, n, COUNT), nth(averages, n, COUNT)
     at, at_tall, inside, inside_tall = _places(A, B, ROWS, COLUMNS)
     if n < wide:
         ahead = _ahead(gradient, average, at, inside, share, memory)
@@ -88,7 +82,7 @@ def move(
 ):  # fmt: skip
     """w ← w·(1 - lr·decay) - lr·length·direction; nothing at all where training has halted."""
     n = tl.program_id(1)
-    weight, lr = _nth(weights, n, COUNT), tl.load(_nth(rates, n, COUNT))
+    weight, lr = nth(weights, n, COUNT), tl.load(nth(rates, n, COUNT))
     at, at_tall, inside, inside_tall = _places(A, B, ROWS, COLUMNS)
     direction = tl.load(directions + n.to(tl.int64) * (A * B) + at, inside, 0.0).to(tl.float32)
     if halted is not None:  # 0 times what is not finite is not 0

@@ -30,7 +30,7 @@ def vary_of(augment: Augment, preprocessing: Preprocessing, classes: int, hardwa
     plain = partial(varied, augment, preprocessing, classes)
     draws = Generator(device).manual_seed(0)
     try:
-        images = torch.randint(0, 256, (64, *preprocessing.shape), generator=draws, device=device, dtype=torch.uint8)
+        images = torch.randint(0, 256, (16, *preprocessing.shape), generator=draws, device=device, dtype=torch.uint8)
         labels, at = images[:, 0, 0, 0].long() % classes, draws.get_state()
         mixing = torch.ones((), device=device, dtype=torch.bool) if augment.unmixed else None
         found = ours(images, labels, draws, mixing)
