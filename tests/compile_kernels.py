@@ -86,6 +86,15 @@ def vary_images(augment: Augment, mixing: torch.Tensor | None) -> None:
     vary.vary(augment, torch.zeros(3, 256).bfloat16(), 10, images, labels, torch.Generator(), mixing)
 
 
+def type_of(value: Any) -> str:
+    return TYPES[value.dtype] if isinstance(value, torch.Tensor) else {int: "i32", float: "fp32"}[type(value)]
+
+
+def divides(value: Any) -> bool:
+    """By 16, as addresses do."""
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
 def described(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     """The types of its arguments, those that are known when it is compiled, and what divides by 16."""
     signature: dict[str, Any] = {}
@@ -97,14 +106,12 @@ def described(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> dic
             signature[name], constants[index,] = "constexpr", value
             continue
         if isinstance(value, tuple):
-            signature[name] = tuple("i32" if isinstance(one, int) else TYPES[one.dtype] for one in value)
-            aligned = [at for at, one in enumerate(value) if not isinstance(one, int) or one % 16 == 0]
+            signature[name] = tuple(type_of(one) for one in value)
+            aligned = [at for at, one in enumerate(value) if divides(one)]
             attributes |= {(index, at): [["tt.divisibility", 16]] for at in aligned}
             continue
-        signature[name] = (
-            TYPES[value.dtype] if isinstance(value, torch.Tensor) else {int: "i32", float: "fp32"}[type(value)]
-        )
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        signature[name] = type_of(value)
+        if divides(value):
             attributes[index,] = [["tt.divisibility", 16]]
     return {"fn": kernel, "signature": signature, "constexprs": constants, "attrs": attributes}
 

@@ -103,12 +103,13 @@ def test_a_stem_whose_kernels_fail_or_lie_is_left_to_the_compiler(monkeypatch: p
     model, state = a_hybrid(), torch.get_rng_state()
     assert fused.stem_of(model, GPU) is not None
     assert torch.equal(torch.get_rng_state(), state)
-    real = own.by_patches
+    real, said = own.by_patches, []
     monkeypatch.setattr(own, "by_patches", lambda *given: real(*given).flip(2))
-    assert fused.stem_of(model, GPU) is None
+    assert fused.stem_of(model, GPU, said.append) is None
 
     def fails(*given: object) -> None:
         raise KeyError("out of shared memory")
 
     monkeypatch.setattr(own, "by_patches", fails)
-    assert fused.stem_of(model, GPU) is None
+    assert fused.stem_of(model, GPU, said.append) is None
+    assert [sentence.partition("its kernels ")[2][:8] for sentence in said] == ["are off ", "fail her"]

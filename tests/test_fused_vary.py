@@ -70,8 +70,8 @@ def test_the_recipes_against_the_clock_get_it(name: str) -> None:
     recipe = RECIPES[name]()
     assert own.known(recipe.augment)
     small = replace(recipe, augment=replace(recipe.augment, shift=1))
-    assert vary_of(small, seen_as((4, 4)), GPU) is not None
-    assert vary_of(small, seen_as((4, 4)), replace(GPU, fused=False)) is None
+    assert vary_of(small, seen_as((4, 4)), GPU, print) is not None
+    assert vary_of(small, seen_as((4, 4)), replace(GPU, fused=False), print) is None
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,14 @@ def test_what_it_does_not_know_is_left_to_the_operations(changes: dict[str, Any]
     assert own.vary_of(augment, seen_as((4, 4)), 5, GPU) is None
 
 
-def test_a_kernel_that_fails_or_lies_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    augment, real = Augment(flip=True), own.vary
+def test_a_kernel_that_fails_or_lies_is_not_taken_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    augment, real, said = Augment(flip=True), own.vary, []
     monkeypatch.setattr(own, "vary", lambda *given: [one.flip(0) for one in real(*given)])
-    assert own.vary_of(augment, seen_as((4, 4)), 5, GPU) is None
+    assert own.vary_of(augment, seen_as((4, 4)), 5, GPU, said.append) is None
 
     def fails(*given: object) -> None:
         raise KeyError("out of shared memory")
 
     monkeypatch.setattr(own, "vary", fails)
-    assert own.vary_of(augment, seen_as((4, 4)), 5, GPU) is None
+    assert own.vary_of(augment, seen_as((4, 4)), 5, GPU, said.append) is None
+    assert [sentence.partition("its kernels ")[2][:8] for sentence in said] == ["are off ", "fail her"]

@@ -230,7 +230,7 @@ def test_the_stem_s_kernels_agree_with_the_plain_stem(gpu: Hardware, name: str) 
 
     torch.manual_seed(0)
     model = HybridViT(named(name).model).to(gpu.device)
-    assert fused.stem_of(model, gpu) is not None
+    assert fused.stem_of(model, gpu, print) is not None
     images = torch.randn(8, model.config.channels, *model.config.image_size, device=gpu.device)
     with torch.no_grad():
         wanted, found = model.patch_embedding.stem(images), FusedStem(model.patch_embedding.stem)(images)
@@ -242,8 +242,8 @@ def test_augmentation_in_one_kernel_gives_the_same_images(gpu: Hardware, name: s
     recipe = named(name)
     C = recipe.model.channels
     seen = Preprocessing(image_size=recipe.model.image_size, channels=C, mean=(0.45,) * C, std=(0.25,) * C)
-    assert vary_of(recipe, seen, replace(gpu, fused=True)) is not None  # it compares them itself
-    assert vary_of(recipe, seen, replace(gpu, fused=True, precision="bf16")) is not None
+    assert vary_of(recipe, seen, replace(gpu, fused=True), print) is not None  # it compares them itself
+    assert vary_of(recipe, seen, replace(gpu, fused=True, precision="bf16"), print) is not None
 
 
 def test_muon_steps_with_kernels_as_without_and_recorded_too(gpu: Hardware) -> None:

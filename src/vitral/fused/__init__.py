@@ -6,7 +6,6 @@ Imported where a GPU was found, never before: the kernels are written in Triton,
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.func import functional_call
 from vitral.fused.ahead import compile_ahead
 from vitral.fused.encoder import SPARE, FusedEncoder, unknown
 from vitral.fused.stem import FusedStem
+from vitral.fused.trial import Say, largest, reason_against
 from vitral.hardware import Hardware
 from vitral.variants.hybrid import ConvStem
 from vitral.vit import Grid, PatchEmbedding, ViT
@@ -32,21 +32,17 @@ OFF = {False: 0.1, True: 0.5}  # of the norm: more than bf16's, or FP8's, roundi
 def why_not(model: ViT, hardware: Hardware, learning: bool = True, batch: int = 16) -> str:
     """Why this model is not computed with fused kernels on this machine; empty where it is.
 
-    They are tried and compared with the plain encoder first: not every GPU was at hand when they were written.
-    `batch`: how many images a step will have.
+    They are compared with the plain encoder first. `batch`: how many images a step will have.
     """
     if reason := unknown(model, hardware.fp8, learning):
         return f"the model has {reason}"
     before, training = hardware.random_state(), model.training
+    compile_ahead(partial(rehearse, model, hardware, learning, batch))
     try:
-        compile_ahead(partial(rehearse, model, hardware, learning, batch))
-        off = difference(model.eval(), hardware, learning, batch)
-    except Exception as error:  # the compiler's, the driver's, of whatever kind
-        return f"its kernels fail here: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        return reason_against(partial(difference, model.eval(), hardware, learning, batch), OFF[hardware.fp8])
     finally:
         model.train(training)
         hardware.set_random_state(before)
-    return "" if off <= OFF[hardware.fp8] else f"its kernels are off by {off:.0%} here"
 
 
 @torch.no_grad()
@@ -95,12 +91,6 @@ def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16) 
     return largest(*found)
 
 
-def largest(ours: list[Tensor], wanted: list[Tensor]) -> float:
-    """Of the shares by which these are off."""
-    off = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(ours, wanted, strict=True)]
-    return max(off) if all(map(math.isfinite, off)) else math.inf
-
-
 def asks_first(model: ViT) -> bool:
     """Whether the head is told about the first token alone."""
     return model.config.pooling == "class"
@@ -128,29 +118,32 @@ def with_modules(module: Any, **others: nn.Module) -> Any:
     return same
 
 
-def stem_of(model: ViT, hardware: Hardware) -> FusedStem | None:
+def stem_of(model: ViT, hardware: Hardware, say: Say = lambda sentence: None) -> FusedStem | None:
     """The stem with our kernels, if it has one that they know, and if they give here what PyTorch gives."""
     plain = getattr(model.patch_embedding, "stem", None)
     if not isinstance(plain, ConvStem) or not all(parameter.requires_grad for parameter in plain.parameters()):
         return None
-    before, found = hardware.random_state(), []
-    try:
-        C, (H, W) = model.config.channels, model.config.image_size
-        images = torch.randn(16, C, H, W, device=next(plain.parameters()).device)
-        for stem in (FusedStem(plain), plain):
-            out = stem(images).float()
-            found.append([out.detach(), *torch.autograd.grad(out.square().sum(), list(plain.parameters()))])
-    except Exception:  # the compiler's, the driver's, of whatever kind
-        return None
-    finally:
-        hardware.set_random_state(before)
-    return FusedStem(plain) if largest(*found) <= OFF_STEM else None
+    before = hardware.random_state()
+    reason = reason_against(partial(stem_difference, plain, model.config.channels, model.config.image_size), OFF_STEM)
+    hardware.set_random_state(before)
+    if reason:
+        say(f"the stem is left to the compiler: {reason}")
+    return None if reason else FusedStem(plain)
 
 
-def forward(model: ViT, hardware: Hardware) -> Callable[[Tensor], Tensor]:
+def stem_difference(plain: ConvStem, channels: int, size: tuple[int, int]) -> float:
+    """The same for a stem: the largest share of what it gives and of its gradients."""
+    found, images = [], torch.randn(16, channels, *size, device=next(plain.parameters()).device)
+    for stem in (FusedStem(plain), plain):
+        out = stem(images).float()
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), list(plain.parameters()))])
+    return largest(*found)
+
+
+def forward(model: ViT, hardware: Hardware, say: Say = lambda sentence: None) -> Callable[[Tensor], Tensor]:
     """Images → logits, for training. What is neither encoder nor small stem is as PyTorch computes it, in bf16."""
     encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, front=asks_first(model))
-    stem = stem_of(model, hardware)
+    stem = stem_of(model, hardware, say)
     embedding = Embedding(model, stem=stem is None)
     outside = {name: p for name, p in embedding.named_parameters() if not name.startswith("model.encoder.")}
 

@@ -391,7 +391,7 @@ def nth(values, n, COUNT: tl.constexpr):
 def totals(parts, outs, rows, columns, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The sums over rows of so many matrices."""
     n = tl.program_id(1)
-    G, C, given = nth(rows, n, COUNT), nth(columns, n, COUNT), nth(parts, n, COUNT)
+    G, C, given = nth(rows, n, COUNT).to(tl.int32), nth(columns, n, COUNT), nth(parts, n, COUNT)
     across = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) * BLOCK < C:
         total = tl.zeros((ROWS, BLOCK), tl.float32)

@@ -42,8 +42,7 @@ def blocks(columns: int, block: int, rows: int) -> tuple[dict[str, int], int]:
 
 
 def shares(rows: int, each: int, beside: int = 1) -> int:
-    """Programs, each with its part of a sum. A multiple of 16: for other numbers Triton would compile `totals` anew."""
-    return triton.cdiv(max(1, min(PROGRAMS // beside, triton.cdiv(rows, each))), 16) * 16
+    return max(1, min(PROGRAMS // beside, triton.cdiv(rows, each)))
 
 
 def small_like(x: Tensor) -> Small:
@@ -64,9 +63,10 @@ class Sums:
 
     def take(self) -> None:
         parts, outs = zip(*self.asked, strict=True)
-        sizes = tuple(out.numel() for out in outs)
-        launcher(kernels.totals, (triton.cdiv(max(sizes), 8), len(outs)))(
-            parts, outs, tuple(len(part) for part in parts), sizes, COUNT=len(outs), ROWS=512, BLOCK=8, num_warps=8
+        rows = tuple(float(len(part)) for part in parts)  # of whole numbers, Triton compiles anew for multiples of 16
+        columns = tuple(out.numel() for out in outs)
+        launcher(kernels.totals, (triton.cdiv(max(columns), 8), len(outs)))(
+            parts, outs, rows, columns, COUNT=len(outs), ROWS=512, BLOCK=8, num_warps=8
         )
         self.asked.clear()
 

@@ -16,29 +16,33 @@ from vitral.data.augment import Augment, Examples, Vary, gammas, varied
 from vitral.data.preprocess import Preprocessing
 from vitral.fused import vary_kernels
 from vitral.fused.ahead import launcher
+from vitral.fused.trial import Say, largest, reason_against
 from vitral.hardware import Hardware
 
 PIXELS = 512  # that a program takes
 
 
-def vary_of(augment: Augment, preprocessing: Preprocessing, classes: int, hardware: Hardware) -> Vary | None:
+def vary_of(
+    augment: Augment, preprocessing: Preprocessing, classes: int, hardware: Hardware, say: Say = lambda sentence: None
+) -> Vary | None:
     """The kernel, if it knows all that this augmentation asks for, and gives here what PyTorch gives."""
-    if not (hardware.fused and known(augment)):
+    if not known(augment):
         return None
-    table_CN, device = table(preprocessing, hardware), hardware.device
-    ours = partial(vary, augment, table_CN, classes)
+    ours = partial(vary, augment, table(preprocessing, hardware), classes)
     plain = partial(varied, augment, preprocessing, classes)
-    draws = Generator(device).manual_seed(0)
-    try:
-        images = torch.randint(0, 256, (16, *preprocessing.shape), generator=draws, device=device, dtype=torch.uint8)
-        labels, at = images[:, 0, 0, 0].long() % classes, draws.get_state()
-        mixing = torch.ones((), device=device, dtype=torch.bool) if augment.unmixed else None
-        found = ours(images, labels, draws, mixing)
-        wanted = plain(images, labels, draws.set_state(at), mixing)
-    except Exception:  # the compiler's, the driver's, of whatever kind
-        return None
-    same = torch.equal(found[0], wanted[0].to(found[0])) and torch.allclose(found[1], wanted[1], atol=1e-6)
-    return ours if same else None
+    if reason := reason_against(partial(difference, ours, plain, classes, preprocessing, hardware), 1e-6):
+        say(f"images are varied step by step: {reason}")
+    return None if reason else ours
+
+
+def difference(ours: Vary, plain: Vary, classes: int, preprocessing: Preprocessing, hardware: Hardware) -> float:
+    """Between images and targets that two give, for the same draws: the larger of the shares."""
+    device, draws = hardware.device, Generator(hardware.device).manual_seed(0)
+    images = torch.randint(0, 256, (16, *preprocessing.shape), generator=draws, device=device, dtype=torch.uint8)
+    labels, at = images[:, 0, 0, 0].long() % classes, draws.get_state()
+    found = ours(images, labels, draws, None)
+    wanted = plain(images, labels, draws.set_state(at), None)
+    return largest(found, [one.to(same.dtype) for one, same in zip(wanted, found, strict=True)])
 
 
 def table(preprocessing: Preprocessing, hardware: Hardware) -> Tensor:

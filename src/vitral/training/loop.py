@@ -75,7 +75,8 @@ def fit(
     balanced = recipe.class_weights == "balanced"
     weights_K = balanced_weights(loader.labels, recipe.model.classes) if balanced else None
     unmixed_from = round((1 - recipe.augment.unmixed) * steps) if recipe.augment.unmixed else None
-    task = Task(recipe, preprocessing, hardware, weights_K, unmixed_from, vary_of(recipe, preprocessing, hardware))
+    vary = vary_of(recipe, preprocessing, hardware, watch.said)
+    task = Task(recipe, preprocessing, hardware, weights_K, unmixed_from, vary)
     log = tensorboard(run) if recipe.tensorboard and world.first else None
     agreement = Agreement(world, flags=2)
 
@@ -156,12 +157,14 @@ class Task(NamedTuple):
     vary: Vary | None = None  # in one pass, where there is a kernel for it
 
 
-def vary_of(recipe: Recipe, preprocessing: Preprocessing, hardware: Hardware) -> Vary | None:
+def vary_of(
+    recipe: Recipe, preprocessing: Preprocessing, hardware: Hardware, say: Callable[[str], None]
+) -> Vary | None:
     if not hardware.fused:
         return None
     from vitral.fused import vary
 
-    return vary.vary_of(recipe.augment, preprocessing, recipe.model.classes, hardware)
+    return vary.vary_of(recipe.augment, preprocessing, recipe.model.classes, hardware, say)
 
 
 def train_step(
