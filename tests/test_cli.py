@@ -76,6 +76,9 @@ def test_every_command_explains_itself(vitral, name):
     code, out, _ = vitral(name, "--help")
     assert code == 0
     assert f"usage: vitral {name}" in out
+    assert "{None}" not in out
+    assert "(default: None)" not in out
+    assert len({len(line) for line in out.splitlines() if line[:1] in "╭│╰" and line}) <= 1  # no edge moved
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,8 @@ def test_a_folder_that_is_none_is_two_lines(tmp_path, make, what):
     with pytest.raises(VitralError, match=what) as refused:
         examine(tmp_path / "photos")
     assert refused.value.hint
+    with pytest.raises(VitralError, match="mnist is a known set, with nothing wrong in it\nvitral train mnist"):
+        examine("mnist")
 
 
 # ── advice ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -66,6 +66,7 @@ def test_a_line_a_picture_and_broken_ones_are_named(folder: Path, capsys: pytest
     assert command.run(["model", "a/photo.png", "broken.png", "--top", "2", "--no-residual", "--fusion", "max"]) == 1
     said = capsys.readouterr()
     assert said.out.startswith("a/photo.png   ")
+    assert said.err.endswith("1 of 2 files could not be read\n")
     assert said.out.rstrip().endswith("explained/photo.png")
     assert "broken.png: not an image" in said.err
 

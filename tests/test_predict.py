@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,7 @@ def test_loading_twice_gives_the_same_model_in_the_same_mood(colour: Predictor) 
     assert again.classes == CLASSES
     assert not again.model.training
     assert again.predict(photograph(5)) == colour.predict(photograph(5))
+    assert repr(again) == f"Predictor('{colour.path}', 6 classes, 16×24 pixels, trained on 'nothing')"
 
 
 def test_evaluating_adapts_the_images_and_counts_right_answers(colour: Predictor) -> None:
@@ -249,6 +251,10 @@ def test_answers_as_lines_stand_in_columns(capsys: pytest.CaptureFixture[str]) -
     assert len(out) == 2
     assert out[0].split() == ["a.png", "cat", "0.75", "·", "a", '"dog",', "or", "so", "0.25"]
     assert out[0].index("cat") == out[1].index("cat")
+    decomposed = unicodedata.normalize("NFD", "개미.png")  # as a Mac names its files
+    answers.as_lines([replace(ANSWERS[0], source=name) for name in ("개미.png", decomposed, "12345678")])
+    out = [unicodedata.normalize("NFC", line) for line in capsys.readouterr().out.splitlines()]
+    assert [line.index("cat") for line in out] == [9, 9, 11]  # two letters of double width before it
 
 
 def test_answers_as_json_and_csv_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:

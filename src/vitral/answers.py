@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -64,16 +65,25 @@ def in_words(labels: Sequence[Label], unknown: bool) -> str:
     return f"unsure: looks like nothing it was trained on (nearest: {said[0]})" if unknown else " · ".join(said)
 
 
+def cells(text: str) -> int:
+    """How wide a text is on a terminal: Korean, Chinese and Japanese letters take two places."""
+    letters = unicodedata.normalize("NFC", text)
+    return sum(
+        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+        for letter in letters
+    )
+
+
 def as_lines(answers: Sequence[Prediction]) -> None:
     """bottle.jpg     glass 0.94 · plastic 0.04 · metal 0.01"""
-    width = max(len(answer.source) for answer in answers)
+    width = max(cells(answer.source) for answer in answers)
     for answer in answers:
         if answer.error:
             continue
         labels = in_words(answer.labels, answer.unknown)
         if answer.exchanged is not None:
             labels += f"; with light and dark exchanged: {answer.exchanged.name} {answer.exchanged.probability:.2f}"
-        print(f"{answer.source:<{width}}   {labels}")
+        print(f"{answer.source}{' ' * (width - cells(answer.source))}   {labels}")
 
 
 def as_json(answers: Sequence[Prediction]) -> None:
@@ -116,6 +126,11 @@ def show(answers: Sequence[Prediction], form: str) -> int:
     failed = [answer for answer in answers if answer.error]
     for answer in failed:
         print(f"error: {answer.error}", file=sys.stderr)
+    return exit_status(len(failed), len(answers))
+
+
+def exit_status(failed: int, asked: int) -> int:
+    """Of a command that was asked about so many files; how many failed is said."""
     if failed:
-        print(f"       {len(failed)} of {len(answers)} files could not be read", file=sys.stderr)
+        print(f"       {failed} of {asked} files could not be read", file=sys.stderr)
     return 1 if failed else 0

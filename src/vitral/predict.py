@@ -108,6 +108,11 @@ class Predictor:
         predictor.notes = tuple(notes)
         return predictor
 
+    def __repr__(self) -> str:
+        H, W = self.card.preprocessing.image_size
+        where = f"{str(self.path)!r}, " if self.path is not None else ""
+        return f"Predictor({where}{len(self.classes)} classes, {H}×{W} pixels, trained on {self.card.trained_on!r})"
+
     @property
     def classes(self) -> tuple[str, ...]:
         return self.card.classes

@@ -145,7 +145,7 @@ def main(words: Sequence[str]) -> int:
     files = image_files(chosen.files)
     if not files:
         raise VitralError(
-            f"no images in {', '.join(map(str, chosen.files))}", "JPEG, PNG, WebP, BMP, GIF, TIFF are read"
+            f"no images in {', '.join(map(str, chosen.files))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read"
         )
     model = OnnxModel(chosen.model, chosen.threads)
     form = "json" if chosen.json else "csv" if chosen.csv else "lines"

@@ -46,7 +46,7 @@ def run(words: list[str]) -> int:
         return judge(chosen)
     if not chosen.files:
         raise which_images("explain", chosen.run)
-    from vitral.answers import in_words
+    from vitral.answers import cells, exit_status, in_words
     from vitral.data.decode import NotAnImage, image_files
     from vitral.explain import explain, open_to_look_inside
     from vitral.report import heatmaps
@@ -64,7 +64,7 @@ def run(words: list[str]) -> int:
         raise VitralError(
             f"no images in {', '.join(map(str, chosen.files))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read"
         )
-    failed = 0
+    failed, width = 0, max(cells(str(file)) for file in files)
     for file, stem in zip(files, heatmaps.stems(files), strict=True):
         try:
             answer = predictor.predict(file, top=chosen.top or 1)
@@ -77,11 +77,12 @@ def run(words: list[str]) -> int:
         if chosen.json:
             print(json.dumps(heatmaps.as_dict(found, predictor, written)))
         else:
-            print(f"{file}   {in_words(found.answer[:3], found.unknown)}   {written[0]}")
+            beside = " " * (width - cells(str(file)))
+            print(f"{file}{beside}   {in_words(found.answer[:3], found.unknown)}   {written[0]}")
         if answer.exchanged is not None:
             said = f"{answer.exchanged.name} {answer.exchanged.probability:.2f}"
             understood([f"{file}: with light and dark exchanged, as in what it learned from: {said}"])
-    return 1 if failed else 0
+    return exit_status(failed, len(files))
 
 
 def asked(chosen: Any) -> tuple[list[str], dict[str, Any]]:

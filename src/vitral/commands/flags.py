@@ -6,8 +6,9 @@ dataclasses. Each command is a file with `run(words) -> exit status`; torch is i
 
 import io
 import re
+import sys
 from collections.abc import Callable, Container
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,10 @@ def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any
     """Typed flags from the fields of a dataclass; a mistake in them is a VitralError like any other."""
     import tyro
 
-    said = io.StringIO()
+    said, shown = io.StringIO(), _Kept()
     more = {} if default is None else {"default": default}
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(said), redirect_stdout(shown):
             return tyro.cli(
                 kind, args=_spread(words), prog=f"vitral {command}", config=(tyro.conf.AvoidSubcommands,), **more
             )
@@ -48,8 +49,30 @@ def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any
         raise VitralError(str(error), f"vitral {command} --help lists the flags") from error
     except SystemExit as stop:
         if not stop.code:
+            print(_plainer(shown.getvalue()), end="")
             raise
     raise _in_two_lines(said.getvalue(), command)
+
+
+class _Kept(io.StringIO):
+    """What would be printed, for one who asks first whether it goes to a terminal, and of which encoding."""
+
+    encoding = property(lambda _: sys.__stdout__.encoding if sys.__stdout__ else "utf-8")
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+
+def _plainer(text: str) -> str:
+    """Help without tyro's {None}|STR and (default: None) of flags that can be left out; columns stay where they are."""
+    usage, box, options = text.partition("╭")
+    options = re.sub(r"\{None,([^\s│\x1b]*)", rf"{{\1{' ' * len('None,')}", options)
+    metavar, colour = r"\{None\}\|(\{\[.*?\]\}|[^\s│\x1b]*)", r"\x1b\[[0-9;]*m"
+    options = re.sub(metavar, rf"\1{' ' * len('{None}|')}", options)
+    default, letter = rf"\(default:(?:\s|│|{colour})*(?:None)?\)", rf"({colour})|[^\s│]"
+    options = re.sub(default, lambda found: re.sub(letter, lambda one: one[1] or "\0", found[0]), options)
+    lines = [line for line in options.split("\n") if "\0" not in line or re.sub(colour, "", line).strip("│ \0")]
+    return re.sub(metavar, r"\1", usage.replace("{None,", "{")) + box + "\n".join(lines).replace("\0", " ")
 
 
 def _in_two_lines(boxed: str, command: str) -> VitralError:

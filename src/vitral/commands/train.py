@@ -68,6 +68,7 @@ def run(words: list[str]) -> int:
         seeds: int = 3  # of --compare
         json: FlagCreatePairsOff[bool] = False  # of --compare: for programs
 
+    Train.__doc__ = str(Train.__doc__).replace("of the recipe.", f"of the recipe {plan.name}.")
     chosen = parse(Train, words, "train", default=Train(data, recipe, preset, plan))
     if (chosen.data, chosen.recipe) != (data, recipe):
         raise VitralError("the data set must come first", f"vitral train {typed(chosen.data)} …")

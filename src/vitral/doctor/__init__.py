@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral.data.decode import image_files
+from vitral.data.sources import KNOWN
 from vitral.doctor.contents import Photo, modes, odd, opened, sizes, twins, unreadable
 from vitral.doctor.folders import sorted_out
 from vitral.doctor.trouble import Trouble
@@ -61,6 +62,8 @@ class Diagnosis:
 def examine(folder: Path | str) -> Diagnosis:
     """Everything that can be said about a folder of images without training on it."""
     path = Path(folder)
+    if not path.exists() and str(folder) in KNOWN:
+        raise VitralError(f"{folder} is a known set, with nothing wrong in it", f"vitral train {folder}")
     if not path.is_dir():
         raise VitralError(
             f"there is no folder {path}" if not path.exists() else f"{path} is a file, not a folder",

@@ -107,7 +107,8 @@ def show_diagnosis(diagnosis: Diagnosis, advice: Advice | None) -> None:
     held_out = "" if "validation" in diagnosis.splits else ", no split: 15 % would be held out for validation"
     if len(diagnosis.splits) > 1:
         held_out = f": {splits}"
-    line(f"{diagnosis.images:,} images in {len(diagnosis.classes):,} classes{held_out}")
+    classes = "1 class" if len(diagnosis.classes) == 1 else f"{len(diagnosis.classes):,} classes"
+    line(f"{diagnosis.images:,} images in {classes}{held_out}")
     for trouble in diagnosis.troubles:
         line(f"  {'✗' if trouble.level == 'error' else '!'}  {trouble.what}")
         console.print(Text(f"     → {trouble.todo}", style="dim"), soft_wrap=True)
