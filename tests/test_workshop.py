@@ -59,10 +59,11 @@ def test_evaluate_gives_what_training_wrote_down(tmp_path):
 def test_a_set_with_other_classes_is_refused(tmp_path, monkeypatch):
     vitral.train("digits", out=tmp_path / "run", **TINY)
     digits = datasets.load("digits")
-    other = replace(digits, name="letters", classes=tuple("abcdefghij"))
+    other = replace(digits, name="letters", classes=("7s", *"bcdefghij"))
     monkeypatch.setattr(judge, "load_dataset", lambda *_, **__: other)
-    with pytest.raises(VitralError, match="letters has classes that the model does not know"):
+    with pytest.raises(VitralError, match="letters has classes that the model does not know: 7s, b, ") as refused:
         vitral.evaluate(tmp_path / "run", data="letters")
+    assert refused.value.hint.startswith("did you mean 7s → 7? The model knows 0, 1, ")
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -67,9 +68,11 @@ def question(model: str | Path | Predictor, data: str | None, split: SplitName |
     plan = recipe_of(predictor)
     dataset = images_of(data or learned_from(predictor), predictor, plan)
     if strange := [c for c in dataset.classes if c not in predictor.classes]:
+        near = [f"{c} → {match[0]}" for c in strange if (match := get_close_matches(c, predictor.classes, n=1))]
         raise VitralError(
             f"{dataset.name} has classes that the model does not know: {few(tuple(strange))}",
-            f"The model knows {few(predictor.classes)}; names for a checkpoint without any: --labels FILE",
+            (f"did you mean {few(tuple(near))}? " if near else "")
+            + f"The model knows {few(predictor.classes)}; names for a checkpoint without any: --labels FILE",
         )
     if split is None:
         split = "test" if data or len(dataset.test) else "validation"

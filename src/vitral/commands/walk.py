@@ -39,7 +39,7 @@ def run(words: list[str]) -> int:
     from vitral.report.walk import walk
     from vitral.run import write_atomically
 
-    picture = decode(chosen.image)
+    picture = chosen.image if chosen.model else decode(chosen.image)  # before a model is chosen for it
     asked = chosen.model or newest(chosen.image)
     predictor = open_to_look_inside(asked, chosen.labels)
     name, boxed = str(asked).removeprefix(box.PREFIX), str(asked).startswith(box.PREFIX)
