@@ -66,6 +66,8 @@ def question(model: str | Path | Predictor, data: str | None, split: SplitName |
     """
     predictor = model if isinstance(model, Predictor) else Predictor.load(model)
     plan = recipe_of(predictor)
+    if not data:
+        check_there(predictor)
     dataset = images_of(data or learned_from(predictor), predictor, plan)
     if strange := [c for c in dataset.classes if c not in predictor.classes]:
         near = [f"{c} → {match[0]}" for c in strange if (match := get_close_matches(c, predictor.classes, n=1))]
@@ -102,13 +104,18 @@ def learned_from(predictor: Predictor, hint: str = "name a set or folder with --
     if not name or name.partition(": ")[0] in FAMILIES:
         source = f"{predictor.path} is a model from elsewhere, so it" if predictor.path else "the model"
         raise VitralError(f"{source} does not say what it was trained on", hint)
+    return name
+
+
+def check_there(predictor: Predictor) -> None:
+    """A run knows its photographs by the path they had where it was trained."""
+    name = learned_from(predictor)
     elsewhere = name in KNOWN or name.startswith(PREFIX) or looks_like_shards(name)
     if not elsewhere and not Path(name).exists():
         raise VitralError(
             f"{predictor.path or 'the model'} was trained on {name}, which is not there",
             "name the images with --data, or call vitral in the folder where the training was begun",
         )
-    return name
 
 
 def images_of(name: str, predictor: Predictor, plan: Recipe | None) -> Dataset:
