@@ -112,7 +112,7 @@ def text(name: str, gpu: str, found: dict[str, Any], seen: str) -> str:
         f"fits       {fitting(found, gpu)}",
         f"step       {found['flops_a_step'] / 1e15:,.2f} PFLOP; {spread(found['step_seconds'], 1e-3, 'ms')} at "
         f"{found['mfu']:.0%} of the peak",
-        f"training   {seen}: {spread(found['days'], 1, 'days')}",
+        f"training   {seen}: {spread(found['days'], *((1, 'days') if max(found['days']) >= 2 else (1 / 24, 'hours')))}",
         "",
         "Of the two times, the first has communication hidden behind computing, the second does not. The share of the",
         "peak (--mfu) is an assumption: measure some steps, and put it in.",

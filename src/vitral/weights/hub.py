@@ -38,7 +38,10 @@ def fetch(source: str) -> Path:
             if any(file.suffix in SUFFIXES for file in folder.iterdir()):
                 return folder
     except Exception as error:  # huggingface_hub lets its HTTP client's own errors through
-        raise VitralError(f"{source}: {one_line(error)}", _what_to_do(error)) from error
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        absent = "LocalEntryNotFoundError" in kinds
+        what = "not in the cache, and the hub was not reached" if absent else one_line(error)
+        raise VitralError(f"{source}: {what}", _what_to_do(error)) from error
     looked_for = ", ".join(pattern for patterns in WEIGHTS for pattern in patterns)
     raise VitralError(f"{source} holds no weights that vitral reads", f"looked for {looked_for}")
 
