@@ -17,10 +17,12 @@ import pytest
 import torch
 
 import contestants
+import fp8_answers
 import gpu_curve
 import gpu_pipeline
 import gpu_throughput
 import records
+from served import picture
 from vitral.errors import VitralError
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
@@ -279,3 +281,17 @@ def test_records_without_a_gpu_say_so_and_run_a_toy(tmp_path: Path, play: Played
     assert one["steps"] == 20
     assert 0 < one["training_s"] <= one["everything_s"]
     assert "epochs must be at least 1" in failed["failed"]
+
+
+def test_fp8_moves_a_model_s_answers_and_each_further_product_moves_them_more(play: Played, tmp_path: Path) -> None:
+    for seed in range(3):
+        (tmp_path / f"{seed}.png").write_bytes(picture(seed, (28, 28)))
+    said = play(fp8_answers, "mnist", tmp_path).splitlines()
+    assert said[0].startswith("mnist: 3 pictures, 10 classes")
+    few, more = (float(line.partition("off by ")[2].partition("%")[0]) for line in said[1:])
+    assert 0.5 < few < more < 25
+
+
+def test_fp8_keeps_four_digits_of_two() -> None:
+    x = torch.tensor([1.0, 1.06, 1.07, -3.9, 448.0, 2.0**-9])
+    assert fp8_answers.rounded(x, torch.tensor(448.0)).tolist() == [1.0, 1.0, 1.125, -4.0, 448.0, 2.0**-9]

@@ -158,7 +158,7 @@ def cifar10_patch() -> Recipe:
 
 
 def mnist_99_5() -> Recipe:
-    """MNIST, meant for 99.5 % against the clock: seconds on a GPU. Not measured yet."""
+    """MNIST, meant for 99.5 % against the clock: 99.67 % in one run on a CPU; on a GPU not timed yet."""
     fast = cifar10_patch()
     return replace(
         fast,
