@@ -232,11 +232,32 @@ def test_every_trouble_at_once_with_a_fix_list(photos, tmp_path):
     ]
 
 
+def test_a_list_is_looked_at_like_a_folder(split, tmp_path, quick, capsys):
+    rows = [(file, file.parent.name, file.parent.parent.name) for file in sorted(split.rglob("*.jpg"))]
+    listed = tmp_path / "my photos.csv"
+
+    def write(rows: list[tuple[object, ...]]) -> None:
+        lines = [f"{path},{label},{split}" for path, label, split in rows]
+        listed.write_text("\n".join(["path,label,split", *lines]))
+
+    write(rows)
+    assert command("doctor", listed) == 0
+    assert f"vitral train '{listed}'" in capsys.readouterr().out
+    found, same = examine(listed), examine(split)
+    assert (found.classes, found.splits, found.troubles) == (same.classes, same.splits, [])
+    write([*rows, (rows[0][0], "bees", "val"), ("nowhere.jpg", "ants", "train"), (rows[1][0], "wasps", "test")])
+    troubles = {trouble.kind: trouble for trouble in examine(listed).troubles}
+    assert "nowhere.jpg" in troubles["unreadable"].files[0]
+    assert "test has classes that training lacks: wasps" in [t.what for t in examine(listed).troubles]
+    assert {"exact copies, different labels", "exact copies, several splits"} <= troubles.keys()
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda path: None, "there is no folder"),
-        (lambda path: path.write_text("x"), "is a file, not a folder"),
+        (lambda path: None, "there is no folder or list"),
+        (lambda path: path.write_text("x"), "lacks the columns path and label"),
+        (lambda path: path.write_text("path,label\n"), "lists no images"),
         (lambda path: path.mkdir(), "has no images in class folders"),
         (lambda path: photograph(path / "a.jpg", 1), "has no images in class folders"),
     ],

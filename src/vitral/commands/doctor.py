@@ -14,11 +14,11 @@ def run(words: list[str]) -> int:
 
     @dataclass(frozen=True)
     class Doctor:
-        """What is wrong with a folder of images, what to train on it, and what that takes on this machine.
+        """What is wrong with a folder or list of images, what to train on it, and what that takes on this machine.
 
         Exit status 1 where something ought to be put right first."""
 
-        folder: Positional[Path]  # with class folders, or with train, val and test that hold them
+        folder: Positional[Path]  # with class folders, or with train, val and test that hold them; or photos.csv
         init: str | None = None  # a checkpoint that you have: a file, a folder, a run, hf:owner/name
         fix_list: Path | None = None  # a CSV file to write: path, trouble, detail, what to do
         json: FlagCreatePairsOff[bool] = False  # for programs

@@ -61,7 +61,7 @@ def listing(path: Path, validation: float, progress: bool = False) -> Listing:
     """The images below a folder or in a CSV list, sorted into classes and splits."""
     if not path.exists():
         raise VitralError(f"there is no folder or list {path}", "class folders are enough: photos/ants, photos/bees")
-    found = _from_csv(path) if path.is_file() else _from_folders(path)
+    found = from_list(path) if path.is_file() else _from_folders(path)
     names = {split: {label for _, label in items} for split, items in found.items()}
     classes = tuple(sorted(names["train"]))
     if odd := next(
@@ -130,7 +130,8 @@ def _from_folders(path: Path) -> dict[str, list[tuple[Path, str]]]:
     return found
 
 
-def _from_csv(path: Path) -> dict[str, list[tuple[Path, str]]]:
+def from_list(path: Path) -> dict[str, list[tuple[Path, str]]]:
+    """The files of a CSV list with their labels, by split. Whether they are there is not asked."""
     found: dict[str, list[tuple[Path, str]]] = {"train": [], "validation": [], "test": []}
     for line, row in _rows(path):
         file, label, split = row.get("path", ""), row.get("label", ""), row.get("split", "").lower() or "train"

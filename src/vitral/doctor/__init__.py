@@ -1,4 +1,4 @@
-"""Looks at a folder of images before a person wastes a night on it.
+"""Looks at a folder of images, or a list of them, before a person wastes a night on it.
 
     files ─▶ classes and splits ─▶ each file opened once, small ─▶ copies ─▶ troubles, and what to do about them
 
@@ -17,7 +17,7 @@ from typing import Any
 from vitral.data.decode import image_files
 from vitral.data.sources import KNOWN
 from vitral.doctor.contents import Photo, modes, odd, opened, sizes, twins, unreadable
-from vitral.doctor.folders import sorted_out
+from vitral.doctor.folders import in_list, sorted_out
 from vitral.doctor.trouble import Trouble
 from vitral.errors import VitralError
 from vitral.plain import to_plain
@@ -60,19 +60,18 @@ class Diagnosis:
 
 
 def examine(folder: Path | str) -> Diagnosis:
-    """Everything that can be said about a folder of images without training on it."""
+    """Everything that can be said about a folder of images, or a CSV list of them, without training on it."""
     path = Path(folder)
     if not path.exists() and str(folder) in KNOWN:
         raise VitralError(f"{folder} is a known set, with nothing wrong in it", f"vitral train {folder}")
-    if not path.is_dir():
-        raise VitralError(
-            f"there is no folder {path}" if not path.exists() else f"{path} is a file, not a folder",
-            "class folders are enough: photos/ants, photos/bees",
-        )
+    if not path.exists():
+        raise VitralError(f"there is no folder or list {path}", "class folders are enough: photos/ants, photos/bees")
     try:
-        listed, troubles = sorted_out(path)
+        listed, troubles = sorted_out(path) if path.is_dir() else in_list(path)
     except OSError as error:
         raise VitralError(f"cannot read {path}: {error.strerror or error}", "may this user read it?") from error
+    if not listed and path.is_file():
+        raise VitralError(f"{path} lists no images", "one line an image: path,label and, if wanted, split")
     if not listed:
         deep = image_files([path])
         raise VitralError(

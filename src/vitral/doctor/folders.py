@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vitral.data.decode import SUFFIXES, image_files
+from vitral.data.folder import from_list
 from vitral.data.reading import SPLITS
 from vitral.doctor.trouble import Level, Trouble
 from vitral.doctor.trouble import listed as listed_trouble
@@ -53,6 +54,12 @@ def sorted_out(path: Path) -> tuple[list[tuple[Path, str, str]], list[Trouble]]:
     troubles += _strangers(folder for root in splits for folder in _folders(root))
     troubles += _class_names(listed)
     return listed, troubles
+
+
+def in_list(path: Path) -> tuple[list[tuple[Path, str, str]], list[Trouble]]:
+    """The same of a CSV list."""
+    listed = [(file, label, split) for split, files in from_list(path).items() for file, label in files]
+    return listed, list(_class_names(listed))
 
 
 def _split_names(path: Path, inside: list[Path], splits: dict[Path, str]) -> Iterable[Trouble]:
@@ -146,7 +153,7 @@ def _class_names(listed: Sequence[tuple[Path, str, str]]) -> Iterable[Trouble]:
                 kind="class name",
                 level="error",
                 what=f"{split} has classes that training lacks: {', '.join(strange[:5])}",
-                todo="rename the folder, or add training images",
+                todo="name it as in training, or add training images",
                 files=tuple(str(next(f for f, c, s in listed if (c, s) == (name, split)).parent) for name in strange),
             )
         if names[split] and (lacking := sorted(names["train"] - names[split])):
