@@ -122,6 +122,20 @@ def test_a_file_its_name_its_bytes_and_its_picture_get_the_same_answer(colour: P
     assert [answer.source for answer in answers] == [str(file), str(file), "image", "image"]
 
 
+def test_an_array_gets_the_answer_of_the_picture_that_it_is_of(colour: Predictor, photos: Path) -> None:
+    picture = Image.open(next(photos.glob("*.png"))).convert("RGB")
+    wanted, values = colour.predict(picture).labels, np.asarray(picture)
+    chw = torch.from_numpy(values.copy()).permute(2, 0, 1)
+    for array in (values, values / 255, chw, chw.float() / 255):
+        assert colour.predict(array).labels == wanted
+    assert colour.predict(np.asarray(picture.convert("L"))).labels == colour.predict(picture.convert("L")).labels
+    for wrong, what in ((3, "int is no image"), (np.zeros((2, 3, 4, 5)), "an array of shape 2×3×4×5")):
+        with pytest.raises(NotAnImage, match=what):
+            colour.predict(wrong)  # type: ignore[arg-type]
+    with pytest.raises(VitralError, match="normalised already"):
+        colour.predict(chw.float() - 100)
+
+
 @pytest.mark.parametrize("kind", ["rgba", "palette", "16 bits", "turned"])
 def test_a_picture_that_pillow_opened_gets_the_answer_of_its_file(colour: Predictor, kind: str) -> None:
     picture, buffer, exif = photograph(3), io.BytesIO(), Image.Exif()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -15,9 +17,10 @@ from vitral.answers import Label as Label
 from vitral.answers import Prediction as Prediction
 from vitral.answers import in_order, ranked
 from vitral.data.datasets import Split
-from vitral.data.decode import NotAnImage, decode, image_files
+from vitral.data.decode import NotAnImage, image_files
 from vitral.data.images import Pixels
 from vitral.data.preprocess import adapt
+from vitral.data.sequence import picture_of
 from vitral.errors import VitralError, reason
 from vitral.evaluation.metrics import Heard, Metrics, check_images, logits_of, logits_together, measure, unheard
 from vitral.evaluation.probe import features_of
@@ -27,7 +30,7 @@ from vitral.inference.choice import choose as choose_numbers
 from vitral.run import ModelCard, check_heads, load_model, model_folder
 from vitral.vit import ViT
 
-Picture = str | Path | bytes | Image.Image
+Picture = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor  # arrays: see data.sequence.picture_of
 DARK_SET, LIGHT = 0.45, 0.6  # as the page has it: mean of dark training images, rim of a picture that is ink on paper
 
 
@@ -189,7 +192,7 @@ class Predictor:
         """A name for the picture, with its pixels or with what is wrong with it."""
         name = str(picture) if isinstance(picture, str | Path) else "image"
         try:
-            return name, self.card.preprocessing.pixels(decode(picture))
+            return name, self.card.preprocessing.pixels(picture_of(picture))
         except NotAnImage as error:
             return name, error.what
 

@@ -187,13 +187,16 @@ def pair_of(item: Any) -> tuple[Any, Any]:
 
 
 def picture_of(image: Any) -> Image.Image:
-    """Whatever an image is, as an upright 8-bit picture."""
+    """Whatever an image is, as an upright 8-bit picture: a file, bytes, one of Pillow's, or an array of H W, H W C or
+    C H W with bytes or with fractions from 0 to 1."""
     if isinstance(image, Image.Image | str | Path | bytes):
         return decode(image)
     try:
         values = np.asarray(image)
     except (TypeError, ValueError, RuntimeError) as error:
         raise NotAnImage(f"{type(image).__name__} is no image ({error})") from error
+    if not values.ndim:
+        raise NotAnImage(f"{type(image).__name__} is no image")
     if values.ndim == 3 and values.shape[2] not in (1, 3, 4) and values.shape[0] in (1, 3, 4):
         values = values.transpose(1, 2, 0)
     if isinstance(image, Tensor) and image.ndim == 3 and image.shape[0] in (1, 3, 4):  # torch's order goes first

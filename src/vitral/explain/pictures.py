@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from vitral.data.decode import decode
 from vitral.data.preprocess import Preprocessing
+from vitral.data.sequence import picture_of
 from vitral.errors import VitralError, unknown
 from vitral.explain.method import Method, scaled
 from vitral.explain.table import DEFAULT, METHODS
@@ -79,7 +79,7 @@ def explain(
         if not any(name in method.options for method in asked):
             known = sorted({option for method in asked for option in method.options})
             raise unknown(f"option of {', '.join(m.name for m in asked)}", name, known)
-    original = decode(picture)
+    original = picture_of(picture)
     preprocessing = predictor.card.preprocessing
     pixels_CHW = preprocessing.pixels(original)
     image_CHW = preprocessing.normalise(pixels_CHW[None].to(predictor.hardware.device))[0]

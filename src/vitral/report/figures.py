@@ -17,7 +17,7 @@ from matplotlib.ticker import PercentFormatter
 from PIL import Image
 from torch import Tensor
 
-from vitral.data.decode import decode
+from vitral.data.sequence import picture_of
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.explain import METHODS, scaled
@@ -131,7 +131,7 @@ def glass(predictor: Predictor, image: Picture | Tensor, path: Path) -> Path:
 
     `image` is a file, bytes or a picture, or a uint8 tensor C H W as the model wants it.
     """
-    pixels = image if isinstance(image, Tensor) else predictor.card.preprocessing.pixels(decode(image))
+    pixels = image if isinstance(image, Tensor) else predictor.card.preprocessing.pixels(picture_of(image))
     chances = predictor.probabilities(pixels[None])[0]
     H, W = pixels.shape[1:]
     figure = Figure(figsize=(6.5 * W / H + 3.5, 2.5), layout=ConstrainedLayoutEngine(w_pad=0.07))

@@ -20,7 +20,7 @@ from matplotlib import colormaps
 from torch import Tensor
 
 from vitral import vit
-from vitral.data.decode import decode
+from vitral.data.sequence import picture_of
 from vitral.errors import VitralError
 from vitral.explain.method import chosen, scaled, to_pixels
 from vitral.predict import Picture as Source
@@ -86,7 +86,7 @@ class Walk:
 
 def walk(predictor: Predictor, picture: Source, lang: Lang = "en", layer: int = 1, head: int = 1) -> Walk:
     """From the pixels of one picture to the logits; inside one block and one head of it, both counted from 1."""
-    pixels_CHW = predictor.card.preprocessing.pixels(decode(picture))
+    pixels_CHW = predictor.card.preprocessing.pixels(picture_of(picture))
     image_BCHW = predictor.card.preprocessing.normalise(pixels_CHW[None].to(predictor.hardware.device))
     return Walker(predictor, pixels_CHW, image_BCHW, lang, layer, head).walk()
 
