@@ -26,9 +26,9 @@ REASONS = {"device": "a test", "precision": "a test", "compile": "a test"}
 GPU = Hardware(device=torch.device("cpu"), precision="bf16", compile=False, reasons=REASONS, fused=True)
 
 
-def a_stem(widths: tuple[int, ...], strides: tuple[int, ...], channels: int = 3) -> ConvStem:
+def a_stem(widths: tuple[int, ...], strides: tuple[int, ...], channels: int = 3, whole: bool = True) -> ConvStem:
     torch.manual_seed(0)
-    stem = ConvStem(ConvStemConfig(widths=widths, strides=strides), channels, 1e-6)
+    stem = ConvStem(ConvStemConfig(widths=widths, strides=strides, whole=whole), channels, 1e-6)
     with torch.no_grad():
         for parameter in stem.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -52,10 +52,11 @@ def outcome(stem: Any, plain: ConvStem, images: Tensor) -> list[Tensor]:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "less"])
 def test_the_fused_stem_is_the_stem(
-    widths: tuple[int, ...], strides: tuple[int, ...], channels: int, size: tuple[int, int]
+    widths: tuple[int, ...], strides: tuple[int, ...], channels: int, size: tuple[int, int], whole: bool
 ) -> None:
-    plain = a_stem(widths, strides, channels)
+    plain = a_stem(widths, strides, channels, whole)
     images = torch.randn(2, channels, *size)
     wanted = outcome(plain, plain, images)
     found = outcome(FusedStem(plain, torch.float32), plain, images)

@@ -21,7 +21,16 @@ from vitral.run import ModelCard, load_model, save_model
 from vitral.training.optim import make_optimizers
 from vitral.training.recipe import Optim
 from vitral.variants import VARIANTS, variant_of
-from vitral.variants.hybrid import HYBRIDS, ConvStemConfig, HybridConfig, HybridViT, ResNetConfig, StandardConv, hybrid
+from vitral.variants.hybrid import (
+    HYBRIDS,
+    ConvStem,
+    ConvStemConfig,
+    HybridConfig,
+    HybridViT,
+    ResNetConfig,
+    StandardConv,
+    hybrid,
+)
 from vitral.vit import ViTConfig, patchify
 
 SMALL: dict[str, Any] = {"classes": 5, "width": 32, "depth": 2, "heads": 2}
@@ -30,7 +39,8 @@ RESNET = HybridConfig(
 )
 CONV = HybridConfig(image_size=(8, 12), patch_size=4, conv=ConvStemConfig(widths=(8, 16), strides=(2, 2)), **SMALL)
 WIDE = replace(CONV, image_size=(16, 24), patch_size=8)  # patches of 2×2 on the feature map
-STEMS = {"resnet": RESNET, "conv": CONV, "patches on the map": WIDE}
+LESS = replace(CONV, image_size=(12, 16), conv=ConvStemConfig(widths=(8, 16), strides=(2, 2), whole=False))
+STEMS = {"resnet": RESNET, "conv": CONV, "patches on the map": WIDE, "not whole": LESS}
 stems = pytest.mark.parametrize("config", STEMS.values(), ids=STEMS.keys())
 
 # A regular expression over timm's names, and ours.
@@ -157,6 +167,18 @@ def test_the_stem_s_map_has_the_size_and_channels_that_its_config_says(preset: s
     assert tokens.shape == (1, config.grid[0] * config.grid[1], config.width)
 
 
+@pytest.mark.parametrize("strides", [(1, 2, 2), (2, 3), (3, 2), (2, 2, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize("sides", [1, 3, 5])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_conv_stem_s_map_has_the_places_that_its_config_counts(strides: Any, sides: int, whole: bool) -> None:
+    config = ConvStemConfig(widths=(8,) * len(strides), strides=strides, whole=whole)
+    pixels = (sides + (not whole)) * config.stride
+    with torch.device("meta"):
+        found = ConvStem(config, 3, 1e-6)(torch.empty(1, 3, pixels, pixels)).shape
+    assert found == (1, 8, config.places(pixels), config.places(pixels))
+    assert config.places(pixels) == sides + (not whole and 2 not in strides)
+
+
 def test_small_images_have_eight_by_eight_tokens() -> None:
     assert {HYBRIDS[name].grid for name in HYBRIDS if name.startswith("conv-")} == {(8, 8)}
 
@@ -250,28 +272,35 @@ def test_the_trace_has_the_fast_logits_and_the_pixels_under_each_token(config: H
     torch.testing.assert_close(trace.logits, answers(model, x))
     assert trace.grid == config.grid == (2, 3)
     assert trace.prefix == config.prefix
-    assert torch.equal(trace.patches, patchify(x, config.patch_size))
+    assert trace.margin == margin_of(config)
+    inner = x[:, :, 2:-2, 2:-2] if trace.margin else x
+    assert torch.equal(trace.patches, patchify(inner, config.patch_size))
     assert [a.shape for a in trace.attention] == [(2, 2, 6 + config.prefix, 6 + config.prefix)] * 2
 
 
 @stems
 def test_images_of_another_size_pass_with_a_warning_and_those_that_do_not_fit_are_refused(config: HybridConfig) -> None:
-    model, P = lively(HybridViT(config)), config.patch_size
+    model, P, room = lively(HybridViT(config)), config.patch_size, 2 * margin_of(config)
     with pytest.warns(UserWarning, match="positions resampled from 2×3 to 3×1 patches"):
-        assert answers(model, pictures(3 * P, P)).shape == (2, 5)
+        assert answers(model, pictures(3 * P + room, P + room)).shape == (2, 5)
     with pytest.raises(ValueError, match=f"image height {P + 2} is not a multiple of patch_size {P}"):
         model(pictures(P + 2, P))
 
 
-def test_a_change_in_the_pixels_of_a_patch_shows_most_on_the_map_under_its_token() -> None:
-    stem = lively(HybridViT(CONV)).patch_embedding.stem
-    x = pictures(*CONV.image_size, count=1)
+def margin_of(config: HybridConfig) -> int:
+    return 2 if config is LESS or config.conv == LESS.conv else 0
+
+
+@pytest.mark.parametrize("config", [CONV, LESS], ids=["whole", "not whole"])
+def test_a_change_in_the_pixels_of_a_patch_shows_most_on_the_map_under_its_token(config: HybridConfig) -> None:
+    stem, margin = lively(HybridViT(config)).patch_embedding.stem, margin_of(config)
+    x = pictures(*config.image_size, count=50)
     for place in range(6):
         changed = x.clone()
-        y, z = 4 * (place // 3), 4 * (place % 3)
+        y, z = margin + 4 * (place // 3), margin + 4 * (place % 3)
         changed[:, :, y : y + 4, z : z + 4] += 3
         with torch.inference_mode():
-            moves = (stem(changed) - stem(x)).abs().sum(dim=1).flatten()
+            moves = (stem(changed) - stem(x)).abs().sum(dim=(0, 1)).flatten()
         assert moves.argmax() == place
 
 
@@ -332,6 +361,8 @@ def test_a_conv_hybrid_learns_textures() -> None:
         ({"patch_size": 2}, "patch_size must be a multiple of 4, the stride of its stem, not 2"),
         ({"image_size": (8, 14)}, "image width 14 is not a multiple of patch_size 4; 12 and 16 are"),
         ({"heads": 5}, "width must be a multiple of 5"),
+        ({"conv": LESS.conv, "patch_size": 8, "image_size": (32, 32)}, "gives a token for each place of its map"),
+        ({"conv": LESS.conv, "image_size": (4, 8)}, "gives a token for each place of its map, and at least one"),
     ],
 )
 def test_settings_that_fit_no_hybrid_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
@@ -362,6 +393,7 @@ def test_settings_that_fit_no_hybrid_are_refused_by_name(changes: dict[str, Any]
         ),
         (ConvStemConfig, {"widths": (8, 12), "strides": (1, 2)}, "widths must be multiples of 8"),
         (ConvStemConfig, {"widths": (8,), "strides": (4,)}, "strides must be 1, 2 or 3"),
+        (ConvStemConfig, {"widths": (8,), "strides": (2,), "whole": 1}, "whole must be True or False, not 1"),
     ],
 )
 def test_settings_that_fit_no_stem_are_refused_by_name(kind: Any, settings: dict[str, Any], said: str) -> None:

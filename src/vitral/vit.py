@@ -79,7 +79,11 @@ class ViTConfig:
 
     @property
     def grid(self) -> Grid:
-        return self.image_size[0] // self.patch_size, self.image_size[1] // self.patch_size
+        return self.grid_of(*self.image_size)
+
+    def grid_of(self, height: int, width: int) -> Grid:
+        """Patches down and across, in images of this size."""
+        return height // self.patch_size, width // self.patch_size
 
     @property
     def prefix(self) -> int:
@@ -355,6 +359,7 @@ class Trace:
     grid: Grid
     prefix: int  # tokens in front of the patches: attention[l][b, h, prefix:, prefix:] is between patches
     patches: Tensor  # B N CPP, pixels
+    margin: int = 0  # pixels between the outermost patches and the image's edge: of some hybrids
     tokens: list[Tensor]  # B T D: with positions, then after each block
     attention: list[Tensor] = field(default_factory=list)  # B h T T for each block; row i: where token i looked
     pooling: list[Tensor] = field(default_factory=list)  # B h 1 N: where attention pooling looked, if there is one
@@ -397,8 +402,11 @@ class ViT(nn.Module):
         """The same computation, with patches, tokens and attention weights kept."""
         grid = self.check(images_BCHW)
         tokens = self.embed(images_BCHW, grid)
-        patches = patchify(images_BCHW, self.config.patch_size)
-        trace = Trace(grid=grid, prefix=tokens.shape[1] - patches.shape[1], patches=patches, tokens=[tokens])
+        (H, W), P = images_BCHW.shape[2:], self.config.patch_size
+        margin = (H - grid[0] * P) // 2
+        patches = patchify(images_BCHW[:, :, margin : H - margin, margin : W - margin], P)
+        prefix = tokens.shape[1] - patches.shape[1]
+        trace = Trace(grid=grid, prefix=prefix, patches=patches, margin=margin, tokens=[tokens])
         trace.pooled = self.pool(self.encoder(tokens, grid, trace), trace.pooling)
         trace.logits = self.head(trace.pooled)
         return trace
@@ -425,11 +433,11 @@ class ViT(nn.Module):
 
     def check(self, images_BCHW: Tensor) -> Grid:
         """The patch grid of these images, or a sentence about why they do not fit."""
-        shape, C, P = tuple(images_BCHW.shape), self.config.channels, self.config.patch_size
+        shape, C = tuple(images_BCHW.shape), self.config.channels
         if len(shape) != 4 or shape[1] != C:
             raise ValueError(f"expected images of shape (batch, {C}, height, width), not {shape}")
-        check_divides(shape[2:], P)
-        grid = shape[2] // P, shape[3] // P
+        check_divides(shape[2:], self.config.patch_size)
+        grid = self.config.grid_of(*shape[2:])
         if grid != self.config.grid and self.config.positions != "none":
             was, now = ("×".join(map(str, sides)) for sides in (self.config.grid, grid))
             warnings.warn(f"positions resampled from {was} to {now} patches: quality needs fine-tuning", stacklevel=3)

@@ -21,4 +21,4 @@ def attention(
     which = chosen("head", head, looked_BhTT.shape[1])
     looked_BTT = looked_BhTT.mean(dim=1) if which is None else looked_BhTT[:, which]
     row_BT = (readout(model, trace)[:, None] @ looked_BTT)[:, 0]
-    return to_pixels(row_BT[:, trace.prefix :], trace.grid, images_BCHW)
+    return to_pixels(row_BT[:, trace.prefix :], trace.grid, images_BCHW, trace.margin)

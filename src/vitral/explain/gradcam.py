@@ -33,4 +33,4 @@ def gradcam(model: ViT, images_BCHW: Tensor, targets_B: Tensor, *, layer: int | 
     (slope_BTD,) = torch.autograd.grad(logits_BK.gather(1, targets_B[:, None]).sum(), x_BTD)
     patches_BND, slopes_BND = x_BTD.detach()[:, trace.prefix :].float(), slope_BTD[:, trace.prefix :].float()
     heat_BN = (patches_BND * slopes_BND.mean(dim=1, keepdim=True)).sum(dim=-1).clamp_min(0)
-    return to_pixels(heat_BN, trace.grid, images_BCHW)
+    return to_pixels(heat_BN, trace.grid, images_BCHW, trace.margin)

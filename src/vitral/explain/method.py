@@ -158,10 +158,12 @@ def readout(model: ViT, trace: Trace) -> Tensor:
     return read
 
 
-def to_pixels(heat_BN: Tensor, grid: Grid, images_BCHW: Tensor) -> Tensor:
-    """One number a patch → one a pixel, B H W: bilinear between the patches' middles."""
+def to_pixels(heat_BN: Tensor, grid: Grid, images_BCHW: Tensor, margin: int = 0) -> Tensor:
+    """One number a patch → one a pixel, B H W: bilinear between the patches' middles, the same beyond the last."""
+    size = [side - 2 * margin for side in images_BCHW.shape[2:]]
     heat = heat_BN.float().unflatten(-1, grid)[:, None]
-    return F.interpolate(heat, size=images_BCHW.shape[2:], mode="bilinear", align_corners=False)[:, 0]
+    heat = F.interpolate(heat, size=size, mode="bilinear", align_corners=False)
+    return F.pad(heat, (margin,) * 4, mode="replicate")[:, 0]
 
 
 def grid_of(model: Model, images_BCHW: Tensor) -> Grid:

@@ -31,4 +31,4 @@ def relevance(model: ViT, images_BCHW: Tensor, targets_B: Tensor) -> Tensor:
         row_BT = row_BT + (row_BT[:, None] @ helped_BTT)[:, 0]
     if not trace.pooling:
         row_BT = row_BT - own_BT
-    return to_pixels(row_BT[:, trace.prefix :], trace.grid, images_BCHW)
+    return to_pixels(row_BT[:, trace.prefix :], trace.grid, images_BCHW, trace.margin)

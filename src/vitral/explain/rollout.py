@@ -25,7 +25,7 @@ def rollout(
         fused_BTT = fuse(looked_BhTT.float(), fusion)
         passed_BT = (row_BT[:, None] @ fused_BTT)[:, 0]
         row_BT = (row_BT + passed_BT) / 2 if residual else passed_BT
-    return to_pixels(row_BT[:, trace.prefix :], trace.grid, images_BCHW)
+    return to_pixels(row_BT[:, trace.prefix :], trace.grid, images_BCHW, trace.margin)
 
 
 def fuse(looked_BhTT: Tensor, fusion: Fusion) -> Tensor:

@@ -5,7 +5,8 @@ N matrices of one shape are a stack, N A B with A ≤ B. Tall ones, B×A, lie on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,26 @@ def move_along(pieces: list[Piece], directions_NAB: Tensor, decay: float, length
             tuple(piece.weight for piece in some), tuple(piece.lr for piece in some), directions_NAB[first:], halted,
             count_wide(some), decay, length, A=A, B=B, COUNT=len(some), **TILE,
         )  # fmt: skip
+
+
+def side_by_side(works: list[Callable[[], None]]) -> None:
+    """Each on a stream of its own: a product of small matrices leaves most cores idle."""
+    if not torch.cuda.is_available():
+        for work in works:
+            work()
+        return
+    here = torch.cuda.current_stream()
+    for work, stream in zip(works, beside(here.device, len(works)), strict=True):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            work()
+    for stream in beside(here.device, len(works)):
+        here.wait_stream(stream)
+
+
+@cache
+def beside(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(count)]
 
 
 def tiles_of(A: int, B: int) -> int:

@@ -36,7 +36,7 @@ class FusedStem:
             conv, norm = layer.conv, layer.norm
             filters = F.layer_norm(conv.weight, conv.weight.shape[1:], eps=1e-8).to(self.number)
             if conv is first and filters[0].numel() <= FEW:
-                x = by_patches(x, filters, conv.stride[0], conv.padding[0])
+                x = by_patches(x, filters, conv.stride[0], conv.padding[0], conv.odd)
             else:
                 x = F.conv2d(x.to(self.number), filters, None, conv.stride, conv.padding).permute(0, 2, 3, 1)
             room = 0 if after is None else after.conv.odd
@@ -45,10 +45,10 @@ class FusedStem:
         return x
 
 
-def by_patches(images_BCHW: Tensor, filters_ECkk: Tensor, stride: int, before: int) -> Tensor:
+def by_patches(images_BCHW: Tensor, filters_ECkk: Tensor, stride: int, before: int, odd: int) -> Tensor:
     """The convolution as one product of filters and patches: B h w E."""
     (B, C, H, W), (E, _, k, _) = images_BCHW.shape, filters_ECkk.shape
-    h, w = H // stride, W // stride
+    h, w = ((side + 2 * before + odd - k) // stride + 1 for side in (H, W))
     rows = torch.empty(B * h * w, FEW, device=images_BCHW.device, dtype=filters_ECkk.dtype)
     kernels.patches[(triton.cdiv(len(rows), ROWS),)](
         images_BCHW.contiguous(), rows, len(rows), H, W, h, w, stride, before, C=C, SIDE=k, ROWS=ROWS, COLUMNS=FEW

@@ -138,9 +138,9 @@ def glass(predictor: Predictor, image: Picture | Tensor, path: Path) -> Path:
     ratios = [W / H, W / H, W / H, 1]
     picture, patches, seen, answer = figure.subplots(1, 4, gridspec_kw={"width_ratios": ratios})
     show(picture, shown(pixels))
-    show(patches, with_gaps(shown(pixels), predictor.model.config.patch_size))
+    (rows, columns), P = predictor.model.config.grid_of(H, W), predictor.model.config.patch_size
+    show(patches, with_gaps(shown(pixels), P, margin=(H - rows * P) // 2))
     show(seen, glowing(shown(pixels), looked_at(predictor, pixels[None])[0]))
-    rows, columns = H // predictor.model.config.patch_size, W // predictor.model.config.patch_size
     titles = ("an image", f"its {rows} × {columns} patches", "where the model looked", "its answer")
     for axes, title in zip((picture, patches, seen, answer), titles, strict=True):
         axes.set_title(title, fontsize=11, color=GRAY, pad=7)
@@ -177,8 +177,10 @@ def show(axes: Axes, picture_HW3: Array) -> None:
     axes.imshow(picture_HW3, interpolation="nearest", extent=(0, 1, 0, picture_HW3.shape[0] / picture_HW3.shape[1]))
 
 
-def with_gaps(picture_HW3: Array, patch_size: int) -> Array:
+def with_gaps(picture_HW3: Array, patch_size: int, margin: int = 0) -> Array:
     """The picture cut into its patches, with a little white between them."""
+    H, W, _ = picture_HW3.shape
+    picture_HW3 = picture_HW3[margin : H - margin, margin : W - margin]
     H, W, _ = picture_HW3.shape
     enlarge = max(-(-420 // min(H, W)), 1)  # so that a gap can be thinner than a pixel of the picture
     P = patch_size * enlarge

@@ -263,7 +263,7 @@ class Walker:
         return found + [self.matrix(name, channel) for name, channel in zip(names, seen, strict=True)]
 
     def of_patches(self) -> list[Picture]:
-        cut = with_gaps(self.picture, self.config.patch_size)
+        cut = with_gaps(self.picture, self.config.patch_size, self.trace.margin)
         return [Picture(caption=self.caption("patches"), pixels=cut)]
 
     def of_embedding(self) -> list[Picture]:
@@ -306,7 +306,7 @@ class Walker:
         return looked_TT[0] if self.reads_one else looked_TT[self.trace.prefix :].mean(dim=0)
 
     def glow(self, key: str, heat_1N: Tensor, grid: vit.Grid, **more: Any) -> Picture:
-        heat = scaled(to_pixels(heat_1N, grid, self.image_BCHW))[0].cpu().numpy()
+        heat = scaled(to_pixels(heat_1N, grid, self.image_BCHW, self.trace.margin))[0].cpu().numpy()
         values = heat_1N.view(grid).cpu().numpy()
         return Picture(caption=self.caption(key, **more), pixels=enlarged(glowing(self.picture, heat)), values=values)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,10 +99,13 @@ class Muon(Optimizer):
             for piece in self.pieces(group, matrices):
                 shorter, longer = sorted(piece.weight.shape)
                 alike[shorter, longer, group["momentum"], float(group["weight_decay"])].append(piece)
-        for (shorter, longer, memory, decay), pieces in alike.items():
-            pieces.sort(key=lambda piece: piece.tall)
+
+        def move(shorter: int, longer: int, memory: float, decay: float) -> None:
+            pieces = sorted(alike[shorter, longer, memory, decay], key=lambda piece: piece.tall)
             ahead = kernels.stacked_ahead(pieces, memory, number(pieces[0].weight.device, shorter))
             kernels.move_along(pieces, newton_schulz(ahead), decay, length(longer), self.found_inf)
+
+        kernels.side_by_side([partial(move, *shape) for shape in alike])
         torch.autograd.graph.increment_version([matrix for _, matrices in groups for matrix in matrices])
 
     def pieces(self, group: dict[str, Any], matrices: list[Tensor]) -> Iterator[Any]:

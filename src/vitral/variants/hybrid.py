@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.errors import unknown
-from vitral.vit import PatchEmbedding, ViT, ViTConfig
+from vitral.vit import Grid, PatchEmbedding, ViT, ViTConfig
 
 GROUPS = 32  # of the ResNet's group norms (arXiv 1803.08494)
 FEW = 32  # numbers in a filter: with so few, what a compiler makes of patches is quicker than a convolution
@@ -35,10 +35,10 @@ class StandardConv(nn.Conv2d):
     wherever an image passed the model's check, so the padding does not depend on them.
     """
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, whole: bool = True) -> None:
         before, odd = divmod(max(kernel - stride, 0), 2)
         super().__init__(inputs, outputs, kernel, stride, padding=before, bias=False)  # a norm follows, with a bias
-        self.odd = odd
+        self.odd = odd if whole else 0
 
     def reset_parameters(self) -> None:
         """Variance 1/fan-in. What the convolution computes does not depend on it, how fast it turns does."""
@@ -64,9 +64,11 @@ def product_of_patches(x_BEHW: Tensor, filters_OEkk: Tensor, stride: int, paddin
 class ConvNorm(nn.Module):
     """GN(x * w). Group norm sees one image at a time: the same in training, in use, and in a batch of one."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, groups: int, eps: float) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, kernel: int, stride: int, groups: int, eps: float, whole: bool = True
+    ) -> None:
         super().__init__()
-        self.conv = StandardConv(inputs, outputs, kernel, stride)
+        self.conv = StandardConv(inputs, outputs, kernel, stride, whole)
         self.norm = nn.GroupNorm(groups, outputs, eps)
 
     def forward(self, x_BEHW: Tensor) -> Tensor:
@@ -97,6 +99,10 @@ class ResNetConfig:
     def stride(self) -> int:
         """4 in the root, then 2 in each stage but the first."""
         return 2 ** (1 + max(len(self.blocks), 1))
+
+    def places(self, pixels: int) -> int:
+        """Along a side of the feature map."""
+        return pixels // self.stride
 
 
 class Bottleneck(nn.Module):
@@ -147,6 +153,7 @@ class ConvStemConfig:
 
     widths: tuple[int, ...]
     strides: tuple[int, ...]
+    whole: bool = True  # False: no zeros behind the last pixels, so a stride of 2 leaves a place less: 32, 15, 7
 
     def __post_init__(self) -> None:
         for name, layers in (("widths", self.widths), ("strides", self.strides)):
@@ -158,6 +165,8 @@ class ConvStemConfig:
             raise ValueError(f"widths must be multiples of {GROUP_WIDTH} (group norm), not {self.widths}")
         if not {1, 2, 3}.issuperset(self.strides):
             raise ValueError(f"strides must be 1, 2 or 3 (a 3×3 filter misses pixels beyond), not {self.strides}")
+        if type(self.whole) is not bool:
+            raise ValueError(f"whole must be True or False, not {self.whole!r}")
 
     @property
     def channels(self) -> int:
@@ -168,9 +177,15 @@ class ConvStemConfig:
     def stride(self) -> int:
         return math.prod(self.strides)
 
+    def places(self, pixels: int) -> int:
+        """Along a side of the feature map."""
+        for stride in self.strides:
+            pixels = (pixels - (stride == 2 and not self.whole)) // stride
+        return pixels
+
 
 class ConvStem(nn.Module):
-    """A few 3×3 convolutions for small images: B C H W -> B E H/s W/s.
+    """A few 3×3 convolutions for small images: B C H W -> B E H/s W/s, or a little less where it is not `whole`.
 
     After "Early Convolutions Help Transformers See Better" (arXiv 2106.14881), whose stem has batch norm.
     """
@@ -179,7 +194,7 @@ class ConvStem(nn.Module):
         super().__init__()
         inputs = (channels, *config.widths[:-1])
         layers = zip(inputs, config.widths, config.strides, strict=True)
-        self.layers = nn.ModuleList(ConvNorm(C, E, 3, s, E // GROUP_WIDTH, eps) for C, E, s in layers)
+        self.layers = nn.ModuleList(ConvNorm(C, E, 3, s, E // GROUP_WIDTH, eps, config.whole) for C, E, s in layers)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         x = images_BCHW
@@ -206,6 +221,8 @@ class HybridConfig(ViTConfig):
             raise ValueError(
                 f"patch_size must be a multiple of {self.stem.stride}, the stride of its stem, not {self.patch_size}"
             )
+        if not (self.conv is None or self.conv.whole) and (self.patch_size > self.stem.stride or 0 in self.grid):
+            raise ValueError("a stem that is not whole gives a token for each place of its map, and at least one")
 
     @property
     def stem(self) -> ResNetConfig | ConvStemConfig:
@@ -213,15 +230,19 @@ class HybridConfig(ViTConfig):
         assert stem is not None  # __post_init__ saw to it
         return stem
 
+    def grid_of(self, height: int, width: int) -> Grid:
+        each = self.patch_size // self.stem.stride
+        return self.stem.places(height) // each, self.stem.places(width) // each
+
 
 class HybridEmbedding(PatchEmbedding):
     """x_p·E (equation 1) with x_p the patches of a feature map: B C H W -> B N D, like the embedding of pixels."""
 
     def __init__(self, config: HybridConfig) -> None:
-        s, (H, W) = config.stem.stride, config.image_size
+        (H, W), stem = config.image_size, config.stem
         of_the_map = ViTConfig(
-            image_size=(H // s, W // s),
-            patch_size=config.patch_size // s,
+            image_size=(stem.places(H), stem.places(W)),
+            patch_size=config.patch_size // stem.stride,
             channels=config.stem.channels,
             width=config.width,
             heads=config.heads,
@@ -243,7 +264,7 @@ class HybridViT(ViT):
     """`HybridViT(hybrid("R50+B/16", classes=10))`. The feature map is `model.patch_embedding.stem(images)`.
 
     `trace(images).patches` are pixels, as in the plain ViT: the square that a token stands for. The token saw beyond
-    its edges, since the stem's filters overlap.
+    its edges, since the stem's filters overlap; so where a stem is not `whole`, the squares leave a margin.
     """
 
     def __init__(self, config: ViTConfig) -> None:
