@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vitral.data.augment import Augment
-from vitral.fused import attention, encoder, kernels, mlp_kernels, muon_kernels, stem, stem_kernels, vary, vary_kernels
+from vitral.fused import attention, encoder, kernels, muon_kernels, stem, stem_kernels, vary, vary_kernels
 from vitral.training import muon
 from vitral.variants.hybrid import ConvStem, ConvStemConfig
 from vitral.vit import ViT, ViTConfig
@@ -33,7 +33,6 @@ TYPES = {
 }  # fmt: skip
 KERNELS = ("norm", "norm_back", "act", "act_back", "turn", "turn_back", "short", "short_back", "totals", "shrink")
 OF_ATTENTION = ("attend", "queries_back", "keys_back", "cast")
-OF_MLP = ("expand", "contract_back")
 OF_MUON = ("look_ahead", "normalise", "move")
 OF_STEM = ("patches", "norm_relu", "norm_relu_back")
 VARIED = [Augment(shift=2, flip=True, cutmix=1.0, mixed=0.4), Augment(shift=2, border="black"), Augment(cutmix=1.0)]
@@ -131,8 +130,7 @@ def spilled(cubin: bytes) -> int:
 
 def main(capabilities: list[int]) -> None:
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    of = {kernels: KERNELS, attention: OF_ATTENTION, mlp_kernels: OF_MLP, stem_kernels: OF_STEM}
-    for module, names in of.items():
+    for module, names in ((kernels, KERNELS), (attention, OF_ATTENTION), (stem_kernels, OF_STEM)):
         for name in names:
             setattr(module, name, Noting(getattr(module, name), calls))
     encoder.scaled = lambda x, w, bias=None: (
@@ -153,10 +151,10 @@ def main(capabilities: list[int]) -> None:
     muon.newton_schulz = lambda x: x
     for width, depth, halting in ((256, 6, True), (256, 6, False), (768, 12, True), (192, 12, True), (20, 1, True)):
         step_of_muon(width, depth, halting)
-    assert {kernel.__name__ for kernel, _, _ in calls} == {*KERNELS, *OF_ATTENTION, *OF_MLP, *OF_MUON, *OF_STEM, "vary"}
+    assert {kernel.__name__ for kernel, _, _ in calls} == {*KERNELS, *OF_ATTENTION, *OF_MUON, *OF_STEM, "vary"}
     done = set()
     for kernel, given, named in calls:
-        options = {name: named[name] for name in ("num_warps", "num_stages", "maxnreg") if name in named}
+        options = {name: named[name] for name in ("num_warps", "maxnreg") if name in named}
         source = described(kernel, given, named)
         if (variant := f"{kernel.__name__} {source} {options}") in done:
             continue
@@ -164,7 +162,7 @@ def main(capabilities: list[int]) -> None:
         for capability in capabilities:
             if capability >= 89 or "*fp8e4nv" not in source["signature"].values():
                 made = triton.compile(ASTSource(**source), target=GPUTarget("cuda", capability, 32), options=options)
-                fits = kernel.__name__ in OF_MLP + OF_MUON + OF_ATTENTION + OF_STEM and "maxnreg" not in options
+                fits = kernel.__name__ in OF_MUON + OF_ATTENTION + OF_STEM and "maxnreg" not in options
                 assert not (fits and spilled(made.asm["cubin"])), variant
     print(len(done))
 

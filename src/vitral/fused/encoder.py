@@ -174,12 +174,12 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
         z, fp8 = (one.x[::T].contiguous(), False) if front else (one.x, fp8)
         (f, _), kept1 = fused.product(o, o8, attention.project.weight), stochastic(block.residual1, B, z)
         two = launch.add_norm(z, f, attention.project.bias, kept1, of(block.norm2), fp8, plain=spare or not fp8)
-        h, g, g8 = expand(fused, mlp, two, keep is not None)
+        h, known = fused.product(two.plain, two.small, mlp.expand.weight)
+        g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known)
         z, kept = two.x, stochastic(block.residual2, B, z)
         (f, _), bias = fused.product(g, g8, mlp.contract.weight), mlp.contract.bias
         if keep is not None:
             assert o is not None
-            assert h is not None
             one, two = (was._replace(plain=was.plain if spare else None, small=None) for was in (one, two))
             keep.append(Kept(block, one, qkv, taken, lse, o, two, h, g if spare else None, kept1, kept, front))
     return launch.add_norm(z, f, bias, kept, of(fused.norm), False)
@@ -206,7 +206,9 @@ class Blocks(torch.autograd.Function):
             was: Kept = ctx.blocks.pop()
             block, attention, mlp = was.block, was.block.attention, was.block.mlp
             found[mlp.contract.bias] = dbias
-            g, dh, dh8, found[mlp.expand.bias] = contract_back(fused, mlp, was, d, sums)
+            dg, known = fused.product_back(d.f, d.f_small, mlp.contract.weight)
+            tanh = mlp.gelu.approximate == "tanh"
+            g, dh, dh8, found[mlp.expand.bias] = launch.act_back(was.h, mlp.expand.bias, dg, tanh, known, was.g, sums)
             found[mlp.contract.weight] = weight_gradient(d.f, g)
             da, _ = fused.product_back(dh, dh8, mlp.expand.weight)
             d = launch.add_norm_back(was.two, da, d.z, was.kept1, of(block.norm2), sums)
@@ -223,27 +225,6 @@ class Blocks(torch.autograd.Function):
             found[attention.qkv.weight] = weight_gradient(dqkv, d.normed)
             found[block.norm1.weight], found[block.norm1.bias], dbias = d.sums
         return d.z.view(B, T, D), None, None, *(found[parameter] for parameter in fused.parameters)
-
-
-def expand(fused: FusedEncoder, mlp: Any, x: Normed, keep: bool) -> tuple[Tensor | None, Tensor | None, Small | None]:
-    """The MLP's hidden numbers before GELU, if they are wanted or there anyway, and after it: as bf16 or as FP8."""
-    tanh, (weight, bias) = mlp.gelu.approximate == "tanh", (mlp.expand.weight, mlp.expand.bias)
-    if x.plain is not None and x.small is None and launch.narrow(weight):
-        return *launch.expand(x.plain, fused.rounded[weight], bias, tanh, keep), None
-    h, known = fused.product(x.plain, x.small, weight)
-    return h, *launch.act(h, bias, tanh, known)
-
-
-def contract_back(
-    fused: FusedEncoder, mlp: Any, was: Kept, d: launch.NormGradients, sums: launch.Sums
-) -> tuple[Tensor, Tensor, Small | None, Tensor]:
-    """The MLP's hidden numbers after GELU, the gradient of those before it, that as FP8, and the bias's."""
-    tanh, weight, bias = mlp.gelu.approximate == "tanh", mlp.contract.weight, mlp.expand.bias
-    if d.f_small is None and launch.narrow(mlp.expand.weight):
-        g, dh, dbias = launch.contract_back(d.f, fused.rounded[weight], was.h, bias, tanh, was.g, sums)
-        return g, dh, None, dbias
-    dg, known = fused.product_back(d.f, d.f_small, weight)
-    return launch.act_back(was.h, bias, dg, tanh, known, was.g, sums)
 
 
 def among_zeros(rows: Tensor, T: int) -> Tensor:

@@ -8,16 +8,13 @@ import torch
 import triton
 from torch import Tensor
 
-from vitral.fused import attention, kernels, mlp_kernels
+from vitral.fused import attention, kernels
 from vitral.fused.ahead import launcher
 
 PROGRAMS = 1056  # that share the rows where sums over all of them are taken: eight for each of a large GPU's 132 cores
 SHORT = 64  # tokens whose attention fits a core at once
 LONG, WIDE = 256, 64  # tokens and a head's columns up to which ours is the quicker one; beyond, it is PyTorch's
 CUT = 64  # of those tokens, how many a program has
-NARROW = 512  # columns of a token up to which a product of ours that ends in GELU is quicker than one and then GELU
-EXPAND = {"ROWS": 128, "COLUMNS": 128, "DEEP": 64, "num_warps": 8, "num_stages": 3}
-CONTRACT_BACK = {"ROWS": 128, "COLUMNS": 64, "DEEP": 64, "num_warps": 4, "num_stages": 3}
 
 
 class Small(NamedTuple):
@@ -169,38 +166,6 @@ def act_back(
         N=N, TANH=tanh, AGAIN=kept is None, FP8=small is not None, **how,
     )  # fmt: skip
     return g, dh, small, later.of(sums)
-
-
-def narrow(expand: Tensor) -> bool:
-    """Whether an MLP whose first matrix, N×D, is this one has kernels for product and GELU together."""
-    N, D = expand.shape
-    return D <= NARROW and D % EXPAND["DEEP"] == 0 and N % EXPAND["COLUMNS"] == 0
-
-
-def expand(x: Tensor, weight: Tensor, bias: Tensor, tanh: bool, keep: bool) -> tuple[Tensor | None, Tensor]:
-    """h = x·Wᵀ, if it is to be kept, and GELU(h + bias), where the matrix is `narrow`."""
-    (M, K), N = x.shape, len(weight)
-    g = x.new_empty(M, N)
-    h = torch.empty_like(g) if keep else None
-    launcher(mlp_kernels.expand, (N // EXPAND["COLUMNS"], triton.cdiv(M, EXPAND["ROWS"])))(
-        x, weight, bias, h, g, M, N=N, K=K, TANH=tanh, KEEP=keep, **EXPAND
-    )
-    return h, g
-
-
-def contract_back(
-    df: Tensor, weight: Tensor, h: Tensor, bias: Tensor, tanh: bool, kept: Tensor | None, later: Sums
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradient of GELU(h + bias)·Wᵀ: GELU, computed again if it was not kept, the gradient of h, and the
-    bias's. One takes the place of h, which is not needed any more."""
-    (M, K), N = df.shape, h.shape[1]
-    g, dh = (h, torch.empty_like(h)) if kept is None else (kept, h)
-    count = triton.cdiv(M, CONTRACT_BACK["ROWS"])
-    sums = h.new_empty(count, N, dtype=torch.float32)
-    launcher(mlp_kernels.contract_back, (N // CONTRACT_BACK["COLUMNS"], count))(
-        df, weight, bias, h, g, dh, sums, M, N=N, K=K, TANH=tanh, AGAIN=kept is None, **CONTRACT_BACK
-    )
-    return g, dh, later.of(sums)
 
 
 def half(d: int, numbers: int = 1024) -> dict[str, int]:
