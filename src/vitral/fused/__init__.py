@@ -19,11 +19,12 @@ from vitral.fused.encoder import SPARE, FusedEncoder, unknown
 from vitral.fused.stem import FusedStem
 from vitral.fused.trial import Say, largest, reason_against
 from vitral.hardware import Hardware
-from vitral.variants.hybrid import ConvStem
+from vitral.variants.hybrid import ConvStem, HybridEmbedding
 from vitral.vit import Grid, PatchEmbedding, ViT
 
 __all__ = ["answering", "forward", "why_not"]
 
+TABLE, BIAS = "model.position_embedding.table", "model.patch_embedding.project.bias"
 MODEST = 224 * 224  # pixels of images of which sixteen are tried at once
 OFF_STEM = 0.3  # gradients through ReLUs, some of which bf16 turns on or off
 OFF = {False: 0.1, True: 0.5}  # of the norm: more than bf16's, or FP8's, rounding adds up to in tens of blocks
@@ -146,9 +147,14 @@ def forward(model: ViT, hardware: Hardware, say: Say = lambda sentence: None) ->
     stem = stem_of(model, hardware, say)
     embedding = Embedding(model, stem=stem is None)
     outside = {name: p for name, p in embedding.named_parameters() if not name.startswith("model.encoder.")}
+    biased = adds_bias_everywhere(model)
 
     def embed(images_BCHW: Tensor, grid: Grid) -> Tensor:
-        rounded = {name: parameter.bfloat16() for name, parameter in outside.items()}
+        of: dict[str, Tensor] = dict(outside)
+        if biased and grid == model.config.grid:  # added once, and the sum over all images taken once
+            of[TABLE] = outside[TABLE] + outside[BIAS]
+            of[BIAS] = torch.zeros_like(outside[BIAS])
+        rounded = {name: parameter.bfloat16() for name, parameter in of.items()}
         given = images_BCHW.bfloat16() if stem is None else stem(images_BCHW)
         return functional_call(embedding, rounded, (given, grid))
 
@@ -163,6 +169,13 @@ def forward(model: ViT, hardware: Hardware, say: Say = lambda sentence: None) ->
             return model.head(model.pool(tokens))
 
     return fused
+
+
+def adds_bias_everywhere(model: ViT) -> bool:
+    """The patches' bias goes to each token that has a row in a learned table of positions, and to no other."""
+    learned = model.position_embedding is not None and not model.position_embedding.fixed
+    plain = type(model.patch_embedding) in (PatchEmbedding, HybridEmbedding)
+    return learned and plain and model.class_token is None
 
 
 def answering(model: ViT, fp8: bool) -> Callable[[Tensor], Tensor]:

@@ -61,18 +61,21 @@ def move_along(pieces: list[Piece], directions_NAB: Tensor, decay: float, length
         )  # fmt: skip
 
 
-def side_by_side(works: list[Callable[[], None]]) -> None:
-    """Each on a stream of its own: a product of small matrices leaves most cores idle."""
+def side_by_side(works: list[Callable[[], Callable[[], None]]], ready: torch.cuda.Event | None) -> None:
+    """Each on a stream of its own: a product of small matrices leaves most cores idle. It begins when all is `ready`;
+    what it gives is called when all is done that was asked for before."""
     if not torch.cuda.is_available():
         for work in works:
-            work()
+            work()()
         return
     here = torch.cuda.current_stream()
+    before = here.record_event()
     for work, stream in zip(works, beside(here.device, len(works)), strict=True):
-        stream.wait_stream(here)
         with torch.cuda.stream(stream):
-            work()
-    for stream in beside(here.device, len(works)):
+            stream.wait_event(ready or before)
+            then = work()
+            stream.wait_event(before)
+            then()
         here.wait_stream(stream)
 
 

@@ -182,7 +182,7 @@ def train_step(
     good = (norm < math.inf) & (loss < EXPLODED * guessing(task.recipe.model.classes))  # what is no number is not
     state.first_bad.copy_(torch.where((state.first_bad < 0) & ~good, state.at, state.first_bad))
     state.halted.copy_(state.first_bad >= 0)
-    for optimizer in state.optimizers:
+    for optimizer in reversed(state.optimizers):  # Muon last: it may have begun before
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     if state.averaged is not None:

@@ -32,6 +32,7 @@ class Muon(Optimizer):
 
     found_inf: Tensor | None = None  # as in torch's fused optimizers: where it is 1, no weight moves
     rehearsed = False
+    ready: torch.cuda.Event | None = None  # when the gradients were there, if directions may be found from then on
 
     def __init__(
         self,
@@ -46,6 +47,17 @@ class Muon(Optimizer):
                 if parameter.ndim != 2:
                     raise ValueError(f"Muon moves matrices; this parameter has shape {tuple(parameter.shape)}")
 
+    def begin_early(self) -> None:
+        """Directions are found from when the gradients are there, beside what the device still has to do before the
+        step. For those who change no gradient afterwards; on a GPU."""
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            parameter.register_post_accumulate_grad_hook(self.arrived)
+
+    def arrived(self, parameter: Tensor) -> None:
+        if parameter.is_cuda:
+            self.ready = self.ready or torch.cuda.Event()
+            self.ready.record()
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
@@ -53,6 +65,7 @@ class Muon(Optimizer):
             self.step_with_kernels(groups)
         else:
             self.step_plainly(groups)
+        self.ready = None
 
     def kernels_agree(self, groups: Groups) -> bool:
         """With the plain way, here. Those of the trial and of this step are compiled at once before."""
@@ -94,19 +107,22 @@ class Muon(Optimizer):
         """The same on a GPU, each matrix read and written where it lies."""
         from vitral.fused import muon as kernels
 
+        matrices = [matrix for _, some in groups for matrix in some]
+        as_they_are = all("momentum" in self.state[m] and m.grad.is_contiguous() for m in matrices)  # type: ignore[union-attr]
+        ready = self.ready if as_they_are else None
         alike: dict[tuple[int, int, float, float], list[kernels.Piece]] = defaultdict(list)
-        for group, matrices in groups:
-            for piece in self.pieces(group, matrices):
+        for group, some in groups:
+            for piece in self.pieces(group, some):
                 shorter, longer = sorted(piece.weight.shape)
                 alike[shorter, longer, group["momentum"], float(group["weight_decay"])].append(piece)
 
-        def move(shorter: int, longer: int, memory: float, decay: float) -> None:
+        def turn(shorter: int, longer: int, memory: float, decay: float) -> Callable[[], None]:
             pieces = sorted(alike[shorter, longer, memory, decay], key=lambda piece: piece.tall)
             ahead = kernels.stacked_ahead(pieces, memory, number(pieces[0].weight.device, shorter))
-            kernels.move_along(pieces, newton_schulz(ahead), decay, length(longer), self.found_inf)
+            return partial(kernels.move_along, pieces, newton_schulz(ahead), decay, length(longer), self.found_inf)
 
-        kernels.side_by_side([partial(move, *shape) for shape in alike])
-        torch.autograd.graph.increment_version([matrix for _, matrices in groups for matrix in matrices])
+        kernels.side_by_side([partial(turn, *shape) for shape in alike], ready)
+        torch.autograd.graph.increment_version(matrices)
 
     def pieces(self, group: dict[str, Any], matrices: list[Tensor]) -> Iterator[Any]:
         """Each of a group's maps, with all that moves it."""

@@ -16,6 +16,7 @@ from vitral.run import Run
 from vitral.training import checkpoint
 from vitral.training.divided import load_weights, parameters_of, placed_state
 from vitral.training.memory import recompute_blocks
+from vitral.training.muon import Muon
 from vitral.training.optim import Averaged, make_optimizers, restore_optimizer
 from vitral.training.parallel import divide, way_of
 from vitral.training.recipe import Recipe
@@ -141,9 +142,16 @@ def begin(
     )
     for optimizer in state.optimizers:
         optimizer.found_inf = state.halted  # type: ignore[attr-defined]
+        if isinstance(optimizer, Muon) and hardware.graph and way.name == "alone" and gradients_stay(recipe):
+            optimizer.begin_early()
     if recipe.recompute:
         recompute_blocks(model)
     return state
+
+
+def gradients_stay(recipe: Recipe) -> bool:
+    """As the one pass backwards leaves them, until the step."""
+    return recipe.accumulate == 1 and not recipe.optim.clip
 
 
 def own_seed(seed: int, rank: int) -> int:
