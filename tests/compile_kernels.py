@@ -31,19 +31,7 @@ TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
-KERNELS = (
-    "norm",
-    "norm_back",
-    "act",
-    "act_back",
-    "turn",
-    "turn_back",
-    "short",
-    "short_back",
-    "totals",
-    "fold",
-    "shrink",
-)
+KERNELS = ("norm", "norm_back", "act", "act_back", "turn", "turn_back", "short", "short_back", "totals", "shrink")
 OF_ATTENTION = ("attend", "queries_back", "keys_back", "cast")
 OF_MUON = ("look_ahead", "normalise", "move")
 OF_STEM = ("patches", "norm_relu", "norm_relu_back")

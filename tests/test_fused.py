@@ -147,15 +147,6 @@ def test_sums_over_many_rows_are_complete(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(largest_difference(fused[name], plain[name]) < 5e-5 for name in plain)
 
 
-@pytest.mark.parametrize(("tokens", "parts"), [(1024, 8), (1536, 8), (130, 1), (384, 2)])
-def test_a_small_matrix_gets_its_gradient_by_parts_of_the_tokens(tokens: int, parts: int) -> None:
-    dy, x, sums = torch.randn(tokens, 40), torch.randn(tokens, 24), launch.Sums()
-    found = launch.weight_gradient(dy, x, sums)
-    assert [len(asked) for asked, _ in sums.few] == [parts] * (parts > 1)
-    sums.take()
-    torch.testing.assert_close(found, dy.t() @ x, rtol=1e-4, atol=1e-4)
-
-
 def test_weights_that_changed_are_rounded_anew() -> None:
     model = a_model(depth=1)
     tokens = torch.randn(1, 17, 48)

@@ -209,20 +209,20 @@ class Blocks(torch.autograd.Function):
             dg, known = fused.product_back(d.f, d.f_small, mlp.contract.weight)
             tanh = mlp.gelu.approximate == "tanh"
             g, dh, dh8, found[mlp.expand.bias] = launch.act_back(was.h, mlp.expand.bias, dg, tanh, known, was.g, sums)
-            found[mlp.contract.weight] = launch.weight_gradient(d.f, g, sums)
+            found[mlp.contract.weight] = weight_gradient(d.f, g)
             da, _ = fused.product_back(dh, dh8, mlp.expand.weight)
             d = launch.add_norm_back(was.two, da, d.z, was.kept1, of(block.norm2), sums)
-            found[mlp.expand.weight] = launch.weight_gradient(dh, d.normed, sums)
+            found[mlp.expand.weight] = weight_gradient(dh, d.normed)
             found[block.norm2.weight], found[block.norm2.bias], found[attention.project.bias] = d.sums
-            found[attention.project.weight] = launch.weight_gradient(d.f, was.o.detach(), sums)
+            found[attention.project.weight] = weight_gradient(d.f, was.o.detach())
             do = d.f @ fused.rounded[attention.project.weight]
             dqkv, dqkv8 = attend_back(attention, was, do, ctx.turn, found, sums, fp8, T)
             da, _ = fused.product_back(dqkv, dqkv8, attention.qkv.weight)
             passed = among_zeros(d.z, T) if was.front else d.z
             before = ctx.blocks[-1].kept2 if ctx.blocks else None
             d = launch.add_norm_back(was.one, da, passed, before, of(block.norm1), sums, fp8 and bool(ctx.blocks))
-            found[attention.qkv.weight] = launch.weight_gradient(dqkv, d.normed, sums)
             sums.take()
+            found[attention.qkv.weight] = weight_gradient(dqkv, d.normed)
             found[block.norm1.weight], found[block.norm1.bias], dbias = d.sums
         return d.z.view(B, T, D), None, None, *(found[parameter] for parameter in fused.parameters)
 
@@ -257,6 +257,13 @@ def scaled(x: Small, w: Small, bias: Tensor | None = None) -> tuple[Tensor, Boun
         use_fast_accum=True,
     )
     return product, (x.norms, w.norms)
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dyᵀ·x, summed and left in fp32."""
+    if dy.device.type == "cpu":
+        return dy.t().float() @ x.float()
+    return torch.mm(dy.t(), x, out_dtype=torch.float32)
 
 
 def attend(

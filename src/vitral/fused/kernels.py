@@ -403,19 +403,6 @@ def totals(parts, outs, rows, columns, COUNT: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def fold(parts, outs, counts, sizes, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of a few parts of each of so many matrices."""
-    n = tl.program_id(1)
-    G, size, given = nth(counts, n, COUNT).to(tl.int32), nth(sizes, n, COUNT), nth(parts, n, COUNT)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if tl.program_id(0) * BLOCK < size:
-        total = tl.zeros((BLOCK,), tl.float32)
-        for part in range(G):
-            total += tl.load(given + part * size + at, at < size, 0.0)
-        tl.store(nth(outs, n, COUNT) + at, total, at < size)
-
-
-@triton.jit
 def shrink(w, bias, small, scales, most, N, K, sn, sk, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A matrix, or its transpose by its strides, as FP8: N×K, each row with its scale.
 

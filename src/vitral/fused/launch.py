@@ -15,7 +15,6 @@ PROGRAMS = 1056  # that share the rows where sums over all of them are taken: ei
 SHORT = 64  # tokens whose attention fits a core at once
 LONG, WIDE = 256, 64  # tokens and a head's columns up to which ours is the quicker one; beyond, it is PyTorch's
 CUT = 64  # of those tokens, how many a program has
-TILE, CORES, FEW_TILES = 128, 132, 16  # of a product; a matrix of fewer tiles leaves a large GPU's cores without work
 
 
 class Small(NamedTuple):
@@ -52,46 +51,24 @@ def small_like(x: Tensor) -> Small:
 
 
 class Sums:
-    """Sums over the first axes of tensors, of many numbers or of few large parts, each kind in one launch: fp32, and
-    always in the same order."""
+    """Sums over the first axes of tensors, all in one launch: fp32, and always in the same order."""
 
     def __init__(self) -> None:
-        self.many: list[tuple[Tensor, Tensor]] = []
-        self.few: list[tuple[Tensor, Tensor]] = []
+        self.asked: list[tuple[Tensor, Tensor]] = []
 
-    def of(self, parts: Tensor, few: bool = False) -> Tensor:
+    def of(self, parts: Tensor) -> Tensor:
         """Whose numbers are there after `take`."""
-        out = torch.empty_like(parts[0])
-        (self.few if few else self.many).append((parts, out))
-        return out
+        self.asked.append((parts, torch.empty_like(parts[0])))
+        return self.asked[-1][1]
 
     def take(self) -> None:
-        ways = (self.many, kernels.totals, {"ROWS": 512, "BLOCK": 8}), (self.few, kernels.fold, {"BLOCK": 2048})
-        for asked, kernel, how in ways:
-            if not asked:
-                continue
-            parts, outs = zip(*asked, strict=True)
-            rows = tuple(float(len(part)) for part in parts)  # Triton compiles anew for multiples of 16, if whole
-            columns = tuple(out.numel() for out in outs)
-            launcher(kernel, (triton.cdiv(max(columns), how["BLOCK"]), len(outs)))(
-                parts, outs, rows, columns, COUNT=len(outs), num_warps=8, **how
-            )
-            asked.clear()
-
-
-def weight_gradient(dy: Tensor, x: Tensor, later: Sums) -> Tensor:
-    """dyᵀ·x, summed and left in fp32: by parts of the tokens, where the matrix is too small for all cores."""
-    M, parts = len(x), 1
-    tiles = triton.cdiv(dy.shape[1], TILE) * triton.cdiv(x.shape[1], TILE)
-    while tiles <= FEW_TILES and 2 * parts * tiles <= CORES and M % (2 * parts) == 0 and M // (2 * parts) >= TILE:
-        parts *= 2
-    if parts > 1:
-        dy, x = dy.unflatten(0, (parts, -1)), x.unflatten(0, (parts, -1))
-    if dy.device.type == "cpu":
-        found = dy.mT.float() @ x.float()
-    else:
-        found = (torch.mm if parts == 1 else torch.bmm)(dy.mT, x, out_dtype=torch.float32)
-    return found if parts == 1 else later.of(found, few=True)
+        parts, outs = zip(*self.asked, strict=True)
+        rows = tuple(float(len(part)) for part in parts)  # of whole numbers, Triton compiles anew for multiples of 16
+        columns = tuple(out.numel() for out in outs)
+        launcher(kernels.totals, (triton.cdiv(max(columns), 8), len(outs)))(
+            parts, outs, rows, columns, COUNT=len(outs), ROWS=512, BLOCK=8, num_warps=8
+        )
+        self.asked.clear()
 
 
 def total(parts: Tensor) -> Tensor:
