@@ -22,8 +22,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vitral.data.augment import Augment
-from vitral.fused import attention, encoder, kernels, muon_kernels, stem, stem_kernels, vary, vary_kernels
+from vitral.fused import (
+    adamw_kernels,
+    attention,
+    encoder,
+    judge,
+    judge_kernels,
+    kernels,
+    muon_kernels,
+    stem,
+    stem_kernels,
+    vary,
+    vary_kernels,
+)
 from vitral.training import muon
+from vitral.training.adamw import AdamW
 from vitral.variants.hybrid import ConvStem, ConvStemConfig
 from vitral.vit import ViT, ViTConfig
 
@@ -66,6 +79,17 @@ def train(fp8: bool, spare: int, **changes: Any) -> None:
     fused(tokens, model.config.grid).sum().backward()
     with torch.no_grad():
         fused(tokens, model.config.grid)
+
+
+def step_of_adamw(halting: bool) -> None:
+    tensors = [torch.zeros(256, 128, 3, 3), *(torch.zeros(256) for _ in range(50)), torch.zeros(10)]
+    optimizer = AdamW(tensors, lr=torch.tensor(0.1), fused=True)
+    optimizer.found_inf = torch.zeros(()) if halting else None
+    for tensor in tensors:
+        tensor.grad = torch.zeros_like(tensor)
+    optimizer.step()
+    with torch.no_grad():
+        optimizer.step_with_kernel(optimizer.moving())
 
 
 def step_of_muon(width: int, depth: int, halting: bool) -> None:
@@ -145,13 +169,21 @@ def main(capabilities: list[int]) -> None:
     vary_kernels.vary = Noting(vary_kernels.vary, calls)
     for augment, mixing in itertools.product(VARIED, (None, torch.ones((), dtype=torch.bool))):
         vary_images(augment, mixing)
+    judge_kernels.judge = Noting(judge_kernels.judge, calls)
+    adamw_kernels.adamw = Noting(adamw_kernels.adamw, calls)
+    for number, smoothing in itertools.product((torch.bfloat16, torch.float32), (0.0, 0.1)):
+        judge.Judged.apply(torch.zeros(256, 10, dtype=number), torch.zeros(256, 10), torch.arange(256), smoothing)
+    for halting in (True, False):
+        step_of_adamw(halting)
     for name in OF_MUON:
         setattr(muon_kernels, name, Noting(getattr(muon_kernels, name), calls))
     muon.bf16_is_faster = lambda *_: True
     muon.newton_schulz = lambda x: x
     for width, depth, halting in ((256, 6, True), (256, 6, False), (768, 12, True), (192, 12, True), (20, 1, True)):
         step_of_muon(width, depth, halting)
-    assert {kernel.__name__ for kernel, _, _ in calls} == {*KERNELS, *OF_ATTENTION, *OF_MUON, *OF_STEM, "vary"}
+    assert {kernel.__name__ for kernel, _, _ in calls} == {
+        *KERNELS, *OF_ATTENTION, *OF_MUON, *OF_STEM, "vary", "judge", "adamw",
+    }  # fmt: skip
     done = set()
     for kernel, given, named in calls:
         options = {name: named[name] for name in ("num_warps", "maxnreg") if name in named}

@@ -16,8 +16,9 @@ from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.hardware import Hardware, choose
 from vitral.run import Run, load_weights
+from vitral.training.adamw import kernel_agrees
 from vitral.training.interrupt import Interrupted
-from vitral.training.loop import fit, vary_of
+from vitral.training.loop import fit, judge_of, vary_of
 from vitral.training.muon import Muon, kernels_agree, suit_kernels
 from vitral.training.recipe import Recipe
 from vitral.training.recipes import named
@@ -252,6 +253,12 @@ def test_augmentation_in_one_kernel_gives_the_same_images(gpu: Hardware, name: s
     seen = Preprocessing(image_size=recipe.model.image_size, channels=C, mean=(0.45,) * C, std=(0.25,) * C)
     assert vary_of(recipe, seen, replace(gpu, fused=True), print) is not None  # it compares them itself
     assert vary_of(recipe, seen, replace(gpu, fused=True, precision="bf16"), print) is not None
+
+
+def test_the_loss_in_one_kernel_and_adamw_s_small_tensors_agree_with_pytorch(gpu: Hardware) -> None:
+    for number in ("fp32", "bf16"):
+        assert judge_of(named("cifar10-94"), 256, replace(gpu, fused=True, precision=number), print) is not None
+    assert kernel_agrees(gpu.device)
 
 
 def test_muon_steps_with_kernels_as_without_and_recorded_too(gpu: Hardware) -> None:

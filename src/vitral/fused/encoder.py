@@ -84,6 +84,8 @@ class FusedEncoder:
         }
         self.small: dict[Tensor, Small] = {}
         self.small_back: dict[Tensor, Small] = {}  # transposed
+        self.beside: torch.cuda.Stream | None = None
+        self.rounding = False
         self.round(learning=False)
 
     def __call__(self, z_BTD: Tensor, grid: Grid) -> Tensor:
@@ -104,6 +106,23 @@ class FusedEncoder:
         """Forwards and backwards in this thread; autograd goes back in one of its own."""
         context = SimpleNamespace()
         Blocks.backward(context, Blocks.forward(context, z_BTD, self.turn(grid), self, *self.parameters))
+
+    def round_beside(self) -> None:
+        """The weights, while whoever asks computes the tokens."""
+        if self.parameters[0].is_cuda:
+            here, self.beside = torch.cuda.current_stream(), self.beside or torch.cuda.Stream()
+            self.beside.wait_stream(here)
+            with torch.cuda.stream(self.beside):
+                self.round(learning=True)
+            self.rounding = True
+
+    def round_now(self) -> None:
+        """Unless they were."""
+        if self.rounding and self.beside is not None:
+            torch.cuda.current_stream().wait_stream(self.beside)
+        else:
+            self.round(learning=True)
+        self.rounding = False
 
     @torch.no_grad()
     def round(self, learning: bool) -> None:
@@ -188,7 +207,7 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
 class Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z_BTD: Tensor, turn: Turn | None, fused: FusedEncoder, *parameters: Tensor) -> Tensor:
-        fused.round(learning=True)
+        fused.round_now()
         ctx.fused, ctx.turn, ctx.shape, ctx.blocks = fused, turn, z_BTD.shape, []
         ctx.last = through(fused, z_BTD, turn, ctx.blocks)
         return ctx.last.plain.view(len(z_BTD), -1, z_BTD.shape[2])

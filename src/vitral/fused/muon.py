@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from vitral.fused import muon_kernels as kernels
 from vitral.fused.ahead import launcher
 
 TILE = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4}  # whole lines of memory along either axis
+T = TypeVar("T")
 MANY = 32  # matrices that one launch is told the addresses of
 
 
@@ -92,7 +93,7 @@ def count_wide(pieces: list[Piece]) -> int:
     return sum(not piece.tall for piece in pieces)
 
 
-def batches(pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
+def batches(pieces: list[T]) -> Iterator[tuple[int, list[T]]]:
     """As few as may be, and of one length as far as possible: each length is compiled by itself."""
     each = triton.cdiv(len(pieces), triton.cdiv(len(pieces), MANY))
     for first in range(0, len(pieces), each):

@@ -15,16 +15,18 @@ def patches(
     images, out, M, H, W, h, w, stride, before,
     C: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """For each place of a filter the pixels that it sees, side by side, zeros beyond the image: M COLUMNS."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """For each place of a filter the pixels that it sees, side by side, zeros beyond the image: M COLUMNS.
+
+    Read by threads that stand side by side in the image, written by such that do in the result."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     channel, place = columns // (SIDE * SIDE), columns % (SIDE * SIDE)
-    y = ((rows // w) % h * stride - before)[:, None] + (place // SIDE)[None, :]
-    x = (rows % w * stride - before)[:, None] + (place % SIDE)[None, :]
-    seen = (rows < M)[:, None] & (channel < C)[None, :] & (y >= 0) & (y < H) & (x >= 0) & (x < W)
-    at = ((rows // (h * w))[:, None] * C + channel[None, :]) * H * W + y * W + x
-    pixels = tl.load(images + at, seen, 0.0)
-    tl.store(out + rows[:, None] * COLUMNS + columns[None, :], pixels.to(out.dtype.element_ty), (rows < M)[:, None])
+    y = (place // SIDE)[:, None] + ((rows // w) % h * stride - before)[None, :]
+    x = (place % SIDE)[:, None] + (rows % w * stride - before)[None, :]
+    seen = (rows < M)[None, :] & (channel < C)[:, None] & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+    at = ((rows // (h * w)).to(tl.int64)[None, :] * C + channel[:, None]) * H * W + y * W + x
+    pixels = tl.trans(tl.load(images + at, seen, 0.0).to(out.dtype.element_ty))
+    tl.store(out + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], pixels, (rows < M)[:, None])
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from vitral.run import ModelCard, Run, load_weights, save_model, save_weights
 from vitral.training.clock import Clock
 from vitral.training.divided import weights_of, whole
 from vitral.training.interrupt import Interrupted, interruptible
-from vitral.training.loss import balanced_weights, guessing, losses
+from vitral.training.loss import Judge, balanced_weights, guessing, judged, losses
 from vitral.training.optim import learning_rate, set_learning_rate
 from vitral.training.parallel import forward_of, last_part, way_of
 from vitral.training.recipe import Recipe
@@ -76,7 +76,8 @@ def fit(
     weights_K = balanced_weights(loader.labels, recipe.model.classes) if balanced else None
     unmixed_from = round((1 - recipe.augment.unmixed) * steps) if recipe.augment.unmixed else None
     vary = vary_of(recipe, preprocessing, hardware, watch.said)
-    task = Task(recipe, preprocessing, hardware, weights_K, unmixed_from, vary)
+    judge = None if balanced else judge_of(recipe, part, hardware, watch.said)
+    task = Task(recipe, preprocessing, hardware, weights_K, unmixed_from, vary, judge)
     log = tensorboard(run) if recipe.tensorboard and world.first else None
     agreement = Agreement(world, flags=2)
 
@@ -155,6 +156,7 @@ class Task(NamedTuple):
     weights_K: Tensor | None = None  # of the classes, in the loss
     unmixed_from: int | None = None  # the step from which no images are blended
     vary: Vary | None = None  # in one pass, where there is a kernel for it
+    judge: Judge | None = None  # the same
 
 
 def vary_of(
@@ -165,6 +167,14 @@ def vary_of(
     from vitral.fused import vary
 
     return vary.vary_of(recipe.augment, preprocessing, recipe.model.classes, hardware, say)
+
+
+def judge_of(recipe: Recipe, images: int, hardware: Hardware, say: Callable[[str], None]) -> Judge | None:
+    if not hardware.fused or recipe.loss != "softmax":
+        return None
+    from vitral.fused import judge
+
+    return judge.judge_of(images, recipe.model.classes, recipe.label_smoothing, hardware, say)
 
 
 def train_step(
@@ -203,19 +213,18 @@ def look(
     mixing = None if task.unmixed_from is None else state.at < task.unmixed_from
     vary = task.vary or partial(varied, recipe.augment, task.preprocessing, recipe.model.classes)
     images, targets_BK = vary(images_BCHW, labels_B, state.draws, mixing)
-    total, right = torch.zeros((), device=images.device), torch.zeros((), device=images.device)
+    judge = task.judge or partial(judged, kind=recipe.loss, smoothing=recipe.label_smoothing, weights_K=task.weights_K)
+    sums = []
     mine, count = slice(world.share(B).start, world.share(B).stop), min(recipe.accumulate, B // world.size)
     parts = (batch[mine].tensor_split(count) for batch in (images, targets_BK, labels_B))
     for index, (part, targets, labels) in enumerate(zip(*parts, strict=True), start=1):
         with last_part(forward, index == count):
             with task.hardware.autocast():
                 logits = forward(part)
-            logits = logits.float()
-            loss = losses(logits, targets, recipe.loss, recipe.label_smoothing, task.weights_K).sum() / B
-            (loss * world.size).backward()  # gradients are averaged over the processes, and should be added up
-        total += loss.detach()
-        right += (logits.detach().argmax(dim=1) == labels).sum()
-    total, right = world.sum(torch.stack([total, right])).unbind()
+            loss, hits = judge(logits, targets, labels)
+            (loss * (world.size / B)).backward()  # averaged over the processes, and should be added up
+        sums.append(torch.stack([loss.detach() / B, hits]))
+    total, right = world.sum(torch.stack(sums).sum(dim=0) if count > 1 else sums[0]).unbind()
     return total, right
 
 

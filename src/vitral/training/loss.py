@@ -6,6 +6,7 @@ Shapes:  B images   K classes
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -28,6 +29,22 @@ def losses(
     else:
         each = F.binary_cross_entropy_with_logits(logits_BK, smoothed, reduction="none").sum(dim=1)
     return each if weights_K is None else each * (targets_BK @ weights_K)
+
+
+Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # the first three arguments of `judged`
+
+
+def judged(
+    logits_BK: Tensor,
+    targets_BK: Tensor,
+    labels_B: Tensor,
+    kind: Loss,
+    smoothing: float = 0.0,
+    weights_K: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Of a batch, the sum of the losses and the number of right answers."""
+    each_B = losses(logits_BK.float(), targets_BK, kind, smoothing, weights_K)
+    return each_B.sum(), (logits_BK.detach().argmax(dim=1) == labels_B).sum()
 
 
 def guessing(classes: int) -> float:

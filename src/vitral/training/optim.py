@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vitral.training.adamw import AdamW
 from vitral.training.muon import Muon
 from vitral.training.recipe import Optim
 
@@ -42,7 +43,7 @@ def make_optimizers(model: nn.Module, optim: Optim, on_device: torch.device | No
         optimizers: list[Optimizer] = [torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=True)]
     else:
         recorded = on_device is not None
-        optimizers = [torch.optim.AdamW(groups, lr=lr, betas=optim.betas, fused=True, capturable=recorded)]
+        optimizers = [AdamW(groups, lr=lr, betas=optim.betas, fused=True, capturable=recorded)]
     if matrices:
         decay = optim.weight_decay if optim.muon_decay is None else optim.muon_decay
         alike = [{"params": p, "scale": scale, "parts": parts} for (scale, parts), p in matrices.items()]
