@@ -84,6 +84,9 @@ class FusedEncoder:
         }
         self.small: dict[Tensor, Small] = {}
         self.small_back: dict[Tensor, Small] = {}  # transposed
+        branches = [branch for block in self.blocks for branch in (block.residual1, block.residual2)]
+        self.dropping: list[Residual] = [branch for branch in branches if branch.drop]
+        self.drops = torch.tensor([[branch.drop] for branch in self.dropping], device=self.parameters[0].device)
         self.beside: torch.cuda.Stream | None = None
         self.rounding = False
         self.round(learning=False)
@@ -183,6 +186,7 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
     B, T, D = z_BTD.shape
     f: Tensor | None
     z, f, bias, kept = z_BTD.reshape(B * T, D).to(fused.number).contiguous(), None, None, None
+    chosen = stochastic(fused, B)
     for block in fused.blocks:
         attention, mlp, fp8 = block.attention, block.mlp, fused.fp8
         spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare
@@ -191,11 +195,11 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
         front = fused.front and block is fused.blocks[-1]
         o, o8, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None, known)
         z, fp8 = (one.x[::T].contiguous(), False) if front else (one.x, fp8)
-        (f, _), kept1 = fused.product(o, o8, attention.project.weight), stochastic(block.residual1, B, z)
+        (f, _), kept1 = fused.product(o, o8, attention.project.weight), chosen.get(block.residual1)
         two = launch.add_norm(z, f, attention.project.bias, kept1, of(block.norm2), fp8, plain=spare or not fp8)
         h, known = fused.product(two.plain, two.small, mlp.expand.weight)
         g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known)
-        z, kept = two.x, stochastic(block.residual2, B, z)
+        z, kept = two.x, chosen.get(block.residual2)
         (f, _), bias = fused.product(g, g8, mlp.contract.weight), mlp.contract.bias
         if keep is not None:
             assert o is not None
@@ -257,11 +261,12 @@ def of(norm: nn.LayerNorm) -> Norm:
     return norm.weight, norm.bias, norm.eps
 
 
-def stochastic(residual: Residual, images: int, like: Tensor) -> Tensor | None:
-    """For each image whether the branch is kept: 0, or what makes the mean one."""
-    if not (residual.training and residual.drop):
-        return None
-    return (torch.rand(images, device=like.device) >= residual.drop).float() / (1 - residual.drop)
+def stochastic(fused: FusedEncoder, images: int) -> dict[Residual, Tensor]:
+    """For each image whether a branch is kept: 0, or what makes the mean one. Drawn for all blocks at once."""
+    if not (fused.dropping and fused.dropping[0].training):
+        return {}
+    kept = torch.rand(len(fused.dropping), images, device=fused.drops.device) >= fused.drops
+    return dict(zip(fused.dropping, (kept.float() / (1 - fused.drops)).unbind(), strict=True))
 
 
 def scaled(x: Small, w: Small, bias: Tensor | None = None) -> tuple[Tensor, Bound]:

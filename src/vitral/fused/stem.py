@@ -18,7 +18,8 @@ from vitral.fused import stem_kernels as kernels
 from vitral.variants.hybrid import FEW, GROUP_WIDTH, ConvStem
 
 CHANNELS = 32  # that a program takes: 64 bytes of each pixel
-ROWS = 64
+ROWS = 128  # places of filters
+LARGE = 512  # pixels of a map, beyond which a program takes twice as many at once
 
 
 class FusedStem:
@@ -34,10 +35,11 @@ class FusedStem:
             x = F.pad(x, (0, 1, 0, 1))
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
             conv, norm = layer.conv, layer.norm
-            filters = F.layer_norm(conv.weight, conv.weight.shape[1:], eps=1e-8).to(self.number)
+            filters = F.layer_norm(conv.weight, conv.weight.shape[1:], eps=1e-8)
             if conv is first and filters[0].numel() <= FEW:
-                x = by_patches(x, filters, conv.stride[0], conv.padding[0], conv.odd)
-            else:
+                x = by_patches(x, filters.to(self.number), conv.stride[0], conv.padding[0], conv.odd)
+            else:  # filters lie as the map does, or they would be laid so for each product
+                filters = filters.to(self.number, memory_format=torch.channels_last)
                 x = F.conv2d(x.to(self.number), filters, None, conv.stride, conv.padding).permute(0, 2, 3, 1)
             room = 0 if after is None else after.conv.odd
             x = NormRelu.apply(x.contiguous(), norm.weight, norm.bias, norm.eps, room)  # type: ignore[no-untyped-call]
@@ -64,7 +66,7 @@ class NormRelu(torch.autograd.Function):
         B, H, W, C = x_BHWC.shape
         out, stats = x_BHWC.new_empty(B, H + room, W + room, C), x_BHWC.new_empty(B, 2, C, dtype=torch.float32)
         kernels.norm_relu[(B, triton.cdiv(C, CHANNELS))](
-            x_BHWC, weight, bias, out, stats, H, W, H + room, W + room, eps, **cut(C)
+            x_BHWC, weight, bias, out, stats, H, W, H + room, W + room, eps, **cut(C, H * W)
         )
         ctx.save_for_backward(x_BHWC, stats, weight, bias)
         return out
@@ -75,11 +77,12 @@ class NormRelu(torch.autograd.Function):
         (B, H, W, C), (H1, W1) = x_BHWC.shape, dy.shape[1:3]
         dx, sums = torch.empty_like(x_BHWC), torch.empty_like(stats)
         kernels.norm_relu_back[(B, triton.cdiv(C, CHANNELS))](
-            x_BHWC, stats, weight, bias, dy.contiguous(), dx, sums, H, W, H1, W1, **cut(C)
+            x_BHWC, stats, weight, bias, dy.contiguous(), dx, sums, H, W, H1, W1, **cut(C, H * W)
         )
         dgain, dshift = launch.total(sums)
         return dx, dgain, dshift, None, None
 
 
-def cut(C: int) -> dict[str, int]:
-    return {"C": C, "GROUP": GROUP_WIDTH, "CHANNELS": CHANNELS, "ROWS": ROWS, "num_warps": 4}
+def cut(C: int, pixels: int) -> dict[str, int]:
+    rows, warps = (128, 8) if pixels > LARGE else (64, 4)
+    return {"C": C, "GROUP": GROUP_WIDTH, "CHANNELS": CHANNELS, "ROWS": rows, "num_warps": warps}

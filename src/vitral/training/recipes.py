@@ -110,17 +110,17 @@ def cifar10_94() -> Recipe:
     """CIFAR-10 to 94.1 % against the clock: 13 s on an H200. Three small convolutions, then a ViT."""
     base = cifar10()
     plain = {field.name: getattr(base.model, field.name) for field in fields(base.model)}
-    stem = ConvStemConfig(widths=(64, 128, 256), strides=(1, 2, 2))
+    stem = ConvStemConfig(widths=(32, 128, 256), strides=(1, 2, 2), whole=False)  # 49 tokens
     return replace(
         base,
         name="cifar10-94",
         data=Data(name="cifar10", validation=0.0),
-        model=HybridConfig(**plain | {"drop_path": 0.0}, conv=stem),
+        model=HybridConfig(**plain | {"drop_path": 0.0, "depth": 4, "mlp_width": 768}, conv=stem),
         variant="hybrid",
         start=("identity", "local", "alike"),
         optim=replace(base.optim, muon_decay=0.3),
         augment=replace(base.augment, mixed=0.4),
-        epochs=18,
+        epochs=20,
         views="six",
         checkpoint_epochs=0,
     )
@@ -132,16 +132,17 @@ def cifar10_95() -> Recipe:
     return replace(
         base,
         name="cifar10-95",
-        model=replace(base.model, drop_path=0.1),
+        model=replace(base.model, depth=5, mlp_width=None, drop_path=0.1),
         optim=replace(base.optim, muon_decay=0.1),
         augment=replace(base.augment, mixed=0.5),
-        epochs=36,
+        epochs=33,
     )
 
 
 def cifar10_96() -> Recipe:
     """CIFAR-10 to 96.1 %: 67 s on an H200. cifar10-95 for longer."""
-    return replace(cifar10_95(), name="cifar10-96", epochs=92)
+    base = cifar10_95()
+    return replace(base, name="cifar10-96", model=replace(base.model, depth=6), epochs=80)
 
 
 def cifar10_patch() -> Recipe:
