@@ -107,7 +107,7 @@ def cifar10() -> Recipe:
 
 
 def cifar10_94() -> Recipe:
-    """CIFAR-10 to 94.1 % against the clock: 13 s on an H200. Three small convolutions, then a ViT."""
+    """CIFAR-10 to 94.0 % against the clock: 7.1 s on an H200. Three small convolutions, then a ViT of four blocks."""
     base = cifar10()
     plain = {field.name: getattr(base.model, field.name) for field in fields(base.model)}
     stem = ConvStemConfig(widths=(32, 128, 256), strides=(1, 2, 2), whole=False)  # 49 tokens
@@ -127,26 +127,26 @@ def cifar10_94() -> Recipe:
 
 
 def cifar10_95() -> Recipe:
-    """CIFAR-10 to 95.4 %: 26 s on an H200. cifar10-94 for longer, with stochastic depth."""
+    """CIFAR-10 to 95.0 %: 14.8 s on an H200. cifar10-94 for longer, with a fifth block and stochastic depth."""
     base = cifar10_94()
     return replace(
         base,
         name="cifar10-95",
-        model=replace(base.model, depth=5, mlp_width=None, drop_path=0.1),
+        model=replace(base.model, depth=5, drop_path=0.1),
         optim=replace(base.optim, muon_decay=0.1),
         augment=replace(base.augment, mixed=0.5),
-        epochs=33,
+        epochs=35,
     )
 
 
 def cifar10_96() -> Recipe:
-    """CIFAR-10 to 96.1 %: 67 s on an H200. cifar10-95 for longer."""
+    """CIFAR-10, meant for 96 %: 80 epochs gave 95.95 % in 41 s on an H200; these 92 were not measured yet."""
     base = cifar10_95()
-    return replace(base, name="cifar10-96", model=replace(base.model, depth=6), epochs=80)
+    return replace(base, name="cifar10-96", model=replace(base.model, depth=6, mlp_width=None), epochs=92)
 
 
 def cifar10_patch() -> Recipe:
-    """CIFAR-10 to 94.4 % without any convolution: 18 s on an H200. 4×4 patches."""
+    """CIFAR-10 to 94.3 % without any convolution: 14.2 s on an H200. 4×4 patches, six blocks."""
     fast = cifar10_94()
     return replace(
         fast,
@@ -159,7 +159,7 @@ def cifar10_patch() -> Recipe:
 
 
 def mnist_99_5() -> Recipe:
-    """MNIST, meant for 99.5 % against the clock: 99.67 % in one run on a CPU; on a GPU not timed yet."""
+    """MNIST to 99.6 % against the clock: 2.5 s on an H200."""
     fast = cifar10_patch()
     return replace(
         fast,
@@ -173,7 +173,7 @@ def mnist_99_5() -> Recipe:
 
 
 def fashion_mnist_94() -> Recipe:
-    """Fashion-MNIST, meant for 94 % against the clock: seconds on a GPU. Not measured yet."""
+    """Fashion-MNIST to 95.1 % against the clock: 9.3 s on an H200."""
     fast = cifar10_94()
     return replace(
         fast,
