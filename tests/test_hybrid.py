@@ -17,7 +17,10 @@ from conftest import identical, textures
 from references import answers, lively, pictures, timm
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.hardware import Hardware
+from vitral.predict import Predictor
 from vitral.run import ModelCard, load_model, save_model
+from vitral.serve.inside import Wish, look_inside
 from vitral.training.optim import make_optimizers
 from vitral.training.recipe import Optim
 from vitral.variants import VARIANTS, variant_of
@@ -302,6 +305,19 @@ def test_a_change_in_the_pixels_of_a_patch_shows_most_on_the_map_under_its_token
         with torch.inference_mode():
             moves = (stem(changed) - stem(x)).abs().sum(dim=(0, 1)).flatten()
         assert moves.argmax() == place
+
+
+@pytest.mark.parametrize(("config", "size"), [(CONV, (8, 12)), (LESS, (8, 12))], ids=["whole", "not whole"])
+def test_a_page_is_sent_what_the_patches_cover(config: HybridConfig, size: tuple[int, int], cpu: Hardware) -> None:
+    seen = Preprocessing(image_size=config.image_size, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    names = tuple("abcde")
+    card = ModelCard(architecture=config, preprocessing=seen, classes=names, trained_on="x", epoch=1, variant="hybrid")
+    predictor = Predictor(lively(HybridViT(config)), card, cpu)
+    pixels = torch.randint(0, 256, (3, *config.image_size), dtype=torch.uint8)
+    found = look_inside(predictor, pixels, Wish(methods=("rollout",)))
+    assert found["grid"] == [2, 3]
+    for sent in (found["image"], found["heatmaps"]["rollout"]):
+        assert (sent["height"], sent["width"]) == size
 
 
 @stems

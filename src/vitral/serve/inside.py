@@ -39,20 +39,27 @@ def look_inside(predictor: Predictor, pixels_CHW: Tensor, wish: Wish) -> dict[st
     with torch.no_grad():
         trace = model.trace(image)
     logits = trace.logits.float().cpu()
+    covered = inner(pixels_CHW, trace.margin)
     target = int(logits[0].argmax()) if wish.target is None else wish.target
     found: dict[str, Any] = {
         "probabilities": calibration.probabilities(logits)[0].tolist(),
         "unknown": bool(calibration.unknown(logits)[0]),
         "target": predictor.classes[target],
-        "image": {"width": pixels_CHW.shape[2], "height": pixels_CHW.shape[1], "png": png(pixels_CHW)},
+        "image": {"width": covered.shape[2], "height": covered.shape[1], "png": png(covered)},
         "grid": list(trace.grid),
-        "heatmaps": {method: heatmap(predictor, image, target, method) for method in wish.methods},
+        "heatmaps": {method: heatmap(predictor, image, target, method, trace.margin) for method in wish.methods},
     }
     return found | ({"attention": packed(trace, model.config.pooling == "class")} if wish.attention else {})
 
 
-def heatmap(predictor: Predictor, image_1CHW: Tensor, target: int, method: str) -> dict[str, Any]:
-    heat = explain.scaled(explain.METHODS[method](predictor.model, image_1CHW[0], target))
+def inner(pixels: Tensor, margin: int) -> Tensor:
+    """Without what lies beyond the outermost patches: of some hybrids a few pixels all around."""
+    H, W = pixels.shape[-2:]
+    return pixels[..., margin : H - margin, margin : W - margin]
+
+
+def heatmap(predictor: Predictor, image_1CHW: Tensor, target: int, method: str, margin: int) -> dict[str, Any]:
+    heat = explain.scaled(inner(explain.METHODS[method](predictor.model, image_1CHW[0], target), margin))
     levels = (heat * 255).round().to(torch.uint8).cpu()
     return {"width": levels.shape[1], "height": levels.shape[0], "levels": text(levels)}
 
