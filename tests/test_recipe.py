@@ -22,6 +22,7 @@ from vitral.training.optim import learning_rate
 from vitral.training.papers import augreg_in1k
 from vitral.training.recipe import Data, Optim, Recipe, read_recipe
 from vitral.training.recipes import GROUPS, RECIPES, named
+from vitral.variants import VARIANTS
 from vitral.vit import ViT, ViTConfig
 
 
@@ -62,7 +63,7 @@ def test_a_named_recipe_builds_its_model_for_a_known_set(name: str) -> None:
     assert recipe.name == name
     assert recipe.data.name in {*KNOWN, "photos", "imagenet", "imagenet-21k"}
     with torch.device("meta"):
-        model = ViT(recipe.model)
+        model = VARIANTS[recipe.variant](recipe.model)
         logits = model(torch.empty(2, recipe.model.channels, *recipe.model.image_size))
     assert logits.shape == (2, recipe.model.classes)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.func import functional_call
 from vitral.errors import VitralError
 from vitral.world import ALONE, World, from_environment, join
 
+T = TypeVar("T")
 Device = Literal["auto", "cpu", "gpu"]
 Precision = Literal["auto", "fp32", "bf16", "fp8"]
 Compile = Literal["auto", "yes", "no"]
@@ -172,6 +173,43 @@ class Replayed:
             with torch.cuda.graph(self.graph):
                 self.step(*self.inputs)
         self.graph.replay()
+
+
+class Aside:
+    """Work that a GPU does beside what it is asked for next, until somebody waits for it. On a CPU: at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, work: Callable[[], T], after: Moment | None = None) -> T:
+        """When all is done that was asked for until now or, with `after`, until then."""
+        if self.stream is None:
+            return work()
+        self.stream.wait_event((after or Moment()).event)
+        with torch.cuda.stream(self.stream):
+            return work()
+
+    def wait(self) -> None:
+        """What is asked for from now on comes after it; Python does not wait."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+class Moment:
+    """On a GPU: when all is done that it was asked for until now."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+        self.again()
+
+    def again(self) -> None:
+        """Now, and no more when it was."""
+        self.event.record()
+
+
+@cache
+def asides(device: torch.device, count: int) -> list[Aside]:
+    return [Aside(device) for _ in range(count)]
 
 
 class Staging:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import triton
 from torch import Tensor
@@ -11,17 +11,15 @@ from vitral.fused import adamw_kernels
 from vitral.fused.ahead import launcher
 from vitral.fused.muon import batches
 
-if TYPE_CHECKING:
-    from vitral.training.adamw import Moving
-
 BLOCK = 1024
+Moving = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]  # weight, gradient, averages, step, rate, decay
 
 
-def move(moving: list[Moving], betas: tuple[float, float], eps: float, halted: Tensor | None) -> None:
+def move(moving: Sequence[Moving], betas: tuple[float, float], eps: float, halted: Tensor | None) -> None:
     """All of them, the largest first: each launch has programs for the largest of its tensors."""
     for _, some in batches(moving):
         *tensors, decays = zip(*some, strict=True)
-        sizes = tuple(one.weight.numel() for one in some)
+        sizes = tuple(weight.numel() for weight, *_ in some)
         launcher(adamw_kernels.adamw, (triton.cdiv(sizes[0], BLOCK), len(some)))(
             *tensors, decays, sizes, halted, *betas, eps, COUNT=len(some), BLOCK=BLOCK
         )

@@ -15,6 +15,7 @@ gave, where the way back will need it.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from vitral.fused import launch
 from vitral.fused.launch import Norm, Normed, Norms, Small
+from vitral.hardware import Aside
 from vitral.vit import Encoder, EncoderBlock, Grid, Residual, Turn, ViT
 
 SPARE = 2**25  # hidden numbers: with more, a block keeps neither GELU nor norms and computes them again
@@ -87,7 +89,7 @@ class FusedEncoder:
         branches = [branch for block in self.blocks for branch in (block.residual1, block.residual2)]
         self.dropping: list[Residual] = [branch for branch in branches if branch.drop]
         self.drops = torch.tensor([[branch.drop] for branch in self.dropping], device=self.parameters[0].device)
-        self.beside: torch.cuda.Stream | None = None
+        self.beside = Aside(self.parameters[0].device)
         self.rounding = False
         self.round(learning=False)
 
@@ -112,19 +114,12 @@ class FusedEncoder:
 
     def round_beside(self) -> None:
         """The weights, while whoever asks computes the tokens."""
-        if self.parameters[0].is_cuda:
-            here, self.beside = torch.cuda.current_stream(), self.beside or torch.cuda.Stream()
-            self.beside.wait_stream(here)
-            with torch.cuda.stream(self.beside):
-                self.round(learning=True)
-            self.rounding = True
+        self.beside.begin(partial(self.round, learning=True))
+        self.rounding = True
 
     def round_now(self) -> None:
-        """Unless they were."""
-        if self.rounding and self.beside is not None:
-            torch.cuda.current_stream().wait_stream(self.beside)
-        else:
-            self.round(learning=True)
+        """Unless they are being rounded: then that is waited for."""
+        self.beside.wait() if self.rounding else self.round(learning=True)
         self.rounding = False
 
     @torch.no_grad()

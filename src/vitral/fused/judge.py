@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,8 @@ from vitral.fused import judge_kernels
 from vitral.fused.ahead import launcher
 from vitral.fused.trial import Say, largest, reason_against
 from vitral.hardware import Hardware
-from vitral.training.loss import Judge, judged
 
+Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # logits, targets, labels → loss, right answers
 AT_ONCE = 4096  # numbers
 MOST = 2**15  # for a single program
 
@@ -41,8 +42,8 @@ class Judged(torch.autograd.Function):
         return (dlogits * dloss).to(ctx.number), None, None, None
 
 
-def judge_of(images: int, classes: int, smoothing: float, hardware: Hardware, say: Say) -> Judge | None:
-    """For softmax, if a single program can hold so much, and if it gives here what PyTorch gives."""
+def judge_of(plain: Judge, images: int, classes: int, smoothing: float, hardware: Hardware, say: Say) -> Judge | None:
+    """For softmax, if a single program can hold so much, and if it gives here what the `plain` one gives."""
     if images * triton.next_power_of_2(classes) > MOST:
         return None
 
@@ -50,7 +51,6 @@ def judge_of(images: int, classes: int, smoothing: float, hardware: Hardware, sa
         loss, right = Judged.apply(logits_BK, targets_BK, labels_B, smoothing)  # type: ignore[no-untyped-call]
         return loss, right
 
-    plain = partial(judged, kind="softmax", smoothing=smoothing)
     if reason := reason_against(partial(difference, ours, plain, images, classes, hardware), 1e-2):
         say(f"the loss is left to PyTorch: {reason}")
     return None if reason else ours

@@ -5,8 +5,7 @@ N matrices of one shape are a stack, N A B with A ≤ B. Tall ones, B×A, lie on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -62,38 +61,15 @@ def move_along(pieces: list[Piece], directions_NAB: Tensor, decay: float, length
         )  # fmt: skip
 
 
-def side_by_side(works: list[Callable[[], Callable[[], None]]], ready: torch.cuda.Event | None) -> None:
-    """Each on a stream of its own: a product of small matrices leaves most cores idle. It begins when all is `ready`;
-    what it gives is called when all is done that was asked for before."""
-    if not torch.cuda.is_available():
-        for work in works:
-            work()()
-        return
-    here = torch.cuda.current_stream()
-    before = here.record_event()
-    for work, stream in zip(works, beside(here.device, len(works)), strict=True):
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready or before)
-            then = work()
-            stream.wait_event(before)
-            then()
-        here.wait_stream(stream)
-
-
-@cache
-def beside(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(count)]
-
-
 def tiles_of(A: int, B: int) -> int:
     return triton.cdiv(A, TILE["ROWS"]) * triton.cdiv(B, TILE["COLUMNS"])
 
 
-def count_wide(pieces: list[Piece]) -> int:
+def count_wide(pieces: Sequence[Piece]) -> int:
     return sum(not piece.tall for piece in pieces)
 
 
-def batches(pieces: list[T]) -> Iterator[tuple[int, list[T]]]:
+def batches(pieces: Sequence[T]) -> Iterator[tuple[int, Sequence[T]]]:
     """As few as may be, and of one length as far as possible: each length is compiled by itself."""
     each = triton.cdiv(len(pieces), triton.cdiv(len(pieces), MANY))
     for first in range(0, len(pieces), each):

@@ -174,7 +174,8 @@ def judge_of(recipe: Recipe, images: int, hardware: Hardware, say: Callable[[str
         return None
     from vitral.fused import judge
 
-    return judge.judge_of(images, recipe.model.classes, recipe.label_smoothing, hardware, say)
+    plain = partial(judged, kind=recipe.loss, smoothing=recipe.label_smoothing)
+    return judge.judge_of(plain, images, recipe.model.classes, recipe.label_smoothing, hardware, say)
 
 
 def train_step(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vitral.hardware import bf16_is_faster, runs_triton
+from vitral.hardware import Moment, asides, bf16_is_faster, runs_triton
 from vitral.training.divided import is_divided, placed, whole
 
 Groups = list[tuple[dict[str, Any], list[Tensor]]]  # each with those of its matrices that have a gradient
@@ -32,7 +32,7 @@ class Muon(Optimizer):
 
     found_inf: Tensor | None = None  # as in torch's fused optimizers: where it is 1, no weight moves
     rehearsed = False
-    ready: torch.cuda.Event | None = None  # when the gradients were there, if directions may be found from then on
+    ready: Moment | None = None  # when the gradients were there, if directions may be found from then on
 
     def __init__(
         self,
@@ -49,14 +49,15 @@ class Muon(Optimizer):
 
     def begin_early(self) -> None:
         """Directions are found from when the gradients are there, beside what the device still has to do before the
-        step. For those who change no gradient afterwards; on a GPU."""
+        step. For those who change no gradient afterwards, on a GPU."""
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             parameter.register_post_accumulate_grad_hook(self.arrived)
 
     def arrived(self, parameter: Tensor) -> None:
-        if parameter.is_cuda:
-            self.ready = self.ready or torch.cuda.Event()
-            self.ready.record()
+        if self.ready is None:
+            self.ready = Moment()
+        else:
+            self.ready.again()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -121,7 +122,12 @@ class Muon(Optimizer):
             ahead = kernels.stacked_ahead(pieces, memory, number(pieces[0].weight.device, shorter))
             return partial(kernels.move_along, pieces, newton_schulz(ahead), decay, length(longer), self.found_inf)
 
-        kernels.side_by_side([partial(turn, *shape) for shape in alike], ready)
+        beside = asides(matrices[0].device, len(alike))  # a product of small matrices leaves most cores idle
+        moves = [aside.begin(partial(turn, *shape), ready) for aside, shape in zip(beside, alike, strict=True)]
+        for aside, move in zip(beside, moves, strict=True):
+            aside.begin(move)
+        for aside in beside:
+            aside.wait()
         torch.autograd.graph.increment_version(matrices)
 
     def pieces(self, group: dict[str, Any], matrices: list[Tensor]) -> Iterator[Any]:
