@@ -163,7 +163,8 @@ def forward(model: ViT, hardware: Hardware, say: Say = lambda sentence: None) ->
 
     def fused(images_BCHW: Tensor) -> Tensor:
         grid = model.check(images_BCHW)
-        encoder.round_beside()
+        if torch.is_grad_enabled():
+            encoder.round_beside()
         with torch.autocast(images_BCHW.device.type, torch.bfloat16, enabled=False):
             tokens = encoder(embed(images_BCHW, grid), grid)
         with torch.autocast(images_BCHW.device.type, torch.bfloat16):
