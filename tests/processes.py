@@ -16,10 +16,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 IMPORTED = (
     "vitral.workshop", "vitral.training.loop", "vitral.serve.server", "uvicorn", "tyro", "torch._dynamo",
@@ -130,10 +133,32 @@ def become(words: list[str], script: str | None, cwd: str, environment: dict[str
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:] = [script or "vitral", *words]
-    if script:
-        runpy.run_path(script, run_name="__main__")
-    else:
-        runpy.run_module("vitral", run_name="__main__", alter_sys=True)
+    code: object = 0
+    try:
+        if script:
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module("vitral", run_name="__main__", alter_sys=True)
+    except SystemExit as asked:
+        code = asked.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    depart(code)
+
+
+def depart(code: object) -> NoReturn:
+    """As `sys.exit`, but for the interpreter's own end, in which threads of libraries, forked or not, may abort."""
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ world of one, and everything here costs it nothing.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -130,7 +131,9 @@ def join(world: World, backend: str) -> None:
 
 
 def leave() -> None:
+    """Before the interpreter ends: a thread of the group's that has something to give back then would abort it."""
     if dist.is_initialized():
+        gc.collect()  # models that hold the group in a circle
         dist.destroy_process_group()
 
 
