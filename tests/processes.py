@@ -152,9 +152,7 @@ def depart(code: object) -> NoReturn:
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # which wakes the threads of idle pools, and waits for all
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -602,6 +602,16 @@ def test_a_recipe_that_was_changed_under_a_run_no_longer_fits_its_checkpoints(
     assert "recipe.toml" in caught.value.what
 
 
+def test_a_run_goes_on_although_recipes_have_got_new_fields_since(stopped: Path, train_tiny: Fit) -> None:
+    newest = checkpoint.newest(stopped / "checkpoints")
+    assert newest is not None
+    content = checkpoint.load(newest)
+    assert content["recipe"]["augment"].pop("jitter") == 0
+    assert content["recipe"]["model"].pop("gelu") == "exact"
+    torch.save(content, newest)
+    train_tiny("stopped")
+
+
 def test_a_checkpoint_that_lacks_something_is_refused(stopped: Path, train_tiny: Fit) -> None:
     newest = checkpoint.newest(stopped / "checkpoints")
     assert newest is not None

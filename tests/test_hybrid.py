@@ -8,17 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from conftest import identical, textures
 from references import answers, lively, pictures, timm
+from vitral.data.datasets import Split
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.explain import faithfulness
+from vitral.explain import pictures as pictures_of
+from vitral.explain.beside import beside
 from vitral.hardware import Hardware
 from vitral.predict import Predictor
+from vitral.report import heatmaps
 from vitral.run import ModelCard, load_model, save_model
 from vitral.serve.inside import Wish, look_inside
 from vitral.training.optim import make_optimizers
@@ -286,6 +293,9 @@ def test_images_of_another_size_pass_with_a_warning_and_those_that_do_not_fit_ar
     model, P, room = lively(HybridViT(config)), config.patch_size, 2 * margin_of(config)
     with pytest.warns(UserWarning, match="positions resampled from 2×3 to 3×1 patches"):
         assert answers(model, pictures(3 * P + room, P + room)).shape == (2, 5)
+    if room:
+        with pytest.raises(ValueError, match="images of 12×4 pixels are too small for a single token"):
+            model(pictures(12, 4))
     with pytest.raises(ValueError, match=f"image height {P + 2} is not a multiple of patch_size {P}"):
         model(pictures(P + 2, P))
 
@@ -318,6 +328,26 @@ def test_a_page_is_sent_what_the_patches_cover(config: HybridConfig, size: tuple
     assert found["grid"] == [2, 3]
     for sent in (found["image"], found["heatmaps"]["rollout"]):
         assert (sent["height"], sent["width"]) == size
+
+
+def test_explanations_of_a_hybrid_that_is_not_whole_are_told_and_tested(cpu: Hardware) -> None:
+    seen = Preprocessing(image_size=LESS.image_size, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    names = tuple("abcde")
+    card = ModelCard(architecture=LESS, preprocessing=seen, classes=names, trained_on="x", epoch=1, variant="hybrid")
+    predictor = Predictor(lively(HybridViT(LESS)), card, cpu)
+    pixels = torch.randint(0, 256, (12, 3, *LESS.image_size), dtype=torch.uint8)
+    picture = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
+    told = heatmaps.as_dict(pictures_of.explain(predictor, picture, methods=["rollout"]), predictor, [])
+    assert np.array(told["maps"][0]["patches"]).shape == (2, 3)
+    found = faithfulness.measure(
+        predictor, Split(images=pixels, labels=torch.arange(12) % 5), ["rollout"], images=4, pairs=4
+    )
+    assert [row.method for row in found.rows] == ["rollout", faithfulness.RANDOM]
+    alone, wide = (model.position_embedding for model in (predictor.model, beside(predictor.model)))
+    assert alone is not None
+    assert wide is not None
+    for half in (slice(0, 3), slice(4, 7)):  # a column between them stands on the seam
+        assert torch.equal(wide.table[:, 1:].unflatten(1, (2, 7))[:, :, half].flatten(1, 2), alone.table[:, 1:])
 
 
 @stems

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
@@ -263,6 +265,16 @@ def test_a_gradient_of_zeros_moves_nothing_but_decay() -> None:
 def test_muon_refuses_what_is_not_a_matrix(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="Muon moves matrices"):
         Muon([nn.Parameter(torch.zeros(shape))], lr=0.1, weight_decay=0.0)
+
+
+def test_an_optimizer_that_begins_early_goes_when_nobody_holds_it() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    muon = Muon([parameter], lr=0.1, weight_decay=0.0)
+    muon.begin_early()
+    gone = [weakref.ref(muon), weakref.ref(parameter)]
+    del muon, parameter
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
 
 
 def test_muon_passes_over_parameters_without_a_gradient() -> None:

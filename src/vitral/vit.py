@@ -438,6 +438,8 @@ class ViT(nn.Module):
             raise ValueError(f"expected images of shape (batch, {C}, height, width), not {shape}")
         check_divides(shape[2:], self.config.patch_size)
         grid = self.config.grid_of(*shape[2:])
+        if 0 in grid:
+            raise ValueError(f"images of {shape[2]}×{shape[3]} pixels are too small for a single token of this model")
         if grid != self.config.grid and self.config.positions != "none":
             was, now = ("×".join(map(str, sides)) for sides in (self.config.grid, grid))
             warnings.warn(f"positions resampled from {was} to {now} patches: quality needs fine-tuning", stacklevel=3)

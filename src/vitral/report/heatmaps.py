@@ -144,7 +144,7 @@ def as_dict(explanation: Explanation, predictor: Predictor, files: Sequence[Path
                 "class": heat.label.name,
                 "probability": heat.label.probability,
                 "unit": heat.method.unit,
-                "patches": patches(heat, config.grid),
+                "patches": patches(heat, config.grid, config.patch_size),
             }
             for heat in explanation.heats
         ],
@@ -152,9 +152,10 @@ def as_dict(explanation: Explanation, predictor: Predictor, files: Sequence[Path
     }
 
 
-def patches(heat: Heat, grid: Grid) -> list[list[float]]:
-    values = heat.values
+def patches(heat: Heat, grid: Grid, P: int) -> list[list[float]]:
     rows, columns = grid
-    cells = values.reshape(rows, values.shape[0] // rows, columns, values.shape[1] // columns)
+    margin = (len(heat.values) - rows * P) // 2
+    values = heat.values[margin : margin + rows * P, margin : margin + columns * P]
+    cells = values.reshape(rows, P, columns, P)
     means: list[list[float]] = cells.mean(axis=(1, 3)).tolist()
     return means

@@ -23,6 +23,19 @@ from vitral.training.divided import is_divided, placed, whole
 Groups = list[tuple[dict[str, Any], list[Tensor]]]  # each with those of its matrices that have a gradient
 
 
+class Arrivals:
+    """When the last gradient came, of those that it is called for. It knows nothing of them: what a parameter calls is
+    not seen by Python's collector, and an optimizer that it led to would stay for ever."""
+
+    last: Moment | None = None
+
+    def __call__(self, parameter: Tensor) -> None:
+        if self.last is None:
+            self.last = Moment()
+        else:
+            self.last.again()
+
+
 class Muon(Optimizer):
     """For matrices alone. Steps are as long as AdamW's (arXiv 2502.16982), so that both share a learning rate.
 
@@ -32,7 +45,6 @@ class Muon(Optimizer):
 
     found_inf: Tensor | None = None  # as in torch's fused optimizers: where it is 1, no weight moves
     rehearsed = False
-    ready: Moment | None = None  # when the gradients were there, if directions may be found from then on
 
     def __init__(
         self,
@@ -42,6 +54,7 @@ class Muon(Optimizer):
         momentum: float = 0.95,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": 1})
+        self.arrivals = Arrivals()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim != 2:
@@ -51,13 +64,7 @@ class Muon(Optimizer):
         """Directions are found from when the gradients are there, beside what the device still has to do before the
         step. For those who change no gradient afterwards, on a GPU."""
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            parameter.register_post_accumulate_grad_hook(self.arrived)
-
-    def arrived(self, parameter: Tensor) -> None:
-        if self.ready is None:
-            self.ready = Moment()
-        else:
-            self.ready.again()
+            parameter.register_post_accumulate_grad_hook(self.arrivals)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -66,7 +73,7 @@ class Muon(Optimizer):
             self.step_with_kernels(groups)
         else:
             self.step_plainly(groups)
-        self.ready = None
+        self.arrivals.last = None
 
     def kernels_agree(self, groups: Groups) -> bool:
         """With the plain way, here. Those of the trial and of this step are compiled at once before."""
@@ -110,7 +117,7 @@ class Muon(Optimizer):
 
         matrices = [matrix for _, some in groups for matrix in some]
         as_they_are = all("momentum" in self.state[m] and m.grad.is_contiguous() for m in matrices)  # type: ignore[union-attr]
-        ready = self.ready if as_they_are else None
+        ready = self.arrivals.last if as_they_are else None
         alike: dict[tuple[int, int, float, float], list[kernels.Piece]] = defaultdict(list)
         for group, some in groups:
             for piece in self.pieces(group, some):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from vitral.errors import VitralError
 from vitral.hardware import Hardware
+from vitral.plain import to_plain
 from vitral.run import Run
 from vitral.training import checkpoint
 from vitral.training.divided import load_weights, parameters_of, placed_state
@@ -19,7 +20,7 @@ from vitral.training.memory import recompute_blocks
 from vitral.training.muon import Muon
 from vitral.training.optim import Averaged, make_optimizers, restore_optimizer
 from vitral.training.parallel import divide, way_of
-from vitral.training.recipe import Recipe
+from vitral.training.recipe import Recipe, from_values
 from vitral.training.start import start_as, start_at_even_odds
 from vitral.variants import VARIANTS
 from vitral.vit import ViT
@@ -170,7 +171,7 @@ def resume(state: State, recipe: Recipe, hardware: Hardware, run: Run) -> bool:
         return False
     try:
         content = checkpoint.load(saved, state.like, hardware.world)
-        if content["recipe"] != recipe.essence():
+        if as_of_now(content["recipe"], recipe) != recipe.essence():
             raise ValueError("the recipe was changed")
         state.restore(content, hardware)
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -178,6 +179,15 @@ def resume(state: State, recipe: Recipe, hardware: Hardware, run: Run) -> bool:
             f"the checkpoint {saved} does not fit {run.recipe_file}", "put the recipe back, or begin a new run"
         ) from error
     return True
+
+
+def as_of_now(essence: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """A recipe's essence, saved before some fields were there, with these as they were then: their defaults."""
+    values = to_plain(recipe)
+    try:
+        return from_values({**values, **essence, "data": {**values["data"], **essence["data"]}}).essence()
+    except VitralError as error:
+        raise ValueError(error.what) from error
 
 
 def roll_back(state: State, recipe: Recipe, hardware: Hardware, run: Run) -> None:
