@@ -97,6 +97,14 @@ def test_too_few_images_promise_nothing() -> None:
         threshold(torch.arange(9.0), 1.5)
 
 
+@pytest.mark.parametrize(("count", "learned"), [(3, False), (19, False), (20, True)])
+def test_a_temperature_is_learned_from_enough_images(count: int, learned: bool) -> None:
+    draws = torch.Generator().manual_seed(0)
+    found = calibrate(5 * torch.randn(count, 4, generator=draws), torch.arange(count) % 4)
+    assert (found.temperature != 1) is learned
+    assert found.unknown_below is None
+
+
 def test_a_low_score_is_unknown_and_without_a_threshold_nothing_is() -> None:
     logits = torch.tensor([[9.0, 0.0], [1.0, 0.0], [math.nan, 0.0]])
     assert Calibration(unknown_below=3.0).unknown(logits).tolist() == [False, True, True]

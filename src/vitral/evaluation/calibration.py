@@ -18,6 +18,7 @@ Score = Literal["max-logit", "energy"]
 
 FALSE_ALARMS = 0.01  # share of images like those trained on that may be called unknown
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures looked at
+ENOUGH = 20  # images to learn a temperature from; what fewer say is chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +50,15 @@ def known_score(logits_BK: Tensor, score: Score) -> Tensor:
 def calibrate(
     logits_NK: Tensor, labels_N: Tensor, *, score: Score = "energy", false_alarms: float = FALSE_ALARMS
 ) -> Calibration:
-    """The calibration that validation images ask for. They must not be images the model was trained on."""
+    """The calibration that validation images ask for. They must not be images the model was trained on; few of them
+    leave the temperature at 1, and call no image unknown."""
     if not len(logits_NK):
         raise VitralError(
             "there are no validation images to calibrate with", "vitral train DATA --data.validation 0.1 holds some out"
         )
     logits_NK, labels_N = logits_NK.detach().double().cpu(), labels_N.cpu()
     return Calibration(
-        temperature=temperature_of(logits_NK, labels_N),
+        temperature=temperature_of(logits_NK, labels_N) if len(logits_NK) >= ENOUGH else 1.0,
         score=score,
         unknown_below=threshold(known_score(logits_NK, score), false_alarms),
     )
