@@ -79,11 +79,13 @@ def suit_kernel(moving: list[Moving]) -> bool:
 @cache
 def kernel_agrees(device: torch.device) -> bool:
     """With PyTorch's, tried once: a machine may lack what Triton compiles with, and not every GPU was at hand."""
-    try:
-        ours = tried(AdamW.step_with_kernel, device)
-    except Exception:  # the compiler's, the driver's, of whatever kind
-        return False
-    return torch.allclose(ours, tried(lambda adamw, _: torch.optim.AdamW.step(adamw), device), rtol=1e-4, atol=1e-5)
+    from vitral.fused.trial import largest, reason_against
+
+    def difference() -> float:
+        plain = tried(lambda adamw, _: torch.optim.AdamW.step(adamw), device)
+        return largest([tried(AdamW.step_with_kernel, device)], [plain])
+
+    return not reason_against(difference, 1e-4)
 
 
 @torch.no_grad()

@@ -182,12 +182,12 @@ def suit_kernels(groups: Groups, halted: Tensor | None) -> bool:
 @cache
 def kernels_agree(device: torch.device) -> bool:
     """Tried once: a machine may lack what Triton compiles with, and not every GPU was at hand."""
-    try:
-        ours = tried(Muon.step_with_kernels, device)
-    except Exception:  # the compiler's, the driver's, of whatever kind
-        return False
-    plain = tried(Muon.step_plainly, device)
-    return bool((ours - plain).norm() < 0.1 * plain.norm())
+    from vitral.fused.trial import largest, reason_against
+
+    def difference() -> float:
+        return largest([tried(Muon.step_with_kernels, device)], [tried(Muon.step_plainly, device)])
+
+    return not reason_against(difference, 0.1)
 
 
 def tried(step: Callable[[Muon, Groups], None], device: torch.device) -> Tensor:
