@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import weakref
@@ -16,26 +15,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from interpreter import a_gpu, interpreted
+from vitral import fused
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.fused import encoder as fused_encoder
+from vitral.fused import kernels, launch
+from vitral.fused.ahead import compile_ahead, rehearsing
+from vitral.fused.encoder import FusedEncoder, unknown
 from vitral.hardware import Hardware
 from vitral.inference.choice import choose_on_gpu
 from vitral.training.parallel import Way, forward_of
 from vitral.variants.hybrid import ConvStemConfig, HybridConfig, HybridViT
 from vitral.vit import ViT, ViTConfig
 
-pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
-
-from vitral import fused
-from vitral.fused import encoder as fused_encoder
-from vitral.fused import kernels, launch
-from vitral.fused.ahead import compile_ahead, rehearsing
-from vitral.fused.encoder import FusedEncoder, unknown
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
-)
+pytestmark = interpreted
 
 SMALL: dict[str, Any] = {
     "image_size": (16, 16), "patch_size": 4, "classes": 10, "width": 48, "depth": 2, "heads": 3, "mlp_width": 96,
@@ -303,12 +297,6 @@ def test_fp8_that_cannot_be_is_said(changes: dict[str, Any], recompute: bool, re
     )
     with pytest.raises(VitralError, match=reason):
         forward_of(a_model(**changes), Way(name="alone", reason="one process"), pretended, recompute)
-
-
-def a_gpu(**changes: Any) -> Hardware:
-    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
-    settings: dict[str, Any] = {"precision": "bf16", "compile": False, "fused": True} | changes
-    return Hardware(device=torch.device("cpu"), reasons=reasons, **settings)
 
 
 def test_kernels_are_compared_with_the_plain_encoder_before_their_first_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
-
+from interpreter import interpreted
 from vitral.fused import muon
 from vitral.training import adamw as own
 from vitral.training.adamw import AdamW
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
-)
+pytestmark = interpreted
 SHAPES = [(3, 5), (2100,), (), (1,), (40, 60), (7,)]
 
 
@@ -87,9 +82,16 @@ def test_a_kernel_that_fails_or_lies_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert not own.kernel_agrees.__wrapped__(device)
 
 
-def test_what_does_not_suit_it_is_left_to_pytorch() -> None:
+def test_what_does_not_suit_it_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     adamw, weights = made()
     assert adamw.moving() == []  # before the first step
     take_steps(adamw, weights, False, 1)
     assert [one.weight.numel() for one in adamw.moving()] == [2400, 2100, 15, 7, 1, 1]
-    assert not own.suit_kernel(adamw.moving())  # on a CPU
+    assert own.suit_kernel(adamw.moving())
+    monkeypatch.setattr(AdamW, "step_with_kernel", lambda self, moving: 1 / 0)
+    take_steps(adamw, weights, False, 1)  # on a CPU
+    assert not own.suit_kernel([])
+    for name, other in (("lr", 0.1), ("gradient", torch.zeros(4, 6).t()), ("mean", torch.zeros(2).double())):
+        assert not own.suit_kernel([adamw.moving()[0]._replace(**{name: other})])
+    monkeypatch.setattr(own, "MOST", 100)
+    assert not own.suit_kernel(adamw.moving())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,18 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.vit import ViT, ViTConfig
-
-pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
-
+from interpreter import interpreted
 from vitral import fused
 from vitral.fused import launch
 from vitral.fused.encoder import FusedEncoder
+from vitral.vit import ViT, ViTConfig
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
-)
+pytestmark = interpreted
 
 
 @pytest.mark.parametrize("turned", [False, True])

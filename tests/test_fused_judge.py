@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
-
+from interpreter import a_gpu, interpreted
 from vitral.fused import judge as own
-from vitral.hardware import Hardware
 from vitral.training.loop import judge_of
 from vitral.training.loss import judged
 from vitral.training.recipes import RECIPES
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
-)
-REASONS = {"device": "a test", "precision": "a test", "compile": "a test"}
-GPU = Hardware(device=torch.device("cpu"), precision="fp32", compile=False, reasons=REASONS, fused=True)
+pytestmark = interpreted
+GPU = a_gpu(precision="fp32")
 
 
 @settings(max_examples=30, deadline=None)

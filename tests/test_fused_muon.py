@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,18 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from interpreter import interpreted
+from vitral.fused import muon as kernels
 from vitral.hardware import runs_triton
 from vitral.training import muon
 from vitral.training.muon import Muon
 
-pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
-
-from vitral.fused import muon as kernels
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
-)
+pytestmark = interpreted
 
 # Tall, wide and square; smaller and larger than a tile, with edges that cut through one; all of a shape and alone.
 GROUPS: list[dict[str, Any]] = [

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
-
+from interpreter import a_gpu, interpreted
 from vitral import fused
 from vitral.fused import stem as own
 from vitral.fused.stem import FusedStem
-from vitral.hardware import Hardware
 from vitral.training.parallel import Way, forward_of
 from vitral.variants.hybrid import ConvStem, ConvStemConfig, HybridConfig, HybridViT
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
-)
-REASONS = {"device": "a test", "precision": "a test", "compile": "a test"}
-GPU = Hardware(device=torch.device("cpu"), precision="bf16", compile=False, reasons=REASONS, fused=True)
+pytestmark = interpreted
+GPU = a_gpu(precision="bf16")
 
 
 def a_stem(widths: tuple[int, ...], strides: tuple[int, ...], channels: int = 3, whole: bool = True) -> ConvStem:

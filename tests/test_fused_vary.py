@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -12,21 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator
 
-pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
-
+from interpreter import a_gpu, interpreted
 from vitral.data.augment import Augment, varied
 from vitral.data.preprocess import Preprocessing
 from vitral.fused import vary as own
-from vitral.hardware import Hardware
 from vitral.training.loop import vary_of
 from vitral.training.recipes import RECIPES
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
-)
-REASONS = {"device": "a test", "precision": "a test", "compile": "a test"}
-GPU = Hardware(device=torch.device("cpu"), precision="fp32", compile=False, reasons=REASONS, fused=True)
+pytestmark = interpreted
+GPU = a_gpu(precision="fp32")
 
 
 def seen_as(size: tuple[int, int], channels: int = 3) -> Preprocessing:

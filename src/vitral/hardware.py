@@ -200,10 +200,6 @@ class Moment:
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event()
-        self.again()
-
-    def again(self) -> None:
-        """Now, and no more when it was."""
         self.event.record()
 
 

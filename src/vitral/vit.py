@@ -85,6 +85,10 @@ class ViTConfig:
         """Patches down and across, in images of this size."""
         return height // self.patch_size, width // self.patch_size
 
+    def margin_of(self, height: int, width: int) -> int:
+        """Pixels between the outermost patches and the edge of such images: 0 but for some hybrids."""
+        return (height - self.grid_of(height, width)[0] * self.patch_size) // 2
+
     @property
     def prefix(self) -> int:
         """Tokens in front of the patches: the class token, if there is one, and the registers."""
@@ -402,9 +406,9 @@ class ViT(nn.Module):
         """The same computation, with patches, tokens and attention weights kept."""
         grid = self.check(images_BCHW)
         tokens = self.embed(images_BCHW, grid)
-        (H, W), P = images_BCHW.shape[2:], self.config.patch_size
-        margin = (H - grid[0] * P) // 2
-        patches = patchify(images_BCHW[:, :, margin : H - margin, margin : W - margin], P)
+        H, W = images_BCHW.shape[2:]
+        margin = self.config.margin_of(H, W)
+        patches = patchify(images_BCHW[:, :, margin : H - margin, margin : W - margin], self.config.patch_size)
         prefix = tokens.shape[1] - patches.shape[1]
         trace = Trace(grid=grid, prefix=prefix, patches=patches, margin=margin, tokens=[tokens])
         trace.pooled = self.pool(self.encoder(tokens, grid, trace), trace.pooling)

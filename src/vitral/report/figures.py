@@ -138,9 +138,10 @@ def glass(predictor: Predictor, image: Picture | Tensor, path: Path) -> Path:
     ratios = [W / H, W / H, W / H, 1]
     picture, patches, seen, answer = figure.subplots(1, 4, gridspec_kw={"width_ratios": ratios})
     show(picture, shown(pixels))
-    (rows, columns), P = predictor.model.config.grid_of(H, W), predictor.model.config.patch_size
-    show(patches, with_gaps(shown(pixels), P, margin=(H - rows * P) // 2))
+    config = predictor.model.config
+    show(patches, with_gaps(shown(pixels), config.patch_size, config.margin_of(H, W)))
     show(seen, glowing(shown(pixels), looked_at(predictor, pixels[None])[0]))
+    rows, columns = config.grid_of(H, W)
     titles = ("an image", f"its {rows} × {columns} patches", "where the model looked", "its answer")
     for axes, title in zip((picture, patches, seen, answer), titles, strict=True):
         axes.set_title(title, fontsize=11, color=GRAY, pad=7)

@@ -20,7 +20,7 @@ from vitral.errors import VitralError
 from vitral.explain.pictures import Explanation, Heat
 from vitral.predict import Predictor
 from vitral.report.figures import BLUE, GRAY, ORANGE, percent, save, shortened, show
-from vitral.vit import Grid
+from vitral.vit import ViTConfig
 
 Array = np.ndarray[Any, Any]
 ColourMap = Literal["inferno", "viridis", "cividis", "magma"]
@@ -144,7 +144,7 @@ def as_dict(explanation: Explanation, predictor: Predictor, files: Sequence[Path
                 "class": heat.label.name,
                 "probability": heat.label.probability,
                 "unit": heat.method.unit,
-                "patches": patches(heat, config.grid, config.patch_size),
+                "patches": patches(heat, config),
             }
             for heat in explanation.heats
         ],
@@ -152,9 +152,8 @@ def as_dict(explanation: Explanation, predictor: Predictor, files: Sequence[Path
     }
 
 
-def patches(heat: Heat, grid: Grid, P: int) -> list[list[float]]:
-    rows, columns = grid
-    margin = (len(heat.values) - rows * P) // 2
+def patches(heat: Heat, config: ViTConfig) -> list[list[float]]:
+    (rows, columns), P, margin = config.grid, config.patch_size, config.margin_of(*config.image_size)
     values = heat.values[margin : margin + rows * P, margin : margin + columns * P]
     cells = values.reshape(rows, P, columns, P)
     means: list[list[float]] = cells.mean(axis=(1, 3)).tolist()

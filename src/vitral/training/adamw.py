@@ -37,8 +37,9 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """The first one is PyTorch's, which makes the state."""
-        moving = self.moving()
-        if not (suit_kernel(moving) and kernel_agrees(moving[0].weight.device)):
+        device = self.param_groups[0]["params"][0].device
+        moving = self.moving() if runs_triton(device) else []
+        if not (suit_kernel(moving) and kernel_agrees(device)):
             return super().step(closure)
         return self.step_with_kernel(moving)
 
@@ -66,14 +67,12 @@ class AdamW(torch.optim.AdamW):
 
 def suit_kernel(moving: list[Moving]) -> bool:
     """Whether all lies whole on one GPU, in fp32 and number by number, and there is not too much of it."""
-    if not moving or not runs_triton(device := moving[0].weight.device):
-        return False
     tensors: list[Any] = [tensor for one in moving for tensor in one[:-1]]
-    if any(not isinstance(x, Tensor) or is_divided(x) or x.device != device for x in tensors):
+    if any(not isinstance(x, Tensor) or is_divided(x) or x.device != tensors[0].device for x in tensors):
         return False
     if any(x.dtype != torch.float32 or not x.is_contiguous() for x in tensors):
         return False
-    return sum(one.weight.numel() for one in moving) <= MOST
+    return 0 < sum(one.weight.numel() for one in moving) <= MOST
 
 
 @cache

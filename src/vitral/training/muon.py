@@ -30,10 +30,7 @@ class Arrivals:
     last: Moment | None = None
 
     def __call__(self, parameter: Tensor) -> None:
-        if self.last is None:
-            self.last = Moment()
-        else:
-            self.last.again()
+        self.last = Moment()
 
 
 class Muon(Optimizer):
