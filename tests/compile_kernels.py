@@ -25,6 +25,8 @@ from vitral.data.augment import Augment
 from vitral.fused import (
     adamw_kernels,
     attention,
+    columns,
+    columns_kernels,
     encoder,
     judge,
     judge_kernels,
@@ -42,9 +44,10 @@ from vitral.vit import ViT, ViTConfig
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.float8_e4m3fn: "*fp8e4nv",
-    torch.uint8: "*u8", torch.int64: "*i64", torch.bool: "*i1",
+    torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
 KERNELS = ("norm", "norm_back", "act", "act_back", "turn", "turn_back", "short", "short_back", "totals", "shrink")
+OF_COLUMNS = ("turned", "normed", "gelu_back", "shares")
 OF_ATTENTION = ("attend", "queries_back", "keys_back", "cast")
 OF_MUON = ("look_ahead", "normalise", "move")
 OF_STEM = ("patches", "norm_relu", "norm_relu_back")
@@ -58,6 +61,8 @@ MODELS: list[dict[str, Any]] = [
     {"image_size": (64, 64), "qk_norm": True, "positions": "rotary", "pooling": "mean"},
     {"image_size": (40, 40), "width": 96, "heads": 4, "qkv_bias": False},
     {"image_size": (224, 224), "patch_size": 16, "width": 768, "heads": 12},
+    {"pooling": "mean", "width": 768, "heads": 12, "gelu": "tanh"},
+    {"pooling": "mean", "width": 1024, "heads": 16, "image_size": (64, 64)},
 ]
 
 
@@ -154,13 +159,17 @@ def spilled(cubin: bytes) -> int:
 
 def main(capabilities: list[int]) -> None:
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    for module, names in ((kernels, KERNELS), (attention, OF_ATTENTION), (stem_kernels, OF_STEM)):
+    of_modules = (
+        (kernels, KERNELS), (attention, OF_ATTENTION), (stem_kernels, OF_STEM), (columns_kernels, OF_COLUMNS),
+    )  # fmt: skip
+    for module, names in of_modules:
         for name in names:
             setattr(module, name, Noting(getattr(module, name), calls))
     encoder.scaled = lambda x, w, bias=None: (
         x.norms.new_zeros(len(x.numbers), len(w.numbers)).bfloat16(),
         (x.norms, w.norms),
     )
+    columns.product = lambda dy, x, *scales: torch.zeros(len(dy), len(x))
     for fp8, spare, changes in itertools.product((False, True), (0, 2**25), MODELS):
         train(fp8, spare, **changes)
     for widths in ((64, 128, 256), (48, 96, 192)):
@@ -182,7 +191,7 @@ def main(capabilities: list[int]) -> None:
     for width, depth, halting in ((256, 6, True), (256, 6, False), (768, 12, True), (192, 12, True), (20, 1, True)):
         step_of_muon(width, depth, halting)
     assert {kernel.__name__ for kernel, _, _ in calls} == {
-        *KERNELS, *OF_ATTENTION, *OF_MUON, *OF_STEM, "vary", "judge", "adamw",
+        *KERNELS, *OF_ATTENTION, *OF_COLUMNS, *OF_MUON, *OF_STEM, "vary", "judge", "adamw",
     }  # fmt: skip
     done = set()
     for kernel, given, named in calls:
@@ -192,7 +201,8 @@ def main(capabilities: list[int]) -> None:
             continue
         done.add(variant)
         for capability in capabilities:
-            if capability >= 89 or "*fp8e4nv" not in source["signature"].values():
+            of_fp8 = "*fp8e4nv" in source["signature"].values() or kernel.__name__ in OF_COLUMNS[:3]
+            if capability >= 89 or not of_fp8:
                 made = triton.compile(ASTSource(**source), target=GPUTarget("cuda", capability, 32), options=options)
                 fits = kernel.__name__ in OF_MUON + OF_ATTENTION + OF_STEM and "maxnreg" not in options
                 assert not (fits and spilled(made.asm["cubin"])), variant

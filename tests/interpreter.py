@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from vitral.hardware import Hardware
+from vitral.vit import ViT, ViTConfig
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
 
@@ -22,3 +24,32 @@ def a_gpu(**changes: Any) -> Hardware:
     reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
     settings: dict[str, Any] = {"precision": "bf16", "compile": False, "fused": True} | changes
     return Hardware(device=torch.device("cpu"), reasons=reasons, **settings)
+
+
+def a_model(image: int, **changes: Any) -> tuple[ViT, Tensor]:
+    """And tokens for it."""
+    settings = {"image_size": (image, image), "patch_size": 4, "classes": 2, "width": 48, "heads": 2, "mlp_width": 64}
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**settings | {"depth": 1} | changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model, model.embed(torch.randn(2, 3, image, image), model.config.grid).detach()
+
+
+def products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Products of FP8 need a GPU: here they are of the same numbers in fp32. Which of them there were."""
+    seen: list[tuple[int, ...]] = []
+
+    def scaled(x: Any, w: Any, bias: Tensor | None = None) -> tuple[Tensor, Any]:
+        seen.append((*x.numbers.shape, len(w.numbers)))
+        product = (x.numbers.float() * x.scales) @ (w.numbers.float() * w.scales).t()
+        return product if bias is None else product + bias, (x.norms, w.norms)
+
+    def by_columns(dy: Tensor, x: Tensor, scale_dy: Tensor, scale_x: Tensor) -> Tensor:
+        seen.append((len(dy), dy.shape[1], len(x)))
+        return (dy.float() * scale_dy) @ (x.float() * scale_x).t()
+
+    monkeypatch.setattr("vitral.fused.encoder.scaled", scaled)
+    monkeypatch.setattr("vitral.fused.columns.product", by_columns)
+    return seen

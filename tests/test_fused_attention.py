@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from interpreter import interpreted
+from interpreter import a_model, interpreted, products_in_fp32
 from vitral import fused
 from vitral.fused import launch
 from vitral.fused.encoder import FusedEncoder
-from vitral.vit import ViT, ViTConfig
 
 pytestmark = interpreted
 
@@ -35,17 +33,6 @@ def test_own_attention_is_attention(T: int, d: int, turned: bool) -> None:
     assert torch.allclose(o, wanted_o, atol=2e-5)
     dqkv = launch.attend_back(q, k, v, o, lse, do, h, T)
     assert (dqkv - gradient).abs().max() < 2e-5 * gradient.abs().max()
-
-
-def a_model(image: int, **changes: Any) -> tuple[ViT, Tensor]:
-    """And tokens for it."""
-    settings = {"image_size": (image, image), "patch_size": 4, "classes": 2, "width": 48, "heads": 2, "mlp_width": 64}
-    torch.manual_seed(0)
-    model = ViT(ViTConfig(**settings | {"depth": 1} | changes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model, model.embed(torch.randn(2, 3, image, image), model.config.grid).detach()
 
 
 @pytest.mark.parametrize(
@@ -74,19 +61,6 @@ def test_an_encoder_of_so_many_tokens(image: int, changes: dict[str, Any], monke
     assert (out - plain).norm() < 5e-5 * plain.norm()
     for a, b in zip(found, torch.autograd.grad(plain, [given, *encoder.parameters], dy), strict=True):
         assert (a - b).norm() < 5e-5 * b.norm().clamp_min(0.1)
-
-
-def products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Products of FP8 need a GPU: here they are of the same numbers in fp32. Which of them there were."""
-    seen: list[tuple[int, ...]] = []
-
-    def scaled(x: launch.Small, w: launch.Small, bias: Tensor | None = None) -> tuple[Tensor, Any]:
-        seen.append((*x.numbers.shape, len(w.numbers)))
-        product = (x.numbers.float() * x.scales) @ (w.numbers.float() * w.scales).t()
-        return product if bias is None else product + bias, (x.norms, w.norms)
-
-    monkeypatch.setattr("vitral.fused.encoder.scaled", scaled)
-    return seen
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])

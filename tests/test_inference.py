@@ -320,7 +320,7 @@ def test_the_engine_for_gpus_fills_batches_up_and_answers_the_same() -> None:
 
 
 def test_a_gpu_that_cannot_record_runs_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: object, function: object, example: object) -> object:
+    def fails(self: object, function: object, example: object, shared: object) -> object:
         raise RuntimeError("no capture today\nand more")
 
     monkeypatch.setattr(hardware.Hardware, "replayed", fails)

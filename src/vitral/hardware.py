@@ -83,10 +83,12 @@ class Hardware:
         """Bytes that a data set may take on the device: half of what is free. On a CPU it is read where it lies."""
         return torch.cuda.mem_get_info(self.device)[0] / 2 if self.device.type == "cuda" else torch.inf
 
-    def replayed(self, function: Callable[[Tensor], Tensor], example: Tensor) -> Callable[[Tensor], Tensor]:
+    def replayed(
+        self, function: Callable[[Tensor], Tensor], example: Tensor, shared: Shared
+    ) -> Callable[[Tensor], Tensor]:
         """A function of tensors of one shape whose kernels are launched as one; on a CPU, the function itself.
 
-        `example` becomes the place that it reads: one call at a time.
+        `example` becomes the place that it reads: one call at a time, also of others with the same `shared` memory.
         """
         if self.device.type != "cuda":
             return function
@@ -97,7 +99,7 @@ class Hardware:
                 function(example)
         torch.cuda.current_stream(self.device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=shared.handle):
             answer = function(example)
 
         def replay(given: Tensor) -> Tensor:
@@ -135,6 +137,13 @@ class Hardware:
         several = f"{self.world.size} × " if self.world.size > 1 else ""
         why = [self.reasons[name] for name in ("device", "world", "fused") if name in self.reasons]
         return f"{several}{self.name}, {self.precision} ({self.reasons['precision']}) · {' · '.join(why)}"
+
+
+class Shared:
+    """Memory on a GPU in which several recorded calls compute, never two at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 class Replayed:

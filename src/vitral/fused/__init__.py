@@ -181,9 +181,10 @@ def adds_bias_everywhere(model: ViT) -> bool:
 
 
 def answering(model: ViT, fp8: bool) -> Callable[[Tensor], Tensor]:
-    """Images → logits, for a model whose weights stay as they are."""
+    """Images → logits, for a model that is used for nothing else: with `fp8`, its large weights are gone."""
     number, front = next(model.parameters()).dtype, asks_first(model)
     encoder = FusedEncoder(model.encoder, fp8=fp8, number=number, front=front)
+    encoder.let_go()
 
     def answer(images_BCHW: Tensor) -> Tensor:
         grid = model.check(images_BCHW)

@@ -9,12 +9,13 @@ Where only the first token is asked for afterwards, as a class token is, the las
 values alone: nothing else of theirs reaches the answer.
 
 With `fp8` the large products forwards, and the gradients that flow back through them, are of 8-bit numbers: each row
-has its own scale, found while it is at hand. The weights' gradients stay products of bf16; so does what attention
-gave, where the way back will need it.
+has its own scale, found while it is at hand. So are the gradients of their weights in wide models (`columns.py`); in
+narrow ones they stay products of bf16, as does what attention gave, where the way back will need it.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,13 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.fused import launch
-from vitral.fused.launch import Norm, Normed, Norms, Small
+from vitral.fused import columns, launch
+from vitral.fused.launch import Norm, Normed, NormGradients, Norms, Small
 from vitral.hardware import Aside
 from vitral.vit import Encoder, EncoderBlock, Grid, Residual, Turn, ViT
 
 SPARE = 2**25  # hidden numbers: with more, a block keeps neither GELU nor norms and computes them again
 MOST_COLUMNS = 4096  # a kernel holds whole rows of tokens
+WIDE = 512  # columns from which FP8 gains more in a weight's gradient than turning the matrices costs
+STEEPEST = 1.13  # GELU's slope
+FP8_MOST = 448  # the largest number of FP8
 
 
 Bound = tuple[Tensor, Tensor]  # no number of a product is larger than its row's length times the longest column's
@@ -86,6 +90,7 @@ class FusedEncoder:
         }
         self.small: dict[Tensor, Small] = {}
         self.small_back: dict[Tensor, Small] = {}  # transposed
+        self.scales: dict[Any, Scales] = {}  # of blocks whose weights' gradients are products of FP8
         branches = [branch for block in self.blocks for branch in (block.residual1, block.residual2)]
         self.dropping: list[Residual] = [branch for branch in branches if branch.drop]
         self.drops = torch.tensor([[branch.drop] for branch in self.dropping], device=self.parameters[0].device)
@@ -130,13 +135,26 @@ class FusedEncoder:
         if not self.fp8:
             return
         layers = [layer for block in self.blocks for layer in large(block, learning)]
-        if self.front:
-            layers = layers[: 1 - len(large(self.blocks[-1], learning))]
+        used = len(layers) - (len(large(self.blocks[-1], learning)) - 1 if self.front else 0)
         most = torch.zeros(len(layers), 2, 2, device=layers[0].weight.device)
-        for layer, (forth, back) in zip(layers, most, strict=True):
+        for layer, (forth, back) in zip(layers[:used], most, strict=False):
             self.small[layer.weight] = launch.shrink(layer.weight, layer.bias, forth)
             if learning:
                 self.small_back[layer.weight] = launch.shrink(layer.weight.t(), None, back)
+        if learning and self.norm.weight.numel() >= WIDE:
+            self.scales = dict(zip(self.blocks, scales_of(self.blocks, most), strict=True))
+
+    def let_go(self) -> None:
+        """Of weights whose FP8 copies are all that answers need."""
+        for weight in self.small:
+            del self.rounded[weight]
+            weight.data = weight.data.new_empty(0)
+
+    def by_columns(self, block: Any, dy8: Small | None) -> tuple[Small, Scales] | None:
+        """What its weights' gradients need to be products of FP8, if they are: a gradient that is, and scales."""
+        if dy8 is None or len(dy8.numbers) % 16 or block not in self.scales:
+            return None
+        return dy8, self.scales[block]
 
     def product(
         self, x: Tensor | None, x8: Small | None, weight: Tensor, bias: Tensor | None = None
@@ -159,6 +177,29 @@ def large(block: Any, learning: bool) -> list[nn.Linear]:
     return [attention.qkv, *([] if learning else [attention.project]), mlp.expand, mlp.contract]
 
 
+class Scales(NamedTuple):
+    """Of what a block's weights' gradients are products of, as FP8: from bounds that follow from its weights alone."""
+
+    one: Tensor  # what the first norm gives
+    two: Tensor
+    g: Tensor  # GELU
+    steep: Tensor  # a row's scale before GELU, in that behind the product after it
+    expand: Tensor  # `two` times `steep`
+
+
+def scales_of(blocks: list[Any], most: Tensor) -> list[Scales]:
+    """From `shrink`'s numbers about their large layers. No row of a norm is longer than √D times gain and shift."""
+    norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
+    gains = torch._foreach_norm([norm.weight for norm in norms] + [norm.bias for norm in norms], math.inf)
+    length = torch.stack(gains).view(2, -1, 2).sum(0) * norms[0].weight.numel() ** 0.5
+    (_, expand, contract) = most.unflatten(0, (len(blocks), 3)).unbind(1)
+    one, two = (length / FP8_MOST).unbind(1)
+    g = two * expand[:, 0, 0] + expand[:, 0, 1] / FP8_MOST
+    steep = STEEPEST * contract[:, 1, 0]
+    every = torch.stack([one, two, g, steep, two * steep], dim=1).clamp_min(1e-30)
+    return [Scales(*row.unbind()) for row in every]
+
+
 class Kept(NamedTuple):
     """Of a block, for the way back. What is None is computed again there."""
 
@@ -176,31 +217,53 @@ class Kept(NamedTuple):
     front: bool  # whether `o` and all behind it are of the first tokens alone
 
 
+class Sum(NamedTuple):
+    """z + kept·(f + bias), which the next norm computes."""
+
+    z: Tensor
+    f: Tensor | None = None
+    bias: Tensor | None = None
+    kept: Tensor | None = None
+
+
 def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Kept] | None) -> Normed:
     """The tokens after all blocks and the last norm: M D. What the way back needs is put into `keep`."""
     B, T, D = z_BTD.shape
-    f: Tensor | None
-    z, f, bias, kept = z_BTD.reshape(B * T, D).to(fused.number).contiguous(), None, None, None
+    z = Sum(z_BTD.reshape(B * T, D).to(fused.number).contiguous())
     chosen = stochastic(fused, B)
     for block in fused.blocks:
-        attention, mlp, fp8 = block.attention, block.mlp, fused.fp8
-        spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare
-        one = launch.add_norm(z, f, bias, kept, of(block.norm1), fp8, plain=spare or not fp8)
-        qkv, known = fused.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias)
-        front = fused.front and block is fused.blocks[-1]
-        o, o8, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None, known)
-        z, fp8 = (one.x[::T].contiguous(), False) if front else (one.x, fp8)
-        (f, _), kept1 = fused.product(o, o8, attention.project.weight), chosen.get(block.residual1)
-        two = launch.add_norm(z, f, attention.project.bias, kept1, of(block.norm2), fp8, plain=spare or not fp8)
-        h, known = fused.product(two.plain, two.small, mlp.expand.weight)
-        g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known)
-        z, kept = two.x, chosen.get(block.residual2)
-        (f, _), bias = fused.product(g, g8, mlp.contract.weight), mlp.contract.bias
-        if keep is not None:
-            assert o is not None
-            one, two = (was._replace(plain=was.plain if spare else None, small=None) for was in (one, two))
-            keep.append(Kept(block, one, qkv, taken, lse, o, two, h, g if spare else None, kept1, kept, front))
-    return launch.add_norm(z, f, bias, kept, of(fused.norm), False)
+        z = through_block(fused, block, z, turn, (B, T), chosen, keep)
+    return launch.add_norm(*z, of(fused.norm), False)
+
+
+def through_block(
+    fused: FusedEncoder, block: Any, z: Sum, turn: Turn | None, shape: tuple[int, int],
+    chosen: dict[Residual, Tensor], keep: list[Kept] | None,
+) -> Sum:  # fmt: skip
+    """What is not returned nor kept is let go of as soon as possible: hidden numbers are most of the memory."""
+    (B, T), attention, mlp, fp8 = shape, block.attention, block.mlp, fused.fp8
+    spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare and block not in fused.scales
+    one = launch.add_norm(*z, of(block.norm1), fp8, plain=spare or not fp8)
+    qkv, known = fused.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias)
+    front = fused.front and block is fused.blocks[-1]
+    o, o8, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None, known)
+    z, fp8 = Sum(one.x[::T].contiguous() if front else one.x), fp8 and not front
+    one = one._replace(plain=one.plain if spare else None, small=None)
+    if keep is None:
+        del qkv, taken
+    (f, _), kept1 = fused.product(o, o8, attention.project.weight), chosen.get(block.residual1)
+    z = Sum(z.z, f, attention.project.bias, kept1)
+    two = launch.add_norm(*z, of(block.norm2), fp8, plain=spare or not fp8)
+    h, known = fused.product(two.plain, two.small, mlp.expand.weight)
+    two = two._replace(plain=two.plain if spare else None, small=None)
+    g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known)
+    kept2 = chosen.get(block.residual2)
+    if keep is not None:
+        assert o is not None
+        keep.append(Kept(block, one, qkv, taken, lse, o, two, h, g if spare else None, kept1, kept2, front))
+    del h
+    f, _ = fused.product(g, g8, mlp.contract.weight)
+    return Sum(two.x, f, mlp.contract.bias, kept2)
 
 
 class Blocks(torch.autograd.Function):
@@ -224,13 +287,10 @@ class Blocks(torch.autograd.Function):
             was: Kept = ctx.blocks.pop()
             block, attention, mlp = was.block, was.block.attention, was.block.mlp
             found[mlp.contract.bias] = dbias
-            dg, known = fused.product_back(d.f, d.f_small, mlp.contract.weight)
-            tanh = mlp.gelu.approximate == "tanh"
-            g, dh, dh8, found[mlp.expand.bias] = launch.act_back(was.h, mlp.expand.bias, dg, tanh, known, was.g, sums)
-            found[mlp.contract.weight] = weight_gradient(d.f, g)
-            da, _ = fused.product_back(dh, dh8, mlp.expand.weight)
-            d = launch.add_norm_back(was.two, da, d.z, was.kept1, of(block.norm2), sums)
-            found[mlp.expand.weight] = weight_gradient(dh, d.normed)
+            da, dh = mlp_back(fused, was, d, sums, found)
+            d = launch.add_norm_back(was.two, da, d.z, was.kept1, of(block.norm2), sums, again=dh is not None)
+            if dh is not None:
+                found[mlp.expand.weight] = weight_gradient(dh, d.normed)
             found[block.norm2.weight], found[block.norm2.bias], found[attention.project.bias] = d.sums
             found[attention.project.weight] = weight_gradient(d.f, was.o.detach())
             do = d.f @ fused.rounded[attention.project.weight]
@@ -238,11 +298,43 @@ class Blocks(torch.autograd.Function):
             da, _ = fused.product_back(dqkv, dqkv8, attention.qkv.weight)
             passed = among_zeros(d.z, T) if was.front else d.z
             before = ctx.blocks[-1].kept2 if ctx.blocks else None
-            d = launch.add_norm_back(was.one, da, passed, before, of(block.norm1), sums, fp8 and bool(ctx.blocks))
+            if small := fused.by_columns(block, dqkv8):
+                found[attention.qkv.weight] = qkv_gradient(was, *small)
+            again, fp8_too = small is None, fp8 and bool(ctx.blocks)
+            d = launch.add_norm_back(was.one, da, passed, before, of(block.norm1), sums, fp8_too, again)
             sums.take()
-            found[attention.qkv.weight] = weight_gradient(dqkv, d.normed)
+            if again:
+                found[attention.qkv.weight] = weight_gradient(dqkv, d.normed)
             found[block.norm1.weight], found[block.norm1.bias], dbias = d.sums
         return d.z.view(B, T, D), None, None, *(found[parameter] for parameter in fused.parameters)
+
+
+def mlp_back(
+    fused: FusedEncoder, was: Kept, d: NormGradients, sums: launch.Sums, found: dict[Tensor, Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of what the MLP was given; and that of h, if the weights' next gradient is still to be had of it."""
+    mlp, tanh = was.block.mlp, was.block.mlp.gelu.approximate == "tanh"
+    dg, known = fused.product_back(d.f, d.f_small, mlp.contract.weight)
+    dh8: Small | None
+    if small := fused.by_columns(was.block, d.f_small):
+        f8, scales = small
+        shares = columns.shares_of(f8.scales)
+        dh8, dh, g, found[mlp.expand.bias] = columns.gelu_back(
+            was.h, mlp.expand.bias, dg, tanh, f8.scales, scales.steep, shares.rest, scales.g, sums
+        )
+        x = columns.normed(was.two, of(was.block.norm2), shares.whole, scales.two)
+        found[mlp.contract.weight] = columns.product(columns.turned(f8, shares.root), g, shares.top, scales.g)
+        found[mlp.expand.weight] = columns.product(dh, x, shares.top, scales.expand)
+        return fused.product_back(dg, dh8, mlp.expand.weight)[0], None
+    g, dh, dh8, found[mlp.expand.bias] = launch.act_back(was.h, mlp.expand.bias, dg, tanh, known, was.g, sums)
+    found[mlp.contract.weight] = weight_gradient(d.f, g)
+    return fused.product_back(dh, dh8, mlp.expand.weight)[0], dh
+
+
+def qkv_gradient(was: Kept, dqkv8: Small, scales: Scales) -> Tensor:
+    shares = columns.shares_of(dqkv8.scales)
+    x = columns.normed(was.one, of(was.block.norm1), shares.whole, scales.one)
+    return columns.product(columns.turned(dqkv8), x, shares.top, scales.one)
 
 
 def among_zeros(rows: Tensor, T: int) -> Tensor:
@@ -278,8 +370,9 @@ def scaled(x: Small, w: Small, bias: Tensor | None = None) -> tuple[Tensor, Boun
     return product, (x.norms, w.norms)
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(dy: Tensor, x: Tensor | None) -> Tensor:
     """dyᵀ·x, summed and left in fp32."""
+    assert x is not None
     if dy.device.type == "cpu":
         return dy.t().float() @ x.float()
     return torch.mm(dy.t(), x, out_dtype=torch.float32)

@@ -107,25 +107,27 @@ class NormGradients(NamedTuple):
     f: Tensor
     f_small: Small | None  # as FP8
     sums: Tensor  # for the norm's weight, its shift and the bias: 3 D
-    normed: Tensor  # what `add_norm` gave, computed again if it was not kept
+    normed: Tensor | None  # what `add_norm` gave: as it was kept, or computed again if that is asked for
 
 
 def add_norm_back(
-    was: Normed, dy: Tensor, dz: Tensor | None, kept: Tensor | None, norm: Norm, later: Sums, fp8: bool = False
-) -> NormGradients:
+    was: Normed, dy: Tensor, dz: Tensor | None, kept: Tensor | None, norm: Norm, later: Sums, fp8: bool = False,
+    again: bool = True,
+) -> NormGradients:  # fmt: skip
     """From the gradient of the norm, and that which passes it by."""
     x, (weight, shift, _) = was.x, norm
     M, D = x.shape
     dx = torch.empty_like(x)
     df = dx if kept is None else torch.empty_like(x)
-    normed = torch.empty_like(x) if was.plain is None else was.plain
+    again = again and was.plain is None
+    normed = torch.empty_like(x) if again else was.plain
     small = small_like(x) if fp8 else None
     how = tile(D)
     count = shares(M, how["ROWS"])
     sums = x.new_empty(count, 3, D, dtype=torch.float32)
     launcher(kernels.norm_back, (count,))(
         x, was.stats, dy, dz, kept, weight, shift, dx, df, normed, *(small or (None, None, None)), sums, M,
-        tokens_each(M, kept), D=D, PASSED=dz is not None, DROP=kept is not None, AGAIN=was.plain is None, FP8=fp8,
+        tokens_each(M, kept), D=D, PASSED=dz is not None, DROP=kept is not None, AGAIN=again, FP8=fp8,
         **how,
     )  # fmt: skip
     return NormGradients(dx, df, small, later.of(sums), normed)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.hardware import Hardware
+from vitral.hardware import Hardware, Shared
 from vitral.vit import ViT
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batches are filled up to one of these: each is recorded once
+HIDDEN = 160_000_000  # of an MLP, for a whole batch: 256 images of B/16. More gain nothing, and need as much memory
 
 
 class _Whole(nn.Module):
@@ -60,11 +61,15 @@ class GpuEngine:
         self.how = ", fused kernels" if whole.fused else (", compiled" if compiled else "") + without
         self.call: Callable[[Tensor], Tensor] = torch.compile(whole, dynamic=False) if compiled else whole
         self.recorded: dict[int, Callable[[Tensor], Tensor]] = {}
+        self.memory = Shared(hardware.device)
+        config = model.config
+        hidden = (config.prefix + config.grid[0] * config.grid[1]) * config.hidden_width
+        self.most = max(size for size in SIZES if size == 1 or size * hidden <= HIDDEN)
         self.lock = threading.Lock()  # a recorded call has one place for its input
 
     @torch.inference_mode()
     def __call__(self, images_BCHW: Tensor) -> Tensor:
-        parts = images_BCHW.split(SIZES[-1])
+        parts = images_BCHW.split(self.most)
         return torch.cat([self._ask(part.to(self.hardware.device, non_blocking=True)) for part in parts]).cpu()
 
     def _ask(self, images_BCHW: Tensor) -> Tensor:
@@ -73,5 +78,5 @@ class GpuEngine:
         filled = F.pad(images_BCHW, (0, 0) * 3 + (0, size - B))
         with self.lock:
             if size not in self.recorded:
-                self.recorded[size] = self.hardware.replayed(self.call, torch.zeros_like(filled))
+                self.recorded[size] = self.hardware.replayed(self.call, torch.zeros_like(filled), self.memory)
             return self.recorded[size](filled)[:B]

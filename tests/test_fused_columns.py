@@ -1,0 +1,130 @@
+"""Gradients of weights as products of FP8, in Triton's interpreter: which rounds some numbers badly, a GPU does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interpreter import a_model, interpreted, products_in_fp32
+from vitral import fused
+from vitral.fused import columns, encoder, launch
+
+pytestmark = interpreted
+
+
+def small(matrix: torch.Tensor) -> launch.Small:
+    """Each row as FP8, as PyTorch rounds it."""
+    scales = matrix.norm(dim=1, keepdim=True) / 448
+    return launch.Small((matrix / scales).to(torch.float8_e4m3fn), scales, scales)
+
+
+@settings(max_examples=30, deadline=None)
+@given(M=st.integers(1, 3000), spread=st.floats(0, 12), seed=st.integers(0, 99))
+def test_a_token_s_share_is_a_power_of_two_and_the_rest(M: int, spread: float, seed: int) -> None:
+    draws = torch.Generator().manual_seed(seed)
+    scales = 10 ** (-spread * torch.rand(M, 1, generator=draws))
+    shares = columns.shares_of(scales)
+    assert shares.top == scales.max()
+    assert torch.allclose(shares.whole, (scales / scales.max()).squeeze(1))
+    assert torch.allclose(shares.root * shares.rest, shares.whole)
+    assert (torch.frexp(shares.root).mantissa == 0.5).all()
+    assert ((shares.rest <= 1.001 * shares.root) & (shares.root <= 4.001 * shares.rest) & (shares.root <= 1)).all()
+
+
+@pytest.mark.parametrize(("M", "N"), [(16, 16), (48, 80), (208, 144)])
+def test_numbers_turned_are_the_same_numbers(M: int, N: int) -> None:
+    torch.manual_seed(0)
+    rows = small(torch.randn(M, N) * torch.logspace(-3, 3, M)[:, None])
+    found = columns.turned(rows)
+    assert found.shape == (N, M)
+    assert torch.equal(found.float(), rows.numbers.float().t())
+    root = torch.exp2(-(torch.arange(M) % 3.0))
+    found, wanted = columns.turned(rows, root).float(), (rows.numbers.float() * root[:, None]).t()
+    assert torch.equal(found[wanted.abs() >= 2**-6], wanted[wanted.abs() >= 2**-6])  # smaller ones have fewer bits
+    assert torch.allclose(found, wanted, rtol=0, atol=2**-9)
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_gelu_and_its_gradient_by_columns(tanh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PROGRAMS", 3)
+    torch.manual_seed(0)
+    M, N = 80, 144
+    h, bias, dg = (3 * torch.randn(M, N)).requires_grad_(), torch.randn(N), torch.randn(M, N)
+    given, rest = 0.01 + torch.rand(M, 1), torch.rand(M)
+    steep, scale, later = torch.tensor(1.3), torch.tensor(20 / 448), launch.Sums()
+    with np.errstate(over="ignore"):
+        dh8, dh, g, summed = columns.gelu_back(h.detach(), bias, dg, tanh, given, steep, rest, scale, later)
+    later.take()
+    wanted = F.gelu(h + bias, approximate="tanh" if tanh else "none")
+    (gradient,) = torch.autograd.grad(wanted, h, dg)
+    assert torch.allclose(dh8.scales, given * steep)
+    assert torch.equal(dh.float(), dh8.numbers.float().t())
+    assert (dh8.numbers.float() * dh8.scales - gradient).norm() < 0.1 * gradient.norm()
+    assert (g.float().t() * scale - wanted * rest[:, None]).norm() < 0.1 * wanted.norm()
+    assert torch.allclose(summed, gradient.sum(0), atol=1e-3)
+
+
+def test_a_norm_by_columns() -> None:
+    torch.manual_seed(0)
+    M, N = 64, 80
+    norm = (torch.rand(N) + 0.5, torch.randn(N), 1e-6)
+    was = launch.add_norm(torch.randn(M, N), None, None, None, norm, False)
+    assert was.plain is not None
+    share, scale = torch.rand(M), torch.tensor(0.03)
+    found = columns.normed(was, norm, share, scale).float().t() * scale
+    assert (found - was.plain * share[:, None]).norm() < 0.1 * was.plain.norm()
+
+
+@pytest.mark.parametrize("apart", [1.0, 1e-3])
+@pytest.mark.parametrize(
+    "changes", [{}, {"pooling": "mean", "gelu": "tanh"}, {"drop_path": 0.4}, {"qk_norm": True}], ids=str
+)
+def test_with_fp8_weights_of_wide_models_have_gradients_of_fp8(
+    changes: dict[str, Any], apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one image's gradient is a thousand times that of the others."""
+    monkeypatch.setattr(encoder, "WIDE", 48)
+    seen = products_in_fp32(monkeypatch)
+    model, tokens = a_model(32, depth=2, registers=15 if changes.get("pooling") != "mean" else 16, **changes)
+    model.eval()
+    assert tokens.shape[:2] == (2, 80)
+    front = model.config.pooling == "class"
+    own = encoder.FusedEncoder(model.encoder, True, torch.float32, front=front)
+    out = own(tokens, model.config.grid)
+    dy = torch.randn_like(out)
+    dy[1] *= apart
+    found = dict(zip(own.parameters, torch.autograd.grad(out, own.parameters, dy), strict=True))
+    block = [(48, 160, 64), (64, 160, 48), (144, 160, 48)]
+    assert [product for product in seen if product in block] == (block[2:] + block if front else block + block)
+    plain = model.encoder(tokens, model.config.grid)[:, : out.shape[1]]
+    for parameter, wanted in zip(own.parameters, torch.autograd.grad(plain, own.parameters, dy), strict=True):
+        assert (found[parameter] - wanted).norm() < fused.OFF[True] * wanted.norm().clamp_min(1e-3)
+
+
+def test_a_number_of_tokens_that_no_product_of_fp8_can_sum_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "WIDE", 48)
+    seen = products_in_fp32(monkeypatch)
+    model, tokens = a_model(32)  # 2·65
+    own = encoder.FusedEncoder(model.encoder, True, torch.float32)
+    out = own(tokens, model.config.grid)
+    found = torch.autograd.grad(out.sum(), model.encoder.blocks[0].mlp.expand.weight)[0]  # type: ignore[union-attr]
+    assert found.isfinite().all()
+    assert all(product[0] == 130 for product in seen)
+
+
+def test_answers_in_fp8_need_no_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    products_in_fp32(monkeypatch)
+    model, tokens = a_model(32, depth=2)
+    own = encoder.FusedEncoder(model.encoder, True, torch.float32, front=True)
+    with torch.no_grad():
+        before = own(tokens, model.config.grid)
+        own.let_go()
+        assert torch.equal(own(tokens, model.config.grid), before)
+    left = [name for name, weight in model.encoder.named_parameters() if weight.ndim == 2 and weight.numel()]
+    assert left == [f"blocks.1.{name}.weight" for name in ("attention.project", "mlp.expand", "mlp.contract")]
