@@ -80,7 +80,8 @@ def train(fp8: bool, spare: int, **changes: Any) -> None:
     sizes = {"image_size": (32, 32), "patch_size": 4, "classes": 10, "width": 256, "depth": 2, "heads": 4}
     model = ViT(ViTConfig(**sizes | changes)).train()
     tokens = model.embed(torch.zeros(4, 3, *model.config.image_size), model.config.grid).detach().requires_grad_()
-    fused = encoder.FusedEncoder(model.encoder, fp8, spare=spare, front=model.config.pooling == "class")
+    front, wide = model.config.pooling == "class", fp8 and model.config.width >= encoder.WIDE
+    fused = encoder.FusedEncoder(model.encoder, fp8, spare=spare, front=front, columns=wide)
     fused(tokens, model.config.grid).sum().backward()
     with torch.no_grad():
         fused(tokens, model.config.grid)

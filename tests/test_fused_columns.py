@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interpreter import a_model, interpreted, products_in_fp32
+from interpreter import a_gpu, a_model, interpreted, products_in_fp32
 from vitral import fused
 from vitral.fused import columns, encoder, launch
 
@@ -89,13 +89,12 @@ def test_with_fp8_weights_of_wide_models_have_gradients_of_fp8(
     changes: dict[str, Any], apart: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where one image's gradient is a thousand times that of the others."""
-    monkeypatch.setattr(encoder, "WIDE", 48)
     seen = products_in_fp32(monkeypatch)
     model, tokens = a_model(32, depth=2, registers=15 if changes.get("pooling") != "mean" else 16, **changes)
     model.eval()
     assert tokens.shape[:2] == (2, 80)
     front = model.config.pooling == "class"
-    own = encoder.FusedEncoder(model.encoder, True, torch.float32, front=front)
+    own = encoder.FusedEncoder(model.encoder, True, torch.float32, front=front, columns=True)
     out = own(tokens, model.config.grid)
     dy = torch.randn_like(out)
     dy[1] *= apart
@@ -108,10 +107,9 @@ def test_with_fp8_weights_of_wide_models_have_gradients_of_fp8(
 
 
 def test_a_number_of_tokens_that_no_product_of_fp8_can_sum_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "WIDE", 48)
     seen = products_in_fp32(monkeypatch)
     model, tokens = a_model(32)  # 2·65
-    own = encoder.FusedEncoder(model.encoder, True, torch.float32)
+    own = encoder.FusedEncoder(model.encoder, True, torch.float32, columns=True)
     out = own(tokens, model.config.grid)
     found = torch.autograd.grad(out.sum(), model.encoder.blocks[0].mlp.expand.weight)[0]  # type: ignore[union-attr]
     assert found.isfinite().all()
@@ -128,3 +126,19 @@ def test_answers_in_fp8_need_no_other_weights(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(own(tokens, model.config.grid), before)
     left = [name for name, weight in model.encoder.named_parameters() if weight.ndim == 2 and weight.numel()]
     assert left == [f"blocks.1.{name}.weight" for name in ("attention.project", "mlp.expand", "mlp.contract")]
+
+
+def test_they_are_tried_in_wide_models_and_left_to_bf16_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, said = products_in_fp32(monkeypatch), list[str]()
+    model = a_model(16)[0]
+    gpu = a_gpu(precision="fp32", fp8=True)
+    assert not fused.columns_agree(model, gpu, 16, said.append), "too narrow"
+    assert seen == []
+    monkeypatch.setattr(fused, "WIDE", 48)
+    assert fused.columns_agree(model, gpu, 16, said.append)
+    assert said == []
+    assert model.training
+    real = columns.normed
+    monkeypatch.setattr(columns, "normed", lambda *given: torch.zeros_like(real(*given)))
+    assert not fused.columns_agree(model, gpu, 16, said.append)
+    assert said[0].startswith("gradients of weights are products of bf16: its kernels are off by")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vitral.fused.ahead import compile_ahead
-from vitral.fused.encoder import SPARE, FusedEncoder, unknown
+from vitral.fused.encoder import SPARE, WIDE, FusedEncoder, unknown
 from vitral.fused.stem import FusedStem
 from vitral.fused.trial import Say, largest, reason_against
 from vitral.hardware import Hardware
@@ -37,17 +37,31 @@ def why_not(model: ViT, hardware: Hardware, learning: bool = True, batch: int = 
     """
     if reason := unknown(model, hardware.fp8, learning):
         return f"the model has {reason}"
+    return tried_out(model, hardware, learning, batch)
+
+
+def tried_out(model: ViT, hardware: Hardware, learning: bool, batch: int, columns: bool = False) -> str:
+    """What speaks against it here; the model and all random numbers are afterwards as they were."""
     before, training = hardware.random_state(), model.training
-    compile_ahead(partial(rehearse, model, hardware, learning, batch))
+    compile_ahead(partial(rehearse, model, hardware, learning, batch, columns))
     try:
-        return reason_against(partial(difference, model.eval(), hardware, learning, batch), OFF[hardware.fp8])
+        return reason_against(partial(difference, model.eval(), hardware, learning, batch, columns), OFF[hardware.fp8])
     finally:
         model.train(training)
         hardware.set_random_state(before)
 
 
+def columns_agree(model: ViT, hardware: Hardware, batch: int, say: Say) -> bool:
+    """Whether gradients of weights are products of FP8 too: where that is worth it, and gives what PyTorch gives."""
+    if not (hardware.fp8 and model.config.width >= WIDE):
+        return False
+    if reason := tried_out(model, hardware, True, batch, columns=True):
+        say(f"gradients of weights are products of bf16: {reason}")
+    return not reason
+
+
 @torch.no_grad()
-def rehearse(model: ViT, hardware: Hardware, learning: bool, batch: int) -> None:
+def rehearse(model: ViT, hardware: Hardware, learning: bool, batch: int, columns: bool = False) -> None:
     """The ways through the encoder of what `difference` computes, and of the batches afterwards: with few images, but
     as many more than a multiple of 16. Triton compiles anew for a multiple of 16, and for 1."""
     config = model.config
@@ -55,7 +69,7 @@ def rehearse(model: ViT, hardware: Hardware, learning: bool, batch: int) -> None
     few = batch if batch < 32 else 16 + batch % 16
     afterwards = ((few, model.training),) if learning else ((1, False), (2, False))
     for images, training in ((tried(model), False), *afterwards):
-        encoder = compared(model.train(training), hardware, images, batch)
+        encoder = compared(model.train(training), hardware, images, batch, columns)
         z = torch.empty(images, tokens, config.width, device=hardware.device)
         encoder.there_and_back(z, config.grid) if learning else encoder(z, config.grid)
 
@@ -66,13 +80,13 @@ def tried(model: ViT) -> int:
     return 16 if H * W <= MODEST else 2
 
 
-def compared(model: ViT, hardware: Hardware, images: int, batch: int) -> FusedEncoder:
+def compared(model: ViT, hardware: Hardware, images: int, batch: int, columns: bool = False) -> FusedEncoder:
     """That keeps of so many images what it would of the whole batch."""
     number = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
-    return FusedEncoder(model.encoder, hardware.fp8, number, SPARE * images // batch, asks_first(model))
+    return FusedEncoder(model.encoder, hardware.fp8, number, SPARE * images // batch, asks_first(model), columns)
 
 
-def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16) -> float:
+def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16, columns: bool = False) -> float:
     """Between the fused encoder and the plain one, for random tokens: the largest of four shares, that of answers, of
     the tokens' gradients, of all matrices' and of all vectors' together. What is not a number is infinitely far off."""
     C, (H, W), grid, images = model.config.channels, model.config.image_size, model.config.grid, tried(model)
@@ -80,7 +94,7 @@ def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16) 
         shaped = model.embed(torch.zeros(images, C, H, W).to(next(model.parameters())), grid)
     tokens, dy = torch.randn_like(shaped), torch.randn_like(shaped)[:, : 1 if asks_first(model) else None]
     found = []
-    for encoder in (compared(model, hardware, images, batch), model.encoder):
+    for encoder in (compared(model, hardware, images, batch, columns), model.encoder):
         given = tokens.clone().requires_grad_(learning)
         with torch.set_grad_enabled(learning), hardware.autocast():
             out = encoder(given, grid)[:, : dy.shape[1]].to(dy)
@@ -141,9 +155,12 @@ def stem_difference(plain: ConvStem, channels: int, size: tuple[int, int]) -> fl
     return largest(*found)
 
 
-def forward(model: ViT, hardware: Hardware, say: Say = lambda sentence: None) -> Callable[[Tensor], Tensor]:
+def forward(
+    model: ViT, hardware: Hardware, say: Say = lambda sentence: None, batch: int = 16
+) -> Callable[[Tensor], Tensor]:
     """Images → logits, for training. What is neither encoder nor small stem is as PyTorch computes it, in bf16."""
-    encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, front=asks_first(model))
+    columns = columns_agree(model, hardware, batch, say)
+    encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, front=asks_first(model), columns=columns)
     stem = stem_of(model, hardware, say)
     embedding = Embedding(model, stem=stem is None)
     outside = {name: p for name, p in embedding.named_parameters() if not name.startswith("model.encoder.")}

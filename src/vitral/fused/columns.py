@@ -13,7 +13,7 @@ from vitral.fused.ahead import launcher
 from vitral.fused.launch import Norm, Normed, Small, Sums
 from vitral.fused.launch import shares as programs
 
-TILE = {"ROWS": 16, "BLOCK": 64, "num_warps": 4}
+TILE = {"ROWS": 16, "BLOCK": 128, "num_warps": 8}
 TILE_OF_GELU = {"ROWS": 8, "BLOCK": 128, "num_warps": 8}
 
 

@@ -68,7 +68,7 @@ def unknown(model: ViT, fp8: bool = False, learning: bool = True) -> str:
 class FusedEncoder:
     """`fused(tokens, grid)` is `encoder(tokens, grid)`, with gradients for its parameters where they are wanted.
 
-    With `front`, it is the first token of that: B 1 D."""
+    With `front`, it is the first token of that: B 1 D. With `columns`, gradients of weights are products of FP8 too."""
 
     def __init__(
         self,
@@ -77,8 +77,9 @@ class FusedEncoder:
         number: torch.dtype = torch.bfloat16,
         spare: int | None = None,
         front: bool = False,
+        columns: bool = False,
     ) -> None:
-        self.encoder, self.fp8, self.number, self.front = encoder, fp8, number, front
+        self.encoder, self.fp8, self.number, self.front, self.columns = encoder, fp8, number, front, columns
         self.spare = SPARE if spare is None else spare
         self.blocks: list[Any] = list(encoder.blocks)
         self.norm: Any = encoder.norm
@@ -141,7 +142,7 @@ class FusedEncoder:
             self.small[layer.weight] = launch.shrink(layer.weight, layer.bias, forth)
             if learning:
                 self.small_back[layer.weight] = launch.shrink(layer.weight.t(), None, back)
-        if learning and self.norm.weight.numel() >= WIDE:
+        if learning and self.columns:
             self.scales = dict(zip(self.blocks, scales_of(self.blocks, most), strict=True))
 
     def let_go(self) -> None:
@@ -197,7 +198,8 @@ def scales_of(blocks: list[Any], most: Tensor) -> list[Scales]:
     g = two * expand[:, 0, 0] + expand[:, 0, 1] / FP8_MOST
     steep = STEEPEST * contract[:, 1, 0]
     every = torch.stack([one, two, g, steep, two * steep], dim=1).clamp_min(1e-30)
-    return [Scales(*row.unbind()) for row in every]
+    apart = every[:, :, None].expand(-1, -1, 4).contiguous()  # products read scales at multiples of 16 bytes alone
+    return [Scales(*row.unbind()) for row in apart[:, :, 0]]
 
 
 class Kept(NamedTuple):

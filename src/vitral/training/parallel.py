@@ -106,7 +106,7 @@ def forward_of(
         from vitral import fused
 
         if not (reason := fused.why_not(model, hardware, batch=images)):
-            return fused.forward(model, hardware, say)
+            return fused.forward(model, hardware, say, images)
         say(f"without fused kernels: {reason}")
     if hardware.fp8:
         raise VitralError(f"no FP8 products: {reason}", "--precision bf16, or auto")
