@@ -166,7 +166,7 @@ def main(capabilities: list[int]) -> None:
     for module, names in of_modules:
         for name in names:
             setattr(module, name, Noting(getattr(module, name), calls))
-    encoder.scaled = lambda x, w, bias=None: (
+    encoder.scaled = lambda x, w, bias=None, out=None: (
         x.norms.new_zeros(len(x.numbers), len(w.numbers)).bfloat16(),
         (x.norms, w.norms),
     )

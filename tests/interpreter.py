@@ -41,10 +41,11 @@ def products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Products of FP8 need a GPU: here they are of the same numbers in fp32. Which of them there were."""
     seen: list[tuple[int, ...]] = []
 
-    def scaled(x: Any, w: Any, bias: Tensor | None = None) -> tuple[Tensor, Any]:
+    def scaled(x: Any, w: Any, bias: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Any]:
         seen.append((*x.numbers.shape, len(w.numbers)))
         product = (x.numbers.float() * x.scales) @ (w.numbers.float() * w.scales).t()
-        return product if bias is None else product + bias, (x.norms, w.norms)
+        product = product if bias is None else product + bias
+        return product if out is None else out.copy_(product), (x.norms, w.norms)
 
     def by_columns(dy: Tensor, x: Tensor, scale_dy: Tensor, scale_x: Tensor) -> Tensor:
         seen.append((len(dy), dy.shape[1], len(x)))

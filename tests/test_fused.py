@@ -323,7 +323,7 @@ def test_kernels_that_fail_or_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) 
     assert forward(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
     assert "off by" in said[0]
 
-    def fails(*given: object) -> None:
+    def fails(*given: object, **named: object) -> None:
         raise KeyError("out of shared memory")
 
     monkeypatch.setattr(launch, "act", fails)

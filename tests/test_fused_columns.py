@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreter import a_gpu, a_model, interpreted, products_in_fp32
 from vitral import fused
@@ -81,6 +83,13 @@ def test_a_norm_by_columns() -> None:
     assert (found - was.plain * share[:, None]).norm() < 0.1 * was.plain.norm()
 
 
+def test_the_product_itself() -> None:
+    dy, x = torch.randn(32, 160).to(torch.float8_e4m3fn), torch.randn(48, 160).to(torch.float8_e4m3fn)
+    found = columns.product(dy, x, torch.tensor(0.5), torch.tensor(3.0))
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, 1.5 * dy.float() @ x.float().t(), atol=1e-3)
+
+
 @pytest.mark.parametrize("apart", [1.0, 1e-3])
 @pytest.mark.parametrize(
     "changes", [{}, {"pooling": "mean", "gelu": "tanh"}, {"drop_path": 0.4}, {"qk_norm": True}], ids=str
@@ -142,3 +151,30 @@ def test_they_are_tried_in_wide_models_and_left_to_bf16_where_they_lie(monkeypat
     monkeypatch.setattr(columns, "normed", lambda *given: torch.zeros_like(real(*given)))
     assert not fused.columns_agree(model, gpu, 16, said.append)
     assert said[0].startswith("gradients of weights are products of bf16: its kernels are off by")
+
+
+def test_an_answer_needs_the_widest_matrix_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "launcher", lambda kernel, grid: lambda *given, **named: None)
+    model, tokens = a_model(32, depth=3, mlp_width=768)
+    own = encoder.FusedEncoder(model.encoder, number=torch.float32)
+    with torch.no_grad(), Alive([*model.parameters(), tokens]) as alive:
+        own(tokens, model.config.grid)
+    wide = tokens.shape[0] * tokens.shape[1] * 768 * 4
+    assert wide <= alive.most < wide + 8 * tokens.numel() * 4
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes at a time of all that was made meanwhile."""
+
+    def __init__(self, before: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in before}
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        made = function(*given, **(named or {}))
+        if isinstance(made, torch.Tensor) and (place := made.untyped_storage()._cdata) not in self.sizes:
+            self.sizes[place] = made.untyped_storage().nbytes()
+            self.most = max(self.most, sum(self.sizes.values()))
+            weakref.finalize(made.untyped_storage(), self.sizes.pop, place, None)
+        return made

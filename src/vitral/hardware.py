@@ -92,14 +92,13 @@ class Hardware:
         """
         if self.device.type != "cuda":
             return function
-        beside = torch.cuda.Stream(self.device)
-        beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(beside):
+        shared.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(shared.stream):
             for _ in range(3):  # what is set up on a first call must not be recorded
                 function(example)
-        torch.cuda.current_stream(self.device).wait_stream(beside)
+        torch.cuda.current_stream(self.device).wait_stream(shared.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=shared.handle):
+        with torch.cuda.graph(graph, pool=shared.handle, stream=shared.stream):
             answer = function(example)
 
         def replay(given: Tensor) -> Tensor:
@@ -140,10 +139,12 @@ class Hardware:
 
 
 class Shared:
-    """Memory on a GPU in which several recorded calls compute, never two at once."""
+    """Memory on a GPU in which several recorded calls compute, never two at once. Libraries keep some for each stream,
+    so they are recorded on one."""
 
     def __init__(self, device: torch.device) -> None:
-        self.handle = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        if device.type == "cuda":
+            self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
 
 class Replayed:

@@ -158,14 +158,18 @@ class FusedEncoder:
         return dy8, self.scales[block]
 
     def product(
-        self, x: Tensor | None, x8: Small | None, weight: Tensor, bias: Tensor | None = None
+        self, x: Tensor | None, x8: Small | None, weight: Tensor, bias: Tensor | None = None, room: Room | None = None
     ) -> tuple[Tensor, Bound | None]:
         """x·Wᵀ + bias, and how large it can be without the bias, where FP8 is used."""
         if x8 is not None:
-            return scaled(x8, self.small[weight], bias)
+            small = self.small[weight]
+            return scaled(x8, small, bias, None if room is None else room.of(len(x8.numbers), len(small.numbers)))
         assert x is not None
         rounded = self.rounded[weight].t()
-        return x @ rounded if bias is None else torch.addmm(bias.to(x.dtype), x, rounded), None
+        out = None if room is None else room.of(len(x), rounded.shape[1])
+        if bias is None:
+            return torch.mm(x, rounded, out=out), None
+        return torch.addmm(bias.to(x.dtype), x, rounded, out=out), None
 
     def product_back(self, dy: Tensor, dy8: Small | None, weight: Tensor) -> tuple[Tensor, Bound | None]:
         """dy·W, and the same."""
@@ -219,6 +223,16 @@ class Kept(NamedTuple):
     front: bool  # whether `o` and all behind it are of the first tokens alone
 
 
+class Room:
+    """A place for the widest matrices of answers: such as come and go would leave gaps that the next does not fit."""
+
+    def __init__(self, like: Tensor, most: int) -> None:
+        self.numbers = like.new_empty(max(most, 3 * like.numel()))
+
+    def of(self, rows: int, columns: int) -> Tensor:
+        return self.numbers[: rows * columns].view(rows, columns)
+
+
 class Sum(NamedTuple):
     """z + kept·(f + bias), which the next norm computes."""
 
@@ -233,37 +247,35 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
     B, T, D = z_BTD.shape
     z = Sum(z_BTD.reshape(B * T, D).to(fused.number).contiguous())
     chosen = stochastic(fused, B)
+    room = None if keep is not None else Room(z.z, B * T * max(block.mlp.expand.out_features for block in fused.blocks))
     for block in fused.blocks:
-        z = through_block(fused, block, z, turn, (B, T), chosen, keep)
+        z = through_block(fused, block, z, turn, (B, T), chosen, keep, room)
     return launch.add_norm(*z, of(fused.norm), False)
 
 
 def through_block(
     fused: FusedEncoder, block: Any, z: Sum, turn: Turn | None, shape: tuple[int, int],
-    chosen: dict[Residual, Tensor], keep: list[Kept] | None,
+    chosen: dict[Residual, Tensor], keep: list[Kept] | None, room: Room | None,
 ) -> Sum:  # fmt: skip
-    """What is not returned nor kept is let go of as soon as possible: hidden numbers are most of the memory."""
+    """What the way back needs is put into `keep`; without, the widest matrices lie in `room`, one after the other."""
     (B, T), attention, mlp, fp8 = shape, block.attention, block.mlp, fused.fp8
     spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare and block not in fused.scales
     one = launch.add_norm(*z, of(block.norm1), fp8, plain=spare or not fp8)
-    qkv, known = fused.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias)
+    qkv, known = fused.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias, room)
     front = fused.front and block is fused.blocks[-1]
     o, o8, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None, known)
     z, fp8 = Sum(one.x[::T].contiguous() if front else one.x), fp8 and not front
     one = one._replace(plain=one.plain if spare else None, small=None)
-    if keep is None:
-        del qkv, taken
     (f, _), kept1 = fused.product(o, o8, attention.project.weight), chosen.get(block.residual1)
     z = Sum(z.z, f, attention.project.bias, kept1)
     two = launch.add_norm(*z, of(block.norm2), fp8, plain=spare or not fp8)
-    h, known = fused.product(two.plain, two.small, mlp.expand.weight)
+    h, known = fused.product(two.plain, two.small, mlp.expand.weight, None, room)
     two = two._replace(plain=two.plain if spare else None, small=None)
-    g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known)
+    g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known, in_place=keep is None)
     kept2 = chosen.get(block.residual2)
     if keep is not None:
         assert o is not None
         keep.append(Kept(block, one, qkv, taken, lse, o, two, h, g if spare else None, kept1, kept2, front))
-    del h
     f, _ = fused.product(g, g8, mlp.contract.weight)
     return Sum(two.x, f, mlp.contract.bias, kept2)
 
@@ -358,7 +370,7 @@ def stochastic(fused: FusedEncoder, images: int) -> dict[Residual, Tensor]:
     return dict(zip(fused.dropping, (kept.float() / (1 - fused.drops)).unbind(), strict=True))
 
 
-def scaled(x: Small, w: Small, bias: Tensor | None = None) -> tuple[Tensor, Bound]:
+def scaled(x: Small, w: Small, bias: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Bound]:
     """x·wᵀ of FP8 numbers, whose rows have scales."""
     product = torch._scaled_mm(
         x.numbers,
@@ -368,6 +380,7 @@ def scaled(x: Small, w: Small, bias: Tensor | None = None) -> tuple[Tensor, Boun
         bias=None if bias is None else bias.to(torch.bfloat16),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
+        out=out,
     )
     return product, (x.norms, w.norms)
 

@@ -137,11 +137,13 @@ def tokens_each(rows: int, per_image: Tensor | None) -> int:
     return 1 if per_image is None else rows // per_image.numel()
 
 
-def act(h: Tensor, bias: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Small | None]:
+def act(
+    h: Tensor, bias: Tensor, tanh: bool, known: tuple[Tensor, Tensor] | None, in_place: bool = False
+) -> tuple[Tensor | None, Small | None]:
     """GELU(h + bias): as bf16, or as FP8 where it is known how large h can be: `known` has the lengths of the rows
     that it is the product of, and what `shrink` found about the weights and this bias."""
     M, N = h.shape
-    g, small = (torch.empty_like(h), None) if known is None else (None, small_like(h))
+    g, small = (h if in_place else torch.empty_like(h), None) if known is None else (None, small_like(h))
     how, across = blocks(N, 1024, 4)
     launcher(kernels.act, (triton.cdiv(M, how["ROWS"]), across))(
         h, bias, g, *(small or (None, None, None))[:2], *(known or (None, None)), M, N=N, TANH=tanh,
