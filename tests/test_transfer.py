@@ -222,6 +222,25 @@ def test_embed_writes_what_the_head_would_see(source, photos, tmp_path, capsys):
     assert np.allclose(features[3], expected[0], atol=1e-4)
 
 
+def test_embed_holds_a_few_batches_of_pictures_and_keeps_their_order(source, photos, tmp_path, monkeypatch):
+    predictor, opened, seen = vitral.load(source), [], []
+    real, features = predictor.open, predictor.features
+    monkeypatch.setattr(predictor, "open", lambda file: opened.append(file) or real(file))
+    monkeypatch.setattr(
+        predictor, "features", lambda images: seen.append((len(opened), len(images))) or features(images)
+    )
+    files = sorted((photos / "red").glob("*.png")) * 40
+    made, troubles = vitral.embed(predictor, files, tmp_path / "features.npy")
+    assert (made, troubles) == (len(files), [])
+    batch = max(predictor.choice.batch, 8)
+    assert sum(count for _, count in seen) == len(files) > 5 * batch
+    assert all(count <= batch for _, count in seen)
+    assert all(ahead <= 4 * batch + index * batch for index, (ahead, _) in enumerate(seen))
+    assert (tmp_path / "features.names.txt").read_text().splitlines() == [str(file) for file in files]
+    kept = np.load(tmp_path / "features.npy").reshape(40, -1, 32)
+    assert np.allclose(kept, kept[:1], atol=1e-5), "the same picture, the same vector"
+
+
 @pytest.mark.parametrize("family", ["timm", "transformers", "torchvision", "npz", "vit-pytorch"])
 def test_convert_goes_there_and_back_or_says_why_not(source, tmp_path, capsys, family):
     there = tmp_path / ("there.npz" if family == "npz" else "there")

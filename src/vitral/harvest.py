@@ -17,19 +17,16 @@ import os
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vitral.answers import COLUMNS, Prediction, plain, rows
 from vitral.data.decode import SUFFIXES
 from vitral.errors import VitralError
-from vitral.hardware import cores
 from vitral.predict import Predictor
 from vitral.run import whole_or_not, write_atomically
 
@@ -48,7 +45,7 @@ def harvest(predictor: Predictor, paths: Sequence[Path], out: Path, *, top: int 
     number = 1 + max((int(p.stem.rsplit("-", 1)[1]) for p in parts.glob(f"part-{world.rank}-*.jsonl")), default=0)
     waiting: list[Prediction] = []
     since = time.monotonic()
-    for answer in _answers(predictor, mine, top):
+    for answer in chain.from_iterable(predictor.answer(opened, top) for opened in predictor.open_ahead(mine)):
         waiting.append(answer)
         show.step()
         if len(waiting) >= PART or time.monotonic() - since > SECONDS:
@@ -105,24 +102,6 @@ def _fingerprint(predictor: Predictor) -> str:
     """Of the weights: a sum of each tensor is enough to tell models apart."""
     sums = torch.stack([p.detach().double().abs().sum().cpu() for p in predictor.model.parameters()])
     return hashlib.blake2b(sums.numpy().tobytes(), digest_size=12).hexdigest()
-
-
-def _answers(predictor: Predictor, files: Iterator[Path], top: int) -> Iterator[Prediction]:
-    """Threads decode ahead, a bounded number of batches, while the model is busy. Pillow and torch let others run."""
-    batch = max(predictor.choice.batch, 8)
-    ahead: deque[Future[tuple[str, Tensor | str]]] = deque()
-    with ThreadPoolExecutor(max(2, cores()), thread_name_prefix="decode") as pool:
-        try:
-            while True:
-                while len(ahead) < 4 * batch and (file := next(files, None)) is not None:
-                    ahead.append(pool.submit(predictor.open, file))
-                if not ahead:
-                    return
-                ready = [ahead.popleft().result() for _ in range(min(batch, len(ahead)))]
-                yield from predictor.answer(ready, top)
-        finally:
-            for future in ahead:
-                future.cancel()
 
 
 def _write_part(path: Path, answers: list[Prediction]) -> None:

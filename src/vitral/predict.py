@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from vitral.data.sequence import picture_of
 from vitral.errors import VitralError, reason
 from vitral.evaluation.metrics import Heard, Metrics, check_images, logits_of, logits_together, measure, unheard
 from vitral.evaluation.probe import features_of
-from vitral.hardware import Compile, Device, Hardware, Precision, choose
+from vitral.hardware import Compile, Device, Hardware, Precision, choose, cores
 from vitral.inference.choice import Choice, Wish, choose_on_gpu
 from vitral.inference.choice import choose as choose_numbers
 from vitral.run import ModelCard, check_heads, load_model, model_folder
@@ -152,14 +154,19 @@ class Predictor:
 
     def embed_files(self, paths: Sequence[Path | str]) -> tuple[list[str], Tensor, list[str]]:
         """Names and features, N D, of the images that could be read, and what was wrong with the others."""
-        opened = [self.open(file) for file in image_files([Path(path) for path in paths])]
-        names = [name for name, pixels in opened if isinstance(pixels, Tensor)]
+        names: list[str] = []
+        features: list[Tensor] = []
+        troubles: list[str] = []
+        for opened in self.open_ahead(iter(image_files([Path(path) for path in paths]))):
+            images = [pixels for _, pixels in opened if isinstance(pixels, Tensor)]
+            names += [name for name, pixels in opened if isinstance(pixels, Tensor)]
+            features += [self.features(torch.stack(images))] if images else []
+            troubles += [pixels for _, pixels in opened if isinstance(pixels, str)]
         if not names:
             raise VitralError(
                 f"no readable images in {', '.join(map(str, paths))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read"
             )
-        images = torch.stack([pixels for _, pixels in opened if isinstance(pixels, Tensor)])
-        return names, self.features(images), [pixels for _, pixels in opened if isinstance(pixels, str)]
+        return names, torch.cat(features), troubles
 
     def features(self, images_NCHW: Pixels) -> Tensor:
         """What the head sees of uint8 images as the model wants them → N D."""
@@ -195,6 +202,23 @@ class Predictor:
             return name, self.card.preprocessing.pixels(picture_of(picture))
         except NotAnImage as error:
             return name, error.what
+
+    def open_ahead(self, files: Iterator[Path]) -> Iterator[list[tuple[str, Tensor | str]]]:
+        """Batch by batch. Threads decode ahead, a bounded number, while the model is busy: Pillow and torch let others
+        run."""
+        batch = max(self.choice.batch, 8)
+        ahead: deque[Future[tuple[str, Tensor | str]]] = deque()
+        with ThreadPoolExecutor(max(2, cores()), thread_name_prefix="decode") as pool:
+            try:
+                while True:
+                    while len(ahead) < 4 * batch and (file := next(files, None)) is not None:
+                        ahead.append(pool.submit(self.open, file))
+                    if not ahead:
+                        return
+                    yield [ahead.popleft().result() for _ in range(min(batch, len(ahead)))]
+            finally:
+                for future in ahead:
+                    future.cancel()
 
     def answer(self, waiting: list[tuple[str, Tensor | str]], top: int | None) -> Iterable[Prediction]:
         readable = [pixels for _, pixels in waiting if isinstance(pixels, Tensor)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -130,12 +131,17 @@ def probe(
     return result
 
 
+class Embedded(NamedTuple):
+    images: int
+    troubles: list[str]  # what was wrong with those that could not be read
+
+
 def embed(
     model: str | Path | Predictor, files: Sequence[str | Path], out: str | Path, *, heads: int | None = None
-) -> list[str]:
-    """Write the feature vectors of images to .npy, .parquet or .csv; returns what was wrong with unreadable ones."""
+) -> Embedded:
+    """Write the feature vectors of images to .npy, .parquet or .csv."""
     check_features_path(out)
     predictor = model if isinstance(model, Predictor) else Predictor.load(model, heads=heads)
     names, vectors, troubles = predictor.embed_files(files)
     write_features(names, vectors, out)
-    return troubles
+    return Embedded(len(names), troubles)

@@ -24,13 +24,10 @@ def run(words: list[str]) -> int:
     chosen = parse(Embed, words, "embed")
     from vitral import workshop
     from vitral.answers import exit_status
-    from vitral.data.decode import image_files
 
     predictor = opened(chosen.run, heads=chosen.heads)
-    troubles = workshop.embed(predictor, chosen.files, chosen.out)
+    made, troubles = workshop.embed(predictor, chosen.files, chosen.out)
     for trouble in troubles:
         print(f"error: {trouble}", file=sys.stderr)
-    asked = len(image_files(list(chosen.files)))
-    made = asked - len(troubles)
     print(f"{chosen.out}: the features of {made:,} {'image' if made == 1 else 'images'}")
-    return exit_status(len(troubles), asked)
+    return exit_status(len(troubles), made + len(troubles))
