@@ -270,3 +270,24 @@ def test_output_into_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} -m vitral recipes show digits | head -1"
     answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in answer.stderr
+
+
+def test_in_a_log_file_a_long_epoch_says_something_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from vitral.training import display
+
+    now, log = [0.0], io.StringIO()
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    with display.Display(Console(file=log, width=80), 5_004) as watch:
+        for step in range(1, 5_005):
+            now[0] += 0.1
+            watch.step(1, step, 6.5, 1_290, 3_600)
+        row = {"epoch": 1, "train_loss": 6.2, "train_top1": 0.1, "images_per_second": 1290, "best": True}
+        watch.epoch(row, 3_000)
+        now[0] += 59
+        watch.step(2, 590, 6.1, 1_290, 2_900)
+    said = log.getvalue().splitlines()
+    assert len(said) == 1 + 8 + 1
+    assert said[1].split() == ["1", "6.5000", "600", "of", "5,004", "steps", "1,290", "1:00:00"]
+    assert {line.index("1,290") + len("1,290") for line in said[1:]} == {said[0].index("images/s") + len("images/s")}

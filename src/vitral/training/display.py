@@ -1,7 +1,9 @@
-"""A training on the terminal: one line an epoch, and a bar inside the epoch that is running."""
+"""A training on the terminal: one line an epoch, and a bar inside the epoch that is running; in a log file, where an
+epoch is long, a line a minute instead."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +19,8 @@ HEADER = (
     f"{'epoch':>5}   {'train loss':>10} {'top-1':>8}   {'validation':>10} {'top-1':>8}   {'images/s':>9}   {'left':>6}"
 )
 
+MINUTE = 60.0  # seconds between two lines of one epoch
+
 
 class Display(Watch):
     """Use as a context: `with Display(console, steps) as watch: fit(…, watch=watch)`."""
@@ -24,6 +28,7 @@ class Display(Watch):
     def __init__(self, console: Console, steps: int) -> None:
         self.console, self.steps = console, steps
         self.live = Live(console=console, auto_refresh=False, transient=True)
+        self.heard = time.monotonic()  # when it last said something
 
     def __enter__(self) -> Display:
         self.console.print(Text(HEADER, style="dim"))
@@ -35,7 +40,10 @@ class Display(Watch):
         self.live.stop()
 
     def step(self, epoch: int, step: int, loss: float, images_per_second: float, seconds_left: float) -> None:
-        if not self.console.is_terminal or (step % 5 and step != self.steps):
+        if not self.console.is_terminal:
+            self.log(epoch, step, loss, images_per_second, seconds_left)
+            return
+        if step % 5 and step != self.steps:
             return
         line = Table.grid(padding=(0, 3))
         line.add_row(
@@ -47,7 +55,18 @@ class Display(Watch):
         )
         self.live.update(line, refresh=True)
 
+    def log(self, epoch: int, step: int, loss: float, images_per_second: float, seconds_left: float) -> None:
+        if time.monotonic() - self.heard < MINUTE:
+            return
+        self.heard = time.monotonic()
+        done = f"{step:,} of {self.steps:,} steps"
+        self.console.print(
+            f"{epoch:>5}   {loss:>10.4f}   {done:>29}   {images_per_second:>9,.0f}   {clock(seconds_left):>6}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
     def epoch(self, row: dict[str, Any], seconds_left: float) -> None:
+        self.heard = time.monotonic()
         star = "[green]best[/green]" if row["best"] else ""
         asked = f"{'–':>10} {'–':>8}"
         if "validation_loss" in row:
