@@ -61,7 +61,7 @@ class Display(Watch):
         self.heard = time.monotonic()
         done = f"{step:,} of {self.steps:,} steps"
         self.console.print(
-            f"{epoch:>5}   {loss:>10.4f}   {done:>29}   {images_per_second:>9,.0f}   {clock(seconds_left):>6}",
+            f"{epoch:>5}   {loss:>10.4f}   {done:>28}   {images_per_second:>9,.0f}   {clock(seconds_left):>6}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
 
