@@ -18,6 +18,7 @@ import torch
 
 import contestants
 import fp8_answers
+import fp8_gradients
 import gpu_curve
 import gpu_pipeline
 import gpu_throughput
@@ -290,6 +291,16 @@ def test_fp8_moves_a_model_s_answers_and_each_further_product_moves_them_more(pl
     assert said[0].startswith("mnist: 3 pictures, 10 classes")
     few, more = (float(line.partition("off by ")[2].partition("%")[0]) for line in said[1:])
     assert 0.5 < few < more < 25
+
+
+def test_one_scale_for_all_tokens_moves_gradients_no_more_than_a_scale_for_each(play: Played, tmp_path: Path) -> None:
+    for seed in range(6):
+        (tmp_path / f"{seed}.png").write_bytes(picture(seed, (28, 28)))
+    said = play(fp8_gradients, "mnist", tmp_path, "--wrong", 0.5).splitlines()
+    assert said[0].startswith("mnist: 6 pictures, 4 blocks")
+    for line in said[1:]:
+        ours, best, bf16 = (float(part.partition("%")[0]) for part in line.split("off by ")[1:])
+        assert 10 * bf16 < ours < 1.2 * best + 0.1 < 8, line
 
 
 def test_fp8_keeps_four_digits_of_two() -> None:
