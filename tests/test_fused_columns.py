@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interpreter import a_gpu, a_model, interpreted, products_in_fp32
 from vitral import fused
 from vitral.fused import columns, encoder, launch
+from vitral.vit import ViT
 
 pytestmark = interpreted
 
@@ -90,51 +91,64 @@ def test_the_product_itself() -> None:
     assert torch.allclose(found, 1.5 * dy.float() @ x.float().t(), atol=1e-3)
 
 
-@pytest.mark.parametrize("apart", [1.0, 1e-3])
+def gradients(model: ViT, tokens: torch.Tensor, apart: float, columns: bool) -> list[torch.Tensor]:
+    """With the same branches left out, and an image whose gradient is that much smaller."""
+    torch.manual_seed(3)
+    own = encoder.FusedEncoder(
+        model.encoder, True, torch.float32, front=model.config.pooling == "class", columns=columns
+    )
+    out = own(tokens, model.config.grid)
+    dy = torch.randn_like(out)
+    dy[1] *= apart
+    return list(torch.autograd.grad(out, own.parameters, dy))
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"pooling": "mean", "gelu": "tanh"}, {"drop_path": 0.4}, {"qk_norm": True}], ids=str
+    ("changes", "apart"),
+    [({}, 1e-3), ({"pooling": "mean", "gelu": "tanh"}, 1.0), ({"drop_path": 0.4}, 1.0), ({"qk_norm": True}, 1e-3)],
+    ids=str,
 )
 def test_with_fp8_weights_of_wide_models_have_gradients_of_fp8(
     changes: dict[str, Any], apart: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where one image's gradient is a thousand times that of the others."""
     seen = products_in_fp32(monkeypatch)
-    model, tokens = a_model(32, depth=2, registers=15 if changes.get("pooling") != "mean" else 16, **changes)
-    model.eval()
+    front = changes.get("pooling") != "mean"
+    model, tokens = a_model(32, depth=2, registers=15 if front else 16, **changes)
+    with torch.no_grad():
+        for block in model.encoder.blocks:
+            block.mlp.contract.weight *= 8  # type: ignore[union-attr]
     assert tokens.shape[:2] == (2, 80)
-    front = model.config.pooling == "class"
-    own = encoder.FusedEncoder(model.encoder, True, torch.float32, front=front, columns=True)
-    out = own(tokens, model.config.grid)
-    dy = torch.randn_like(out)
-    dy[1] *= apart
-    found = dict(zip(own.parameters, torch.autograd.grad(out, own.parameters, dy), strict=True))
-    block = [(48, 160, 64), (64, 160, 48), (144, 160, 48)]
-    assert [product for product in seen if product in block] == (block[2:] + block if front else block + block)
-    plain = model.encoder(tokens, model.config.grid)[:, : out.shape[1]]
-    for parameter, wanted in zip(own.parameters, torch.autograd.grad(plain, own.parameters, dy), strict=True):
-        assert (found[parameter] - wanted).norm() < fused.OFF[True] * wanted.norm().clamp_min(1e-3)
+    found = gradients(model, tokens, apart, columns=True)
+    products = [(48, 160, 64), (64, 160, 48), (144, 160, 48)]  # of a block, on the way back
+    assert [one for one in seen if one in products] == (products[2:] if front else products) + products
+    for got, wanted in zip(found, gradients(model, tokens, apart, columns=False), strict=True):
+        assert (got - wanted).norm() <= (0.2 if got.ndim == 2 else 1e-3) * wanted.norm().clamp_min(0.01)
 
 
 def test_a_number_of_tokens_that_no_product_of_fp8_can_sum_over(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = products_in_fp32(monkeypatch)
     model, tokens = a_model(32)  # 2·65
-    own = encoder.FusedEncoder(model.encoder, True, torch.float32, columns=True)
-    out = own(tokens, model.config.grid)
-    found = torch.autograd.grad(out.sum(), model.encoder.blocks[0].mlp.expand.weight)[0]  # type: ignore[union-attr]
-    assert found.isfinite().all()
+    found, wanted = (gradients(model, tokens, 1.0, columns) for columns in (True, False))
+    assert all(map(torch.equal, found, wanted))
     assert all(product[0] == 130 for product in seen)
 
 
-def test_answers_in_fp8_need_no_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("image", "changes"), [(16, {}), (32, {}), (68, {}), (32, {"width": 80, "heads": 1})], ids=str)
+def test_answers_in_fp8_need_no_other_weights(
+    image: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever way attention goes: for 17 tokens, 65 and 290, and with heads of 80 columns."""
     products_in_fp32(monkeypatch)
-    model, tokens = a_model(32, depth=2)
+    model, tokens = a_model(image, depth=2, **changes)
     own = encoder.FusedEncoder(model.encoder, True, torch.float32, front=True)
     with torch.no_grad():
         before = own(tokens, model.config.grid)
         own.let_go()
         assert torch.equal(own(tokens, model.config.grid), before)
     left = [name for name, weight in model.encoder.named_parameters() if weight.ndim == 2 and weight.numel()]
-    assert left == [f"blocks.1.{name}.weight" for name in ("attention.project", "mlp.expand", "mlp.contract")]
+    assert left == ["blocks.0.attention.project.weight"] + [
+        f"blocks.1.{name}.weight" for name in ("attention.project", "mlp.expand", "mlp.contract")
+    ]
 
 
 def test_they_are_tried_in_wide_models_and_left_to_bf16_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +158,15 @@ def test_they_are_tried_in_wide_models_and_left_to_bf16_where_they_lie(monkeypat
     assert not fused.columns_agree(model, gpu, 16, said.append), "too narrow"
     assert seen == []
     monkeypatch.setattr(fused, "WIDE", 48)
+    assert not fused.columns_agree(model, gpu, 9, said.append), "153 tokens"
+    assert "multiples of 16" in said.pop()
     assert fused.columns_agree(model, gpu, 16, said.append)
     assert said == []
     assert model.training
     real = columns.normed
     monkeypatch.setattr(columns, "normed", lambda *given: torch.zeros_like(real(*given)))
     assert not fused.columns_agree(model, gpu, 16, said.append)
-    assert said[0].startswith("gradients of weights are products of bf16: its kernels are off by")
+    assert said[0].startswith("gradients of weights are products of bf16: its kernels are off by 100%")
 
 
 def test_an_answer_needs_the_widest_matrix_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ __all__ = ["answering", "forward", "why_not"]
 TABLE, BIAS = "model.position_embedding.table", "model.patch_embedding.project.bias"
 MODEST = 224 * 224  # pixels of images of which sixteen are tried at once
 OFF_STEM = 0.3  # gradients through ReLUs, some of which bf16 turns on or off
+OFF_COLUMNS = 0.2  # of a matrix's gradient: FP8 rounds what it is the product of once more, by 2 to 4 %
 OFF = {False: 0.1, True: 0.5}  # of the norm: more than bf16's, or FP8's, rounding adds up to in tens of blocks
 
 
@@ -37,27 +38,53 @@ def why_not(model: ViT, hardware: Hardware, learning: bool = True, batch: int = 
     """
     if reason := unknown(model, hardware.fp8, learning):
         return f"the model has {reason}"
-    return tried_out(model, hardware, learning, batch)
+    compare = partial(difference, model, hardware, learning, batch)
+    return tried_out(model, hardware, partial(rehearse, model, hardware, learning, batch), compare, OFF[hardware.fp8])
 
 
-def tried_out(model: ViT, hardware: Hardware, learning: bool, batch: int, columns: bool = False) -> str:
+def tried_out(
+    model: ViT, hardware: Hardware, rehearsal: Callable[[], None], compare: Callable[[], float], most: float
+) -> str:
     """What speaks against it here; the model and all random numbers are afterwards as they were."""
     before, training = hardware.random_state(), model.training
-    compile_ahead(partial(rehearse, model, hardware, learning, batch, columns))
+    compile_ahead(rehearsal)
     try:
-        return reason_against(partial(difference, model.eval(), hardware, learning, batch, columns), OFF[hardware.fp8])
+        model.eval()
+        return reason_against(compare, most)
     finally:
         model.train(training)
         hardware.set_random_state(before)
 
 
 def columns_agree(model: ViT, hardware: Hardware, batch: int, say: Say) -> bool:
-    """Whether gradients of weights are products of FP8 too: where that is worth it, and gives what PyTorch gives."""
+    """Whether gradients of weights are products of FP8 too: where that is worth it, and gives what bf16 gives."""
     if not (hardware.fp8 and model.config.width >= WIDE):
         return False
-    if reason := tried_out(model, hardware, True, batch, columns=True):
+    reason = "they sum over multiples of 16 tokens alone"
+    if batch * tokens_of(model) % 16 == 0:
+        rehearsal = partial(rehearse, model, hardware, True, batch, columns=True)
+        compare = partial(difference_of_columns, model, hardware, batch)
+        reason = tried_out(model, hardware, rehearsal, compare, OFF_COLUMNS)
+    if reason:
         say(f"gradients of weights are products of bf16: {reason}")
     return not reason
+
+
+def tokens_of(model: ViT) -> int:
+    return model.config.prefix + model.config.grid[0] * model.config.grid[1]
+
+
+def difference_of_columns(model: ViT, hardware: Hardware, batch: int) -> float:
+    """Between gradients of weights that are products of FP8 and those of bf16: the largest share of a matrix."""
+    images = tried(model)
+    tokens = torch.randn(images, tokens_of(model), model.config.width, device=hardware.device)
+    dy = torch.randn_like(tokens)[:, : 1 if asks_first(model) else None]
+    found = []
+    for columns in (True, False):
+        encoder = compared(model, hardware, images, batch, columns)
+        given = torch.autograd.grad(encoder(tokens, model.config.grid), encoder.parameters, dy.to(encoder.number))
+        found.append([gradient for gradient in given if gradient.ndim == 2])
+    return largest(*found)
 
 
 @torch.no_grad()
@@ -65,12 +92,11 @@ def rehearse(model: ViT, hardware: Hardware, learning: bool, batch: int, columns
     """The ways through the encoder of what `difference` computes, and of the batches afterwards: with few images, but
     as many more than a multiple of 16. Triton compiles anew for a multiple of 16, and for 1."""
     config = model.config
-    tokens = config.prefix + config.grid[0] * config.grid[1]
     few = batch if batch < 32 else 16 + batch % 16
     afterwards = ((few, model.training),) if learning else ((1, False), (2, False))
     for images, training in ((tried(model), False), *afterwards):
         encoder = compared(model.train(training), hardware, images, batch, columns)
-        z = torch.empty(images, tokens, config.width, device=hardware.device)
+        z = torch.empty(images, tokens_of(model), config.width, device=hardware.device)
         encoder.there_and_back(z, config.grid) if learning else encoder(z, config.grid)
 
 
@@ -86,7 +112,7 @@ def compared(model: ViT, hardware: Hardware, images: int, batch: int, columns: b
     return FusedEncoder(model.encoder, hardware.fp8, number, SPARE * images // batch, asks_first(model), columns)
 
 
-def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16, columns: bool = False) -> float:
+def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16) -> float:
     """Between the fused encoder and the plain one, for random tokens: the largest of four shares, that of answers, of
     the tokens' gradients, of all matrices' and of all vectors' together. What is not a number is infinitely far off."""
     C, (H, W), grid, images = model.config.channels, model.config.image_size, model.config.grid, tried(model)
@@ -94,7 +120,7 @@ def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16, 
         shaped = model.embed(torch.zeros(images, C, H, W).to(next(model.parameters())), grid)
     tokens, dy = torch.randn_like(shaped), torch.randn_like(shaped)[:, : 1 if asks_first(model) else None]
     found = []
-    for encoder in (compared(model, hardware, images, batch, columns), model.encoder):
+    for encoder in (compared(model, hardware, images, batch), model.encoder):
         given = tokens.clone().requires_grad_(learning)
         with torch.set_grad_enabled(learning), hardware.autocast():
             out = encoder(given, grid)[:, : dy.shape[1]].to(dy)

@@ -20,7 +20,7 @@ def shares(scales, top, out, M, BLOCK: tl.constexpr):
     """Of the rows' scales in the largest; a power of two about its root, which rounds nothing; and the rest."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     share = tl.load(scales + rows, rows < M, 1.0) / tl.load(top)
-    root = tl.exp2(tl.ceil(0.5 * tl.log2(tl.maximum(share, 1e-30))))
+    root = tl.minimum(tl.exp2(tl.ceil(0.5 * tl.log2(tl.maximum(share, 1e-30)))), 1.0)  # x / x may be more than 1
     tl.store(out + rows, share, rows < M)
     tl.store(out + M + rows, root, rows < M)
     tl.store(out + 2 * M + rows, share / root, rows < M)

@@ -146,16 +146,18 @@ class FusedEncoder:
             self.scales = dict(zip(self.blocks, scales_of(self.blocks, most), strict=True))
 
     def let_go(self) -> None:
-        """Of weights whose FP8 copies are all that answers need."""
-        for weight in self.small:
+        """Of weights whose FP8 copies are all that answers need: not what follows attention, which may give bf16."""
+        for weight in self.small.keys() - {block.attention.project.weight for block in self.blocks}:
             del self.rounded[weight]
             weight.data = weight.data.new_empty(0)
 
     def by_columns(self, block: Any, dy8: Small | None) -> tuple[Small, Scales] | None:
         """What its weights' gradients need to be products of FP8, if they are: a gradient that is, and scales."""
-        if dy8 is None or len(dy8.numbers) % 16 or block not in self.scales:
-            return None
-        return dy8, self.scales[block]
+        return (dy8, self.scales[block]) if dy8 is not None and self.sums_over(len(dy8.numbers)) else None
+
+    def sums_over(self, tokens: int) -> bool:
+        """Whether gradients of weights are products of FP8: these sum over multiples of 16 alone."""
+        return self.columns and tokens % 16 == 0
 
     def product(
         self, x: Tensor | None, x8: Small | None, weight: Tensor, bias: Tensor | None = None, room: Room | None = None
@@ -259,7 +261,7 @@ def through_block(
 ) -> Sum:  # fmt: skip
     """What the way back needs is put into `keep`; without, the widest matrices lie in `room`, one after the other."""
     (B, T), attention, mlp, fp8 = shape, block.attention, block.mlp, fused.fp8
-    spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare and block not in fused.scales
+    spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare and not fused.sums_over(B * T)
     one = launch.add_norm(*z, of(block.norm1), fp8, plain=spare or not fp8)
     qkv, known = fused.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias, room)
     front = fused.front and block is fused.blocks[-1]

@@ -21,5 +21,10 @@ def reason_against(compare: Callable[[], float], most: float) -> str:
 
 def largest(ours: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
     """Of the shares by which these are off. What is not a number is infinitely far off."""
-    off = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(ours, wanted, strict=True)]
+    off = [share_off(a.float(), b.float()) for a, b in zip(ours, wanted, strict=True)]
     return max(off) if all(map(math.isfinite, off)) else math.inf
+
+
+def share_off(ours: Tensor, wanted: Tensor) -> float:
+    apart, length = float((ours - wanted).norm()), float(wanted.norm())
+    return apart / length if length else math.inf if apart else 0.0
