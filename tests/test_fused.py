@@ -194,7 +194,7 @@ def test_gelu_and_its_slope(tanh: bool) -> None:
     assert (g - wanted).abs().max() < 2e-5 + 1e-6 * 300
     assert (g - wanted)[x.abs() < 13].abs().max() < 5e-6
     (slope,) = torch.autograd.grad(wanted.sum(), x)
-    assert (dh - slope).abs().max() < 2e-5
+    assert (dh - slope).abs().max() < 8e-6
     assert torch.equal(again, g)
     assert torch.allclose(summed, dh.sum(0), atol=1e-5)
 
