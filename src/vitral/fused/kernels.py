@@ -326,10 +326,10 @@ def _shares(
     """Queries and keys of one head of one image, in two halves, and softmax(q·kᵀ/√d)."""
     qa, qb = _ready(qkv, at, inside, columns, gain_q, shift_q, cos, sin, eps, d, NORM, ROTARY)
     ka, kb = _ready(qkv, at + H * d, inside, columns, gain_k, shift_k, cos, sin, eps, d, NORM, ROTARY)
-    scores = (tl.dot(qa, tl.trans(ka)) + tl.dot(qb, tl.trans(kb))) * scale
+    scores = (tl.dot(qa, tl.trans(ka)) + tl.dot(qb, tl.trans(kb))) * (scale * 1.4426950408889634)  # for powers of two
     scores = tl.where((tokens < T)[None, :], scores, -1e30)
-    shares = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-    return qa, qb, ka, kb, shares / tl.sum(shares, axis=1)[:, None]
+    shares = tl.exp2(scores - tl.max(scores, axis=1)[:, None])
+    return qa, qb, ka, kb, shares * (1.0 / tl.sum(shares, axis=1))[:, None]
 
 
 @triton.jit
