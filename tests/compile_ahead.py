@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from vitral import fused
-from vitral.fused import ahead, encoder
+from vitral.fused import ahead, weights
 from vitral.hardware import Hardware
 from vitral.training import muon
 from vitral.vit import ViT, ViTConfig
@@ -96,7 +96,7 @@ def main(cache: str) -> None:
     triton.knobs.compilation.listener = compiles
     triton.compiler.CompiledKernel.launch_metadata = lambda *_: None
     triton.compiler.CompiledKernel.run = property(lambda kernel: lambda *_: None)
-    encoder.scaled = lambda x, w, bias=None, out=None: (
+    weights.scaled = lambda x, w, bias=None, out=None: (
         x.norms.new_zeros(len(x.numbers), len(w.numbers)).bfloat16(),
         (x.norms, w.norms),
     )

@@ -36,6 +36,7 @@ from vitral.fused import (
     stem_kernels,
     vary,
     vary_kernels,
+    weights,
 )
 from vitral.training import muon
 from vitral.training.adamw import AdamW
@@ -80,7 +81,7 @@ def train(fp8: bool, spare: int, **changes: Any) -> None:
     sizes = {"image_size": (32, 32), "patch_size": 4, "classes": 10, "width": 256, "depth": 2, "heads": 4}
     model = ViT(ViTConfig(**sizes | changes)).train()
     tokens = model.embed(torch.zeros(4, 3, *model.config.image_size), model.config.grid).detach().requires_grad_()
-    front, wide = model.config.pooling == "class", fp8 and model.config.width >= encoder.WIDE
+    front, wide = model.config.pooling == "class", fp8 and model.config.width >= weights.WIDE
     fused = encoder.FusedEncoder(model.encoder, fp8, spare=spare, front=front, columns=wide)
     fused(tokens, model.config.grid).sum().backward()
     with torch.no_grad():
@@ -166,7 +167,7 @@ def main(capabilities: list[int]) -> None:
     for module, names in of_modules:
         for name in names:
             setattr(module, name, Noting(getattr(module, name), calls))
-    encoder.scaled = lambda x, w, bias=None, out=None: (
+    weights.scaled = lambda x, w, bias=None, out=None: (
         x.norms.new_zeros(len(x.numbers), len(w.numbers)).bfloat16(),
         (x.norms, w.norms),
     )

@@ -52,6 +52,6 @@ def products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         assert not any(scale.data_ptr() % 16 for scale in (scale_dy, scale_x)), "as GPUs' products read them"
         return (dy.float() * scale_dy) @ (x.float() * scale_x).t()
 
-    monkeypatch.setattr("vitral.fused.encoder.scaled", scaled)
+    monkeypatch.setattr("vitral.fused.weights.scaled", scaled)
     monkeypatch.setattr("vitral.fused.columns.product", by_columns)
     return seen

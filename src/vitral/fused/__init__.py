@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vitral.fused.ahead import compile_ahead
-from vitral.fused.encoder import SPARE, WIDE, FusedEncoder, unknown
+from vitral.fused.encoder import SPARE, FusedEncoder, unknown
 from vitral.fused.stem import FusedStem
 from vitral.fused.trial import Say, largest, reason_against
+from vitral.fused.weights import WIDE
 from vitral.hardware import Hardware
 from vitral.variants.hybrid import ConvStem, HybridEmbedding
 from vitral.vit import Grid, PatchEmbedding, ViT
@@ -207,7 +208,7 @@ def forward(
     def fused(images_BCHW: Tensor) -> Tensor:
         grid = model.check(images_BCHW)
         if torch.is_grad_enabled():
-            encoder.round_beside()
+            encoder.weights.round_beside()
         with torch.autocast(images_BCHW.device.type, torch.bfloat16, enabled=False):
             tokens = encoder(embed(images_BCHW, grid), grid)
         with torch.autocast(images_BCHW.device.type, torch.bfloat16):
@@ -227,7 +228,7 @@ def answering(model: ViT, fp8: bool) -> Callable[[Tensor], Tensor]:
     """Images → logits, for a model that is used for nothing else: with `fp8`, its large weights are gone."""
     number, front = next(model.parameters()).dtype, asks_first(model)
     encoder = FusedEncoder(model.encoder, fp8=fp8, number=number, front=front)
-    encoder.let_go()
+    encoder.weights.let_go()
 
     def answer(images_BCHW: Tensor) -> Tensor:
         grid = model.check(images_BCHW)

@@ -15,8 +15,6 @@ narrow ones they stay products of bf16, as does what attention gave, where the w
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,17 +24,11 @@ from torch import Tensor, nn
 
 from vitral.fused import columns, launch
 from vitral.fused.launch import Norm, Normed, NormGradients, Norms, Small
-from vitral.hardware import Aside
+from vitral.fused.weights import Bound, Room, Scales, Weights, weight_gradient
 from vitral.vit import Encoder, EncoderBlock, Grid, Residual, Turn, ViT
 
 SPARE = 2**25  # hidden numbers: with more, a block keeps neither GELU nor norms and computes them again
 MOST_COLUMNS = 4096  # a kernel holds whole rows of tokens
-WIDE = 512  # columns from which FP8 gains more in a weight's gradient than turning the matrices costs
-STEEPEST = 1.13  # GELU's slope
-FP8_MOST = 448  # the largest number of FP8
-
-
-Bound = tuple[Tensor, Tensor]  # no number of a product is larger than its row's length times the longest column's
 
 
 def unknown(model: ViT, fp8: bool = False, learning: bool = True) -> str:
@@ -79,25 +71,15 @@ class FusedEncoder:
         front: bool = False,
         columns: bool = False,
     ) -> None:
-        self.encoder, self.fp8, self.number, self.front, self.columns = encoder, fp8, number, front, columns
+        self.encoder, self.fp8, self.number, self.front = encoder, fp8, number, front
         self.spare = SPARE if spare is None else spare
         self.blocks: list[Any] = list(encoder.blocks)
         self.norm: Any = encoder.norm
         self.parameters = list(encoder.parameters())
-        self.rounded: dict[Tensor, Tensor] = {
-            p: p.detach() if p.dtype == number else torch.empty_like(p, dtype=number)
-            for p in self.parameters
-            if p.ndim == 2
-        }
-        self.small: dict[Tensor, Small] = {}
-        self.small_back: dict[Tensor, Small] = {}  # transposed
-        self.scales: dict[Any, Scales] = {}  # of blocks whose weights' gradients are products of FP8
+        self.weights = Weights(encoder, fp8, number, front, columns)
         branches = [branch for block in self.blocks for branch in (block.residual1, block.residual2)]
         self.dropping: list[Residual] = [branch for branch in branches if branch.drop]
         self.drops = torch.tensor([[branch.drop] for branch in self.dropping], device=self.parameters[0].device)
-        self.beside = Aside(self.parameters[0].device)
-        self.rounding = False
-        self.round(learning=False)
 
     def __call__(self, z_BTD: Tensor, grid: Grid) -> Tensor:
         turn = self.turn(grid)
@@ -118,95 +100,6 @@ class FusedEncoder:
         context = SimpleNamespace()
         Blocks.backward(context, Blocks.forward(context, z_BTD, self.turn(grid), self, *self.parameters))
 
-    def round_beside(self) -> None:
-        """The weights, while whoever asks computes the tokens."""
-        self.beside.begin(partial(self.round, learning=True))
-        self.rounding = True
-
-    def round_now(self) -> None:
-        """Unless they are being rounded: then that is waited for."""
-        self.beside.wait() if self.rounding else self.round(learning=True)
-        self.rounding = False
-
-    @torch.no_grad()
-    def round(self, learning: bool) -> None:
-        """The weights as they are now, for the products."""
-        if copies := {p: copy for p, copy in self.rounded.items() if copy.dtype != p.dtype}:
-            torch._foreach_copy_(list(copies.values()), list(copies))
-        if not self.fp8:
-            return
-        layers = [layer for block in self.blocks for layer in large(block, learning)]
-        used = len(layers) - (len(large(self.blocks[-1], learning)) - 1 if self.front else 0)
-        most = torch.zeros(len(layers), 2, 2, device=layers[0].weight.device)
-        for layer, (forth, back) in zip(layers[:used], most, strict=False):
-            self.small[layer.weight] = launch.shrink(layer.weight, layer.bias, forth)
-            if learning:
-                self.small_back[layer.weight] = launch.shrink(layer.weight.t(), None, back)
-        if learning and self.columns:
-            self.scales = dict(zip(self.blocks, scales_of(self.blocks, most), strict=True))
-
-    def let_go(self) -> None:
-        """Of weights whose FP8 copies are all that answers need: not what follows attention, which may give bf16."""
-        for weight in self.small.keys() - {block.attention.project.weight for block in self.blocks}:
-            del self.rounded[weight]
-            weight.data = weight.data.new_empty(0)
-
-    def by_columns(self, block: Any, dy8: Small | None) -> tuple[Small, Scales] | None:
-        """What its weights' gradients need to be products of FP8, if they are: a gradient that is, and scales."""
-        return (dy8, self.scales[block]) if dy8 is not None and self.sums_over(len(dy8.numbers)) else None
-
-    def sums_over(self, tokens: int) -> bool:
-        """Whether gradients of weights are products of FP8: these sum over multiples of 16 alone."""
-        return self.columns and tokens % 16 == 0
-
-    def product(
-        self, x: Tensor | None, x8: Small | None, weight: Tensor, bias: Tensor | None = None, room: Room | None = None
-    ) -> tuple[Tensor, Bound | None]:
-        """x·Wᵀ + bias, and how large it can be without the bias, where FP8 is used."""
-        if x8 is not None:
-            small = self.small[weight]
-            return scaled(x8, small, bias, None if room is None else room.of(len(x8.numbers), len(small.numbers)))
-        assert x is not None
-        rounded = self.rounded[weight].t()
-        out = None if room is None else room.of(len(x), rounded.shape[1])
-        if bias is None:
-            return torch.mm(x, rounded, out=out), None
-        return torch.addmm(bias.to(x.dtype), x, rounded, out=out), None
-
-    def product_back(self, dy: Tensor, dy8: Small | None, weight: Tensor) -> tuple[Tensor, Bound | None]:
-        """dy·W, and the same."""
-        return (dy @ self.rounded[weight], None) if dy8 is None else scaled(dy8, self.small_back[weight])
-
-
-def large(block: Any, learning: bool) -> list[nn.Linear]:
-    """The layers of a block whose products are of FP8. What attention gave is kept as bf16 for the way back."""
-    attention, mlp = block.attention, block.mlp
-    return [attention.qkv, *([] if learning else [attention.project]), mlp.expand, mlp.contract]
-
-
-class Scales(NamedTuple):
-    """Of what a block's weights' gradients are products of, as FP8: from bounds that follow from its weights alone."""
-
-    one: Tensor  # what the first norm gives
-    two: Tensor
-    g: Tensor  # GELU
-    steep: Tensor  # a row's scale before GELU, in that behind the product after it
-    expand: Tensor  # `two` times `steep`
-
-
-def scales_of(blocks: list[Any], most: Tensor) -> list[Scales]:
-    """From `shrink`'s numbers about their large layers. No row of a norm is longer than √D times gain and shift."""
-    norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
-    gains = torch._foreach_norm([norm.weight for norm in norms] + [norm.bias for norm in norms], math.inf)
-    length = torch.stack(gains).view(2, -1, 2).sum(0) * norms[0].weight.numel() ** 0.5
-    (_, expand, contract) = most.unflatten(0, (len(blocks), 3)).unbind(1)
-    one, two = (length / FP8_MOST).unbind(1)
-    g = two * expand[:, 0, 0] + expand[:, 0, 1] / FP8_MOST
-    steep = STEEPEST * contract[:, 1, 0]
-    every = torch.stack([one, two, g, steep, two * steep], dim=1).clamp_min(1e-30)
-    apart = every[:, :, None].expand(-1, -1, 4).contiguous()  # products read scales at multiples of 16 bytes alone
-    return [Scales(*row.unbind()) for row in apart[:, :, 0]]
-
 
 class Kept(NamedTuple):
     """Of a block, for the way back. What is None is computed again there."""
@@ -223,16 +116,6 @@ class Kept(NamedTuple):
     kept1: Tensor | None
     kept2: Tensor | None
     front: bool  # whether `o` and all behind it are of the first tokens alone
-
-
-class Room:
-    """A place for the widest matrices of answers: such as come and go would leave gaps that the next does not fit."""
-
-    def __init__(self, like: Tensor, most: int) -> None:
-        self.numbers = like.new_empty(max(most, 3 * like.numel()))
-
-    def of(self, rows: int, columns: int) -> Tensor:
-        return self.numbers[: rows * columns].view(rows, columns)
 
 
 class Sum(NamedTuple):
@@ -261,31 +144,31 @@ def through_block(
 ) -> Sum:  # fmt: skip
     """What the way back needs is put into `keep`; without, the widest matrices lie in `room`, one after the other."""
     (B, T), attention, mlp, fp8 = shape, block.attention, block.mlp, fused.fp8
-    spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare and not fused.sums_over(B * T)
+    spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare and not fused.weights.sums_over(B * T)
     one = launch.add_norm(*z, of(block.norm1), fp8, plain=spare or not fp8)
-    qkv, known = fused.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias, room)
+    qkv, known = fused.weights.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias, room)
     front = fused.front and block is fused.blocks[-1]
     o, o8, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None, known)
     z, fp8 = Sum(one.x[::T].contiguous() if front else one.x), fp8 and not front
     one = one._replace(plain=one.plain if spare else None, small=None)
-    (f, _), kept1 = fused.product(o, o8, attention.project.weight), chosen.get(block.residual1)
+    (f, _), kept1 = fused.weights.product(o, o8, attention.project.weight), chosen.get(block.residual1)
     z = Sum(z.z, f, attention.project.bias, kept1)
     two = launch.add_norm(*z, of(block.norm2), fp8, plain=spare or not fp8)
-    h, known = fused.product(two.plain, two.small, mlp.expand.weight, None, room)
+    h, known = fused.weights.product(two.plain, two.small, mlp.expand.weight, None, room)
     two = two._replace(plain=two.plain if spare else None, small=None)
     g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known, in_place=keep is None)
     kept2 = chosen.get(block.residual2)
     if keep is not None:
         assert o is not None
         keep.append(Kept(block, one, qkv, taken, lse, o, two, h, g if spare else None, kept1, kept2, front))
-    f, _ = fused.product(g, g8, mlp.contract.weight)
+    f, _ = fused.weights.product(g, g8, mlp.contract.weight)
     return Sum(two.x, f, mlp.contract.bias, kept2)
 
 
 class Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z_BTD: Tensor, turn: Turn | None, fused: FusedEncoder, *parameters: Tensor) -> Tensor:
-        fused.round_now()
+        fused.weights.round_now()
         ctx.fused, ctx.turn, ctx.shape, ctx.blocks = fused, turn, z_BTD.shape, []
         ctx.last = through(fused, z_BTD, turn, ctx.blocks)
         return ctx.last.plain.view(len(z_BTD), -1, z_BTD.shape[2])
@@ -309,12 +192,12 @@ class Blocks(torch.autograd.Function):
                 found[mlp.expand.weight] = weight_gradient(dh, d.normed)
             found[block.norm2.weight], found[block.norm2.bias], found[attention.project.bias] = d.sums
             found[attention.project.weight] = weight_gradient(d.f, was.o.detach())
-            do = d.f @ fused.rounded[attention.project.weight]
+            do = d.f @ fused.weights.rounded[attention.project.weight]
             dqkv, dqkv8 = attend_back(attention, was, do, ctx.turn, found, sums, fp8, T)
-            da, _ = fused.product_back(dqkv, dqkv8, attention.qkv.weight)
+            da, _ = fused.weights.product_back(dqkv, dqkv8, attention.qkv.weight)
             passed = among_zeros(d.z, T) if was.front else d.z
             before = ctx.blocks[-1].kept2 if ctx.blocks else None
-            if small := fused.by_columns(block, dqkv8):
+            if small := fused.weights.by_columns(block, dqkv8):
                 found[attention.qkv.weight] = qkv_gradient(was, *small)
             again, fp8_too = small is None, fp8 and bool(ctx.blocks)
             d = launch.add_norm_back(was.one, da, passed, before, of(block.norm1), sums, fp8_too, again)
@@ -330,9 +213,9 @@ def mlp_back(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of what the MLP was given; and that of h, if the weights' next gradient is still to be had of it."""
     mlp, tanh = was.block.mlp, was.block.mlp.gelu.approximate == "tanh"
-    dg, known = fused.product_back(d.f, d.f_small, mlp.contract.weight)
+    dg, known = fused.weights.product_back(d.f, d.f_small, mlp.contract.weight)
     dh8: Small | None
-    if small := fused.by_columns(was.block, d.f_small):
+    if small := fused.weights.by_columns(was.block, d.f_small):
         f8, scales = small
         shares = columns.shares_of(f8.scales)
         dh8, dh, g, found[mlp.expand.bias] = columns.gelu_back(
@@ -341,10 +224,10 @@ def mlp_back(
         x = columns.normed(was.two, of(was.block.norm2), shares.whole, scales.two)
         found[mlp.contract.weight] = columns.product(columns.turned(f8, shares.root), g, shares.top, scales.g)
         found[mlp.expand.weight] = columns.product(dh, x, shares.top, scales.expand)
-        return fused.product_back(dg, dh8, mlp.expand.weight)[0], None
+        return fused.weights.product_back(dg, dh8, mlp.expand.weight)[0], None
     g, dh, dh8, found[mlp.expand.bias] = launch.act_back(was.h, mlp.expand.bias, dg, tanh, known, was.g, sums)
     found[mlp.contract.weight] = weight_gradient(d.f, g)
-    return fused.product_back(dh, dh8, mlp.expand.weight)[0], dh
+    return fused.weights.product_back(dh, dh8, mlp.expand.weight)[0], dh
 
 
 def qkv_gradient(was: Kept, dqkv8: Small, scales: Scales) -> Tensor:
@@ -370,29 +253,6 @@ def stochastic(fused: FusedEncoder, images: int) -> dict[Residual, Tensor]:
         return {}
     kept = torch.rand(len(fused.dropping), images, device=fused.drops.device) >= fused.drops
     return dict(zip(fused.dropping, (kept.float() / (1 - fused.drops)).unbind(), strict=True))
-
-
-def scaled(x: Small, w: Small, bias: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Bound]:
-    """x·wᵀ of FP8 numbers, whose rows have scales."""
-    product = torch._scaled_mm(
-        x.numbers,
-        w.numbers.t(),
-        scale_a=x.scales,
-        scale_b=w.scales.t(),
-        bias=None if bias is None else bias.to(torch.bfloat16),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-        out=out,
-    )
-    return product, (x.norms, w.norms)
-
-
-def weight_gradient(dy: Tensor, x: Tensor | None) -> Tensor:
-    """dyᵀ·x, summed and left in fp32."""
-    assert x is not None
-    if dy.device.type == "cpu":
-        return dy.t().float() @ x.float()
-    return torch.mm(dy.t(), x, out_dtype=torch.float32)
 
 
 def attend(
