@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from test_folder import photograph
 from vitral import cli, weights
 from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError
 from vitral.run import ModelCard
 from vitral.vit import ViT, ViTConfig
 
@@ -166,3 +167,11 @@ def test_no_network_is_two_lines(command, photos, monkeypatch, refused):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     words = [photos, "--init", "hf:me/absent"] if command == "train" else ["hf:me/absent", photos]
     assert "no network?" in refused(command, *words)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])
+def test_an_exported_model_is_called_one(tmp_path, name):
+    (tmp_path / name).write_bytes(b"PK\x03\x04 or whatever")
+    with pytest.raises(VitralError, match="is an exported model: it gives answers") as refused:
+        weights.read(tmp_path / name)
+    assert "the run it was exported from" in refused.value.hint

@@ -90,6 +90,7 @@ def test_every_command_explains_itself(vitral, name):
         (["train", "digits", "--recipe", "mnsit"], "no recipe named 'mnsit'. Did you mean mnist?", "Known: digits"),
         (["train", "digits", "--optim.lrr", "1"], "no flag --optim.lrr. Did you mean --optim.lr?", "--help lists"),
         (["train", "digits", "--lr", "1"], "no flag --lr. Did you mean --optim.lr?", "--help lists"),
+        (["train", "digits", "--epoch", "1"], "no flag --epoch. Did you mean --epochs?", "--help lists"),
         (["predict", "my photo.jpg"], "which model? my photo.jpg is a picture", "predict cifar10 'my photo.jpg'"),
         (["explain", "photo.png"], "which model? photo.png is a picture", "vitral explain cifar10 photo.png"),
         (["predict", "runs/mine"], "which images?", "vitral predict runs/mine photo.jpg"),

@@ -257,7 +257,7 @@ def test_formats_that_pillow_opens_with_the_help_of_other_programs_are_not_read(
 
 
 def test_a_folder_and_a_missing_file_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(NotAnImage, match="a folder, not an image"):
+    with pytest.raises(NotAnImage, match="a folder without images"):
         decode(tmp_path)
     with pytest.raises(NotAnImage, match="no such file"):
         decode(tmp_path / "gone.png")
@@ -390,3 +390,16 @@ def test_what_telephones_write_and_addresses_are_called_what_they_are(tmp_path: 
     for source in ("https://example.org/a.jpg", Path("https://example.org/a.jpg")):
         with pytest.raises(NotAnImage, match=r"example\.org/a\.jpg: an address, not a file"):
             decode(source)
+
+
+def test_a_folder_without_images_among_others_is_told_and_alone_is_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    Image.new("L", (4, 4)).save(tmp_path / "full" / "a.png")
+    empty, full = tmp_path / "empty", tmp_path / "full"
+    assert image_files([full, empty, full / "a.png"]) == [full / "a.png", empty, full / "a.png"]
+    assert image_files([empty]) == image_files([empty, empty]) == []
+    with pytest.raises(NotAnImage, match="empty: a folder without images"):
+        decode(empty)
+    with pytest.raises(NotAnImage, match="full: a folder, not an image"):
+        decode(full)

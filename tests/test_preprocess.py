@@ -248,3 +248,15 @@ def test_a_preprocessing_that_makes_no_sense_is_refused_by_name(field: str, valu
 def test_a_preprocessing_survives_json() -> None:
     preprocessing = wanting(24, 40, crop=0.9, interpolation="bicubic")
     assert from_plain(Preprocessing, json.loads(json.dumps(to_plain(preprocessing)))) == preprocessing
+
+
+@pytest.mark.parametrize(("size", "crop"), [((24, 24), 0.9), ((24, 40), 0.875), ((17, 8), 0.3), ((28, 28), 1.0)])
+def test_a_framed_image_is_seen_as_it_was(size: tuple[int, int], crop: float) -> None:
+    """Saved, opened and cropped, it has the very same pixels."""
+    seen = Preprocessing(
+        image_size=size, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3, crop=crop, interpolation="bicubic"
+    )
+    image = torch.randint(0, 256, (3, *size), dtype=torch.uint8)
+    framed = seen.framed(image)
+    assert framed.shape[1:] == tuple(int(side / crop) for side in size)
+    assert torch.equal(seen.pixels(Image.fromarray(framed.permute(1, 2, 0).numpy())), image)

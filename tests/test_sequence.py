@@ -159,6 +159,9 @@ def test_what_is_no_picture_is_said(image):
 
 
 def test_a_normalised_tensor_is_refused_with_the_reason():
+    with pytest.raises(VitralError, match="up to 255") as refused:
+        picture_of(np.full((4, 4, 3), 128.0))
+    assert refused.value.hint == "divide it by 255, or make it uint8"
     with pytest.raises(VitralError, match="normalised already"):
         picture_of(torch.randn(3, 8, 8))
 

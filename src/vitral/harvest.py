@@ -56,7 +56,8 @@ def harvest(predictor: Predictor, paths: Sequence[Path], out: Path, *, top: int 
     world.gather([True])  # all have written their last part
     failed, count = world.tell(lambda: _merge(parts, out))
     if world.first and not quiet:
-        show.end(f"{out}: {count:,} answers" + (f", {failed:,} of them errors" if failed else ""))
+        answers = f"{count:,} answer{'s' if count != 1 else ''}"
+        show.end(f"{out}: {answers}" + (f", {failed:,} of them errors: its column error says why" if failed else ""))
     return 1 if failed else 0
 
 

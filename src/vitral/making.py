@@ -214,7 +214,7 @@ def draw(run: Run, predictor: Predictor, test: Split, metrics: Metrics) -> Path:
     figures.confusion(metrics, run.figures / "confusion.png", title=f"{metrics.top1:.2%} of {metrics.images:,} right")
     figures.attention(predictor, images[shown], test.labels[shown], run.figures / "attention.png")
     figures.glass(predictor, images[shown[0]], run.figures / "glass.png")
-    return figures.picture(images[shown[0]], run.figures / "example.png")
+    return figures.picture(predictor.card.preprocessing.framed(images[shown[0]]), run.figures / "example.png")
 
 
 def compare(

@@ -163,9 +163,8 @@ class Predictor:
             features += [self.features(torch.stack(images))] if images else []
             troubles += [pixels for _, pixels in opened if isinstance(pixels, str)]
         if not names:
-            raise VitralError(
-                f"no readable images in {', '.join(map(str, paths))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read"
-            )
+            what = troubles[0] if len(troubles) == 1 else f"no readable images in {', '.join(map(str, paths))}"
+            raise VitralError(what, "JPEG, PNG, WebP, BMP, GIF and TIFF are read")
         return names, torch.cat(features), troubles
 
     def features(self, images_NCHW: Pixels) -> Tensor:

@@ -86,7 +86,8 @@ def _in_two_lines(boxed: str, command: str) -> VitralError:
         what = f"vitral {command} has no {kind} {match[1]}."
         if close := re.findall(r"(?<= )--[\w.-]+", text.partition("Perhaps you meant:")[2]):
             same = [flag for flag in close if flag.endswith(f".{match[1].lstrip('-')}")]  # --lr: --optim.lr
-            what += f" Did you mean {(same or close)[0]}?"
+            begun = [flag for flag in close if flag.startswith(match[1])]  # --epoch: --epochs, not --checkpoint-epochs
+            what += f" Did you mean {(same or begun or close)[0]}?"
     elif match := re.match(r"Missing from [^:]*: (.*)", what):
         each = [
             re.sub(r"^ ?(?:(--\S+) )?[A-Z]+ ", r"\1 ", part).strip() for part in match[1].split(" (required)") if part

@@ -52,7 +52,8 @@ def decode(source: Path | str | bytes | Image.Image, *, at_least: tuple[int, int
             raise NotAnImage(f"{name}: an address, not a file", "save the picture first") from error
         raise NotAnImage(f"{name}: no such file", "is the name right?") from error
     except IsADirectoryError as error:
-        raise NotAnImage(f"{name}: a folder, not an image", "name the image in it") from error
+        what = "a folder, not an image" if image_files([Path(name)]) else "a folder without images"
+        raise NotAnImage(f"{name}: {what}", "name the image in it") from error
     except PermissionError as error:
         raise NotAnImage(f"{name}: no permission to read it", "may this user read it?") from error
     except Image.DecompressionBombError as error:
@@ -106,12 +107,15 @@ def to_eight_bits(picture: Image.Image) -> Image.Image:
 
 
 def image_files(paths: list[Path]) -> list[Path]:
-    """Files as given, and the pictures in and below folders, in order; hidden files and folders are passed over."""
+    """Files as given, and the pictures in and below folders, in order; hidden files and folders are passed over.
+
+    A folder without any stands for itself, if it is not all there is: whoever opens it is told."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
             inside = (p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in SUFFIXES)
-            found += sorted(p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts))
+            shown = (p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts))
+            found += sorted(shown) or [path]
         else:
             found.append(path)
-    return found
+    return found if any(path not in paths or not path.is_dir() for path in found) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, get_args, overload
@@ -60,6 +61,14 @@ class Preprocessing:
         """uint8, C H W: scaled and cropped, not yet normalised."""
         array = scale.pixels(picture, self.image_size, self.channels, self.crop, self.interpolation)
         return torch.from_numpy(np.array(array, order="C"))
+
+    def framed(self, image_CHW: Tensor) -> Tensor:
+        """With a mirrored rim, of which scaling and cropping leave these very pixels: as a file for others to open."""
+        H, W = image_CHW.shape[1:]
+        height, width = math.floor(H / self.crop), math.floor(W / self.crop)
+        top, left = self.placed(height, width)[2:]
+        rim = ((0, 0), (top, height - H - top), (left, width - W - left))
+        return torch.from_numpy(np.pad(image_CHW.cpu().numpy(), rim, mode="symmetric"))
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
         """uint8 in 0…255 → float with mean 0 and deviation 1 over the training set."""

@@ -205,6 +205,10 @@ def picture_of(image: Any) -> Image.Image:
         raise NotAnImage(f"an array of shape {'×'.join(map(str, values.shape))} and type {values.dtype} is no image")
     if values.dtype.kind == "f":
         if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
+            if values.min() >= 0 and 1 < values.max() <= 255:
+                raise VitralError(
+                    "an image of fractions has values up to 255, not to 1", "divide it by 255, or make it uint8"
+                )
             raise VitralError(
                 "an image of fractions has values outside 0 to 1: it seems to be normalised already",
                 "leave normalising to vitral: it belongs to the model",

@@ -104,7 +104,7 @@ def probe(
     classes: tuple[str, ...],
     *,
     shots: Sequence[int] = (1, 5, 10, 25),
-    seeds: int = 5,
+    seeds: int = 100,
 ) -> ProbeResult:
     """Nearest neighbours and a linear probe on all labelled images; least squares on a few of them, drawn anew by seed.
 
@@ -112,7 +112,7 @@ def probe(
     and test, `validation=None`: they are chosen by cross-validation inside `train`.
     """
     if seeds < 2:
-        raise VitralError(f"seeds is {seeds}; an interval over draws needs at least 2", "leave it out for 5")
+        raise VitralError(f"seeds is {seeds}; an interval over draws needs at least 2", "leave it out for 100")
     if not shots or min(shots) < 1:
         raise VitralError(
             f"shots must be numbers of images a class, at least 1 each, not {tuple(shots)}",

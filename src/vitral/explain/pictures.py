@@ -21,8 +21,8 @@ from vitral.errors import VitralError, unknown
 from vitral.explain.method import Method, scaled
 from vitral.explain.table import DEFAULT, METHODS
 from vitral.predict import Label, Picture, Predictor
+from vitral.weights.files import EXPORTED
 
-EXPORTED = (".onnx", ".pt2")
 MOST_SIDE = 1024  # pixels of the longer side that a map is laid onto: it has no more detail than the model saw
 
 Array = np.ndarray[Any, Any]

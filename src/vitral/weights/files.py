@@ -28,6 +28,7 @@ from vitral.errors import VitralError
 from vitral.run import whole_or_not
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
+EXPORTED = (".onnx", ".pt2")  # models that only answer
 HUB_NAMES = ("model.safetensors", "pytorch_model.bin", "weights.safetensors")  # files with their config.json beside
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
@@ -131,6 +132,11 @@ def _add(found: Found, path: Path) -> None:
 
 
 def _kind(path: Path) -> str:
+    if path.suffix.lower() in EXPORTED:
+        raise VitralError(
+            f"{path} is an exported model: it gives answers (vitral predict, serve) and nothing else",
+            "give the run it was exported from",
+        )
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(9)
