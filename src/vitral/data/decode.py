@@ -52,8 +52,9 @@ def decode(source: Path | str | bytes | Image.Image, *, at_least: tuple[int, int
             raise NotAnImage(f"{name}: an address, not a file", "save the picture first") from error
         raise NotAnImage(f"{name}: no such file", "is the name right?") from error
     except IsADirectoryError as error:
-        what = "a folder, not an image" if image_files([Path(name)]) else "a folder without images"
-        raise NotAnImage(f"{name}: {what}", "name the image in it") from error
+        if not image_files([Path(name)]):
+            raise NotAnImage(f"{name}: a folder without images") from error
+        raise NotAnImage(f"{name}: a folder, not an image", "name the image in it") from error
     except PermissionError as error:
         raise NotAnImage(f"{name}: no permission to read it", "may this user read it?") from error
     except Image.DecompressionBombError as error:

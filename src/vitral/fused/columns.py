@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitral.fused import columns_kernels as kernels
 from vitral.fused.ahead import launcher
-from vitral.fused.launch import Norm, Normed, Small, Sums
+from vitral.fused.launch import Norm, Normed, Small, Sums, small_like
 from vitral.fused.launch import shares as programs
 
 TILE = {"ROWS": 16, "BLOCK": 128, "num_warps": 8}
@@ -63,16 +63,15 @@ def gelu_back(
 
     `given` are the scales of the rows that dg is a product of."""
     M, N = h.shape
-    numbers, scales = torch.empty_like(h, dtype=torch.float8_e4m3fn), torch.empty_like(given)
-    dh, g = columns_like(M, N, h), columns_like(M, N, h)
+    small, dh, g = small_like(h), columns_like(M, N, h), columns_like(M, N, h)
     across = triton.cdiv(N, TILE_OF_GELU["BLOCK"])
     count = programs(M, 4 * TILE_OF_GELU["ROWS"], across)
     sums = h.new_empty(count, N, dtype=torch.float32)
     launcher(kernels.gelu_back, (count, across))(
-        h, bias, dg, given, steep, rest, scale, numbers, scales, dh.view(torch.int32), g.view(torch.int32), sums, M,
+        h, bias, dg, given, steep, rest, scale, *small[:2], dh.view(torch.int32), g.view(torch.int32), sums, M,
         N=N, TANH=tanh, **TILE_OF_GELU,
     )  # fmt: skip
-    return Small(numbers, scales, scales), dh, g, later.of(sums)
+    return small, dh, g, later.of(sums)
 
 
 def product(dy: Tensor, x: Tensor, scale_dy: Tensor, scale_x: Tensor) -> Tensor:

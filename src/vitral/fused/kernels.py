@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 TOP = tl.constexpr(448.0)  # the largest number of FP8 (e4m3)
+STEEPEST = tl.constexpr(1.13)  # GELU's slope
 
 
 @triton.jit
@@ -168,7 +169,7 @@ def act_back(
             tl.store(g + at, y.to(g.dtype.element_ty), inside)
         tl.store(dh + at, d.to(dh.dtype.element_ty), inside)
         if FP8:
-            bound = tl.load(norms + rows, rows < M, 1.0) * tl.load(most) * 1.13  # GELU's steepest slope
+            bound = tl.load(norms + rows, rows < M, 1.0) * tl.load(most) * STEEPEST
             scale = tl.maximum(bound, 1e-12) / TOP
             if tl.program_id(1) == 0:
                 tl.store(scales + rows, scale, rows < M)

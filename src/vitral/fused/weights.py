@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from vitral.fused import launch
+from vitral.fused.kernels import STEEPEST, TOP
 from vitral.fused.launch import Small
 from vitral.hardware import Aside
 from vitral.vit import Encoder
 
 WIDE = 512  # columns from which FP8 gains more in a weight's gradient than turning the matrices costs
-STEEPEST = 1.13  # GELU's slope
-FP8_MOST = 448  # the largest number of FP8
 
 Bound = tuple[Tensor, Tensor]  # no number of a product is larger than its row's length times the longest column's
 
@@ -124,9 +123,9 @@ def scales_of(blocks: list[Any], most: Tensor) -> list[Scales]:
     gains = torch._foreach_norm([norm.weight for norm in norms] + [norm.bias for norm in norms], math.inf)
     length = torch.stack(gains).view(2, -1, 2).sum(0) * norms[0].weight.numel() ** 0.5
     (_, expand, contract) = most.unflatten(0, (len(blocks), 3)).unbind(1)
-    one, two = (length / FP8_MOST).unbind(1)
-    g = two * expand[:, 0, 0] + expand[:, 0, 1] / FP8_MOST
-    steep = STEEPEST * contract[:, 1, 0]
+    one, two = (length / TOP.value).unbind(1)
+    g = two * expand[:, 0, 0] + expand[:, 0, 1] / TOP.value
+    steep = STEEPEST.value * contract[:, 1, 0]
     every = torch.stack([one, two, g, steep, two * steep], dim=1).clamp_min(1e-30)
     apart = every[:, :, None].expand(-1, -1, 4).contiguous()  # products read scales at multiples of 16 bytes alone
     return [Scales(*row.unbind()) for row in apart[:, :, 0]]
