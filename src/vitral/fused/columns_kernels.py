@@ -14,6 +14,8 @@ import triton.language as tl
 
 from vitral.fused.kernels import _gelu
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which knows no assembler
+
 
 @triton.jit
 def shares(scales, top, out, M, BLOCK: tl.constexpr):
@@ -27,9 +29,26 @@ def shares(scales, top, out, M, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _word(a, b, c, d):
+    """Four numbers as FP8, the first in the lowest byte.
+
+    In assembler: two instructions, and Triton's own way, byte by byte, gave wrong words on a GPU for numbers that are
+    stored as FP8 besides, although the assembler that it had written was right.
+    """
+    if INTERPRETED:
+        return _byte(a, 0) | _byte(b, 1) | _byte(c, 2) | _byte(d, 3)
+    return tl.inline_asm_elementwise(
+        """{ .reg .b16 low, high;
+             cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+             cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+             mov.b32 $0, {low, high}; }""",
+        "=r,r,r,r,r", (a, b, c, d), tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _byte(x, n: tl.constexpr):
-    """FP8 as the n-th byte of a word."""
-    return x.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * n)
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << (8 * n)
 
 
 @triton.jit
@@ -48,13 +67,11 @@ def turned(x, root, out, M, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.const
     rows, columns = 4 * (begin + tl.arange(0, ROWS)), first + tl.arange(0, BLOCK)
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    word = tl.zeros((ROWS, BLOCK), tl.int32)
+    four = ()
     for n in tl.static_range(4):
-        y = tl.load(x + at + n * N, inside, 0.0)
-        if root is not None:
-            y = (y.to(tl.float32) * tl.load(root + rows + n, rows < M, 0.0)[:, None]).to(tl.float8e4nv)
-        word |= _byte(y, n)
-    _store_columns(out, word, first, begin, M, N, ROWS, BLOCK)
+        y = tl.load(x + at + n * N, inside, 0.0).to(tl.float32)
+        four += (y if root is None else y * tl.load(root + rows + n, rows < M, 0.0)[:, None],)
+    _store_columns(out, _word(*four), first, begin, M, N, ROWS, BLOCK)
 
 
 @triton.jit
@@ -70,14 +87,14 @@ def normed(
     grow = 1.0 / tl.load(scale)
     gain = tl.load(weight + columns, columns < N, 0.0)[None, :]
     offset = tl.load(shift + columns, columns < N, 0.0)[None, :]
-    word = tl.zeros((ROWS, BLOCK), tl.int32)
+    four = ()
     for n in tl.static_range(4):
         mean = tl.load(stats + rows + n, rows < M, 0.0)[:, None]
         spread = tl.load(stats + M + rows + n, rows < M, 0.0)[:, None]
         times = (tl.load(share + rows + n, rows < M, 0.0) * grow)[:, None]
         y = (tl.load(x + at + n * N, inside, 0.0).to(tl.float32) - mean) * spread * gain + offset
-        word |= _byte((y * times).to(tl.float8e4nv), n)
-    _store_columns(out, word, first, begin, M, N, ROWS, BLOCK)
+        four += (y * times,)
+    _store_columns(out, _word(*four), first, begin, M, N, ROWS, BLOCK)
 
 
 @triton.jit
@@ -104,8 +121,8 @@ def gelu_back(
         read = ()
         for n in tl.static_range(4):  # all at once: behind a store, none would be fetched ahead
             read += (tl.load(h + at + n * N + place, inside, 0.0), tl.load(dg + at + n * N + place, inside, 0.0))
-        dh_word = tl.zeros((ROWS, BLOCK), tl.int32)
-        g_word = tl.zeros((ROWS, BLOCK), tl.int32)
+        dh = ()
+        g = ()
         for n in tl.static_range(4):
             rows = 4 * (begin + down) + n
             y, slope = _gelu(read[2 * n].to(tl.float32) + offset[None, :], TANH)
@@ -114,11 +131,11 @@ def gelu_back(
             own = tl.maximum(tl.load(given + rows, there, 1.0) * wider, 1e-30)
             if tl.program_id(1) == 0:
                 tl.store(scales + rows, own, there)
-            d8 = (d * (1.0 / own)[:, None]).to(tl.float8e4nv)
-            tl.store(small + at + n * N + place, d8, inside)
-            dh_word |= _byte(d8, n)
+            d *= (1.0 / own)[:, None]
+            tl.store(small + at + n * N + place, d.to(tl.float8e4nv), inside)
             times = tl.load(rest + rows, there, 0.0) * grow
-            g_word |= _byte((y * times[:, None]).to(tl.float8e4nv), n)
-        _store_columns(dh_columns, dh_word, first, begin, M, N, ROWS, BLOCK)
-        _store_columns(g_columns, g_word, first, begin, M, N, ROWS, BLOCK)
+            dh += (d,)
+            g += (y * times[:, None],)
+        _store_columns(dh_columns, _word(*dh), first, begin, M, N, ROWS, BLOCK)
+        _store_columns(g_columns, _word(*g), first, begin, M, N, ROWS, BLOCK)
     tl.store(sums + tl.program_id(0) * N + first + across, tl.sum(total, axis=0), known)
