@@ -14,7 +14,7 @@ from vitral.fused.launch import Norm, Normed, Small, Sums, small_like
 from vitral.fused.launch import shares as programs
 
 TILE = {"ROWS": 16, "BLOCK": 128, "num_warps": 8}
-TILE_OF_GELU = {"ROWS": 8, "BLOCK": 128, "num_warps": 8}
+TILE_OF_GELU = {"ROWS": 8, "BLOCK": 256, "num_warps": 8, "maxnreg": 128}
 
 
 class Shares(NamedTuple):
