@@ -65,7 +65,7 @@ def trains(batch: int, fp8: bool, **changes: Any) -> None:
 def answers(**changes: Any) -> None:
     model = a_model(**changes).eval().bfloat16().requires_grad_(False)
     fused.why_not(model, a_gpu(False), learning=False)
-    answer = fused.answering(model, fp8=False)
+    answer = fused.answering(model, a_gpu(fp8=False))
     with torch.inference_mode():
         for images in (1, 2, 4, 16, 32):
             answer(torch.zeros(images, 3, 32, 32, dtype=torch.bfloat16))

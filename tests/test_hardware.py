@@ -179,3 +179,11 @@ def test_a_person_reads_what_is_used_and_why(machine: Any) -> None:
     chosen = choose(width=16)
     assert str(chosen) == "1 core, fp32 (at width 16 a CPU is faster in fp32) · no GPU found, computing on the CPU"
     chosen.synchronize()
+
+
+def test_tensors_that_are_gathered_stay_what_they_are() -> None:
+    layer, plain = torch.nn.Linear(3, 4), torch.arange(5.0)
+    wanted = [tensor.detach().clone() for tensor in (*layer.parameters(), plain)]
+    choose(device="cpu").gather([*layer.parameters(), plain])
+    assert all(map(torch.equal, (*layer.parameters(), plain), wanted))
+    assert layer.weight.requires_grad

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -78,6 +78,17 @@ class Hardware:
         """Wait for the device, before a clock is read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def gather(self, tensors: Sequence[Tensor]) -> None:
+        """Side by side in memory, by way of the computer's: a GPU's is given back in pieces, each as a whole, so that
+        one tensor that stays would hold all that was let go of beside it."""
+        copies = [tensor.data.cpu() for tensor in tensors]
+        for tensor in tensors:
+            tensor.data = tensor.data.new_empty(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.data = copy.to(self.device)
 
     def room(self) -> float:
         """Bytes that a data set may take on the device: half of what is free. On a CPU it is read where it lies."""

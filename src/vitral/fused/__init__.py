@@ -224,11 +224,11 @@ def adds_bias_everywhere(model: ViT) -> bool:
     return learned and plain and model.class_token is None
 
 
-def answering(model: ViT, fp8: bool) -> Callable[[Tensor], Tensor]:
-    """Images → logits, for a model that is used for nothing else: with `fp8`, its large weights are gone."""
+def answering(model: ViT, hardware: Hardware) -> Callable[[Tensor], Tensor]:
+    """Images → logits, for a model that is used for nothing else: with FP8, its large weights are gone."""
     number, front = next(model.parameters()).dtype, asks_first(model)
-    encoder = FusedEncoder(model.encoder, fp8=fp8, number=number, front=front)
-    encoder.weights.let_go()
+    encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, number=number, front=front)
+    encoder.weights.let_go(lambda small: hardware.gather([*model.parameters(), *small]))
 
     def answer(images_BCHW: Tensor) -> Tensor:
         grid = model.check(images_BCHW)

@@ -132,36 +132,38 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
     B, T, D = z_BTD.shape
     z = Sum(z_BTD.reshape(B * T, D).to(fused.number).contiguous())
     chosen = stochastic(fused, B)
-    room = None if keep is not None else Room(z.z, B * T * max(block.mlp.expand.out_features for block in fused.blocks))
+    room = None if keep is not None else Room(z.z, max(block.mlp.expand.out_features for block in fused.blocks))
     for block in fused.blocks:
         z = through_block(fused, block, z, turn, (B, T), chosen, keep, room)
-    return launch.add_norm(*z, of(fused.norm), False)
+    return launch.add_norm(*z, of(fused.norm), False, in_place=keep is None)
 
 
 def through_block(
     fused: FusedEncoder, block: Any, z: Sum, turn: Turn | None, shape: tuple[int, int],
     chosen: dict[Residual, Tensor], keep: list[Kept] | None, room: Room | None,
 ) -> Sum:  # fmt: skip
-    """What the way back needs is put into `keep`; without, the widest matrices lie in `room`, one after the other."""
+    """What the way back needs is put into `keep`; without, there is `room`, and the tokens stay where they are."""
     (B, T), attention, mlp, fp8 = shape, block.attention, block.mlp, fused.fp8
     spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare and not fused.weights.sums_over(B * T)
-    one = launch.add_norm(*z, of(block.norm1), fp8, plain=spare or not fp8)
-    qkv, known = fused.weights.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias, room)
+    in_place = keep is None and block is not fused.blocks[0]  # whose tokens are the caller's
+    one = launch.add_norm(*z, of(block.norm1), fp8, spare or not fp8, in_place)
+    wide, added = (None, None) if room is None else (room.wide, room.added)
+    qkv, known = fused.weights.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias, wide)
     front = fused.front and block is fused.blocks[-1]
     o, o8, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None, known)
     z, fp8 = Sum(one.x[::T].contiguous() if front else one.x), fp8 and not front
     one = one._replace(plain=one.plain if spare else None, small=None)
-    (f, _), kept1 = fused.weights.product(o, o8, attention.project.weight), chosen.get(block.residual1)
+    f, _ = fused.weights.product(o, o8, attention.project.weight, None, added)
+    kept1, kept2 = chosen.get(block.residual1), chosen.get(block.residual2)
     z = Sum(z.z, f, attention.project.bias, kept1)
-    two = launch.add_norm(*z, of(block.norm2), fp8, plain=spare or not fp8)
-    h, known = fused.weights.product(two.plain, two.small, mlp.expand.weight, None, room)
+    two = launch.add_norm(*z, of(block.norm2), fp8, spare or not fp8, in_place)
+    h, known = fused.weights.product(two.plain, two.small, mlp.expand.weight, None, wide)
     two = two._replace(plain=two.plain if spare else None, small=None)
     g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known, in_place=keep is None)
-    kept2 = chosen.get(block.residual2)
     if keep is not None:
         assert o is not None
         keep.append(Kept(block, one, qkv, taken, lse, o, two, h, g if spare else None, kept1, kept2, front))
-    f, _ = fused.weights.product(g, g8, mlp.contract.weight)
+    f, _ = fused.weights.product(g, g8, mlp.contract.weight, None, added)
     return Sum(two.x, f, mlp.contract.bias, kept2)
 
 

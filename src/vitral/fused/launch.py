@@ -88,11 +88,13 @@ class Normed(NamedTuple):
 
 
 def add_norm(
-    z: Tensor, f: Tensor | None, bias: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool, plain: bool = True
-) -> Normed:
-    """z + kept·(f + bias) and its layer norm. `kept` has a number for each image."""
+    z: Tensor, f: Tensor | None, bias: Tensor | None, kept: Tensor | None, norm: Norm, fp8: bool, plain: bool = True,
+    in_place: bool = False,
+) -> Normed:  # fmt: skip
+    """z + kept·(f + bias), perhaps in z's place, and its layer norm. `kept` has a number for each image."""
     (M, D), (weight, shift, eps) = z.shape, norm
-    out, normed = z if f is None else torch.empty_like(z), torch.empty_like(z) if plain else None
+    out = z if f is None or in_place else torch.empty_like(z)
+    normed = torch.empty_like(z) if plain else None
     stats, small = z.new_empty(2, M, dtype=torch.float32), small_like(z) if fp8 else None
     how = tile(D)
     launcher(kernels.norm, (triton.cdiv(M, how["ROWS"]),))(

@@ -6,6 +6,7 @@ Weights stay in fp32; gradients of theirs come out in fp32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from vitral.vit import Encoder
 
 WIDE = 512  # columns from which FP8 gains more in a weight's gradient than turning the matrices costs
 
+Place = Callable[[int, int], Tensor]  # for so many rows and columns
 Bound = tuple[Tensor, Tensor]  # no number of a product is larger than its row's length times the longest column's
 
 
@@ -68,11 +70,14 @@ class Weights:
         if learning and self.columns:
             self.scales = dict(zip(self.blocks, scales_of(self.blocks, most), strict=True))
 
-    def let_go(self) -> None:
-        """Of weights whose FP8 copies are all that answers need: not what follows attention, which may give bf16."""
+    def let_go(self, gather: Callable[[list[Tensor]], None]) -> None:
+        """Of weights whose FP8 copies are all that answers need: not what follows attention, which may give bf16. What
+        stays, these copies and all parameters, `gather` may bring to another place."""
         for weight in self.small.keys() - {block.attention.project.weight for block in self.blocks}:
             del self.rounded[weight]
             weight.data = weight.data.new_empty(0)
+        gather([small.numbers for small in self.small.values()])
+        self.rounded = {weight: weight.detach() for weight in self.rounded}
 
     def by_columns(self, block: Any, dy8: Small | None) -> tuple[Small, Scales] | None:
         """What its weights' gradients need to be products of FP8, if they are: a gradient that is, and scales."""
@@ -83,15 +88,15 @@ class Weights:
         return self.columns and tokens % 16 == 0
 
     def product(
-        self, x: Tensor | None, x8: Small | None, weight: Tensor, bias: Tensor | None = None, room: Room | None = None
+        self, x: Tensor | None, x8: Small | None, weight: Tensor, bias: Tensor | None = None, place: Place | None = None
     ) -> tuple[Tensor, Bound | None]:
         """x·Wᵀ + bias, and how large it can be without the bias, where FP8 is used."""
         if x8 is not None:
             small = self.small[weight]
-            return scaled(x8, small, bias, None if room is None else room.of(len(x8.numbers), len(small.numbers)))
+            return scaled(x8, small, bias, None if place is None else place(len(x8.numbers), len(small.numbers)))
         assert x is not None
         rounded = self.rounded[weight].t()
-        out = None if room is None else room.of(len(x), rounded.shape[1])
+        out = None if place is None else place(len(x), rounded.shape[1])
         if bias is None:
             return torch.mm(x, rounded, out=out), None
         return torch.addmm(bias.to(x.dtype), x, rounded, out=out), None
@@ -132,13 +137,20 @@ def scales_of(blocks: list[Any], most: Tensor) -> list[Scales]:
 
 
 class Room:
-    """A place for the widest matrices of answers: such as come and go would leave gaps that the next does not fit."""
+    """Places for what answers compute again and again: such as come and go leave gaps that the next does not fit."""
 
-    def __init__(self, like: Tensor, most: int) -> None:
-        self.numbers = like.new_empty(max(most, 3 * like.numel()))
+    def __init__(self, tokens: Tensor, widest: int) -> None:
+        M, D = tokens.shape
+        self.widest = tokens.new_empty(M * max(widest, 3 * D))
+        self.narrow = tokens.new_empty(M * D)
 
-    def of(self, rows: int, columns: int) -> Tensor:
-        return self.numbers[: rows * columns].view(rows, columns)
+    def wide(self, rows: int, columns: int) -> Tensor:
+        """For queries, keys and values, and then for the MLP's hidden numbers."""
+        return self.widest[: rows * columns].view(rows, columns)
+
+    def added(self, rows: int, columns: int) -> Tensor:
+        """For what the tokens are given by attention, and then by the MLP."""
+        return self.narrow[: rows * columns].view(rows, columns)
 
 
 def scaled(x: Small, w: Small, bias: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Bound]:

@@ -37,7 +37,7 @@ class _Whole(nn.Module):
 
             self.why_not = fused.why_not(self.model, hardware, learning=False)
             if not self.why_not:
-                self.fused = fused.answering(self.model, hardware.fp8)
+                self.fused = fused.answering(self.model, hardware)
             elif hardware.fp8:
                 raise VitralError(f"no FP8 products: {self.why_not}", "use --precision bf16, or auto")
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
