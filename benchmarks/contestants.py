@@ -198,7 +198,8 @@ def vitral_choice(case: Case, info: dict[str, Any]) -> tuple[Any, Any]:
             compile = "no"
         elif setting not in ("auto", "unfused"):
             precision = setting
-    hardware = choose(precision=precision, compile=compile, width=config.width)  # type: ignore[arg-type]
+    wishes: Any = {"precision": precision, "compile": compile, "scratch": case.work == "train"}
+    hardware = choose(**wishes, width=config.width)
     if "unfused" in case.settings:
         hardware = replace(hardware, fused=False)
     info["chosen"] = str(hardware)

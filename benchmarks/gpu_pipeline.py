@@ -110,7 +110,7 @@ def play(folder: Path, size: str, asked: argparse.Namespace) -> dict[str, Any]:
 
     prepared = prepare(recipe_for(folder, size))
     recipe, split, batch = prepared.recipe, prepared.dataset.train, prepared.recipe.batch
-    hardware = choose(precision=asked.precision, width=recipe.model.width)
+    hardware = choose(precision=asked.precision, width=recipe.model.width, scratch=True)
     training = Training(recipe, prepared.preprocessing, hardware, steps=100_000)
     labels = split.labels.to(hardware.device)
     packed = Loader(images=split.images, labels=labels, batch=batch, seed=0)

@@ -125,7 +125,7 @@ def play(plan: Any, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     steps = max(len(dataset.train) // plan.batch, 1) * plan.epochs
     wishes = {"device": plan.device, "precision": plan.precision, "compile": plan.compile}
-    hardware = choose(**wishes, width=plan.model.width, steps=steps)
+    hardware = choose(**wishes, width=plan.model.width, steps=steps, scratch=not plan.init)
     run = Run(create(plan, dataset, hardware, way_of(plan, hardware), folder))
     fit(plan, dataset, ready.preprocessing, run, hardware, watch, ready.start)
     predictor, rows = Predictor.load(run.path, device=plan.device), run.metrics()

@@ -333,6 +333,22 @@ def test_kernels_that_fail_or_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) 
         forward_of(a_model(), Way(name="alone", reason="one process"), a_gpu(fp8=True), False)
 
 
+@interpreted
+def test_fp8_that_nobody_asked_for_yields_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First with fused kernels, then without."""
+    said, alone, ours = list[str](), Way(name="alone", reason="one process"), a_gpu(fp8=True, yields=True)
+
+    def fails(*given: object, **named: object) -> None:
+        raise KeyError("no such units")
+
+    monkeypatch.setattr(launch, "shrink", fails)
+    forward = forward_of(a_model(depth=1), alone, ours, False, said.append)
+    assert said == ["products of bf16, not of FP8: its kernels fail here: 'no such units'"]
+    assert forward(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
+    forward_of(a_model(depth=1), alone, ours, True, said.append)
+    assert said[1:] == ["products of bf16, not of FP8: activations are computed again"]
+
+
 class Asked:
     """In a kernel's place: what was asked for, and what was launched."""
 

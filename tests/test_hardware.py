@@ -60,6 +60,29 @@ def test_fp8_is_bf16_with_large_products_in_eight_bits(machine: Any, monkeypatch
         choose(precision="fp8", compile="no")
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="kernels of our own are Triton's")
+def test_wide_models_learn_from_scratch_with_fp8_on_a_gpu_that_has_it(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(gpu=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+    chosen = choose(width=768, scratch=True)
+    assert (chosen.precision, chosen.fp8, chosen.yields) == ("bf16", True, True)
+    assert "bf16 (with large products in FP8: from width 512 on faster, and learns as much)" in str(chosen)
+    for others in (
+        {"width": 384},
+        {"width": 768, "scratch": False},
+        {"width": 768, "precision": "bf16"},
+        {"width": 768, "compile": "no"},
+        {},
+    ):
+        assert not choose(**{"scratch": True} | others).fp8
+    assert not choose(precision="fp8", width=768, scratch=True).yields, "whoever asks for it is told if it cannot be"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert not choose(width=768, scratch=True).fp8
+
+
 def test_fp8_where_there_is_none_is_refused(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine()
     with pytest.raises(VitralError, match="no FP8 units on a CPU"):

@@ -32,6 +32,10 @@ Compile = Literal["auto", "yes", "no"]
 # times faster at width 64, equal at 192, and 1.7 times slower at 384 (AMD EPYC 9004, two cores, torch 2.13).
 WIDTH_WORTH_BF16 = 192
 
+# On an H200 FP8 trained 1.25 times as fast as bf16 at widths 768 and 1024, 1.09 times at 384, 0.96 times at 192. That
+# it learns as much was shown for 768 (docs/results.md).
+WIDTH_WORTH_FP8 = 512
+
 # Compiling costs about a minute; a training shorter than this many steps does not earn it back.
 STEPS_WORTH_COMPILING = 3000
 
@@ -47,6 +51,7 @@ class Hardware:
     graph: bool = False  # whether a training step is recorded once and then replayed
     fused: bool = False  # whether the encoder's blocks are computed with kernels of our own (vitral.fused)
     fp8: bool = False  # whether these multiply large matrices as 8-bit numbers; `precision` is bf16 then
+    yields: bool = False  # where FP8 turns out to be impossible, to bf16: nobody asked for it
     world: World = ALONE  # the processes that work together; it has a reason only where there are several
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -269,8 +274,10 @@ def choose(
     compile: Compile = "auto",
     width: int | None = None,
     steps: int | None = None,
+    scratch: bool = False,
 ) -> Hardware:
-    """The fastest safe choice on this machine for a model of `width` and a run of `steps`, unless told otherwise."""
+    """The fastest safe choice on this machine for a model of `width` and a run of `steps`, unless told otherwise;
+    `scratch` says that the run is a training from scratch."""
     world = from_environment()
     chosen, why_device = _device(device, world)
     fp8 = precision == "fp8"
@@ -286,6 +293,9 @@ def choose(
     if graph:
         reasons["graph"] = "a step is one graph that the GPU replays without Python"
     fused = graph and number == "bf16" and find_spec("triton") is not None
+    yields = fused and precision == "auto" and scratch and _is_worth_fp8(chosen, width)
+    if yields:
+        reasons["precision"] = f"with large products in FP8: from width {WIDTH_WORTH_FP8} on faster, and learns as much"
     if fused:
         reasons["fused"] = "one kernel for all that stands between two matrix products"
     elif fp8:
@@ -299,9 +309,16 @@ def choose(
         reasons=reasons,
         graph=graph,
         fused=fused,
-        fp8=fp8,
+        fp8=fp8 or yields,
+        yields=yields,
         world=world,
     )
+
+
+def _is_worth_fp8(device: torch.device, width: int | None) -> bool:
+    """Where it was measured, in speed and in what is learned: docs/results.md."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return hopper and width is not None and width >= WIDTH_WORTH_FP8
 
 
 def _check_fp8(device: torch.device) -> None:

@@ -95,6 +95,7 @@ def train(
         compile=plan.compile,
         width=plan.model.width,
         steps=steps * plan.epochs,
+        scratch=not plan.init,
     )
     way = way_of(plan, hardware)
     if run is None:

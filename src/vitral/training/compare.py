@@ -195,6 +195,7 @@ def train_part(part: Apart, folder: Path, seed: int, watch: Watch | None) -> tup
         compile=plan.compile,
         width=plan.model.width,
         steps=plan.epochs * max(len(part.dataset.train) // plan.batch, 1),
+        scratch=not plan.init,
     )
     with run.alone():
         fit(plan, part.dataset, part.ready.preprocessing, run, hardware, watch, part.ready.start)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Literal
 
@@ -107,7 +107,11 @@ def forward_of(
 
         if not (reason := fused.why_not(model, hardware, batch=images)):
             return fused.forward(model, hardware, say, images)
-        say(f"without fused kernels: {reason}")
+        if not hardware.yields:
+            say(f"without fused kernels: {reason}")
+    if hardware.yields:
+        say(f"products of bf16, not of FP8: {reason}")
+        return forward_of(model, way, replace(hardware, fp8=False, yields=False), recompute, say, images)
     if hardware.fp8:
         raise VitralError(f"no FP8 products: {reason}", "--precision bf16, or auto")
     return hardware.compiled(model) if recompute or way.name != "alone" else hardware.forward(model)

