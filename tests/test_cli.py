@@ -220,6 +220,9 @@ def test_predict_as_json_and_csv(vitral, run, digit):
     _, out, _ = vitral("predict", run, digit, "--csv", "--top", 10)
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [row["label"] for row in rows] == [label["name"] for label in answer["labels"]]
+    status, _, said = vitral("predict", run, digit, "--csv", "--json")
+    assert status == 2
+    assert "give one of them" in said
 
 
 def test_predict_takes_the_model_folder_alone(vitral, run, digit):

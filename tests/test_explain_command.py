@@ -128,7 +128,8 @@ def test_faithfulness_of_a_model_from_the_command_line(folder: Path, capsys: pyt
             Image.effect_noise((24, 16), 20 + 30 * index).convert("RGB").save(folder / "photos" / name / f"{index}.png")
     words = ["model", "--faithfulness", "photos", "--images", "4", "--method", "rollout", "gradcam"]
     assert command.run(words) == 0
-    said = capsys.readouterr().out
+    said, beside = capsys.readouterr()
+    assert " test images of photos" in beside
     assert all(name in said for name in ("rollout", "gradcam", "random", "For this model:", "4 images"))
     assert max(map(len, said.splitlines())) <= 80 or "…" not in said
     assert (folder / "explained" / "faithfulness.png").is_file()

@@ -205,6 +205,7 @@ def test_probe_judges_features_without_training(source, photos, tmp_path, capsys
     printed = capsys.readouterr().out
     assert "nearest neighbours" in printed
     assert "linear" in printed
+    assert " validation images, " in printed, "there are no test images"
     assert (tmp_path / "probe.png").stat().st_size > 10_000
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,6 +127,7 @@ def probe(
         features(dataset.test) if tested else validation,
         dataset.classes,
     )
+    result = replace(result, judged_on="test" if tested else "validation")
     if out is not None:
         figures.probe(result, Path(out))
     return result

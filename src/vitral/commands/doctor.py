@@ -41,5 +41,5 @@ def run(words: list[str]) -> int:
 
         terminal.show_diagnosis(diagnosis, advice)
         if chosen.fix_list:
-            print(f"\n{chosen.fix_list}: {listed:,} lines")
+            print(f"\n{chosen.fix_list}: {listed:,} {'line' if listed == 1 else 'lines'}")
     return 1 if diagnosis.errors else 0

@@ -90,8 +90,11 @@ def asked(chosen: Any) -> tuple[list[str], dict[str, Any]]:
     from vitral.explain import DEFAULT, METHODS
     from vitral.explain.pictures import find_method
 
-    quick = [name for name, method in METHODS.items() if not method.slow]
-    methods = quick if chosen.method == ("all",) else list(chosen.method or DEFAULT)
+    methods = list(chosen.method or DEFAULT)
+    if chosen.method == ("all",):
+        methods = [name for name, method in METHODS.items() if not method.slow]
+        slow = " and ".join(METHODS.keys() - set(methods))
+        understood([f"all but {slow}, which takes hundreds of passes an image: --method {slow}"])
     given = {"layer": chosen.layer, "head": chosen.head}
     given |= {"residual": None if chosen.residual else False}
     given |= {"fusion": None if chosen.fusion == "mean" else chosen.fusion}
@@ -117,6 +120,8 @@ def judge(chosen: Any) -> int:
     asked_about = question(predictor, chosen.faithfulness, chosen.split)
     if not chosen.method:
         methods = faithfulness.all_that_fit(asked_about.predictor.model)
+    split, whole = asked_about.name, len(asked_about.split.labels)
+    understood([f"{min(chosen.images, whole):,} of {whole:,} {split} images of {asked_about.dataset.name}"])
     with status() as watch:
         result = faithfulness.measure(
             asked_about.predictor,

@@ -40,6 +40,8 @@ def run(words: list[str]) -> int:
         raise which_images("predict", chosen.run)
     if chosen.top < 1:
         raise VitralError(f"--top must be at least 1, not {chosen.top}", "leave it out for 3")
+    if chosen.json and chosen.csv:
+        raise VitralError("--json and --csv are two ways to print the answers", "give one of them")
     from vitral.answers import show
     from vitral.weights.checkpoint import NO_HEAD
 

@@ -89,6 +89,7 @@ class ProbeResult:
     seeds: int  # draws of each few-shot row
     chosen_on: Literal["validation", "cross-validation"]
     notes: tuple[str, ...] = ()  # what was left out, and why
+    judged_on: Literal["test", "validation"] = "test"
 
     def as_dict(self) -> dict[str, Any]:
         from vitral.plain import to_plain

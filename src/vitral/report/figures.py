@@ -260,7 +260,7 @@ def probe(result: ProbeResult, path: Path) -> Path:
     axes.set_xscale("log")
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()
-    axes.set(xlabel="labelled images a class", ylabel=f"accuracy on {result.test_images:,} test images")
+    axes.set(xlabel="labelled images a class", ylabel=f"accuracy on {result.test_images:,} {result.judged_on} images")
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, -0.004), min(high, 1.004))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
