@@ -70,8 +70,8 @@ def show_probe(result: ProbeResult) -> None:
     console.print(table)
     how = "on the validation images" if result.chosen_on == "validation" else "by cross-validation"
     console.print(
-        f"\n{result.test_images:,} {result.judged_on} images, {len(result.classes)} classes. k and C were chosen {how}; λ is fixed."
-        f" Intervals of least squares: over {result.seeds} draws of the images; the others: over these images."
+        f"\n{result.test_images:,} {result.judged_on} images, {len(result.classes)} classes. k and C were chosen {how};"
+        f" λ is fixed. Intervals of least squares: over {result.seeds} draws of the images; the others: over these."
     )
     for note in result.notes:
         console.print(f"[dim]{escape(note)}[/dim]")
