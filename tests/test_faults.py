@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import sys
@@ -557,6 +558,7 @@ def test_a_corrupt_newest_checkpoint_says_what_to_do_and_doing_it_helps(
     newest.unlink()
     vitral("train", "--resume", half_digits)
     assert bits(half_digits) == bits(undisturbed.path)
+    assert re.search(r"goes on after step \d+ of \d+\n", capsys.readouterr().out)
 
 
 def test_a_checkpoint_of_another_format_stops_the_resume(half_digits: Path, capsys: pytest.CaptureFixture[str]) -> None:

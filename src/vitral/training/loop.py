@@ -68,7 +68,8 @@ def fit(
     steps = loader.steps * recipe.epochs
     sample = dataset.train.images[:SAMPLE] if "whitened" in recipe.start else None
     state = begin(recipe, hardware, steps, start, None if sample is None else preprocessing.normalise(sample))
-    resumed = resume(state, recipe, hardware, run)
+    if resumed := resume(state, recipe, hardware, run):
+        watch.said(f"goes on after step {state.step:,} of {steps:,}")
     rows = world.tell(lambda: taken_back(run, state.epoch))
     part = math.ceil(min(recipe.batch, len(dataset.train)) / recipe.accumulate)
     forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute, watch.said, part)
