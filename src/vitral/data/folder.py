@@ -57,6 +57,17 @@ def looks_like_files(name: str) -> bool:
     return elsewhere or written_so or (name not in KNOWN and Path(name).is_dir())
 
 
+def unsorted(path: Path) -> VitralError:
+    """What to say of a folder whose images, if there are any, lie in no class."""
+    there = len(image_files([path]))
+    return VitralError(
+        f"{path} has no images in class folders",
+        f"{there:,} images lie elsewhere in it; one folder a class: {path}/ants, {path}/bees"
+        if there
+        else "one folder a class: photos/ants, photos/bees",
+    )
+
+
 def listing(path: Path, validation: float, progress: bool = False) -> Listing:
     """The images below a folder or in a CSV list, sorted into classes and splits."""
     if not path.exists():
@@ -73,6 +84,8 @@ def listing(path: Path, validation: float, progress: bool = False) -> Listing:
         None,
     ):
         raise VitralError(f"the class name {odd!r} is no Unicode: it could neither be printed nor saved", "rename it")
+    if not classes and path.is_dir():
+        raise unsorted(path)
     if len(classes) < 2:
         raise VitralError(
             f"{path} has {len(classes)} class{'es' if not classes else ''} with images; at least two are needed",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitral.data.decode import image_files
+from vitral.data.folder import unsorted
 from vitral.data.sources import KNOWN
 from vitral.doctor.contents import Photo, modes, odd, opened, sizes, twins, unreadable
 from vitral.doctor.folders import in_list, sorted_out
@@ -73,13 +73,7 @@ def examine(folder: Path | str) -> Diagnosis:
     if not listed and path.is_file():
         raise VitralError(f"{path} lists no images", "one line an image: path,label and, if wanted, split")
     if not listed:
-        deep = image_files([path])
-        raise VitralError(
-            f"{path} has no images in class folders",
-            f"{len(deep):,} images lie elsewhere in it; one folder a class: {path}/ants, {path}/bees"
-            if deep
-            else "one folder a class: photos/ants, photos/bees",
-        )
+        raise unsorted(path)
     photos, small = opened(listed)
     readable = [index for index, photo in enumerate(photos) if not photo.error]
     good = [photos[index] for index in readable]
