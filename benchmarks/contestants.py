@@ -116,7 +116,7 @@ class Training:
 
         self.recipe, self.steps = recipe, steps
         self.state = state = begin(recipe, hardware, steps)
-        forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute)
+        forward, hardware = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute)
 
         def step_on(images: Any, labels: Any) -> None:
             train_step(forward, state, images, labels, Task(recipe, seen, hardware))
@@ -201,7 +201,7 @@ def vitral_choice(case: Case, info: dict[str, Any]) -> tuple[Any, Any]:
     wishes: Any = {"precision": precision, "compile": compile, "scratch": case.work == "train"}
     hardware = choose(**wishes, width=config.width)
     if "unfused" in case.settings:
-        hardware = replace(hardware, fused=False)
+        hardware = replace(hardware, fused=False, fp8=False, yields=False)
     info["chosen"] = str(hardware)
     info["reasons"] = hardware.reasons
     info["gflop"] = arithmetic(config) / 1e9

@@ -28,12 +28,14 @@ from torch import Tensor, nn
 
 from conftest import Fit, identical, leave_out_pictures
 from processes import Process
-from vitral import cli, workshop
+from vitral import cli, making, workshop
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.hardware import choose
 from vitral.run import Run, load_weights
 from vitral.training import checkpoint, loop
 from vitral.training.interrupt import Interrupted
+from vitral.training.origin import note_precision
 from vitral.training.watch import Watch
 
 # Fifteen steps of some milliseconds, with a checkpoint after each, and everything that draws random numbers or carries
@@ -662,6 +664,28 @@ def test_a_run_that_stopped_for_a_nan_goes_on_by_the_line_it_printed(
     assert run.finished
     assert 'on_nan = "rollback"' in run.recipe_file.read_text()
     assert run.metrics()[-1]["lr"] == pytest.approx(0.25e-2)  # the one after the throw did not help
+
+
+@pytest.mark.parametrize(("began", "fp8"), [("bf16", False), ("fp8", True), (None, False)])
+def test_a_run_goes_on_in_the_numbers_it_began_with(
+    half_digits: Path, began: str | None, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bf16 run of a version that knew no FP8 does not become one half-way."""
+    file, asked = half_digits / "environment.json", list[Any]()
+    known = json.loads(file.read_text())
+    file.write_text("{" if began is None else json.dumps(known | {"precision": began}))
+    monkeypatch.setattr(making, "choose", lambda **wishes: asked.append(wishes.get("scratch")) or choose(**wishes))
+    vitral("train", "--resume", half_digits)
+    assert [wish for wish in asked if wish is not None] == [fp8]
+
+
+def test_a_run_that_could_not_have_fp8_says_so(half_digits: Path) -> None:
+    run, known = Run(half_digits), json.loads((half_digits / "environment.json").read_text())
+    hardware = choose(device="cpu", precision="bf16")
+    note_precision(run, replace(hardware, fp8=True, yields=True).without_fp8("no units"))
+    noted = json.loads(run.environment_file.read_text())
+    reasons = known["reasons"] | {"precision": "without products in FP8: no units"}
+    assert noted == known | {"precision": "bf16", "reasons": reasons}
 
 
 def test_what_does_not_decide_the_result_may_change_on_resume(half_digits: Path, undisturbed: Run) -> None:

@@ -319,7 +319,7 @@ def test_kernels_that_fail_or_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) 
         return g * 2, dh * 2, *rest
 
     monkeypatch.setattr(launch, "act_back", lies)
-    forward = forward_of(a_model(depth=1), Way(name="alone", reason="one process"), a_gpu(), False, said.append)
+    forward, _ = forward_of(a_model(depth=1), Way(name="alone", reason="one process"), a_gpu(), False, said.append)
     assert forward(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
     assert "off by" in said[0]
 
@@ -342,11 +342,15 @@ def test_fp8_that_nobody_asked_for_yields_to_bf16(monkeypatch: pytest.MonkeyPatc
         raise KeyError("no such units")
 
     monkeypatch.setattr(launch, "shrink", fails)
-    forward = forward_of(a_model(depth=1), alone, ours, False, said.append)
+    forward, used = forward_of(a_model(depth=1), alone, ours, False, said.append)
+    assert (used.fp8, used.yields, used.fused) == (False, False, True)
+    assert "no such units" in used.reasons["precision"]
     assert said == ["products of bf16, not of FP8: its kernels fail here: 'no such units'"]
     assert forward(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
     forward_of(a_model(depth=1), alone, ours, True, said.append)
     assert said[1:] == ["products of bf16, not of FP8: activations are computed again"]
+    forward_of(a_model(depth=1), alone, replace(ours, fused=False), False, said.append)
+    assert said[2:] == ["products of bf16, not of FP8: it needs fused kernels"]
 
 
 class Asked:

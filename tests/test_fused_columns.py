@@ -140,10 +140,16 @@ def test_answers_in_fp8_need_no_other_weights(
     """Whichever way attention goes: for 17 tokens, 65 and 290, and with heads of 80 columns."""
     products_in_fp32(monkeypatch)
     model, tokens = a_model(image, depth=2, **changes)
-    own = encoder.FusedEncoder(model.encoder, True, torch.float32, front=True)
+    own, held = encoder.FusedEncoder(model.encoder, True, torch.float32, front=True), list[int]()
     with torch.no_grad():
         before = own(tokens, model.config.grid)
-        own.weights.let_go(lambda small: a_gpu().gather([*model.parameters(), *small]))
+        own.weights.let_go(
+            lambda small: (
+                held.append(len(own.weights.rounded)),
+                a_gpu().gather([*model.parameters(), *small]),
+            )
+        )
+        assert held == [0], "while they are held, their memory is not given back"
         for weight, rounded in own.weights.rounded.items():
             assert rounded.data_ptr() == weight.data_ptr(), "the old ones would be held"
         assert torch.equal(own(tokens, model.config.grid), before)

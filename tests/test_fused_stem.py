@@ -76,7 +76,7 @@ def test_a_training_forward_takes_it_and_every_parameter_gets_its_gradient(monke
     asked: list[tuple[int, ...]] = []
     real = FusedStem.__call__
     monkeypatch.setattr(FusedStem, "__call__", lambda self, x: asked.append(tuple(x.shape)) or real(self, x))
-    forward = forward_of(model, Way(name="alone", reason="one process"), GPU, False)
+    forward, _ = forward_of(model, Way(name="alone", reason="one process"), GPU, False)
     logits = forward(images)
     assert asked == [(16, 3, 8, 8), (4, 3, 8, 8)]  # tried, then used
     wanted = model(images)

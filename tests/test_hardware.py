@@ -69,7 +69,7 @@ def test_wide_models_learn_from_scratch_with_fp8_on_a_gpu_that_has_it(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
     chosen = choose(width=768, scratch=True)
     assert (chosen.precision, chosen.fp8, chosen.yields) == ("bf16", True, True)
-    assert "bf16 (with large products in FP8: from width 512 on faster, and learns as much)" in str(chosen)
+    assert "bf16 (with large products in FP8: faster, and at width 768 it learned as much)" in str(chosen)
     for others in (
         {"width": 384},
         {"width": 768, "scratch": False},

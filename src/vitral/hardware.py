@@ -10,7 +10,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,7 +51,7 @@ class Hardware:
     graph: bool = False  # whether a training step is recorded once and then replayed
     fused: bool = False  # whether the encoder's blocks are computed with kernels of our own (vitral.fused)
     fp8: bool = False  # whether these multiply large matrices as 8-bit numbers; `precision` is bf16 then
-    yields: bool = False  # where FP8 turns out to be impossible, to bf16: nobody asked for it
+    yields: bool = False  # FP8, where its kernels cannot be used, to bf16: nobody asked for it
     world: World = ALONE  # the processes that work together; it has a reason only where there are several
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -83,6 +83,10 @@ class Hardware:
         """Wait for the device, before a clock is read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def without_fp8(self, reason: str) -> Hardware:
+        reasons = self.reasons | {"precision": f"without products in FP8: {reason}"}
+        return replace(self, fp8=False, yields=False, reasons=reasons)
 
     def gather(self, tensors: Sequence[Tensor]) -> None:
         """Side by side in memory, by way of the computer's: a GPU's is given back in pieces, each as a whole, so that
@@ -295,7 +299,7 @@ def choose(
     fused = graph and number == "bf16" and find_spec("triton") is not None
     yields = fused and precision == "auto" and scratch and _is_worth_fp8(chosen, width)
     if yields:
-        reasons["precision"] = f"with large products in FP8: from width {WIDTH_WORTH_FP8} on faster, and learns as much"
+        reasons["precision"] = "with large products in FP8: faster, and at width 768 it learned as much"
     if fused:
         reasons["fused"] = "one kernel for all that stands between two matrix products"
     elif fp8:
@@ -316,7 +320,7 @@ def choose(
 
 
 def _is_worth_fp8(device: torch.device, width: int | None) -> bool:
-    """Where it was measured, in speed and in what is learned: docs/results.md."""
+    """Where it is faster by far; see WIDTH_WORTH_FP8."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return hopper and width is not None and width >= WIDTH_WORTH_FP8
 

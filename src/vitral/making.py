@@ -33,7 +33,7 @@ from vitral.training.compare import check as check_comparison
 from vitral.training.compare import compare as compare_ways
 from vitral.training.display import Display, Waiting
 from vitral.training.loop import check_splits, fit
-from vitral.training.origin import check_same_data, create, earlier_attempt
+from vitral.training.origin import began_in_fp8, check_same_data, create, earlier_attempt
 from vitral.training.parallel import Way, way_of
 from vitral.training.plan import Prepared, of_size, plan_for, prepare
 from vitral.training.recipe import CAN_CHANGE, Recipe, read_recipe
@@ -95,7 +95,7 @@ def train(
         compile=plan.compile,
         width=plan.model.width,
         steps=steps * plan.epochs,
-        scratch=not plan.init,
+        scratch=not plan.init and (run is None or began_in_fp8(run)),  # a run goes on as it began
     )
     way = way_of(plan, hardware)
     if run is None:

@@ -76,8 +76,11 @@ class Weights:
         for weight in self.small.keys() - {block.attention.project.weight for block in self.blocks}:
             del self.rounded[weight]
             weight.data = weight.data.new_empty(0)
-        gather([small.numbers for small in self.small.values()])
-        self.rounded = {weight: weight.detach() for weight in self.rounded}
+        if self.small:
+            left = list(self.rounded)
+            self.rounded.clear()  # which hold what is to be moved
+            gather([small.numbers for small in self.small.values()])
+            self.rounded = {weight: weight.detach() for weight in left}
 
     def by_columns(self, block: Any, dy8: Small | None) -> tuple[Small, Scales] | None:
         """What its weights' gradients need to be products of FP8, if they are: a gradient that is, and scales."""

@@ -31,6 +31,7 @@ from vitral.training.divided import weights_of, whole
 from vitral.training.interrupt import Interrupted, interruptible
 from vitral.training.loss import Judge, balanced_weights, guessing, judged, losses
 from vitral.training.optim import learning_rate, set_learning_rate
+from vitral.training.origin import note_precision
 from vitral.training.parallel import forward_of, last_part, way_of
 from vitral.training.recipe import Recipe
 from vitral.training.state import State, begin, resume, roll_back, write_checkpoint
@@ -72,7 +73,11 @@ def fit(
         watch.said(f"goes on after step {state.step:,} of {steps:,}")
     rows = world.tell(lambda: taken_back(run, state.epoch))
     part = math.ceil(min(recipe.batch, len(dataset.train)) / recipe.accumulate)
-    forward = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute, watch.said, part)
+    way = way_of(recipe, hardware)
+    forward, used = forward_of(state.model, way, hardware, recipe.recompute, watch.said, part)
+    if used != hardware:
+        hardware = used
+        note_precision(run, hardware)
     balanced = recipe.class_weights == "balanced"
     weights_K = balanced_weights(loader.labels, recipe.model.classes) if balanced else None
     unmixed_from = round((1 - recipe.augment.unmixed) * steps) if recipe.augment.unmixed else None

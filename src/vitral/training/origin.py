@@ -39,7 +39,7 @@ def environment(plan: Recipe, dataset: Dataset, hardware: Hardware, way: Way) ->
         "torch": torch.__version__,
         "platform": platform.platform(),
         "hardware": hardware.name,
-        "precision": "fp8" if hardware.fp8 else hardware.precision,
+        "precision": number(hardware),
         "compile": hardware.compile,
         "threads": torch.get_num_threads(),
         "processes": hardware.world.size,
@@ -51,6 +51,26 @@ def environment(plan: Recipe, dataset: Dataset, hardware: Hardware, way: Way) ->
         "command": typed(sys.argv),
         "data": {"name": dataset.name, "fingerprint": dataset.fingerprint, "source": dataset.source},
     }
+
+
+def number(hardware: Hardware) -> str:
+    return "fp8" if hardware.fp8 else hardware.precision
+
+
+def note_precision(run: Run, hardware: Hardware) -> None:
+    """Where the hardware is used in another way than was thought when the run was made."""
+    if not run.environment_file.is_file():  # of a training inside another command
+        return
+    known = json.loads(run.environment_file.read_text(encoding="utf-8"))
+    known["precision"], known["reasons"]["precision"] = number(hardware), hardware.reasons["precision"]
+    write_atomically(run.environment_file, json.dumps(known, indent=2) + "\n")
+
+
+def began_in_fp8(run: Run) -> bool:
+    try:
+        return bool(json.loads(run.environment_file.read_text(encoding="utf-8"))["precision"] == "fp8")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def typed(words: list[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
 
@@ -95,26 +95,29 @@ def forward_of(
     recompute: bool,
     say: Callable[[str], None] = lambda sentence: None,
     images: int = 16,
-) -> Callable[[Tensor], Tensor]:
+) -> tuple[Callable[[Tensor], Tensor], Hardware]:
     """What the training step calls, with so many images: with ddp, gradients are averaged while the backward pass
-    goes on."""
-    if way.name == "ddp":
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS)
-    if recompute or way.name != "alone":
+    goes on. And the hardware as it is used: without FP8 that nobody asked for, where it turned out to be impossible."""
+    alone = way.name == "alone"
+    if recompute or not alone:
         reason = "activations are computed again" if recompute else way.reason
     elif hardware.fused and isinstance(model, ViT):
         from vitral import fused
 
         if not (reason := fused.why_not(model, hardware, batch=images)):
-            return fused.forward(model, hardware, say, images)
+            return fused.forward(model, hardware, say, images), hardware
         if not hardware.yields:
             say(f"without fused kernels: {reason}")
+    else:
+        reason = "it needs fused kernels"
     if hardware.yields:
         say(f"products of bf16, not of FP8: {reason}")
-        return forward_of(model, way, replace(hardware, fp8=False, yields=False), recompute, say, images)
+        return forward_of(model, way, hardware.without_fp8(reason), recompute, say, images)
     if hardware.fp8:
         raise VitralError(f"no FP8 products: {reason}", "--precision bf16, or auto")
-    return hardware.compiled(model) if recompute or way.name != "alone" else hardware.forward(model)
+    if way.name == "ddp":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS)
+    return hardware.forward(model) if alone and not recompute else hardware.compiled(model), hardware
 
 
 @contextmanager

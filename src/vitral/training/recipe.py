@@ -122,7 +122,7 @@ class Recipe:
     ema_decay: float = 0.0  # the same as a number a step, as papers have it: 0.99996 remembers 25,000 steps
     seed: int = 0
     device: Device = "auto"
-    precision: Precision = "auto"  # bf16 where it is faster; fp8: the large products in 8 bits, on a new GPU
+    precision: Precision = "auto"  # fp32, bf16 or, for wide models on new GPUs, fp8: large products in 8 bits
     compile: Compile = "auto"
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # of several processes: each the whole model, or a part of it
     views: Views = "one"  # of a test image, averaged. flip: its mirror image too; three: moved by a pixel; six: both
