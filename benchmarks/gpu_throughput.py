@@ -1,13 +1,14 @@
 """Images a second in training and inference on a GPU: vitral beside timm, transformers, vit-pytorch and torchvision.
 
-    python benchmarks/gpu_throughput.py [--budget 360] [--vitral auto fp8] [--out gpu_throughput.json]
+    python benchmarks/gpu_throughput.py [--budget 360] [--vitral bf16 fp8] [--out gpu_throughput.json]
     python benchmarks/gpu_throughput.py --cases vitral:B/16:train timm:B/16:train timm:B/16:train:channels-last
 
 A case is WHO:SIZE:WORK[:SETTING+SETTING]. All cases of a row have the same batch and do the same work: 224 px, 197
-tokens, exact GELU, 1000 classes; training is forward, cross-entropy, backward and AdamW in bf16 with weights in fp32.
+tokens, exact GELU, 1000 classes; training is forward, cross-entropy, backward and AdamW with weights in fp32, in bf16
+but where vitral is asked for FP8 or takes it by itself.
 
 vitral      the product's own step (vitral.training.loop) and engine (vitral.inference), as hardware.choose picks them
-            unless a setting names a precision (fp8), eager, unfused, or another model (tanh GELU, mean pooling); from
+            unless a setting names a precision (bf16, fp8), eager, unfused, or another model (tanh GELU, mean pooling); from
             uint8 pixels, so normalising them is in its time and not in others'
 others      torch.compile, fused AdamW, TF32 for what is left in fp32; images already float, normalised, on the GPU.
             Training under autocast, inference with bf16 weights. Settings: eager, graphs (CUDA graphs, by
