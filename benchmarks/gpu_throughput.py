@@ -8,8 +8,8 @@ tokens, exact GELU, 1000 classes; training is forward, cross-entropy, backward a
 but where vitral is asked for FP8 or takes it by itself.
 
 vitral      the product's own step (vitral.training.loop) and engine (vitral.inference), as hardware.choose picks them
-            unless a setting names a precision (bf16, fp8), eager, unfused, or another model (tanh GELU, mean pooling); from
-            uint8 pixels, so normalising them is in its time and not in others'
+            unless a setting names a precision (bf16, fp8), eager, unfused, or another model (tanh GELU, mean pooling);
+            from uint8 pixels, so normalising them is in its time and not in others'
 others      torch.compile, fused AdamW, TF32 for what is left in fp32; images already float, normalised, on the GPU.
             Training under autocast, inference with bf16 weights. Settings: eager, graphs (CUDA graphs, by
             mode="reduce-overhead"), channels-last, autocast, bf16-weights (small updates are lost: not compared with)
