@@ -137,6 +137,20 @@ def test_faithfulness_of_a_model_from_the_command_line(folder: Path, capsys: pyt
     assert [row["method"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["rollout", "gradcam", "random"]
 
 
+def test_a_map_that_knows_no_class_is_drawn_once(
+    cpu: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant, config = KINDS["class"]
+    seen = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    card = ModelCard(architecture=config, preprocessing=seen, classes=tuple("abcde"), trained_on="x", epoch=1)
+    predictor, drawn = Predictor(alive(variant, config), card, cpu), list[str]()
+    found = explain(predictor, Image.new("RGB", (60, 20), "gray"), ["rollout", "relevance"], ["a", "b", "c"])
+    real = heatmaps.overlay
+    monkeypatch.setattr(heatmaps, "overlay", lambda *given: drawn.append(given[1].method.name) or real(*given))
+    heatmaps.sheet(found, tmp_path / "sheet.png")
+    assert sorted(drawn) == ["relevance"] * 3 + ["rollout"]
+
+
 def test_what_the_model_did_not_see_is_dark_and_what_it_marks_is_light(cpu: Hardware) -> None:
     variant, config = KINDS["class"]
     seen = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)

@@ -55,7 +55,7 @@ def tinted(pixels_hw3: Array, strength_hw: Array) -> Array:
 
 
 def sheet(explanation: Explanation, path: Path, colours: ColourMap = "inferno") -> Path:
-    """A row a class, a column a method, the picture itself in front."""
+    """A row a class, a column a method, the picture itself in front. A map that knows no class is drawn once."""
     rows = by_class(explanation.heats)
     names = [heat.method.name for heat in rows[0]]
     w, h = explanation.picture.size
@@ -75,8 +75,10 @@ def sheet(explanation: Explanation, path: Path, colours: ColourMap = "inferno") 
         colour = BLUE if label.name == answer.name else GRAY
         row[0].set_title(asked, fontsize=11, loc="left", color=colour, weight="bold", parse_math=False)
         for axes, heat in zip(row[1:], heats, strict=True):
-            show(axes, np.asarray(overlay(explanation.picture, heat, colours)))
-            axes.set_title(heat.method.name, fontsize=10, loc="left", color=GRAY)
+            if heat.method.by_class or heats is rows[0]:
+                show(axes, np.asarray(overlay(explanation.picture, heat, colours)))
+                alike = "" if heat.method.by_class or len(rows) == 1 else ", for any class"
+                axes.set_title(heat.method.name + alike, fontsize=10, loc="left", color=GRAY)
     foot = "blue class: what the model says" if len(rows) > 1 else "what the model says, and how sure it is"
     if explanation.unknown:
         foot = "unsure: it looks like nothing the model was trained on"
