@@ -224,6 +224,7 @@ def wait_for(condition: Callable[[], Any], launcher: subprocess.Popen[str]) -> N
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked for in /proc")
+@pytest.mark.slow
 def test_a_killed_process_is_started_again_and_killed_once_more_ends_the_job_with_its_reason(tmp_path: Path) -> None:
     """kill -9 of the second process: torchrun starts both anew, they go on from the newest checkpoint."""
     words = ["train", "digits", "--epochs", "1000", "--data.validation", "0.5", "--device", "cpu"]
