@@ -686,6 +686,9 @@ def test_a_run_that_could_not_have_fp8_says_so(half_digits: Path) -> None:
     noted = json.loads(run.environment_file.read_text())
     reasons = known["reasons"] | {"precision": "without products in FP8: no units"}
     assert noted == known | {"precision": "bf16", "reasons": reasons}
+    run.environment_file.write_text("{")
+    note_precision(run, hardware)
+    assert run.environment_file.read_text() == "{", "what is broken is no reason to stop a training"
 
 
 def test_what_does_not_decide_the_result_may_change_on_resume(half_digits: Path, undisturbed: Run) -> None:

@@ -59,18 +59,22 @@ def number(hardware: Hardware) -> str:
 
 def note_precision(run: Run, hardware: Hardware) -> None:
     """Where the hardware is used in another way than was thought when the run was made."""
-    if not run.environment_file.is_file():  # of a training inside another command
-        return
-    known = json.loads(run.environment_file.read_text(encoding="utf-8"))
-    known["precision"], known["reasons"]["precision"] = number(hardware), hardware.reasons["precision"]
-    write_atomically(run.environment_file, json.dumps(known, indent=2) + "\n")
+    if known := written(run):
+        reasons = known["reasons"] | {"precision": hardware.reasons["precision"]}
+        known |= {"precision": number(hardware), "reasons": reasons}
+        write_atomically(run.environment_file, json.dumps(known, indent=2) + "\n")
 
 
 def began_in_fp8(run: Run) -> bool:
-    try:
-        return bool(json.loads(run.environment_file.read_text(encoding="utf-8"))["precision"] == "fp8")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return written(run).get("precision") == "fp8"
+
+
+def written(run: Run) -> dict[str, Any]:
+    """What `environment` said when the run was made; nothing where that is lost, or the run is another command's."""
+    with suppress(OSError, ValueError):
+        if isinstance(known := json.loads(run.environment_file.read_text(encoding="utf-8")), dict):
+            return known
+    return {}
 
 
 def typed(words: list[str]) -> str:
@@ -100,9 +104,9 @@ def earlier_attempt(out: str | Path | None) -> Path | None:
     """The unfinished run of this very job, where torchrun or a scheduler has started its processes again."""
     files = [Path(out) / "environment.json"] if out is not None else RUNS.glob("*/environment.json")
     for file in files if launch() else ():
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError):
             run = Run(file.parent)
-            ours = json.loads(file.read_text(encoding="utf-8")).get("launch") == launch()
+            ours = written(run).get("launch") == launch()
             if ours and run.recipe_file.is_file() and not (run.finished and run.test_file.is_file()):
                 return run.path
     return None
@@ -110,8 +114,8 @@ def earlier_attempt(out: str | Path | None) -> Path | None:
 
 def check_same_data(run: Run, dataset: Dataset) -> None:
     try:
-        before = json.loads(run.environment_file.read_text(encoding="utf-8"))["data"]["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
+        before = written(run)["data"]["fingerprint"]
+    except (KeyError, TypeError):
         return
     if before != dataset.fingerprint:
         raise VitralError(
