@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vitral.data.augment import Augment
+from vitral.data.policy import Policy
 from vitral.fused import (
     adamw_kernels,
     attention,
@@ -32,6 +33,7 @@ from vitral.fused import (
     judge_kernels,
     kernels,
     muon_kernels,
+    policy_kernels,
     stem,
     stem_kernels,
     vary,
@@ -53,6 +55,7 @@ OF_ATTENTION = ("attend", "queries_back", "keys_back", "cast")
 OF_MUON = ("look_ahead", "normalise", "move")
 OF_STEM = ("patches", "norm_relu", "norm_relu_back")
 VARIED = [Augment(shift=2, flip=True, cutmix=1.0, mixed=0.4), Augment(shift=2, border="black"), Augment(cutmix=1.0)]
+VARIED += [Augment(shift=2, policy=Policy(name="randaugment"), cutmix=1.0), Augment(jitter=0.2)]
 MODELS: list[dict[str, Any]] = [
     {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "gelu": "tanh", "drop_path": 0.2},
     {"pooling": "mean"},
@@ -178,6 +181,7 @@ def main(capabilities: list[int]) -> None:
         plain = ConvStem(ConvStemConfig(widths=widths, strides=(1, 2, 2)), 3, 1e-6)
         stem.FusedStem(plain)(torch.zeros(4, 3, 32, 32)).sum().backward()
     vary_kernels.vary = Noting(vary_kernels.vary, calls)
+    policy_kernels.operate = Noting(policy_kernels.operate, calls)
     for augment, mixing in itertools.product(VARIED, (None, torch.ones((), dtype=torch.bool))):
         vary_images(augment, mixing)
     judge_kernels.judge = Noting(judge_kernels.judge, calls)
@@ -193,11 +197,11 @@ def main(capabilities: list[int]) -> None:
     for width, depth, halting in ((256, 6, True), (256, 6, False), (768, 12, True), (192, 12, True), (20, 1, True)):
         step_of_muon(width, depth, halting)
     assert {kernel.__name__ for kernel, _, _ in calls} == {
-        *KERNELS, *OF_ATTENTION, *OF_COLUMNS, *OF_MUON, *OF_STEM, "vary", "judge", "adamw",
+        *KERNELS, *OF_ATTENTION, *OF_COLUMNS, *OF_MUON, *OF_STEM, "vary", "operate", "judge", "adamw",
     }  # fmt: skip
     done = set()
     for kernel, given, named in calls:
-        options = {name: named[name] for name in ("num_warps", "maxnreg") if name in named}
+        options = {name: named[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion") if name in named}
         source = described(kernel, given, named)
         if (variant := f"{kernel.__name__} {source} {options}") in done:
             continue

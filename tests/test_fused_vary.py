@@ -13,8 +13,10 @@ from torch import Generator
 
 from interpreter import a_gpu, interpreted
 from vitral.data.augment import Augment, varied
+from vitral.data.policy import MOVING, OPERATIONS, Policy, apply
 from vitral.data.preprocess import Preprocessing
 from vitral.fused import vary as own
+from vitral.fused.trial import share_off
 from vitral.training.loop import vary_of
 from vitral.training.recipes import RECIPES
 
@@ -69,12 +71,90 @@ def test_the_recipes_against_the_clock_get_it(name: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"mixup": 0.2}, {"erase": 0.1}, {"crop": 0.5}, {"rotate": 5.0}, {"scale": 0.1}, {"jitter": 0.2}],
+    [{}, {"mixup": 0.2}, {"erase": 0.1}, {"crop": 0.5}, {"rotate": 5.0}, {"scale": 0.1}],
     ids=str,
 )
 def test_what_it_does_not_know_is_left_to_the_operations(changes: dict[str, Any]) -> None:
     augment = Augment(**changes) if not changes else Augment(flip=True, cutmix=1.0, **changes)
     assert own.vary_of(augment, seen_as((4, 4)), 5, GPU) is None
+
+
+ARGUMENTS = {
+    "posterize": (0, 8),
+    "solarize": (0, 384),
+    "solarize_add": (0, 110),
+    "cutout": (0, 9),
+    "rotate": (-135, 135),
+}
+ARGUMENTS |= dict.fromkeys(("brightness", "contrast", "color", "sharpness"), (0, 2))
+ARGUMENTS |= dict.fromkeys(("translate_x", "translate_y"), (-30, 30)) | dict.fromkeys(("shear_x", "shear_y"), (-1, 1))
+WHOLE = ("posterize", "solarize", "solarize_add", "cutout")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(OPERATIONS),
+    strength=st.floats(0, 1, width=32),
+    size=st.tuples(st.integers(3, 40), st.integers(3, 40)),
+    channels=st.sampled_from((1, 3)),
+    levels=st.sampled_from(((0, 256), (40, 90), (77, 78), (0, 2))),
+    placed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_each_operation_is_that_of_the_policy(
+    name: str, strength: float, size: tuple[int, int], channels: int, levels: tuple[int, int], placed: bool, seed: int
+) -> None:
+    """To the last value, but for pixels that are read between others: those may be rounded the other way."""
+    draws = Generator().manual_seed(seed)
+    images = torch.randint(*levels, (2, channels, *size), generator=draws, dtype=torch.uint8)
+    low, high = ARGUMENTS.get(name, (0, 1))
+    argument = torch.full((2,), low + (high - low) * strength)
+    asked = torch.full((2,), OPERATIONS.index(name)), argument.floor() if name in WHOLE else argument
+    place = torch.rand(2, 2, generator=draws) if placed else None
+    wanted, found = apply(images, *asked, place), own.operate(images, *asked, place)
+    assert (wanted.int() - found.int()).abs().max() <= (1 if name in MOVING else 0)
+
+
+POLICIES = [
+    Policy(name="randaugment", layers=1, magnitude=7, increasing=True, probability=0.5),
+    Policy(name="randaugment", layers=2, magnitude=9, spread=0.5, increasing=True, probability=0.5),
+    Policy(name="randaugment", magnitude=15),
+    Policy(name="trivialaugment"),
+]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"shift": 2, "flip": True, "cutmix": 1.0, "mixed": 0.5}, {}, {"jitter": 0.3}], ids=str
+)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_colours_between_a_move_and_a_mix_come_from_the_same_draws(policy: Policy, changes: dict[str, Any]) -> None:
+    augment, seen, draws = Augment(policy=policy, **changes), seen_as((9, 11)), Generator().manual_seed(3)
+    images = torch.randint(0, 256, (24, 3, 9, 11), generator=draws, dtype=torch.uint8)
+    labels, before = torch.randint(0, 7, (24,), generator=draws), draws.get_state()
+    wanted = varied(augment, seen, 7, images, labels, draws)
+    after = draws.get_state()
+    kernels = own.vary_of(augment, seen, 7, GPU, print)
+    assert kernels is not None
+    found = kernels(images, labels, draws.set_state(before), None)
+    assert torch.equal(draws.get_state(), after)
+    assert share_off(found[0], wanted[0]) < own.SELDOM
+    torch.testing.assert_close(found[1], wanted[1], atol=1e-6, rtol=0)
+
+
+def test_colours_are_a_kernel_also_where_the_rest_is_not() -> None:
+    augment, seen = Augment(crop=0.5, erase=0.2, policy=POLICIES[1]), seen_as((12, 12))
+    images, labels = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8), torch.arange(8) % 5
+    kernels = own.vary_of(augment, seen, 5, GPU, print)
+    assert kernels is not None
+    found, wanted = kernels(images, labels, Generator(), None), varied(augment, seen, 5, images, labels, Generator())
+    assert share_off(found[0], wanted[0]) < own.SELDOM
+    assert not own.known(augment)
+
+
+def test_channels_that_the_kernel_does_not_know_are_left_to_the_operations() -> None:
+    seen, said = Preprocessing(image_size=(8, 8), channels=4, mean=(0.5,) * 4, std=(0.2,) * 4), list[str]()
+    assert own.vary_of(Augment(flip=True, jitter=0.2), seen, 5, GPU, said.append) is None
+    assert said == ["images' colours are varied step by step: its kernels know images of one or three channels"]
 
 
 def test_a_kernel_that_fails_or_lies_is_not_taken_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from vitral.data.policy import Policy, jitter
+from vitral.data.policy import Operate, Policy, jitter
 from vitral.data.preprocess import Preprocessing
 
 Border = Literal["edge", "black"]
@@ -69,7 +69,13 @@ class Augment:
         if self.border not in get_args(Border):
             raise ValueError(f"augment.border must be one of {', '.join(get_args(Border))}, not {self.border!r}")
 
-    def move(self, images_BCHW: Tensor, generator: Generator, size: tuple[int, int] | None = None) -> Tensor:
+    def move(
+        self,
+        images_BCHW: Tensor,
+        generator: Generator,
+        size: tuple[int, int] | None = None,
+        operate: Operate | None = None,
+    ) -> Tensor:
         """Before normalising: crop, shift, mirror, rotate, resize, then colours. What stays whole stays uint8."""
         if self.crop:
             images_BCHW = random_crop(
@@ -79,12 +85,20 @@ class Augment:
             images_BCHW = affine(images_BCHW.float(), self, generator)
         elif self.shift or self.flip:
             images_BCHW = shift_and_flip(images_BCHW, self, generator)
-        if self.policy.name == "none" and not self.jitter:
+        if not self.coloured:
             return images_BCHW
         if images_BCHW.dtype != torch.uint8:
             images_BCHW = images_BCHW.round().clamp(0, 255).to(torch.uint8)
-        images_BCHW = self.policy(images_BCHW, generator)
-        return jitter(images_BCHW, self.jitter, generator) if self.jitter else images_BCHW
+        return self.colour(images_BCHW, generator, operate)
+
+    @property
+    def coloured(self) -> bool:
+        return self.policy.name != "none" or self.jitter > 0
+
+    def colour(self, images_BCHW: Tensor, generator: Generator, operate: Operate | None = None) -> Tensor:
+        """The policy and jitter: uint8 → uint8."""
+        images_BCHW = self.policy(images_BCHW, generator, operate)
+        return jitter(images_BCHW, self.jitter, generator, operate) if self.jitter else images_BCHW
 
     def mix(
         self, images_BCHW: Tensor, targets_BK: Tensor, generator: Generator, mixing: Tensor | None = None
@@ -122,10 +136,11 @@ def varied(
     labels_B: Tensor,
     generator: Generator,
     mixing: Tensor | None = None,
+    operate: Operate | None = None,
 ) -> Examples:
     """uint8 images with their labels → what the model sees, and what it should answer."""
     targets_BK = F.one_hot(labels_B, classes).float()
-    images = preprocessing.normalise(augment.move(images_BCHW, generator, preprocessing.image_size))
+    images = preprocessing.normalise(augment.move(images_BCHW, generator, preprocessing.image_size, operate))
     return augment.mix(images, targets_BK, generator, mixing)
 
 

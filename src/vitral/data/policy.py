@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal, get_args
 
 import torch
@@ -31,10 +31,12 @@ OPERATIONS = (
 MOVING = OPERATIONS[1:6]
 LOOKED_UP = OPERATIONS[6:14]
 APART = (("brightness", *OPERATIONS[8:12]), ("contrast",), OPERATIONS[12:14])  # only some need to know the whole image
+STRENGTHS = 31  # that TrivialAugment draws from
 Name = Literal["none", "randaugment", "trivialaugment"]
 GRAY = 128  # what comes in from outside, as in AugReg; DeiT takes the mean colour
 AT_ONCE, AT_ONCE_CPU = 128, 8  # images: on a GPU bounds the memory, on a CPU keeps what lies between in the cache
 Arguments = dict[str, Tensor]  # operation → B: degrees, pixels, a factor, bits, a threshold: see `apply`
+Operate = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # `apply`, or a kernel that does the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,35 +64,50 @@ class Policy:
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"augment.policy.{name} must be from 0 to {most}, not {getattr(self, name)}")
 
-    def __call__(self, images_BCHW: Tensor, generator: Generator) -> Tensor:
+    def __call__(self, images_BCHW: Tensor, generator: Generator, operate: Operate | None = None) -> Tensor:
         """uint8 → uint8."""
-        size = (images_BCHW.shape[2], images_BCHW.shape[3])
         for _ in range(self.layers if self.name == "randaugment" else int(self.name == "trivialaugment")):
-            images_BCHW = self.one_layer(images_BCHW, size, generator)
+            images_BCHW = (operate or apply)(images_BCHW, *self.drawn(images_BCHW, generator))
         return images_BCHW
 
-    def one_layer(self, images_BCHW: Tensor, size: tuple[int, int], generator: Generator) -> Tensor:
-        B, device = len(images_BCHW), images_BCHW.device
+    def drawn(self, images_BCHW: Tensor, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """For each image its operation, its argument and a place: what `apply` asks for."""
+        B, device, size = len(images_BCHW), images_BCHW.device, (images_BCHW.shape[2], images_BCHW.shape[3])
         coin, which, *place = torch.rand(4, B, generator=generator, device=device)
-        sign = torch.where(coin < 0.5, -1.0, 1.0)
+        column = (coin >= 0.5).long()
+        operations, arguments = choices(self, size, device)
         if self.name == "trivialaugment":
-            bins = torch.randint(0, 31, (B,), generator=generator, device=device)
-            arguments = trivial(bins / 30, sign)
+            column += 2 * torch.randint(0, STRENGTHS, (B,), generator=generator, device=device)
         else:
-            level = self.magnitude + self.spread * torch.randn(B, generator=generator, device=device)
-            if self.increasing:
-                arguments = increasing(level.clamp(0, 10) / 10, sign, size)
-            else:
-                arguments = as_augreg(level.clamp(min=0) / 10, sign, size)
-        names = list(arguments)
-        drawn = (which * len(names)).long().clamp(max=len(names) - 1)[None]
-        argument = torch.stack([arguments[name].expand(B) for name in names]).gather(0, drawn)[0]
-        operations = [torch.full((B,), OPERATIONS.index(name), device=device) for name in names]
-        operation = torch.stack(operations).gather(0, drawn)[0]
+            noise = torch.randn(B, generator=generator, device=device)
+            if self.spread:  # each image has strengths of its own
+                of_images = self.arguments(self.magnitude + self.spread * noise, column * 2.0 - 1, size)
+                arguments, column = torch.stack(list(of_images.values())), torch.arange(B, device=device)
+        row = (which * len(operations)).long().clamp(max=len(operations) - 1)
+        operation = operations[row]
         if self.probability < 1:
             done = torch.rand(B, generator=generator, device=device) < self.probability
             operation = torch.where(done, operation, OPERATIONS.index("identity"))
-        return apply(images_BCHW, operation, argument, torch.stack(place))
+        return operation, arguments[row, column], torch.stack(place)
+
+    def arguments(self, level_B: Tensor, sign_B: Tensor, size: tuple[int, int]) -> Arguments:
+        """Of each operation that may be drawn."""
+        if self.name == "trivialaugment":
+            return trivial(level_B / (STRENGTHS - 1), sign_B)
+        if self.increasing:
+            return increasing(level_B.clamp(0, 10) / 10, sign_B, size)
+        return as_augreg(level_B.clamp(min=0) / 10, sign_B, size)
+
+
+@lru_cache(maxsize=8)
+def choices(policy: Policy, size: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """O operations, and their arguments, O × 2·strengths: for each that may be drawn to the left, then to the right.
+
+    Made once, so that a step draws from it with few launches."""
+    levels = torch.arange(float(STRENGTHS)) if policy.name == "trivialaugment" else torch.tensor([policy.magnitude])
+    arguments = policy.arguments(levels.repeat_interleave(2), torch.tensor([-1.0, 1.0]).repeat(len(levels)), size)
+    operations = torch.tensor([OPERATIONS.index(name) for name in arguments])
+    return operations.to(device), torch.stack(list(arguments.values())).to(device)
 
 
 def as_augreg(m_B: Tensor, sign_B: Tensor, size: tuple[int, int]) -> Arguments:
@@ -143,12 +160,13 @@ def trivial(m_B: Tensor, sign_B: Tensor) -> Arguments:
     }  # fmt: skip
 
 
-def jitter(images_BCHW: Tensor, strength: float, generator: Generator) -> Tensor:
+def jitter(images_BCHW: Tensor, strength: float, generator: Generator, operate: Operate | None = None) -> Tensor:
     """uint8 → uint8: brightness, then contrast, then colour, each by a factor from 1 - strength to 1 + strength."""
     B, device = len(images_BCHW), images_BCHW.device
     for name in ("brightness", "contrast", "color"):
         factor = 1 + strength * (torch.rand(B, generator=generator, device=device) * 2 - 1)
-        images_BCHW = apply(images_BCHW, torch.full((B,), OPERATIONS.index(name), device=device), factor)
+        operation = torch.full((B,), OPERATIONS.index(name), device=device)
+        images_BCHW = (operate or apply)(images_BCHW, operation, factor, None)
     return images_BCHW
 
 

@@ -1,4 +1,5 @@
 """Shift, mirror, normalise and CutMix in one pass over a batch: a Triton kernel in place of some sixty operations.
+RandAugment's operations, TrivialAugment's and colour jitter are another pass each, in place of some two hundred.
 
 The draws are those of `data.augment.varied`, in its order: the same seed gives the same images.
 """
@@ -6,33 +7,58 @@ The draws are those of `data.augment.varied`, in its order: the same seed gives 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import triton
 from torch import Generator, Tensor
 
 from vitral.data.augment import Augment, Examples, Vary, gammas, varied
+from vitral.data.policy import OPERATIONS, Policy, apply
 from vitral.data.preprocess import Preprocessing
-from vitral.fused import vary_kernels
+from vitral.fused import policy_kernels, vary_kernels
 from vitral.fused.ahead import launcher
 from vitral.fused.trial import Say, largest, reason_against
 from vitral.hardware import Hardware
 
-PIXELS = 512  # that a program takes
+PIXELS = 512  # that a program takes at once
+SELDOM = 3e-3  # by what share values may be off that were rounded up here and down there: some of them, by 1 of 255
+TRIED = (  # an argument of each operation
+    0, 0.317, -0.213, 2.37, -1.31, 20.0, 1.3, 0.6, 3, 100, 50, 0, 0, 0, 0.4, 1.7, 2,
+)  # fmt: skip
 
 
 def vary_of(
     augment: Augment, preprocessing: Preprocessing, classes: int, hardware: Hardware, say: Say = lambda sentence: None
 ) -> Vary | None:
-    """The kernel, if it knows all that this augmentation asks for, and gives here what PyTorch gives."""
-    if not known(augment):
-        return None
-    ours = partial(vary, augment, table(preprocessing, hardware), classes)
+    """The kernels, as far as they know what this augmentation asks for, and give here what PyTorch gives."""
     plain = partial(varied, augment, preprocessing, classes)
-    if reason := reason_against(partial(difference, ours, plain, classes, preprocessing, hardware), 1e-6):
+    if augment.coloured and (reason := reason_against_operate(preprocessing, hardware)):
+        say(f"images' colours are varied step by step: {reason}")
+        return None
+    if not known(augment):
+        return partial(plain, operate=operate) if augment.coloured else None
+    ours = partial(vary, augment, table(preprocessing, hardware), classes)
+    most = SELDOM if augment.coloured else 1e-6
+    if reason := reason_against(partial(difference, ours, plain, classes, preprocessing, hardware), most):
         say(f"images are varied step by step: {reason}")
     return None if reason else ours
+
+
+def reason_against_operate(preprocessing: Preprocessing, hardware: Hardware) -> str:
+    if preprocessing.channels not in (1, 3) or min(preprocessing.image_size) < 3:
+        return "its kernels know images of one or three channels"
+    return reason_against(partial(apart, preprocessing, hardware), SELDOM)
+
+
+def apart(preprocessing: Preprocessing, hardware: Hardware) -> float:
+    """By how much the kernel's operations, each with an argument that changes something, differ from PyTorch's."""
+    device, draws = hardware.device, Generator(hardware.device).manual_seed(0)
+    pixels = (len(OPERATIONS), *preprocessing.shape)
+    images = torch.randint(20, 200, pixels, generator=draws, device=device, dtype=torch.uint8)
+    asked = torch.arange(len(OPERATIONS), device=device), torch.tensor(TRIED, device=device)
+    place = torch.rand(2, len(images), generator=draws, device=device)
+    return largest([operate(images, *asked, place)], [apply(images, *asked, place)])
 
 
 def difference(ours: Vary, plain: Vary, classes: int, preprocessing: Preprocessing, hardware: Hardware) -> float:
@@ -52,13 +78,52 @@ def table(preprocessing: Preprocessing, hardware: Hardware) -> Tensor:
     return normalised.bfloat16() if hardware.precision == "bf16" else normalised
 
 
+@lru_cache(maxsize=4)
+def unchanged(channels: int, device: torch.device) -> Tensor:
+    """C 256: each byte stands for itself."""
+    return torch.arange(256, dtype=torch.uint8, device=device).expand(channels, -1).contiguous()
+
+
 def known(augment: Augment) -> bool:
-    """Whether it asks for nothing but shift, mirror and CutMix, and for something of that."""
-    other = replace(augment, shift=0, flip=False, border="edge", cutmix=0.0, mixed=1.0, unmixed=0.0, repeat=1)
-    return other == replace(Augment(), switch=augment.switch) and bool(augment.shift or augment.flip or augment.cutmix)
+    """Whether it asks for nothing but shift, mirror, colours and CutMix, and for something of that."""
+    gray = replace(augment, policy=Policy(), jitter=0.0)
+    other = replace(gray, shift=0, flip=False, border="edge", cutmix=0.0, mixed=1.0, unmixed=0.0, repeat=1)
+    asked = augment.shift or augment.flip or augment.coloured or augment.cutmix
+    return other == replace(Augment(), switch=augment.switch) and bool(asked)
 
 
 def vary(
+    augment: Augment,
+    table_CN: Tensor,
+    classes: int,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    generator: Generator,
+    mixing: Tensor | None = None,
+) -> Examples:
+    if augment.coloured:
+        if augment.shift or augment.flip:
+            still = replace(augment, cutmix=0.0, policy=Policy(), jitter=0.0)
+            levels_CN = unchanged(len(table_CN), images_BCHW.device)
+            images_BCHW, _ = one_pass(still, levels_CN, classes, images_BCHW, labels_B, generator)
+        images_BCHW = augment.colour(images_BCHW, generator, operate)
+        augment = replace(augment, shift=0, flip=False)
+    return one_pass(augment, table_CN, classes, images_BCHW, labels_B, generator, mixing)
+
+
+def operate(images_BCHW: Tensor, operation_B: Tensor, argument_B: Tensor, place_2B: Tensor | None = None) -> Tensor:
+    """What `data.policy.apply` does, in one pass."""
+    B, C, H, W = images_BCHW.shape
+    images, result = images_BCHW.contiguous(), torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
+    tables = torch.empty(B, C, 256, dtype=torch.uint8, device=images.device)
+    launcher(policy_kernels.operate, (B,))(
+        images, operation_B, argument_B.contiguous(), place_2B, tables, result, H, W,
+        C=C, CUT=place_2B is not None, PIXELS=PIXELS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return result
+
+
+def one_pass(
     augment: Augment,
     table_CN: Tensor,
     classes: int,
