@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from conftest import textures
+from vitral.data.augment import Augment
 from vitral.data.datasets import Dataset
 from vitral.data.loader import Loader
+from vitral.data.policy import MOVING, OPERATIONS, Policy, apply
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.hardware import Hardware, choose
@@ -277,6 +279,41 @@ def test_augmentation_in_one_kernel_gives_the_same_images(gpu: Hardware, name: s
     seen = Preprocessing(image_size=recipe.model.image_size, channels=C, mean=(0.45,) * C, std=(0.25,) * C)
     assert vary_of(recipe, seen, replace(gpu, fused=True), print) is not None  # it compares them itself
     assert vary_of(recipe, seen, replace(gpu, fused=True, precision="bf16"), print) is not None
+
+
+@pytest.mark.parametrize("pixels", [32, 64, 224])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_each_operation_of_randaugment_is_the_same_as_one_kernel(gpu: Hardware, pixels: int, channels: int) -> None:
+    """PyTorch's own, on the GPU; those against Pillow are in test_policy.py."""
+    from vitral.fused import vary
+
+    draws = torch.Generator(gpu.device).manual_seed(1)
+    images = torch.randint(0, 256, (4, channels, pixels, pixels), generator=draws, device=gpu.device, dtype=torch.uint8)
+    images[1] //= 3
+    images[2] = 77
+    place = torch.rand(2, 4, generator=draws, device=gpu.device)
+    for name, argument in zip(OPERATIONS, vary.TRIED, strict=True):
+        operation, by = (torch.full((4,), x, device=gpu.device) for x in (OPERATIONS.index(name), float(argument)))
+        apart = (vary.operate(images, operation, by, place).int() - apply(images, operation, by, place).int()).abs()
+        assert apart.max() <= (1 if name in MOVING else 0), name
+        assert (apart > 0).float().mean() < 0.02, name
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(name="randaugment", magnitude=9, spread=0.5, increasing=True), Policy(name="trivialaugment")],
+    ids=str,
+)
+def test_a_training_with_colours_varied_by_kernels_goes_as_without(
+    tmp_path: Path, policy: Policy, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing
+) -> None:
+    hardware, said = choose(device="gpu", precision="bf16", steps=10), list[str]()
+    augment = Augment(shift=1, flip=True, cutmix=1.0, jitter=0.2, policy=policy)
+    plan = replace(recipe.changed({"model.width": 64, "model.heads": 2, "model.mlp_width": 128}), augment=augment)
+    assert vary_of(plan, preprocessing, hardware, said.append) is not None, said
+    ours = train(tmp_path / "ours", hardware, dataset, plan, preprocessing)
+    plain = train(tmp_path / "plain", replace(hardware, fused=False), dataset, plan, preprocessing)
+    assert losses(ours) == pytest.approx(losses(plain), rel=0.1)
 
 
 def test_the_loss_in_one_kernel_and_adamw_s_small_tensors_agree_with_pytorch(gpu: Hardware) -> None:

@@ -42,3 +42,10 @@ def test_three_views_are_not_mirrored() -> None:
     images[:, 0, 3, 5] = 240
     torch.testing.assert_close(answers(columns, images, "three")[0], torch.tensor([0, 0, 0, 0, 0, 120.0, 0]))
     torch.testing.assert_close(answers(columns, images, "six")[0], torch.tensor([0, 60.0, 0, 0, 0, 60.0, 0]))
+
+
+def test_ten_views_go_along_both_diagonals() -> None:
+    images = torch.zeros(2, 1, 7, 7, dtype=torch.uint8)
+    images[:, 0, 3, 3], images[:, 0, 2, 4], images[:, 0, 4, 4] = 240, 60, 30
+    # in place 240, weight 1/3; moved to the left, down 60 and up 30, weight 1/6 each; to the right they miss it
+    torch.testing.assert_close(answers(columns, images, "ten")[0], torch.tensor([0, 7.5, 0, 95.0, 0, 7.5, 0]))

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from vitral.data.images import Pixels
 
-Views = Literal["one", "flip", "three", "six"]
+Views = Literal["one", "flip", "three", "six", "ten"]
 VIEWS: dict[Views, str] = {
     "one": "",
     "flip": "answers averaged over the image and its mirror image",
     "three": "answers averaged over three views: moved by a pixel along the diagonal",
     "six": "answers averaged over six views: mirrored, and moved by a pixel along the diagonal",
+    "ten": "answers averaged over ten views: mirrored, and moved by a pixel along both diagonals",
 }
 
 
@@ -28,13 +29,15 @@ def answers(ask: Callable[[Pixels], Tensor], images_NCHW: Pixels, views: Views) 
 
 
 def _averaged(ask: Callable[[Tensor], Tensor], images_NCHW: Tensor, views: Views) -> Tensor:
-    """In place counts as much as both moves together."""
+    """In place counts as much as two moves."""
 
     def seen(images: Tensor) -> Tensor:
         return ask(images) if views == "three" else (ask(images) + ask(images.flip(-1))) / 2
 
     if views == "flip":
         return seen(images_NCHW)
+    H, W = images_NCHW.shape[2:]
     wide = F.pad(images_NCHW.float(), (1, 1, 1, 1), mode="replicate").to(images_NCHW.dtype)
-    moved = (seen(wide[:, :, :-2, :-2]) + seen(wide[:, :, 2:, 2:])) / 2
-    return (seen(images_NCHW) + moved) / 2
+    corners = [(0, 0), (2, 2), *([(0, 2), (2, 0)] if views == "ten" else [])]
+    moved = sum(seen(wide[:, :, top : top + H, left : left + W]) for top, left in corners)
+    return (2 * seen(images_NCHW) + moved) / (2 + len(corners))
