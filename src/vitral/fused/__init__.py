@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from vitral.fused.ahead import compile_ahead
 from vitral.fused.encoder import SPARE, FusedEncoder, unknown
+from vitral.fused.launch import narrow
 from vitral.fused.stem import FusedStem
 from vitral.fused.trial import Say, largest, reason_against
 from vitral.fused.weights import WIDE
@@ -71,6 +72,15 @@ def columns_agree(model: ViT, hardware: Hardware, batch: int, say: Say) -> bool:
     return not reason
 
 
+def rows_agree(model: ViT, hardware: Hardware) -> bool:
+    """Whether answers take all of a block but attention as one kernel: where tokens are narrow, and it agrees."""
+    if hardware.fp8 or not narrow(model.config.width, model.config.hidden_width):
+        return False
+    rehearsal = partial(rehearse, model, hardware, learning=False, batch=16, rows=True)
+    compare = partial(difference, model, hardware, learning=False, rows=True)
+    return not tried_out(model, hardware, rehearsal, compare, OFF[False])
+
+
 def tokens_of(model: ViT) -> int:
     return model.config.prefix + model.config.grid[0] * model.config.grid[1]
 
@@ -89,14 +99,16 @@ def difference_of_columns(model: ViT, hardware: Hardware, batch: int) -> float:
 
 
 @torch.no_grad()
-def rehearse(model: ViT, hardware: Hardware, learning: bool, batch: int, columns: bool = False) -> None:
+def rehearse(
+    model: ViT, hardware: Hardware, learning: bool, batch: int, columns: bool = False, rows: bool = False
+) -> None:
     """The ways through the encoder of what `difference` computes, and of the batches afterwards: with few images, but
     as many more than a multiple of 16. Triton compiles anew for a multiple of 16, and for 1."""
     config = model.config
     few = batch if batch < 32 else 16 + batch % 16
     afterwards = ((few, model.training),) if learning else ((1, False), (2, False))
     for images, training in ((tried(model), False), *afterwards):
-        encoder = compared(model.train(training), hardware, images, batch, columns)
+        encoder = compared(model.train(training), hardware, images, batch, columns, rows)
         z = torch.empty(images, tokens_of(model), config.width, device=hardware.device)
         encoder.there_and_back(z, config.grid) if learning else encoder(z, config.grid)
 
@@ -107,13 +119,15 @@ def tried(model: ViT) -> int:
     return 16 if H * W <= MODEST else 2
 
 
-def compared(model: ViT, hardware: Hardware, images: int, batch: int, columns: bool = False) -> FusedEncoder:
+def compared(
+    model: ViT, hardware: Hardware, images: int, batch: int, columns: bool = False, rows: bool = False
+) -> FusedEncoder:
     """That keeps of so many images what it would of the whole batch."""
-    number = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
-    return FusedEncoder(model.encoder, hardware.fp8, number, SPARE * images // batch, asks_first(model), columns)
+    number, spare = torch.bfloat16 if hardware.precision == "bf16" else torch.float32, SPARE * images // batch
+    return FusedEncoder(model.encoder, hardware.fp8, number, spare, asks_first(model), columns, rows)
 
 
-def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16) -> float:
+def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16, rows: bool = False) -> float:
     """Between the fused encoder and the plain one, for random tokens: the largest of four shares, that of answers, of
     the tokens' gradients, of all matrices' and of all vectors' together. What is not a number is infinitely far off."""
     C, (H, W), grid, images = model.config.channels, model.config.image_size, model.config.grid, tried(model)
@@ -121,7 +135,7 @@ def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16) 
         shaped = model.embed(torch.zeros(images, C, H, W).to(next(model.parameters())), grid)
     tokens, dy = torch.randn_like(shaped), torch.randn_like(shaped)[:, : 1 if asks_first(model) else None]
     found = []
-    for encoder in (compared(model, hardware, images, batch), model.encoder):
+    for encoder in (compared(model, hardware, images, batch, rows=rows), model.encoder):
         given = tokens.clone().requires_grad_(learning)
         with torch.set_grad_enabled(learning), hardware.autocast():
             out = encoder(given, grid)[:, : dy.shape[1]].to(dy)
@@ -227,7 +241,8 @@ def adds_bias_everywhere(model: ViT) -> bool:
 def answering(model: ViT, hardware: Hardware) -> Callable[[Tensor], Tensor]:
     """Images → logits, for a model that is used for nothing else: with FP8, its large weights are gone."""
     number, front = next(model.parameters()).dtype, asks_first(model)
-    encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, number=number, front=front)
+    rows = rows_agree(model, hardware)
+    encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, number=number, front=front, rows=rows)
     encoder.weights.let_go(lambda small: hardware.gather([*model.parameters(), *small]))
 
     def answer(images_BCHW: Tensor) -> Tensor:

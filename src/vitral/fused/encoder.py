@@ -60,7 +60,8 @@ def unknown(model: ViT, fp8: bool = False, learning: bool = True) -> str:
 class FusedEncoder:
     """`fused(tokens, grid)` is `encoder(tokens, grid)`, with gradients for its parameters where they are wanted.
 
-    With `front`, it is the first token of that: B 1 D. With `columns`, gradients of weights are products of FP8 too."""
+    With `front`, it is the first token of that: B 1 D. With `columns`, gradients of weights are products of FP8 too.
+    With `rows`, all of a block but attention is one kernel, where nobody goes the way back."""
 
     def __init__(
         self,
@@ -70,8 +71,9 @@ class FusedEncoder:
         spare: int | None = None,
         front: bool = False,
         columns: bool = False,
+        rows: bool = False,
     ) -> None:
-        self.encoder, self.fp8, self.number, self.front = encoder, fp8, number, front
+        self.encoder, self.fp8, self.number, self.front, self.rows = encoder, fp8, number, front, rows
         self.spare = SPARE if spare is None else spare
         self.blocks: list[Any] = list(encoder.blocks)
         self.norm: Any = encoder.norm
@@ -127,35 +129,75 @@ class Sum(NamedTuple):
     kept: Tensor | None = None
 
 
+class Asked(NamedTuple):
+    """A block's tokens with their norm, and what attention is asked."""
+
+    one: Normed
+    qkv: Tensor
+    known: Bound | None = None
+
+
 def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Kept] | None) -> Normed:
-    """The tokens after all blocks and the last norm: M D. What the way back needs is put into `keep`."""
+    """The tokens after all blocks and the last norm: M D. What the way back needs is put into `keep`; without, there is
+    room for what comes again in each block, and the tokens stay where they are."""
     B, T, D = z_BTD.shape
-    z = Sum(z_BTD.reshape(B * T, D).to(fused.number).contiguous())
-    chosen = stochastic(fused, B)
-    room = None if keep is not None else Room(z.z, max(block.mlp.expand.out_features for block in fused.blocks))
-    for block in fused.blocks:
-        z = through_block(fused, block, z, turn, (B, T), chosen, keep, room)
+    z, asked = Sum(z_BTD.reshape(B * T, D).to(fused.number).contiguous()), None
+    chosen, by_rows = stochastic(fused, B), fused.rows and keep is None
+    hidden = 0 if by_rows and fused.front else max(block.mlp.expand.out_features for block in fused.blocks)
+    room = None if keep is not None else Room(z.z, hidden)
+    for block, after in zip(fused.blocks, (*fused.blocks[1:], None), strict=True):
+        asked = asked or questions(fused, block, z, (B, T), keep, room)
+        if by_rows and after is not None:
+            asked = through_rows(fused, block, after, asked, turn, (B, T))
+        else:
+            z, asked = through_block(fused, block, asked, turn, (B, T), chosen, keep, room), None
     return launch.add_norm(*z, of(fused.norm), False, in_place=keep is None)
 
 
+def questions(
+    fused: FusedEncoder, block: Any, z: Sum, shape: tuple[int, int], keep: list[Kept] | None, room: Room | None
+) -> Asked:
+    in_place = keep is None and block is not fused.blocks[0]  # whose tokens are the caller's
+    plain = spares(fused, block, shape, keep) or not fused.fp8
+    one = launch.add_norm(*z, of(block.norm1), fused.fp8, plain, in_place)
+    qkv = block.attention.qkv
+    asked = fused.weights.product(one.plain, one.small, qkv.weight, qkv.bias, None if room is None else room.wide)
+    return Asked(one, *asked)
+
+
+def spares(fused: FusedEncoder, block: Any, shape: tuple[int, int], keep: list[Kept] | None) -> bool:
+    """Whether norms and GELU are kept for the way back too."""
+    tokens = shape[0] * shape[1]
+    few = tokens * block.mlp.expand.out_features <= fused.spare
+    return keep is not None and few and not fused.weights.sums_over(tokens)
+
+
+def through_rows(
+    fused: FusedEncoder, block: Any, after: Any, asked: Asked, turn: Turn | None, shape: tuple[int, int]
+) -> Asked:
+    """All of a block behind attention in one pass, and what the next one asks."""
+    o, *_ = attend(block.attention, asked.qkv, turn, *shape, front=False, learning=False, known=None)
+    assert o is not None
+    out = torch.empty_like(asked.one.x) if block is fused.blocks[0] else asked.one.x
+    launch.rows(o, asked.one.x, out, asked.qkv, block, after, fused.weights.rounded)
+    return Asked(asked.one._replace(x=out, plain=None), asked.qkv)
+
+
 def through_block(
-    fused: FusedEncoder, block: Any, z: Sum, turn: Turn | None, shape: tuple[int, int],
+    fused: FusedEncoder, block: Any, asked: Asked, turn: Turn | None, shape: tuple[int, int],
     chosen: dict[Residual, Tensor], keep: list[Kept] | None, room: Room | None,
 ) -> Sum:  # fmt: skip
-    """What the way back needs is put into `keep`; without, there is `room`, and the tokens stay where they are."""
-    (B, T), attention, mlp, fp8 = shape, block.attention, block.mlp, fused.fp8
-    spare = keep is not None and B * T * mlp.expand.out_features <= fused.spare and not fused.weights.sums_over(B * T)
-    in_place = keep is None and block is not fused.blocks[0]  # whose tokens are the caller's
-    one = launch.add_norm(*z, of(block.norm1), fp8, spare or not fp8, in_place)
+    (B, T), attention, mlp, (one, qkv, known) = shape, block.attention, block.mlp, asked
+    spare = spares(fused, block, shape, keep)
     wide, added = (None, None) if room is None else (room.wide, room.added)
-    qkv, known = fused.weights.product(one.plain, one.small, attention.qkv.weight, attention.qkv.bias, wide)
     front = fused.front and block is fused.blocks[-1]
     o, o8, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None, known)
-    z, fp8 = Sum(one.x[::T].contiguous() if front else one.x), fp8 and not front
+    z, fp8 = Sum(one.x[::T].contiguous() if front else one.x), fused.fp8 and not front
     one = one._replace(plain=one.plain if spare else None, small=None)
     f, _ = fused.weights.product(o, o8, attention.project.weight, None, added)
     kept1, kept2 = chosen.get(block.residual1), chosen.get(block.residual2)
     z = Sum(z.z, f, attention.project.bias, kept1)
+    in_place = keep is None and block is not fused.blocks[0]
     two = launch.add_norm(*z, of(block.norm2), fp8, spare or not fp8, in_place)
     h, known = fused.weights.product(two.plain, two.small, mlp.expand.weight, None, wide)
     two = two._replace(plain=two.plain if spare else None, small=None)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from vitral.fused import attention, kernels
+from vitral.fused import attention, kernels, rows_kernels
 from vitral.fused.ahead import launcher
 
 PROGRAMS = 1056  # that share the rows where sums over all of them are taken: eight for each of a large GPU's 132 cores
 SHORT = 64  # tokens whose attention fits a core at once
 LONG, WIDE = 256, 64  # tokens and a head's columns up to which ours is the quicker one; beyond, it is PyTorch's
 CUT = 64  # of those tokens, how many a program has
+NARROW, AT_ONCE, PIECE = 256, 128, 64  # columns up to which `rows` pays, its tokens at once, and rows of weights
 
 
 class Small(NamedTuple):
@@ -311,6 +312,31 @@ def cast(x: Tensor, sums: bool, fp8: bool, later: Sums) -> tuple[Tensor | None, 
         SUMS=sums, FP8=fp8, num_warps=max(rows, warps),
     )  # fmt: skip
     return None if totals is None else later.of(totals), small
+
+
+def narrow(D: int, hidden: int) -> bool:
+    """Whether `rows` knows tokens of this width."""
+    A, B = pieces(D)
+    cut = B == 0 or (B >= 16 and B & (B - 1) == 0)
+    return 16 <= A <= D <= NARROW and cut and hidden % PIECE == 3 * D % PIECE == 0
+
+
+def pieces(D: int) -> tuple[int, int]:
+    """The largest power of two in it, and the rest."""
+    A = 1 << (D.bit_length() - 1)
+    return A, D - A
+
+
+def rows(o: Tensor, x: Tensor, out: Tensor, qkv: Tensor, block: Any, after: Any, rounded: dict[Tensor, Tensor]) -> None:
+    """From what attention gave and the tokens x to the tokens behind a block, `out`, and the next block's `qkv`."""
+    (M, D), attention, mlp = x.shape, block.attention, block.mlp
+    layers = (attention.project, block.norm2, mlp.expand, mlp.contract, after.norm1, after.attention.qkv)
+    given = [p for layer in layers for p in (rounded.get(layer.weight, layer.weight), layer.bias)]
+    A, B = pieces(D)
+    launcher(rows_kernels.rows, (triton.cdiv(M, AT_ONCE),))(
+        o, x, out, qkv, *given, M, block.norm2.eps, after.norm1.eps, A=A, B=B, H=mlp.expand.out_features,
+        TANH=mlp.gelu.approximate == "tanh", BIAS=given[-1] is not None, ROWS=AT_ONCE, N=PIECE, STAGES=2, num_warps=8,
+    )  # fmt: skip
 
 
 def strides(tensors_BhTd: tuple[Tensor, ...]) -> list[int]:
