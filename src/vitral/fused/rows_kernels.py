@@ -69,16 +69,16 @@ def rows(
     D: tl.constexpr = A + B
     number = out.dtype.element_ty
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    oa = _tokens(o, at, 0, M, D, A)
-    ob = oa
-    if B:
-        ob = _tokens(o, at, A, M, D, B)
-    xa = _product(oa, ob, project, 0, A, B, A) + _vector(project_bias, 0, A)
-    xa = (xa + _tokens(z, at, 0, M, D, A).to(tl.float32)).to(number).to(tl.float32)
+    xa = _tokens(z, at, 0, M, D, A).to(tl.float32) + _vector(project_bias, 0, A)
     xb = xa
     if B:
-        xb = _product(oa, ob, project, A, A, B, B) + _vector(project_bias, A, B)
-        xb = (xb + _tokens(z, at, A, M, D, B).to(tl.float32)).to(number).to(tl.float32)
+        xb = _tokens(z, at, A, M, D, B).to(tl.float32) + _vector(project_bias, A, B)
+    for j in tl.range(0, D, N, num_stages=STAGES):
+        given = _tokens(o, at, j, M, D, N)
+        xa = tl.dot(given, tl.trans(_tile(project, 0, j, D, A, N)), xa)
+        if B:
+            xb = tl.dot(given, tl.trans(_tile(project, A, j, D, B, N)), xb)
+    xa, xb = xa.to(number).to(tl.float32), xb.to(number).to(tl.float32)
     ya, yb = _normed(xa, xb, gain2, shift2, eps2, A, B, number)
     xa += _vector(contract_bias, 0, A)
     if B:
@@ -92,10 +92,9 @@ def rows(
     here = (at < M)[:, None]
     left = at[:, None] * D + tl.arange(0, A)[None, :]
     tl.store(out + left, xa.to(number), here)
-    xa = xa.to(number).to(tl.float32)
     if B:
         tl.store(out + at[:, None] * D + A + tl.arange(0, B)[None, :], xb.to(number), here)
-        xb = xb.to(number).to(tl.float32)
+    xa, xb = xa.to(number).to(tl.float32), xb.to(number).to(tl.float32)
     ya, yb = _normed(xa, xb, gain1, shift1, eps1, A, B, number)
     for j in tl.range(0, 3 * D, N, num_stages=STAGES):
         asked = _product(ya, yb, ask, j, A, B, N)
