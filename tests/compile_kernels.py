@@ -23,17 +23,22 @@ from triton.compiler import ASTSource
 
 from vitral.data.augment import Augment
 from vitral.data.policy import Policy
+from vitral.data.preprocess import Preprocessing
 from vitral.fused import (
     adamw_kernels,
     attention,
     columns,
     columns_kernels,
+    embed,
+    embed_kernels,
     encoder,
     judge,
     judge_kernels,
     kernels,
+    launch,
     muon_kernels,
     policy_kernels,
+    rows_kernels,
     stem,
     stem_kernels,
     vary,
@@ -89,6 +94,17 @@ def train(fp8: bool, spare: int, **changes: Any) -> None:
     fused(tokens, model.config.grid).sum().backward()
     with torch.no_grad():
         fused(tokens, model.config.grid)
+
+
+@torch.no_grad()
+def answer(width: int, heads: int, gelu: str) -> None:
+    """With what only answers have: tokens from pixels, and blocks in one kernel where they are narrow."""
+    config = ViTConfig(image_size=(224, 224), patch_size=16, classes=10, width=width, heads=heads, depth=2, gelu=gelu)
+    model = ViT(config).bfloat16().eval()
+    seen = Preprocessing(image_size=(224, 224), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    tokens = embed.Embed(model, seen)(torch.zeros(1, 3, 224, 224, dtype=torch.uint8))
+    many = 0 if launch.narrow(width, 4 * width) else None
+    encoder.FusedEncoder(model.encoder, front=True, rows=many)(tokens, config.grid)
 
 
 def step_of_adamw(halting: bool) -> None:
@@ -180,6 +196,9 @@ def main(capabilities: list[int]) -> None:
     for widths in ((64, 128, 256), (48, 96, 192)):
         plain = ConvStem(ConvStemConfig(widths=widths, strides=(1, 2, 2)), 3, 1e-6)
         stem.FusedStem(plain)(torch.zeros(4, 3, 32, 32)).sum().backward()
+    rows_kernels.rows, embed_kernels.embed = Noting(rows_kernels.rows, calls), Noting(embed_kernels.embed, calls)
+    for width, heads, gelu in ((192, 3, "exact"), (256, 4, "tanh"), (384, 6, "exact"), (768, 12, "exact")):
+        answer(width, heads, gelu)
     vary_kernels.vary = Noting(vary_kernels.vary, calls)
     policy_kernels.operate = Noting(policy_kernels.operate, calls)
     for augment, mixing in itertools.product(VARIED, (None, torch.ones((), dtype=torch.bool))):
@@ -198,6 +217,7 @@ def main(capabilities: list[int]) -> None:
         step_of_muon(width, depth, halting)
     assert {kernel.__name__ for kernel, _, _ in calls} == {
         *KERNELS, *OF_ATTENTION, *OF_COLUMNS, *OF_MUON, *OF_STEM, "vary", "operate", "judge", "adamw",
+        "rows", "embed",
     }  # fmt: skip
     done = set()
     for kernel, given, named in calls:
@@ -210,7 +230,9 @@ def main(capabilities: list[int]) -> None:
             of_fp8 = "*fp8e4nv" in source["signature"].values() or kernel.__name__ in OF_COLUMNS[:3]
             if capability >= 89 or not of_fp8:
                 made = triton.compile(ASTSource(**source), target=GPUTarget("cuda", capability, 32), options=options)
-                fits = kernel.__name__ in OF_MUON + OF_ATTENTION + OF_STEM and "maxnreg" not in options
+                fits = (
+                    kernel.__name__ in OF_MUON + OF_ATTENTION + OF_STEM + ("rows", "embed") and "maxnreg" not in options
+                )
                 assert not (fits and spilled(made.asm["cubin"])), variant
     print(len(done))
 

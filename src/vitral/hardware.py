@@ -84,6 +84,14 @@ class Hardware:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def fetched(self, tensor: Tensor) -> Tensor:
+        """On the CPU, when it is there: a GPU writes to memory that cannot move several times as fast as to other."""
+        if tensor.device.type != "cuda":
+            return tensor.cpu()
+        here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return here
+
     def without_fp8(self, reason: str) -> Hardware:
         reasons = self.reasons | {"precision": f"without products in FP8: {reason}"}
         return replace(self, fp8=False, yields=False, reasons=reasons)

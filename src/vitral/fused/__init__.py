@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from vitral.data.preprocess import Preprocessing
 from vitral.fused.ahead import compile_ahead
+from vitral.fused.embed import Seen, embedding_of
 from vitral.fused.encoder import SPARE, FusedEncoder, unknown
-from vitral.fused.launch import narrow
+from vitral.fused.launch import MANY, narrow
 from vitral.fused.stem import FusedStem
 from vitral.fused.trial import Say, largest, reason_against
 from vitral.fused.weights import WIDE
@@ -72,13 +74,13 @@ def columns_agree(model: ViT, hardware: Hardware, batch: int, say: Say) -> bool:
     return not reason
 
 
-def rows_agree(model: ViT, hardware: Hardware) -> bool:
-    """Whether answers take all of a block but attention as one kernel: where tokens are narrow, and it agrees."""
+def rows_of(model: ViT, hardware: Hardware) -> int | None:
+    """From how many tokens on answers take all of a block but attention as one kernel: it is for narrow ones."""
     if hardware.fp8 or not narrow(model.config.width, model.config.hidden_width):
-        return False
-    rehearsal = partial(rehearse, model, hardware, learning=False, batch=16, rows=True)
-    compare = partial(difference, model, hardware, learning=False, rows=True)
-    return not tried_out(model, hardware, rehearsal, compare, OFF[False])
+        return None
+    rehearsal = partial(rehearse, model, hardware, learning=False, batch=16, rows=0)
+    compare = partial(difference, model, hardware, learning=False, rows=0)
+    return None if tried_out(model, hardware, rehearsal, compare, OFF[False]) else MANY
 
 
 def tokens_of(model: ViT) -> int:
@@ -100,7 +102,7 @@ def difference_of_columns(model: ViT, hardware: Hardware, batch: int) -> float:
 
 @torch.no_grad()
 def rehearse(
-    model: ViT, hardware: Hardware, learning: bool, batch: int, columns: bool = False, rows: bool = False
+    model: ViT, hardware: Hardware, learning: bool, batch: int, columns: bool = False, rows: int | None = None
 ) -> None:
     """The ways through the encoder of what `difference` computes, and of the batches afterwards: with few images, but
     as many more than a multiple of 16. Triton compiles anew for a multiple of 16, and for 1."""
@@ -120,14 +122,14 @@ def tried(model: ViT) -> int:
 
 
 def compared(
-    model: ViT, hardware: Hardware, images: int, batch: int, columns: bool = False, rows: bool = False
+    model: ViT, hardware: Hardware, images: int, batch: int, columns: bool = False, rows: int | None = None
 ) -> FusedEncoder:
     """That keeps of so many images what it would of the whole batch."""
     number, spare = torch.bfloat16 if hardware.precision == "bf16" else torch.float32, SPARE * images // batch
     return FusedEncoder(model.encoder, hardware.fp8, number, spare, asks_first(model), columns, rows)
 
 
-def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16, rows: bool = False) -> float:
+def difference(model: ViT, hardware: Hardware, learning: bool, batch: int = 16, rows: int | None = None) -> float:
     """Between the fused encoder and the plain one, for random tokens: the largest of four shares, that of answers, of
     the tokens' gradients, of all matrices' and of all vectors' together. What is not a number is infinitely far off."""
     C, (H, W), grid, images = model.config.channels, model.config.image_size, model.config.grid, tried(model)
@@ -238,15 +240,20 @@ def adds_bias_everywhere(model: ViT) -> bool:
     return learned and plain and model.class_token is None
 
 
-def answering(model: ViT, hardware: Hardware) -> Callable[[Tensor], Tensor]:
-    """Images → logits, for a model that is used for nothing else: with FP8, its large weights are gone."""
+def answering(model: ViT, preprocessing: Preprocessing, hardware: Hardware, seen: Seen) -> Callable[[Tensor], Tensor]:
+    """uint8 images → logits, for a model that is used for nothing else: with FP8, its large weights are gone."""
     number, front = next(model.parameters()).dtype, asks_first(model)
-    rows = rows_agree(model, hardware)
+    rows = rows_of(model, hardware)
     encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, number=number, front=front, rows=rows)
     encoder.weights.let_go(lambda small: hardware.gather([*model.parameters(), *small]))
+    embed = embedding_of(model, preprocessing, hardware, seen)
 
     def answer(images_BCHW: Tensor) -> Tensor:
         grid = model.check(images_BCHW)
-        return model.head(model.pool(encoder(model.embed(images_BCHW, grid), grid)))
+        if embed is not None and grid == model.config.grid:
+            tokens = embed(images_BCHW)
+        else:
+            tokens = model.embed(seen(images_BCHW), grid)
+        return model.head(model.pool(encoder(tokens, grid)))
 
     return answer

@@ -61,7 +61,7 @@ class FusedEncoder:
     """`fused(tokens, grid)` is `encoder(tokens, grid)`, with gradients for its parameters where they are wanted.
 
     With `front`, it is the first token of that: B 1 D. With `columns`, gradients of weights are products of FP8 too.
-    With `rows`, all of a block but attention is one kernel, where nobody goes the way back."""
+    From `rows` tokens on, all of a block but attention is one kernel, where nobody goes the way back."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class FusedEncoder:
         spare: int | None = None,
         front: bool = False,
         columns: bool = False,
-        rows: bool = False,
+        rows: int | None = None,
     ) -> None:
         self.encoder, self.fp8, self.number, self.front, self.rows = encoder, fp8, number, front, rows
         self.spare = SPARE if spare is None else spare
@@ -142,7 +142,7 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
     room for what comes again in each block, and the tokens stay where they are."""
     B, T, D = z_BTD.shape
     z, asked = Sum(z_BTD.reshape(B * T, D).to(fused.number).contiguous()), None
-    chosen, by_rows = stochastic(fused, B), fused.rows and keep is None
+    chosen, by_rows = stochastic(fused, B), keep is None and fused.rows is not None and fused.rows <= B * T
     hidden = 0 if by_rows and fused.front else max(block.mlp.expand.out_features for block in fused.blocks)
     room = None if keep is not None else Room(z.z, hidden)
     for block, after in zip(fused.blocks, (*fused.blocks[1:], None), strict=True):

@@ -15,7 +15,8 @@ PROGRAMS = 1056  # that share the rows where sums over all of them are taken: ei
 SHORT = 64  # tokens whose attention fits a core at once
 LONG, WIDE = 256, 64  # tokens and a head's columns up to which ours is the quicker one; beyond, it is PyTorch's
 CUT = 64  # of those tokens, how many a program has
-NARROW, AT_ONCE, PIECE = 256, 128, 64  # columns up to which `rows` pays, its tokens at once, and rows of weights
+NARROW, MANY = 256, 8192  # columns up to which, and tokens from which on `rows` pays
+AT_ONCE, PIECE = 64, 32  # its tokens, and numbers that pass by
 
 
 class Small(NamedTuple):
@@ -335,7 +336,7 @@ def rows(o: Tensor, x: Tensor, out: Tensor, qkv: Tensor, block: Any, after: Any,
     A, B = pieces(D)
     launcher(rows_kernels.rows, (triton.cdiv(M, AT_ONCE),))(
         o, x, out, qkv, *given, M, block.norm2.eps, after.norm1.eps, A=A, B=B, H=mlp.expand.out_features,
-        TANH=mlp.gelu.approximate == "tanh", BIAS=given[-1] is not None, ROWS=AT_ONCE, N=PIECE, STAGES=2, num_warps=8,
+        TANH=mlp.gelu.approximate == "tanh", BIAS=given[-1] is not None, ROWS=AT_ONCE, N=PIECE, STAGES=3, num_warps=4,
     )  # fmt: skip
 
 

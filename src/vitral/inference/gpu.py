@@ -28,6 +28,9 @@ class _Whole(nn.Module):
 
     def __init__(self, model: ViT, preprocessing: Preprocessing, hardware: Hardware) -> None:
         super().__init__()
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
+        self.register_buffer("mean", mean.to(hardware.device))
+        self.register_buffer("std", std.to(hardware.device))
         self.dtype = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
         self.model = copy.deepcopy(model).eval().requires_grad_(False).to(hardware.device, self.dtype)
         self.fused: Callable[[Tensor], Tensor] | None = None
@@ -37,17 +40,18 @@ class _Whole(nn.Module):
 
             self.why_not = fused.why_not(self.model, hardware, learning=False)
             if not self.why_not:
-                self.fused = fused.answering(self.model, hardware)
+                self.fused = fused.answering(self.model, preprocessing, hardware, self.seen)
             elif hardware.fp8:
                 raise VitralError(f"no FP8 products: {self.why_not}", "use --precision bf16, or auto")
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
-        self.register_buffer("mean", mean)
-        self.register_buffer("std", std)
+
+    def seen(self, images_BCHW: Tensor) -> Tensor:
+        """As the model takes them; pixels as fp32 would be the largest tensor of all."""
+        seen = torch.empty_like(images_BCHW, dtype=self.dtype)
+        torch.sub(images_BCHW, self.mean, out=seen)
+        return seen.div_(self.std)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        seen = torch.empty_like(images_BCHW, dtype=self.dtype)  # pixels as fp32 would be the largest tensor of all
-        torch.sub(images_BCHW, self.mean, out=seen)
-        return (self.fused or self.model)(seen.div_(self.std)).float()
+        return (self.model(self.seen(images_BCHW)) if self.fused is None else self.fused(images_BCHW)).float()
 
 
 class GpuEngine:
@@ -70,7 +74,8 @@ class GpuEngine:
     @torch.inference_mode()
     def __call__(self, images_BCHW: Tensor) -> Tensor:
         parts = images_BCHW.split(self.most)
-        return torch.cat([self._ask(part.to(self.hardware.device, non_blocking=True)) for part in parts]).cpu()
+        answers = [self._ask(part.to(self.hardware.device, non_blocking=True)) for part in parts]
+        return self.hardware.fetched(torch.cat(answers))
 
     def _ask(self, images_BCHW: Tensor) -> Tensor:
         B = len(images_BCHW)

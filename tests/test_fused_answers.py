@@ -1,0 +1,107 @@
+"""Kernels that only answers have, in Triton's interpreter: tokens from pixels, and a block behind attention in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from interpreter import a_gpu, a_model, interpreted
+from vitral import fused
+from vitral.data.preprocess import Preprocessing
+from vitral.fused import launch
+from vitral.fused.embed import Embed, embedding_of
+from vitral.fused.encoder import FusedEncoder
+from vitral.inference.gpu import GpuEngine
+from vitral.vit import ViT, ViTConfig
+
+pytestmark = interpreted
+GPU = a_gpu(precision="fp32")
+
+
+def patched(**changes: Any) -> tuple[ViT, Preprocessing]:
+    sizes: dict[str, Any] = {"image_size": (32, 48), "patch_size": 8, "classes": 3, "width": 48, "depth": 2, "heads": 2}
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**sizes | changes)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    C = model.config.channels
+    seen = Preprocessing(
+        image_size=model.config.image_size, channels=C, mean=(0.4, 0.5, 0.6)[:C], std=(0.2, 0.25, 0.3)[:C]
+    )
+    return model, seen
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"pooling": "mean"}, {"positions": "none"}, {"positions": "sincos"}, {"registers": 3}, {"channels": 1},
+     {"patch_size": 16, "channels": 1}],
+    ids=str,
+)  # fmt: skip
+def test_tokens_from_pixels_are_the_model_s(changes: dict[str, Any]) -> None:
+    model, preprocessing = patched(**changes)
+    images = torch.randint(0, 256, (3, model.config.channels, 32, 48), dtype=torch.uint8)
+    wanted = model.embed(preprocessing.normalise(images), model.config.grid)
+    torch.testing.assert_close(Embed(model, preprocessing)(images), wanted, atol=2e-5, rtol=0)
+    assert embedding_of(model, preprocessing, GPU, preprocessing.normalise) is not None
+
+
+@pytest.mark.parametrize("changes", [{"patch_size": 4}, {"width": 24}], ids=str)
+def test_patches_that_the_kernel_does_not_know_are_pytorch_s(changes: dict[str, Any]) -> None:
+    model, preprocessing = patched(**changes)
+    assert embedding_of(model, preprocessing, GPU, preprocessing.normalise) is None
+
+
+def test_a_kernel_that_gives_other_tokens_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, preprocessing = patched()
+    real = Embed.__call__
+    monkeypatch.setattr(Embed, "__call__", lambda self, images: real(self, images).flip(1))
+    assert embedding_of(model, preprocessing, GPU, preprocessing.normalise) is None
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "class token": {"width": 96, "heads": 3},
+    "a power of two, tanh, no bias": {"width": 64, "gelu": "tanh", "qkv_bias": False, "pooling": "mean"},
+    "rotary, norms": {"width": 64, "positions": "learned+rotary", "qk_norm": True},
+    "Ti/16's width": {"width": 192, "heads": 3, "mlp_width": 256},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", BLOCKS.values(), ids=BLOCKS)
+def test_a_block_behind_attention_in_one_kernel_is_the_block(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = a_model(20, **{"depth": 3, "mlp_width": 128} | changes)
+    model.eval()
+    given, calls, real = tokens.clone(), list[int](), launch.rows
+    monkeypatch.setattr(launch, "rows", lambda *a: (calls.append(1), real(*a)))
+    front = model.config.pooling == "class"
+    encoder = FusedEncoder(model.encoder, number=torch.float32, front=front, rows=0)
+    found, wanted = encoder(tokens, model.config.grid), model.encoder(tokens, model.config.grid)
+    torch.testing.assert_close(found, wanted[:, :1] if front else wanted, atol=1e-4, rtol=1e-4)
+    assert torch.equal(tokens, given), "the caller's"
+    assert len(calls) == 2  # of three blocks: the last asks nobody
+    encoder.rows = tokens[..., 0].numel() + 1
+    encoder(tokens, model.config.grid)
+    assert len(calls) == 2, "few tokens go through the other kernels, which are quicker for them"
+
+
+def test_widths_that_are_no_two_powers_of_two_have_no_such_kernel() -> None:
+    assert [D for D in range(16, 1024, 16) if launch.narrow(D, 4 * D)] == [32, 64, 96, 128, 160, 192, 256]
+    assert not launch.narrow(192, 100)
+
+
+def test_the_engine_takes_both_and_a_kernel_that_lies_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, preprocessing = patched(width=64, depth=3)
+    images = torch.randint(0, 256, (2, 3, 32, 48), dtype=torch.uint8)
+    monkeypatch.setattr("vitral.fused.MANY", 1)
+    wanted = model(preprocessing.normalise(images))
+    calls, real = list[int](), launch.rows
+    monkeypatch.setattr(launch, "rows", lambda *a: (calls.append(1), real(*a)))
+    torch.testing.assert_close(GpuEngine(model, preprocessing, GPU)(images), wanted, atol=1e-4, rtol=1e-4)
+    assert calls
+    monkeypatch.setattr(launch, "rows", lambda o, x, out, *rest: out.zero_())
+    assert fused.rows_of(model, GPU) is None
+    torch.testing.assert_close(GpuEngine(model, preprocessing, GPU)(images), wanted, atol=1e-4, rtol=1e-4)
