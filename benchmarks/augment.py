@@ -26,9 +26,6 @@ from torch import Tensor
 from vitral.data.policy import Operate, Policy, apply
 from vitral.hardware import choose
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from references import timm
-
 DEIT = Policy(name="randaugment", layers=2, magnitude=9.0, spread=0.0, increasing=True, probability=0.5)
 
 
@@ -41,6 +38,9 @@ def main() -> None:
     if asked.gpu:
         on_a_gpu(asked.times)
         return
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from references import timm
+
     torch.set_num_threads(1)
     draws = torch.Generator().manual_seed(0)
     ours = DEIT
