@@ -110,16 +110,19 @@ class Training:
     """The step of vitral.training.loop.fit, with what fit does around it each time."""
 
     def __init__(self, recipe: Any, seen: Any, hardware: Any, steps: int) -> None:
-        from vitral.training.loop import Task, train_step
+        from vitral.training.loop import Task, judge_of, train_step, vary_of
         from vitral.training.parallel import forward_of, way_of
         from vitral.training.state import begin
 
         self.recipe, self.steps = recipe, steps
         self.state = state = begin(recipe, hardware, steps)
-        forward, hardware = forward_of(state.model, way_of(recipe, hardware), hardware, recipe.recompute)
+        way, said = way_of(recipe, hardware), print
+        forward, hardware = forward_of(state.model, way, hardware, recipe.recompute, said, recipe.batch)
+        vary, judge = vary_of(recipe, seen, hardware, said), judge_of(recipe, recipe.batch, hardware, said)
+        task = Task(recipe, seen, hardware, vary=vary, judge=judge)
 
         def step_on(images: Any, labels: Any) -> None:
-            train_step(forward, state, images, labels, Task(recipe, seen, hardware))
+            train_step(forward, state, images, labels, task)
 
         self.take_step = hardware.recorded(step_on, state.draws)
 

@@ -59,6 +59,7 @@ OF_COLUMNS = ("turned", "normed", "gelu_back", "shares")
 OF_ATTENTION = ("attend", "queries_back", "keys_back", "cast")
 OF_MUON = ("look_ahead", "normalise", "move")
 OF_STEM = ("patches", "norm_relu", "norm_relu_back")
+OF_EMBEDDING = ("embed", "unfold")
 VARIED = [Augment(shift=2, flip=True, cutmix=1.0, mixed=0.4), Augment(shift=2, border="black"), Augment(cutmix=1.0)]
 VARIED += [Augment(shift=2, policy=Policy(name="randaugment"), cutmix=1.0), Augment(jitter=0.2)]
 MODELS: list[dict[str, Any]] = [
@@ -103,6 +104,10 @@ def answer(width: int, heads: int, gelu: str) -> None:
     model = ViT(config).bfloat16().eval()
     seen = Preprocessing(image_size=(224, 224), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     tokens = embed.Embed(model, seen)(torch.zeros(1, 3, 224, 224, dtype=torch.uint8))
+    embed.unfolded(torch.zeros(1, 3, 224, 224).bfloat16(), 16, 1)
+    embed.tokens_of(
+        torch.zeros(1, 3, 224, 224).bfloat16(), model.patch_embedding.project.weight, *embed.parts(model), 16
+    )
     many = 0 if launch.narrow(width, 4 * width) else None
     encoder.FusedEncoder(model.encoder, front=True, rows=many)(tokens, config.grid)
 
@@ -196,7 +201,9 @@ def main(capabilities: list[int]) -> None:
     for widths in ((64, 128, 256), (48, 96, 192)):
         plain = ConvStem(ConvStemConfig(widths=widths, strides=(1, 2, 2)), 3, 1e-6)
         stem.FusedStem(plain)(torch.zeros(4, 3, 32, 32)).sum().backward()
-    rows_kernels.rows, embed_kernels.embed = Noting(rows_kernels.rows, calls), Noting(embed_kernels.embed, calls)
+    rows_kernels.rows = Noting(rows_kernels.rows, calls)
+    for name in OF_EMBEDDING:
+        setattr(embed_kernels, name, Noting(getattr(embed_kernels, name), calls))
     for width, heads, gelu in ((192, 3, "exact"), (256, 4, "tanh"), (384, 6, "exact"), (768, 12, "exact")):
         answer(width, heads, gelu)
     vary_kernels.vary = Noting(vary_kernels.vary, calls)
@@ -217,7 +224,7 @@ def main(capabilities: list[int]) -> None:
         step_of_muon(width, depth, halting)
     assert {kernel.__name__ for kernel, _, _ in calls} == {
         *KERNELS, *OF_ATTENTION, *OF_COLUMNS, *OF_MUON, *OF_STEM, "vary", "operate", "judge", "adamw",
-        "rows", "embed",
+        "rows", *OF_EMBEDDING,
     }  # fmt: skip
     done = set()
     for kernel, given, named in calls:

@@ -1,4 +1,4 @@
-"""Kernels that only answers have, in Triton's interpreter: tokens from pixels, and a block behind attention in one."""
+"""Tokens from pixels, and a block behind attention as one kernel: in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from interpreter import a_gpu, a_model, interpreted
 from vitral import fused
 from vitral.data.preprocess import Preprocessing
 from vitral.fused import launch
-from vitral.fused.embed import Embed, embedding_of
+from vitral.fused.embed import OWN, Embed, embedding_of, learning_embedding_of
 from vitral.fused.encoder import FusedEncoder
 from vitral.inference.gpu import GpuEngine
 from vitral.vit import ViT, ViTConfig
@@ -45,6 +45,30 @@ def test_tokens_from_pixels_are_the_model_s(changes: dict[str, Any]) -> None:
     wanted = model.embed(preprocessing.normalise(images), model.config.grid)
     torch.testing.assert_close(Embed(model, preprocessing)(images), wanted, atol=2e-5, rtol=0)
     assert embedding_of(model, preprocessing, GPU, preprocessing.normalise) is not None
+
+
+@pytest.mark.parametrize("changes", [{}, {"pooling": "mean"}, {"positions": "sincos"}, {"registers": 2}], ids=str)
+def test_learning_tokens_have_the_gradients_of_pytorch(changes: dict[str, Any]) -> None:
+    model, _ = patched(**changes)
+    model.requires_grad_(True)
+    said: list[str] = []
+    embed = learning_embedding_of(model, GPU, said.append)
+    assert embed is not None, said
+    images, grid = torch.randn(3, 3, 32, 48), model.config.grid
+    pull = torch.randn_like(model.embed(images, grid))
+    own = [p for name, p in model.named_parameters() if name.startswith(OWN)]
+    found = torch.autograd.grad((embed(images) * pull).sum(), own)
+    wanted = torch.autograd.grad((model.embed(images, grid) * pull).sum(), own)
+    for ours, plain in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"dropout_embedding": 0.1}, {"patch_size": 4}], ids=str)
+def test_tokens_that_the_kernel_cannot_learn_are_left_to_pytorch(changes: dict[str, Any]) -> None:
+    model, _ = patched(**changes)
+    assert learning_embedding_of(model.requires_grad_(True), GPU, print) is None
+    model, _ = patched()
+    assert learning_embedding_of(model, GPU, print) is None, "nothing learns"
 
 
 @pytest.mark.parametrize("changes", [{"patch_size": 4}, {"width": 24}], ids=str)

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from vitral.data.preprocess import Preprocessing
 from vitral.fused.ahead import compile_ahead
-from vitral.fused.embed import Seen, embedding_of
+from vitral.fused.embed import Seen, embedding_of, learning_embedding_of
 from vitral.fused.encoder import SPARE, FusedEncoder, unknown
 from vitral.fused.launch import MANY, narrow
 from vitral.fused.stem import FusedStem
@@ -218,6 +218,7 @@ def forward(
         given = images_BCHW.bfloat16() if stem is None else stem(images_BCHW)
         return functional_call(embedding, rounded, (given, grid))
 
+    patches = learning_embedding_of(model, hardware, say) if stem is None else None
     if stem is None and model.patch_embedding.__class__ is not PatchEmbedding:  # another stem has enough to fuse
         embed = hardware.compiled(embed)
 
@@ -226,7 +227,8 @@ def forward(
         if torch.is_grad_enabled():
             encoder.weights.round_beside()
         with torch.autocast(images_BCHW.device.type, torch.bfloat16, enabled=False):
-            tokens = encoder(embed(images_BCHW, grid), grid)
+            ours = patches if grid == model.config.grid else None
+            tokens = encoder(embed(images_BCHW, grid) if ours is None else ours(images_BCHW), grid)
         with torch.autocast(images_BCHW.device.type, torch.bfloat16):
             return model.head(model.pool(tokens))
 
@@ -250,10 +252,8 @@ def answering(model: ViT, preprocessing: Preprocessing, hardware: Hardware, seen
 
     def answer(images_BCHW: Tensor) -> Tensor:
         grid = model.check(images_BCHW)
-        if embed is not None and grid == model.config.grid:
-            tokens = embed(images_BCHW)
-        else:
-            tokens = model.embed(seen(images_BCHW), grid)
+        ours = embed if grid == model.config.grid else None
+        tokens = model.embed(seen(images_BCHW), grid) if ours is None else ours(images_BCHW)
         return model.head(model.pool(encoder(tokens, grid)))
 
     return answer

@@ -15,7 +15,7 @@ PROGRAMS = 1056  # that share the rows where sums over all of them are taken: ei
 SHORT = 64  # tokens whose attention fits a core at once
 LONG, WIDE = 256, 64  # tokens and a head's columns up to which ours is the quicker one; beyond, it is PyTorch's
 CUT = 64  # of those tokens, how many a program has
-NARROW, MANY = 256, 8192  # columns up to which, and tokens from which on `rows` pays
+NARROW, MANY = 256, 6144  # columns up to which, and tokens from which on `rows` pays
 AT_ONCE, PIECE = 64, 32  # its tokens, and numbers that pass by
 
 
@@ -334,9 +334,11 @@ def rows(o: Tensor, x: Tensor, out: Tensor, qkv: Tensor, block: Any, after: Any,
     layers = (attention.project, block.norm2, mlp.expand, mlp.contract, after.norm1, after.attention.qkv)
     given = [p for layer in layers for p in (rounded.get(layer.weight, layer.weight), layer.bias)]
     A, B = pieces(D)
+    stages = 4 if D <= 192 else 3  # of which two programs' fit a core
     launcher(rows_kernels.rows, (triton.cdiv(M, AT_ONCE),))(
         o, x, out, qkv, *given, M, block.norm2.eps, after.norm1.eps, A=A, B=B, H=mlp.expand.out_features,
-        TANH=mlp.gelu.approximate == "tanh", BIAS=given[-1] is not None, ROWS=AT_ONCE, N=PIECE, STAGES=3, num_warps=4,
+        TANH=mlp.gelu.approximate == "tanh", BIAS=given[-1] is not None, ROWS=AT_ONCE, N=PIECE, STAGES=stages,
+        num_warps=4,
     )  # fmt: skip
 
 

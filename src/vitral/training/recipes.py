@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from vitral.data.augment import Augment
+from vitral.data.policy import Policy
 from vitral.errors import unknown
 from vitral.training import papers
 from vitral.training.recipe import Data, Optim, Recipe
@@ -148,6 +149,20 @@ def cifar10_96() -> Recipe:
         model=replace(base.model, depth=6),
         augment=replace(base.augment, shift=3),
         epochs=84,
+        views="ten",
+    )
+
+
+def cifar10_97() -> Recipe:
+    """CIFAR-10 to 97 %: 4 minutes on an H200. cifar10-96 for longer, wider, and with RandAugment."""
+    base = cifar10_96()
+    policy = Policy(name="randaugment", layers=1, magnitude=6, increasing=True, probability=0.6)
+    return replace(
+        base,
+        name="cifar10-97",
+        model=replace(base.model, width=384, heads=6, mlp_width=1152, drop_path=0.2),
+        augment=replace(base.augment, shift=4, mixed=0.6, policy=policy),
+        epochs=333,
     )
 
 
@@ -250,6 +265,7 @@ GROUPS: dict[str, dict[str, Callable[[], Recipe]]] = {
         "cifar10-94": cifar10_94,
         "cifar10-95": cifar10_95,
         "cifar10-96": cifar10_96,
+        "cifar10-97": cifar10_97,
         "cifar10-patch": cifar10_patch,
         "mnist-99.5": mnist_99_5,
         "fashion-mnist-94": fashion_mnist_94,
