@@ -156,7 +156,7 @@ def cifar10_96() -> Recipe:
 def cifar10_97() -> Recipe:
     """CIFAR-10 to 97 %: 4 minutes on an H200. cifar10-96 for longer, wider, and with RandAugment."""
     base = cifar10_96()
-    policy = Policy(name="randaugment", layers=1, magnitude=6, increasing=True, probability=0.6)
+    policy = Policy(name="randaugment", layers=1, magnitude=6.0, increasing=True, probability=0.6)
     return replace(
         base,
         name="cifar10-97",
