@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -68,9 +69,14 @@ def test_every_image_is_answered_once(
     model: Path, folder: Path, tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     predictor, out = Predictor.load(model, device="cpu"), tmp_path / f"answers{ending}"
-    assert harvest(predictor, [folder], out, top=2) == 1  # two could not be read
+    (empty := folder.parent / "nothing").mkdir(exist_ok=True)
+    assert harvest(predictor, [folder, empty], out, top=2) == 1  # two could not be read
     assert sorted(names(out)) == expected(folder)
-    assert "120 answers, 2 of them errors" in capsys.readouterr().out
+    said = capsys.readouterr()
+    told = re.search(r"120 answers, 2 of them errors: (\S+), (\S+); its column error says why", said.out)
+    assert told is not None
+    assert {told[1], told[2]} < set(expected(folder))
+    assert f"no images in {empty}" in said.err
     assert list(tmp_path.iterdir()) == [out]
     with pytest.raises(VitralError, match="is already there"):
         harvest(predictor, [folder], out)

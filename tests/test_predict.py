@@ -312,3 +312,9 @@ def test_on_a_gpu_our_kernels_are_for_many_answers_and_the_compilers_for_whoever
         "compile": compile,
     }
     assert (chosen.compile, chosen.fused) == (compiled, compile == "auto")
+
+
+def test_a_name_is_not_labelled_images_and_that_is_said(gray: Predictor) -> None:
+    with pytest.raises(VitralError, match=r"evaluate takes labelled images.*not 'photos'") as told:
+        gray.evaluate("photos")  # type: ignore[arg-type]
+    assert "vitral.evaluate(model, data=NAME)" in told.value.hint

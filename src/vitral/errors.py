@@ -1,10 +1,10 @@
-"""The one exception for "you can fix this", and the nearest-name suggestions that go into it."""
+"""The one exception for "you can fix this", and what goes into its sentences: names, and nearest ones."""
 
 from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class VitralError(Exception):
@@ -29,6 +29,11 @@ def reason(error: Exception) -> str:
 def typed(path: object) -> str:
     """A path as a person types it in a shell, for commands to copy: in quotes where it needs them."""
     return shlex.quote(str(path))
+
+
+def few(names: Sequence[str], most: int = 6) -> str:
+    """The first of many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

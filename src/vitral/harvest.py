@@ -26,11 +26,12 @@ import torch
 
 from vitral.answers import COLUMNS, Prediction, plain, rows
 from vitral.data.decode import SUFFIXES
-from vitral.errors import VitralError
+from vitral.errors import VitralError, few
 from vitral.predict import Predictor
 from vitral.run import whole_or_not, write_atomically
 
 PART, SECONDS = 512, 10.0  # a part is written after so many answers, or so many seconds: what a power cut can cost
+NAMED = 3  # files that could not be read, and folders without pictures: at the end
 ENDINGS = (".parquet", ".csv", ".jsonl")
 
 
@@ -56,8 +57,10 @@ def harvest(predictor: Predictor, paths: Sequence[Path], out: Path, *, top: int 
     world.gather([True])  # all have written their last part
     failed, count = world.tell(lambda: _merge(parts, out))
     if world.first and not quiet:
-        answers = f"{count:,} answer{'s' if count != 1 else ''}"
-        show.end(f"{out}: {answers}" + (f", {failed:,} of them errors: its column error says why" if failed else ""))
+        errors = f", {len(failed):,} of them errors: {few(failed, NAMED)}; its column error says why" if failed else ""
+        show.end(f"{out}: {count:,} answer{'s' if count != 1 else ''}{errors}")
+        if empty := [str(path) for path in paths if path.is_dir() and next(walk([path]), None) is None]:
+            print(f"no images in {few(empty, NAMED)}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -117,14 +120,15 @@ def _kept(parts: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def _merge(parts: Path, out: Path) -> tuple[int, int]:
-    """All parts as one file, then no parts. Errors and answers."""
-    failed = count = 0
+def _merge(parts: Path, out: Path) -> tuple[list[str], int]:
+    """All parts as one file, then no parts. Files that are errors, and how many answers there are."""
+    failed, count = list[str](), 0
 
     def counted() -> Iterator[dict[str, Any]]:
-        nonlocal failed, count
+        nonlocal count
         for answer in _kept(parts):
-            failed, count = failed + ("error" in answer), count + 1
+            failed.extend([answer["file"]] if "error" in answer else [])
+            count += 1
             yield answer
 
     with whole_or_not(out) as file:

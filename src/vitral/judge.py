@@ -25,7 +25,7 @@ from vitral.data.preprocess import adapt
 from vitral.data.reading import PREFIX
 from vitral.data.shards import looks_like_shards
 from vitral.data.sources import KNOWN
-from vitral.errors import VitralError
+from vitral.errors import VitralError, few
 from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score, calibrate, known_score
 from vitral.evaluation.compare import PairedComparison, compare
 from vitral.evaluation.robustness import WAYS, Robustness, robustness
@@ -72,8 +72,8 @@ def question(model: str | Path | Predictor, data: str | None, split: SplitName |
     if strange := [c for c in dataset.classes if c not in predictor.classes]:
         near = [f"{c} → {match[0]}" for c in strange if (match := get_close_matches(c, predictor.classes, n=1))]
         raise VitralError(
-            f"{dataset.name} has classes that the model does not know: {few(tuple(strange))}",
-            (f"did you mean {few(tuple(near))}? " if near else "")
+            f"{dataset.name} has classes that the model does not know: {few(strange)}",
+            (f"did you mean {few(near)}? " if near else "")
             + f"The model knows {few(predictor.classes)}; names for a checkpoint without any: --labels FILE",
         )
     if split is None:
@@ -126,10 +126,6 @@ def images_of(name: str, predictor: Predictor, plan: Recipe | None) -> Dataset:
             return load_files(name, seen)
         return load_files(name, seen, validation=plan.data.validation, how=plan.data.how)
     return load_dataset(name) if plan is None else load_dataset(name, validation=plan.data.validation)
-
-
-def few(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def calibrate_model(
@@ -274,7 +270,7 @@ def compare_models(first: Asked, second: Asked) -> PairedComparison:
     if set(first.predictor.classes) != set(second.predictor.classes):
         only = set(first.predictor.classes) ^ set(second.predictor.classes)
         raise VitralError(
-            f"the two models have different classes: {few(tuple(sorted(only)))} only in one of them",
+            f"the two models have different classes: {few(sorted(only))} only in one of them",
             "models can be compared when they choose between the same classes",
         )
     if len(first.split) != len(second.split):

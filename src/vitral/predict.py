@@ -190,6 +190,11 @@ class Predictor:
 
     def evaluate(self, split: Split) -> Metrics:
         """Loss, accuracy, per-class figures and confusion on labelled images."""
+        if not isinstance(split, Split):
+            raise VitralError(
+                f"evaluate takes labelled images, such as vitral.data.load('mnist').test, not {split!r}",
+                "a set or folder by its name: vitral.evaluate(model, data=NAME)",
+            )
         images = adapt(split.images, self.card.preprocessing)
         logits = self.logits(images)
         return measure(logits, split.labels, self.classes)
