@@ -1,10 +1,10 @@
-"""RandAugment as DeiT has it, on whole batches, against Pillow image by image (timm's), in CPU seconds of one thread.
+"""RandAugment on whole batches, against Pillow image by image (timm's), in CPU seconds of one thread.
 
     python benchmarks/augment.py [--images 128] [--times 5] [--gpu]
 
-Both do two layers at magnitude 9 on the same noise; decoding, cropping and the copy to a tensor are in neither. With
---gpu, batches of 256 that lie there: as PyTorch's operations and as kernels of our own, each recorded as one graph, as
-a training step is, in turns.
+Both do DeiT's two layers at magnitude 9, without its spread, on the same noise; decoding, cropping and the copy to a
+tensor are in neither. With --gpu, batches of 256 that lie there: as PyTorch's operations and as kernels of our own,
+each recorded as one graph, as a training step is, in turns.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 PEERS = ("timm", "torchvision", "transformers", "vit-pytorch")
@@ -116,9 +117,10 @@ class Training:
 
         self.recipe, self.steps = recipe, steps
         self.state = state = begin(recipe, hardware, steps)
-        way, said = way_of(recipe, hardware), print
-        forward, hardware = forward_of(state.model, way, hardware, recipe.recompute, said, recipe.batch)
-        vary, judge = vary_of(recipe, seen, hardware, said), judge_of(recipe, recipe.batch, hardware, said)
+        say = partial(print, file=sys.stderr)  # figures go to stdout
+        way, part = way_of(recipe, hardware), recipe.batch // recipe.accumulate
+        forward, hardware = forward_of(state.model, way, hardware, recipe.recompute, say, part)
+        vary, judge = vary_of(recipe, seen, hardware, say), judge_of(recipe, part, hardware, say)
         task = Task(recipe, seen, hardware, vary=vary, judge=judge)
 
         def step_on(images: Any, labels: Any) -> None:

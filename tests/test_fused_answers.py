@@ -122,10 +122,13 @@ def test_the_engine_takes_both_and_a_kernel_that_lies_is_not_taken(monkeypatch: 
     images = torch.randint(0, 256, (2, 3, 32, 48), dtype=torch.uint8)
     monkeypatch.setattr("vitral.fused.MANY", 1)
     wanted = model(preprocessing.normalise(images))
-    calls, real = list[int](), launch.rows
-    monkeypatch.setattr(launch, "rows", lambda *a: (calls.append(1), real(*a)))
-    torch.testing.assert_close(GpuEngine(model, preprocessing, GPU)(images), wanted, atol=1e-4, rtol=1e-4)
-    assert calls
+    calls, real, embed = list[str](), launch.rows, Embed.__call__
+    monkeypatch.setattr(launch, "rows", lambda *a: (calls.append("rows"), real(*a)))
+    monkeypatch.setattr(Embed, "__call__", lambda *a: (calls.append("embed"), embed(*a))[1])
+    engine = GpuEngine(model, preprocessing, GPU)
+    calls.clear()  # of the trials
+    torch.testing.assert_close(engine(images), wanted, atol=1e-4, rtol=1e-4)
+    assert calls == ["embed", "rows", "rows"]
     monkeypatch.setattr(launch, "rows", lambda o, x, out, *rest: out.zero_())
     assert fused.rows_of(model, GPU) is None
     torch.testing.assert_close(GpuEngine(model, preprocessing, GPU)(images), wanted, atol=1e-4, rtol=1e-4)

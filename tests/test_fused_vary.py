@@ -60,7 +60,7 @@ def test_the_same_draws_give_the_same_images_and_targets(
     assert torch.equal(draws.get_state(), after)  # what is drawn next is the same, too
 
 
-@pytest.mark.parametrize("name", ["cifar10-94", "cifar10-patch"])
+@pytest.mark.parametrize("name", ["cifar10-94", "cifar10-97", "cifar10-patch"])
 def test_the_recipes_against_the_clock_get_it(name: str) -> None:
     recipe = RECIPES[name]()
     assert own.known(recipe.augment)
@@ -149,6 +149,16 @@ def test_colours_are_a_kernel_also_where_the_rest_is_not() -> None:
     found, wanted = kernels(images, labels, Generator(), None), varied(augment, seen, 5, images, labels, Generator())
     assert share_off(found[0], wanted[0]) < own.SELDOM
     assert not own.known(augment)
+
+
+@pytest.mark.parametrize(("layers", "magnitude", "increasing"), [(2, 10, False), (4, 10, True), (3, 30, False)])
+def test_what_many_layers_make_of_one_rounding_speaks_against_no_kernel(
+    layers: int, magnitude: float, increasing: bool
+) -> None:
+    policy = Policy(name="randaugment", layers=layers, magnitude=magnitude, increasing=increasing)
+    augment, said = Augment(flip=True, policy=policy, jitter=0.4), list[str]()
+    assert own.vary_of(augment, seen_as((12, 12)), 5, GPU, said.append) is not None
+    assert said == []
 
 
 def test_channels_that_the_kernel_does_not_know_are_left_to_the_operations() -> None:

@@ -225,13 +225,15 @@ def test_the_engine_answers_like_the_model(pixels: int, patch: int, heads: int, 
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize(("pooling", "width"), [("class", 192), ("mean", 192), ("class", 512), ("mean", 512)])
+@pytest.mark.parametrize(
+    ("pooling", "width", "patch"), [("class", 192, 4), ("mean", 192, 8), ("class", 512, 8), ("mean", 512, 4)]
+)
 def test_after_the_trial_a_step_compiles_nothing(
-    pooling: Any, width: int, precision: Any, monkeypatch: pytest.MonkeyPatch
+    pooling: Any, width: int, patch: int, precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hardware, said = choose(device="gpu", precision=precision), list[str]()
     settings: dict[str, Any] = {"width": width, "depth": 3, "heads": width // 64, "drop_path": 0.1, "pooling": pooling}
-    model = ViT(ViTConfig(image_size=(32, 32), patch_size=4, classes=10, **settings)).to(hardware.device).train()
+    model = ViT(ViTConfig(image_size=(32, 32), patch_size=patch, classes=10, **settings)).to(hardware.device).train()
     assert fused.why_not(model, hardware, batch=48) == ""
     forward, compiled = fused.forward(model, hardware, said.append, 48), list[str]()
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **given: compiled.append(given["src"].name))
@@ -279,6 +281,21 @@ def test_augmentation_in_one_kernel_gives_the_same_images(gpu: Hardware, name: s
     seen = Preprocessing(image_size=recipe.model.image_size, channels=C, mean=(0.45,) * C, std=(0.25,) * C)
     assert vary_of(recipe, seen, replace(gpu, fused=True), print) is not None  # it compares them itself
     assert vary_of(recipe, seen, replace(gpu, fused=True, precision="bf16"), print) is not None
+
+
+@pytest.mark.parametrize(("width", "heads", "patch"), [(192, 3, 16), (256, 4, 8), (384, 6, 16)])
+def test_patches_are_embedded_by_kernels_and_narrow_blocks_are_one(width: int, heads: int, patch: int) -> None:
+    """In training, with the gradients of PyTorch, and in answers: each trial compares them itself."""
+    from vitral.fused.embed import embedding_of, learning_embedding_of
+
+    hardware, said = choose(device="gpu", precision="bf16", steps=10), list[str]()
+    config = ViTConfig(image_size=(64, 96), patch_size=patch, classes=10, width=width, depth=3, heads=heads)
+    model = ViT(config).to(hardware.device)
+    assert learning_embedding_of(model, hardware, said.append) is not None, said
+    seen = Preprocessing(image_size=(64, 96), channels=3, mean=(0.5,) * 3, std=(0.25,) * 3)
+    model = model.bfloat16().eval().requires_grad_(False)
+    assert embedding_of(model, seen, hardware, lambda images: seen.normalise(images).bfloat16()) is not None
+    assert fused.rows_of(model, hardware) == (fused.MANY if width <= 256 else None)
 
 
 @pytest.mark.parametrize("pixels", [32, 64, 224])

@@ -126,7 +126,8 @@ class Hardware:
                 function(example)
         torch.cuda.current_stream(self.device).wait_stream(shared.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=shared.handle, stream=shared.stream):
+        own = "thread_local"  # other threads may go on asking for memory, as `fetched` does
+        with torch.cuda.graph(graph, pool=shared.handle, stream=shared.stream, capture_error_mode=own):
             answer = function(example)
 
         def replay(given: Tensor) -> Tensor:

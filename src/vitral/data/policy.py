@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Literal, get_args
 
 import torch
@@ -99,11 +99,11 @@ class Policy:
         return as_augreg(level_B.clamp(min=0) / 10, sign_B, size)
 
 
-@lru_cache(maxsize=8)
+@cache
 def choices(policy: Policy, size: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """O operations, and their arguments, O × 2·strengths: for each that may be drawn to the left, then to the right.
 
-    Made once, so that a step draws from it with few launches."""
+    Made once, so that a step draws from it with few launches; and kept: a recorded step reads it where it is."""
     levels = torch.arange(float(STRENGTHS)) if policy.name == "trivialaugment" else torch.tensor([policy.magnitude])
     arguments = policy.arguments(levels.repeat_interleave(2), torch.tensor([-1.0, 1.0]).repeat(len(levels)), size)
     operations = torch.tensor([OPERATIONS.index(name) for name in arguments])

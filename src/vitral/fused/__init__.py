@@ -201,7 +201,7 @@ def stem_difference(plain: ConvStem, channels: int, size: tuple[int, int]) -> fl
 def forward(
     model: ViT, hardware: Hardware, say: Say = lambda sentence: None, batch: int = 16
 ) -> Callable[[Tensor], Tensor]:
-    """Images → logits, for training. What is neither encoder nor small stem is as PyTorch computes it, in bf16."""
+    """Images → logits, for training. What is neither encoder nor patches or a small stem is PyTorch's, in bf16."""
     columns = columns_agree(model, hardware, batch, say)
     encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, front=asks_first(model), columns=columns)
     stem = stem_of(model, hardware, say)

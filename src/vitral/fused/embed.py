@@ -39,12 +39,14 @@ def embedding_of(model: ViT, preprocessing: Preprocessing, hardware: Hardware, s
     if not known(model) or preprocessing.image_size != model.config.image_size:
         return None
     embed = Embed(model, preprocessing)
+    images = torch.zeros(some_images(model), dtype=torch.uint8, device=hardware.device)
 
     @torch.no_grad()
     def difference() -> float:
-        images = torch.randint(0, 256, some_images(model), dtype=torch.uint8, device=hardware.device)
+        images.random_(256)
         return largest([embed(images)], [model.embed(seen(images), model.config.grid)])
 
+    compile_ahead(partial(embed, images))
     return None if tried(hardware, difference) else embed
 
 

@@ -143,8 +143,10 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
     B, T, D = z_BTD.shape
     z, asked = Sum(z_BTD.reshape(B * T, D).to(fused.number).contiguous()), None
     chosen, by_rows = stochastic(fused, B), keep is None and fused.rows is not None and fused.rows <= B * T
-    hidden = 0 if by_rows and fused.front else max(block.mlp.expand.out_features for block in fused.blocks)
-    room = None if keep is not None else Room(z.z, hidden)
+    room = None
+    if keep is None:  # by rows, only the last block asks for it, and perhaps only for first tokens
+        few, hidden = by_rows and fused.front, max(block.mlp.expand.out_features for block in fused.blocks)
+        room = Room(z.z, 0 if few else hidden, B if few else B * T)
     for block, after in zip(fused.blocks, (*fused.blocks[1:], None), strict=True):
         asked = asked or questions(fused, block, z, (B, T), keep, room)
         if by_rows and after is not None:
@@ -158,11 +160,10 @@ def questions(
     fused: FusedEncoder, block: Any, z: Sum, shape: tuple[int, int], keep: list[Kept] | None, room: Room | None
 ) -> Asked:
     in_place = keep is None and block is not fused.blocks[0]  # whose tokens are the caller's
-    plain = spares(fused, block, shape, keep) or not fused.fp8
-    one = launch.add_norm(*z, of(block.norm1), fused.fp8, plain, in_place)
-    qkv = block.attention.qkv
+    spare, qkv = spares(fused, block, shape, keep), block.attention.qkv
+    one = launch.add_norm(*z, of(block.norm1), fused.fp8, spare or not fused.fp8, in_place)
     asked = fused.weights.product(one.plain, one.small, qkv.weight, qkv.bias, None if room is None else room.wide)
-    return Asked(one, *asked)
+    return Asked(one._replace(plain=one.plain if spare else None, small=None), *asked)
 
 
 def spares(fused: FusedEncoder, block: Any, shape: tuple[int, int], keep: list[Kept] | None) -> bool:
@@ -180,7 +181,7 @@ def through_rows(
     assert o is not None
     out = torch.empty_like(asked.one.x) if block is fused.blocks[0] else asked.one.x
     launch.rows(o, asked.one.x, out, asked.qkv, block, after, fused.weights.rounded)
-    return Asked(asked.one._replace(x=out, plain=None), asked.qkv)
+    return Asked(asked.one._replace(x=out), asked.qkv)
 
 
 def through_block(
@@ -193,7 +194,6 @@ def through_block(
     front = fused.front and block is fused.blocks[-1]
     o, o8, taken, lse = attend(attention, qkv, turn, B, T, front, keep is not None, known)
     z, fp8 = Sum(one.x[::T].contiguous() if front else one.x), fused.fp8 and not front
-    one = one._replace(plain=one.plain if spare else None, small=None)
     f, _ = fused.weights.product(o, o8, attention.project.weight, None, added)
     kept1, kept2 = chosen.get(block.residual1), chosen.get(block.residual2)
     z = Sum(z.z, f, attention.project.bias, kept1)

@@ -7,7 +7,7 @@ The draws are those of `data.augment.varied`, in its order: the same seed gives 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import torch
 import triton
@@ -33,20 +33,22 @@ def vary_of(
 ) -> Vary | None:
     """The kernels, as far as they know what this augmentation asks for, and give here what PyTorch gives."""
     plain = partial(varied, augment, preprocessing, classes)
-    if augment.coloured and (reason := reason_against_operate(preprocessing, hardware)):
-        say(f"images' colours are varied step by step: {reason}")
-        return None
+    if augment.coloured:
+        if reason := reason_against_operate(preprocessing, hardware):
+            say(f"images' colours are varied step by step: {reason}")
+            return None
+        plain = partial(plain, operate=operate)  # what is rounded the other way once may become much more later
     if not known(augment):
-        return partial(plain, operate=operate) if augment.coloured else None
+        return plain if augment.coloured else None
     ours = partial(vary, augment, table(preprocessing, hardware), classes)
-    most = SELDOM if augment.coloured else 1e-6
-    if reason := reason_against(partial(difference, ours, plain, classes, preprocessing, hardware), most):
+    if reason := reason_against(partial(difference, ours, plain, classes, preprocessing, hardware), 1e-6):
         say(f"images are varied step by step: {reason}")
-    return None if reason else ours
+        return plain if augment.coloured else None
+    return ours
 
 
 def reason_against_operate(preprocessing: Preprocessing, hardware: Hardware) -> str:
-    if preprocessing.channels not in (1, 3) or min(preprocessing.image_size) < 3:
+    if preprocessing.channels not in (1, 3):
         return "its kernels know images of one or three channels"
     return reason_against(partial(apart, preprocessing, hardware), SELDOM)
 
@@ -78,9 +80,9 @@ def table(preprocessing: Preprocessing, hardware: Hardware) -> Tensor:
     return normalised.bfloat16() if hardware.precision == "bf16" else normalised
 
 
-@lru_cache(maxsize=4)
+@cache
 def unchanged(channels: int, device: torch.device) -> Tensor:
-    """C 256: each byte stands for itself."""
+    """C 256: each byte stands for itself. It stays: a recorded step reads it where it is."""
     return torch.arange(256, dtype=torch.uint8, device=device).expand(channels, -1).contiguous()
 
 

@@ -142,10 +142,11 @@ def scales_of(blocks: list[Any], most: Tensor) -> list[Scales]:
 class Room:
     """Places for what answers compute again and again: such as come and go leave gaps that the next does not fit."""
 
-    def __init__(self, tokens: Tensor, widest: int) -> None:
+    def __init__(self, tokens: Tensor, widest: int, added: int) -> None:
+        """`added`: to how many tokens at most something is added."""
         M, D = tokens.shape
         self.widest = tokens.new_empty(M * max(widest, 3 * D))
-        self.narrow = tokens.new_empty(M * D)
+        self.narrow = tokens.new_empty(added * D)
 
     def wide(self, rows: int, columns: int) -> Tensor:
         """For queries, keys and values, and then for the MLP's hidden numbers."""

@@ -125,7 +125,7 @@ class Recipe:
     precision: Precision = "auto"  # fp32, bf16 or, for wide models on new GPUs, fp8: large products in 8 bits
     compile: Compile = "auto"
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # of several processes: each the whole model, or a part of it
-    views: Views = "one"  # of a test image, averaged. flip: mirrored too; three: moved by a pixel; six, ten: both
+    views: Views = "one"  # of a test image, averaged. flip: mirrored too; three: moved; six: both; ten: both ways
     checkpoint_epochs: int = 1  # a checkpoint after each so many epochs; 0: none, for runs of seconds
     checkpoint_minutes: float = 10.0  # and after so many minutes
     keep: int = 2  # checkpoints kept
