@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from interpreter import a_gpu, a_model, interpreted
 from vitral import fused
@@ -14,7 +16,7 @@ from vitral.fused import launch
 from vitral.fused.embed import OWN, Embed, embedding_of, learning_embedding_of
 from vitral.fused.encoder import FusedEncoder
 from vitral.inference.gpu import GpuEngine
-from vitral.vit import ViT, ViTConfig
+from vitral.vit import ViT, ViTConfig, patchify
 
 pytestmark = interpreted
 GPU = a_gpu(precision="fp32")
@@ -61,6 +63,26 @@ def test_learning_tokens_have_the_gradients_of_pytorch(changes: dict[str, Any]) 
     wanted = torch.autograd.grad((model.embed(images, grid) * pull).sum(), own)
     for ours, plain in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"pooling": "mean"}, {"positions": "none"}, {"registers": 2}], ids=str)
+def test_what_bf16_rounds_speaks_against_no_learning_kernel(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter knows no bf16: PyTorch in the kernels' place, with its roundings."""
+
+    def tokens_of(images: Tensor, weight: Tensor, front: Tensor, rows: Tensor, patch: int) -> Tensor:
+        patches = patchify(images, patch).float() @ weight.float().t() + rows
+        return torch.cat([front.float().expand(len(images), -1, -1), patches], dim=1).to(images.dtype)
+
+    def unfolded(images: Tensor, patch: int, front: int) -> Tensor:
+        return F.pad(patchify(images, patch), (0, 0, front, 0)).flatten(0, 1)
+
+    monkeypatch.setattr("vitral.fused.embed.tokens_of", tokens_of)
+    monkeypatch.setattr("vitral.fused.embed.unfolded", unfolded)
+    model, _ = patched(**changes)
+    said: list[str] = []
+    assert learning_embedding_of(model.requires_grad_(True), a_gpu(precision="bf16"), said.append) is not None, said
 
 
 @pytest.mark.parametrize("changes", [{"dropout_embedding": 0.1}, {"patch_size": 4}], ids=str)

@@ -71,7 +71,7 @@ def learning_embedding_of(model: ViT, hardware: Hardware, say: Say) -> Seen | No
         found: list[list[Tensor]] = []
         for way in (embed, partial(model.embed, grid=model.config.grid)):
             tokens = way(images).float()
-            pull = torch.linspace(-1, 2, tokens.numel(), device=tokens.device).view_as(tokens)
+            pull = torch.linspace(1, 2, tokens.numel(), device=tokens.device).view_as(tokens)  # sums that do not vanish
             found.append([tokens.detach(), *torch.autograd.grad((tokens * pull).sum(), parameters)])
         return largest(*found)
 
