@@ -109,7 +109,9 @@ def answer(width: int, heads: int, gelu: str) -> None:
         torch.zeros(1, 3, 224, 224).bfloat16(), model.patch_embedding.project.weight, *embed.parts(model), 16
     )
     many = 0 if launch.narrow(width, 4 * width) else None
-    encoder.FusedEncoder(model.encoder, front=True, rows=many)(tokens, config.grid)
+    blocks = encoder.FusedEncoder(model.encoder, front=True, spare=0, rows=many)
+    blocks(tokens, config.grid)
+    blocks.there_and_back(tokens, config.grid)
 
 
 def step_of_adamw(halting: bool) -> None:

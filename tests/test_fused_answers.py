@@ -110,7 +110,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "class token": {"width": 96, "heads": 3},
     "a power of two, tanh, no bias": {"width": 64, "gelu": "tanh", "qkv_bias": False, "pooling": "mean"},
     "rotary, norms": {"width": 64, "positions": "learned+rotary", "qk_norm": True},
-    "Ti/16's width": {"width": 192, "heads": 3, "mlp_width": 256},
+    "Ti/16's width": {"width": 192, "heads": 3},
 }
 
 
@@ -132,6 +132,38 @@ def test_a_block_behind_attention_in_one_kernel_is_the_block(
     encoder.rows = tokens[..., 0].numel() + 1
     encoder(tokens, model.config.grid)
     assert len(calls) == 2, "few tokens go through the other kernels, which are quicker for them"
+
+
+@pytest.mark.parametrize("changes", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("image", [20, 40], ids=["short", "long"])
+def test_it_learns_as_the_block_does(changes: dict[str, Any], image: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = a_model(image, **{"depth": 3, "mlp_width": 128} | changes)
+    calls, real = list[int](), launch.rows
+    monkeypatch.setattr(launch, "rows", lambda *a: (calls.append(1), real(*a)))
+    front, parameters, tokens = (
+        model.config.pooling == "class",
+        list(model.encoder.parameters()),
+        tokens.requires_grad_(),
+    )
+    ours = FusedEncoder(model.encoder, number=torch.float32, spare=0, front=front, rows=0)
+    found = ours(tokens, model.config.grid)
+    wanted = model.encoder(tokens, model.config.grid)[:, : found.shape[1]]
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert len(calls) == 2
+    pull = torch.randn_like(wanted)
+    gradients = (torch.autograd.grad((out * pull).sum(), [tokens, *parameters]) for out in (found, wanted))
+    for own, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, plain, atol=2e-3, rtol=1e-3)
+
+
+def test_where_norms_are_kept_or_branches_dropped_it_learns_with_the_other_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "rows", lambda *a: pytest.fail("not here"))
+    for changes, spare in (({}, 2**25), ({"drop_path": 0.3}, 0)):
+        model, tokens = a_model(20, width=64, mlp_width=128, depth=3, **changes)
+        encoder = FusedEncoder(model.train().encoder, number=torch.float32, spare=spare, front=True, rows=0)
+        encoder(tokens.requires_grad_(), model.config.grid)
 
 
 def test_widths_that_are_no_two_powers_of_two_have_no_such_kernel() -> None:

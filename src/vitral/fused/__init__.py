@@ -74,12 +74,12 @@ def columns_agree(model: ViT, hardware: Hardware, batch: int, say: Say) -> bool:
     return not reason
 
 
-def rows_of(model: ViT, hardware: Hardware) -> int | None:
-    """From how many tokens on answers take all of a block but attention as one kernel: it is for narrow ones."""
+def rows_of(model: ViT, hardware: Hardware, learning: bool = False, batch: int = 16) -> int | None:
+    """From how many tokens on all of a block but attention is one kernel forwards: it is for narrow ones."""
     if hardware.fp8 or not narrow(model.config.width, model.config.hidden_width):
         return None
-    rehearsal = partial(rehearse, model, hardware, learning=False, batch=16, rows=0)
-    compare = partial(difference, model, hardware, learning=False, rows=0)
+    rehearsal = partial(rehearse, model, hardware, learning, batch, rows=0)
+    compare = partial(difference, model, hardware, learning, batch, rows=0)
     return None if tried_out(model, hardware, rehearsal, compare, OFF[False]) else MANY
 
 
@@ -203,7 +203,8 @@ def forward(
 ) -> Callable[[Tensor], Tensor]:
     """Images → logits, for training. What is neither encoder nor patches or a small stem is PyTorch's, in bf16."""
     columns = columns_agree(model, hardware, batch, say)
-    encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, front=asks_first(model), columns=columns)
+    rows = rows_of(model, hardware, True, batch)
+    encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, front=asks_first(model), columns=columns, rows=rows)
     stem = stem_of(model, hardware, say)
     embedding = Embedding(model, stem=stem is None)
     outside = {name: p for name, p in embedding.named_parameters() if not name.startswith("model.encoder.")}

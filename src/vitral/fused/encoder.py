@@ -61,7 +61,7 @@ class FusedEncoder:
     """`fused(tokens, grid)` is `encoder(tokens, grid)`, with gradients for its parameters where they are wanted.
 
     With `front`, it is the first token of that: B 1 D. With `columns`, gradients of weights are products of FP8 too.
-    From `rows` tokens on, all of a block but attention is one kernel, where nobody goes the way back."""
+    From `rows` tokens on, all of a block but attention is one kernel forwards, unless much is kept for the way back."""
 
     def __init__(
         self,
@@ -142,7 +142,9 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
     room for what comes again in each block, and the tokens stay where they are."""
     B, T, D = z_BTD.shape
     z, asked = Sum(z_BTD.reshape(B * T, D).to(fused.number).contiguous()), None
-    chosen, by_rows = stochastic(fused, B), keep is None and fused.rows is not None and fused.rows <= B * T
+    chosen = stochastic(fused, B)
+    spare = any(spares(fused, block, (B, T), keep) for block in fused.blocks)
+    by_rows = fused.rows is not None and fused.rows <= B * T and not (chosen or spare)
     room = None
     if keep is None:  # by rows, only the last block asks for it, and perhaps only for first tokens
         few, hidden = by_rows and fused.front, max(block.mlp.expand.out_features for block in fused.blocks)
@@ -150,7 +152,7 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
     for block, after in zip(fused.blocks, (*fused.blocks[1:], None), strict=True):
         asked = asked or questions(fused, block, z, (B, T), keep, room)
         if by_rows and after is not None:
-            asked = through_rows(fused, block, after, asked, turn, (B, T))
+            asked = through_rows(fused, block, after, asked, turn, (B, T), keep)
         else:
             z, asked = through_block(fused, block, asked, turn, (B, T), chosen, keep, room), None
     return launch.add_norm(*z, of(fused.norm), False, in_place=keep is None)
@@ -174,14 +176,24 @@ def spares(fused: FusedEncoder, block: Any, shape: tuple[int, int], keep: list[K
 
 
 def through_rows(
-    fused: FusedEncoder, block: Any, after: Any, asked: Asked, turn: Turn | None, shape: tuple[int, int]
-) -> Asked:
+    fused: FusedEncoder, block: Any, after: Any, asked: Asked, turn: Turn | None, shape: tuple[int, int],
+    keep: list[Kept] | None,
+) -> Asked:  # fmt: skip
     """All of a block behind attention in one pass, and what the next one asks."""
-    o, *_ = attend(block.attention, asked.qkv, turn, *shape, front=False, learning=False, known=None)
+    (one, qkv, _), weights = asked, fused.weights.rounded
+    o, _, taken, lse = attend(block.attention, qkv, turn, *shape, front=False, learning=keep is not None, known=None)
     assert o is not None
-    out = torch.empty_like(asked.one.x) if block is fused.blocks[0] else asked.one.x
-    launch.rows(o, asked.one.x, out, asked.qkv, block, after, fused.weights.rounded)
-    return Asked(asked.one._replace(x=out), asked.qkv)
+    if keep is None:
+        out = torch.empty_like(one.x) if block is fused.blocks[0] else one.x
+        launch.rows(o, one.x, out, qkv, block, after, weights)
+        return Asked(one._replace(x=out), qkv)
+    h = one.x.new_empty(len(one.x), block.mlp.expand.out_features)
+    between = launch.Between(torch.empty_like(one.x), h, *(torch.empty_like(one.stats) for _ in range(2)))
+    next_one, next_qkv = Normed(torch.empty_like(one.x), between.stats_one, None), torch.empty_like(qkv)
+    launch.rows(o.detach(), one.x, next_one.x, next_qkv, block, after, weights, between)
+    two = Normed(between.two, between.stats_two, None)
+    keep.append(Kept(block, one, qkv, taken, lse, o, two, h, None, None, None, False))
+    return Asked(next_one, next_qkv)
 
 
 def through_block(

@@ -328,7 +328,19 @@ def pieces(D: int) -> tuple[int, int]:
     return A, D - A
 
 
-def rows(o: Tensor, x: Tensor, out: Tensor, qkv: Tensor, block: Any, after: Any, rounded: dict[Tensor, Tensor]) -> None:
+class Between(NamedTuple):
+    """What `rows` passes that the way back needs."""
+
+    two: Tensor  # the tokens between attention and MLP
+    h: Tensor
+    stats_two: Tensor
+    stats_one: Tensor  # of the next block's norm
+
+
+def rows(
+    o: Tensor, x: Tensor, out: Tensor, qkv: Tensor, block: Any, after: Any, rounded: dict[Tensor, Tensor],
+    between: Between | None = None,
+) -> None:  # fmt: skip
     """From what attention gave and the tokens x to the tokens behind a block, `out`, and the next block's `qkv`."""
     (M, D), attention, mlp = x.shape, block.attention, block.mlp
     layers = (attention.project, block.norm2, mlp.expand, mlp.contract, after.norm1, after.attention.qkv)
@@ -336,9 +348,9 @@ def rows(o: Tensor, x: Tensor, out: Tensor, qkv: Tensor, block: Any, after: Any,
     A, B = pieces(D)
     stages = 4 if D <= 192 else 3  # of which two programs' fit a core
     launcher(rows_kernels.rows, (triton.cdiv(M, AT_ONCE),))(
-        o, x, out, qkv, *given, M, block.norm2.eps, after.norm1.eps, A=A, B=B, H=mlp.expand.out_features,
-        TANH=mlp.gelu.approximate == "tanh", BIAS=given[-1] is not None, ROWS=AT_ONCE, N=PIECE, STAGES=stages,
-        num_warps=4,
+        o, x, out, qkv, *given, *(between or (None,) * 4), M, block.norm2.eps, after.norm1.eps,
+        A=A, B=B, H=mlp.expand.out_features, KEEP=between is not None, TANH=mlp.gelu.approximate == "tanh",
+        BIAS=given[-1] is not None, ROWS=AT_ONCE, N=PIECE, STAGES=stages, num_warps=4,
     )  # fmt: skip
 
 

@@ -1,11 +1,12 @@
-"""All of a block that looks at one token alone, and what the next one asks, as one kernel: for narrow ViTs' answers.
+"""All of a block that looks at one token alone, and what the next one asks, as one kernel: for narrow ViTs.
 
 A program has some tokens, whose rows fit a core, and weights pass by:
 
     what attention gave ─▶ projection ─▶ + tokens ─▶ norm ─▶ expand ─▶ GELU ─▶ contract ─▶ + tokens ─▶ norm ─▶ qkv
 
-Nothing between these is written to memory: neither the hidden numbers, four times as wide as a token, nor norms. Rows
-have A + B columns, powers of two, as Triton's tiles have: 192 are 128 + 64.
+Of what lies between, answers write nothing to memory: neither the hidden numbers, four times as wide as a token, nor
+norms. Training keeps of it what the way back needs. Rows have A + B columns, powers of two, as Triton's tiles have: 192
+are 128 + 64.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def _tile(matrix, row, column, STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: 
 
 
 @triton.jit
-def _tokens(x, rows, column, M, STEP: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.load(x + rows[:, None] * STEP + column + tl.arange(0, COLUMNS)[None, :], (rows < M)[:, None], 0.0)
+def _tokens(x, rows, column, left, STEP: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.load(x + rows[:, None] * STEP + column + tl.arange(0, COLUMNS)[None, :], (rows < left)[:, None], 0.0)
 
 
 @triton.jit
@@ -42,60 +43,86 @@ def _vector(x, start, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _normed(xa, xb, gain, shift, eps, A: tl.constexpr, B: tl.constexpr, number):
-    total = tl.sum(xa, axis=1)
+def _normed(
+    xa, xb, gain, shift, eps, stats, at, left, M, A: tl.constexpr, B: tl.constexpr, KEEP: tl.constexpr, number
+):  # fmt: skip
+    mean = tl.sum(xa, axis=1)
     if B:
-        total += tl.sum(xb, axis=1)
-    xa -= (total / (A + B))[:, None]
+        mean += tl.sum(xb, axis=1)
+    mean /= A + B
+    xa -= mean[:, None]
     squares = tl.sum(xa * xa, axis=1)
     if B:
-        xb -= (total / (A + B))[:, None]
+        xb -= mean[:, None]
         squares += tl.sum(xb * xb, axis=1)
-    spread = tl.rsqrt(squares / (A + B) + eps)[:, None]
-    ya = (xa * spread * _vector(gain, 0, A) + _vector(shift, 0, A)).to(number)
+    spread = tl.rsqrt(squares / (A + B) + eps)
+    if KEEP:
+        tl.store(stats + at, mean, at < left)
+        tl.store(stats + M + at, spread, at < left)
+    ya = (xa * spread[:, None] * _vector(gain, 0, A) + _vector(shift, 0, A)).to(number)
     yb = ya
     if B:
-        yb = (xb * spread * _vector(gain, A, B) + _vector(shift, A, B)).to(number)
+        yb = (xb * spread[:, None] * _vector(gain, A, B) + _vector(shift, A, B)).to(number)
     return ya, yb
+
+
+@triton.jit
+def _store(x, xa, xb, at, left, A: tl.constexpr, B: tl.constexpr):
+    here = (at < left)[:, None]
+    tl.store(x + at[:, None] * (A + B) + tl.arange(0, A)[None, :], xa.to(x.dtype.element_ty), here)
+    if B:
+        tl.store(x + at[:, None] * (A + B) + A + tl.arange(0, B)[None, :], xb.to(x.dtype.element_ty), here)
 
 
 @triton.jit
 def rows(
     o, z, out, qkv, project, project_bias, gain2, shift2, expand, expand_bias, contract, contract_bias, gain1, shift1,
-    ask, ask_bias, M, eps2, eps1,
+    ask, ask_bias, middle, hidden, stats2, stats1, M, eps2, eps1,
     A: tl.constexpr, B: tl.constexpr, H: tl.constexpr, TANH: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = A + B
     number = out.dtype.element_ty
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    xa = _tokens(z, at, 0, M, D, A).to(tl.float32) + _vector(project_bias, 0, A)
+    first = tl.program_id(0).to(tl.int64) * ROWS  # from here on, places are counted from this row, in 32 bits
+    o += first * D
+    z += first * D
+    out += first * D
+    qkv += first * (3 * D)
+    left = M - tl.program_id(0) * ROWS
+    if KEEP:
+        middle += first * D
+        hidden += first * H
+        stats2 += first
+        stats1 += first
+    at = tl.arange(0, ROWS)
+    xa = _tokens(z, at, 0, left, D, A).to(tl.float32) + _vector(project_bias, 0, A)
     xb = xa
     if B:
-        xb = _tokens(z, at, A, M, D, B).to(tl.float32) + _vector(project_bias, A, B)
+        xb = _tokens(z, at, A, left, D, B).to(tl.float32) + _vector(project_bias, A, B)
     for j in tl.range(0, D, N, num_stages=STAGES):
-        given = _tokens(o, at, j, M, D, N)
+        given = _tokens(o, at, j, left, D, N)
         xa = tl.dot(given, tl.trans(_tile(project, 0, j, D, A, N)), xa)
         if B:
             xb = tl.dot(given, tl.trans(_tile(project, A, j, D, B, N)), xb)
     xa, xb = xa.to(number).to(tl.float32), xb.to(number).to(tl.float32)
-    ya, yb = _normed(xa, xb, gain2, shift2, eps2, A, B, number)
+    if KEEP:
+        _store(middle, xa, xb, at, left, A, B)
+    ya, yb = _normed(xa, xb, gain2, shift2, eps2, stats2, at, left, M, A, B, KEEP, number)
     xa += _vector(contract_bias, 0, A)
     if B:
         xb += _vector(contract_bias, A, B)
+    here = (at < left)[:, None]
     for j in tl.range(0, H, N, num_stages=STAGES):
-        h = _product(ya, yb, expand, j, A, B, N) + _vector(expand_bias, j, N)
-        g = _gelu(h, TANH)[0].to(number)
+        h = _product(ya, yb, expand, j, A, B, N)
+        if KEEP:
+            tl.store(hidden + at[:, None] * H + j + tl.arange(0, N)[None, :], h.to(number), here)
+        g = _gelu(h + _vector(expand_bias, j, N), TANH)[0].to(number)
         xa = tl.dot(g, tl.trans(_tile(contract, 0, j, H, A, N)), xa)
         if B:
             xb = tl.dot(g, tl.trans(_tile(contract, A, j, H, B, N)), xb)
-    here = (at < M)[:, None]
-    left = at[:, None] * D + tl.arange(0, A)[None, :]
-    tl.store(out + left, xa.to(number), here)
-    if B:
-        tl.store(out + at[:, None] * D + A + tl.arange(0, B)[None, :], xb.to(number), here)
+    _store(out, xa, xb, at, left, A, B)
     xa, xb = xa.to(number).to(tl.float32), xb.to(number).to(tl.float32)
-    ya, yb = _normed(xa, xb, gain1, shift1, eps1, A, B, number)
+    ya, yb = _normed(xa, xb, gain1, shift1, eps1, stats1, at, left, M, A, B, KEEP, number)
     for j in tl.range(0, 3 * D, N, num_stages=STAGES):
         asked = _product(ya, yb, ask, j, A, B, N)
         if BIAS:
