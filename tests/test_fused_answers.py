@@ -134,10 +134,10 @@ def test_a_block_behind_attention_in_one_kernel_is_the_block(
     assert len(calls) == 2, "few tokens go through the other kernels, which are quicker for them"
 
 
-@pytest.mark.parametrize("changes", BLOCKS.values(), ids=BLOCKS)
-@pytest.mark.parametrize("image", [20, 40], ids=["short", "long"])
-def test_it_learns_as_the_block_does(changes: dict[str, Any], image: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = a_model(image, **{"depth": 3, "mlp_width": 128} | changes)
+@pytest.mark.parametrize(("name", "image"), [*((name, 20) for name in BLOCKS), ("class token", 36)])
+def test_it_learns_as_the_block_does(name: str, image: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with more tokens than attention has at once."""
+    model, tokens = a_model(image, **{"depth": 3, "mlp_width": 128} | BLOCKS[name])
     calls, real = list[int](), launch.rows
     monkeypatch.setattr(launch, "rows", lambda *a: (calls.append(1), real(*a)))
     front, parameters, tokens = (

@@ -292,7 +292,7 @@ def test_patches_are_embedded_by_kernels_and_narrow_blocks_are_one(width: int, h
     config = ViTConfig(image_size=(64, 96), patch_size=patch, classes=10, width=width, depth=3, heads=heads)
     model = ViT(config).to(hardware.device)
     assert learning_embedding_of(model, hardware, said.append) is not None, said
-    assert fused.rows_of(model, hardware, True, 2**10) == (fused.MANY if width <= 256 else None)
+    assert fused.rows_of(model, hardware, True, 2**14) == (fused.MANY if width <= 256 else None)
     seen = Preprocessing(image_size=(64, 96), channels=3, mean=(0.5,) * 3, std=(0.25,) * 3)
     model = model.bfloat16().eval().requires_grad_(False)
     assert embedding_of(model, seen, hardware, lambda images: seen.normalise(images).bfloat16()) is not None
