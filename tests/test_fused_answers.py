@@ -166,6 +166,17 @@ def test_where_norms_are_kept_or_branches_dropped_it_learns_with_the_other_kerne
         encoder(tokens.requires_grad_(), model.config.grid)
 
 
+def test_it_is_tried_for_training_only_where_training_would_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "tried_out", lambda *given: "")
+    model, _ = patched(width=64)
+    dropping, _ = patched(width=64, drop_path=0.1)
+    tokens = 25 * model.config.hidden_width
+    assert fused.rows_of(model, GPU, learning=True, batch=fused.SPARE // tokens + 1) == fused.MANY
+    assert fused.rows_of(model, GPU, learning=True, batch=fused.SPARE // tokens) is None, "norms are kept"
+    assert fused.rows_of(dropping, GPU, learning=True, batch=fused.SPARE) is None
+    assert fused.rows_of(dropping, GPU) == fused.MANY, "answers drop nothing"
+
+
 def test_widths_that_are_no_two_powers_of_two_have_no_such_kernel() -> None:
     assert [D for D in range(16, 1024, 16) if launch.narrow(D, 4 * D)] == [32, 64, 96, 128, 160, 192, 256]
     assert not launch.narrow(192, 100)

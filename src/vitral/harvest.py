@@ -57,7 +57,8 @@ def harvest(predictor: Predictor, paths: Sequence[Path], out: Path, *, top: int 
     world.gather([True])  # all have written their last part
     failed, count = world.tell(lambda: _merge(parts, out))
     if world.first and not quiet:
-        errors = f", {len(failed):,} of them errors: {few(failed, NAMED)}; its column error says why" if failed else ""
+        what = "an error" if len(failed) == 1 else "errors"
+        errors = f", {len(failed):,} of them {what}: {few(failed, NAMED)}; its column error says why" if failed else ""
         show.end(f"{out}: {count:,} answer{'s' if count != 1 else ''}{errors}")
         if empty := [str(path) for path in paths if path.is_dir() and next(walk([path]), None) is None]:
             print(f"no images in {few(empty, NAMED)}", file=sys.stderr)

@@ -75,8 +75,11 @@ def columns_agree(model: ViT, hardware: Hardware, batch: int, say: Say) -> bool:
 
 
 def rows_of(model: ViT, hardware: Hardware, learning: bool = False, batch: int = 16) -> int | None:
-    """From how many tokens on all of a block but attention is one kernel forwards: it is for narrow ones."""
-    if hardware.fp8 or not narrow(model.config.width, model.config.hidden_width):
+    """From how many tokens on all of a block but attention is one kernel forwards: it is for narrow ones, and for
+    training that keeps little and drops no branches."""
+    config = model.config
+    keeps = learning and (config.drop_path or batch * tokens_of(model) * config.hidden_width <= SPARE)
+    if hardware.fp8 or keeps or not narrow(config.width, config.hidden_width):
         return None
     rehearsal = partial(rehearse, model, hardware, learning, batch, rows=0)
     compare = partial(difference, model, hardware, learning, batch, rows=0)
