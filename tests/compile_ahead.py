@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from vitral import fused
 from vitral.data.preprocess import Preprocessing
-from vitral.fused import ahead, embed, weights
+from vitral.fused import ahead, embed, encoder, weights
 from vitral.hardware import Hardware
 from vitral.training import muon
 from vitral.vit import ViT, ViTConfig
@@ -59,7 +59,7 @@ def trains(batch: int, fp8: bool, **changes: Any) -> None:
     model = a_model(**changes).train()
     assert fused.why_not(model, a_gpu(fp8), batch=batch) == ""
     assert model.training
-    fused.forward(model, a_gpu(fp8), print)(torch.zeros(batch, 3, 32, 32)).sum().backward()
+    fused.forward(model, a_gpu(fp8), print, batch)(torch.zeros(batch, 3, 32, 32)).sum().backward()
 
 
 def answers(**changes: Any) -> None:
@@ -107,7 +107,10 @@ def main(cache: str) -> None:
         module.reason_against = lambda compare, most: (compare(), "")[1]
     fused.MANY = 0
     trains(48, False)
-    trains(48, False, patch_size=8)
+    for batch, pooling in ((48, "class"), (50, "mean")):  # so large that little is kept, and blocks are one kernel
+        fused.SPARE = encoder.SPARE = 1000
+        trains(batch, False, patch_size=8, pooling=pooling, width=192, heads=3)
+    fused.SPARE = encoder.SPARE = 2**25
     trains(50, True, pooling="mean", drop_path=0.2, qk_norm=True, positions="rotary")
     answers()
     answers(patch_size=8, width=192, heads=3)

@@ -168,6 +168,14 @@ def test_where_norms_are_kept_or_branches_dropped_it_learns_with_the_other_kerne
         assert calls == []
 
 
+@torch.no_grad()
+def test_an_mlp_that_is_wider_than_all_else_has_room() -> None:
+    model, tokens = a_model(8, width=64, mlp_width=2048, depth=3)
+    encoder = FusedEncoder(model.eval().encoder, number=torch.float32, front=True, rows=0)
+    wanted = model.encoder(tokens, model.config.grid)[:, :1]
+    torch.testing.assert_close(encoder(tokens, model.config.grid), wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_it_is_tried_for_training_only_where_training_would_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "tried_out", lambda *given: "")
     model, _ = patched(width=64)
@@ -177,6 +185,13 @@ def test_it_is_tried_for_training_only_where_training_would_take_it(monkeypatch:
     assert fused.rows_of(model, GPU, learning=True, batch=fused.SPARE // tokens) is None, "norms are kept"
     assert fused.rows_of(dropping, GPU, learning=True, batch=fused.SPARE) is None
     assert fused.rows_of(dropping, GPU) == fused.MANY, "answers drop nothing"
+    wide, _ = patched(width=256, heads=4)
+    assert fused.rows_of(wide, GPU) == fused.MANY
+    assert fused.rows_of(wide, GPU, learning=True, batch=fused.SPARE) is None, "registers would not suffice"
+    monkeypatch.setattr(fused, "tried_out", lambda *given: "its kernels fail here")
+    said: list[str] = []
+    assert fused.rows_of(model, GPU, True, fused.SPARE, said.append) is None
+    assert said == ["blocks are computed kernel by kernel: its kernels fail here"]
 
 
 def test_widths_that_are_no_two_powers_of_two_have_no_such_kernel() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Generator
+from torch import Generator, Tensor
 
 from interpreter import a_gpu, interpreted
 from vitral.data.augment import Augment, varied
@@ -159,6 +159,20 @@ def test_what_many_layers_make_of_one_rounding_speaks_against_no_kernel(
     augment, said = Augment(flip=True, policy=policy, jitter=0.4), list[str]()
     assert own.vary_of(augment, seen_as((12, 12)), 5, GPU, said.append) is not None
     assert said == []
+
+
+@pytest.mark.parametrize("changes", [{"flip": True}, {"crop": 0.5}], ids=str)
+def test_the_kernel_without_a_place_which_jitter_takes_is_tried_too(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, said = own.operate, list[str]()
+
+    def lies(images: Tensor, operation: Tensor, argument: Tensor, place: Tensor | None = None) -> Tensor:
+        return torch.zeros_like(images) if place is None else real(images, operation, argument, place)
+
+    monkeypatch.setattr(own, "operate", lies)
+    assert own.vary_of(Augment(jitter=0.3, **changes), seen_as((8, 8)), 5, GPU, said.append) is None
+    assert "step by step" in said[0]
 
 
 def test_channels_that_the_kernel_does_not_know_are_left_to_the_operations() -> None:

@@ -253,7 +253,8 @@ def test_a_fused_training_is_that_of_the_plain_encoder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever is kept for the way back, and whatever is computed again there."""
-    monkeypatch.setattr("vitral.fused.encoder.SPARE", spare)
+    for name, value in (("fused.SPARE", spare), ("fused.encoder.SPARE", spare), ("fused.MANY", 1)):
+        monkeypatch.setattr(f"vitral.{name}", value)
     plan = recipe.changed({"model.width": 64, "model.heads": 2, "model.mlp_width": 128, "epochs": 3})
     hardware = choose(device="gpu", precision=precision, steps=10)
     ours = train(tmp_path / "ours", hardware, dataset, plan, preprocessing)
@@ -292,7 +293,7 @@ def test_patches_are_embedded_by_kernels_and_narrow_blocks_are_one(width: int, h
     config = ViTConfig(image_size=(64, 96), patch_size=patch, classes=10, width=width, depth=3, heads=heads)
     model = ViT(config).to(hardware.device)
     assert learning_embedding_of(model, hardware, said.append) is not None, said
-    assert fused.rows_of(model, hardware, True, 2**14) == (fused.MANY if width <= 256 else None)
+    assert fused.rows_of(model, hardware, True, 2**14) == (fused.MANY if width <= 192 else None)
     seen = Preprocessing(image_size=(64, 96), channels=3, mean=(0.5,) * 3, std=(0.25,) * 3)
     model = model.bfloat16().eval().requires_grad_(False)
     assert embedding_of(model, seen, hardware, lambda images: seen.normalise(images).bfloat16()) is not None

@@ -128,7 +128,8 @@ def _merge(parts: Path, out: Path) -> tuple[list[str], int]:
     def counted() -> Iterator[dict[str, Any]]:
         nonlocal count
         for answer in _kept(parts):
-            failed.extend([answer["file"]] if "error" in answer else [])
+            if "error" in answer:
+                failed.append(answer["file"].encode(errors="backslashreplace").decode())  # to be told, in any terminal
             count += 1
             yield answer
 

@@ -74,16 +74,20 @@ def columns_agree(model: ViT, hardware: Hardware, batch: int, say: Say) -> bool:
     return not reason
 
 
-def rows_of(model: ViT, hardware: Hardware, learning: bool = False, batch: int = 16) -> int | None:
+def rows_of(
+    model: ViT, hardware: Hardware, learning: bool = False, batch: int = 16, say: Say = lambda sentence: None
+) -> int | None:
     """From how many tokens on all of a block but attention is one kernel forwards: it is for narrow ones, and for
     training that keeps little and drops no branches."""
     config = model.config
     keeps = learning and (config.drop_path or batch * tokens_of(model) * config.hidden_width <= SPARE)
-    if hardware.fp8 or keeps or not narrow(config.width, config.hidden_width):
+    if hardware.fp8 or keeps or not narrow(config.width, config.hidden_width, learning):
         return None
     rehearsal = partial(rehearse, model, hardware, learning, batch, rows=0)
     compare = partial(difference, model, hardware, learning, batch, rows=0)
-    return None if tried_out(model, hardware, rehearsal, compare, OFF[False]) else MANY
+    if reason := tried_out(model, hardware, rehearsal, compare, OFF[False]):
+        say(f"blocks are computed kernel by kernel: {reason}")
+    return None if reason else MANY
 
 
 def tokens_of(model: ViT) -> int:
@@ -206,7 +210,7 @@ def forward(
 ) -> Callable[[Tensor], Tensor]:
     """Images → logits, for training. What is neither encoder nor patches or a small stem is PyTorch's, in bf16."""
     columns = columns_agree(model, hardware, batch, say)
-    rows = rows_of(model, hardware, True, batch)
+    rows = rows_of(model, hardware, True, batch, say)
     encoder = FusedEncoder(model.encoder, fp8=hardware.fp8, front=asks_first(model), columns=columns, rows=rows)
     stem = stem_of(model, hardware, say)
     embedding = Embedding(model, stem=stem is None)

@@ -147,8 +147,8 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
     by_rows = fused.rows is not None and fused.rows <= B * T and not (chosen or spare)
     room = None
     if keep is None:  # by rows, only the last block asks for it, and perhaps only for first tokens
-        few, hidden = by_rows and fused.front, max(block.mlp.expand.out_features for block in fused.blocks)
-        room = Room(z.z, 0 if few else hidden, B if few else B * T)
+        hidden = max(block.mlp.expand.out_features for block in fused.blocks)
+        room = Room(z.z, hidden, B if by_rows and fused.front else B * T)
     for block, after in zip(fused.blocks, (*fused.blocks[1:], None), strict=True):
         asked = asked or questions(fused, block, z, (B, T), keep, room)
         if by_rows and after is not None:

@@ -15,7 +15,7 @@ PROGRAMS = 1056  # that share the rows where sums over all of them are taken: ei
 SHORT = 64  # tokens whose attention fits a core at once
 LONG, WIDE = 256, 64  # tokens and a head's columns up to which ours is the quicker one; beyond, it is PyTorch's
 CUT = 64  # of those tokens, how many a program has
-NARROW, MANY = 256, 6144  # columns up to which, and tokens from which on `rows` pays
+NARROW, NARROWER, MANY = 256, 192, 6144  # columns up to which, in learning too, and tokens from which on `rows` pays
 AT_ONCE, PIECE = 64, 32  # its tokens, and numbers that pass by
 
 
@@ -315,11 +315,11 @@ def cast(x: Tensor, sums: bool, fp8: bool, later: Sums) -> tuple[Tensor | None, 
     return None if totals is None else later.of(totals), small
 
 
-def narrow(D: int, hidden: int) -> bool:
-    """Whether `rows` knows tokens of this width."""
+def narrow(D: int, hidden: int, learning: bool = False) -> bool:
+    """Whether `rows` knows tokens of this width, and registers suffice for what learning keeps besides."""
     A, B = pieces(D)
     cut = B == 0 or (B >= 16 and B & (B - 1) == 0)
-    return 16 <= A <= D <= NARROW and cut and hidden % PIECE == 3 * D % PIECE == 0
+    return 16 <= A <= D <= (NARROWER if learning else NARROW) and cut and hidden % PIECE == 3 * D % PIECE == 0
 
 
 def pieces(D: int) -> tuple[int, int]:

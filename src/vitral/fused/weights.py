@@ -143,9 +143,9 @@ class Room:
     """Places for what answers compute again and again: such as come and go leave gaps that the next does not fit."""
 
     def __init__(self, tokens: Tensor, widest: int, added: int) -> None:
-        """`added`: to how many tokens at most something is added."""
+        """`added`: to how many of the tokens at most something is added, by an MLP that is so wide."""
         M, D = tokens.shape
-        self.widest = tokens.new_empty(M * max(widest, 3 * D))
+        self.widest = tokens.new_empty(max(added * widest, M * 3 * D))
         self.narrow = tokens.new_empty(added * D)
 
     def wide(self, rows: int, columns: int) -> Tensor:
