@@ -59,10 +59,8 @@ def apart(preprocessing: Preprocessing, hardware: Hardware) -> float:
     pixels = (len(OPERATIONS), *preprocessing.shape)
     images = torch.randint(20, 200, pixels, generator=draws, device=device, dtype=torch.uint8)
     asked = torch.arange(len(OPERATIONS), device=device), torch.tensor(TRIED, device=device)
-    places = (
-        torch.rand(2, len(images), generator=draws, device=device),
-        None,
-    )  # None: another kernel, which jitter takes
+    place = torch.rand(2, len(images), generator=draws, device=device)
+    places = (place, None)  # for jitter, which has none, another kernel is compiled
     found, wanted = ([how(images, *asked, place) for place in places] for how in (operate, apply))
     return largest(found, wanted)
 
@@ -110,33 +108,9 @@ def vary(
         if augment.shift or augment.flip:
             still = replace(augment, cutmix=0.0, policy=Policy(), jitter=0.0)
             levels_CN = unchanged(len(table_CN), images_BCHW.device)
-            images_BCHW, _ = one_pass(still, levels_CN, classes, images_BCHW, labels_B, generator)
+            images_BCHW, _ = vary(still, levels_CN, classes, images_BCHW, labels_B, generator)
         images_BCHW = augment.colour(images_BCHW, generator, operate)
         augment = replace(augment, shift=0, flip=False)
-    return one_pass(augment, table_CN, classes, images_BCHW, labels_B, generator, mixing)
-
-
-def operate(images_BCHW: Tensor, operation_B: Tensor, argument_B: Tensor, place_2B: Tensor | None = None) -> Tensor:
-    """What `data.policy.apply` does, in one pass."""
-    B, C, H, W = images_BCHW.shape
-    images, result = images_BCHW.contiguous(), torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
-    tables = torch.empty(B, C, 256, dtype=torch.uint8, device=images.device)
-    launcher(policy_kernels.operate, (B,))(
-        images, operation_B, argument_B.contiguous(), place_2B, tables, result, H, W,
-        C=C, CUT=place_2B is not None, PIXELS=PIXELS, enable_fp_fusion=False,
-    )  # fmt: skip
-    return result
-
-
-def one_pass(
-    augment: Augment,
-    table_CN: Tensor,
-    classes: int,
-    images_BCHW: Tensor,
-    labels_B: Tensor,
-    generator: Generator,
-    mixing: Tensor | None = None,
-) -> Examples:
     B, C, H, W = images_BCHW.shape
     device, moved, mixed = images_BCHW.device, bool(augment.shift or augment.flip), augment.cutmix > 0
     draw = partial(torch.rand, generator=generator, device=device)
@@ -155,3 +129,15 @@ def one_pass(
         BLACK=augment.border == "black", PIXELS=PIXELS, CLASSES=triton.next_power_of_2(classes),
     )  # fmt: skip
     return images, targets
+
+
+def operate(images_BCHW: Tensor, operation_B: Tensor, argument_B: Tensor, place_2B: Tensor | None = None) -> Tensor:
+    """What `data.policy.apply` does, in one pass."""
+    B, C, H, W = images_BCHW.shape
+    images, result = images_BCHW.contiguous(), torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
+    tables = torch.empty(B, C, 256, dtype=torch.uint8, device=images.device)
+    launcher(policy_kernels.operate, (B,))(
+        images, operation_B, argument_B.contiguous(), place_2B, tables, result, H, W,
+        C=C, CUT=place_2B is not None, PIXELS=PIXELS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return result
