@@ -60,6 +60,7 @@ OF_ATTENTION = ("attend", "queries_back", "keys_back", "cast")
 OF_MUON = ("look_ahead", "normalise", "move")
 OF_STEM = ("patches", "norm_relu", "norm_relu_back")
 OF_EMBEDDING = ("embed", "unfold")
+OF_ROWS = ("rows", "expand")
 VARIED = [Augment(shift=2, flip=True, cutmix=1.0, mixed=0.4), Augment(shift=2, border="black"), Augment(cutmix=1.0)]
 VARIED += [Augment(shift=2, policy=Policy(name="randaugment"), cutmix=1.0), Augment(jitter=0.2)]
 MODELS: list[dict[str, Any]] = [
@@ -112,6 +113,8 @@ def answer(width: int, heads: int, gelu: str) -> None:
     blocks = encoder.FusedEncoder(model.encoder, front=True, spare=0, rows=many)
     blocks(tokens, config.grid)
     blocks.there_and_back(tokens, config.grid)
+    if launch.expands(width, 4 * width):
+        encoder.FusedEncoder(model.encoder, fp8=True, front=True, rows=0)(tokens, config.grid)
 
 
 def step_of_adamw(halting: bool) -> None:
@@ -203,9 +206,9 @@ def main(capabilities: list[int]) -> None:
     for widths in ((64, 128, 256), (48, 96, 192)):
         plain = ConvStem(ConvStemConfig(widths=widths, strides=(1, 2, 2)), 3, 1e-6)
         stem.FusedStem(plain)(torch.zeros(4, 3, 32, 32)).sum().backward()
-    rows_kernels.rows = Noting(rows_kernels.rows, calls)
-    for name in OF_EMBEDDING:
-        setattr(embed_kernels, name, Noting(getattr(embed_kernels, name), calls))
+    for module, names in ((rows_kernels, OF_ROWS), (embed_kernels, OF_EMBEDDING)):
+        for name in names:
+            setattr(module, name, Noting(getattr(module, name), calls))
     for width, heads, gelu in ((192, 3, "exact"), (256, 4, "tanh"), (384, 6, "exact"), (768, 12, "exact")):
         answer(width, heads, gelu)
     vary_kernels.vary = Noting(vary_kernels.vary, calls)
@@ -226,7 +229,7 @@ def main(capabilities: list[int]) -> None:
         step_of_muon(width, depth, halting)
     assert {kernel.__name__ for kernel, _, _ in calls} == {
         *KERNELS, *OF_ATTENTION, *OF_COLUMNS, *OF_MUON, *OF_STEM, "vary", "operate", "judge", "adamw",
-        "rows", *OF_EMBEDDING,
+        *OF_ROWS, *OF_EMBEDDING,
     }  # fmt: skip
     done = set()
     for kernel, given, named in calls:

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from interpreter import a_gpu, a_model, interpreted
+from interpreter import a_gpu, a_model, interpreted, products_in_fp32
 from vitral import fused
 from vitral.data.preprocess import Preprocessing
 from vitral.fused import launch
 from vitral.fused.embed import OWN, Embed, embedding_of, learning_embedding_of
 from vitral.fused.encoder import FusedEncoder
+from vitral.fused.launch import Small
 from vitral.inference.gpu import GpuEngine
 from vitral.vit import ViT, ViTConfig, patchify
 
@@ -192,6 +193,61 @@ def test_it_is_tried_for_training_only_where_training_would_take_it(monkeypatch:
     said: list[str] = []
     assert fused.rows_of(model, GPU, True, fused.SPARE, said.append) is None
     assert said == ["blocks are computed kernel by kernel: its kernels fail here"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{"width": 96, "heads": 3}, {"width": 64, "gelu": "tanh", "pooling": "mean"}])
+def test_in_fp8_expansion_and_gelu_are_one_kernel(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives what the product and GELU behind it give, but that the hidden numbers were not rounded between."""
+    model, tokens = a_model(20, **{"depth": 3, "mlp_width": 256} | changes)
+    products, calls, real = products_in_fp32(monkeypatch), list[Small](), launch.expand
+    monkeypatch.setattr(launch, "expand", lambda *a: (calls.append(real(*a)), calls[-1])[1])
+    front = model.config.pooling == "class"
+    encoder = FusedEncoder(model.eval().encoder, fp8=True, number=torch.float32, front=front, rows=0)
+    found = encoder(tokens, model.config.grid)
+    assert len(calls) == (2 if front else 3), "all but first tokens that are left alone"
+    assert not any(shape[1:] == (model.config.width, 256) for shape in products)
+    encoder.rows = tokens[..., 0].numel() + 1
+    torch.testing.assert_close(found, encoder(tokens, model.config.grid), atol=0.02, rtol=0.02)
+    assert any(shape[1:] == (model.config.width, 256) for shape in products)
+    wanted = model.encoder(tokens, model.config.grid)[:, : found.shape[1]]
+    assert (found - wanted).norm() / wanted.norm() < 0.3  # what FP8 rounds
+
+
+def test_of_fp8_numbers_it_is_gelu_of_the_product() -> None:
+    M, D, H = 150, 96, 256  # more tokens than a program has
+    x, weight, bias = torch.randn(M, D), 0.1 * torch.randn(H, D), torch.randn(H)
+    x8 = launch.add_norm(x, None, None, None, (torch.ones(D), torch.zeros(D), 1e-6), fp8=True, plain=False).small
+    w8 = launch.shrink(weight, bias, torch.zeros(2))
+    assert x8 is not None
+    g8 = launch.expand(x8, w8, bias, tanh=False)
+    product = (x8.numbers.float() * x8.scales) @ (w8.numbers.float() * w8.scales).t()
+    found, wanted = g8.numbers.float() * g8.scales, F.gelu(product + bias)
+    near = torch.isclose(found, wanted, atol=0.003, rtol=0.07)
+    assert near.float().mean() > 0.97  # Triton's interpreter halves what should be rounded up to a power of two
+
+
+def test_it_is_for_answers_of_fp8_and_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [D for D in range(16, 1024, 16) if launch.expands(D, 4 * D)] == [
+        32,
+        64,
+        96,
+        128,
+        160,
+        192,
+        256,
+        288,
+        320,
+        384,
+    ]
+    assert not launch.expands(384, 1000)
+    monkeypatch.setattr(fused, "tried_out", lambda *given: "")
+    eight = a_gpu(fp8=True)
+    model, _ = patched(width=384, heads=6)
+    assert fused.rows_of(model, eight) == fused.MANY
+    assert fused.rows_of(model, eight, learning=True, batch=fused.SPARE) is None
+    assert fused.rows_of(model, GPU) is None, "too wide for a whole block"
+    assert fused.rows_of(patched(width=512, heads=8)[0], eight) is None
 
 
 def test_widths_that_are_no_two_powers_of_two_have_no_such_kernel() -> None:

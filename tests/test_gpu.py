@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from conftest import textures
 from vitral.data.augment import Augment
@@ -298,6 +299,38 @@ def test_patches_are_embedded_by_kernels_and_narrow_blocks_are_one(width: int, h
     model = model.bfloat16().eval().requires_grad_(False)
     assert embedding_of(model, seen, hardware, lambda images: seen.normalise(images).bfloat16()) is not None
     assert fused.rows_of(model, hardware) == (fused.MANY if width <= 256 else None)
+
+
+@pytest.mark.parametrize(("width", "gelu"), [(192, "exact"), (256, "tanh"), (384, "exact")])
+def test_answers_of_fp8_have_expansion_and_gelu_as_one(width: int, gelu: Literal["exact", "tanh"]) -> None:
+    """Its trial compares whole encoders; here it is against the product of such numbers in fp32."""
+    from vitral.fused import launch
+
+    hardware = choose(device="gpu", precision="fp8")
+    config = ViTConfig(
+        image_size=(64, 96), patch_size=16, classes=10, width=width, depth=3, heads=width // 64, gelu=gelu
+    )
+    model = ViT(config).to(hardware.device).bfloat16().eval().requires_grad_(False)
+    assert fused.rows_of(model, hardware) == fused.MANY
+    M, H = 1000, 4 * width
+    x, weight = torch.randn(M, width, device=hardware.device), torch.randn(H, width, device=hardware.device) * 0.05
+    bias, ones = torch.randn(H, device=hardware.device), torch.ones(width, device=hardware.device)
+    x8 = launch.add_norm(x.bfloat16(), None, None, None, (ones, 0 * ones, 1e-6), fp8=True, plain=False).small
+    w8 = launch.shrink(weight, bias, torch.zeros(2, device=hardware.device))
+    assert x8 is not None
+    product = (x8.numbers.float() * x8.scales) @ (w8.numbers.float() * w8.scales).t()
+    wanted = F.gelu(product + bias, approximate="tanh" if gelu == "tanh" else "none")
+    once, twice = (
+        launch.expand(x8, w8, bias, gelu == "tanh"),
+        launch.act(product.bfloat16(), bias, gelu == "tanh", (x8.norms, w8.norms))[1],
+    )
+    for found, same in ((once, 0.97), (twice, 0.93)):  # the second of a product that was rounded to bf16
+        assert found is not None
+        rounded = (wanted / found.scales).to(torch.float8_e4m3fn)
+        assert (found.numbers.view(torch.uint8) == rounded.view(torch.uint8)).float().mean() > same
+        off = found.numbers.float() * found.scales - wanted
+        assert (off.abs() <= wanted.abs() / 14 + 0.003).all()
+        assert off.mean().abs() < 1e-3
 
 
 @pytest.mark.parametrize("pixels", [32, 64, 224])

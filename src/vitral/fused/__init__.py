@@ -18,7 +18,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.fused.ahead import compile_ahead
 from vitral.fused.embed import Seen, embedding_of, learning_embedding_of
 from vitral.fused.encoder import SPARE, FusedEncoder, unknown
-from vitral.fused.launch import MANY, narrow
+from vitral.fused.launch import MANY, expands, narrow
 from vitral.fused.stem import FusedStem
 from vitral.fused.trial import Say, largest, reason_against
 from vitral.fused.weights import WIDE
@@ -78,14 +78,16 @@ def rows_of(
     model: ViT, hardware: Hardware, learning: bool = False, batch: int = 16, say: Say = lambda sentence: None
 ) -> int | None:
     """From how many tokens on all of a block but attention is one kernel forwards: it is for narrow ones, and for
-    training that keeps little and drops no branches."""
+    training that keeps little and drops no branches. In FP8, it is about expansion and GELU, in answers alone."""
     config = model.config
+    sizes = config.width, config.hidden_width
     keeps = learning and (config.drop_path or batch * tokens_of(model) * config.hidden_width <= SPARE)
-    if hardware.fp8 or keeps or not narrow(config.width, config.hidden_width, learning):
+    known = not learning and expands(*sizes) if hardware.fp8 else narrow(*sizes, learning)
+    if keeps or not known:
         return None
     rehearsal = partial(rehearse, model, hardware, learning, batch, rows=0)
     compare = partial(difference, model, hardware, learning, batch, rows=0)
-    if reason := tried_out(model, hardware, rehearsal, compare, OFF[False]):
+    if reason := tried_out(model, hardware, rehearsal, compare, OFF[hardware.fp8]):
         say(f"blocks are computed kernel by kernel: {reason}")
     return None if reason else MANY
 

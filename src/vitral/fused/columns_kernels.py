@@ -12,9 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitral.fused.kernels import _gelu
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which knows no assembler
+from vitral.fused.kernels import INTERPRETED, _gelu
 
 
 @triton.jit

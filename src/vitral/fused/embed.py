@@ -157,7 +157,7 @@ def tokens_of(
     launcher(embed_kernels.embed, (D // columns, triton.cdiv(B * N, ROWS)))(
         images_BCHW.contiguous(), *(normal or (None, None)), weight_DK, rows_ND, tokens, B * N,
         C=C, H=H, W=W, P=patch, D=D, FRONT=front, NORMALISE=normal is not None, ROWS=ROWS, N=columns, PIECE=PIECE,
-        STAGES=3, num_warps=8,
+        STAGES=3, num_warps=4,
     )  # fmt: skip
     return tokens
 

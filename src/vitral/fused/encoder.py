@@ -61,7 +61,8 @@ class FusedEncoder:
     """`fused(tokens, grid)` is `encoder(tokens, grid)`, with gradients for its parameters where they are wanted.
 
     With `front`, it is the first token of that: B 1 D. With `columns`, gradients of weights are products of FP8 too.
-    From `rows` tokens on, all of a block but attention is one kernel forwards, unless much is kept for the way back."""
+    From `rows` tokens on, all of a block but attention is one kernel forwards, unless much is kept for the way back; in
+    answers of FP8, the MLP's expansion and GELU are."""
 
     def __init__(
         self,
@@ -144,11 +145,13 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
     z, asked = Sum(z_BTD.reshape(B * T, D).to(fused.number).contiguous()), None
     chosen = stochastic(fused, B)
     spare = any(spares(fused, block, (B, T), keep) for block in fused.blocks)
-    by_rows = fused.rows is not None and fused.rows <= B * T and not (chosen or spare)
+    by_rows = fused.rows is not None and fused.rows <= B * T and not (chosen or spare or fused.fp8)
     room = None
     if keep is None:  # by rows, only the last block asks for it, and perhaps only for first tokens
         hidden = max(block.mlp.expand.out_features for block in fused.blocks)
-        room = Room(z.z, hidden, B if by_rows and fused.front else B * T)
+        expanded = expands(fused, B * T, keep)
+        added = B if by_rows and fused.front else B * T
+        room = Room(z.z, hidden * (B * fused.front if expanded else added), added)
     for block, after in zip(fused.blocks, (*fused.blocks[1:], None), strict=True):
         asked = asked or questions(fused, block, z, (B, T), keep, room)
         if by_rows and after is not None:
@@ -173,6 +176,11 @@ def spares(fused: FusedEncoder, block: Any, shape: tuple[int, int], keep: list[K
     tokens = shape[0] * shape[1]
     few = tokens * block.mlp.expand.out_features <= fused.spare
     return keep is not None and few and not fused.weights.sums_over(tokens)
+
+
+def expands(fused: FusedEncoder, tokens: int, keep: list[Kept] | None) -> bool:
+    """Whether expansion and GELU are one, but where only first tokens are left."""
+    return fused.fp8 and keep is None and fused.rows is not None and fused.rows <= tokens
 
 
 def through_rows(
@@ -211,9 +219,15 @@ def through_block(
     z = Sum(z.z, f, attention.project.bias, kept1)
     in_place = keep is None and block is not fused.blocks[0]
     two = launch.add_norm(*z, of(block.norm2), fp8, spare or not fp8, in_place)
-    h, known = fused.weights.product(two.plain, two.small, mlp.expand.weight, None, wide)
+    tanh = mlp.gelu.approximate == "tanh"
+    g: Tensor | None = None
+    g8: Small | None
+    if two.small is not None and expands(fused, B * T, keep):
+        g8 = launch.expand(two.small, fused.weights.small[mlp.expand.weight], mlp.expand.bias, tanh)
+    else:
+        h, known = fused.weights.product(two.plain, two.small, mlp.expand.weight, None, wide)
+        g, g8 = launch.act(h, mlp.expand.bias, tanh, known, in_place=keep is None)
     two = two._replace(plain=two.plain if spare else None, small=None)
-    g, g8 = launch.act(h, mlp.expand.bias, mlp.gelu.approximate == "tanh", known, in_place=keep is None)
     if keep is not None:
         assert o is not None
         keep.append(Kept(block, one, qkv, taken, lse, o, two, h, g if spare else None, kept1, kept2, front))

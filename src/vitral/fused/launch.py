@@ -17,6 +17,7 @@ LONG, WIDE = 256, 64  # tokens and a head's columns up to which ours is the quic
 CUT = 64  # of those tokens, how many a program has
 NARROW, NARROWER, MANY = 256, 192, 6144  # columns up to which, in learning too, and tokens from which on `rows` pays
 AT_ONCE, PIECE = 64, 32  # its tokens, and numbers that pass by
+EXPANDED, CUTS = 384, 2  # columns up to which `expand` pays, and into how many parts the hidden ones are cut
 
 
 class Small(NamedTuple):
@@ -47,9 +48,10 @@ def shares(rows: int, each: int, beside: int = 1) -> int:
     return max(1, min(PROGRAMS // beside, triton.cdiv(rows, each)))
 
 
-def small_like(x: Tensor) -> Small:
-    scales = x.new_empty(2, x.shape[0], 1, dtype=torch.float32)
-    return Small(torch.empty_like(x, dtype=torch.float8_e4m3fn), *scales)
+def small_like(x: Tensor, columns: int | None = None) -> Small:
+    M, D = x.shape
+    scales = x.new_empty(2, M, 1, dtype=torch.float32)
+    return Small(x.new_empty(M, columns or D, dtype=torch.float8_e4m3fn), *scales)
 
 
 class Sums:
@@ -148,10 +150,10 @@ def act(
     that it is the product of, and what `shrink` found about the weights and this bias."""
     M, N = h.shape
     g, small = (h if in_place else torch.empty_like(h), None) if known is None else (None, small_like(h))
-    how, across = blocks(N, 1024, 4)
+    how, across = blocks(N, 1024, 4) if small is None else blocks(N, 512, 8)
     launcher(kernels.act, (triton.cdiv(M, how["ROWS"]), across))(
         h, bias, g, *(small or (None, None, None))[:2], *(known or (None, None)), M, N=N, TANH=tanh,
-        PLAIN=small is None, FP8=small is not None, **how,
+        FP8=small is not None, **how,
     )  # fmt: skip
     return g, small
 
@@ -260,7 +262,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, T: int) -> tuple[Tensor,
 
 def attend_small(q: Tensor, k: Tensor, v: Tensor, heads: int, T: int, known: tuple[Tensor, Tensor]) -> Small:
     """The same as FP8, by what is `known` about the product that v is of: the lengths of its rows, and `shrink`'s."""
-    o8 = small_like(v.new_empty(v.shape))
+    o8 = small_like(v)
     _attend(q, k, v, heads, T, o8.numbers, None, o8.scales, *known)
     return o8
 
@@ -352,6 +354,24 @@ def rows(
         A=A, B=B, H=mlp.expand.out_features, KEEP=between is not None, TANH=mlp.gelu.approximate == "tanh",
         BIAS=given[-1] is not None, ROWS=AT_ONCE, N=PIECE, STAGES=stages, num_warps=4,
     )  # fmt: skip
+
+
+def expands(D: int, hidden: int) -> bool:
+    """Whether `expand` knows tokens of this width, with so many hidden numbers."""
+    A, B = pieces(D)
+    cut = B == 0 or (B >= 32 and B & (B - 1) == 0)
+    return 32 <= A <= D <= EXPANDED and cut and hidden % (CUTS * 64) == 0
+
+
+def expand(x: Small, weight: Small, bias: Tensor, tanh: bool) -> Small:
+    """GELU(x·wᵀ + bias) as FP8: `act` of a product that is nowhere written."""
+    (M, D), H = x.numbers.shape, len(weight.numbers)
+    (A, B), out = pieces(D), small_like(x.numbers, H)
+    launcher(rows_kernels.expand, (CUTS * triton.cdiv(M, 128),))(
+        x.numbers, x.scales, x.norms, weight.numbers, weight.scales, weight.norms, bias, *out[:2], M,
+        A=A, B=B, H=H, TANH=tanh, ROWS=128, N=64, CUTS=CUTS, STAGES=2, num_warps=8,
+    )  # fmt: skip
+    return out
 
 
 def strides(tensors_BhTd: tuple[Tensor, ...]) -> list[int]:

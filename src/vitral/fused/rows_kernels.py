@@ -6,7 +6,7 @@ A program has some tokens, whose rows fit a core, and weights pass by:
 
 Of what lies between, answers write nothing to memory: neither the hidden numbers, four times as wide as a token, nor
 norms. Training keeps of it what the way back needs. Rows have A + B columns, powers of two, as Triton's tiles have: 192
-are 128 + 64.
+are 128 + 64. In FP8, one kernel has the expansion and GELU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitral.fused.kernels import _gelu
+from vitral.fused.kernels import _bounded, _gelu, _gelu_small
 
 
 @triton.jit
@@ -128,3 +128,45 @@ def rows(
         if BIAS:
             asked += _vector(ask_bias, j, N)
         tl.store(qkv + at[:, None] * (3 * D) + j + tl.arange(0, N)[None, :], asked.to(number), here)
+
+
+@triton.jit
+def _hidden(
+    product, j, bias, scale, scales, factor, out, at, left, H: tl.constexpr, TANH: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    x = product * scale * _vector(scales, j, N) + _vector(bias, j, N)
+    place = out + at[:, None] * H + j + tl.arange(0, N)[None, :]
+    tl.store(place, _gelu_small(x, factor, TANH), (at < left)[:, None])
+
+
+@triton.jit
+def expand(
+    x, x_scales, norms, weight, weight_scales, most, bias, out, out_scales, M,
+    A: tl.constexpr, B: tl.constexpr, H: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
+    CUTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """GELU(x·wᵀ + bias) of FP8 numbers, as such. A program has some tokens and one of CUTS parts of the columns; N at a
+    time, GELU of which is computed while the next are multiplied."""
+    D: tl.constexpr = A + B
+    EACH: tl.constexpr = H // CUTS
+    first = (tl.program_id(0) // CUTS).to(tl.int64) * ROWS
+    begin = tl.program_id(0) % CUTS * EACH
+    x += first * D
+    out += first * H
+    at, left = tl.arange(0, ROWS), M - first
+    here = at < left
+    xa = _tokens(x, at, 0, left, D, A)
+    xb = xa
+    if B:
+        xb = _tokens(x, at, A, left, D, B)
+    scale = tl.load(x_scales + first + at, here, 0.0)[:, None]
+    own = _bounded(norms + first + at, here, most)
+    if begin == 0:
+        tl.store(out_scales + first + at, own, here)
+    factor = (1.0 / own)[:, None]
+    product = _product(xa, xb, weight, begin, A, B, N)
+    for j in tl.range(begin + N, begin + EACH, N, num_stages=STAGES):
+        ahead = _product(xa, xb, weight, j, A, B, N)
+        _hidden(product, j - N, bias, scale, weight_scales, factor, out, at, left, H, TANH, N)
+        product = ahead
+    _hidden(product, begin + EACH - N, bias, scale, weight_scales, factor, out, at, left, H, TANH, N)

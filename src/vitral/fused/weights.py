@@ -142,10 +142,10 @@ def scales_of(blocks: list[Any], most: Tensor) -> list[Scales]:
 class Room:
     """Places for what answers compute again and again: such as come and go leave gaps that the next does not fit."""
 
-    def __init__(self, tokens: Tensor, widest: int, added: int) -> None:
-        """`added`: to how many of the tokens at most something is added, by an MLP that is so wide."""
+    def __init__(self, tokens: Tensor, hidden: int, added: int) -> None:
+        """For so many hidden numbers in all, and for so many tokens to which something is added."""
         M, D = tokens.shape
-        self.widest = tokens.new_empty(max(added * widest, M * 3 * D))
+        self.widest = tokens.new_empty(max(hidden, M * 3 * D))
         self.narrow = tokens.new_empty(added * D)
 
     def wide(self, rows: int, columns: int) -> Tensor:
