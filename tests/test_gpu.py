@@ -324,7 +324,7 @@ def test_answers_of_fp8_have_expansion_and_gelu_as_one(width: int, gelu: Literal
         launch.expand(x8, w8, bias, gelu == "tanh"),
         launch.act(product.bfloat16(), bias, gelu == "tanh", (x8.norms, w8.norms))[1],
     )
-    for found, same in ((once, 0.97), (twice, 0.93)):  # the second of a product that was rounded to bf16
+    for found, same in ((once, 0.94), (twice, 0.9)):  # the second of a product that was rounded to bf16
         assert found is not None
         rounded = (wanted / found.scales).to(torch.float8_e4m3fn)
         assert (found.numbers.view(torch.uint8) == rounded.view(torch.uint8)).float().mean() > same
