@@ -62,13 +62,13 @@ def trains(batch: int, fp8: bool, **changes: Any) -> None:
     fused.forward(model, a_gpu(fp8), print, batch)(torch.zeros(batch, 3, 32, 32)).sum().backward()
 
 
-def answers(**changes: Any) -> None:
+def answers(fp8: bool = False, **changes: Any) -> None:
     model = a_model(**changes).eval().bfloat16().requires_grad_(False)
-    fused.why_not(model, a_gpu(False), learning=False)
+    fused.why_not(model, a_gpu(fp8), learning=False)
     seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    answer = fused.answering(model, seen, a_gpu(fp8=False), lambda images: seen.normalise(images).bfloat16())
+    answer = fused.answering(model, seen, a_gpu(fp8), lambda images: seen.normalise(images).bfloat16())
     with torch.inference_mode():
-        for images in (1, 2, 4, 16, 32):
+        for images in (1, 2, 4, 8, 16, 32):
             answer(torch.zeros(images, 3, 32, 32, dtype=torch.uint8))
 
 
@@ -105,7 +105,7 @@ def main(cache: str) -> None:
     ahead.cores = lambda: 4
     for module in (fused, embed):  # nothing is launched, so that all trials would fail
         module.reason_against = lambda compare, most: (compare(), "")[1]
-    fused.MANY = 0
+    fused.MANY = fused.ENOUGH = 0
     trains(48, False)
     for batch, pooling in ((48, "class"), (50, "mean")):  # so large that little is kept, and blocks are one kernel
         fused.SPARE = encoder.SPARE = 1000
@@ -114,6 +114,8 @@ def main(cache: str) -> None:
     trains(50, True, pooling="mean", drop_path=0.2, qk_norm=True, positions="rotary")
     answers()
     answers(patch_size=8, width=192, heads=3)
+    answers(fp8=True, patch_size=8, width=192, heads=3)
+    answers(fp8=True, pooling="mean")
     steps_with_muon()
     assert len(compiled) == len(launchers)
     print(len(compiled), len(set(compiled)), *missing)

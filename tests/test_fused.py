@@ -420,7 +420,7 @@ def test_after_a_rehearsal_nothing_is_left_to_compile() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 89, 90])
 def test_every_kernel_compiles_for_gpus_that_are_not_here(capability: int) -> None:
     script = [sys.executable, str(Path(__file__).parent / "compile_kernels.py"), str(capability)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=280, check=False)

@@ -216,6 +216,7 @@ def test_in_fp8_expansion_and_gelu_are_one_kernel(changes: dict[str, Any], monke
 
 def test_of_fp8_numbers_it_is_gelu_of_the_product() -> None:
     M, D, H = 150, 96, 256  # more tokens than a program has
+    torch.manual_seed(0)
     x, weight, bias = torch.randn(M, D), 0.1 * torch.randn(H, D), torch.randn(H)
     x8 = launch.add_norm(x, None, None, None, (torch.ones(D), torch.zeros(D), 1e-6), fp8=True, plain=False).small
     w8 = launch.shrink(weight, bias, torch.zeros(2))
@@ -244,10 +245,23 @@ def test_it_is_for_answers_of_fp8_and_tokens_that_fit(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fused, "tried_out", lambda *given: "")
     eight = a_gpu(fp8=True)
     model, _ = patched(width=384, heads=6)
-    assert fused.rows_of(model, eight) == fused.MANY
+    assert fused.rows_of(model, eight) == fused.ENOUGH
     assert fused.rows_of(model, eight, learning=True, batch=fused.SPARE) is None
     assert fused.rows_of(model, GPU) is None, "too wide for a whole block"
     assert fused.rows_of(patched(width=512, heads=8)[0], eight) is None
+    assert fused.rows_of(patched(width=384, heads=6, depth=1)[0], eight) is None, "its one block asks first tokens"
+
+
+@pytest.mark.parametrize("lie", [1.0, 1.1])
+def test_it_is_compared_with_the_product_and_gelu_behind_it(lie: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    products_in_fp32(monkeypatch)
+    model, _ = patched(width=64, depth=2, mlp_width=128)
+    real = fused.expand
+    monkeypatch.setattr(fused, "compile_ahead", lambda rehearsal: None)
+    monkeypatch.setattr(fused, "expand", lambda *a: (g8 := real(*a))._replace(scales=g8.scales * lie))
+    off = fused.difference_of_expansion(model, a_gpu(precision="fp32", fp8=True))
+    assert off < 0.01 if lie == 1 else 0.09 < off < 0.11
+    assert fused.rows_of(model, a_gpu(precision="fp32", fp8=True)) == (fused.ENOUGH if lie == 1 else None)
 
 
 def test_widths_that_are_no_two_powers_of_two_have_no_such_kernel() -> None:

@@ -1,6 +1,6 @@
 """A finished run becomes a model that comes with vitral: src/vitral/box/NAME, weights in bf16, with a card.
 
-    python tools/box.py runs/cifar10-96-1115-a3 [--unknown cifar100]
+    python tools/box.py runs/cifar10-97-1116-a3 [--unknown cifar100]
 
 NAME is that of the set it was trained on. Nothing is typed by hand: what the card says was recorded by the run, or is
 measured here, on the whole test set, with the weights that are shipped. There is no new model where rounding moved the

@@ -32,8 +32,8 @@ Compile = Literal["auto", "yes", "no"]
 # times faster at width 64, equal at 192, and 1.7 times slower at 384 (AMD EPYC 9004, two cores, torch 2.13).
 WIDTH_WORTH_BF16 = 192
 
-# On an H200 FP8 trained 1.25 times as fast as bf16 at widths 768 and 1024, 1.09 times at 384, 0.96 times at 192. That
-# it learns as much was shown for 768 (docs/results.md).
+# On an H200 FP8 trained 1.26 times as fast as bf16 at width 768, 1.28 times at 1024, 1.09 times at 384; at 192, with
+# earlier kernels, 0.96 times. That it learns as much was shown for 768 (docs/results.md).
 WIDTH_WORTH_FP8 = 512
 
 # Compiling costs about a minute; a training shorter than this many steps does not earn it back.

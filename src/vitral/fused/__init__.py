@@ -17,8 +17,8 @@ from torch.func import functional_call
 from vitral.data.preprocess import Preprocessing
 from vitral.fused.ahead import compile_ahead
 from vitral.fused.embed import Seen, embedding_of, learning_embedding_of
-from vitral.fused.encoder import SPARE, FusedEncoder, unknown
-from vitral.fused.launch import MANY, expands, narrow
+from vitral.fused.encoder import SPARE, FusedEncoder, of, unknown
+from vitral.fused.launch import ENOUGH, MANY, act, add_norm, expand, expands, narrow
 from vitral.fused.stem import FusedStem
 from vitral.fused.trial import Say, largest, reason_against
 from vitral.fused.weights import WIDE
@@ -32,6 +32,7 @@ TABLE, BIAS = "model.position_embedding.table", "model.patch_embedding.project.b
 MODEST = 224 * 224  # pixels of images of which sixteen are tried at once
 OFF_STEM = 0.3  # gradients through ReLUs, some of which bf16 turns on or off
 OFF_COLUMNS = 0.2  # of a matrix's gradient: FP8 rounds what it is the product of once more, by 2 to 4 %
+OFF_EXPANDED = 0.05  # of the hidden numbers: each way rounds them to FP8 for itself, by 2.7 %
 OFF = {False: 0.1, True: 0.5}  # of the norm: more than bf16's, or FP8's, rounding adds up to in tens of blocks
 
 
@@ -82,14 +83,34 @@ def rows_of(
     config = model.config
     sizes = config.width, config.hidden_width
     keeps = learning and (config.drop_path or batch * tokens_of(model) * config.hidden_width <= SPARE)
-    known = not learning and expands(*sizes) if hardware.fp8 else narrow(*sizes, learning)
-    if keeps or not known:
+    if hardware.fp8:
+        alone = config.depth == 1 and asks_first(model)  # a block with nothing to expand but a first token
+        if learning or alone or not expands(*sizes):
+            return None
+        compare, most, pays = partial(difference_of_expansion, model, hardware), OFF_EXPANDED, ENOUGH
+    elif keeps or not narrow(*sizes, learning):
         return None
+    else:
+        compare, most, pays = partial(difference, model, hardware, learning, batch, rows=0), OFF[False], MANY
     rehearsal = partial(rehearse, model, hardware, learning, batch, rows=0)
-    compare = partial(difference, model, hardware, learning, batch, rows=0)
-    if reason := tried_out(model, hardware, rehearsal, compare, OFF[hardware.fp8]):
+    if reason := tried_out(model, hardware, rehearsal, compare, most):
         say(f"blocks are computed kernel by kernel: {reason}")
-    return None if reason else MANY
+    return None if reason else pays
+
+
+@torch.no_grad()
+def difference_of_expansion(model: ViT, hardware: Hardware) -> float:
+    """Between hidden numbers of the first block that one kernel gives, and a product with GELU behind it."""
+    encoder = compared(model, hardware, tried(model), tried(model))
+    block, tanh = encoder.blocks[0], model.config.gelu == "tanh"
+    layer, tokens = block.mlp.expand, tried(model) * tokens_of(model)
+    x = torch.randn(tokens, model.config.width, device=hardware.device).to(encoder.number)
+    x8 = add_norm(x, None, None, None, of(block.norm2), fp8=True, plain=False).small
+    assert x8 is not None
+    h, known = encoder.weights.product(None, x8, layer.weight)
+    both = expand(x8, encoder.weights.small[layer.weight], layer.bias, tanh), act(h, layer.bias, tanh, known)[1]
+    once, twice = ([g8.numbers.float() * g8.scales] for g8 in both if g8 is not None)
+    return largest(once, twice)
 
 
 def tokens_of(model: ViT) -> int:

@@ -17,7 +17,8 @@ LONG, WIDE = 256, 64  # tokens and a head's columns up to which ours is the quic
 CUT = 64  # of those tokens, how many a program has
 NARROW, NARROWER, MANY = 256, 192, 6144  # columns up to which, in learning too, and tokens from which on `rows` pays
 AT_ONCE, PIECE = 64, 32  # its tokens, and numbers that pass by
-EXPANDED, CUTS = 384, 2  # columns up to which `expand` pays, and into how many parts the hidden ones are cut
+EXPANDED, ENOUGH = 384, 16384  # columns up to which, and tokens from which on, `expand` pays
+CUTS = 2  # into how many parts it cuts the hidden numbers
 
 
 class Small(NamedTuple):
@@ -50,8 +51,8 @@ def shares(rows: int, each: int, beside: int = 1) -> int:
 
 def small_like(x: Tensor, columns: int | None = None) -> Small:
     M, D = x.shape
-    scales = x.new_empty(2, M, 1, dtype=torch.float32)
-    return Small(x.new_empty(M, columns or D, dtype=torch.float8_e4m3fn), *scales)
+    scales = x.new_empty(2, 4 * triton.cdiv(M, 4), 1, dtype=torch.float32)  # both begin at multiples of 16 bytes
+    return Small(x.new_empty(M, columns or D, dtype=torch.float8_e4m3fn), *scales[:, :M])
 
 
 class Sums:
