@@ -136,6 +136,12 @@ def test_every_kind_of_vit_can_be_walked(kind: str, cpu: Hardware) -> None:
         assert ("hybrid" in keys) == (variant == "hybrid") == ("flatten" not in keys)  # its pixels are not cut
         assert ("encoder" in keys) == (config.pooling == "class")
         equations = {step.key: step.equation for step in found.steps}
+        for key in {"patches", "squares"} & keys:
+            left, *middle, right = equations[key].replace("^{2}", "²").split(" = ")
+            assert (left, int(right)) == ("N", config.grid[0] * config.grid[1])
+            first, second = middle[-1].split("/")[0].split("·")
+            divided = config.patch_size**2 if "/" in middle[-1] else 1
+            assert int(first) * int(second) == int(right) * divided, "what stands there is true"
         for key in {"learned", "sincos"} & keys:
             assert ("x_{class}" in equations[key]) == (config.pooling == "class")
         assert walk_html.page(found).count("<section") == len(found.steps)

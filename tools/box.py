@@ -149,8 +149,8 @@ def measure(run: Run, folder: Path, against: str | None) -> Found:
     apart, fitted_on = slice(None), "the validation images"
     calibration = predictor.card.calibration
     if not len(after.dataset.validation):
-        apart, fitted_on = slice(1, None, 2), "every other test image; calibration is judged on the rest"
-        calibration = calibrate(logits[::2], labels[::2])
+        calibration = replace(calibrate(logits[::2], labels[::2]), fitted_on="every other test image")
+        apart, fitted_on = slice(1, None, 2), f"{calibration.fitted_on}; calibration is judged on the rest"
         write_card(folder / "model", replace(predictor.card, calibration=calibration))
     strange = judge.strange_images(against, predictor) if against is not None else logits.new_empty(0)
     called = calibration.unknown(predictor.logits(strange)) if len(strange) else logits.new_zeros(1)

@@ -142,7 +142,8 @@ def calibrate_model(
             f"{name} comes with vitral and stays as it is",
             f'calibrate a copy of it: cp -r "$(vitral box where {name})" mine; vitral evaluate mine --calibrate',
         )
-    found = calibrate(predictor.logits(validation.images), validation.labels, score=score, false_alarms=false_alarms)
+    logits = predictor.logits(validation.images) if len(validation) else torch.empty(0, len(predictor.classes))
+    found = calibrate(logits, validation.labels, score=score, false_alarms=false_alarms)
     predictor.card = replace(predictor.card, calibration=found)
     write_card(model_folder(predictor.path), predictor.card)
     return found
@@ -162,6 +163,11 @@ def evaluate(
     `damaged`, how many of the images are asked again, noisy, blurred, pale, compressed and turned. `watch` hears what
     is going on.
     """
+    if max_error is not None and not len(held_out(asked)):
+        raise VitralError(
+            f"{learned_from(asked.predictor)} has no validation images to choose a confidence on: without --max-error",
+            "vitral train DATA --data.validation 0.1 holds some out",
+        )
     watch(asking := f"asking {len(asked.split):,} {asked.name} images")
     logits = asked.predictor.logits_together(asked.split.images, lambda done: watch(f"{asking}: {done:,} answered"))
     found = assess(
@@ -178,15 +184,10 @@ def evaluate(
 
 
 def held_out(asked: Asked) -> Split:
-    """The validation images of what the model was trained on."""
+    """The validation images of what the model was trained on, if there are any."""
     trained_on = learned_from(asked.predictor, "thresholds are chosen on the validation images of that")
     same = asked.dataset.name == trained_on
     dataset = asked.dataset if same else images_of(trained_on, asked.predictor, asked.plan)
-    if not len(dataset.validation):
-        raise VitralError(
-            f"{trained_on} has no validation images to choose a threshold on",
-            "vitral train DATA --data.validation 0.1 holds some out",
-        )
     by_name = torch.tensor([asked.predictor.classes.index(c) for c in dataset.classes])
     images = adapt(dataset.validation.images, asked.predictor.card.preprocessing)
     return Split(images=images, labels=by_name[dataset.validation.labels])
@@ -214,11 +215,20 @@ def against_unknown(asked: Asked, logits: Tensor, against: str, watch: Watch) ->
     distance = Mahalanobis(
         predictor.features(adapt(train.images[some], predictor.card.preprocessing)), train.labels[some]
     )
-    answers = (predictor.logits(validation.images), logits, predictor.logits(strange))
+    held = len(validation) > 0
+    answers = (predictor.logits(validation.images) if held else logits[:0], logits, predictor.logits(strange))
     names: tuple[Score, ...] = ("max-logit", "energy")
-    scores = [judge_score(name, _each(answers, partial(known_score, score=name))) for name in names]
+    own = {} if held else {predictor.card.calibration.score: predictor.card.calibration.unknown_below}
+    scores = [
+        judge_score(name, _each(answers, partial(known_score, score=name)), below=own.get(name)) for name in names
+    ]
     images: tuple[Pixels, Pixels, Pixels] = (validation.images, asked.split.images, strange)
-    scores.append(judge_score("mahalanobis", _each(images, lambda some: distance.score(predictor.features(some)))))
+    scores.append(
+        judge_score(
+            "mahalanobis",
+            _each(images, lambda some: distance.score(predictor.features(some)) if len(some) else torch.empty(0)),
+        )
+    )
     return Unknown(against=against, images=len(strange), known_images=len(logits), scores=tuple(scores))
 
 

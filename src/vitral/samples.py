@@ -40,7 +40,8 @@ class Sample:
 
 
 def sample(predictor: Predictor, data: str | None, count: int) -> Sample:
-    """At most `count` images of `data`, or validation images of what the model was trained on, spread over all."""
+    """At most `count` images of `data`, or validation images of what the model was trained on, spread over all. Where
+    none were held out, training images without their labels: it knows those by heart."""
     if count < 2:
         raise VitralError(f"--images must be at least 2, not {count}", "half to learn from, half to compare on")
     name = data or learned_from(predictor)
@@ -52,12 +53,13 @@ def sample(predictor: Predictor, data: str | None, count: int) -> Sample:
     except VitralError as error:
         hint = error.hint if data else "name a set or a folder with --data"
         raise VitralError(f"no images to measure with: {error.what}", hint) from error
-    split = dataset.validation if len(dataset.validation) else dataset.train
+    held_out = len(dataset.validation) > 0
+    split = dataset.validation if held_out else dataset.train
     order = spread(len(split), count)
     stored = split.images[order]
     images = adapt(stored, predictor.card.preprocessing)
     originals = stored.expand(-1, images.shape[1], -1, -1).unbind(0) if stored.shape[1] == 1 else stored.unbind(0)
-    known = {*dataset.classes} <= {*predictor.classes}
+    known = (held_out or data is not None) and {*dataset.classes} <= {*predictor.classes}
     by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes]) if known else None
     labels = None if by_name is None else by_name[split.labels[order]]
     return Sample(name=dataset.name, images=images, originals=originals, labels=labels)

@@ -75,8 +75,8 @@ def calibrate(
     model: str | Path | Predictor, *, score: Score = "energy", false_alarms: float = FALSE_ALARMS
 ) -> Calibration:
     """Fit temperature and threshold on the validation images, and write them into the model's config.json."""
-    asked = judge.question(model, None, "validation")
-    return judge.calibrate_model(asked.predictor, asked.split, score, false_alarms)
+    asked = judge.question(model, None, None)
+    return judge.calibrate_model(asked.predictor, judge.held_out(asked), score, false_alarms)
 
 
 def report(

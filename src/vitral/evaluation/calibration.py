@@ -23,11 +23,12 @@ ENOUGH = 20  # images to learn a temperature from; what fewer say is chance
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What the validation images taught about a model's logits. It travels with the model."""
+    """What images that were held out taught about a model's logits. It travels with the model."""
 
     temperature: float = 1.0  # probabilities are softmax(logits / temperature)
     score: Score = "energy"  # of the logits: high for images like those trained on
     unknown_below: float | None = None  # an image with a lower score is called unknown; None: none is
+    fitted_on: str = "the validation images"
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:

@@ -46,6 +46,7 @@ class Evaluation(Metrics):
     unknown: Unknown | None = None
     robustness: Robustness | None = None
     split: str = "test"
+    fitted_on: str = "the validation images"  # temperature and threshold
 
 
 def assess(
@@ -75,6 +76,7 @@ def assess(
         unknown=unknown,
         robustness=robustness,
         split=split,
+        fitted_on=calibration.fitted_on,
     )
 
 

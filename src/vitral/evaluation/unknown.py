@@ -22,7 +22,7 @@ BARS = 40  # of the histograms
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownScore:
-    """One score: high for known images. The threshold is the validation images'."""
+    """One score: high for known images. The threshold is the validation images', or the model's own without any."""
 
     name: ScoreName
     auroc: Interval  # chance that a known image scores above an unknown one
@@ -75,11 +75,14 @@ class Mahalanobis:
 
 
 def judge_score(
-    name: ScoreName, scores: tuple[Tensor, Tensor, Tensor], false_alarms: float = FALSE_ALARMS
+    name: ScoreName,
+    scores: tuple[Tensor, Tensor, Tensor],
+    false_alarms: float = FALSE_ALARMS,
+    below: float | None = None,
 ) -> UnknownScore:
-    """`scores` of the validation images, of known and of unknown images."""
+    """`scores` of the validation images, of known and of unknown images. `below`: the threshold without the first."""
     validation, known, unknown = (one.double().cpu() for one in scores)
-    below = threshold(validation, false_alarms)
+    below = threshold(validation, false_alarms) if len(validation) else below
     auroc, fpr95 = separation(known, unknown)
     edges = torch.linspace(*_range(torch.cat([known, unknown])), BARS + 1, dtype=torch.float64)
     places = (torch.bucketize(one, edges[1:-1], right=True) for one in (known, unknown))

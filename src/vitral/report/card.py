@@ -71,7 +71,7 @@ def card_text(
     if card.calibration.temperature != 1:
         lines.append(
             f"- its probabilities are softmax(logits / {card.calibration.temperature:.4g}): the temperature was fitted "
-            "to validation images"
+            f"on {card.calibration.fitted_on}"
         )
     lines += [f"- {note}" for note in notes]
     lines += ["", "## How to load it", ""]
@@ -130,7 +130,7 @@ def results(told: Told) -> list[str]:
         "|---|---|---|",
         f"| top-1 accuracy | {test['top1']:.2%} | {test['top1_low']:.2%} – {test['top1_high']:.2%} |",
         *([f"| top-5 accuracy | {test['top5']:.2%} | |"] if len(test["per_class"]) > 5 else []),
-        f"| loss | {test['loss']:.4f} | |",
+        f"| loss, before any temperature | {test['loss']:.4f} | |",
         "",
     ]
     if len(test["per_class"]) <= 100:

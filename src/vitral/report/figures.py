@@ -54,7 +54,7 @@ def curves(rows: Sequence[dict[str, Any]], path: Path) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
         if len(epochs) == 1:
             axes.set_xticks(epochs)
-    if len(epochs) > 1:
+    if len(epochs) > 1 and all("validation_top1" in row for row in rows):
         best = max((row["epoch"] for row in rows if row["best"]), default=epochs[-1])
         accuracy.axvline(best, color=GRAY, ls=":", zorder=0, label=f"best epoch ({best})")
     accuracy.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")

@@ -106,7 +106,7 @@ def summary(material: Material) -> str:
     return f'<div class="pair"><div>{rows(material.facts)}</div><div>{what}</div></div>' + note(
         f"{chose if material.split_name == 'validation' else ''}Intervals: Wilson's for accuracy, 1,000 bootstrap "
         f"resamples of the images for the others. Probabilities are those after temperature {found.temperature:.3f}, "
-        "fitted on the validation images."
+        f"fitted on {found.fitted_on}."
     )
 
 
@@ -116,24 +116,25 @@ def learning(epochs: tuple[dict[str, Any], ...]) -> str:
     steps = [row["epoch"] for row in epochs]
     drawn = []
     for what, name, style in (("loss", "loss", charts.number), ("top1", "accuracy", charts.percent)):
-        both = [
-            [float(row.get(f"{split}_{what}", float("nan"))) for row in epochs] for split in ("train", "validation")
-        ]
+        held_out = all(f"validation_{what}" in row for row in epochs)
+        splits = ("train", "validation") if held_out else ("train",)
+        both = [[float(row.get(f"{split}_{what}", float("nan"))) for row in epochs] for split in splits]
+        label = f"{name} by epoch: training ends at {style(both[0][-1])}"
         chart = Chart(
-            label=f"{name} by epoch: training ends at {style(both[0][-1])}, validation at {style(both[1][-1])}",
+            label=label + (f", validation at {style(both[1][-1])}" if held_out else ""),
             x="epoch",
             y=name,
             x_range=(min(steps) - 0.2, max(steps) + 0.2),
-            y_range=around(both[0] + both[1], floor=0.0),
+            y_range=around([y for ys in both for y in ys], floor=0.0),
             y_format=style,
             x_ticks=[x for x in charts.nice(min(steps), max(steps), 8) if x == int(x)] or steps[:1],
         )
-        for ys, colour, label in zip(both, "ba", ("training (augmented)", "validation"), strict=True):
+        for ys, colour, label in zip(both, "ba", ("training (augmented)", "validation"), strict=False):
             chart.line(steps, ys, colour, label)
             if len(steps) <= 60:
                 chart.dots(steps, ys, colour)
         best = max((row["epoch"] for row in epochs if row.get("best")), default=None)
-        if best is not None and len(steps) > 1:
+        if held_out and best is not None and len(steps) > 1:
             chart.rule(best, "g", f"best epoch ({best})")
         drawn.append(chart.svg())
     return f'<div class="pair">{"".join(drawn)}</div>'
@@ -182,8 +183,8 @@ def unknown(material: Material) -> str:
         told = (
             "No picture is called unknown: there were too few validation images to choose a threshold on."
             if below is None
-            else f"A picture whose {calibration.score} score is below {below:.2f} is called unknown; on the validation "
-            "images that is one in a hundred."
+            else f"A picture whose {calibration.score} score is below {below:.2f} is called unknown; the threshold was "
+            f"chosen on {calibration.fitted_on}."
         )
         return f"<p>{text(told)}</p>" + ask(material, "--unknown DATASET_OR_FOLDER", "Measure it against other images:")
     drawn = []
@@ -216,7 +217,7 @@ def unknown(material: Material) -> str:
     return (
         f"<p>{found.images:,} images of {text(found.against)} against {found.known_images:,} known ones.</p>"
         f'<div class="pair three">{"".join(drawn)}</div>{table(heads, lines)}'
-        + note("¹ where 95 % of the known images are. ² at the threshold of the validation images.")
+        + note("¹ where 95 % of the known images are. ² at a threshold chosen on images that were held out.")
     )
 
 

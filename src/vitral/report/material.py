@@ -131,7 +131,8 @@ def commands(run: Run | None, around: dict[str, Any]) -> tuple[str, ...]:
         return ()
     said = around.get("command")
     began = (f"# begun with\n{said}",) if isinstance(said, str) and said else ()
-    return (*began, f"# the same again, bit for bit on a CPU\nvitral train --recipe {typed(run.recipe_file)}")
+    same = ", bit for bit" if "core" in str(around.get("hardware", "")) else ""  # a CPU adds up in one order
+    return (*began, f"# the same again{same}\nvitral train --recipe {typed(run.recipe_file)}")
 
 
 def health(asked: Asked, counts: dict[str, tuple[int, ...]], thorough: bool) -> tuple[str, ...]:

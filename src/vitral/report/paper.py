@@ -67,7 +67,7 @@ def filters_of(model: ViT) -> tuple[Tensor, str]:
     embedding = model.patch_embedding
     if isinstance(embedding, HybridEmbedding):
         first = next(parameter for parameter in embedding.stem.parameters() if parameter.ndim == 4)
-        return first.detach().cpu(), "the first convolution of the stem"
+        return first.detach().cpu(), "the stem's first convolution"
     weight = embedding.project.weight.detach().cpu()
     return weight.unflatten(1, (model.config.channels, *(model.config.patch_size,) * 2)), "the patch embedding"
 
@@ -87,7 +87,7 @@ def filters(model: ViT) -> Figure:
         axes.set_title(f"{index + 1}", fontsize=7, color=GRAY, pad=2)
     P = weight_DCPP.shape[-1]
     figure.suptitle(
-        f"Principal components of {what}'s {len(weight_DCPP)} filters, {P}×{P} pixels\n"
+        f"Principal components of the {len(weight_DCPP)} filters of {what}, {P}×{P} pixels\n"
         f"the first {len(found)} hold {float(share.sum()):.0%} of their variance",
         fontsize=10,
     )
@@ -127,7 +127,7 @@ def positions(model: ViT) -> Figure | None:
             (f"cosine similarity of the {kind} position embeddings", similarity(table.table[0, table.front :]))
         )
     if (rotary := model.encoder.rotary_position) is not None:
-        told = "rotary positions: what two equal queries and keys have in common at two places"
+        told = "rotary positions: what two equal queries and keys\nhave in common at two places"
         drawn.append((told, turned_alike(rotary.turn[:, rotary.prefix :])))
     if not drawn:
         return None

@@ -42,6 +42,9 @@ def show_evaluation(found: Evaluation, full: bool) -> None:
         console.print(f"  {name:<18}{shown}  {between:<20}{note}".rstrip(), soft_wrap=True)
     mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in found.mistakes(3))
     console.print(f"\nIt confuses most often: {escape(mistakes) or 'nothing'}", soft_wrap=True)
+    if found.temperature != 1 and found.split in found.fitted_on:
+        told_too = f"The temperature was fitted on {found.fitted_on}: calibration looks a little better than it is."
+        console.print(told_too, soft_wrap=True)
     if found.answer_at is not None:
         console.print("\n" + escape(told(found.answer_at)), soft_wrap=True)
     if found.unknown is not None:
@@ -105,7 +108,7 @@ def show_unknown(found: Unknown, console: Console) -> None:
     console.print(table)
     console.print(
         "[dim]  ¹ unknown images taken for known, where 95 % of the known ones are\n"
-        "  ² unknown and known images below the threshold of the validation images[/dim]"
+        "  ² unknown and known images below a threshold that images chose which were held out[/dim]"
     )
 
 

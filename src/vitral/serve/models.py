@@ -162,6 +162,7 @@ class Served:
             "image_size": list(card.preprocessing.image_size),
             "channels": card.preprocessing.channels,
             "patch_size": architecture.patch_size,
+            "grid": list(architecture.grid),
             "depth": architecture.depth,
             "heads": architecture.heads,
             "parameters": sum(parameter.numel() for parameter in self.predictor.model.parameters()),

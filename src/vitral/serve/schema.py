@@ -84,12 +84,13 @@ class Model(Exact):
     image_size: list[int] = Field(description="height, width")
     channels: int
     patch_size: int
+    grid: list[int] = Field(description="patches down, patches across")
     depth: int
     heads: int
     parameters: int
     trained_on: str
     mean: list[float] = Field(description="brightness of the images it learned from, channel by channel, 0…1")
-    calibrated: bool = Field(description="whether its probabilities were set right on validation images")
+    calibrated: bool = Field(description="whether its probabilities were set right by a temperature")
     knows_unknown: bool = Field(description="whether it can say that it does not know an image")
     methods: list[str] = Field(description="what …/explain takes")
     most_images: int

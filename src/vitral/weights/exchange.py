@@ -107,14 +107,14 @@ def write(what: Checkpoint | tuple[ViT, ModelCard], destination: Path | str, to:
         if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
             raise VitralError(f"{path} already exists", "choose another name; nothing is overwritten")
         is_file = path.suffix in SUFFIXES[to] and path.suffix != ""
+        written = None if to == "vitral" else WRITERS[to](checkpoint)
         (path.parent if is_file else path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise VitralError(f"cannot make {path}: {error.strerror or error}", "is the folder writable?") from error
-    if to == "vitral":
+    if written is None:
         save(path / "weights.safetensors", checkpoint.state)
         write_card(path, checkpoint.card)
         return [] if checkpoint.classes or checkpoint.headless else ["no class names are known: classes are numbered"]
-    written = WRITERS[to](checkpoint)
     save(path if is_file else path / "model.safetensors", written.tensors)
     if is_file and written.documents:
         return [*written.notes, f"config.json is left out; a folder would hold it: name {path.with_suffix('')}"]

@@ -447,8 +447,7 @@ $("csv").addEventListener("click", () => batch.download(batch.csv(state.found), 
 function use(name) {
   state.model = state.models.find((model) => model.name === name);
   const { model } = state;
-  const [H, W] = model.image_size;
-  const patches = Math.floor(H / model.patch_size) * Math.floor(W / model.patch_size);
+  const patches = model.grid[0] * model.grid[1];
   $("about").textContent = say("about", {
     classes: model.classes.length, patches, side: model.patch_size, depth: model.depth, heads: model.heads,
   });
