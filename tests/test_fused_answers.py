@@ -135,7 +135,15 @@ def test_a_block_behind_attention_in_one_kernel_is_the_block(
     assert len(calls) == 2, "few tokens go through the other kernels, which are quicker for them"
 
 
-@pytest.mark.parametrize(("name", "image"), [*((name, 20) for name in BLOCKS), ("class token", 36)])
+@pytest.mark.parametrize(
+    ("name", "image"),
+    [
+        ("a power of two, tanh, no bias", 20),
+        ("rotary, norms", 20),
+        ("class token", 36),
+        pytest.param("Ti/16's width", 20, marks=pytest.mark.slow),
+    ],
+)
 def test_it_learns_as_the_block_does(name: str, image: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with more tokens than attention has at once."""
     model, tokens = a_model(image, **{"depth": 3, "mlp_width": 128} | BLOCKS[name])

@@ -123,10 +123,18 @@ POLICIES = [
 ]
 
 
+CHANGES: list[dict[str, Any]] = [{"shift": 2, "flip": True, "cutmix": 1.0, "mixed": 0.5}, {}, {"jitter": 0.3}]
+
+
 @pytest.mark.parametrize(
-    "changes", [{"shift": 2, "flip": True, "cutmix": 1.0, "mixed": 0.5}, {}, {"jitter": 0.3}], ids=str
+    ("policy", "changes"),
+    [
+        pytest.param(policy, changes, marks=[pytest.mark.slow] if policy is not POLICIES[0] and changes else [])
+        for policy in POLICIES
+        for changes in CHANGES
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_colours_between_a_move_and_a_mix_come_from_the_same_draws(policy: Policy, changes: dict[str, Any]) -> None:
     augment, seen, draws = Augment(policy=policy, **changes), seen_as((9, 11)), Generator().manual_seed(3)
     images = torch.randint(0, 256, (24, 3, 9, 11), generator=draws, dtype=torch.uint8)
@@ -151,7 +159,14 @@ def test_colours_are_a_kernel_also_where_the_rest_is_not() -> None:
     assert not own.known(augment)
 
 
-@pytest.mark.parametrize(("layers", "magnitude", "increasing"), [(2, 10, False), (4, 10, True), (3, 30, False)])
+@pytest.mark.parametrize(
+    ("layers", "magnitude", "increasing"),
+    [
+        (4, 10, True),
+        pytest.param(2, 10, False, marks=pytest.mark.slow),
+        pytest.param(3, 30, False, marks=pytest.mark.slow),
+    ],
+)
 def test_what_many_layers_make_of_one_rounding_speaks_against_no_kernel(
     layers: int, magnitude: float, increasing: bool
 ) -> None:
