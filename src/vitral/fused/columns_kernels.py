@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitral.fused.kernels import INTERPRETED, _gelu
+from vitral.fused.gelu import INTERPRETED, _gelu
 
 
 @triton.jit

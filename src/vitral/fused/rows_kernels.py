@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitral.fused.kernels import _bounded, _gelu, _gelu_small
+from vitral.fused.gelu import _gelu, _gelu_small
+from vitral.fused.kernels import _bounded
 
 
 @triton.jit
