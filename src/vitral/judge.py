@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -56,6 +56,16 @@ class Asked:
     dataset: Dataset
     name: str  # of the split
     split: Split
+
+    @cached_property
+    def held_out(self) -> Split:
+        """The validation images of what the model was trained on, if there are any."""
+        trained_on = learned_from(self.predictor, "thresholds are chosen on the validation images of that")
+        same = self.dataset.name == trained_on
+        dataset = self.dataset if same else images_of(trained_on, self.predictor, self.plan)
+        by_name = torch.tensor([self.predictor.classes.index(c) for c in dataset.classes])
+        images = adapt(dataset.validation.images, self.predictor.card.preprocessing)
+        return Split(images=images, labels=by_name[dataset.validation.labels])
 
 
 def question(model: str | Path | Predictor, data: str | None, split: SplitName | None) -> Asked:
@@ -163,7 +173,7 @@ def evaluate(
     `damaged`, how many of the images are asked again, noisy, blurred, pale, compressed and turned. `watch` hears what
     is going on.
     """
-    if max_error is not None and not len(held_out(asked)):
+    if max_error is not None and not len(asked.held_out):
         raise VitralError(
             f"{learned_from(asked.predictor)} has no validation images to choose a confidence on: without --max-error",
             "vitral train DATA --data.validation 0.1 holds some out",
@@ -183,18 +193,8 @@ def evaluate(
     return found, logits
 
 
-def held_out(asked: Asked) -> Split:
-    """The validation images of what the model was trained on, if there are any."""
-    trained_on = learned_from(asked.predictor, "thresholds are chosen on the validation images of that")
-    same = asked.dataset.name == trained_on
-    dataset = asked.dataset if same else images_of(trained_on, asked.predictor, asked.plan)
-    by_name = torch.tensor([asked.predictor.classes.index(c) for c in dataset.classes])
-    images = adapt(dataset.validation.images, asked.predictor.card.preprocessing)
-    return Split(images=images, labels=by_name[dataset.validation.labels])
-
-
 def when_to_answer(asked: Asked, logits: Tensor, wished: float) -> AnswerAt:
-    calibration, validation = asked.predictor.card.calibration, held_out(asked)
+    calibration, validation = asked.predictor.card.calibration, asked.held_out
 
     def sure_and_right(logits_NK: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         confidence, said = calibration.probabilities(logits_NK.double()).max(dim=1)
@@ -206,7 +206,7 @@ def when_to_answer(asked: Asked, logits: Tensor, wished: float) -> AnswerAt:
 
 def against_unknown(asked: Asked, logits: Tensor, against: str, watch: Watch) -> Unknown:
     watch(f"asking images of {against}")
-    predictor, validation = asked.predictor, held_out(asked)
+    predictor, validation = asked.predictor, asked.held_out
     if against == predictor.card.trained_on:
         raise VitralError(f"{against} is what the model was trained on", "--unknown wants images it should not know")
     strange = strange_images(against, predictor)

@@ -76,7 +76,7 @@ def calibrate(
 ) -> Calibration:
     """Fit temperature and threshold on the validation images, and write them into the model's config.json."""
     asked = judge.question(model, None, None)
-    return judge.calibrate_model(asked.predictor, judge.held_out(asked), score, false_alarms)
+    return judge.calibrate_model(asked.predictor, asked.held_out, score, false_alarms)
 
 
 def report(

@@ -149,9 +149,9 @@ def through(fused: FusedEncoder, z_BTD: Tensor, turn: Turn | None, keep: list[Ke
     room = None
     if keep is None:  # by rows, only the last block asks for it, and perhaps only for first tokens
         hidden = max(block.mlp.expand.out_features for block in fused.blocks)
-        expanded = expands(fused, B * T, keep)
+        at_once = expands_at_once(fused, B * T, keep)
         added = B if by_rows and fused.front else B * T
-        room = Room(z.z, hidden * (B * fused.front if expanded else added), added)
+        room = Room(z.z, hidden * (B * fused.front if at_once else added), added)
     for block, after in zip(fused.blocks, (*fused.blocks[1:], None), strict=True):
         asked = asked or questions(fused, block, z, (B, T), keep, room)
         if by_rows and after is not None:
@@ -178,7 +178,7 @@ def spares(fused: FusedEncoder, block: Any, shape: tuple[int, int], keep: list[K
     return keep is not None and few and not fused.weights.sums_over(tokens)
 
 
-def expands(fused: FusedEncoder, tokens: int, keep: list[Kept] | None) -> bool:
+def expands_at_once(fused: FusedEncoder, tokens: int, keep: list[Kept] | None) -> bool:
     """Whether expansion and GELU are one, but where only first tokens are left."""
     return fused.fp8 and keep is None and fused.rows is not None and fused.rows <= tokens
 
@@ -222,7 +222,7 @@ def through_block(
     tanh = mlp.gelu.approximate == "tanh"
     g: Tensor | None = None
     g8: Small | None
-    if two.small is not None and expands(fused, B * T, keep):
+    if two.small is not None and expands_at_once(fused, B * T, keep):
         g8 = launch.expand(two.small, fused.weights.small[mlp.expand.weight], mlp.expand.bias, tanh)
     else:
         h, known = fused.weights.product(two.plain, two.small, mlp.expand.weight, None, wide)

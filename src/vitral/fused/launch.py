@@ -320,9 +320,14 @@ def cast(x: Tensor, sums: bool, fp8: bool, later: Sums) -> tuple[Tensor | None, 
 
 def narrow(D: int, hidden: int, learning: bool = False) -> bool:
     """Whether `rows` knows tokens of this width, and registers suffice for what learning keeps besides."""
+    fits = (NARROWER if learning else NARROW) >= D
+    return fits and tiled(D, 16) and hidden % PIECE == 3 * D % PIECE == 0
+
+
+def tiled(D: int, least: int) -> bool:
+    """Whether rows are one or two powers of two, none smaller."""
     A, B = pieces(D)
-    cut = B == 0 or (B >= 16 and B & (B - 1) == 0)
-    return 16 <= A <= D <= (NARROWER if learning else NARROW) and cut and hidden % PIECE == 3 * D % PIECE == 0
+    return least <= A and (B == 0 or (least <= B and B & (B - 1) == 0))
 
 
 def pieces(D: int) -> tuple[int, int]:
@@ -359,9 +364,7 @@ def rows(
 
 def expands(D: int, hidden: int) -> bool:
     """Whether `expand` knows tokens of this width, with so many hidden numbers."""
-    A, B = pieces(D)
-    cut = B == 0 or (B >= 32 and B & (B - 1) == 0)
-    return 32 <= A <= D <= EXPANDED and cut and hidden % (CUTS * 64) == 0
+    return D <= EXPANDED and tiled(D, 32) and hidden % (CUTS * 64) == 0
 
 
 def expand(x: Small, weight: Small, bias: Tensor, tanh: bool) -> Small:
