@@ -23,8 +23,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitral.data.policy import Operate, Policy, apply
-from vitral.hardware import choose
+from vitral.data.autoaugment import Operate, Policy, apply
+from vitral.device.hardware import choose
 
 DEIT = Policy(name="randaugment", layers=2, magnitude=9.0, spread=0.0, increasing=True, probability=0.5)
 
@@ -39,7 +39,7 @@ def main() -> None:
         on_a_gpu(asked.times)
         return
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from references import timm
+    from support.references import timm
 
     torch.set_num_threads(1)
     draws = torch.Generator().manual_seed(0)
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def on_a_gpu(times: int) -> None:
-    from vitral.fused.vary import operate
+    from vitral.kernels.augment.op import operate
 
     hardware = choose(device="gpu", steps=10)
     draws = torch.Generator(hardware.device).manual_seed(0)

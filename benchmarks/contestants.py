@@ -67,8 +67,8 @@ class Case:
 
 
 def configuration(size: str) -> Any:
-    from vitral.presets import preset
-    from vitral.vit import ViTConfig
+    from vitral.models.presets import preset
+    from vitral.models.vit import ViTConfig
 
     if size == "toy":
         return ViTConfig(image_size=(32, 32), patch_size=8, width=32, depth=2, heads=2, classes=10)
@@ -108,12 +108,12 @@ def step_of(case: Case, info: dict[str, Any]) -> Step:
 
 
 class Training:
-    """The step of vitral.training.loop.fit, with what fit does around it each time."""
+    """The step of vitral.training.trainer.fit, with what fit does around it each time."""
 
     def __init__(self, recipe: Any, seen: Any, hardware: Any, steps: int) -> None:
-        from vitral.training.loop import Task, judge_of, train_step, vary_of
-        from vitral.training.parallel import forward_of, way_of
+        from vitral.distributed.parallel import forward_of, way_of
         from vitral.training.state import begin
+        from vitral.training.trainer import Task, judge_of, train_step, vary_of
 
         self.recipe, self.steps = recipe, steps
         self.state = state = begin(recipe, hardware, steps)
@@ -129,7 +129,7 @@ class Training:
         self.take_step = hardware.recorded(step_on, state.draws)
 
     def step(self, images: Any, labels: Any) -> None:
-        from vitral.training.optim import learning_rate, set_learning_rate
+        from vitral.training.optim.build import learning_rate, set_learning_rate
 
         set_learning_rate(self.state.optimizers, learning_rate(self.state.step, self.steps, self.recipe.optim))
         self.state.at.fill_(self.state.step)
@@ -141,7 +141,7 @@ def vitral_training(case: Case, info: dict[str, Any]) -> Step:
     import torch
 
     from vitral.data.preprocess import Preprocessing
-    from vitral.training.recipe import Data, Optim, Recipe
+    from vitral.recipes.schema import Data, Optim, Recipe
 
     config, hardware = vitral_choice(case, info)
     half = (0.5,) * 3
@@ -164,8 +164,8 @@ def vitral_inference(case: Case, info: dict[str, Any]) -> Step:
     import torch
 
     from vitral.data.preprocess import Preprocessing
-    from vitral.inference.choice import choose_on_gpu
-    from vitral.vit import ViT
+    from vitral.inference.engine_selection import choose_on_gpu
+    from vitral.models.vit import ViT
 
     config, hardware = vitral_choice(case, info)
     half = (0.5,) * 3
@@ -191,7 +191,7 @@ def vitral_inference(case: Case, info: dict[str, Any]) -> Step:
 
 
 def vitral_choice(case: Case, info: dict[str, Any]) -> tuple[Any, Any]:
-    from vitral.hardware import choose
+    from vitral.device.hardware import choose
 
     config, precision, compile = configuration(case.size), "auto", "auto"
     for setting in case.settings:

@@ -47,7 +47,7 @@ def main() -> None:
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(chosen.threads)
-    from vitral.hardware import cpu_name
+    from vitral.device.hardware import cpu_name
 
     print(f"{cpu_name()} · torch {torch.__version__} · {chosen.threads} threads · {chosen.clock} clock", flush=True)
     small, card, learn, images, labels = trained(chosen.init, chosen.images)
@@ -68,8 +68,8 @@ def trained(init: str, count: int) -> tuple[Any, Any, Tensor, Tensor, Tensor]:
     from vitral import data
     from vitral.data.preprocess import adapt
     from vitral.inference.engine import Engine
-    from vitral.predict import Predictor
-    from vitral.vit import ViT
+    from vitral.inference.predictor import Predictor
+    from vitral.models.vit import ViT
 
     predictor = Predictor.load(init, device="cpu")
     preprocessing, dataset = predictor.card.preprocessing, data.load("cifar10")
@@ -93,7 +93,7 @@ def trained(init: str, count: int) -> tuple[Any, Any, Tensor, Tensor, Tensor]:
 def widened(model: Any, card: Any, times: int) -> tuple[Any, Any]:
     """The same function with `times` as many channels and heads. Every channel is there `times` times, so columns of a
     matrix that belong to one channel may hold anything that has the right sum: noise with sum zero is added."""
-    from vitral.vit import ViT
+    from vitral.models.vit import ViT
 
     old = model.config
     config = replace(old, width=old.width * times, heads=old.heads * times)
@@ -174,7 +174,7 @@ def rivals(model: Any, card: Any, chosen: argparse.Namespace) -> dict[str, Calla
     """uint8 images → logits, by the others: normalised, as each wants it, inside their time."""
     import onnxruntime
 
-    from references import transformers, vit_pytorch
+    from support.references import transformers, vit_pytorch
     from vitral import weights
 
     config = card.architecture

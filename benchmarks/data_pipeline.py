@@ -130,10 +130,10 @@ def vitral(folder: Path) -> dict[str, Any]:
     import torch
 
     from vitral.data.augment import Augment
-    from vitral.data.folder import load_files
+    from vitral.data.files.file_dataset import Reading
+    from vitral.data.files.listing import load_files
     from vitral.data.loader import Loader
     from vitral.data.preprocess import Preprocessing
-    from vitral.data.reading import Reading
 
     torch.set_num_threads(CORES)
     seen = Preprocessing(image_size=(SIZE, SIZE), channels=3, mean=MEAN, std=STD, crop=0.9)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from vitral.data.decode import NotAnImage, decode, image_files
-from vitral.predict import Predictor
-from vitral.vit import ViT
+from vitral.inference.predictor import Predictor
+from vitral.models.vit import ViT
 
 TOP = 448.0  # the largest number of FP8 (e4m3)
 BATCH = 32

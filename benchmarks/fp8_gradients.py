@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8_answers import TOP, pictures
-from vitral.predict import Predictor
-from vitral.vit import ViT
+from vitral.inference.predictor import Predictor
+from vitral.models.vit import ViT
 
 LAYERS = ("qkv", "expand", "contract")
 

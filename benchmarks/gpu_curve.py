@@ -51,10 +51,10 @@ def play(setting: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     from vitral.data.datasets import load
     from vitral.data.loader import Loader
     from vitral.data.preprocess import Preprocessing, measure
+    from vitral.device.hardware import choose
     from vitral.evaluation.metrics import logits_of
-    from vitral.hardware import choose
-    from vitral.presets import preset
-    from vitral.training.recipe import Data, Optim, Recipe
+    from vitral.models.presets import preset
+    from vitral.recipes.schema import Data, Optim, Recipe
 
     torch.set_float32_matmul_precision("high")
     plain = setting.startswith(REFERENCE)

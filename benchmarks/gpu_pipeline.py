@@ -80,7 +80,7 @@ def recipe_for(folder: Path, size: str) -> Any:
     from dataclasses import replace
 
     from vitral.data.augment import Augment
-    from vitral.training.recipe import Data, Optim, Recipe
+    from vitral.recipes.schema import Data, Optim, Recipe
 
     return Recipe(
         name="pipeline",
@@ -105,8 +105,8 @@ def play(folder: Path, size: str, asked: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from vitral.data.loader import Loader, on_device
-    from vitral.hardware import choose
-    from vitral.training.plan import prepare
+    from vitral.device.hardware import choose
+    from vitral.training.setup import prepare
 
     prepared = prepare(recipe_for(folder, size))
     recipe, split, batch = prepared.recipe, prepared.dataset.train, prepared.recipe.batch
@@ -186,7 +186,7 @@ def main() -> None:
         about = write_photographs(folder, asked.images, min(asked.different, asked.images), scale)
         about["making_s"] = time.perf_counter() - began
 
-        from vitral.training.plan import prepare
+        from vitral.training.setup import prepare
 
         began = time.perf_counter()
         prepare(recipe_for(folder, asked.sizes[0]))

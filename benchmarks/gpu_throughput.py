@@ -7,7 +7,7 @@ A case is WHO:SIZE:WORK[:SETTING+SETTING]. All cases of a row have the same batc
 tokens, exact GELU, 1000 classes; training is forward, cross-entropy, backward and AdamW with weights in fp32, in bf16
 but where vitral is asked for FP8 or takes it by itself.
 
-vitral      the product's own step (vitral.training.loop) and engine (vitral.inference), as hardware.choose picks them
+vitral      the product's own step (vitral.training.trainer) and engine (vitral.inference), as hardware.choose picks them
             unless a setting names a precision (bf16, fp8), eager, unfused, or another model (tanh GELU, mean pooling);
             from uint8 pixels, so normalising them is in its time and not in others'
 others      torch.compile, fused AdamW, TF32 for what is left in fp32; images already float, normalised, on the GPU.

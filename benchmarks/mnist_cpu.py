@@ -36,7 +36,7 @@ def notes(seed: int) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
     from vitral.data.datasets import read_idx
-    from vitral.data.sources import obtain
+    from vitral.data.registry.sources import obtain
 
     class Encoder(nn.Module):
         def __init__(self, embed_size: int, num_heads: int, dropout: float) -> None:
@@ -120,8 +120,8 @@ def notes(seed: int) -> dict[str, Any]:
 
 def vitral(seed: int) -> dict[str, Any]:
     """`vitral train mnist --recipe mnist-quick --epochs 2`."""
-    from vitral import workshop
-    from vitral.run import Run
+    from vitral import api as workshop
+    from vitral.runs.run import Run
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"

@@ -58,9 +58,9 @@ class Variant:
         return " ".join((self.recipe, *self.changes))
 
     def plan(self) -> Any:
-        from vitral.commands.flags import parse
-        from vitral.training.plan import plan_for
-        from vitral.training.recipe import Recipe
+        from vitral.cli.parsing import parse
+        from vitral.recipes.schema import Recipe
+        from vitral.training.setup import plan_for
 
         words = [word for change in self.changes for word in as_flags(change)]
         return parse(Recipe, words, "train", default=plan_for(None, self.recipe))
@@ -93,23 +93,23 @@ def as_flags(change: str) -> list[str]:
 @lru_cache(maxsize=1)
 def prepared(plan: Any) -> Any:
     """A variant's images are read once."""
-    from vitral.training.plan import prepare
+    from vitral.training.setup import prepare
 
     return prepare(plan)
 
 
 def play(plan: Any, folder: Path) -> dict[str, Any]:
-    """One run, as vitral.making.train goes about it."""
+    """One run, as vitral.api_train.train goes about it."""
+    from vitral.device.hardware import choose
+    from vitral.distributed.parallel import way_of
     from vitral.evaluation.metrics import measure
-    from vitral.evaluation.views import answers
-    from vitral.hardware import choose
-    from vitral.predict import Predictor
-    from vitral.run import Run
-    from vitral.training.loop import fit
-    from vitral.training.origin import create
-    from vitral.training.parallel import way_of
-    from vitral.training.plan import of_size
-    from vitral.training.watch import Watch
+    from vitral.evaluation.tta import answers
+    from vitral.inference.predictor import Predictor
+    from vitral.runs.run import Run
+    from vitral.training.callbacks import Watch
+    from vitral.training.provenance import create
+    from vitral.training.setup import of_size
+    from vitral.training.trainer import fit
 
     class Ends(Watch):
         at, notes = 0.0, ""
@@ -235,7 +235,7 @@ def one(variant: Variant, seed: int, first: str, keep: Path | None, best: float)
     import torch
 
     from vitral.errors import VitralError
-    from vitral.training.interrupt import Interrupted
+    from vitral.training.signals import Interrupted
 
     run: dict[str, Any] = {"variant": str(variant), "recipe": variant.recipe, "changes": variant.changes}
     run |= {"seed": seed, "first": first}
@@ -261,7 +261,7 @@ def one(variant: Variant, seed: int, first: str, keep: Path | None, best: float)
 def measure(variants: Sequence[Variant], asked: argparse.Namespace) -> None:
     import torch
 
-    from vitral.run import write_atomically
+    from vitral.runs.run import write_atomically
 
     began, runs, left_out = time.perf_counter(), list[dict[str, Any]](), 0
     targets = {str(variant): variant.target(asked.target) for variant in variants}

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 
+from vitral.device.hardware import choose
 from vitral.explain import METHODS
-from vitral.hardware import choose
-from vitral.vit import ViT
+from vitral.models.vit import ViT
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -36,9 +36,9 @@ def make_model(folder: Path, name: str) -> None:
     import torch
 
     from vitral.data.preprocess import Preprocessing
-    from vitral.presets import preset
-    from vitral.run import ModelCard, save_model
-    from vitral.vit import ViT
+    from vitral.models.presets import preset
+    from vitral.models.vit import ViT
+    from vitral.runs.run import ModelCard, save_model
 
     torch.manual_seed(0)
     config = preset(name)
@@ -75,7 +75,7 @@ def raw(model: Path, seconds: float) -> dict[str, Any]:
     and one on each core side by side, as the server does it."""
     import torch
 
-    from vitral.predict import Predictor
+    from vitral.inference.predictor import Predictor
 
     predictor = Predictor.load(model)
     C, (H, W) = predictor.card.preprocessing.channels, predictor.card.preprocessing.image_size

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,21 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child processes inherit it
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is: a GPU's kernels run on the CPU, in Python
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import pytest
 import torch
-from torch import Tensor
 from tyro import _docstrings
 
-from vitral import cli
+from support.common import Command, Fit, leave_out_pictures, textures
+from vitral.cli import main as cli
 from vitral.data.datasets import Dataset, Split
 from vitral.data.preprocess import Preprocessing, measure
-from vitral.hardware import Hardware
-from vitral.run import Run, write_atomically
-from vitral.training.loop import fit
-from vitral.training.recipe import Data, Optim, Recipe
-from vitral.training.watch import Watch
-from vitral.vit import ViTConfig
+from vitral.device.hardware import Hardware
+from vitral.models.vit import ViTConfig
+from vitral.recipes.schema import Data, Optim, Recipe
+from vitral.runs.run import Run, write_atomically
+from vitral.training.callbacks import Watch
+from vitral.training.trainer import fit
 
 torch.set_num_threads(1)
 
@@ -66,10 +63,6 @@ def pytest_unconfigure() -> None:
     gc.enable()
 
 
-Fit = Callable[..., Run]
-Command = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture(autouse=True)
 def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or fills the person's cache."""
@@ -95,16 +88,6 @@ def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", only_here)
-
-
-def textures(count: int, seed: int, size: int = 8, channels: int = 1) -> Split:
-    """Four kinds of noisy images: rows, columns, a chequerboard, or nothing of it."""
-    draws = torch.Generator().manual_seed(seed)
-    images = torch.randint(0, 120, (count, channels, size, size), generator=draws, dtype=torch.uint8)
-    labels = torch.arange(count) % 4
-    y, x = torch.arange(size)[:, None] // 2, torch.arange(size)[None, :] // 2
-    kinds = torch.stack([(y + 0 * x) % 2, (x + 0 * y) % 2, (x + y) % 2, 0 * (x + y)])
-    return Split(images=images + 100 * kinds[labels][:, None].to(torch.uint8), labels=labels)
 
 
 @pytest.fixture
@@ -176,12 +159,6 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_pictures(monkeypatch)
 
 
-def leave_out_pictures(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr("vitral.making.draw", lambda run, *_: run.figures / "example.png")
-    patched.setattr("vitral.making.gather", lambda *_: None)
-    patched.setattr("vitral.making.write_report", lambda _, page: page)
-
-
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
     """Run a command in this process: exit status, what it printed, what it complained about."""
@@ -206,8 +183,3 @@ def unread(dataset: Dataset) -> Dataset:
         raise AssertionError("the test set was read")
 
     return replace(dataset, read_test=read_test)
-
-
-def identical(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """The same names and the same bits."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -20,16 +20,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitral import __version__, box, judge
+from vitral import __version__
+from vitral import bundled as box
 from vitral.errors import VitralError, unknown
+from vitral.evaluation import evaluate as judge
 from vitral.evaluation.calibration import calibrate
-from vitral.evaluation.trust import Evaluation, assess
-from vitral.evaluation.views import VIEWS
-from vitral.report.card import Told, results, training
-from vitral.run import Run, load_model, model_folder, read_card, save_weights, write_atomically, write_card
-from vitral.training.recipe import read_recipe
+from vitral.evaluation.report import Evaluation, assess
+from vitral.evaluation.tta import VIEWS
+from vitral.recipes.schema import read_recipe
+from vitral.reporting.hub.model_card import Told, results, training
+from vitral.runs.run import Run, load_model, model_folder, read_card, save_weights, write_atomically, write_card
 from vitral.weights.checkpoint import described
-from vitral.weights.pixels import seen
+from vitral.weights.preprocessing import seen
 
 MOST_BYTES = 12_000_000  # of all models in the box
 MOVED = 0.001  # share of the test images: more is not rounding

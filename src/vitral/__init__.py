@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitral.lazy import lazily
+from vitral.utils.lazy import lazily
 
 __version__ = "0.1.0"
 
@@ -19,42 +19,42 @@ if TYPE_CHECKING:
     from vitral import data as data
     from vitral import explain as explain
     from vitral import weights as weights
+    from vitral.api import calibrate as calibrate
+    from vitral.api import compare as compare
+    from vitral.api import compare_models as compare_models
+    from vitral.api import demo as demo
+    from vitral.api import embed as embed
+    from vitral.api import evaluate as evaluate
+    from vitral.api import load as load
+    from vitral.api import probe as probe
+    from vitral.api import report as report
+    from vitral.api import train as train
     from vitral.errors import VitralError as VitralError
-    from vitral.predict import Predictor as Predictor
-    from vitral.presets import preset as preset
-    from vitral.report.publish import push as push
-    from vitral.training.recipe import Recipe as Recipe
-    from vitral.vit import ViT as ViT
-    from vitral.vit import ViTConfig as ViTConfig
-    from vitral.workshop import calibrate as calibrate
-    from vitral.workshop import compare as compare
-    from vitral.workshop import compare_models as compare_models
-    from vitral.workshop import demo as demo
-    from vitral.workshop import embed as embed
-    from vitral.workshop import evaluate as evaluate
-    from vitral.workshop import load as load
-    from vitral.workshop import probe as probe
-    from vitral.workshop import report as report
-    from vitral.workshop import train as train
+    from vitral.inference.predictor import Predictor as Predictor
+    from vitral.models.presets import preset as preset
+    from vitral.models.vit import ViT as ViT
+    from vitral.models.vit import ViTConfig as ViTConfig
+    from vitral.recipes.schema import Recipe as Recipe
+    from vitral.reporting.hub.publish import push as push
 
 _LIVES_IN = {
     "VitralError": "errors",
-    "Predictor": "predict",
-    "preset": "presets",
-    "Recipe": "training.recipe",
-    "ViT": "vit",
-    "ViTConfig": "vit",
-    "calibrate": "workshop",
-    "compare": "workshop",
-    "compare_models": "workshop",
-    "demo": "workshop",
-    "embed": "workshop",
-    "evaluate": "workshop",
-    "load": "workshop",
-    "push": "report.publish",
-    "probe": "workshop",
-    "report": "workshop",
-    "train": "workshop",
+    "Predictor": "inference.predictor",
+    "preset": "models.presets",
+    "Recipe": "recipes.schema",
+    "ViT": "models.vit",
+    "ViTConfig": "models.vit",
+    "calibrate": "api",
+    "compare": "api",
+    "compare_models": "api",
+    "demo": "api",
+    "embed": "api",
+    "evaluate": "api",
+    "load": "api",
+    "push": "reporting.hub.publish",
+    "probe": "api",
+    "report": "api",
+    "train": "api",
 }
 _PACKAGES = ("data", "explain", "weights")
 __all__ = ["__version__", *_PACKAGES, *_LIVES_IN]

@@ -12,9 +12,9 @@ from typing import Any
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from vitral.runtime import OnnxModel
 
 from vitral.data.decode import NotAnImage
-from vitral.runtime import OnnxModel
 
 MOST_BYTES = 32 * 2**20
 

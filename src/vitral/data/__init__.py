@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitral.lazy import lazily
+from vitral.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from vitral.data.datasets import Dataset as Dataset
     from vitral.data.datasets import Split as Split
     from vitral.data.datasets import load as load
-    from vitral.data.sources import KNOWN as KNOWN
-    from vitral.data.sources import catalogue as catalogue
-    from vitral.data.sources import fetch as fetch
-    from vitral.data.sources import where as where
+    from vitral.data.registry.sources import KNOWN as KNOWN
+    from vitral.data.registry.sources import catalogue as catalogue
+    from vitral.data.registry.sources import fetch as fetch
+    from vitral.data.registry.sources import where as where
 
 __getattr__, __dir__ = lazily(
     __name__,
@@ -25,9 +25,9 @@ __getattr__, __dir__ = lazily(
         "Dataset": "datasets",
         "Split": "datasets",
         "load": "datasets",
-        "KNOWN": "sources",
-        "catalogue": "sources",
-        "fetch": "sources",
-        "where": "sources",
+        "KNOWN": "registry.sources",
+        "catalogue": "registry.sources",
+        "fetch": "registry.sources",
+        "where": "registry.sources",
     },
 )

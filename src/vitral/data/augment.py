@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from vitral.data.policy import Operate, Policy, jitter
+from vitral.data.autoaugment import Operate, Policy, jitter
 from vitral.data.preprocess import Preprocessing
 
 Border = Literal["edge", "black"]

@@ -1,7 +1,7 @@
 """Known data sets as tensors: `load("mnist")`.
 
 They fit into memory, so their splits are two tensors and nothing else; other sets' images may be read as they are
-asked for (`vitral.data.images`).
+asked for (`vitral.data.lazy_images`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.images import Pixels
-from vitral.data.sources import KNOWN, check_name, obtain
+from vitral.data.lazy_images import Pixels
+from vitral.data.registry.sources import KNOWN, check_name, obtain
 from vitral.errors import VitralError
 
 __all__ = ["KNOWN", "Dataset", "Split", "load"]

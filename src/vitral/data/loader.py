@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vitral.data.feed import fed
-from vitral.data.images import Images, Pixels, batches_of
-from vitral.hardware import Hardware, Staging
+from vitral.data.lazy_images import Images, Pixels, batches_of
+from vitral.data.prefetch import fed
+from vitral.device.hardware import Hardware, Staging
 
 Sampling = Literal["plain", "balanced"]
 

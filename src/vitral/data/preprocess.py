@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from vitral.data import scale
-from vitral.data.images import Adapted, Images, Pixels, some_of
+from vitral.data import resize_crop as scale
+from vitral.data.lazy_images import Adapted, Images, Pixels, some_of
 from vitral.errors import VitralError
 
 MOST_MEASURED = 2**30  # bytes that mean and deviation are taken from; of larger sets, evenly spaced images

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from vitral.data.datasets import VALIDATION_SEED, Dataset, Split, stratified
 from vitral.data.decode import NotAnImage, decode
-from vitral.data.duplicates import grouped, near_pairs, thumbnail
-from vitral.data.images import Images, Pixels
-from vitral.data.packed import check_share, settle, stand_in
+from vitral.data.files.duplicates import grouped, near_pairs, thumbnail
+from vitral.data.files.file_dataset import PREFIX, SPLITS, Reading, stored_like
+from vitral.data.files.packed import check_share, settle, stand_in
+from vitral.data.files.stream import complain
+from vitral.data.lazy_images import Images, Pixels
 from vitral.data.preprocess import Preprocessing
-from vitral.data.reading import PREFIX, SPLITS, Reading, stored_like
-from vitral.data.stream import complain
-from vitral.data.transfer import progress_bars
+from vitral.data.registry.download import progress_bars
 from vitral.errors import VitralError
 
 MOST_HELD = 2 * 2**30  # bytes of decoded images that are held in memory; of a larger set, each is asked for when needed

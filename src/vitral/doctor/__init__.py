@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitral.data.folder import unsorted
-from vitral.data.sources import KNOWN
-from vitral.doctor.contents import Photo, modes, odd, opened, sizes, twins, unreadable
-from vitral.doctor.folders import in_list, sorted_out
-from vitral.doctor.trouble import Trouble
+from vitral.data.files.listing import unsorted
+from vitral.data.registry.sources import KNOWN
+from vitral.doctor.folder_checks import in_list, sorted_out
+from vitral.doctor.image_checks import Photo, modes, odd, opened, sizes, twins, unreadable
+from vitral.doctor.issue import Trouble
 from vitral.errors import VitralError
-from vitral.plain import to_plain
+from vitral.utils.serialization import to_plain
 
 TINY_CLASS = 10  # training images, below which a class is hardly learned and its accuracy hardly measured
 IMBALANCE = 3.0  # the largest class has so many times the images of the smallest

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from vitral import estimate
+from vitral.analysis import cost as estimate
+from vitral.device.hardware import Hardware, choose, is_busy
 from vitral.doctor import IMBALANCE, Diagnosis
-from vitral.hardware import Hardware, choose, is_busy
-from vitral.plain import to_plain
-from vitral.training.loop import Task, train_step
-from vitral.training.plan import of_preset, preprocessing_of, shaped_like
-from vitral.training.recipe import Recipe
-from vitral.training.recipes import named
+from vitral.recipes.builtin import named
+from vitral.recipes.schema import Recipe
+from vitral.training.setup import of_preset, preprocessing_of, shaped_like
 from vitral.training.state import begin
+from vitral.training.trainer import Task, train_step
+from vitral.utils.serialization import to_plain
 
 # Where a checkpoint of each size is to be had: trained on ImageNet-21k (arXiv 2106.10270).
 CHECKPOINTS = {

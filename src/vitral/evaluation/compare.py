@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.evaluation.bootstrap import Interval, mean_intervals
-from vitral.evaluation.selective import share
+from vitral.evaluation.selective_prediction import share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class PairedComparison:
     classes: tuple[Disagreement, ...]  # the most differing first
 
     def as_dict(self) -> dict[str, Any]:
-        from vitral.plain import to_plain
+        from vitral.utils.serialization import to_plain
 
         plain: dict[str, Any] = to_plain(self)
         return plain

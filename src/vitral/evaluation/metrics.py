@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.data.images import Pixels, batches_of
+from vitral.data.lazy_images import Pixels, batches_of
 from vitral.data.preprocess import Preprocessing
+from vitral.device.hardware import Hardware
 from vitral.errors import VitralError
-from vitral.hardware import Hardware
 
 Heard = Callable[[int], None]  # how many images have been answered while others wait
 
@@ -106,7 +106,7 @@ class Metrics:
     confusion: tuple[tuple[int, ...], ...]  # confusion[true][said]
 
     def as_dict(self) -> dict[str, Any]:
-        from vitral.plain import to_plain
+        from vitral.utils.serialization import to_plain
 
         plain: dict[str, Any] = to_plain(self)
         return plain

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.data.images import Pixels
+from vitral.data.lazy_images import Pixels
 from vitral.data.preprocess import Preprocessing
+from vitral.device.hardware import Hardware
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import wilson
-from vitral.hardware import Hardware
-from vitral.vit import ViT
+from vitral.models.vit import ViT
 
 Method = Literal["nearest neighbours", "linear", "least squares"]
 Labelled = tuple[Tensor, Tensor]  # features N D, labels N
@@ -92,7 +92,7 @@ class ProbeResult:
     judged_on: Literal["test", "validation"] = "test"
 
     def as_dict(self) -> dict[str, Any]:
-        from vitral.plain import to_plain
+        from vitral.utils.serialization import to_plain
 
         plain: dict[str, Any] = to_plain(self)
         return plain

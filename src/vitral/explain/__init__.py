@@ -6,8 +6,8 @@ explain(predictor, "bee.jpg", methods=["relevance"])    maps laid back onto the 
 
 from __future__ import annotations
 
+from vitral.explain.api import Explanation, Heat, explain, open_to_look_inside
 from vitral.explain.method import Method, scaled
-from vitral.explain.pictures import Explanation, Heat, explain, open_to_look_inside
-from vitral.explain.table import DEFAULT, METHODS
+from vitral.explain.registry import DEFAULT, METHODS
 
 __all__ = ["DEFAULT", "METHODS", "Explanation", "Heat", "Method", "explain", "open_to_look_inside", "scaled"]

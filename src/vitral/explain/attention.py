@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vitral.explain.method import chosen, readout, to_pixels, traced
-from vitral.vit import ViT
+from vitral.models.vit import ViT
 
 
 def attention(

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from vitral.data.datasets import Split
 from vitral.errors import VitralError
-from vitral.explain.beside import beside
 from vitral.explain.method import Model, grid_of
 from vitral.explain.occlusion import nearest_pixels
-from vitral.explain.table import METHODS
-from vitral.predict import Predictor
-from vitral.vit import Grid, ViT
+from vitral.explain.pair import beside
+from vitral.explain.registry import METHODS
+from vitral.inference.predictor import Predictor
+from vitral.models.vit import Grid, ViT
 
 AT_ONCE = 128  # images in one forward pass
 MAPS_AT_ONCE = 16  # images explained together: their attention and its gradients are held

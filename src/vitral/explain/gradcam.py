@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitral.explain.method import chosen, to_pixels
-from vitral.vit import ViT
+from vitral.models.vit import ViT
 
 
 def gradcam(model: ViT, images_BCHW: Tensor, targets_B: Tensor, *, layer: int | None = None) -> Tensor:

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.errors import VitralError, nearest
-from vitral.variants.class_and_mean import ClassAndMeanViT
-from vitral.variants.distilled import DistilledViT
-from vitral.vit import Grid, Trace, ViT, check_divides
+from vitral.models.variants.class_and_mean import ClassAndMeanViT
+from vitral.models.variants.distilled import DistilledViT
+from vitral.models.vit import Grid, Trace, ViT, check_divides
 
 Model = Callable[[Tensor], Tensor]  # normalised images B C H W → logits B K; most methods want a ViT
 

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from vitral.explain.method import readout, to_pixels, traced
-from vitral.vit import ViT
+from vitral.models.vit import ViT
 
 Fusion = Literal["mean", "max", "min"]
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from vitral import __version__
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.export.graph import Exported, Precision, balanced, captured, example
+from vitral.export.wrapper import Exported, Precision, balanced, captured, example
 from vitral.inference.engine import hidden_range
-from vitral.inference.ranges import measure_ranges
-from vitral.plain import to_plain
-from vitral.run import ModelCard
-from vitral.runtime import FORMAT, KEY
-from vitral.vit import ViT
+from vitral.inference.int8_calibration import measure_ranges
+from vitral.inference.onnx_runtime import FORMAT, KEY
+from vitral.models.vit import ViT
+from vitral.runs.run import ModelCard
+from vitral.utils.serialization import to_plain
 
 OPSET = 20
 
@@ -190,7 +190,7 @@ def _comes_from_gelu(node: Any, graph: Any) -> bool:
 def with_scaling(graph: Any, wanted: Preprocessing) -> Any:
     """uint8 images of ANY size in front: scaled with antialiasing to cover the crop, its middle cut out.
 
-    The same arithmetic as vitral.data.scale: sides rounded down, the corner to the nearest, halves to even.
+    The same arithmetic as vitral.data.resize_crop: sides rounded down, the corner to the nearest, halves to even.
     """
     onnx, _ = needed()
     helper, tensors = onnx.helper, onnx.TensorProto

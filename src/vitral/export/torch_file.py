@@ -14,10 +14,10 @@ from torch import Tensor
 
 from vitral import __version__
 from vitral.errors import VitralError
-from vitral.export.graph import Exported, Precision, captured, example
-from vitral.plain import to_plain
-from vitral.run import ModelCard
-from vitral.vit import ViT
+from vitral.export.wrapper import Exported, Precision, captured, example
+from vitral.models.vit import ViT
+from vitral.runs.run import ModelCard
+from vitral.utils.serialization import to_plain
 
 KEY = "vitral.json"
 

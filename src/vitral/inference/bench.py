@@ -13,12 +13,12 @@ from torch import Tensor
 
 from vitral import __version__
 from vitral.data.preprocess import Preprocessing
+from vitral.device.hardware import cpu_name, is_busy
 from vitral.errors import VitralError
-from vitral.hardware import cpu_name, is_busy
-from vitral.inference.choice import Measured, Row, check_threads, possible, write_measured
 from vitral.inference.engine import Checked, Engine, cannot_be_arranged, margin_of
-from vitral.inference.ranges import measure_ranges, save_ranges
-from vitral.vit import ViT
+from vitral.inference.engine_selection import Measured, Row, check_threads, possible, write_measured
+from vitral.inference.int8_calibration import measure_ranges, save_ranges
+from vitral.models.vit import ViT
 
 SAME = 0.999  # a way is recommended if so many images keep their first label
 LEAST_IMAGES = 16

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.data.preprocess import Preprocessing
+from vitral.device.hardware import cpu_has_bf16, cpu_has_int8, cpu_packs_matrices
 from vitral.errors import VitralError
-from vitral.hardware import cpu_has_bf16, cpu_has_int8, cpu_packs_matrices
-from vitral.inference.products import ByteProduct, FloatProduct, to_bytes
-from vitral.inference.ranges import Ranges
-from vitral.vit import (
+from vitral.inference.int8_calibration import Ranges
+from vitral.inference.linear import ByteProduct, FloatProduct, to_bytes
+from vitral.models.vit import (
     Encoder,
     EncoderBlock,
     FeedForward,

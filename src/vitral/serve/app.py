@@ -19,11 +19,11 @@ from starlette.responses import Response
 from vitral import __version__
 from vitral.errors import VitralError, unknown
 from vitral.serve import schema
-from vitral.serve.bodies import Upload, body_of, uploads
-from vitral.serve.guard import Guard, State, refusal
-from vitral.serve.inside import METHODS, Wish
+from vitral.serve.explain_payload import METHODS, Wish
 from vitral.serve.limits import Refused
+from vitral.serve.middleware import Guard, State, refusal
 from vitral.serve.models import Served
+from vitral.serve.request_parsing import Upload, body_of, uploads
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {

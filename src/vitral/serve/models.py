@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitral import box
+from vitral import bundled as box
 from vitral.data.decode import NotAnImage
-from vitral.data.scale import MODES
+from vitral.data.resize_crop import MODES
 from vitral.errors import VitralError
-from vitral.plain import to_plain
-from vitral.predict import Predictor
+from vitral.inference.predictor import Predictor
 from vitral.serve.batcher import Batcher, Place
-from vitral.serve.bodies import Upload, pixels_of
-from vitral.serve.inside import METHODS, Wish, look_inside
+from vitral.serve.explain_payload import METHODS, Wish, look_inside
 from vitral.serve.limits import Limits, Refused
-from vitral.serve.meters import Meters
+from vitral.serve.metrics import Meters
+from vitral.serve.request_parsing import Upload, pixels_of
+from vitral.utils.serialization import to_plain
 
 Plain = dict[str, Any]
 Row = tuple[list[float], bool]  # probabilities, unknown

@@ -23,14 +23,14 @@ import uvicorn
 from PIL import Image
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from vitral.device.hardware import Device
 from vitral.errors import VitralError
-from vitral.hardware import Device
-from vitral.inference.choice import Wish
-from vitral.predict import Predictor
+from vitral.inference.engine_selection import Wish
+from vitral.inference.predictor import Predictor
 from vitral.serve.app import make_app
-from vitral.serve.guard import State, digests
 from vitral.serve.limits import Limits
-from vitral.serve.meters import Meters
+from vitral.serve.metrics import Meters
+from vitral.serve.middleware import State, digests
 from vitral.serve.models import Served, model_threads, name_all
 
 Log = Literal["text", "json"]

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from vitral.distributed.dtensor import is_divided
+from vitral.distributed.world import ALONE, World
 from vitral.errors import VitralError
-from vitral.run import whole_or_not
-from vitral.training.divided import is_divided
-from vitral.training.sharded import Like, load_rows, save_rows
-from vitral.world import ALONE, World
+from vitral.runs.run import whole_or_not
+from vitral.training.sharded_checkpoint import Like, load_rows, save_rows
 
 FORMAT = 1  # raised when what is in a checkpoint changes its meaning
 

@@ -10,20 +10,20 @@ import torch
 from torch import Generator, Tensor
 from torch.optim import Optimizer
 
+from vitral.device.hardware import Hardware
+from vitral.distributed.dtensor import load_weights, parameters_of, placed_state
+from vitral.distributed.parallel import divide, way_of
 from vitral.errors import VitralError
-from vitral.hardware import Hardware
-from vitral.plain import to_plain
-from vitral.run import Run
+from vitral.models.variants import VARIANTS
+from vitral.models.vit import ViT
+from vitral.recipes.schema import Recipe, from_values
+from vitral.runs.run import Run
 from vitral.training import checkpoint
-from vitral.training.divided import load_weights, parameters_of, placed_state
-from vitral.training.memory import recompute_blocks
-from vitral.training.muon import Muon
-from vitral.training.optim import Averaged, make_optimizers, restore_optimizer
-from vitral.training.parallel import divide, way_of
-from vitral.training.recipe import Recipe, from_values
-from vitral.training.start import start_as, start_at_even_odds
-from vitral.variants import VARIANTS
-from vitral.vit import ViT
+from vitral.training.activation_checkpointing import recompute_blocks
+from vitral.training.init_schemes import start_as, start_at_even_odds
+from vitral.training.optim.build import Averaged, make_optimizers, restore_optimizer
+from vitral.training.optim.muon import Muon
+from vitral.utils.serialization import to_plain
 
 
 @dataclass

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitral.lazy import lazily
+from vitral.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from vitral.weights.checkpoint import Checkpoint as Checkpoint
-    from vitral.weights.exchange import FAMILIES as FAMILIES
-    from vitral.weights.exchange import convert as convert
-    from vitral.weights.exchange import read as read
-    from vitral.weights.exchange import write as write
+    from vitral.weights.io import FAMILIES as FAMILIES
+    from vitral.weights.io import convert as convert
+    from vitral.weights.io import read as read
+    from vitral.weights.io import write as write
 
 __getattr__, __dir__ = lazily(
     __name__,
     {
         "Checkpoint": "checkpoint",
-        "FAMILIES": "exchange",
-        "convert": "exchange",
-        "read": "exchange",
-        "write": "exchange",
+        "FAMILIES": "io",
+        "convert": "io",
+        "read": "io",
+        "write": "io",
     },
 )

@@ -7,11 +7,11 @@ from typing import Any
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.run import ModelCard
-from vitral.variants import variant_of
-from vitral.vit import ViT, ViTConfig
-from vitral.weights.blank import blank
-from vitral.weights.names import State
+from vitral.models.variants import variant_of
+from vitral.models.vit import ViT, ViTConfig
+from vitral.runs.run import ModelCard
+from vitral.weights.key_mapping import State
+from vitral.weights.uninitialized import blank
 
 NO_HEAD = "(no head)"  # the one class name of a model folder made from weights without a classifier
 
@@ -25,7 +25,7 @@ class Checkpoint:
     config: ViTConfig
     state: State  # under vitral's names, in the number type of the source
     preprocessing: Preprocessing
-    variant: str = "plain"  # of the table in vitral.variants
+    variant: str = "plain"  # of the table in vitral.models.variants
     classes: tuple[str, ...] | None = None
     headless: bool = False  # no classifier in the source: `config.classes` is 1 and its weights are zero
     notes: list[str] = field(default_factory=list)

@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vitral import box
+from vitral import bundled as box
 from vitral.errors import VitralError
-from vitral.run import whole_or_not
+from vitral.runs.run import whole_or_not
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 EXPORTED = (".onnx", ".pt2")  # models that only answer

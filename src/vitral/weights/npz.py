@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.vit import ViTConfig
+from vitral.models.vit import ViTConfig
 from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
 from vitral.weights.files import Found
-from vitral.weights.names import Names, State, fold_layer_scale, join_maps, split_maps, with_qkv_bias
-from vitral.weights.pixels import HALF, preprocessing, seen
+from vitral.weights.key_mapping import Names, State, fold_layer_scale, join_maps, split_maps, with_qkv_bias
+from vitral.weights.preprocessing import HALF, preprocessing, seen
 from vitral.weights.reading import architecture, choose_heads, finish, place_rows, say_size
 from vitral.weights.writing import writable
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.vit import ViTConfig
-from vitral.weights.blank import shapes
+from vitral.models.vit import ViTConfig
 from vitral.weights.checkpoint import Asked, Checkpoint, described, refuse
 from vitral.weights.files import Found
-from vitral.weights.names import State
+from vitral.weights.key_mapping import State
+from vitral.weights.uninitialized import shapes
 
 # Heads of the papers' and libraries' models, by width: 64 numbers a head up to L, 16 heads beyond.
 HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1664: 16}

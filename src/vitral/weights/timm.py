@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from vitral.data.preprocess import Preprocessing
-from vitral.vit import ViTConfig
+from vitral.models.vit import ViTConfig
 from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
 from vitral.weights.files import Found
-from vitral.weights.names import Names, State
-from vitral.weights.pixels import HALF, IMAGENET, preprocessing, seen
+from vitral.weights.key_mapping import Names, State
+from vitral.weights.preprocessing import HALF, IMAGENET, preprocessing, seen
 from vitral.weights.reading import HEADS, architecture, choose_heads, finish, place_rows
 from vitral.weights.writing import writable
 

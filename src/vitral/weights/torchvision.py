@@ -5,8 +5,8 @@ from __future__ import annotations
 from vitral.errors import VitralError
 from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
 from vitral.weights.files import Found
-from vitral.weights.names import Names, fold_layer_scale, with_qkv_bias
-from vitral.weights.pixels import IMAGENET, preprocessing, seen
+from vitral.weights.key_mapping import Names, fold_layer_scale, with_qkv_bias
+from vitral.weights.preprocessing import IMAGENET, preprocessing, seen
 from vitral.weights.reading import architecture, choose_heads, finish, place_rows
 from vitral.weights.writing import writable
 

@@ -9,11 +9,11 @@ import torch
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.vit import ViTConfig
+from vitral.models.vit import ViTConfig
 from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
 from vitral.weights.files import Found
-from vitral.weights.names import Names, State, fold_layer_scale, join_maps, split_maps
-from vitral.weights.pixels import HALF, IMAGENET, Colours, crop_share, preprocessing, seen
+from vitral.weights.key_mapping import Names, State, fold_layer_scale, join_maps, split_maps
+from vitral.weights.preprocessing import HALF, IMAGENET, Colours, crop_share, preprocessing, seen
 from vitral.weights.reading import architecture, choose_heads, finish, place_rows
 from vitral.weights.writing import writable
 

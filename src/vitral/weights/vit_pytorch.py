@@ -10,8 +10,8 @@ from torch import Tensor
 from vitral.errors import VitralError
 from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
 from vitral.weights.files import Found
-from vitral.weights.names import Names, fold_layer_scale
-from vitral.weights.pixels import HALF, preprocessing, seen
+from vitral.weights.key_mapping import Names, fold_layer_scale
+from vitral.weights.preprocessing import HALF, preprocessing, seen
 from vitral.weights.reading import architecture, choose_heads, finish, place_rows, say_size
 from vitral.weights.writing import writable
 

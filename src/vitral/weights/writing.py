@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from vitral.errors import VitralError
-from vitral.vit import PositionEmbedding
+from vitral.models.vit import PositionEmbedding
 from vitral.weights.checkpoint import Checkpoint
-from vitral.weights.names import State
+from vitral.weights.key_mapping import State
 
 
 def _no_variant(variant: str, variants: Sequence[str]) -> str:

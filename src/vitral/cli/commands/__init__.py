@@ -1,0 +1,1 @@
+"""The commands, one a file; vitral.cli.main has their table."""

@@ -1,1 +1,0 @@
-"""The commands, one a file; vitral.cli has their table."""

@@ -1,0 +1,58 @@
+"""The papers' size tables: "B/16" → ViTConfig.
+
+Ti and S are from DeiT (arXiv 2012.12877), B, L and H from the paper (table 1), g and G from "Scaling Vision
+Transformers" (arXiv 2106.04560, table 2). The number behind the slash is the patch size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from vitral.errors import VitralError, nearest, unknown
+from vitral.models.vit import ViTConfig
+
+PRESETS: dict[str, ViTConfig] = {
+    "Ti/16": ViTConfig(patch_size=16, width=192, depth=12, heads=3),
+    "S/32": ViTConfig(patch_size=32, width=384, depth=12, heads=6),
+    "S/16": ViTConfig(patch_size=16, width=384, depth=12, heads=6),
+    "B/32": ViTConfig(patch_size=32, width=768, depth=12, heads=12),
+    "B/16": ViTConfig(patch_size=16, width=768, depth=12, heads=12),
+    "B/8": ViTConfig(patch_size=8, width=768, depth=12, heads=12),
+    "L/32": ViTConfig(patch_size=32, width=1024, depth=24, heads=16),
+    "L/16": ViTConfig(patch_size=16, width=1024, depth=24, heads=16),
+    "H/14": ViTConfig(patch_size=14, width=1280, depth=32, heads=16),
+    "g/14": ViTConfig(patch_size=14, width=1408, depth=40, heads=16, mlp_width=6144),
+    "G/14": ViTConfig(patch_size=14, width=1664, depth=48, heads=16, mlp_width=8192),
+    # "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580)
+    "plain-S/16": ViTConfig(
+        patch_size=16, width=384, depth=12, heads=6, pooling="mean", positions="sincos", head="mlp"
+    ),
+}
+
+# Top-1 accuracy on ImageNet's validation set, from the papers, to have something to compare with.
+PUBLISHED: dict[str, str] = {
+    "Ti/16": "DeiT: 72.2 % from scratch on ImageNet, 74.5 % distilled",
+    "S/16": "DeiT: 79.9 % from scratch on ImageNet, 81.2 % distilled",
+    "B/32": "ViT: 73.38 % from ImageNet, 81.28 % from ImageNet-21k, at 384 px",
+    "B/16": "ViT: 77.91 % from ImageNet, 83.97 % from ImageNet-21k, at 384 px; DeiT: 81.8 %, distilled 83.4 %",
+    "L/32": "ViT: 71.16 % from ImageNet, 80.99 % from ImageNet-21k, at 384 px",
+    "L/16": "ViT: 76.53 % from ImageNet, 85.15 % from ImageNet-21k, at 384 px",
+    "H/14": "ViT: 85.13 % from ImageNet-21k; 88.55 % from JFT-300M",
+    "plain-S/16": "76.5 / 78.5 / 80.0 % after 90 / 150 / 300 epochs on ImageNet",
+}
+
+
+def preset(name: str, **changes: Any) -> ViTConfig:
+    """The configuration called `name`, with changes: `preset("B/16", image_size=(384, 384), classes=10)`."""
+    if name not in PRESETS:  # case alone tells g/14 from G/14, and does not matter elsewhere
+        name = next((known for known in PRESETS if known.lower() == name.lower()), name)
+    if name not in PRESETS:
+        raise unknown("preset", name, PRESETS)
+    known_fields = [field.name for field in fields(ViTConfig)]
+    for change in changes:
+        if change not in known_fields:
+            raise VitralError(
+                f"a ViT has no setting {change!r}.{nearest(change, known_fields)}", f"Known: {', '.join(known_fields)}"
+            )
+    return replace(PRESETS[name], **changes)

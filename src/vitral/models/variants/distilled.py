@@ -1,0 +1,44 @@
+"""DeiT's distilled ViT (arXiv 2012.12877): a second token that listens to a teacher, with a head of its own.
+
+In training the class token's logits learn from the labels, the distillation token's from the teacher (section 3.2);
+asked for an answer, the model gives the mean of both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vitral.models.vit import ClassificationHead, Grid, ViT, ViTConfig, initialise
+
+
+class TwoHeads(nn.Module):
+    """B 2D, the two tokens side by side -> B K, the mean of what their heads say."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.label_head, self.teacher_head = ClassificationHead(config), ClassificationHead(config)
+
+    def forward(self, pooled_BE: Tensor) -> Tensor:
+        label, teacher = pooled_BE.chunk(2, dim=1)
+        return (self.label_head(label) + self.teacher_head(teacher)) / 2
+
+
+class DistilledViT(ViT):
+    def __init__(self, config: ViTConfig) -> None:
+        if (config.pooling, config.positions, config.registers) != ("class", "learned", 0):
+            raise ValueError("a distilled ViT has pooling 'class', positions 'learned' and registers 0")
+        super().__init__(config)
+        self.distillation_token = nn.Parameter(torch.empty(1, 1, config.width))
+        self.distillation_position_table = nn.Parameter(torch.empty(1, 1, config.width))
+        self.head = TwoHeads(config)
+        initialise(self)
+
+    def embed(self, images_BCHW: Tensor, grid: Grid) -> Tensor:
+        """[x_class; x_distillation; x1·E; …; xN·E] + E_pos."""
+        tokens = super().embed(images_BCHW, grid)
+        extra = (self.distillation_token + self.distillation_position_table).expand(tokens.shape[0], -1, -1)
+        return torch.cat([tokens[:, :1], self.dropout(extra), tokens[:, 1:]], dim=1)
+
+    def pool(self, tokens_BTD: Tensor, record: list[Tensor] | None = None) -> Tensor:
+        return tokens_BTD[:, :2].flatten(1)

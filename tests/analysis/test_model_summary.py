@@ -1,0 +1,99 @@
+"""The summary's figures against the papers', and against what a real forward pass does on this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitral.analysis.model_summary import summarise
+from vitral.models.presets import preset
+from vitral.models.vit import ViT, ViTConfig
+
+MNIST = ViTConfig(image_size=(28, 28), patch_size=7, channels=1, width=64, depth=3, heads=4, classes=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "giga"),
+    [("Ti/16", "1.25"), ("S/16", "4.60"), ("B/32", "4.41"), ("B/16", "17.56"), ("L/16", "61.55"), ("H/14", "167.3")],
+)
+def test_multiply_adds_are_the_published_ones(name: str, giga: str) -> None:
+    summary = summarise(preset(name), depth=1)
+    digits = len(giga.split(".")[1])
+    assert f"{summary.multiply_adds / 1e9:.{digits}f}" == giga
+
+
+def test_multiply_adds_are_those_of_the_equations() -> None:
+    T, N, D, E, M, K = 17, 16, 64, 49, 256, 10
+    block = T * D * 3 * D + 2 * T * T * D + T * D * D + 2 * T * D * M
+    assert summarise(MNIST).multiply_adds == N * E * D + 3 * block + D * K
+
+
+def test_attention_dropout_changes_the_kernel_and_not_the_count() -> None:
+    dropping = ViTConfig(
+        image_size=(28, 28), patch_size=7, channels=1, width=64, depth=3, heads=4, classes=10, dropout_attention=0.1
+    )
+    assert summarise(dropping).multiply_adds == summarise(MNIST).multiply_adds
+
+
+def test_the_notes_model_is_listed_layer_by_layer_with_shapes_and_parameters() -> None:
+    summary = summarise(MNIST, depth=4)
+    model = ViT(MNIST)
+    assert summary.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert summary.weight_bytes == 4 * summary.parameters
+    for part in ("PatchEmbedding", "ClassToken", "PositionEmbedding", "Encoder", "ClassificationHead"):
+        assert f"{part} (" in summary.table
+    assert summary.table.count("EncoderBlock (") == 3
+    assert summary.table.count("MultiHeadAttention (attention)") == 3
+    assert summary.table.count("FeedForward (mlp)") == 3
+    assert "[1, 17, 64]" in summary.table
+    assert "[1, 10]" in summary.table
+    assert f"{49 * 64 + 64:,}" in next(line for line in summary.table.splitlines() if "Linear (project)" in line)
+    assert "EncoderBlock" not in summarise(MNIST, depth=1).table
+
+
+def test_a_summary_reads_as_text_with_every_figure() -> None:
+    summary = summarise(preset("B/16"))
+    text = str(summary)
+    assert text.startswith(summary.table)
+    for figure in ("86,567,656", "330.2 MiB", "17.56 GMACs = 35.13 GFLOPs"):
+        assert figure in text
+
+
+def test_a_small_model_is_not_rounded_away() -> None:
+    found = summarise(MNIST)
+    assert f"{found.multiply_adds / 1e6:.2f} MMACs = {2 * found.multiply_adds / 1e6:.2f} MFLOPs" in str(found)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pooling": "mean", "positions": "sincos", "head": "mlp"},
+        {"pooling": "attention", "positions": "learned+rotary", "qk_norm": True, "layer_scale": 0.1, "registers": 2},
+        {"dropout": 0.1, "dropout_attention": 0.1, "dropout_embedding": 0.1, "drop_path": 0.1},
+    ],
+    ids=str,
+)
+def test_activation_bytes_are_what_a_real_training_step_keeps(settings: dict[str, Any]) -> None:
+    config = ViTConfig(image_size=(28, 28), patch_size=7, channels=1, width=64, depth=3, heads=4, **settings)
+    model = ViT(config)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(torch.rand(1, 1, 28, 28))
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    assert logits.requires_grad
+    assert summarise(config).activation_bytes == pytest.approx(sum(kept.values()), rel=0.01)
+
+
+def test_a_summary_needs_no_memory_for_weights() -> None:
+    assert summarise(preset("G/14"), depth=1).weight_bytes == 4 * 1_844_440_680

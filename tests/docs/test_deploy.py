@@ -1,0 +1,367 @@
+"""What docs/deploy.md hands out works: files that parse and fit the server, and the Dockerfile's own commands."""
+
+from __future__ import annotations
+
+import configparser
+import fnmatch
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from support.served import picture, tiny_model
+from vitral.cli.commands.serve import read_keys
+from vitral.errors import VitralError
+from vitral.serve.limits import Limits
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "docs" / "deploy"
+PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+
+
+def flags() -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "vitral", "serve", "--help"], capture_output=True, text=True, check=True
+    )
+    return set(re.findall(r"--[a-z][a-z-]+", done.stdout))
+
+
+def test_every_flag_that_is_told_exists():
+    told = set()
+    for text in (PAGE, *(path.read_text() for path in DEPLOY.rglob("*") if path.is_file())):
+        told |= set(re.findall(r"`(--[a-z][a-z-]+)", text)) | set(re.findall(r'"(--[a-z][a-z-]+)"', text))
+    docker = {"--cpus"}
+    assert told - docker <= flags()
+    assert {"--keys", "--drain-s", "--body-mib"} <= told
+
+
+def test_defaults_are_told_as_they_are():
+    for name, value in re.findall(r"`--([a-z-]+) (\d+)`", PAGE):
+        if name not in ("cpus", "threads"):
+            assert getattr(Limits(), name.replace("-", "_")) == float(value), name
+
+
+def test_every_link_leads_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
+    handed_out = {str(path.relative_to(ROOT / "docs")) for path in DEPLOY.rglob("*") if path.is_file()}
+    assert handed_out <= set(re.findall(r"\]\(([^)#]+)\)", PAGE))
+
+
+# --- systemd --------------------------------------------------------------------------------------------------------
+
+
+def test_the_unit_starts_the_server_and_gives_it_time_to_stop():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str
+    unit.read(DEPLOY / "vitral.service")
+    words = shlex.split(unit["Service"]["ExecStart"])
+    assert words[0].endswith("/bin/vitral")
+    assert words[1] == "serve"
+    assert {word for word in words if word.startswith("--")} <= flags()
+    longest = Limits().drain_s + Limits().body_s + Limits().request_s
+    assert float(unit["Service"]["TimeoutStopSec"]) > longest
+    assert unit["Service"]["DynamicUser"] == "yes"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
+def test_systemd_accepts_the_unit(tmp_path):
+    text = (DEPLOY / "vitral.service").read_text().replace("/opt/vitral/bin/vitral", sys.executable)
+    (tmp_path / "vitral.service").write_text(text)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", tmp_path / "vitral.service"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    complaints = [line for line in done.stderr.splitlines() if "vitral.service" in line]
+    assert complaints == []
+
+
+# --- Kubernetes -----------------------------------------------------------------------------------------------------
+
+
+def test_kubernetes_probes_ports_and_patience_fit_the_server():
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    kinds = {document["kind"]: document for document in documents}
+    assert set(kinds) == {"Secret", "Deployment", "Service", "PodDisruptionBudget"}
+    pod = kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == container["startupProbe"]["httpGet"]["path"] == "/readyz"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert container["ports"][0]["containerPort"] == 8000
+    drain = float(container["args"][container["args"].index("--drain-s") + 1])
+    assert pod["terminationGracePeriodSeconds"] > drain + Limits().body_s + Limits().request_s
+    probe = container["readinessProbe"]
+    assert drain > probe["periodSeconds"] * probe["failureThreshold"]  # it is noticed before the door closes
+    labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert kinds["Service"]["spec"]["selector"] == labels == kinds["Deployment"]["spec"]["selector"]["matchLabels"]
+    user = re.search(r"^USER (\d+)", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    assert pod["securityContext"]["runAsUser"] == int(user[1])
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_secret_is_a_file_of_keys(tmp_path):
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    (tmp_path / "keys").write_text(documents[0]["stringData"]["keys"])
+    assert read_keys(tmp_path / "keys") == ["replace-me"]
+    (tmp_path / "none").write_text("# nothing\n\n")
+    with pytest.raises(VitralError, match="there are no keys"):
+        read_keys(tmp_path / "none")
+
+
+def test_keys_come_from_the_environment_too(monkeypatch):
+    monkeypatch.setenv("VITRAL_API_KEYS", "one, two,")
+    assert read_keys(None) == ["one", "two"]
+    monkeypatch.delenv("VITRAL_API_KEYS")
+    assert read_keys(None) == []
+
+
+# --- nginx ----------------------------------------------------------------------------------------------------------
+
+
+def test_nginx_waits_longer_than_the_server_and_closes_sooner():
+    text = (DEPLOY / "nginx.conf").read_text()
+
+    def seconds(directive: str) -> float:
+        return float(re.search(rf"{directive} (\d+)s;", text)[1])
+
+    assert seconds("proxy_read_timeout") > Limits().body_s + Limits().request_s
+    assert seconds("    keepalive_timeout") < Limits().idle_s
+    assert int(re.search(r"client_max_body_size (\d+)m;", text)[1]) == Limits().body_mib
+    assert text.count("{") == text.count("}")
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx here")
+def test_nginx_accepts_the_configuration(tmp_path):
+    """With a certificate made for the occasion, if openssl is there."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here")
+    words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=vitral.example -keyout key.pem -out fullchain.pem"
+    subprocess.run(["openssl", *words.split()], cwd=tmp_path, check=True, capture_output=True)
+    text = (DEPLOY / "nginx.conf").read_text().replace("/etc/ssl/vitral", str(tmp_path))
+    (tmp_path / "nginx.conf").write_text(
+        f"pid {tmp_path}/pid; error_log stderr; events {{}} http {{ access_log off; {text} }}"
+    )
+    done = subprocess.run(["nginx", "-t", "-c", tmp_path / "nginx.conf"], capture_output=True, text=True, timeout=30)
+    assert "syntax is ok" in done.stderr, done.stderr
+
+
+# --- Triton and Ray Serve -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """A real export, whose names and shapes the files must have."""
+    onnx_file = pytest.importorskip("vitral.export.onnx_file")
+    import torch
+
+    from vitral.runs.run import load_model
+
+    place = tmp_path_factory.mktemp("exported")
+    model, card = load_model(tiny_model(place / "model", unknown_below=6.0))
+    onnx_file.write_onnx(place / "model.onnx", model, card, "fp32", False, torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+    return place / "model.onnx"
+
+
+@pytest.mark.slow
+def test_triton_is_told_the_tensors_of_a_real_export(exported):
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(exported), providers=["CPUExecutionProvider"])
+    text = re.sub(r"#.*", "", (DEPLOY / "triton" / "config.pbtxt").read_text())
+    assert text.count("{") == text.count("}")
+    assert text.count("[") == text.count("]")
+    types = {"tensor(uint8)": "TYPE_UINT8", "tensor(float)": "TYPE_FP32"}
+    for kind, tensors in (("input", session.get_inputs()), ("output", session.get_outputs())):
+        block = re.search(rf"^{kind} \[(.*?)^\]", text, flags=re.DOTALL | re.MULTILINE)[1]
+        told = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ ([\d, ]+) \]', block)
+        assert [(name, kind) for name, kind, _ in told] == [(t.name, types[t.type]) for t in tensors]
+        for (_, _, dims), tensor in zip(told, tensors, strict=True):
+            assert len(dims.split(",")) == len(tensor.shape) - 1  # the batch is Triton's
+            assert isinstance(tensor.shape[0], str)  # and of any size
+
+
+@pytest.mark.slow
+def test_ray_serve_gets_a_deployment_that_answers_like_the_model(exported, monkeypatch):
+    """Without Ray: its decorators replaced by ones that call a batch at once."""
+    import asyncio
+    import importlib.util
+    import types
+
+    from starlette.requests import Request
+
+    from vitral.inference.predictor import Predictor
+
+    def batch(**settings):
+        def around(function):
+            async def alone(self, item):
+                return (await function(self, [item]))[0]
+
+            return alone
+
+        return around
+
+    def deployment(kind):
+        kind.bind = classmethod(lambda cls, *arguments: cls(*arguments))
+        return kind
+
+    ray = types.ModuleType("ray")
+    ray.serve = types.SimpleNamespace(batch=batch, deployment=deployment)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    config = yaml.safe_load((DEPLOY / "ray" / "config.yaml").read_text())
+    (application,) = config["applications"]
+    module, function = application["import_path"].split(":")
+    spec = importlib.util.spec_from_file_location(module, DEPLOY / "ray" / f"{module}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    assert hasattr(loaded, application["deployments"][0]["name"])
+    classifier = getattr(loaded, function)(application["args"] | {"model": str(exported), "threads": "1"})
+
+    def ask(body: bytes):
+        async def receive():
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return asyncio.run(classifier(Request({"type": "http", "method": "POST", "headers": []}, receive)))
+
+    predictor = Predictor.load(exported.parent / "model", device="cpu", precision="fp32")
+    for seed in range(4):
+        said = json.loads(ask(picture(seed)).body)
+        answer = predictor.predict(picture(seed))
+        assert said["unknown"] == answer.unknown
+        assert [label["name"] for label in said["labels"]] == [label.name for label in answer.labels]
+        assert said["labels"][0]["probability"] == pytest.approx(answer.best.probability, abs=1e-4)
+    assert ask(b"not an image").status_code == 422
+    assert ask(b"x" * (32 * 2**20 + 1)).status_code == 413
+
+
+# --- the Dockerfile -------------------------------------------------------------------------------------------------
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
+
+
+def ignored(path: str) -> bool:
+    """Whether .dockerignore keeps a path out of the build."""
+    out = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.strip()
+        if not pattern or pattern.startswith("#"):
+            continue
+        keep = pattern.startswith("!")
+        pattern = pattern.lstrip("!").removeprefix("**/")
+        parts = path.split("/")
+        if any(fnmatch.fnmatch(part, pattern) for part in (parts if "**" in line else parts[:1])):
+            out = not keep
+    return out
+
+
+def test_the_image_is_as_the_guide_says():
+    steps = instructions()
+    assert [what for kind, what in steps if kind == "USER"] == ["10001:10001"]
+    assert any(kind == "HEALTHCHECK" and "/readyz" in what for kind, what in steps)
+    assert ("EXPOSE", "8000") in steps
+    entry = json.loads(next(what for kind, what in steps if kind == "ENTRYPOINT"))
+    assert entry[1] == "serve"
+    assert {word for word in entry if word.startswith("--")} <= flags()
+    sources = [word for kind, what in steps if kind == "COPY" and "--from" not in what for word in what.split()[:-1]]
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert not ignored(source), source
+    assert ignored(".git")
+    assert ignored("runs")
+    assert ignored("src/vitral/__pycache__")
+
+
+def index() -> str:
+    """Where this machine's pip gets packages, in place of the Dockerfile's index for CPU builds."""
+    asked = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True
+    )
+    return os.environ.get("PIP_INDEX_URL") or asked.stdout.strip() or "https://pypi.org/simple"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_dockerfiles_own_commands_make_a_server_that_answers(tmp_path, network):
+    """Its steps in order, with every path below a folder instead of below /: where no container engine is at hand."""
+    root = tmp_path / "root"
+    place, environment = root, {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home")}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_"))}
+    health = entry = command = None
+    for kind, what in instructions():
+        if kind == "ARG":
+            environment["TORCH_INDEX"] = index()
+        elif kind == "ENV":
+            for pair in shlex.split(what):
+                name, _, value = pair.partition("=")
+                environment[name] = f"{root}{value}" if value.startswith("/") else value
+        elif kind == "WORKDIR":
+            place = root / what.strip("/")
+            place.mkdir(parents=True, exist_ok=True)
+        elif kind == "COPY" and "--from" not in what:
+            *sources, target = what.split()
+            for source in sources:
+                goal = place / target if target != "./" else place / source
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, goal, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy(ROOT / source, goal)
+        elif kind == "RUN":
+            run = f'export PATH="{Path(sys.executable).parent}:$PATH"; {what}' if "venv" in what else what
+            done = subprocess.run(
+                ["sh", "-ec", run], cwd=place, env=environment, capture_output=True, text=True, timeout=700
+            )
+            assert done.returncode == 0, f"{what}\n{done.stderr[-3000:]}"
+        elif kind == "HEALTHCHECK":
+            health = what.partition("CMD ")[2]
+        elif kind == "ENTRYPOINT":
+            entry = json.loads(what)
+        elif kind == "CMD":
+            command = json.loads(what)
+    model = tiny_model(root / command[0].strip("/"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = [f"{root}{entry[0]}", *entry[1:], str(model)]
+    started = [port if word == "8000" else "127.0.0.1" if word == "0.0.0.0" else word for word in started]
+    health = health.replace(":8000", f":{port}")
+    environment |= {"HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+    log = (tmp_path / "log").open("w")
+    server = subprocess.Popen(started, env=environment, cwd=place, stderr=log, stdout=log)
+    try:
+        until = time.monotonic() + 90
+        while (done := subprocess.run(["sh", "-c", health], env=environment, capture_output=True)).returncode:
+            assert time.monotonic() < until, (tmp_path / "log").read_text()
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.5)
+        assert done.returncode == 0
+        url = f"http://127.0.0.1:{port}"
+        name = httpx.get(f"{url}/v1/models").json()["models"][0]["name"]
+        reply = httpx.post(f"{url}/v1/models/{name}/predict", content=picture(), timeout=30)
+        assert reply.status_code == 200, reply.text
+        assert httpx.get(url).status_code == 200  # the page is in the wheel
+        server.terminate()
+        assert server.wait(30) == 0
+        assert subprocess.run(["sh", "-c", health], env=environment, capture_output=True).returncode != 0
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait(10)
+        log.close()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert all(json.loads(line) for line in lines)  # JSON, and no warning among it
