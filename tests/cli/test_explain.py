@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_explain import KINDS, alive
 
+from explain.test_methods import KINDS, alive
 from vitral.cli.commands import explain as command
 from vitral.data.preprocess import Preprocessing
 from vitral.device.hardware import Hardware

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from test_folder import photograph
 
+from data.files.test_listing import photograph
 from support.common import Command, leave_out_pictures
 from vitral import api as workshop
 from vitral import weights

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_folder import photograph
 
+from data.files.test_listing import photograph
 from vitral import weights
 from vitral.cli import main as cli
 from vitral.data.preprocess import Preprocessing

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from rich.console import Console
-from test_folder import photograph
 
+from data.files.test_listing import photograph
 from support.common import Command, leave_out_pictures
 from support.served import server
 from vitral import api as workshop

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_folder import photograph
 
+from data.files.test_listing import photograph
 from vitral import weights
 from vitral.cli import main as cli
 from vitral.data.preprocess import Preprocessing

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_folder import COLOURS, SEEN
 
 import vitral
+from data.files.test_listing import COLOURS, SEEN
 from vitral.data import sequence
 from vitral.data.decode import NotAnImage
 from vitral.data.files.file_dataset import Reading

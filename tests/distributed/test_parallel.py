@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_world import TORCHRUN, both_run
 
+from distributed.test_world import TORCHRUN, both_run
 from support.common import identical
 from support.distributed_jobs import RECIPE, train
 from vitral.device.hardware import Hardware

@@ -23,8 +23,8 @@ TALK = """
 import json, sys, torch
 from pathlib import Path
 from vitral.errors import VitralError
-from vitral.hardware import choose
-from vitral.world import Agreement
+from vitral.device.hardware import choose
+from vitral.distributed.world import Agreement
 
 world = choose(device="cpu").world
 out = Path(sys.argv[1]) / f"{world.rank}.json"

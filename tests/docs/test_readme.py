@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 from PIL import Image
-from test_folder import photograph
 
+from data.files.test_listing import photograph
 from support.common import leave_out_pictures
 from support.served import server
 from vitral import api as workshop

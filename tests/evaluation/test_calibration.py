@@ -173,7 +173,7 @@ def test_an_unknown_picture_is_said_to_be_one(capsys: pytest.CaptureFixture[str]
 @pytest.mark.usefixtures("no_pictures")
 def test_validation_photographs_are_cropped_once(tmp_path: Path) -> None:
     """Without a test split the validation images are judged again at the end: as they were while training."""
-    from test_folder import photograph
+    from data.files.test_listing import photograph
 
     for index in range(24):
         photograph(tmp_path / "photos" / ("a", "b")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_explain import alive
 from torch import Tensor
 
+from explain.test_methods import alive
 from support.common import textures
 from vitral.data.datasets import Split
 from vitral.data.preprocess import Preprocessing

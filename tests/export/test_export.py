@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_inference import KINDS, SMALL, made
 
+from inference.test_engine import KINDS, SMALL, made
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import Calibration
 from vitral.export import onnx_file, torch_file

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from test_predict import model_folder
 
+from inference.test_predictor import model_folder
 from vitral.errors import VitralError
 from vitral.inference import batch_predict as harvesting
 from vitral.inference.batch_predict import harvest, walk

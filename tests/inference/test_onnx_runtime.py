@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from test_export import carded, photographs
 
+from export.test_export import carded, photographs
 from vitral.export.export import ship
 from vitral.inference.predictor import Predictor
 from vitral.runs.run import save_model

@@ -68,8 +68,8 @@ def a_hybrid() -> HybridViT:
 
 
 def test_a_training_forward_takes_it_and_every_parameter_gets_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused.encoder.launch, "SHORT", 1)  # the interpreter cannot multiply bf16 matrices
-    monkeypatch.setattr(fused.encoder.launch, "LONG", 1)
+    monkeypatch.setattr(fused.ops, "SHORT", 1)  # the interpreter cannot multiply bf16 matrices
+    monkeypatch.setattr(fused.ops, "LONG", 1)
     model, images = a_hybrid(), torch.randn(4, 3, 8, 8)
     with torch.no_grad():
         model.head.out.weight.normal_()  # type: ignore[union-attr, operator]

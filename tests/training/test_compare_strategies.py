@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from test_folder import photograph
 
+from data.files.test_listing import photograph
 from vitral import api as workshop
 from vitral.cli import main as cli
 from vitral.data.lazy_images import Images, these

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_calibration import TINY
 
 import vitral
+from evaluation.test_calibration import TINY
 from support.common import leave_out_pictures
 from vitral import api as workshop
 from vitral import bundled as box

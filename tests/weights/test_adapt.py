@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
-from test_folder import photograph
 
 import vitral
+from data.files.test_listing import photograph
 from vitral.cli import main as cli
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_folder import COLOURS, SEEN, photograph
 
 import vitral
+from data.files.test_listing import COLOURS, SEEN, photograph
 from support.common import identical
 from vitral.cli.commands import data
 from vitral.data import resize_crop as scale

@@ -15,9 +15,9 @@ import pytest
 import torch
 import webdataset
 from PIL import Image
-from test_folder import COLOURS, SEEN
 
 import vitral
+from data.files.test_listing import COLOURS, SEEN
 from vitral.data.decode import decode
 from vitral.data.files import shards
 from vitral.data.files.file_dataset import Reading, stored_like

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_folder import COLOURS, SEEN, photograph
 
 import vitral
+from data.files.test_listing import COLOURS, SEEN, photograph
 from support.common import identical
 from vitral.data.files import stream
 from vitral.data.files.file_dataset import Reading

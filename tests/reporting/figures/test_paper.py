@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.decomposition import PCA
-from test_explain import KINDS, TINY, alive
 from torch import Tensor
 
+from explain.test_methods import KINDS, TINY, alive
 from vitral.cli.commands import figures as command
 from vitral.data.preprocess import Preprocessing
 from vitral.device.hardware import Hardware

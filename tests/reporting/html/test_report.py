@@ -174,7 +174,7 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_from_what_is_behind_it(scheme: str) -> None:
     """WCAG 2.2: at least 4.5 for text, 3 for lines."""
-    style = files("vitral.report").joinpath("page", "report.css").read_text("utf-8")
+    style = files("vitral.reporting.html").joinpath("page", "report.css").read_text("utf-8")
     blocks = re.findall(r":root \{(.*?)\}", style, flags=re.DOTALL)
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", blocks[0] if scheme == "light" else blocks[1]))
 
@@ -272,7 +272,7 @@ def test_the_command_writes_where_it_is_told(
 
 
 def test_the_doctor_has_looked_at_a_persons_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_folder import photograph
+    from data.files.test_listing import photograph
 
     monkeypatch.setattr(workshop, "DAMAGED", 10)
     for index in range(24):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard as HubCard
 from PIL import Image
-from test_folder import photograph
 
+from data.files.test_listing import photograph
 from support.common import leave_out_pictures
 from support.fake_hub import TOKEN, fake_hub
 from support.processes import Process

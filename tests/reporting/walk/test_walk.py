@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-from test_explain import KINDS, alive
-from test_paper_figures import predictor_for
-from test_report import browser  # noqa: F401
 
 import vitral.models.vit
+from explain.test_methods import KINDS, alive
+from reporting.figures.test_paper import predictor_for
+from reporting.html.test_report import browser  # noqa: F401
 from vitral.cli.commands import walk as command
 from vitral.data.preprocess import Preprocessing
 from vitral.device.hardware import Hardware
