@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from vitral.runtime import OnnxModel
 
-from vitral.data.decode import NotAnImage
+from vitral.data.decode import ImageDecodeError
 
 MOST_BYTES = 32 * 2**20
 
@@ -39,7 +39,7 @@ class Classifier:
                 return JSONResponse({"error": "the body is longer than 32 MiB"}, 413)
         try:
             pixels = await asyncio.to_thread(self.model.pixels, bytes(body))
-        except NotAnImage as error:
+        except ImageDecodeError as error:
             return JSONResponse({"error": error.what}, 422)
         probabilities, unknown = await self.answers(pixels)
         ranked = sorted(zip(self.model.classes, probabilities, strict=True), key=lambda pair: -pair[1])[:5]
