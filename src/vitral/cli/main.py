@@ -1,4 +1,8 @@
-"""The command line: a thin shell. A command is a file in vitral/commands, imported when it is asked for."""
+"""The `vitral` program: find the command, run it, and turn errors into two lines and an exit status.
+
+Exit status: 0 for success, 1 if a command reports problems (unreadable files, doctor), 2 for errors that the user can
+fix, 130 after Ctrl-C. Command modules are imported when they are used, so `vitral --help` is fast.
+"""
 
 from __future__ import annotations
 
@@ -14,61 +18,64 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import Any, NoReturn
 
-from vitral import __version__
-from vitral import bundled as box
-from vitral.errors import VitralError, nearest
+from vitral import __version__, bundled
+from vitral.errors import VitralError, did_you_mean
 
-# name, what stands behind it, what it does: in the order people meet them
-TABLE = (
-    ("demo", "", "train a small ViT in about a minute and look at it"),
-    # learn
-    ("doctor", "FOLDER", "what is wrong with a folder of images, what to train on it, how long it takes"),
-    ("train", "DATA", "train on class folders or a known set; every field of the recipe is a flag"),
-    ("probe", "DATA --init SOURCE", "how good a checkpoint's features are for your images"),
-    # ask
-    ("evaluate", "RUN", "how good it is, and how far to trust it: calibration, unknown and damaged images"),
-    ("compare", "RUN RUN", "which of two models is better, and whether that can be luck"),
-    ("report", "RUN", "one HTML file about a model, to send to a colleague"),
-    ("predict", "RUN FILES…", "ranked labels for image files and folders"),
-    ("bench", "RUN", "number type × threads × batch on this CPU; the best is kept with the model"),
-    ("embed", "RUN FILES… --out FILE", "feature vectors as .npy, .parquet or .csv"),
-    # look inside
-    ("explain", "RUN FILES…", "where the model looked, and how far such maps can be trusted"),
-    ("walk", "IMAGE [--model RUN]", "from pixels to logits, step by step, with the values and the source"),
-    ("figures", "RUN", "the paper's figures: filters, positions, how far each head looks"),
-    ("summary", "PRESET", "a model layer by layer: shapes, parameters, arithmetic, memory"),
-    ("plan", "PRESET --gpus N", "memory, communication and days of a training on many GPUs"),
-    # hand on
-    ("export", "RUN --to onnx|torch", "one file for other programs, proven to agree"),
-    ("serve", "RUN…", "models over HTTP, with a page to try them"),
-    ("convert", "SOURCE FILE --to LIB", "a checkpoint of one library as another's"),
-    ("push", "RUN hf:owner/name", "onto the Hugging Face hub, with a card, as timm and transformers load it"),
-    # what there is
-    ("recipes", "[show NAME]", "the named recipes; a complete one as TOML"),
-    ("data", "list|fetch|where|pack", "the known sets; photographs decoded once"),
-    ("models", "[show NAME]", "the models that come with vitral, ready to be asked"),
-)
-COMMANDS = tuple(name for name, _, _ in TABLE)
+# task -> (name, arguments, summary)
+COMMAND_GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "Start": (("demo", "", "train a small ViT in about a minute and look at the results"),),
+    "Train": (
+        ("doctor", "FOLDER", "check a folder of images, recommend a recipe, estimate the training time"),
+        ("train", "DATA", "train or fine-tune on a folder of images or a built-in dataset"),
+        ("probe", "DATA --init-from MODEL", "measure how well a model's frozen features fit your images"),
+        ("plan", "PRESET --gpus N", "estimate memory, communication and duration on many GPUs"),
+    ),
+    "Predict": (
+        ("predict", "MODEL FILES...", "predict labels for image files and folders"),
+        ("embed", "MODEL FILES... --out FILE", "write feature vectors as .npy, .parquet or .csv"),
+        ("bench", "MODEL", "find the fastest inference engine for this CPU"),
+    ),
+    "Evaluate": (
+        ("evaluate", "MODEL", "measure accuracy, calibration, OOD detection and robustness"),
+        ("compare", "MODEL MODEL", "test whether one model is better than another"),
+        ("report", "MODEL", "write a self-contained HTML report"),
+    ),
+    "Understand": (
+        ("explain", "MODEL FILES...", "draw heatmaps of what predictions depend on, and measure how faithful they are"),
+        ("walk", "IMAGE", "follow one image through the model, step by step"),
+        ("figures", "MODEL", "draw the figures of the ViT paper for a model"),
+        ("summary", "PRESET|MODEL", "print layers, shapes, parameters, FLOPs and memory"),
+    ),
+    "Deploy and share": (
+        ("serve", "MODEL...", "serve models over HTTP, with a web page"),
+        ("export", "MODEL", "export to ONNX or torch.export, verified against the model"),
+        ("convert", "SOURCE DESTINATION", "convert checkpoints between timm, transformers, torchvision, ..."),
+        ("push", "MODEL hf:owner/name", "upload a model and its card to the Hugging Face Hub"),
+    ),
+    "Look up": (
+        ("recipes", "[show NAME]", "list recipes, or print one as TOML"),
+        ("data", "[fetch|where|pack]", "list, download and pack datasets"),
+        ("models", "[show NAME]", "list the bundled models"),
+        ("completion", "bash|zsh|fish", "print a shell completion script"),
+    ),
+}
+COMMANDS = tuple(name for commands in COMMAND_GROUPS.values() for name, _, _ in commands)
 
 
-def help_text() -> str:
-    rows = "".join(f"  {name + ' ' + behind:<31}{does}\n" for name, behind, does in TABLE)
-    return (
-        f"vitral {__version__}: a Vision Transformer workshop\n\n"
-        f"usage: vitral COMMAND …          vitral COMMAND --help says more\n\n{rows}\n"
-        "A run is the folder that `vitral train` leaves behind: runs/<recipe>-<date>-<id>.\n"
-        f"Models that come with vitral are named like one: {', '.join(box.names())}.\n"
-    )
+def load_command(name: str) -> Any:
+    """The Command or CommandGroup of a name in COMMANDS."""
+    return import_module(f"vitral.cli.commands.{name}").COMMAND
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; exit with 0, with 2 where a person can fix it, with 130 after Ctrl-C."""
+    """Run the command line. Returns after printing help or the version; otherwise raises SystemExit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters, a name that is no Unicode: as \\x…
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding or Unicode cannot represent
         sys.stdout.reconfigure(errors="backslashreplace")
     if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
-        silence()
+        silence_output()
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
         return
@@ -76,47 +83,72 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"vitral {__version__}")
         return
     try:
-        if words[0] not in COMMANDS:
-            raise VitralError(
-                f"there is no command {words[0]!r}.{nearest(words[0], COMMANDS)}", f"Known: {', '.join(COMMANDS)}"
-            )
-        if any(re.fullmatch(r"(--[\w.-]+=)?", word) for word in words):
-            raise VitralError("there is an empty word on the command line", "is a variable of the shell not set?")
-        sys.exit(import_module(f"vitral.cli.commands.{words[0]}").run(words[1:]))
+        sys.exit(run_command(words))
     except VitralError as error:
-        tell_torchrun(error.what)
-        interrupted = type(error).__name__ == "Interrupted"  # by name: its module would import torch
-        print(error.what if interrupted else f"error: {error.what}", file=sys.stderr)
-        for line in error.hint.splitlines():
-            print(line if interrupted else f"       {line}", file=sys.stderr)
-        sys.exit(130 if interrupted else 2)
+        exit_with_error(error)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        print("Interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output (head, less) is gone
+    except BrokenPipeError:  # the reader of the output (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise  # not about a file: a bug
-        print(f"error: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr)
-        print("       is the name right, may this user read and write there, is there space?", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error(
+            VitralError(
+                f"{error.filename or 'disk'}: {error.strerror}",
+                "Check the path, its permissions and the free disk space",
+            )
+        )
     except Exception:
-        tell_torchrun(traceback.format_exc())
+        report_to_torchrun(traceback.format_exc())
         raise
 
 
-def silence() -> None:
-    """Of several processes only the first prints; torchrun reports what another one fails of."""
+def run_command(words: Sequence[str]) -> int:
+    """Run `words[0]` with the other words and return its exit status."""
+    if words[0] not in COMMANDS:
+        raise VitralError(
+            f"no command '{words[0]}'.{did_you_mean(words[0], COMMANDS)}", f"Commands: {', '.join(COMMANDS)}"
+        )
+    if any(re.fullmatch(r"(--[\w.-]+=)?", word) for word in words):
+        raise VitralError("an argument is empty", "Check whether a shell variable in the command is unset")
+    return int(load_command(words[0])(words[1:]))
+
+
+def help_text() -> str:
+    from vitral.cli.help import main_help
+
+    footer = (
+        "DATA is a folder with one subfolder per class, a CSV file, or a built-in dataset (vitral data).\n"
+        "MODEL is a run folder (runs/...), a checkpoint file, hf:owner/name, or a bundled model:\n"
+        f"{', '.join(bundled.model_names())}."
+    )
+    return main_help(__version__, COMMAND_GROUPS, footer)
+
+
+def exit_with_error(error: VitralError) -> NoReturn:
+    """Print what is wrong and what to do; exit with 2, or with 130 if training was interrupted."""
+    report_to_torchrun(error.what)
+    interrupted = type(error).__name__ == "Interrupted"  # by name, because its module imports torch
+    print(error.what if interrupted else f"error: {error.what}", file=sys.stderr)
+    for line in error.hint.splitlines():
+        print(line if interrupted else f"       {line}", file=sys.stderr)
+    sys.exit(130 if interrupted else 2)
+
+
+def silence_output() -> None:
+    """Print nothing in ranks other than 0. torchrun reports the error of a rank that fails."""
     sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         sys.stderr = sys.stdout
 
 
-def tell_torchrun(what: str) -> None:
-    """The reason, where torchrun looks for it: its report names the first process that failed, and this."""
+def report_to_torchrun(message: str) -> None:
+    """Write the error to the file that torchrun reads, so that its summary shows the cause."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": what, "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        report = {"message": {"message": message, "extraInfo": extra}}
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": what, "extraInfo": extra}}), encoding="utf-8")
+            Path(file).write_text(json.dumps(report), encoding="utf-8")

@@ -1,50 +1,78 @@
-"""What commands say beside their answers, on stderr: how a checkpoint was understood, and what is going on."""
+"""Notes on stderr next to a command's output, and help and error texts that several commands share."""
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vitral import bundled
+from vitral.errors import VitralError, shell_quote
 
 if TYPE_CHECKING:
     from vitral.inference.predictor import Predictor
 
+BUNDLED = f"or a bundled model ({', '.join(bundled.model_names())})"
+MODEL_HELP = f"run or model folder, checkpoint file, hf:owner/name, {BUNDLED}"
+DATA_HELP = "folder with one subfolder per class, CSV file, WebDataset shards, or a built-in dataset"
+EVAL_DATA_HELP = "dataset or folder with the model's classes (default: the dataset it was trained on)"
+SPLIT_HELP = "default: test, or validation if there are no test images"
+ENGINE_HELP = "inference engine; auto: selected by vitral bench, reference: plain PyTorch in fp32"
+LABELS_HELP = "text file with one class name per line, for a checkpoint without class names"
+HEADS_HELP = "number of attention heads, for a checkpoint that does not store it"
+JSON_HELP = "print JSON"
 
-def opened(source: Any, **how: Any) -> "Predictor":
-    """The model; where it is another library's checkpoint, how that was understood, before it is used."""
+
+def load_model(source: Any, **options: Any) -> Predictor:
+    """Load a model and print how a checkpoint of another library was interpreted."""
     from vitral.inference.predictor import Predictor
 
-    predictor = Predictor.load(source, **how)
-    understood(predictor.notes)
+    predictor = Predictor.load(source, **options)
+    print_notes(predictor.notes)
     return predictor
 
 
-def understood_source(source: str) -> None:
-    """The same for a checkpoint that is used further down, and read there; one that cannot be read stops here."""
+def print_checkpoint_notes(source: str) -> None:
+    """Print how a checkpoint is interpreted, before an operation that reads it again. Unreadable files raise here."""
     from vitral import weights
 
     checkpoint = weights.read(source)
-    understood(checkpoint.notes if checkpoint.family != "vitral" else ())
+    print_notes(checkpoint.notes if checkpoint.family != "vitral" else ())
 
 
-def understood(notes: Iterable[str]) -> None:
+def print_notes(notes: Iterable[str]) -> None:
     for note in notes:
         print(f"  {note}", file=sys.stderr)
 
 
-def to_be_fetched(*names: str | None) -> None:
-    """Of the sets that are about to be read, those that have to come over the network first."""
+def announce_downloads(*names: str | None) -> None:
+    """Print which of these datasets have to be downloaded."""
     from vitral import data
-    from vitral.data.files.listing import looks_like_files
+    from vitral.data.files.listing import is_file_dataset
 
-    sizes = {entry.name: entry.size for entry in data.catalogue() if not entry.cached}
-    wanted = {name for name in names if name in sizes and not looks_like_files(name)}
-    understood(f"fetching {name}: {sizes[name] / 1e6:.0f} MB, once" for name in sorted(wanted))
+    sizes = {entry.name: entry.size for entry in data.list_datasets() if not entry.cached}
+    missing = {name for name in names if name in sizes and not is_file_dataset(name)}
+    print_notes(f"downloading {name} ({sizes[name] / 1e6:.0f} MB)" for name in sorted(missing))
 
 
 @contextmanager
-def status() -> Iterator[Callable[[str], None]]:
-    """One line that says what is going on, and is gone afterwards; nothing where no person looks on."""
+def status_line() -> Iterator[Callable[[str], None]]:
+    """A status line on stderr that disappears at the end; nothing is printed if stderr is not a terminal."""
     from rich.console import Console
 
-    with Console(stderr=True, highlight=False).status("reading") as line:
+    with Console(stderr=True, highlight=False).status("Loading") as line:
         yield line.update
+
+
+def missing_images_error(command: str, argument: str) -> VitralError:
+    """The error for a command with only one of its two arguments, a model and images."""
+    from vitral.data.decode import IMAGE_SUFFIXES
+
+    if Path(argument).suffix.lower() in IMAGE_SUFFIXES:
+        return VitralError(
+            f"no model given; {argument} is an image",
+            f"For example: vitral {command} {bundled.model_names()[0]} {shell_quote(argument)}",
+        )
+    return VitralError("no images given", f"For example: vitral {command} {shell_quote(argument)} photo.jpg folder/")

@@ -1,172 +1,327 @@
-"""Flags off dataclasses, and what is wrong with them in two lines.
+"""Typed command-line flags from dataclasses.
 
-Annotations are evaluated in this package (no `from __future__ import annotations`): tyro reads the flags off local
-dataclasses. Each command is a file with `run(words) -> exit status`; torch is imported where one needs it.
+A command is a frozen dataclass with one field per argument (`argument`), flag (`option`) or set of configuration
+fields (`config_options`), and a function that takes it; `Command` connects the two. Field types decide how values are
+parsed: `int`, `float`, `str`, `Path`, `bool` (`--x`, `--no-x`), `Literal`, `tuple` and `X | None`.
+
+There is no library underneath. argparse and its relatives report errors as rendered text, read `-1e-3` as a flag, and
+cannot end a list of numbers before a positional argument (`--model.image-size 32 32 photos`). The grammar here is
+small: long flags, `--flag value` or `--flag=value`, arguments anywhere, `--` before arguments that begin with a dash.
+Every mistake is a VitralError. Flags of configuration fields that are not given are absent from the result, because
+their defaults come from a recipe or a preset.
 """
 
-import io
-import re
-import sys
-from collections.abc import Callable, Container
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import fields, is_dataclass
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
-from vitral import bundled as box
-from vitral.errors import VitralError, typed
+from vitral.cli.config_fields import NO_DEFAULT, ConfigField
+from vitral.errors import VitralError, did_you_mean
 
-NUMBERS = {"INT": "whole number", "FLOAT": "number"}
-
-
-def a_model(others: str = "a run or model folder, a checkpoint file, or hf:owner/name") -> str:
-    """The help of what names a model: a path, an address, or a name."""
-    return f"{others}; or one that comes with vitral: {', '.join(box.names())}"
+T = TypeVar("T")
+TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", Path: "a path"}
 
 
-def which_images(command: str, said: str) -> VitralError:
-    """Where one name was given for a model and its images: the other one is missing."""
-    from vitral.data.decode import SUFFIXES
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One argument or flag as it is shown and parsed. `dest` is the field's name, dotted for nested fields."""
 
-    if Path(said).suffix.lower() in SUFFIXES:
-        hint = f"vitral {command} {box.names()[0]} {typed(said)}"
-        return VitralError(f"which model? {said} is a picture", hint)
-    return VitralError("which images?", f"vitral {command} {typed(said)} photo.jpg folder/")
+    dest: str
+    type: Any
+    default: Any = NO_DEFAULT
+    help: str = ""
+    group: str = "Flags"
+    is_positional: bool = False
+    config_field: str | None = None  # the `config_options` field that collects the value
+    repeatable: bool = False  # given once per value instead of once with all values
+
+    @property
+    def name(self) -> str:
+        """`--optim.lr`, or `MODEL` for a positional argument."""
+        if self.is_positional:
+            return self.dest.upper().replace("_", "-") + ("..." if self.is_variadic else "")
+        return f"--{self.dest.replace('_', '-')}"
+
+    @property
+    def negative_name(self) -> str:
+        """`--no-compile`, `--augment.no-flip`."""
+        *groups, last = self.name.removeprefix("--").split(".")
+        return "--" + ".".join([*groups, f"no-{last}"])
+
+    @property
+    def value_type(self) -> Any:
+        """The type without `| None`."""
+        if typing.get_origin(self.type) in (types.UnionType, typing.Union):
+            return next(kind for kind in typing.get_args(self.type) if kind is not types.NoneType)
+        return self.type
+
+    @property
+    def is_switch(self) -> bool:
+        return self.value_type is bool
+
+    @property
+    def is_tuple(self) -> bool:
+        return typing.get_origin(self.value_type) is tuple
+
+    @property
+    def is_variadic(self) -> bool:
+        return self.is_tuple and typing.get_args(self.value_type)[-1] is Ellipsis
+
+    @property
+    def item_type(self) -> Any:
+        """The type of one value."""
+        return typing.get_args(self.value_type)[0] if self.is_tuple else self.value_type
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return typing.get_args(self.item_type) if typing.get_origin(self.item_type) is Literal else ()
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is NO_DEFAULT and self.config_field is None
 
 
-def parse(kind: Callable[..., Any], words: list[str], command: str, default: Any = None) -> Any:
-    """Typed flags from the fields of a dataclass; a mistake in them is a VitralError like any other."""
-    import tyro
+def argument(help: str, *, default: Any = dataclasses.MISSING) -> Any:
+    """A positional argument; required unless it has a default or its type is a tuple of any length."""
+    return field(default=default, metadata={"help": help, "is_positional": True})
 
-    said, shown = io.StringIO(), _Kept()
-    more = {} if default is None else {"default": default}
-    try:
-        with redirect_stderr(said), redirect_stdout(shown):
-            return tyro.cli(
-                kind, args=_spread(words), prog=f"vitral {command}", config=(tyro.conf.AvoidSubcommands,), **more
+
+def option(default: T, help: str, *, group: str = "Flags", repeatable: bool = False) -> T:
+    """A flag with a default."""
+    return field(default=default, metadata={"help": help, "group": group, "repeatable": repeatable})
+
+
+def required_option(help: str) -> Any:
+    """A flag that must be given."""
+    return field(metadata={"help": help})
+
+
+def config_options(
+    read: Callable[[], Iterable[ConfigField]], group: str | Callable[[str], str] = "Flags"
+) -> Mapping[str, Any]:
+    """One flag per configuration field; the field holds the values that were given, by dotted path.
+
+    Args:
+        read: Returns the configuration fields; called when the command is parsed.
+        group: Heading in the help, or a function from a field's path to its heading.
+    """
+    return field(default_factory=dict, metadata={"config_fields": read, "group": group})
+
+
+@dataclass(frozen=True)
+class Command(Generic[T]):
+    """A command: its name, its arguments and what it does. `action` returns the exit status."""
+
+    name: str
+    args: type[T]
+    action: Callable[[T], int]
+
+    def __call__(self, words: Sequence[str]) -> int:
+        return self.action(self.parse(words))
+
+    @property
+    def flags(self) -> list[Flag]:
+        return list(flags_of(self.args))
+
+    def parse(self, words: Sequence[str]) -> T:
+        """Typed arguments from the words after the command's name.
+
+        Raises:
+            VitralError: A flag is unknown, or a value is missing or not of the flag's type.
+            SystemExit: Help was requested and has been printed.
+        """
+        try:
+            return self.args(**_parse_words(self.flags, words))
+        except _HelpRequested:
+            from vitral.cli.help import command_help
+
+            print(command_help(self), end="")
+            raise SystemExit(0) from None
+        except _UsageError as error:
+            raise VitralError(str(error), f"See `vitral {self.name} --help`") from error
+
+
+@dataclass(frozen=True)
+class CommandGroup:
+    """A command with subcommands (`vitral data fetch`); without one, `default` runs."""
+
+    name: str
+    description: str
+    commands: Mapping[str, tuple[Command[Any], str]]  # subcommand -> command, one-line summary
+    default: str
+
+    def __call__(self, words: Sequence[str]) -> int:
+        if words and words[0] in self.commands:
+            return self.commands[words[0]][0](words[1:])
+        if {"-h", "--help"} & set(words[:1]):
+            from vitral.cli.help import group_help
+
+            print(group_help(self), end="")
+            return 0
+        if words and not words[0].startswith("-"):
+            raise VitralError(
+                f"no command '{self.name} {words[0]}'.{did_you_mean(words[0], self.commands)}",
+                f"Commands of vitral {self.name}: {', '.join(self.commands)}",
             )
-    except ValueError as error:  # from a dataclass that refuses its values
-        raise VitralError(str(error), f"vitral {command} --help lists the flags") from error
-    except SystemExit as stop:
-        if not stop.code:
-            print(_plainer(shown.getvalue()), end="")
-            raise
-    raise _in_two_lines(said.getvalue(), command)
+        return self.commands[self.default][0](words)
 
 
-class _Kept(io.StringIO):
-    """What would be printed, for one who asks first whether it goes to a terminal, and of which encoding."""
-
-    encoding = property(lambda _: sys.__stdout__.encoding if sys.__stdout__ else "utf-8")
-
-    def isatty(self) -> bool:
-        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+class _HelpRequested(Exception):
+    pass
 
 
-def _plainer(text: str) -> str:
-    """Help without tyro's {None}|STR and (default: None) of flags that can be left out; columns stay where they are."""
-    usage, box, options = text.partition("╭")
-    options = re.sub(r"\{None,([^\s│\x1b]*)", rf"{{\1{' ' * len('None,')}", options)
-    metavar, colour = r"\{None\}\|(\{\[.*?\]\}|[^\s│\x1b]*)", r"\x1b\[[0-9;]*m"
-    options = re.sub(metavar, rf"\1{' ' * len('{None}|')}", options)
-    default, letter = rf"\(default:(?:\s|│|{colour})*(?:None)?\)", rf"({colour})|[^\s│]"
-    options = re.sub(default, lambda found: re.sub(letter, lambda one: one[1] or "\0", found[0]), options)
-    lines = [line for line in options.split("\n") if "\0" not in line or re.sub(colour, "", line).strip("│ \0")]
-    return re.sub(metavar, r"\1", usage.replace("{None,", "{")) + box + "\n".join(lines).replace("\0", " ")
+class _UsageError(Exception):
+    """A mistake on the command line, without the hint, which depends on the command."""
 
 
-def _in_two_lines(boxed: str, command: str) -> VitralError:
-    """What tyro prints as a box, drawn with lines or with dashes, as a sentence and a hint."""
-    lines = [line.strip("╭╮╰╯│ ") for line in boxed.splitlines()]
-    text = " ".join("¶" if set(line) <= set("─-") else line for line in lines if line and not line.startswith("─ "))
-    parts = [part.strip() for part in text.split("¶") if part.strip()]
-    what = (parts if boxed.startswith("╭") else parts[1:] or [boxed])[0]  # without lines, the title is a part
-    if match := re.match(r"Unrecognized options: (\S+?),?(?= |$)", what):
-        kind = "flag" if match[1].startswith("-") else "use for"
-        what = f"vitral {command} has no {kind} {match[1]}."
-        if close := re.findall(r"(?<= )--[\w.-]+", text.partition("Perhaps you meant:")[2]):
-            same = [flag for flag in close if flag.endswith(f".{match[1].lstrip('-')}")]  # --lr: --optim.lr
-            begun = [flag for flag in close if flag.startswith(match[1])]  # --epoch: --epochs, not --checkpoint-epochs
-            what += f" Did you mean {(same or begun or close)[0]}?"
-    elif match := re.match(r"Missing from [^:]*: (.*)", what):
-        each = [
-            re.sub(r"^ ?(?:(--\S+) )?[A-Z]+ ", r"\1 ", part).strip() for part in match[1].split(" (required)") if part
-        ]
-        what = f"vitral {command} needs {'; '.join(each)}"
-    elif match := re.match(r"invalid choice (.*) for argument '(.*)'. Expected one of \((.*?)\)", what):
-        choices = [choice for choice in re.findall(r"'(.*?)'", match[3]) if choice != "None"]
-        what = f"{match[2]}: {match[1]} is none of {', '.join(choices)}"
-    elif match := re.match(r"Missing value for argument '(.*)'. Expected (\d+) values", what):
-        what = f"{match[1]} needs {'a value' if match[2] == '1' else match[2] + ' values'}"
-    elif match := re.match(r"Error parsing (\S+): (.*)", what):
-        said = match[2]
-        if got := re.match(r"no type matching \{None\}\|(\w+) could be instantiated from \['(.*?)'\]", said):
-            said = f"{got[2]!r} is no {NUMBERS.get(got[1], got[1].lower())}"
-        elif got := re.match(r"no type matching .* could be instantiated from \[(.*?)\]", said):
-            said = f"{got[1]} is not what it takes"
-        elif got := re.match(r"invalid literal for int\(\) with base 10: '(.*)'", said):
-            said = f"{got[1]!r} is no whole number"
-        elif got := re.match(r"could not convert string to float: '(.*)'", said):
-            said = f"{got[1]!r} is no number"
-        what = f"{match[1]}: {said}" if match[1].startswith("-") else said
-    return VitralError(what, f"vitral {command} --help lists the flags")
-
-
-def _spread(words: list[str]) -> list[str]:
-    """`--model.image-size 224` means 224 224, and `--model.conv.widths 32,128,256` means 32 128 256."""
-    written: list[str] = []
-    for index, word in enumerate(words):
-        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        behind = bool(equals) or (index > 0 and words[index - 1].startswith("--"))
-        several = value.split(",")
-        if behind and len(several) > 1 and all(map(_number, several)):
-            written += [flag, *several] if flag else several
+def flags_of(args: type) -> Iterable[Flag]:
+    """The arguments and flags of a command's dataclass."""
+    hints = typing.get_type_hints(args)
+    for f in dataclasses.fields(args):
+        metadata = dict(f.metadata)
+        if "config_fields" in metadata:
+            group = metadata["group"]
+            for config in metadata["config_fields"]():
+                yield Flag(
+                    dest=config.path,
+                    type=config.type,
+                    default=config.default,
+                    help=config.help,
+                    group=group(config.path) if callable(group) else group,
+                    config_field=f.name,
+                )
             continue
-        written.append(word)
-        alone = word.isdigit() and not (index + 1 < len(words) and words[index + 1].isdigit())
-        if alone and index and words[index - 1].endswith("image-size"):
-            written.append(word)
-    return written
+        default = f.default
+        if default is dataclasses.MISSING:
+            default = () if metadata.get("is_positional") and typing.get_origin(hints[f.name]) is tuple else NO_DEFAULT
+        yield Flag(dest=f.name, type=hints[f.name], default=default, **metadata)
 
 
-def positional(words: list[str], switches: Container[str] = ()) -> str | None:
-    """The first word that is neither a flag nor the value of one: what stands behind it, and numbers behind that."""
-    expected = "nothing"
-    for word in words:
-        if word.startswith("-"):
-            takes_value = "=" not in word and word not in switches and not re.search(r"(^--|\.)no-", word)
-            expected = "a value" if takes_value else "nothing"
-        elif expected == "a value":
-            expected = "more numbers"
-        elif expected == "nothing" or not _number(word):
-            return word
-    return None
+def _parse_words(flags: Sequence[Flag], words: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments of the command's dataclass; values of configuration fields are collected in one mapping."""
+    by_name = {flag.name: flag for flag in flags if not flag.is_positional}
+    by_negative_name = {flag.negative_name: flag for flag in flags if flag.is_switch}
+    values: dict[str, Any] = {}
+    positional_words: list[str] = []
+    queue = deque(words)
+    while queue:
+        word = queue.popleft()
+        if word in ("-h", "--help"):
+            raise _HelpRequested
+        if word == "--":
+            positional_words += queue
+            break
+        if not word.startswith("-") or word == "-" or _is_number(word):
+            positional_words.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if (flag := by_name.get(name) or by_negative_name.get(name)) is None:
+            raise _UsageError(f"no flag '{name}'.{_suggest_flag(name, [*by_name, *by_negative_name])}")
+        if flag.is_switch:
+            if equals:
+                raise _UsageError(f"{name} takes no value; use {flag.name} or {flag.negative_name}")
+            values[flag.dest] = name == flag.name
+            continue
+        converted = _convert(flag, [value] if equals else _take_values(flag, queue))
+        values[flag.dest] = values.get(flag.dest, ()) + converted if flag.repeatable else converted
+    values |= _positional_values([flag for flag in flags if flag.is_positional], positional_words)
+    if missing := [flag for flag in flags if flag.is_required and flag.dest not in values]:
+        kind = "argument" if missing[0].is_positional else "flag"
+        raise _UsageError(f"missing {kind} {missing[0].name}: {missing[0].help}")
+    for flag in flags:
+        if flag.config_field is not None and flag.dest in values:
+            values.setdefault(flag.config_field, {})[flag.dest] = values.pop(flag.dest)
+    return values
 
 
-def switches_of(settings: Any, prefix: str = "--") -> set[str]:
-    """The flags of a dataclass that are said without a value."""
-    found = set()
-    for field in fields(settings):
-        name, value = prefix + field.name.replace("_", "-"), getattr(settings, field.name)
-        if is_dataclass(value):
-            found |= switches_of(value, name + ".")
-        elif isinstance(value, bool):
-            found.add(name)
-    return found
+def _take_values(flag: Flag, queue: deque[str]) -> list[str]:
+    """Remove a flag's values from the words that follow it."""
+    if not queue or _is_flag(queue[0]):
+        raise _UsageError(f"{flag.name} needs a value")
+    values = [queue.popleft()]
+    if not flag.is_tuple or flag.repeatable:
+        return values
+    limit = len(queue) if flag.is_variadic else len(typing.get_args(flag.value_type)) - len(values)
+    numeric = flag.item_type in (int, float)
+    while queue and limit > 0 and not _is_flag(queue[0]) and (not numeric or _is_number(queue[0])):
+        values.append(queue.popleft())
+        limit -= 1
+    return values
 
 
-def _number(word: str) -> bool:
+def _positional_values(arguments: Sequence[Flag], words: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    queue = deque(words)
+    for flag in arguments:
+        if queue:
+            taken = list(queue) if flag.is_tuple else [queue[0]]
+            values[flag.dest] = _convert(flag, taken)
+            for _ in taken:
+                queue.popleft()
+    if queue:
+        raise _UsageError(f"unexpected argument '{queue[0]}'")
+    return values
+
+
+def _convert(flag: Flag, words: Sequence[str]) -> Any:
+    """The value of a flag from its words, e.g. `["32,32"]` or `["32", "32"]` to (32, 32)."""
+    if (
+        flag.value_type is not flag.type
+        and flag.item_type not in (str, Path)
+        and [w.lower() for w in words] == ["none"]
+    ):
+        return None
+    if not flag.is_tuple:
+        return _convert_one(flag, words[0])
+    if flag.item_type not in (str, Path):
+        words = [part for word in words for part in word.split(",")]
+    items = tuple(_convert_one(flag, word) for word in words)
+    if flag.is_variadic:
+        return items
+    length = len(typing.get_args(flag.value_type))
+    if len(items) == 1 and flag.item_type is int:  # --image-size 224 means 224 224
+        return items * length
+    if len(items) != length:
+        raise _UsageError(f"{flag.name}: expected {length} values, got {len(items)}")
+    return items
+
+
+def _convert_one(flag: Flag, word: str) -> Any:
+    if flag.choices:
+        if word not in flag.choices:
+            suggestion = did_you_mean(word, flag.choices)
+            raise _UsageError(f"{flag.name}: expected one of {', '.join(flag.choices)}, got {word!r}.{suggestion}")
+        return word
+    try:
+        return flag.item_type(word)
+    except ValueError:
+        raise _UsageError(f"{flag.name}: expected {TYPE_NAMES[flag.item_type]}, got {word!r}") from None
+
+
+def _suggest_flag(name: str, flag_names: Sequence[str]) -> str:
+    """Prefer a nested flag with the same last part (--lr: --optim.lr), then a completion, then the closest spelling."""
+    same_last_part = [flag for flag in flag_names if flag.endswith(f".{name.lstrip('-')}")]
+    completions = [flag for flag in flag_names if flag.startswith(name) and name != "--"]
+    closest = difflib.get_close_matches(name, flag_names, n=1, cutoff=0.6)
+    suggestions = same_last_part or completions or closest
+    return f" Did you mean '{suggestions[0]}'?" if suggestions else ""
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and word != "-" and not _is_number(word)
+
+
+def _is_number(word: str) -> bool:
     try:
         float(word)
     except ValueError:
-        return False
+        return all(part.isdigit() for part in word.split(",")) if "," in word else False
     return True
-
-
-def value_of(flag: str, words: list[str]) -> str | None:
-    for index, word in enumerate(words):
-        if word == flag and index + 1 < len(words):
-            return words[index + 1]
-        if word.startswith(flag + "="):
-            return word.removeprefix(flag + "=")
-    return None

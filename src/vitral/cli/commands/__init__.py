@@ -1,1 +1,1 @@
-"""The commands, one a file; vitral.cli.main has their table."""
+"""The commands, one per module. Each module defines `COMMAND`; the table of commands is in `vitral.cli.main`."""

@@ -1,50 +1,54 @@
-"""How fast a model answers on this machine."""
+"""vitral bench: measure inference speed."""
+
+from __future__ import annotations
 
 import json
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
-from vitral.cli.messages import opened, to_be_fetched
-from vitral.cli.parsing import a_model, parse
+from vitral.cli.messages import EVAL_DATA_HELP, JSON_HELP, MODEL_HELP, announce_downloads, load_model
+from vitral.cli.parsing import Command, argument, option
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class BenchArgs:
+    """Measure inference speed and accuracy on this CPU for every engine, thread count and batch size.
 
-    @dataclass(frozen=True)
-    class Bench:
-        """Number type × threads × batch on this CPU, and which way to take: it is kept with the model and used by
-        predict and serve on this CPU."""
+    The fastest engine that agrees with the reference is stored with the model; predict and serve use it on this CPU.
+    """
 
-        run: Annotated[Positional[str], arg(help=a_model())]
-        data: str | None = None  # a set or folder to measure with; default: what it was trained on
-        images: int = 512  # half to learn from, half to compare on
-        threads: tuple[int, ...] = ()  # default: one, and all cores
-        batches: tuple[int, ...] = (1, 8, 32)
-        seconds: float = 1.0  # for each row
-        json: FlagCreatePairsOff[bool] = False  # for programs
+    model: str = argument(MODEL_HELP)
+    data: str | None = option(None, EVAL_DATA_HELP)
+    images: int = option(512, "number of images; half of them calibrate int8, the others compare the engines")
+    threads: tuple[int, ...] = option((), "thread counts to measure (default: 1 and all cores)")
+    batch_sizes: tuple[int, ...] = option((1, 8, 32), "batch sizes to measure")
+    seconds: float = option(1.0, "time per measurement, in seconds")
+    json: bool = option(False, JSON_HELP)
 
-    chosen = parse(Bench, words, "bench")
-    from vitral import api_ship as shipping
 
-    predictor = opened(chosen.run, device="cpu", precision="fp32")
-    to_be_fetched(chosen.data or predictor.card.trained_on)
-    measured = shipping.bench(
+def bench(args: BenchArgs) -> int:
+    from vitral import api
+
+    predictor = load_model(args.model, device="cpu", engine="reference")
+    announce_downloads(args.data or predictor.model_config.trained_on)
+    result = api.bench(
         predictor,
-        data=chosen.data,
-        images=chosen.images,
-        threads=chosen.threads,
-        batches=chosen.batches,
-        seconds=chosen.seconds,
-        say=lambda line: print(line, file=sys.stderr),
+        data=args.data,
+        images=args.images,
+        threads=args.threads,
+        batch_sizes=args.batch_sizes,
+        seconds=args.seconds,
+        log=lambda line: print(line, file=sys.stderr),
     )
-    if chosen.json:
-        from vitral.utils.serialization import to_plain
+    if args.json:
+        from vitral.utils.serialization import to_dict
 
-        print(json.dumps(to_plain(measured)))
+        print(json.dumps(to_dict(result)))
     else:
-        from vitral.reporting.terminal.bench import show_measured
+        from vitral.reporting.terminal.bench import print_bench
 
-        show_measured(measured, "" if shipping.kept_in(predictor) else chosen.run)
+        print_bench(result, "" if api.bench_folder(predictor) else args.model)
     return 0
+
+
+COMMAND = Command("bench", BenchArgs, bench)

@@ -1,35 +1,47 @@
-"""Two models, asked the same images."""
+"""vitral compare: compare two models on the same images."""
+
+from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
-from vitral.cli.messages import opened, to_be_fetched
-from vitral.cli.parsing import a_model, parse
+from vitral.cli.messages import (
+    ENGINE_HELP,
+    EVAL_DATA_HELP,
+    JSON_HELP,
+    MODEL_HELP,
+    SPLIT_HELP,
+    announce_downloads,
+    load_model,
+)
+from vitral.cli.options import EngineFlag, SplitFlag
+from vitral.cli.parsing import Command, argument, option
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class CompareArgs:
+    """Compare the accuracy of two models on the same images, with a confidence interval and a significance test."""
 
-    @dataclass(frozen=True)
-    class Compare:
-        """Which of two models is better, by how much, and whether that can be luck."""
+    first: str = argument(MODEL_HELP)
+    second: str = argument("model to compare it with")
+    data: str | None = option(None, EVAL_DATA_HELP)
+    split: SplitFlag | None = option(None, SPLIT_HELP)
+    engine: EngineFlag = option("auto", ENGINE_HELP)
+    json: bool = option(False, JSON_HELP)
 
-        first: Annotated[Positional[str], arg(help=a_model())]
-        second: Positional[str]  # a second one, to compare it with
-        data: str | None = None  # a set or folder for both; default: what they were trained on
-        split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
-        json: FlagCreatePairsOff[bool] = False  # for programs
 
-    chosen = parse(Compare, words, "compare")
-    from vitral import api as workshop
-    from vitral.reporting.terminal import evaluation as trust_text
+def compare(args: CompareArgs) -> int:
+    from vitral import api
+    from vitral.reporting.terminal.evaluation import print_paired_comparison
 
-    first, second = opened(chosen.first), opened(chosen.second)
-    to_be_fetched(*(chosen.data or model.card.trained_on for model in (first, second)))
-    found = workshop.compare_models(first, second, data=chosen.data, split=chosen.split)
-    if chosen.json:
-        print(json.dumps(found.as_dict()))
+    first, second = load_model(args.first, engine=args.engine), load_model(args.second, engine=args.engine)
+    announce_downloads(*(args.data or model.model_config.trained_on for model in (first, second)))
+    comparison = api.compare_models(first, second, data=args.data, split=args.split)
+    if args.json:
+        print(json.dumps(comparison.as_dict()))
     else:
-        trust_text.show_comparison(found, chosen.first, chosen.second)
+        print_paired_comparison(comparison, args.first, args.second)
     return 0
+
+
+COMMAND = Command("compare", CompareArgs, compare)

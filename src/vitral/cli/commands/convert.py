@@ -1,31 +1,36 @@
-"""Checkpoints from one library to another."""
+"""vitral convert: convert checkpoints between libraries."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from vitral.cli.parsing import a_model, parse
+from vitral.cli.messages import BUNDLED, HEADS_HELP
+from vitral.cli.parsing import Command, argument, option
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class ConvertArgs:
+    """Convert a checkpoint to another library's format and verify that the result is lossless."""
 
-    @dataclass(frozen=True)
-    class Convert:
-        """Write a checkpoint of one library as another's, and prove that nothing was lost."""
+    source: str = argument(f"checkpoint file or folder, run, hf:owner/name[@revision], {BUNDLED}")
+    destination: Path = argument("file or folder to write")
+    to: Literal["vitral", "timm", "transformers", "torchvision", "npz", "vit-pytorch"] = option(
+        "vitral", "format to write"
+    )
+    heads: int | None = option(None, HEADS_HELP)
+    image_size: tuple[int, int] | None = option(None, "image size in pixels, for a checkpoint that does not store it")
 
-        source: Annotated[Positional[str], arg(help=a_model("a file, a folder, a run, or hf:owner/name[@revision]"))]
-        destination: Positional[Path]  # a file or folder to make
-        to: Literal["vitral", "timm", "transformers", "torchvision", "npz", "vit-pytorch"] = "vitral"
-        heads: int | None = None  # where the tensors do not tell
-        image_size: tuple[int, int] | None = None  # likewise
 
-    chosen = parse(Convert, words, "convert")
+def convert(args: ConvertArgs) -> int:
     from vitral import weights
 
-    for note in weights.convert(
-        chosen.source, chosen.destination, to=chosen.to, heads=chosen.heads, image_size=chosen.image_size
-    ):
+    notes = weights.convert(args.source, args.destination, to=args.to, heads=args.heads, image_size=args.image_size)
+    for note in notes:
         print(note)
-    print(f"{chosen.destination}: written for {chosen.to}")
+    print(f"Wrote {args.destination} ({args.to} format)")
     return 0
+
+
+COMMAND = Command("convert", ConvertArgs, convert)

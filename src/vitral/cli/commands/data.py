@@ -1,94 +1,118 @@
-"""The known sets, and packing one's own."""
+"""vitral data: list, download and pack datasets."""
+
+from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.cli.messages import understood_source
-from vitral.cli.parsing import parse
-from vitral.errors import VitralError, nearest, typed
-
-ACTIONS = {"list": "nothing more", "fetch": "names of known sets", "where": "one name", "pack": "a folder"}
+from vitral.cli.messages import print_checkpoint_notes
+from vitral.cli.parsing import Command, CommandGroup, argument, option
+from vitral.errors import VitralError, shell_quote
 
 
-def run(words: list[str]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class DataListArgs:
+    """List the built-in datasets and whether they are downloaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFetchArgs:
+    """Download datasets."""
+
+    names: tuple[str, ...] = argument("names of built-in datasets")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataWhereArgs:
+    """Print the files of a downloaded dataset."""
+
+    name: str = argument("name of a built-in dataset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPackArgs:
+    """Decode images once at the size that training needs, so that every epoch reads them at memory speed.
+
+    vitral train packs automatically if there is enough disk space. A pack written with --out can be copied to another
+    machine and trained on without the original images: vitral train PACK
+    """
+
+    folder: str = argument("folder with one subfolder per class, CSV file, or WebDataset shards")
+    out: Path | None = option(None, "folder to create (default: in the cache, where training looks for it)")
+    recipe: str | None = option(None, "recipe that the pack is for (default: the one that vitral train selects)")
+    init_from: str | None = option(None, "checkpoint that the pack is for; its image size is used")
+    image_size: tuple[int, int] | None = option(None, "image size of the model in pixels (default: the recipe's)")
+    workers: int = option(0, "processes that decode images; 0 means one per core")
+    unreadable: float | None = option(None, "fraction of unreadable files to tolerate (default: the recipe's)")
+
+
+def list_datasets(args: DataListArgs) -> int:
     from vitral import data
 
-    action, names = (words or ["list"])[0], words[1:]
-    if action == "pack" and names:
-        return pack(names)
-    if action == "list" and not names:
-        for entry in data.catalogue():
-            state = (
-                "no files needed"
-                if entry.paths == []
-                else "in the cache"
-                if entry.cached
-                else f"{entry.size / 1e6:.0f} MB to fetch"
-            )
-            print(f"{entry.name:<15}{entry.description}  ({state})")
-    elif action == "fetch" and names:
-        for name in names:
-            found = data.fetch(name, progress=True)
-            print(f"{name}: {found.source}")
-    elif action == "where" and len(names) == 1:
-        paths = data.where(names[0])
-        if paths is None:
-            raise VitralError(f"{names[0]} is not on this machine", f"vitral data fetch {names[0]}")
-        print("\n".join(map(str, paths)) or f"{names[0]} comes with scikit-learn and needs no files")
-    elif {"-h", "--help"} & set(words):
-        print("usage: vitral data list                the known sets, and which are here")
-        print("       vitral data fetch NAME …        get them now")
-        print("       vitral data where NAME          the files of one")
-        print("       vitral data pack FOLDER …       decode photographs once, to be read at memory speed")
-    elif action in ACTIONS:
-        raise VitralError(f"vitral data {action} takes {ACTIONS[action]}", "vitral data --help says more")
-    else:
-        raise VitralError(
-            f"vitral data has no use for {action!r}.{nearest(action, ACTIONS)}", f"Known: {', '.join(ACTIONS)}"
-        )
+    for entry in data.list_datasets():
+        if entry.paths == []:
+            state = "bundled"
+        else:
+            state = "downloaded" if entry.cached else f"{entry.size / 1e6:.0f} MB download"
+        print(f"{entry.name:<15}{entry.description}  ({state})")
     return 0
 
 
-def pack(words: list[str]) -> int:
-    from tyro.conf import Positional
+def fetch(args: DataFetchArgs) -> int:
+    from vitral import data
 
-    @dataclass(frozen=True)
-    class Pack:
-        """Decode photographs once, as large as a training needs them; later epochs read them at memory speed.
+    if not args.names:
+        raise VitralError("no dataset given", "For example: vitral data fetch mnist cifar10")
+    for name in args.names:
+        print(f"{name}: {data.fetch(name, progress=True).source}")
+    return 0
 
-        vitral train does this by itself where there is room. With --out the pack can be carried elsewhere and trained
-        on without the photographs: vitral train PACK"""
 
-        folder: Positional[str]  # a folder with class folders, a CSV list, or WebDataset shards
-        out: Path | None = None  # the folder to make; default: in the cache, where training looks for it
-        recipe: str | None = None  # the recipe it is for: a name or a TOML file; default: the one training would take
-        init: str | None = None  # the checkpoint it is for: its image size is taken
-        image_size: tuple[int, int] | None = None  # of the model, in pixels; default: the recipe's
-        workers: int = 0  # processes that decode; 0: one a core
-        unreadable: float | None = None  # share of broken files above which it stops; default: the recipe's
+def where(args: DataWhereArgs) -> int:
+    from vitral import data
 
-    chosen = parse(Pack, words, "data pack")
-    from vitral.training import setup as plan
+    paths = data.local_files(args.name)
+    if paths is None:
+        raise VitralError(f"{args.name} is not downloaded", f"Download it with: vitral data fetch {args.name}")
+    print("\n".join(map(str, paths)) or f"{args.name} is part of scikit-learn and has no files of its own")
+    return 0
 
-    asked = {
-        "model.image_size": chosen.image_size,
-        "data.unreadable": chosen.unreadable,
-        "data.workers": chosen.workers,
+
+def pack(args: DataPackArgs) -> int:
+    from vitral.training import setup
+
+    options = {
+        "model.image_size": args.image_size,
+        "data.unreadable": args.unreadable,
+        "data.workers": args.workers,
     }
-    changes = {name: value for name, value in asked.items() if value is not None}
-    if chosen.init is not None:
-        understood_source(chosen.init)
-    recipe = plan.plan_for(chosen.folder, chosen.recipe, chosen.init).changed(changes)
+    overrides = {name: value for name, value in options.items() if value is not None}
+    if args.init_from is not None:
+        print_checkpoint_notes(args.init_from)
+    recipe = setup.resolve_recipe(args.folder, args.recipe, args.init_from).with_overrides(overrides)
     start = time.perf_counter()
-    folder, packed = plan.pack(recipe, chosen.out, progress=True)
+    folder, packed = setup.pack_dataset(recipe, args.out, progress=True)
     seconds = time.perf_counter() - start
     splits = {"train": packed.train, "validation": packed.validation, "test": packed.test}
-    counts = " · ".join(f"{len(split):,} {name}" for name, split in splits.items() if len(split))
+    counts = ", ".join(f"{len(split):,} {name}" for name, split in splits.items() if len(split))
     size = sum(file.stat().st_size for file in folder.glob("*.npy"))
     height, width = packed.train.images.shape[2:]
-    print(f"{counts}, {height}×{width} pixels, {len(packed.classes):,} classes, {packed.source}")
-    print(f"{folder}  {size / 2**20:,.0f} MiB in {seconds:.1f} s")
-    shown = folder if chosen.out else chosen.folder
-    print(f"Next:  vitral train {typed(shown)}" + (f" --init {typed(chosen.init)}" if chosen.init else ""))
+    print(f"Packed {counts} images, {height}x{width} pixels, {len(packed.classes):,} classes, {packed.source}")
+    print(f"{folder}: {size / 2**20:,.0f} MiB in {seconds:.1f} s")
+    init_from = f" --init-from {shell_quote(args.init_from)}" if args.init_from else ""
+    print(f"Next step: vitral train {shell_quote(folder if args.out else args.folder)}{init_from}")
     return 0
+
+
+COMMAND = CommandGroup(
+    "data",
+    "List, download and pack datasets.",
+    {
+        "list": (Command("data list", DataListArgs, list_datasets), "list the built-in datasets"),
+        "fetch": (Command("data fetch", DataFetchArgs, fetch), "download datasets"),
+        "where": (Command("data where", DataWhereArgs, where), "print the files of a downloaded dataset"),
+        "pack": (Command("data pack", DataPackArgs, pack), "decode a folder of images once, for faster training"),
+    },
+    default="list",
+)

@@ -1,20 +1,25 @@
-"""A small ViT in about a minute."""
+"""vitral demo: train a small model and show what to try next."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.cli.parsing import parse
+from vitral.cli.parsing import Command, option
 
 
-def run(words: list[str]) -> int:
-    @dataclass(frozen=True)
-    class Demo:
-        """Train a small ViT in about a minute, look at what it does, and say what to try next."""
+@dataclass(frozen=True, kw_only=True)
+class DemoArgs:
+    """Train a small ViT on MNIST in about a minute, evaluate it and compare it with a bundled model."""
 
-        out: Path | None = None  # the run folder to make
+    out: Path | None = option(None, "run folder to create (default: runs/<recipe>-<date>-<id>)")
 
-    out = parse(Demo, words, "demo").out
-    from vitral import api_train as making
 
-    making.demo(out=out, quiet=False)
+def demo(args: DemoArgs) -> int:
+    from vitral import api
+
+    api.demo(out=args.out, quiet=False)
     return 0
+
+
+COMMAND = Command("demo", DemoArgs, demo)

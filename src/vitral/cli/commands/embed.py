@@ -1,33 +1,39 @@
-"""Feature vectors."""
+"""vitral embed: write feature vectors."""
+
+from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from vitral.cli.messages import opened
-from vitral.cli.parsing import a_model, parse
+from vitral.cli.messages import ENGINE_HELP, HEADS_HELP, MODEL_HELP, load_model, missing_images_error
+from vitral.cli.options import EngineFlag
+from vitral.cli.output import exit_status
+from vitral.cli.parsing import Command, argument, option, required_option
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class EmbedArgs:
+    """Write one feature vector per image: the input of the classification head."""
 
-    @dataclass(frozen=True)
-    class Embed:
-        """One vector an image, from before the head, for programs of your own."""
+    model: str = argument(MODEL_HELP)
+    files: tuple[Path, ...] = argument("image files and folders")
+    out: Path = required_option("file to write: .npy, .parquet or .csv")
+    heads: int | None = option(None, HEADS_HELP)
+    engine: EngineFlag = option("auto", ENGINE_HELP)
 
-        run: Annotated[Positional[str], arg(help=a_model())]
-        files: Positional[tuple[Path, ...]]
-        out: Path  # features.npy, .parquet or .csv
-        heads: int | None = None  # of a checkpoint whose tensors do not tell
 
-    chosen = parse(Embed, words, "embed")
-    from vitral import api as workshop
-    from vitral.inference.prediction import exit_status
+def embed(args: EmbedArgs) -> int:
+    if not args.files:
+        raise missing_images_error("embed", args.model)
+    from vitral import api
 
-    predictor = opened(chosen.run, heads=chosen.heads)
-    made, troubles = workshop.embed(predictor, chosen.files, chosen.out)
-    for trouble in troubles:
-        print(f"error: {trouble}", file=sys.stderr)
-    print(f"{chosen.out}: the features of {made:,} {'image' if made == 1 else 'images'}")
-    return exit_status(len(troubles), made + len(troubles))
+    predictor = load_model(args.model, heads=args.heads, engine=args.engine)
+    count, errors = api.embed(predictor, args.files, args.out)
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    print(f"Wrote {args.out} ({count:,} {'image' if count == 1 else 'images'})")
+    return exit_status(len(errors), count + len(errors))
+
+
+COMMAND = Command("embed", EmbedArgs, embed)

@@ -1,63 +1,85 @@
-"""How good a model is, and how far to trust it."""
+"""vitral evaluate: measure accuracy, calibration, OOD detection and robustness."""
+
+from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
-from vitral.cli.messages import opened, status, to_be_fetched
-from vitral.cli.parsing import a_model, parse
+from vitral.cli.messages import (
+    ENGINE_HELP,
+    EVAL_DATA_HELP,
+    JSON_HELP,
+    LABELS_HELP,
+    MODEL_HELP,
+    SPLIT_HELP,
+    announce_downloads,
+    load_model,
+    status_line,
+)
+from vitral.cli.options import EngineFlag, SplitFlag
+from vitral.cli.parsing import Command, argument, option
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArgs:
+    """Measure accuracy and calibration, each with a 95% confidence interval, and optionally OOD detection and
+    robustness to image corruptions."""
 
-    @dataclass(frozen=True)
-    class Evaluate:
-        """How good a model is, and how far to trust it. Every figure with its 95 % interval."""
+    model: str = argument(MODEL_HELP)
+    data: str | None = option(None, EVAL_DATA_HELP)
+    split: SplitFlag | None = option(None, SPLIT_HELP)
+    engine: EngineFlag = option("auto", ENGINE_HELP)
+    full: bool = option(False, "also print per-class metrics and the confusion matrix")
+    max_error: float | None = option(
+        None, "find the confidence threshold above which at most this fraction of predictions is wrong, e.g. 0.01"
+    )
+    ood: str | None = option(None, "dataset or folder of other things: measure how many are detected as unknown")
+    robustness: bool = option(False, "measure accuracy under noise, blur, low contrast, JPEG artefacts and rotation")
+    figures: Path | None = option(None, "folder to write figures to")
+    calibrate: bool = option(False, "first refit temperature and OOD threshold on the validation images")
+    false_positive_rate: float = option(
+        0.01, "with --calibrate: fraction of in-distribution images that may be reported as unknown"
+    )
+    labels: Path | None = option(None, LABELS_HELP)
+    json: bool = option(False, JSON_HELP)
 
-        run: Annotated[Positional[str], arg(help=a_model())]
-        data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
-        split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
-        full: FlagCreatePairsOff[bool] = False  # every class and the confusion matrix too
-        max_error: float | None = None  # 0.01: how sure must it be for at most 1 % of its answers to be wrong?
-        unknown: str | None = None  # a set or folder of other things: does it notice that it does not know them?
-        robustness: FlagCreatePairsOff[bool] = False  # noise, blur, pale, JPEG, turned: what is left of the accuracy?
-        figures: Path | None = None  # a folder for diagrams of all this
-        calibrate: FlagCreatePairsOff[bool] = False  # first fit temperature and threshold on the validation images anew
-        false_alarms: float = 0.01  # with --calibrate: share of known images that may be called unknown
-        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
-        json: FlagCreatePairsOff[bool] = False  # for programs
 
-    chosen = parse(Evaluate, words, "evaluate")
-    from vitral import api as workshop
-    from vitral.reporting.terminal import evaluation as trust_text
+def evaluate(args: EvaluateArgs) -> int:
+    from vitral import api
+    from vitral.reporting.terminal.evaluation import print_evaluation
 
-    predictor = opened(chosen.run, labels=chosen.labels)
-    to_be_fetched(chosen.data or predictor.card.trained_on, chosen.unknown)
-    if chosen.calibrate:
-        fitted = workshop.calibrate(predictor, false_alarms=chosen.false_alarms)
-        if not chosen.json:
-            below = "none" if fitted.unknown_below is None else f"{fitted.score} below {fitted.unknown_below:.2f}"
-            print(f"calibrated on the validation images: temperature {fitted.temperature:.3f}, unknown: {below}\n")
-    with status() as watch:
-        found = workshop.evaluate(
+    predictor = load_model(args.model, labels=args.labels, engine=args.engine)
+    announce_downloads(args.data or predictor.model_config.trained_on, args.ood)
+    if args.calibrate:
+        calibration = api.calibrate(predictor, false_positive_rate=args.false_positive_rate)
+        if not args.json:
+            threshold = "none" if calibration.ood_threshold is None else f"{calibration.ood_threshold:.2f}"
+            print(
+                f"Calibrated on the validation images: temperature {calibration.temperature:.3f}, "
+                f"{calibration.ood_score} threshold {threshold}\n"
+            )
+    with status_line() as log:
+        report = api.evaluate(
             predictor,
-            data=chosen.data,
-            split=chosen.split,
-            max_error=chosen.max_error,
-            unknown=chosen.unknown,
-            robustness=chosen.robustness,
-            watch=watch,
+            data=args.data,
+            split=args.split,
+            max_error=args.max_error,
+            ood=args.ood,
+            robustness=args.robustness,
+            log=log,
         )
-    if chosen.json:
-        print(json.dumps(found.as_dict()))
+    if args.json:
+        print(json.dumps(report.as_dict()))
     else:
-        trust_text.show_evaluation(found, chosen.full)
-    if chosen.figures is not None:
-        from vitral.reporting.figures import evaluation as trust_figures
+        print_evaluation(report, args.full)
+    if args.figures is not None:
+        from vitral.reporting.figures import evaluation as evaluation_figures
 
-        paths = trust_figures.draw(found, chosen.figures)
-        if not chosen.json:
+        paths = evaluation_figures.plot_evaluation(report, args.figures)
+        if not args.json:
             print("\n" + "\n".join(map(str, paths)))
     return 0
+
+
+COMMAND = Command("evaluate", EvaluateArgs, evaluate)

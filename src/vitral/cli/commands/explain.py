@@ -1,140 +1,177 @@
-"""What the model looked at."""
+"""vitral explain: heatmaps of what a prediction depends on, and how faithful they are."""
+
+from __future__ import annotations
 
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from vitral.cli.messages import status, to_be_fetched, understood
-from vitral.cli.parsing import a_model, parse, which_images
+from vitral.cli.messages import (
+    LABELS_HELP,
+    MODEL_HELP,
+    announce_downloads,
+    missing_images_error,
+    print_notes,
+    status_line,
+)
+from vitral.cli.options import SplitFlag
+from vitral.cli.output import display_width, exit_status, label_text, pad, prediction_text
+from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class ExplainArgs:
+    """Draw heatmaps of the image regions that a prediction depends on, one PNG per image with all methods and classes.
 
-    @dataclass(frozen=True)
-    class Explain:
-        """Where a model looked, for each picture: several methods and classes side by side, as a PNG.
+    Methods: attention, rollout, relevance, gradcam, occlusion; with captum (pip install 'vitral[explain]') also
+    integrated-gradients, smooth-gradient and shapley. Measure how faithful they are for a model with --faithfulness.
+    """
 
-        Methods: attention, rollout, relevance, gradcam, occlusion; and with captum (pip install 'vitral[explain]')
-        integrated-gradients, smooth-gradient, shapley. How far they can be trusted for a model: --faithfulness DATA.
-        """
+    model: str = argument(MODEL_HELP)
+    files: tuple[Path, ...] = argument("image files and folders")
+    method: tuple[str, ...] = option((), "one or more methods, or all (default: rollout relevance)")
+    target: tuple[str, ...] = option((), "classes to explain, by name or index (default: the predicted class)")
+    top: int | None = option(None, "explain this many of the most probable classes")
+    out: Path = option(Path("explained"), "folder to write to")
+    labels: Path | None = option(None, LABELS_HELP)
+    json: bool = option(False, "print one JSON object per image: prediction and heatmaps, one value per patch")
+    overlays: bool = option(False, "also write every heatmap as an overlay of its own", group="Output")
+    npy: bool = option(False, "also write every heatmap as .npy, height x width of the model input", group="Output")
+    colormap: Literal["inferno", "viridis", "cividis", "magma"] = option("inferno", "colours", group="Output")
+    layer: int | None = option(None, "attention, gradcam: block, counted from 1", group="Method options")
+    head: int | None = option(
+        None, "attention: head, counted from 1 (default: the mean of all heads)", group="Method options"
+    )
+    residual: bool = option(True, "rollout: include the residual connections", group="Method options")
+    fusion: Literal["mean", "max", "min"] = option("mean", "rollout: how heads are combined", group="Method options")
+    faithfulness: str | None = option(
+        None, "dataset or folder: measure how faithful each method is", group="Faithfulness"
+    )
+    split: SplitFlag = option("test", "split of that dataset", group="Faithfulness")
+    images: int = option(64, "number of images, and of image pairs", group="Faithfulness")
 
-        run: Annotated[Positional[str], arg(help=a_model())]
-        files: Positional[tuple[Path, ...]] = ()
-        method: tuple[str, ...] = ()  # some of them, or "all"; default: rollout and relevance
-        target: tuple[str, ...] = ()  # classes, by name or number; default: what the model says
-        top: int | None = None  # explain so many of its most probable classes
-        layer: int | None = None  # of attention and gradcam, counted from 1
-        head: int | None = None  # of attention, counted from 1; default: the mean of all
-        residual: bool = True  # rollout counts the residual as looking at oneself
-        fusion: Literal["mean", "max", "min"] = "mean"  # of the heads, in rollout
-        out: Path = Path("explained")  # folder for the pictures
-        map: Literal["inferno", "viridis", "cividis", "magma"] = "inferno"  # colours, all safe for the colour-blind
-        each: FlagCreatePairsOff[bool] = False  # every map over its picture as a file of its own, too
-        npy: FlagCreatePairsOff[bool] = False  # every map as numbers too: height × width of what the model saw
-        json: FlagCreatePairsOff[bool] = False  # one object a picture: answer, and each map patch by patch
-        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
-        faithfulness: str | None = None  # a set or folder: measure how far each method can be trusted
-        split: Literal["test", "validation", "train"] = "test"  # of that set
-        images: int = 64  # so many of it, and so many pairs side by side
 
-    chosen = parse(Explain, words, "explain")
-    if chosen.faithfulness is not None:
-        return judge(chosen)
-    if not chosen.files:
-        raise which_images("explain", chosen.run)
-    from vitral.data.decode import NotAnImage, image_files
-    from vitral.explain import explain, open_to_look_inside
-    from vitral.inference.prediction import cells, exit_status, in_words
+def explain(args: ExplainArgs) -> int:
+    if args.faithfulness is not None:
+        return measure_faithfulness(args)
+    if not args.files:
+        raise missing_images_error("explain", args.model)
+    from vitral.data.decode import find_images
+    from vitral.explain import open_to_look_inside
     from vitral.reporting.figures import heatmaps
 
-    if chosen.top is not None and (chosen.target or chosen.top < 1):
+    if args.top is not None and (args.target or args.top < 1):
         raise VitralError(
-            "--top counts classes from 1 up, and goes without --target",
-            "--top 3: its three most probable classes; --target NAME: this one",
+            "--top must be at least 1 and cannot be combined with --target",
+            "--top 3 explains the three most probable classes, --target NAME explains one class",
         )
-    methods, options = asked(chosen)
-    predictor = open_to_look_inside(chosen.run, chosen.labels)
-    understood(predictor.notes)
-    files = image_files(list(chosen.files))
+    methods, options = selected_methods(args), method_options(args)
+    predictor = open_to_look_inside(args.model, args.labels)
+    print_notes(predictor.notes)
+    files = find_images(list(args.files))
     if not files:
         raise VitralError(
-            f"no images in {', '.join(map(str, chosen.files))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read"
+            f"no images in {', '.join(map(str, args.files))}",
+            "Supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF",
         )
-    failed, width = 0, max(cells(str(file)) for file in files)
-    for file, stem in zip(files, heatmaps.stems(files), strict=True):
-        try:
-            answer = predictor.predict(file, top=chosen.top or 1)
-            found = explain(predictor, file, methods, chosen.target or [label.name for label in answer.labels], options)
-        except NotAnImage as error:
-            print(f"error: {error.what}", file=sys.stderr)
-            failed += 1
-            continue
-        written = heatmaps.write(found, chosen.out, stem, chosen.map, each=chosen.each, npy=chosen.npy)
-        if chosen.json:
-            print(json.dumps(heatmaps.as_dict(found, predictor, written)))
-        else:
-            beside = " " * (width - cells(str(file)))
-            print(f"{file}{beside}   {in_words(found.answer[:3], found.unknown)}   {written[0]}")
-        if answer.exchanged is not None:
-            said = f"{answer.exchanged.name} {answer.exchanged.probability:.2f}"
-            understood([f"{file}: with light and dark exchanged, as in what it learned from: {said}"])
-    return exit_status(failed, len(files))
+    width = max(display_width(str(file)) for file in files)
+    names = heatmaps.unique_stems(files)
+    succeeded = [
+        explain_file(args, predictor, file, name, methods, options, width)
+        for file, name in zip(files, names, strict=True)
+    ]
+    return exit_status(succeeded.count(False), len(files))
 
 
-def asked(chosen: Any) -> tuple[list[str], dict[str, Any]]:
-    """The methods, and those of their options that were set."""
+def explain_file(
+    args: ExplainArgs, predictor: Any, file: Path, name: str, methods: list[str], options: dict[str, Any], width: int
+) -> bool:
+    """Explain one image and print where the heatmaps are; False if it cannot be read."""
+    from vitral.data.decode import ImageDecodeError
+    from vitral.explain import explain
+    from vitral.reporting.figures import heatmaps
+
+    try:
+        prediction = predictor.predict(file, top=args.top or 1)
+        targets = args.target or [label.name for label in prediction.labels]
+        explanation = explain(predictor, file, methods, targets, options)
+    except ImageDecodeError as error:
+        print(f"error: {error.what}", file=sys.stderr)
+        return False
+    written = heatmaps.write_explanation(explanation, args.out, name, args.colormap, each=args.overlays, npy=args.npy)
+    if args.json:
+        print(json.dumps(heatmaps.explanation_to_dict(explanation, predictor, written)))
+    else:
+        text = prediction_text(explanation.answer[:3], explanation.unknown)
+        print(f"{pad(str(file), width)}   {text}   {written[0]}")
+    if prediction.inverted is not None:
+        print_notes([f"{file}: with inverted brightness, as in the training set: {label_text(prediction.inverted)}"])
+    return True
+
+
+def selected_methods(args: ExplainArgs) -> list[str]:
     from vitral.explain import DEFAULT, METHODS
     from vitral.explain.api import find_method
 
-    methods = list(chosen.method or DEFAULT)
-    if chosen.method == ("all",):
+    methods = list(args.method or DEFAULT)
+    if args.method == ("all",):
         methods = [name for name, method in METHODS.items() if not method.slow]
         slow = " and ".join(METHODS.keys() - set(methods))
-        understood([f"all but {slow}, which takes hundreds of passes an image: --method {slow}"])
-    given = {"layer": chosen.layer, "head": chosen.head}
-    given |= {"residual": None if chosen.residual else False}
-    given |= {"fusion": None if chosen.fusion == "mean" else chosen.fusion}
+        print_notes([f"all methods except {slow}, which needs hundreds of forward passes (use --method {slow})"])
     for name in methods:
         find_method(name)
-    return methods, {name: value for name, value in given.items() if value is not None}
+    return methods
 
 
-def judge(chosen: Any) -> int:
-    from vitral.evaluation.evaluate import question
+def method_options(args: ExplainArgs) -> dict[str, Any]:
+    """Method options that differ from their defaults."""
+    options = {
+        "layer": args.layer,
+        "head": args.head,
+        "residual": None if args.residual else False,
+        "fusion": None if args.fusion == "mean" else args.fusion,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def measure_faithfulness(args: ExplainArgs) -> int:
+    from vitral.evaluation.evaluate import load_eval_target
     from vitral.explain import faithfulness, open_to_look_inside
-    from vitral.reporting.html import faithfulness_table as faithful
+    from vitral.reporting.html import faithfulness_table
 
-    methods, options = asked(chosen)
-    if options:
+    if options := method_options(args):
         raise VitralError(
-            f"--faithfulness judges the methods as they are: without --{next(iter(options))}",
-            "which methods: --method attention rollout",
+            f"--faithfulness cannot be combined with --{next(iter(options))}",
+            "It tests the methods with their default options; select methods with --method",
         )
-    predictor = open_to_look_inside(chosen.run, chosen.labels)
-    understood(predictor.notes)
-    to_be_fetched(chosen.faithfulness)
-    asked_about = question(predictor, chosen.faithfulness, chosen.split)
-    if not chosen.method:
-        methods = faithfulness.all_that_fit(asked_about.predictor.model)
-    split, whole = asked_about.name, len(asked_about.split.labels)
-    understood([f"{min(chosen.images, whole):,} of {whole:,} {split} images of {asked_about.dataset.name}"])
-    with status() as watch:
+    methods = selected_methods(args)
+    predictor = open_to_look_inside(args.model, args.labels)
+    print_notes(predictor.notes)
+    announce_downloads(args.faithfulness)
+    target = load_eval_target(predictor, args.faithfulness, args.split)
+    if not args.method:
+        methods = faithfulness.all_that_fit(target.predictor.model)
+    available = len(target.split.labels)
+    print_notes([f"{min(args.images, available):,} of {available:,} {target.split_name} images of {target.dataset.name}"])
+    with status_line() as log:
         result = faithfulness.measure(
-            asked_about.predictor,
-            asked_about.split,
+            target.predictor,
+            target.split,
             methods,
-            images=chosen.images,
-            pairs=chosen.images,
-            watch=lambda name: watch(f"testing {name}"),
+            images=args.images,
+            pairs=args.images,
+            watch=lambda name: log(f"Testing {name}"),
         )
-    if chosen.json:
-        print(json.dumps(faithful.as_dict(result)))
+    if args.json:
+        print(json.dumps(faithfulness_table.faithfulness_to_dict(result)))
         return 0
-    faithful.show(result)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    print(f"\n{faithful.curves(result, chosen.out / 'faithfulness.png')}: the curves")
+    faithfulness_table.print_faithfulness(result)
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(f"\nCurves: {faithfulness_table.plot_faithfulness(result, args.out / 'faithfulness.png')}")
     return 0
+
+
+COMMAND = Command("explain", ExplainArgs, explain)

@@ -1,46 +1,51 @@
-"""A model as a file for other programs."""
+"""vitral export: write a model for other runtimes."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from vitral.cli.messages import opened, to_be_fetched
-from vitral.cli.parsing import a_model, parse
-from vitral.errors import typed
+from vitral.cli.messages import EVAL_DATA_HELP, LABELS_HELP, MODEL_HELP, announce_downloads, load_model
+from vitral.cli.parsing import Command, argument, option
+from vitral.errors import shell_quote
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class ExportArgs:
+    """Export a model with its class names, preprocessing and calibration as one file.
 
-    @dataclass(frozen=True)
-    class Export:
-        """One file for other programs: class names, preprocessing and calibration are in it. It is loaded back and
-        compared with the model on real images; where they do not agree, there is no file."""
+    The file is loaded again and compared with the model on real images; if they disagree, no file is written.
+    """
 
-        run: Annotated[Positional[str], arg(help=a_model())]
-        to: Literal["onnx", "torch", "aoti"] = "onnx"  # torch: torch.export's .pt2; aoti: compiled for this kind of CPU
-        precision: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"
-        preprocessing: FlagCreatePairsOff[bool] = False  # scaling and cropping inside, for pictures of any size (ONNX)
-        out: Path | None = None  # default: exports/ in the run folder; of a model in the box, here
-        data: str | None = None  # a set or folder to learn int8's steps from and to compare on; default: its own
-        images: int = 256  # half to learn from, half to compare on
-        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
+    model: str = argument(MODEL_HELP)
+    to: Literal["onnx", "torch", "aoti"] = option("onnx", "torch: torch.export (.pt2); aoti: compiled for this CPU")
+    precision: Literal["fp32", "fp16", "bf16", "int8"] = option("fp32", "precision of the exported weights")
+    preprocessing: bool = option(False, "include resizing and cropping, for input images of any size (ONNX)")
+    out: Path | None = option(None, "file to write (default: in exports/ of the run folder)")
+    data: str | None = option(None, f"images for int8 calibration and for the comparison: {EVAL_DATA_HELP}")
+    images: int = option(256, "number of images; half of them calibrate int8, the others are compared")
+    labels: Path | None = option(None, LABELS_HELP)
 
-    chosen = parse(Export, words, "export")
-    from vitral import api_ship as shipping
 
-    predictor = opened(chosen.run, device="cpu", precision="fp32", labels=chosen.labels)
-    to_be_fetched(chosen.data or predictor.card.trained_on)
-    file, agreement = shipping.export(
+def export(args: ExportArgs) -> int:
+    from vitral import api
+
+    predictor = load_model(args.model, device="cpu", engine="reference", labels=args.labels)
+    announce_downloads(args.data or predictor.model_config.trained_on)
+    file, parity = api.export(
         predictor,
-        to=chosen.to,
-        precision=chosen.precision,
-        preprocessing=chosen.preprocessing,
-        out=chosen.out,
-        data=chosen.data,
-        images=chosen.images,
+        to=args.to,
+        precision=args.precision,
+        preprocessing=args.preprocessing,
+        out=args.out,
+        data=args.data,
+        images=args.images,
     )
-    print(f"exported {file} ({file.stat().st_size / 1e6:.1f} MB): {agreement}")
-    if chosen.to == "onnx":
-        print(f"Next:  vitral predict {typed(file)} photo.jpg      needs numpy, pillow and onnxruntime, not torch")
+    print(f"Exported {file} ({file.stat().st_size / 1e6:.1f} MB): {parity}")
+    if args.to == "onnx":
+        print(f"Next step: vitral predict {shell_quote(file)} photo.jpg   (needs numpy, pillow and onnxruntime only)")
     return 0
+
+
+COMMAND = Command("export", ExportArgs, export)

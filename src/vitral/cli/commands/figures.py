@@ -1,58 +1,62 @@
-"""The paper's figures, for any model."""
+"""vitral figures: the figures of the ViT paper for any model."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from vitral.cli.messages import understood
-from vitral.cli.parsing import a_model, parse
+from vitral.cli.messages import LABELS_HELP, MODEL_HELP, print_notes
+from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class FiguresArgs:
+    """Draw figures 6 and 7 of the ViT paper as PNG and SVG: principal components of the patch embedding filters,
+    similarity of position embeddings, attention distance per head, and attention on example images."""
 
-    @dataclass(frozen=True)
-    class Figures:
-        """The paper's figures 6 and 7 for a model, as PNG and SVG: principal components of the patch filters, likeness
-        of positions, how far each head looks, and where the model looked in some pictures."""
+    model: str = argument(MODEL_HELP)
+    images: tuple[Path, ...] = option((), "image files and folders (default: test images of the training dataset)")
+    count: int = option(32, "maximum number of images")
+    labels: Path | None = option(None, LABELS_HELP)
+    out: Path | None = option(None, "folder to write to (default: figures/ in the run folder)")
 
-        run: Annotated[Positional[str], arg(help=a_model())]
-        images: tuple[Path, ...] = ()  # pictures and folders to look at; default: test images of the run's own set
-        count: int = 32  # at most so many of them
-        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
-        out: Path | None = None  # default: the run's folder "figures"
 
-    chosen = parse(Figures, words, "figures")
+def figures(args: FiguresArgs) -> int:
     from vitral.explain import open_to_look_inside
     from vitral.reporting.figures import paper
 
-    if chosen.count < 1:
-        raise VitralError(f"--count must be at least 1, not {chosen.count}", "leave it out for 32")
-    predictor = open_to_look_inside(chosen.run, chosen.labels)
-    understood(predictor.notes)
-    pictures = paper.pictures(predictor, chosen.images, chosen.count) if chosen.images else own(predictor, chosen.count)
-    place = Path(chosen.run)
-    folder = chosen.out or (place / "figures" if (place / "recipe.toml").is_file() else Path("figures"))
+    if args.count < 1:
+        raise VitralError(f"--count must be at least 1, got {args.count}", "The default is 32")
+    predictor = open_to_look_inside(args.model, args.labels)
+    print_notes(predictor.notes)
+    images = paper.load_sample_images(predictor, args.images, args.count) if args.images else test_images(predictor, args.count)
+    model_path = Path(args.model)
+    is_run = (model_path / "recipe.toml").is_file()
+    folder = args.out or (model_path / "figures" if is_run else Path("figures"))
     try:
-        written, missing = paper.draw(predictor, folder, pictures)
+        written, skipped = paper.plot_paper_figures(predictor, folder, images)
     except OSError as error:
-        raise VitralError(f"cannot write into {folder}: {error.strerror or error}", "choose another --out") from error
+        raise VitralError(f"cannot write to {folder}: {error.strerror or error}", "Choose another --out") from error
     for file in written:
         print(file)
-    for why in missing:
-        print(f"not drawn: {why}")
+    for reason in skipped:
+        print(f"Skipped {reason}")
     return 0
 
 
-def own(predictor: Any, count: int) -> Any:
-    """Images, N C H W, of the run's own set: for testing, or else for validation; None where it has no set."""
-    from vitral.evaluation.evaluate import question, recipe_of, spread
+def test_images(predictor: Any, count: int) -> Any:
+    """Test or validation images (N, C, H, W) of the dataset that the model was trained on; None if there are none."""
+    from vitral.evaluation.evaluate import evenly_spaced_indices, load_eval_target, run_recipe
 
-    if recipe_of(predictor) is None:
+    if run_recipe(predictor) is None:
         return None
     try:
-        images = question(predictor, None, None).split.images
+        images = load_eval_target(predictor, None, None).split.images
     except VitralError:
         return None
-    return images[spread(len(images), count)]
+    return images[evenly_spaced_indices(len(images), count)]
+
+
+COMMAND = Command("figures", FiguresArgs, figures)

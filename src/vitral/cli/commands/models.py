@@ -1,37 +1,77 @@
-"""The models that come with vitral."""
+"""vitral models: the bundled models."""
+
+from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
-from vitral import bundled as box
-from vitral.errors import unknown
+from vitral import bundled
+from vitral.cli.parsing import Command, CommandGroup, argument
+from vitral.errors import truncate_list, unknown_name_error
 
 
-def run(words: list[str]) -> int:
-    action, names = (words or ["list"])[0], words[1:]
-    if action in ("show", "where") and len(names) == 1:
-        name = names[0].removeprefix(box.PREFIX)
-        if name not in box.names():
-            raise unknown("model in the box", name, box.names())
-        print((box.ROOM / name / "README.md").read_text(encoding="utf-8") if action == "show" else box.ROOM / name)
-    elif action == "list" and not names:
-        for name in box.names():
-            print(f"{name:<15}{described(name)}")
-        print("\nvitral predict NAME photo.jpg asks one; vitral box show NAME prints its card.")
-    else:
-        print("usage: vitral box                     the models that come with vitral")
-        print("       vitral box show NAME           the card of one: how good it is, what it is not for")
-        print("       vitral box where NAME          its folder")
-        return 0 if set(words) & {"-h", "--help"} else 2
+@dataclass(frozen=True, kw_only=True)
+class ModelsListArgs:
+    """List the bundled models with their classes, test accuracy and size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsShowArgs:
+    """Print the model card of a bundled model: results, training and intended use."""
+
+    name: str = argument("name of a bundled model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsWhereArgs:
+    """Print the folder of a bundled model."""
+
+    name: str = argument("name of a bundled model")
+
+
+def list_models(args: ModelsListArgs) -> int:
+    for name in bundled.model_names():
+        print(f"{name:<15}{describe(name)}")
+    print("\nUse one wherever a model is expected, e.g. vitral predict mnist digit.png")
     return 0
 
 
-def described(name: str) -> str:
-    """One line: what it tells apart, how well, how large it is."""
-    folder = box.ROOM / name
-    card, test = (json.loads((folder / file).read_text("utf-8")) for file in ("model/config.json", "test.json"))
-    few = ", ".join(card["classes"][:3])
+def show(args: ModelsShowArgs) -> int:
+    print((bundled.BUNDLED_DIR / check_name(args.name) / "README.md").read_text(encoding="utf-8"))
+    return 0
+
+
+def where(args: ModelsWhereArgs) -> int:
+    print(bundled.BUNDLED_DIR / check_name(args.name))
+    return 0
+
+
+def check_name(name: str) -> str:
+    name = name.removeprefix(bundled.PREFIX)
+    if name not in bundled.model_names():
+        raise unknown_name_error("bundled model", name, bundled.model_names())
+    return name
+
+
+def describe(name: str) -> str:
+    """Classes, test accuracy, image size and file size in one line."""
+    folder = bundled.BUNDLED_DIR / name
+    config, test = (json.loads((folder / file).read_text("utf-8")) for file in ("model/config.json", "test.json"))
+    height, width = config["preprocessing"]["image_size"]
     size = (folder / "model" / "weights.safetensors").stat().st_size
     return (
-        f"{len(card['classes'])} classes ({few} …): {test['top1']:.2%} of {test['images']:,} test images; "
-        f"{'×'.join(map(str, card['preprocessing']['image_size']))} pixels, {size / 1e6:.1f} MB"
+        f"{len(config['classes'])} classes ({truncate_list(config['classes'], 3)}); {test['top1']:.2%} test accuracy "
+        f"({test['images']:,} images); {height}x{width} pixels, {size / 1e6:.1f} MB"
     )
+
+
+COMMAND = CommandGroup(
+    "models",
+    "The models that are installed with vitral. Use their names wherever a model is expected.",
+    {
+        "list": (Command("models list", ModelsListArgs, list_models), "list the bundled models"),
+        "show": (Command("models show", ModelsShowArgs, show), "print a model card"),
+        "where": (Command("models where", ModelsWhereArgs, where), "print the folder of a model"),
+    },
+    default="list",
+)

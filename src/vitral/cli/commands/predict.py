@@ -1,67 +1,82 @@
-"""Ranked labels for image files."""
+"""vitral predict: predict labels for images."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
-from vitral.cli.messages import opened
-from vitral.cli.parsing import a_model, parse, which_images
-from vitral.errors import VitralError, typed
+from vitral.cli.messages import BUNDLED, ENGINE_HELP, HEADS_HELP, LABELS_HELP, load_model, missing_images_error
+from vitral.cli.options import DeviceFlag, EngineFlag
+from vitral.cli.output import OutputFormat, print_predictions
+from vitral.cli.parsing import Command, argument, option
+from vitral.errors import VitralError, shell_quote
 
-MODELS = "a run or model folder, a checkpoint file, hf:owner/name, or an exported model.onnx"
+
+@dataclass(frozen=True, kw_only=True)
+class PredictArgs:
+    """Predict labels for image files and for the images in folders."""
+
+    model: str = argument(f"run or model folder, checkpoint file, hf:owner/name, exported model.onnx, {BUNDLED}")
+    files: tuple[Path, ...] = argument("image files and folders")
+    out: Path | None = option(None, "write .parquet, .csv or .jsonl, for any number of images; resumes if interrupted")
+    top: int = option(3, "number of labels per image")
+    json: bool = option(False, "print one JSON object per image")
+    csv: bool = option(False, "print CSV")
+    engine: EngineFlag = option("auto", ENGINE_HELP)
+    threads: int | None = option(None, "number of CPU threads")
+    device: DeviceFlag = option("auto", "device to run on")
+    labels: Path | None = option(None, LABELS_HELP)
+    heads: int | None = option(None, HEADS_HELP)
 
 
-def run(words: list[str]) -> int:
-    if words and words[0].lower().endswith(".onnx"):
-        from vitral.inference import onnx_runtime as runtime  # numpy, Pillow and ONNX Runtime only
-
-        return runtime.main(words)
-    from tyro.conf import FlagCreatePairsOff, Positional, arg
-
-    @dataclass(frozen=True)
-    class Predict:
-        """Ranked labels for image files of any size, mode and orientation, and for the images in folders."""
-
-        run: Annotated[Positional[str], arg(help=a_model(MODELS))]
-        files: Positional[tuple[Path, ...]]
-        out: Path | None = None  # answers.parquet, .csv or .jsonl, for any number of images; goes on where it stopped
-        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
-        heads: int | None = None  # of a checkpoint whose tensors do not tell
-        top: int = 3  # labels a picture
-        # see vitral bench; fp8 is for new GPUs
-        precision: Literal["auto", "fp32", "bf16", "int8", "bf16-checked", "int8-checked", "fp8"] = "auto"
-        threads: int | None = None  # that it computes with
-        device: Literal["auto", "cpu", "gpu"] = "auto"
-        json: FlagCreatePairsOff[bool] = False  # one object a line
-        csv: FlagCreatePairsOff[bool] = False  # file, rank, label, probability, unknown, error
-
-    chosen = parse(Predict, words, "predict")
-    if not chosen.files:
-        raise which_images("predict", chosen.run)
-    if chosen.top < 1:
-        raise VitralError(f"--top must be at least 1, not {chosen.top}", "leave it out for 3")
-    if chosen.json and chosen.csv:
-        raise VitralError("--json and --csv are two ways to print the answers", "give one of them")
-    from vitral.inference.prediction import show
+def predict(args: PredictArgs) -> int:
+    if not args.files:
+        raise missing_images_error("predict", args.model)
+    if args.top < 1:
+        raise VitralError(f"--top must be at least 1, got {args.top}", "The default is 3")
+    if args.json and args.csv:
+        raise VitralError("--json and --csv cannot be combined", "Choose one of them")
+    output_format: OutputFormat = "json" if args.json else "csv" if args.csv else "text"
+    if args.model.lower().endswith(".onnx"):
+        return predict_onnx(args, output_format)
     from vitral.weights.checkpoint import NO_HEAD
 
-    predictor = opened(
-        chosen.run,
-        device=chosen.device,
-        labels=chosen.labels,
-        heads=chosen.heads,
-        precision=chosen.precision,
-        threads=chosen.threads,
+    predictor = load_model(
+        args.model,
+        device=args.device,
+        labels=args.labels,
+        heads=args.heads,
+        engine=args.engine,
+        threads=args.threads,
     )
     if predictor.classes == (NO_HEAD,):
         raise VitralError(
-            f"{chosen.run} has no classifier, so it has no answers",
-            f"give it one: vitral train PHOTOS --init {typed(chosen.run)}; "
-            f"or take its features: vitral embed {typed(chosen.run)} …",
+            f"{args.model} has no classification head",
+            f"Train one: vitral train DATA --init-from {shell_quote(args.model)}; "
+            f"or extract features: vitral embed {shell_quote(args.model)} FILES... --out features.npy",
         )
-    if chosen.out is not None:
-        from vitral.inference.batch_predict import harvest
+    if args.out is not None:
+        from vitral.inference.batch_predict import predict_to_file
 
-        return harvest(predictor, chosen.files, chosen.out, top=chosen.top)
-    answers = predictor.predict_files(chosen.files, top=chosen.top)
-    return show(answers, "json" if chosen.json else "csv" if chosen.csv else "lines")
+        return predict_to_file(predictor, args.files, args.out, top=args.top)
+    return print_predictions(predictor.predict_files(args.files, top=args.top), output_format)
+
+
+def predict_onnx(args: PredictArgs, output_format: OutputFormat) -> int:
+    """Run an exported model with ONNX Runtime. Imports neither torch nor any dependency but numpy and Pillow."""
+    from vitral.data.decode import find_images
+    from vitral.inference.onnx_runtime import OnnxModel
+
+    for flag in ("out", "labels", "heads"):
+        if getattr(args, flag) is not None:
+            raise VitralError(f"--{flag} does not apply to an exported model", "Use the run that it was exported from")
+    files = find_images(list(args.files))
+    if not files:
+        raise VitralError(
+            f"no images in {', '.join(map(str, args.files))}", "Supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
+        )
+    model = OnnxModel(args.model, args.threads)
+    return print_predictions(list(model.predict_many(files, args.top)), output_format)
+
+
+COMMAND = Command("predict", PredictArgs, predict)

@@ -1,38 +1,43 @@
-"""How good frozen features are."""
+"""vitral probe: measure the quality of frozen features."""
+
+from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from vitral.cli.messages import opened
-from vitral.cli.parsing import a_model, parse
+from vitral.cli.messages import DATA_HELP, ENGINE_HELP, HEADS_HELP, JSON_HELP, MODEL_HELP, load_model
+from vitral.cli.options import EngineFlag
+from vitral.cli.parsing import Command, argument, option, required_option
 from vitral.errors import VitralError
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class ProbeArgs:
+    """Measure how well a model's frozen features separate your classes, without training the model: nearest
+    neighbours, linear probe and few-shot regression. Takes minutes on a CPU."""
 
-    @dataclass(frozen=True)
-    class Probe:
-        """How good a checkpoint's features are for your images, without training it: minutes on a CPU."""
+    data: str = argument(DATA_HELP)
+    init_from: str = required_option(MODEL_HELP)
+    heads: int | None = option(None, HEADS_HELP)
+    engine: EngineFlag = option("auto", ENGINE_HELP)
+    out: Path | None = option(None, "plot to write: .png, .svg or .pdf")
+    json: bool = option(False, JSON_HELP)
 
-        data: Positional[str]  # a folder with class folders, a CSV list, or a known set
-        init: Annotated[str, arg(help=a_model())]
-        heads: int | None = None  # of a checkpoint whose tensors do not tell
-        out: Path | None = None  # a plot: probe.png
-        json: bool = False  # for programs
 
-    chosen = parse(Probe, words, "probe")
-    if chosen.out is not None and chosen.out.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise VitralError(f"a plot cannot be written to {chosen.out}", "Known endings: .png, .svg, .pdf")
-    from vitral import api as workshop
-    from vitral.reporting.terminal import tables as terminal
+def probe(args: ProbeArgs) -> int:
+    if args.out is not None and args.out.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise VitralError(f"cannot write a plot to {args.out}", "Supported formats: .png, .svg, .pdf")
+    from vitral import api
+    from vitral.reporting.terminal import tables
 
-    predictor = opened(chosen.init, heads=chosen.heads)
-    result = workshop.probe(chosen.data, predictor, out=chosen.out)
-    if chosen.json:
+    predictor = load_model(args.init_from, heads=args.heads, engine=args.engine)
+    result = api.probe(args.data, predictor, out=args.out)
+    if args.json:
         print(json.dumps(result.as_dict()))
     else:
-        terminal.show_probe(result)
+        tables.print_probe(result)
     return 0
+
+
+COMMAND = Command("probe", ProbeArgs, probe)

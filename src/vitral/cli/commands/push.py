@@ -1,49 +1,53 @@
-"""A model handed on to others."""
+"""vitral push: upload a model to the Hugging Face Hub."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from vitral.cli.messages import understood
-from vitral.cli.parsing import a_model, parse
+from vitral.cli.messages import HEADS_HELP, MODEL_HELP, print_notes
+from vitral.cli.parsing import Command, argument, option
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class PushArgs:
+    """Upload a model with a model card to the Hugging Face Hub, in a format that timm and transformers load.
 
-    @dataclass(frozen=True)
-    class Push:
-        """Put a model on the Hugging Face hub, with a card of what was measured, as timm and transformers load it.
+    If neither supports the architecture, the model is written in vitral's format and the reason is printed.
+    """
 
-        Where they cannot express the model, it is written for vitral alone, and the reason is told."""
+    model: str = argument(MODEL_HELP)
+    destination: str = argument("hf:owner/name")
+    heads: int | None = option(None, HEADS_HELP)
+    folder: Path | None = option(None, "write the files to this folder and keep them (default: a temporary folder)")
+    dry_run: bool = option(False, "write and verify the files without uploading them")
+    private: bool = option(False, "create the repository as private")
+    license: str | None = option(None, "license for the model card, e.g. apache-2.0, mit, cc-by-4.0")
 
-        run: Annotated[Positional[str], arg(help=a_model())]
-        destination: Positional[str]  # hf:owner/name
-        heads: int | None = None  # of a checkpoint whose tensors do not tell
-        folder: Path | None = None  # write the files there and keep them; default: a temporary folder
-        dry_run: FlagCreatePairsOff[bool] = False  # write and check everything, upload nothing
-        private: FlagCreatePairsOff[bool] = False  # for a repository that does not exist yet
-        license: str | None = None  # for the card: apache-2.0, mit, cc-by-4.0 …
 
-    chosen = parse(Push, words, "push")
-    from vitral.reporting.hub.publish import push
+def push(args: PushArgs) -> int:
+    from vitral import api
 
-    pushed = push(
-        chosen.run,
-        chosen.destination,
-        heads=chosen.heads,
-        folder=chosen.folder,
-        dry_run=chosen.dry_run,
-        private=chosen.private,
-        license=chosen.license,
-        understood=understood,
+    result = api.push(
+        args.model,
+        args.destination,
+        heads=args.heads,
+        folder=args.folder,
+        dry_run=args.dry_run,
+        private=args.private,
+        license=args.license,
+        understood=print_notes,
     )
-    for note in pushed.notes:
+    for note in result.notes:
         print(note)
-    for name, size in pushed.files:
+    for name, size in result.files:
         print(f"  {name:<24}{size:>14,} bytes")
-    where = f" ({chosen.folder})" if chosen.folder else ""
-    print(f"loaded by {', '.join(pushed.loaded_by)}" + (f"; nothing was uploaded{where}" if chosen.dry_run else ""))
-    if pushed.address:
-        print(pushed.address)
+    print(f"Loads in {', '.join(result.loaded_by)}")
+    if args.dry_run:
+        print(f"Dry run: nothing was uploaded{f'; the files are in {args.folder}' if args.folder else ''}")
+    if result.address:
+        print(result.address)
     return 0
+
+
+COMMAND = Command("push", PushArgs, push)

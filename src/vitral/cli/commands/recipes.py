@@ -1,27 +1,53 @@
-"""The named recipes."""
+"""vitral recipes: the built-in recipes."""
+
+from __future__ import annotations
 
 import inspect
 import textwrap
+from dataclasses import dataclass
 
-from vitral.errors import VitralError
+from vitral.cli.parsing import Command, CommandGroup, argument
 
 
-def run(words: list[str]) -> int:
-    from vitral.recipes.builtin import GROUPS, RECIPES, named
+@dataclass(frozen=True, kw_only=True)
+class RecipesListArgs:
+    """List the built-in recipes."""
 
-    if words[:1] == ["show"] and len(words) == 2:
-        recipe = named(words[1])
-        print(textwrap.indent(inspect.getdoc(RECIPES[words[1]]) or "", "# ", lambda _: True).replace("# \n", "#\n"))
-        print(recipe.to_toml(), end="")
-    elif not words:
-        for group, recipes in GROUPS.items():
-            print(group)
-            for name, make in recipes.items():
-                print(f"  {name:<17}{(make.__doc__ or '').strip().splitlines()[0]}")
-        print("\nvitral train DATA --recipe NAME trains one; vitral recipes show NAME prints all of it.")
-    elif {"-h", "--help"} & set(words):
-        print("usage: vitral recipes                 the named recipes")
-        print("       vitral recipes show NAME       a complete one as TOML; vitral train --recipe FILE.toml trains it")
-    else:
-        raise VitralError(f"vitral recipes has no use for {' '.join(words)!r}", "vitral recipes show NAME prints one")
+
+@dataclass(frozen=True, kw_only=True)
+class RecipesShowArgs:
+    """Print a complete recipe as TOML. Edit the file and train with it: vitral train --recipe FILE.toml"""
+
+    name: str = argument("name of a built-in recipe")
+
+
+def list_recipes(args: RecipesListArgs) -> int:
+    from vitral.recipes.builtin import GROUPS
+
+    for group, recipes in GROUPS.items():
+        print(group)
+        for name, make_recipe in recipes.items():
+            print(f"  {name:<17}{(make_recipe.__doc__ or '').strip().splitlines()[0]}")
+    print("\nTrain with one: vitral train DATA --recipe NAME; print it: vitral recipes show NAME")
     return 0
+
+
+def show(args: RecipesShowArgs) -> int:
+    from vitral.recipes.builtin import RECIPES, get_recipe
+
+    recipe = get_recipe(args.name)
+    description = inspect.getdoc(RECIPES[args.name]) or ""
+    print(textwrap.indent(description, "# ", lambda _: True).replace("# \n", "#\n"))
+    print(recipe.to_toml(), end="")
+    return 0
+
+
+COMMAND = CommandGroup(
+    "recipes",
+    "The built-in recipes: model, augmentation, optimizer and schedule for one task.",
+    {
+        "list": (Command("recipes list", RecipesListArgs, list_recipes), "list the built-in recipes"),
+        "show": (Command("recipes show", RecipesShowArgs, show), "print a complete recipe as TOML"),
+    },
+    default="list",
+)

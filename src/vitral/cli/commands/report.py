@@ -1,43 +1,50 @@
-"""One file to send to a colleague."""
+"""vitral report: an HTML report about a model."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
-from vitral.cli.messages import opened, status, to_be_fetched
-from vitral.cli.parsing import a_model, parse
+from vitral.cli.messages import (
+    ENGINE_HELP,
+    EVAL_DATA_HELP,
+    LABELS_HELP,
+    MODEL_HELP,
+    SPLIT_HELP,
+    announce_downloads,
+    load_model,
+    status_line,
+)
+from vitral.cli.options import EngineFlag, SplitFlag
+from vitral.cli.parsing import Command, argument, option
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class ReportArgs:
+    """Write a self-contained HTML report: training curves, metrics with confidence intervals, confusion matrix,
+    misclassified images with heatmaps, calibration, robustness, dataset, environment and how to reproduce the run."""
 
-    @dataclass(frozen=True)
-    class Report:
-        """One HTML file about a model: curves, figures with intervals, the confusion matrix with the pictures behind
-        it, mistakes with heatmaps, calibration, robustness, data, environment, how to repeat it. It fetches nothing."""
+    model: str = argument(MODEL_HELP)
+    out: Path | None = option(None, "file to write (default: report.html in the run folder)")
+    data: str | None = option(None, EVAL_DATA_HELP)
+    split: SplitFlag | None = option(None, SPLIT_HELP)
+    engine: EngineFlag = option("auto", ENGINE_HELP)
+    ood: str | None = option(None, "dataset or folder of other things: measure how many are detected as unknown")
+    fast: bool = option(False, "skip the robustness measurements")
+    labels: Path | None = option(None, LABELS_HELP)
 
-        run: Annotated[Positional[str], arg(help=a_model())]
-        out: Path | None = None  # the file; default: report.html in that folder; of a checkpoint or a boxed model, here
-        data: str | None = None  # another set or folder with classes the model knows; default: what it was trained on
-        split: Literal["test", "validation", "train"] | None = None  # default: test, or validation where there is none
-        unknown: str | None = None  # a set or folder of other things: does it notice that it does not know them?
-        fast: FlagCreatePairsOff[bool] = False  # without the damaged pictures
-        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
 
-    chosen = parse(Report, words, "report")
-    from vitral import api as workshop
+def report(args: ReportArgs) -> int:
+    from vitral import api
 
-    predictor = opened(chosen.run, labels=chosen.labels)
-    to_be_fetched(chosen.data or predictor.card.trained_on, chosen.unknown)
-    with status() as watch:
-        path = workshop.report(
-            predictor,
-            out=chosen.out,
-            data=chosen.data,
-            split=chosen.split,
-            unknown=chosen.unknown,
-            fast=chosen.fast,
-            watch=watch,
+    predictor = load_model(args.model, labels=args.labels, engine=args.engine)
+    announce_downloads(args.data or predictor.model_config.trained_on, args.ood)
+    with status_line() as log:
+        path = api.report(
+            predictor, out=args.out, data=args.data, split=args.split, ood=args.ood, fast=args.fast, log=log
         )
-    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, one file, needs no network")
+    print(f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)")
     return 0
+
+
+COMMAND = Command("report", ReportArgs, report)

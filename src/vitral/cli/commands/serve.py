@@ -1,77 +1,89 @@
-"""Models over HTTP, with a page."""
+"""vitral serve: serve models over HTTP."""
+
+from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from vitral import bundled as box
-from vitral.cli.messages import understood
-from vitral.cli.parsing import a_model, parse
-from vitral.errors import VitralError, reason
+from vitral import bundled
+from vitral.cli.config_fields import ConfigField, read_config_fields
+from vitral.cli.messages import BUNDLED, ENGINE_HELP, LABELS_HELP, print_notes
+from vitral.cli.options import DeviceFlag, EngineFlag
+from vitral.cli.parsing import Command, argument, config_options, option
+from vitral.errors import VitralError, error_reason
 
-MODELS = "run folders, model folders, checkpoint files, or hf:owner/name"
+
+def limit_fields() -> Iterable[ConfigField]:
+    return read_config_fields("vitral.serve.limits", "Limits")
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import Positional, UseAppendAction, arg
+@dataclass(frozen=True, kw_only=True)
+class ServeArgs:
+    """Serve models over HTTP: a web page, a JSON API (/docs) and Prometheus metrics (/metrics)."""
 
+    models: tuple[str, ...] = argument(f"run or model folders, checkpoint files, hf:owner/name, {BUNDLED}")
+    name: tuple[str, ...] = option((), "name of a model, once per model (default: folder names)", repeatable=True)
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 accepts connections from the network")
+    port: int = option(8000, "port to listen on; 0 picks a free one")
+    keys: Path | None = option(None, "file with one API key per line (default: the variable VITRAL_API_KEYS)")
+    engine: EngineFlag = option("auto", ENGINE_HELP)
+    device: DeviceFlag = option("auto", "device to run on")
+    threads: int | None = option(None, "CPU threads per batch; several batches run in parallel if cores allow")
+    labels: Path | None = option(None, LABELS_HELP)
+    log: Literal["auto", "text", "json"] = option("auto", "log format; auto: text on a terminal, otherwise JSON lines")
+    limits: Mapping[str, Any] = config_options(limit_fields, group="Limits")
+
+
+def serve(args: ServeArgs) -> int:
     from vitral.serve.limits import Limits
 
-    @dataclass(frozen=True)
-    class Serve:
-        """Serve models over HTTP: a page to try them, /docs for programs, /metrics for Prometheus."""
-
-        runs: Annotated[Positional[tuple[str, ...]], arg(help=a_model(MODELS))]
-        name: UseAppendAction[tuple[str, ...]] = ()  # what to call them, once for each; default: the folders' names
-        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
-        host: str = "127.0.0.1"  # 0.0.0.0: the whole network may ask
-        port: int = 8000  # 0: any free one
-        keys: Path | None = None  # a file with API keys, one a line; else they are read from VITRAL_API_KEYS
-        device: Literal["auto", "cpu", "gpu"] = "auto"
-        precision: Literal["auto", "fp32", "bf16", "int8", "fp8"] = (
-            "auto"  # auto: on a CPU what vitral bench found, or fp32; on a GPU bf16
-        )
-        threads: int | None = None  # a batch computes with; as many batches run side by side as the cores allow
-        log: Literal["auto", "text", "json"] = "auto"  # auto: text on a terminal, JSON lines elsewhere
-        limits: Annotated[Limits, arg(name="")] = field(default_factory=Limits)
-
-    chosen = parse(Serve, words, "serve")
-    if not chosen.runs:
-        raise VitralError("which model?", box.hint(also="vitral serve runs/mine"))
-    understood(note for run in chosen.runs for note in box.notes(run))
+    if not args.models:
+        raise VitralError("no model given", bundled.missing_model_hint(also="For example: vitral serve runs/mnist"))
     try:
-        from vitral.serve.server import serve
+        limits = Limits(**args.limits)
+    except ValueError as error:
+        raise VitralError(str(error), "See `vitral serve --help`") from error
+    print_notes(note for model in args.models for note in bundled.shadowing_notes(model))
+    try:
+        from vitral.serve.server import serve as run_server
     except ModuleNotFoundError as error:
-        raise VitralError(f"the server needs {error.name}", "pip install 'vitral[serve]'") from error
-    usual: Literal["text", "json"] = "text" if sys.stderr.isatty() else "json"
-    serve(
-        chosen.runs,
-        names=chosen.name,
-        labels=chosen.labels,
-        host=chosen.host,
-        port=chosen.port,
-        keys=read_keys(chosen.keys),
-        limits=chosen.limits,
-        device=chosen.device,
-        precision=chosen.precision,
-        threads=chosen.threads,
-        log=usual if chosen.log == "auto" else chosen.log,
+        raise VitralError(f"vitral serve needs {error.name}", "pip install 'vitral[serve]'") from error
+    default_log: Literal["text", "json"] = "text" if sys.stderr.isatty() else "json"
+    run_server(
+        args.models,
+        names=args.name,
+        labels=args.labels,
+        host=args.host,
+        port=args.port,
+        keys=read_keys(args.keys),
+        limits=limits,
+        device=args.device,
+        engine=args.engine,
+        threads=args.threads,
+        log=default_log if args.log == "auto" else args.log,
     )
     return 0
 
 
 def read_keys(path: Path | None) -> list[str]:
-    """A file's lines, or what the environment names with commas between; never the command line, which all can see."""
+    """API keys from a file or from VITRAL_API_KEYS, comma-separated. Never from flags, which other users can see."""
     if path is None:
         return [key.strip() for key in os.environ.get("VITRAL_API_KEYS", "").split(",") if key.strip()]
     try:
-        keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise VitralError(
-            f"cannot read the keys in {path}: {reason(error)}", "a text file with one key a line; or VITRAL_API_KEYS"
+            f"cannot read API keys from {path}: {error_reason(error)}",
+            "Expected a text file with one key per line; or set VITRAL_API_KEYS",
         ) from error
-    if not (keys := [key for key in keys if key and not key.startswith("#")]):
-        raise VitralError(f"there are no keys in {path}", "one a line; openssl rand -hex 24 makes one")
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise VitralError(f"no API keys in {path}", "Write one key per line; openssl rand -hex 24 generates one")
     return keys
+
+
+COMMAND = Command("serve", ServeArgs, serve)

@@ -1,56 +1,60 @@
-"""A model layer by layer."""
+"""vitral summary: layers, parameters, FLOPs and memory of a model."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from vitral import bundled as box
-from vitral.cli.parsing import a_model, parse, positional
+from vitral import bundled
+from vitral.cli.messages import MODEL_HELP
+from vitral.cli.options import vit_fields
+from vitral.cli.parsing import Command, argument, config_options, option
 from vitral.errors import VitralError
 
-MODELS = "a preset; a run or model folder, a checkpoint file, or hf:owner/name"
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryArgs:
+    """Print a model layer by layer with shapes, parameters, FLOPs and memory for one image."""
+
+    model: str | None = argument(f"preset (B/16, R50+B/16, ...), {MODEL_HELP}", default=None)
+    levels: int = option(3, "how many levels of nested modules to show")
+    config: Mapping[str, Any] = config_options(vit_fields, group="Model (defaults: the given model's)")
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import Positional, arg
-
-    from vitral.models.presets import PRESETS, PUBLISHED
-    from vitral.models.variants.hybrid import HYBRIDS
-    from vitral.models.vit import ViTConfig
-
-    name = positional(words)
-    if name is None and not {"-h", "--help"} & set(words):
-        raise VitralError("which model?", f"Known: {', '.join([*PRESETS, *HYBRIDS])}; {box.hint()}")
-
-    @dataclass(frozen=True)
-    class Summary:
-        """A model layer by layer: shapes, parameters, arithmetic and memory for one image."""
-
-        preset: Annotated[Positional[str], arg(help=a_model(MODELS))]
-        config: Annotated[ViTConfig, arg(name="")]
-        levels: int = 3  # how deep the table goes into the modules
-
-    variant, config = shape_of(name or "B/16")
-    chosen = parse(Summary, words, "summary", default=Summary(name or "B/16", config))
-    if chosen.levels < 1:
-        raise VitralError(f"--levels must be at least 1, not {chosen.levels}", "leave it out for 3")
+def summary(args: SummaryArgs) -> int:
     from vitral.analysis.model_summary import summarise
+    from vitral.models.presets import PRESETS, PUBLISHED_ACCURACY
+    from vitral.models.variants.hybrid import HYBRIDS
 
-    print(summarise(chosen.config, chosen.levels, variant))
-    if name in PUBLISHED:
-        print(f"published           {PUBLISHED[name]}")
+    if args.model is None:
+        raise VitralError("no model given", f"Presets: {', '.join([*PRESETS, *HYBRIDS])}; {bundled.missing_model_hint()}")
+    if args.levels < 1:
+        raise VitralError(f"--levels must be at least 1, got {args.levels}", "The default is 3")
+    variant, config = architecture_of(args.model)
+    try:
+        config = replace(config, **args.config)
+    except ValueError as error:
+        raise VitralError(str(error), "See `vitral summary --help`") from error
+    print(summarise(config, args.levels, variant))
+    if args.model in PUBLISHED_ACCURACY:
+        print(f"Published accuracy  {PUBLISHED_ACCURACY[args.model]}")
     return 0
 
 
-def shape_of(name: str) -> tuple[str, Any]:
-    """Variant and configuration: of a preset, or of a model that is there."""
+def architecture_of(name: str) -> tuple[str, Any]:
+    """Variant and configuration of a preset, a checkpoint or a bundled model."""
     from vitral import weights
-    from vitral.models.variants import architecture
+    from vitral.models.variants import resolve_preset
 
     try:
-        return architecture(name)
+        return resolve_preset(name)
     except VitralError as error:
-        if not name.startswith("hf:") and not Path(box.find(name)).exists():
-            raise VitralError(error.what, f"{error.hint}; {box.hint()}") from error
+        if not name.startswith("hf:") and not Path(bundled.resolve(name)).exists():
+            raise VitralError(error.what, f"{error.hint}; {bundled.missing_model_hint()}") from error
     checkpoint = weights.read(name)
     return checkpoint.variant, checkpoint.config
+
+
+COMMAND = Command("summary", SummaryArgs, summary)

@@ -1,90 +1,101 @@
-"""Train on class folders or a known set."""
+"""vitral train: train or fine-tune a model."""
+
+from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any
 
-from vitral.cli.parsing import parse, positional, switches_of, value_of
-from vitral.errors import VitralError, typed
+from vitral.cli.config_fields import ConfigField, read_config_fields
+from vitral.cli.messages import DATA_HELP, HEADS_HELP
+from vitral.cli.parsing import Command, argument, config_options, option
+from vitral.errors import VitralError, shell_quote
+
+COMMON = "Common flags"
+COMPARE = "Comparison of training strategies"
+COMMON_FIELDS = ("init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
+GROUP_TITLES = {
+    "": "Training (defaults: the recipe's)",
+    "model": "Model",
+    "data": "Data",
+    "augment": "Augmentation",
+    "optim": "Optimizer and schedule",
+}
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import FlagCreatePairsOff, Positional, arg
+def recipe_fields() -> Iterable[ConfigField]:
+    """Fields of a recipe, those of hybrid models included, the common ones first."""
+    recipe = list(read_config_fields("vitral.recipes.schema", "Recipe"))
+    fields = {field.path: field for field in recipe if field.path != "data.name"}
+    for field in read_config_fields("vitral.models.variants.hybrid", "HybridConfig", "model."):
+        fields.setdefault(field.path, field)
+    return [fields.pop(path) for path in COMMON_FIELDS] + list(fields.values())
 
-    from vitral import api_train as making
-    from vitral.recipes.builtin import named
-    from vitral.recipes.schema import Recipe
-    from vitral.training.setup import plan_for
 
-    @dataclass(frozen=True)
-    class Resume:
-        """Go on with an interrupted run, exactly where it was."""
+def group_title(path: str) -> str:
+    return COMMON if path in COMMON_FIELDS else GROUP_TITLES[path.partition(".")[0] if "." in path else ""]
 
-        resume: Path  # the run folder
-        on_nan: Literal["stop", "rollback"] | None = None  # this and what follows: None leaves it as it was
-        keep: int | None = None  # checkpoints
-        checkpoint_minutes: float | None = None
-        accumulate: int | None = None  # parts that a batch is computed in
-        recompute: bool | None = None  # activations, in the backward pass
-        device: Literal["auto", "cpu", "gpu"] | None = None
 
-    if any(word.startswith("--resume") for word in words):
-        begun_with = {field.name for field in fields(Recipe)} | {"recipe", "preset", "heads", "out", "compare", "seeds"}
-        decided = begun_with - {field.name for field in fields(Resume)}
-        for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
-            if flag[2:].partition(".")[0].replace("-", "_") in decided:
-                raise VitralError(
-                    f"--resume goes on with a run as it was begun, without {flag}",
-                    "vitral train --recipe RUN/recipe.toml … begins another; --resume RUN --help says what may change",
-                )
-        again = vars(parse(Resume, words, "train"))
-        changes = {name: value for name, value in again.items() if name != "resume" and value is not None}
-        making.train(resume=again["resume"], quiet=False, **changes)
-        return 0
-    # The recipe decides what the other flags' defaults are, so it is looked for first.
-    data = positional(words, switches_of(named("digits")) | {"--compare", "--json"})
-    recipe, init = value_of("--recipe", words), value_of("--init", words)
-    preset, heads = value_of("--preset", words), (value_of("--heads", words) or "")
-    showing_help = data is None and recipe is None and ("--help" in words or "-h" in words)
-    plan = plan_for(
-        "mnist" if showing_help else data, recipe, init, preset, int(heads) if heads and heads.isdigit() else None
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs:
+    """Train a ViT from scratch or fine-tune a checkpoint.
+
+    A recipe sets the model, augmentation, optimizer and schedule. Without --recipe it is chosen for the data. Every
+    field of the recipe is a flag; `vitral recipes show NAME` prints the values of a recipe.
+    """
+
+    data: str | None = argument(DATA_HELP, default=None)
+    recipe: str | None = option(None, "recipe name (see vitral recipes) or TOML file", group=COMMON)
+    preset: str | None = option(None, "model size instead of the recipe's: Ti/16, B/32, R26+S/32, ...", group=COMMON)
+    overrides: Mapping[str, Any] = config_options(recipe_fields, group=group_title)
+    out: Path | None = option(None, "run folder to create (default: runs/<recipe>-<date>-<id>)", group=COMMON)
+    resume: Path | None = option(None, "run folder of an interrupted run to continue", group=COMMON)
+    heads: int | None = option(None, HEADS_HELP, group="Model")
+    compare: bool = option(
+        False, "train from scratch, as a linear probe and fine-tuned, and recommend one of them", group=COMPARE
     )
+    seeds: int = option(3, "runs per strategy", group=COMPARE)
+    json: bool = option(False, "print the comparison as JSON", group=COMPARE)
 
-    @dataclass(frozen=True)
-    class Train:
-        """Train a ViT. The defaults below are those of the recipe.
 
-        An interrupted run goes on with: vitral train --resume RUN"""
+def train(args: TrainArgs) -> int:
+    from vitral import api
 
-        data: Positional[str | None]  # a folder with class folders, a CSV list, or a known set (vitral data list)
-        recipe: str | None  # a name (vitral recipes) or a TOML file; default: the one named like the data
-        preset: str | None  # a model of the tables instead of the recipe's: Ti/16, B/32, R26+S/32, conv-Ti/4 …
-        settings: Annotated[Recipe, arg(name="")]
-        heads: int | None = None  # of a checkpoint (--init) whose tensors do not tell
-        out: Path | None = None  # the run folder to make; default: runs/<recipe>-<date>-<id>
-        # train from scratch, as a linear probe and so, on the same split, and say which to take
-        compare: FlagCreatePairsOff[bool] = False
-        seeds: int = 3  # of --compare
-        json: FlagCreatePairsOff[bool] = False  # of --compare: for programs
-
-    Train.__doc__ = str(Train.__doc__).replace("of the recipe.", f"of the recipe {plan.name}.")
-    chosen = parse(Train, words, "train", default=Train(data, recipe, preset, plan))
-    if (chosen.data, chosen.recipe) != (data, recipe):
-        raise VitralError("the data set must come first", f"vitral train {typed(chosen.data)} …")
-    if chosen.heads is not None and not init:
-        raise VitralError(
-            "--heads is for a checkpoint whose tensors do not tell (--init)", "vitral train … --model.heads N"
-        )
-    if not chosen.compare:
-        making.train(recipe=chosen.settings, out=chosen.out, quiet=False)
+    if args.resume is not None:
+        check_resume_flags(args)
+        api.train(resume=args.resume, quiet=False, **args.overrides)
         return 0
-    result = making.compare(recipe=chosen.settings, seeds=chosen.seeds, out=chosen.out, quiet=chosen.json)
-    if chosen.json:
+    if args.heads is not None and "init_from" not in args.overrides:
+        raise VitralError("--heads needs a checkpoint (--init-from)", "Set the model's own heads with --model.heads N")
+    start: dict[str, Any] = {"recipe": args.recipe, "preset": args.preset, "heads": args.heads, "out": args.out}
+    if not args.compare:
+        api.train(args.data, quiet=False, **start, **args.overrides)
+        return 0
+    result = api.compare(args.data, seeds=args.seeds, quiet=args.json, **start, **args.overrides)
+    if args.json:
         print(json.dumps(result.as_dict()))
     else:
-        from vitral.reporting.terminal import tables as terminal
+        from vitral.reporting.terminal import tables
 
-        terminal.show_comparison(result)
-        print(f"\nNext:  {making.command()} predict {typed(result.folders[result.verdict.take])} photo.jpg")
+        tables.print_strategy_comparison(result)
+        print(f"\nNext step: vitral predict {shell_quote(result.model_folders[result.verdict.recommended])} photo.jpg")
     return 0
+
+
+def check_resume_flags(args: TrainArgs) -> None:
+    """A resumed run keeps its recipe; only a few fields may change."""
+    from vitral.recipes.schema import RESUMABLE_FIELDS
+
+    names = ("data", "recipe", "preset", "heads", "out", "compare")
+    fixed = [name for name in names if getattr(args, name)] + [p for p in args.overrides if p not in RESUMABLE_FIELDS]
+    if fixed:
+        flag = f"--{fixed[0].replace('_', '-')}" if fixed[0] != "data" else args.data
+        raise VitralError(
+            f"{flag} cannot be changed when a run is resumed",
+            f"Start a new run instead: vitral train --recipe {shell_quote(args.resume)}/recipe.toml",
+        )
+
+
+COMMAND = Command("train", TrainArgs, train)

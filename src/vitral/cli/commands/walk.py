@@ -1,85 +1,95 @@
-"""From pixels to logits, step by step."""
+"""vitral walk: follow one image through the model."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from vitral import bundled as box
-from vitral.cli.messages import understood
-from vitral.cli.parsing import a_model, parse
-from vitral.errors import VitralError, reason
+from vitral import bundled
+from vitral.cli.messages import BUNDLED, LABELS_HELP, print_notes
+from vitral.cli.output import prediction_text
+from vitral.cli.parsing import Command, argument, option
+from vitral.errors import VitralError, error_reason
 
-MODELS = "a run or model folder, or a checkpoint; default: the newest run, else cifar10 for colours, mnist for gray"
+MIN_SATURATION = 32  # of 255; images below it count as greyscale
 
 
-def run(words: list[str]) -> int:
-    from tyro.conf import Positional, arg
+@dataclass(frozen=True, kw_only=True)
+class WalkArgs:
+    """Follow one image through a ViT from pixels to prediction: every step with its equation, shape, source code and
+    actual values, on the terminal or as a page."""
 
-    @dataclass(frozen=True)
-    class Walk:
-        """How a ViT gets from the pixels of one picture to its answer: every step with its equation, its shape, the
-        lines of the source that do it, and a picture of the actual values. On the terminal, or as a page with --out."""
+    image: Path = argument("image file")
+    model: str | None = option(
+        None, f"run or model folder, checkpoint file, {BUNDLED} (default: the newest run, otherwise a bundled model)"
+    )
+    lang: Literal["en", "ko"] = option("en", "language")
+    layer: int = option(1, "block to show, counted from 1")
+    head: int = option(1, "attention head to show, counted from 1")
+    labels: Path | None = option(None, LABELS_HELP)
+    code: bool = option(True, "show the source code on the terminal")
+    out: Path | None = option(None, "page to write: .html (self-contained) or .md (images in files next to it)")
 
-        image: Positional[Path]  # a picture
-        model: Annotated[str | None, arg(help=a_model(MODELS))] = None
-        lang: Literal["en", "ko"] = "en"
-        layer: int = 1  # the block to look into, counted from 1
-        head: int = 1  # the head to look into, counted from 1
-        labels: Path | None = None  # class names, one a line, for a checkpoint that has none
-        code: bool = True  # show the source on the terminal
-        out: Path | None = None  # walk.html: a page of its own; walk.md: Markdown, with pictures beside it
 
-    chosen = parse(Walk, words, "walk")
-    if chosen.out is not None and chosen.out.suffix.lower() not in (".html", ".htm", ".md"):
-        raise VitralError(f"--out is {chosen.out}; it ends in .html or .md", "walk.html: one page; walk.md: Markdown")
-    from vitral.data.decode import decode
+def walk(args: WalkArgs) -> int:
+    if args.out is not None and args.out.suffix.lower() not in (".html", ".htm", ".md"):
+        raise VitralError(f"--out must end in .html or .md, got {args.out}", "For example: --out walk.html")
+    from vitral.data.decode import decode_image
     from vitral.explain import open_to_look_inside
-    from vitral.inference.prediction import Label, in_words
-    from vitral.reporting.walk import html as walk_html
-    from vitral.reporting.walk import markdown as walk_markdown
-    from vitral.reporting.walk import terminal as walk_terminal
-    from vitral.reporting.walk.steps import walk
-    from vitral.runs.run import write_atomically
+    from vitral.inference.prediction import Label
+    from vitral.reporting.walk import terminal
+    from vitral.reporting.walk.steps import walk as build_walk
 
-    picture = chosen.image if chosen.model else decode(chosen.image)  # before a model is chosen for it
-    asked = chosen.model or newest(chosen.image)
-    predictor = open_to_look_inside(asked, chosen.labels)
-    name, boxed = str(asked).removeprefix(box.PREFIX), str(asked).startswith(box.PREFIX)
-    told = f"the model: {name}{', which comes with vitral' if boxed else ''}; another one with --model"
-    understood(predictor.notes if chosen.model else [told])
-    made = walk(predictor, picture, chosen.lang, chosen.layer, chosen.head)
-    if chosen.out is None:
-        walk_terminal.show(made, code=chosen.code)
+    # Without --model, decode first: an unreadable image is reported before a model is chosen.
+    image: Any = args.image if args.model else decode_image(args.image)
+    source = args.model or default_model(args.image)
+    predictor = open_to_look_inside(source, args.labels)
+    print_notes(predictor.notes if args.model else [f"using {source}; choose another model with --model"])
+    steps = build_walk(predictor, image, args.lang, args.layer, args.head)
+    if args.out is None:
+        terminal.print_walk(steps, code=args.code)
         return 0
-    if chosen.out.suffix.lower() == ".md":
-        try:
-            walk_markdown.write(made, chosen.out)
-        except OSError as error:
-            raise VitralError(f"cannot write {chosen.out}: {reason(error)}", "choose another --out") from error
-    else:
-        write_atomically(chosen.out, walk_html.page(made))
-    best = [Label(name=answer.name, probability=answer.probability) for answer in made.answers[:1]]
-    print(f"{chosen.image}: {in_words(best, made.unknown)}, in {len(made.steps)} steps\n{chosen.out}")
+    write_walk(steps, args.out)
+    best = [Label(name=answer.name, probability=answer.probability) for answer in steps.top_classes[:1]]
+    print(f"{args.image}   {prediction_text(best, steps.unknown)}")
+    print(f"Wrote {args.out} ({len(steps.steps)} steps)")
     return 0
 
 
-def newest(picture: Path) -> Path | str:
-    """The run that was finished last, or a model that comes along and may know such pictures."""
+def write_walk(steps: Any, path: Path) -> None:
+    from vitral.reporting.walk import html, markdown
+    from vitral.runs.run import atomic_write
+
+    if path.suffix.lower() != ".md":
+        atomic_write(path, html.render_html(steps))
+        return
+    try:
+        markdown.write_markdown(steps, path)
+    except OSError as error:
+        raise VitralError(f"cannot write {path}: {error_reason(error)}", "Choose another --out") from error
+
+
+def default_model(image: Path) -> Path | str:
+    """The run that finished last; without runs, the bundled model for colour or greyscale images."""
     from vitral.runs.run import RUNS
 
-    finished = [config.parent.parent for config in RUNS.glob("*/model/config.json")]
-    if not finished:
-        return box.PREFIX + ("cifar10" if colourful(picture) else "mnist")
-    return max(finished, key=lambda run: (run / "model" / "config.json").stat().st_mtime)
+    configs = list(RUNS.glob("*/model/config.json"))
+    if not configs:
+        return bundled.PREFIX + ("cifar10" if is_colour(image) else "mnist")
+    return max(configs, key=lambda config: config.stat().st_mtime).parent.parent
 
 
-def colourful(picture: Path) -> bool:
-    """Whether it has more than shades of gray. What cannot be read is an error later."""
+def is_colour(path: Path) -> bool:
+    """Whether an image has saturated pixels; False if it cannot be read, which is reported later."""
     from PIL import Image
 
     try:
-        with Image.open(picture) as opened:
-            saturation = opened.convert("RGB").resize((32, 32)).convert("HSV").tobytes()[1::3]
-    except Exception:  # Pillow raises what it likes
+        with Image.open(path) as image:
+            saturation = image.convert("RGB").resize((32, 32)).convert("HSV").tobytes()[1::3]
+    except Exception:  # Pillow raises many types for damaged files
         return False
-    return max(saturation) > 32
+    return max(saturation) > MIN_SATURATION
+
+
+COMMAND = Command("walk", WalkArgs, walk)

@@ -1,0 +1,186 @@
+"""Fields of the configuration dataclasses, read from their source.
+
+`vitral train --help` lists every field of a recipe with its type, default and comment. The classes are defined next to
+what they configure, in modules that import torch, and comments are not available at run time. Reading the source gives
+all of it in a few milliseconds and without importing torch.
+
+The help text of a field is its trailing comment, the comment lines directly above it, or the string below it.
+Supported annotations: int, float, str, bool, Literal, tuple, X | None and other dataclasses of the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import itertools
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import vitral
+
+NO_DEFAULT: Any = object()
+BUILTIN_TYPES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "Path": Path}
+
+
+@dataclass(frozen=True)
+class ConfigField:
+    """A leaf field: `path` is dotted (`optim.lr`), `default` is NO_DEFAULT for required fields."""
+
+    path: str
+    type: Any
+    default: Any
+    help: str
+
+
+def read_config_fields(module: str, class_name: str, prefix: str = "") -> Iterator[ConfigField]:
+    """Leaf fields of a dataclass and of the dataclasses nested in it, in the order of the source.
+
+    Args:
+        module: Module that defines the class, e.g. `vitral.recipes.schema`.
+        class_name: Name of the dataclass.
+        prefix: Put in front of every path, e.g. `model.`.
+    """
+    source = _source(module)
+    definition = source.lookup(class_name)[1]
+    if not isinstance(definition, ast.ClassDef):
+        raise TypeError(f"{module}.{class_name} is not a class")
+    yield from _class_fields(_ClassRef(source, definition), prefix)
+
+
+@dataclass(frozen=True, eq=False)
+class _ClassRef:
+    """A class in the source, in place of the type that importing the module would give."""
+
+    source: _Source
+    node: ast.ClassDef
+
+    def annotated_fields(self) -> dict[str, tuple[_Source, ast.AnnAssign]]:
+        """Annotated assignments of the class and its bases, by name; a base's fields come first."""
+        fields: dict[str, tuple[_Source, ast.AnnAssign]] = {}
+        for base in self.node.bases:
+            if isinstance(base, ast.Name):
+                source, definition = self.source.lookup(base.id)
+                if isinstance(definition, ast.ClassDef):
+                    fields |= _ClassRef(source, definition).annotated_fields()
+        for node in self.node.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                fields[node.target.id] = (self.source, node)
+        return fields
+
+
+class _Source:
+    """One parsed module."""
+
+    def __init__(self, module: str) -> None:
+        path = Path(vitral.__file__).parent.joinpath(*module.split(".")[1:])
+        self.text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+        self.tree = ast.parse(self.text)
+
+    @cached_property
+    def comments(self) -> dict[int, str]:
+        """Comments by line number, without the hash."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    def lookup(self, name: str) -> tuple[_Source, ast.expr | ast.ClassDef]:
+        """The class or the assigned expression that a module-level name stands for, through imports."""
+        for node in self.tree.body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return self, node
+            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+                return self, node.value
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return _source(node.module).lookup(alias.name)
+        raise KeyError(name)
+
+    def help_of(self, node: ast.AnnAssign, following: ast.stmt | None) -> str:
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            return " ".join(str(following.value.value).split())
+        for line in (node.end_lineno, node.lineno):
+            if line in self.comments:
+                return self.comments[line]
+        first = line = node.lineno - 1
+        while self.lines[line - 1].lstrip().startswith("#"):
+            line -= 1
+        return " ".join(self.comments[number] for number in range(line + 1, first + 1))
+
+
+@lru_cache
+def _source(module: str) -> _Source:
+    return _Source(module)
+
+
+def _class_fields(ref: _ClassRef, prefix: str) -> Iterator[ConfigField]:
+    for name, (source, node) in ref.annotated_fields().items():
+        kind = _resolve_type(source, node.annotation)
+        nested = kind if isinstance(kind, _ClassRef) else _nested_optional(source, node.annotation)
+        if nested is not None:
+            yield from _class_fields(nested, f"{prefix}{name}.")
+            continue
+        body = next(c.body for c in ast.walk(source.tree) if isinstance(c, ast.ClassDef) and node in c.body)
+        following = dict(itertools.pairwise(body)).get(node)
+        yield ConfigField(prefix + name, kind, _resolve_default(source, node.value), source.help_of(node, following))
+
+
+def _nested_optional(source: _Source, annotation: ast.expr) -> _ClassRef | None:
+    """The class in `Class | None`."""
+    if isinstance(annotation, ast.BinOp) and isinstance(annotation.left, ast.Name):
+        kind = _resolve_type(source, annotation.left)
+        return kind if isinstance(kind, _ClassRef) else None
+    return None
+
+
+def _resolve_type(source: _Source, node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=None):
+            return None
+        case ast.Constant(value=value) if value is ...:
+            return ...
+        case ast.Name(id=name) if name in BUILTIN_TYPES:
+            return BUILTIN_TYPES[name]
+        case ast.Name(id=name):
+            origin, definition = source.lookup(name)
+            return (
+                _ClassRef(origin, definition)
+                if isinstance(definition, ast.ClassDef)
+                else _resolve_type(origin, definition)
+            )
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            values = ast.literal_eval(choices)
+            return Literal[values if isinstance(values, tuple) else (values,)]
+        case ast.Subscript(value=ast.Name(id="tuple"), slice=items):
+            elements = items.elts if isinstance(items, ast.Tuple) else [items]
+            return tuple[tuple(_resolve_type(source, element) for element in elements)]  # type: ignore[misc]
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            kinds = _resolve_type(source, left), _resolve_type(source, right)
+            return None if any(isinstance(kind, _ClassRef) for kind in kinds) else kinds[0] | kinds[1]
+    raise TypeError(f"unsupported annotation: {ast.unparse(node)}")
+
+
+def _resolve_default(source: _Source, node: ast.expr | None) -> Any:
+    """The value of a default, if the source says it: a literal, a constant of the module, or `Class.field`."""
+    match node:
+        case None:
+            return NO_DEFAULT
+        case ast.Name(id=name):
+            origin, definition = source.lookup(name)
+            return NO_DEFAULT if isinstance(definition, ast.ClassDef) else _resolve_default(origin, definition)
+        case ast.Attribute(value=ast.Name(id=class_name), attr=field_name):
+            origin, definition = source.lookup(class_name)
+            if isinstance(definition, ast.ClassDef):
+                field_source, field = _ClassRef(origin, definition).annotated_fields()[field_name]
+                return _resolve_default(field_source, field.value)
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return NO_DEFAULT
