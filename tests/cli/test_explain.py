@@ -1,8 +1,7 @@
-"""`vitral explain`: pictures, numbers, and what is said about what cannot be done."""
+"""`vitral explain`: heatmaps, JSON, faithfulness and errors."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,16 @@ import torch
 from PIL import Image
 
 from explain.test_methods import KINDS, alive
-from vitral.cli.commands import explain as command
+from vitral.cli.commands.explain import COMMAND
+from vitral.cli.main import load_command
 from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import Hardware
+from vitral.device.select import Hardware
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import Calibration
 from vitral.explain import METHODS, explain, faithfulness
 from vitral.inference.predictor import Predictor
 from vitral.reporting.figures import heatmaps
-from vitral.runs.run import ModelCard, save_model
+from vitral.runs.run import ModelConfig, save_model
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     variant, config = KINDS["class"]
     seen = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     names = ("ant", "bee", "wasp", "fly", "T-shirt/top")
-    card = ModelCard(architecture=config, preprocessing=seen, classes=names, trained_on="x", epoch=1)
+    card = ModelConfig(architecture=config, preprocessing=seen, classes=names, trained_on="x", epoch=1)
     save_model(tmp_path / "model", alive(variant, config), card)
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
@@ -39,9 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_several_methods_and_classes_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "model a b --method rollout relevance occlusion --target bee T-shirt/top --out out --each --npy --json"
-    assert command.run(words.split()) == 0
+def test_methods_and_classes_are_drawn_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "model a b --method rollout relevance occlusion --target bee T-shirt/top --out out --overlays --npy --json"
+    assert COMMAND(words.split()) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [Path(one["file"]).name for one in told] == ["photo.png", "photo.png"]
     assert [(m["method"], m["class"]) for m in told[0]["maps"]][2:4] == [
@@ -61,9 +61,11 @@ def test_several_methods_and_classes_stand_side_by_side(folder: Path, capsys: py
         assert over.size == (60, 30)
 
 
-def test_a_line_a_picture_and_broken_ones_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_one_line_per_image_and_reports_unreadable_ones(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("broken.png").write_bytes(b"no")
-    assert command.run(["model", "a/photo.png", "broken.png", "--top", "2", "--no-residual", "--fusion", "max"]) == 1
+    assert COMMAND(["model", "a/photo.png", "broken.png", "--top", "2", "--no-residual", "--fusion", "max"]) == 1
     said = capsys.readouterr()
     assert said.out.startswith("a/photo.png   ")
     assert said.err.endswith("1 of 2 files could not be read\n")
@@ -71,49 +73,48 @@ def test_a_line_a_picture_and_broken_ones_are_named(folder: Path, capsys: pytest
     assert "broken.png: not an image" in said.err
 
 
-def test_a_picture_like_none_it_learned_from_is_called_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ood_images_are_reported_as_unknown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = Predictor.load("model")
-    save_model(folder / "strict", found.model, replace(found.card, calibration=Calibration(unknown_below=1e9)))
+    save_model(folder / "strict", found.model, replace(found.model_config, calibration=Calibration(ood_threshold=1e9)))
     for model, unsure in (("model", False), ("strict", True)):
-        assert command.run([model, "a/photo.png"]) == 0
-        assert ("unsure: looks like nothing it was trained on (nearest: " in capsys.readouterr().out) is unsure
-        assert command.run([model, "a/photo.png", "--json"]) == 0
+        assert COMMAND([model, "a/photo.png"]) == 0
+        assert ("unknown (unlike anything in the training set; closest class: " in capsys.readouterr().out) is unsure
+        assert COMMAND([model, "a/photo.png", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["unknown"] is unsure
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        ("", "which images"),
+        ("", "no images given"),
         ("a --method attention --layer 3", "there is no layer 3: the model has 2"),
         ("a --method attention --head 7", "there is no head 7: the model has 2"),
         ("a --target hornet", "no class named 'hornet'"),
         ("a --method relevence", "Did you mean relevance"),
-        ("a --top 0", "--top counts classes from 1"),
+        ("a --top 0", "--top must be at least 1"),
         ("a --layer 1", "no option of rollout, relevance named 'layer'"),
         ("empty", "no images in empty"),
         ("a --out a/photo.png", "cannot write into a/photo.png"),
-        ("--faithfulness photos --layer 1 --method attention", "judges the methods as they are"),
+        ("--faithfulness photos --layer 1 --method attention", "--faithfulness cannot be combined with --layer"),
     ],
 )
-def test_a_clear_sentence(folder: Path, words: str, said: str) -> None:
+def test_errors(folder: Path, words: str, message: str) -> None:
     (folder / "empty").mkdir()
-    with pytest.raises(VitralError, match=said):
-        command.run(["model", *words.split()])
+    with pytest.raises(VitralError, match=message):
+        COMMAND(["model", *words.split()])
 
 
 @pytest.mark.parametrize("words", [["explain", "m.onnx", "a"], ["figures", "m.onnx"], ["walk", "a", "--model", "m.pt2"],
                                    ["explain", "m.onnx", "--faithfulness", "a"]])  # fmt: skip
-def test_an_exported_model_cannot_be_looked_into(folder: Path, words: list[str]) -> None:
+def test_exported_models_cannot_be_explained(folder: Path, words: list[str]) -> None:
     for name in ("m.onnx", "m.pt2"):
         (folder / name).write_bytes(b"graph")
-    command = importlib.import_module(f"vitral.cli.commands.{words[0]}")
     with pytest.raises(VitralError, match="is an exported model: it gives answers") as refused:
-        command.run(words[1:])
+        load_command(words[0])(words[1:])
     assert "the run it was exported from" in refused.value.hint
 
 
-def test_only_methods_that_can_be_tested_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faithfulness_selects_methods_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = alive(*KINDS["class"]), alive("plain", replace(KINDS["class"][1], image_size=(36, 36)))
     assert faithfulness.all_that_fit(small) == list(METHODS)
     assert faithfulness.all_that_fit(large) == [name for name in METHODS if name != "shapley"]
@@ -121,42 +122,42 @@ def test_only_methods_that_can_be_tested_are_tested(monkeypatch: pytest.MonkeyPa
     assert faithfulness.all_that_fit(small) == ["attention", "rollout", "relevance", "gradcam", "occlusion"]
 
 
-def test_faithfulness_of_a_model_from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faithfulness_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("ant", "bee"):
         for index in range(6):
             (folder / "photos" / name).mkdir(parents=True, exist_ok=True)
             Image.effect_noise((24, 16), 20 + 30 * index).convert("RGB").save(folder / "photos" / name / f"{index}.png")
     words = ["model", "--faithfulness", "photos", "--images", "4", "--method", "rollout", "gradcam"]
-    assert command.run(words) == 0
+    assert COMMAND(words) == 0
     said, beside = capsys.readouterr()
     assert " test images of photos" in beside
     assert all(name in said for name in ("rollout", "gradcam", "random", "For this model:", "4 images"))
     assert max(map(len, said.splitlines())) <= 80 or "…" not in said
     assert (folder / "explained" / "faithfulness.png").is_file()
-    assert command.run([*words, "--json"]) == 0
+    assert COMMAND([*words, "--json"]) == 0
     assert [row["method"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["rollout", "gradcam", "random"]
 
 
-def test_a_map_that_knows_no_class_is_drawn_once(
+def test_class_independent_heatmaps_are_drawn_once(
     cpu: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant, config = KINDS["class"]
     seen = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelCard(architecture=config, preprocessing=seen, classes=tuple("abcde"), trained_on="x", epoch=1)
+    card = ModelConfig(architecture=config, preprocessing=seen, classes=tuple("abcde"), trained_on="x", epoch=1)
     predictor, drawn = Predictor(alive(variant, config), card, cpu), list[str]()
     found = explain(predictor, Image.new("RGB", (60, 20), "gray"), ["rollout", "relevance"], ["a", "b", "c"])
-    real = heatmaps.overlay
+    real = heatmaps.render_heatmap
     monkeypatch.setattr(heatmaps, "overlay", lambda *given: drawn.append(given[1].method.name) or real(*given))
-    heatmaps.sheet(found, tmp_path / "sheet.png")
+    heatmaps.plot_explanation(found, tmp_path / "sheet.png")
     assert sorted(drawn) == ["relevance"] * 3 + ["rollout"]
 
 
-def test_what_the_model_did_not_see_is_dark_and_what_it_marks_is_light(cpu: Hardware) -> None:
+def test_overlay_is_dark_outside_the_crop_and_bright_on_important_regions(cpu: Hardware) -> None:
     variant, config = KINDS["class"]
     seen = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelCard(architecture=config, preprocessing=seen, classes=tuple("abcde"), trained_on="x", epoch=1)
+    card = ModelConfig(architecture=config, preprocessing=seen, classes=tuple("abcde"), trained_on="x", epoch=1)
     found = explain(Predictor(alive(variant, config), card, cpu), Image.new("RGB", (60, 20), "gray"), ["rollout"])
-    over = np.asarray(heatmaps.overlay(found.picture, found.heats[0])).astype(int).sum(axis=2)
+    over = np.asarray(heatmaps.render_heatmap(found.picture, found.heats[0])).astype(int).sum(axis=2)
     left, _, right, _ = found.crop
     assert (left, right) == (15, 45)
     assert (over[:, :left] == over[0, 0]).all()
@@ -165,15 +166,15 @@ def test_what_the_model_did_not_see_is_dark_and_what_it_marks_is_light(cpu: Hard
     assert over[:, left:right].flat[heat.argmax()] > over[:, left:right].flat[heat.argmin()]
 
 
-def test_for_and_against_have_colours_of_their_own() -> None:
+def test_positive_and_negative_evidence_have_different_colours() -> None:
     pixels = np.full((1, 3, 3), 0.5)
-    against, neither, for_it = heatmaps.tinted(pixels, np.array([[-1.0, 0.0, 1.0]]))[0]
+    against, neither, for_it = heatmaps.blend_signed(pixels, np.array([[-1.0, 0.0, 1.0]]))[0]
     assert for_it[2] > for_it[0] + 0.3
     assert against[0] > against[2] + 0.3
     assert np.ptp(neither) == 0
 
 
-def test_every_method_says_what_its_numbers_are() -> None:
+def test_every_method_documents_its_unit() -> None:
     for name, method in METHODS.items():
         assert method.name == name
         assert ("any sign" in method.unit) == method.signed

@@ -1,4 +1,4 @@
-"""Weights that cannot be used, through every command that takes some: two lines, exit status 2, nothing left."""
+"""Checkpoints that cannot be used, in every command that reads one: two lines, exit status 2, no files left."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vitral.cli import main as cli
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import ModelCard
+from vitral.runs.run import ModelConfig
 
-CONFIG = ViTConfig(image_size=(32, 32), patch_size=8, classes=3, width=192, depth=1, heads=3)
+CONFIG = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=192, depth=1, heads=3)
 
 
 class Code:
-    """What a hostile pickle holds: opening it would leave a file behind."""
+    """A malicious pickle: loading it would create a file."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -33,7 +33,7 @@ class Code:
 
 def whole(path: Path) -> Path:
     seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelCard(architecture=CONFIG, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)
+    card = ModelConfig(architecture=CONFIG, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)
     weights.write((ViT(CONFIG), card), path, to="timm")
     return path
 
@@ -108,7 +108,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What a command says that must end with two lines and the status 2."""
+    """Run a command and return its error: two lines, exit status 2."""
 
     def run(*words: object) -> str:
         with pytest.raises(SystemExit) as stop:
@@ -126,12 +126,12 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.mark.parametrize("command", ["convert", "train", "probe", "predict", "embed", "push"])
 @pytest.mark.parametrize(("make", "what"), BAD.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_bad_weights_are_refused_in_two_lines(command, make, what, photos, tmp_path, refused):
+def test_unusable_checkpoints_are_refused_in_two_lines(command, make, what, photos, tmp_path, refused):
     source = make(tmp_path)
     words = {
         "convert": [source, tmp_path / "there"],
-        "train": [photos, "--init", source, "--out", tmp_path / "run"],
-        "probe": [photos, "--init", source],
+        "train": [photos, "--init-from", source, "--out", tmp_path / "run"],
+        "probe": [photos, "--init-from", source],
         "predict": [source, photos / "ants"],
         "embed": [source, photos / "ants", "--out", tmp_path / "features.npy"],
         "push": [source, "hf:me/mine", "--dry-run", "--folder", tmp_path / "pushed"],
@@ -152,26 +152,26 @@ def test_bad_weights_are_refused_in_two_lines(command, make, what, photos, tmp_p
         (["--heads", "many"], "--heads"),
     ],
 )
-def test_a_model_that_the_weights_do_not_fit_is_refused(flags, what, photos, tmp_path, refused):
+def test_mismatch_of_recipe_and_checkpoint_is_refused(flags, what, photos, tmp_path, refused):
     assert what in refused(
-        "train", photos, "--init", whole(tmp_path / "a.safetensors"), *flags, "--out", tmp_path / "run"
+        "train", photos, "--init-from", whole(tmp_path / "a.safetensors"), *flags, "--out", tmp_path / "run"
     )
 
 
-def test_an_image_size_that_the_positions_do_not_fit_is_refused(tmp_path, refused):
+def test_image_size_that_does_not_match_the_positions_is_refused(tmp_path, refused):
     words = ["convert", whole(tmp_path / "a.safetensors"), tmp_path / "there", "--image-size", 64, 32]
     assert "17 positions do not fit images of 64×32" in refused(*words)
 
 
 @pytest.mark.parametrize("command", ["train", "predict"])
-def test_no_network_is_two_lines(command, photos, monkeypatch, refused):
+def test_missing_network_is_reported_in_two_lines(command, photos, monkeypatch, refused):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    words = [photos, "--init", "hf:me/absent"] if command == "train" else ["hf:me/absent", photos]
+    words = [photos, "--init-from", "hf:me/absent"] if command == "train" else ["hf:me/absent", photos]
     assert "no network?" in refused(command, *words)
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])
-def test_an_exported_model_is_called_one(tmp_path, name):
+def test_exported_model_is_recognised(tmp_path, name):
     (tmp_path / name).write_bytes(b"PK\x03\x04 or whatever")
     with pytest.raises(VitralError, match="is an exported model: it gives answers") as refused:
         weights.read(tmp_path / name)

@@ -1,0 +1,78 @@
+"""Help: complete, fast, and without importing torch."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from vitral.cli import main as cli
+from vitral.cli.completion import leaf_commands
+from vitral.cli.parsing import CommandGroup
+
+COMMAND_LINES = ["--help", *(f"{name} --help" for name in cli.COMMANDS)]
+
+
+def test_help_lists_every_command_by_task(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--help"])
+    printed = capsys.readouterr().out
+    assert "usage: vitral COMMAND" in printed
+    for task in cli.COMMAND_GROUPS:
+        assert f"\n\n{task}\n" in printed
+    for name in cli.COMMANDS:
+        assert f"\n  {name}" in printed
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert printed.startswith(f"usage: vitral {name}")
+    assert "(default: None)" not in printed
+    assert max(map(len, printed.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("command", list(leaf_commands()), ids=lambda command: command.name)
+def test_every_flag_is_described(command) -> None:
+    assert command.args.__doc__
+    assert [flag.name for flag in command.flags if not flag.help] == []
+
+
+def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = [cli.load_command(name) for name in cli.COMMANDS]
+    for group in groups:
+        if isinstance(group, CommandGroup):
+            for name in group.commands:
+                with pytest.raises(SystemExit) as stop:
+                    group([name, "--help"])
+                assert stop.value.code == 0
+                assert capsys.readouterr().out.startswith(f"usage: vitral {group.name} {name}")
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_help_imports_no_torch(line: str) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'rich', 'matplotlib', 'PIL'): sys.modules[name] = None\n"
+        "from vitral.cli.main import main\n"
+        "main(sys.argv[1:])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *line.split()], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(("usage: vitral", "vitral "))
+
+
+@pytest.mark.parametrize("line", ["--help", "train --help", "predict --help"])
+def test_help_takes_less_than_0_3_seconds(line: str) -> None:
+    """CPU time of the fastest of five runs, which does not depend on other programs."""
+    spent = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "vitral", *line.split()], stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < 0.3
