@@ -11,10 +11,10 @@ Supported annotations: int, float, str, bool, Literal, tuple, X | None and other
 from __future__ import annotations
 
 import ast
-import io
 import itertools
 import tokenize
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -58,18 +58,50 @@ class _ClassRef:
     source: _Source
     node: ast.ClassDef
 
-    def annotated_fields(self) -> dict[str, tuple[_Source, ast.AnnAssign]]:
+    def annotated_fields(self) -> dict[str, _AnnotatedField]:
         """Annotated assignments of the class and its bases, by name; a base's fields come first."""
-        fields: dict[str, tuple[_Source, ast.AnnAssign]] = {}
+        fields: dict[str, _AnnotatedField] = {}
         for base in self.node.bases:
             if isinstance(base, ast.Name):
                 source, definition = self.source.lookup(base.id)
                 if isinstance(definition, ast.ClassDef):
                     fields |= _ClassRef(source, definition).annotated_fields()
-        for node in self.node.body:
+        for node, following in itertools.pairwise([*self.node.body, None]):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                fields[node.target.id] = (self.source, node)
+                fields[node.target.id] = _AnnotatedField(self.source, node, following)
         return fields
+
+
+@dataclass(frozen=True, eq=False)
+class _AnnotatedField:
+    """`name: type = default  # comment` in the source, and the statement after it."""
+
+    source: _Source
+    node: ast.AnnAssign
+    following: ast.stmt | None
+
+    @property
+    def help(self) -> str:
+        if isinstance(self.following, ast.Expr) and isinstance(self.following.value, ast.Constant):
+            return " ".join(str(self.following.value.value).split())
+        lines = self.source.lines
+        last_line = lines[(self.node.end_lineno or self.node.lineno) - 1]
+        if comment := _trailing_comment(last_line) or _trailing_comment(lines[self.node.lineno - 1]):
+            return comment
+        first = self.node.lineno - 1
+        while lines[first - 1].lstrip().startswith("#"):
+            first -= 1
+        return " ".join(line.strip().lstrip("# ") for line in lines[first : self.node.lineno - 1])
+
+
+def _trailing_comment(line: str) -> str:
+    if "#" not in line:
+        return ""
+    with suppress(tokenize.TokenError):  # the line is the end of a longer expression
+        for token in tokenize.generate_tokens(iter([line.strip()]).__next__):
+            if token.type == tokenize.COMMENT:
+                return token.string.lstrip("# ")
+    return ""
 
 
 class _Source:
@@ -79,12 +111,6 @@ class _Source:
         path = Path(vitral.__file__).parent.joinpath(*module.split(".")[1:])
         self.text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
         self.tree = ast.parse(self.text)
-
-    @cached_property
-    def comments(self) -> dict[int, str]:
-        """Comments by line number, without the hash."""
-        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
-        return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
 
     @cached_property
     def lines(self) -> list[str]:
@@ -103,17 +129,6 @@ class _Source:
                         return _source(node.module).lookup(alias.name)
         raise KeyError(name)
 
-    def help_of(self, node: ast.AnnAssign, following: ast.stmt | None) -> str:
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            return " ".join(str(following.value.value).split())
-        for line in (node.end_lineno, node.lineno):
-            if line in self.comments:
-                return self.comments[line]
-        first = line = node.lineno - 1
-        while self.lines[line - 1].lstrip().startswith("#"):
-            line -= 1
-        return " ".join(self.comments[number] for number in range(line + 1, first + 1))
-
 
 @lru_cache
 def _source(module: str) -> _Source:
@@ -121,15 +136,14 @@ def _source(module: str) -> _Source:
 
 
 def _class_fields(ref: _ClassRef, prefix: str) -> Iterator[ConfigField]:
-    for name, (source, node) in ref.annotated_fields().items():
-        kind = _resolve_type(source, node.annotation)
-        nested = kind if isinstance(kind, _ClassRef) else _nested_optional(source, node.annotation)
+    for name, field in ref.annotated_fields().items():
+        source, annotation = field.source, field.node.annotation
+        kind = _resolve_type(source, annotation)
+        nested = kind if isinstance(kind, _ClassRef) else _nested_optional(source, annotation)
         if nested is not None:
             yield from _class_fields(nested, f"{prefix}{name}.")
-            continue
-        body = next(c.body for c in ast.walk(source.tree) if isinstance(c, ast.ClassDef) and node in c.body)
-        following = dict(itertools.pairwise(body)).get(node)
-        yield ConfigField(prefix + name, kind, _resolve_default(source, node.value), source.help_of(node, following))
+        else:
+            yield ConfigField(prefix + name, kind, _resolve_default(source, field.node.value), field.help)
 
 
 def _nested_optional(source: _Source, annotation: ast.expr) -> _ClassRef | None:
@@ -178,8 +192,8 @@ def _resolve_default(source: _Source, node: ast.expr | None) -> Any:
         case ast.Attribute(value=ast.Name(id=class_name), attr=field_name):
             origin, definition = source.lookup(class_name)
             if isinstance(definition, ast.ClassDef):
-                field_source, field = _ClassRef(origin, definition).annotated_fields()[field_name]
-                return _resolve_default(field_source, field.value)
+                field = _ClassRef(origin, definition).annotated_fields()[field_name]
+                return _resolve_default(field.source, field.node.value)
     try:
         return ast.literal_eval(node)
     except ValueError:

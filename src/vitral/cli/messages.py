@@ -52,7 +52,7 @@ def announce_downloads(*names: str | None) -> None:
     from vitral import data
     from vitral.data.files.listing import is_file_dataset
 
-    sizes = {entry.name: entry.size for entry in data.list_datasets() if not entry.cached}
+    sizes = {entry.name: entry.size for entry in data.list_datasets() if not entry.is_cached}
     missing = {name for name in names if name in sizes and not is_file_dataset(name)}
     print_notes(f"downloading {name} ({sizes[name] / 1e6:.0f} MB)" for name in sorted(missing))
 

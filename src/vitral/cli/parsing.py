@@ -261,6 +261,8 @@ def _positional_values(arguments: Sequence[Flag], words: Sequence[str]) -> dict[
     values: dict[str, Any] = {}
     queue = deque(words)
     for flag in arguments:
+        if flag.is_variadic:
+            values[flag.dest] = ()
         if queue:
             taken = list(queue) if flag.is_tuple else [queue[0]]
             values[flag.dest] = _convert(flag, taken)

@@ -54,7 +54,7 @@ def list_datasets(args: DataListArgs) -> int:
         if entry.paths == []:
             state = "bundled"
         else:
-            state = "downloaded" if entry.cached else f"{entry.size / 1e6:.0f} MB download"
+            state = "downloaded" if entry.is_cached else f"{entry.size / 1e6:.0f} MB download"
         print(f"{entry.name:<15}{entry.description}  ({state})")
     return 0
 

@@ -155,7 +155,9 @@ def measure_faithfulness(args: ExplainArgs) -> int:
     if not args.method:
         methods = faithfulness.all_that_fit(target.predictor.model)
     available = len(target.split.labels)
-    print_notes([f"{min(args.images, available):,} of {available:,} {target.split_name} images of {target.dataset.name}"])
+    print_notes(
+        [f"{min(args.images, available):,} of {available:,} {target.split_name} images of {target.dataset.name}"]
+    )
     with status_line() as log:
         result = faithfulness.measure(
             target.predictor,

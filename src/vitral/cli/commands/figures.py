@@ -31,7 +31,11 @@ def figures(args: FiguresArgs) -> int:
         raise VitralError(f"--count must be at least 1, got {args.count}", "The default is 32")
     predictor = open_to_look_inside(args.model, args.labels)
     print_notes(predictor.notes)
-    images = paper.load_sample_images(predictor, args.images, args.count) if args.images else test_images(predictor, args.count)
+    images = (
+        paper.load_sample_images(predictor, args.images, args.count)
+        if args.images
+        else test_images(predictor, args.count)
+    )
     model_path = Path(args.model)
     is_run = (model_path / "recipe.toml").is_file()
     folder = args.out or (model_path / "figures" if is_run else Path("figures"))

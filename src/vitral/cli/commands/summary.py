@@ -29,7 +29,9 @@ def summary(args: SummaryArgs) -> int:
     from vitral.models.variants.hybrid import HYBRIDS
 
     if args.model is None:
-        raise VitralError("no model given", f"Presets: {', '.join([*PRESETS, *HYBRIDS])}; {bundled.missing_model_hint()}")
+        raise VitralError(
+            "no model given", f"Presets: {', '.join([*PRESETS, *HYBRIDS])}; {bundled.missing_model_hint()}"
+        )
     if args.levels < 1:
         raise VitralError(f"--levels must be at least 1, got {args.levels}", "The default is 3")
     variant, config = architecture_of(args.model)
