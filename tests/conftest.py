@@ -15,37 +15,19 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 import torch
-from tyro import _docstrings
 
 from support.common import Command, Fit, leave_out_pictures, textures
 from vitral.cli import main as cli
 from vitral.data.datasets import Dataset, Split
-from vitral.data.preprocess import Preprocessing, measure
-from vitral.device.hardware import Hardware
+from vitral.data.preprocess import Preprocessing, channel_stats
+from vitral.device.select import Hardware
 from vitral.models.vit import ViTConfig
-from vitral.recipes.schema import Data, Optim, Recipe
-from vitral.runs.run import Run, write_atomically
-from vitral.training.callbacks import Watch
+from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
+from vitral.runs.run import Run, atomic_write
+from vitral.training.callbacks import Callback
 from vitral.training.trainer import fit
 
 torch.set_num_threads(1)
-
-
-def read_sources_once() -> None:
-    """At each command tyro parses the files of its dataclasses anew, looking for comments: here they do not change."""
-    parsed: dict[tuple[str, str], Any] = {}
-    parse = _docstrings._ClassTokenization.make
-
-    def make(kind: type) -> Any:
-        key = kind.__module__, kind.__qualname__
-        if key not in parsed:
-            parsed[key] = parse(kind)
-        return parsed[key]
-
-    _docstrings._ClassTokenization.make = staticmethod(make)  # type: ignore[assignment]
-
-
-read_sources_once()
 
 
 def pytest_configure() -> None:
@@ -99,7 +81,7 @@ def dataset() -> Dataset:
         validation=textures(40, seed=2),
         source="made by a test",
         fingerprint="0123456789abcdef",
-        read_test=lambda: textures(40, seed=3),
+        load_test=lambda: textures(40, seed=3),
     )
 
 
@@ -108,11 +90,11 @@ def recipe() -> Recipe:
     """Six steps an epoch, four epochs, a fraction of a second."""
     return Recipe(
         name="tiny",
-        data=Data(name="textures"),
-        model=ViTConfig(image_size=(8, 8), patch_size=4, channels=1, classes=4, width=16, depth=2, heads=2),
-        optim=Optim(lr=1e-2),
+        data=DataConfig(name="textures"),
+        model=ViTConfig(image_size=(8, 8), patch_size=4, channels=1, num_classes=4, width=16, depth=2, heads=2),
+        optim=OptimConfig(lr=1e-2),
         epochs=4,
-        batch=16,
+        batch_size=16,
         device="cpu",
         precision="fp32",
         compile="no",
@@ -127,7 +109,7 @@ def cpu() -> Hardware:
 
 @pytest.fixture
 def preprocessing(dataset: Dataset, recipe: Recipe) -> Preprocessing:
-    mean, std = measure(dataset.train.images)
+    mean, std = channel_stats(dataset.train.images)
     return Preprocessing(image_size=recipe.model.image_size, channels=recipe.model.channels, mean=mean, std=std)
 
 
@@ -137,7 +119,7 @@ def train_tiny(tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: 
 
     def run_it(
         name: str = "run",
-        watch: Watch | None = None,
+        watch: Callback | None = None,
         dataset: Dataset = dataset,
         preprocessing: Preprocessing = preprocessing,
         recipe: Recipe = recipe,
@@ -145,8 +127,8 @@ def train_tiny(tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: 
     ) -> Run:
         path = tmp_path / name
         run = Run(path) if path.exists() else Run.create(tmp_path, name, path)
-        plan = recipe.changed(changes)
-        write_atomically(run.recipe_file, plan.to_toml())
+        plan = recipe.with_overrides(changes)
+        atomic_write(run.recipe_file, plan.to_toml())
         fit(plan, dataset, preprocessing, run, cpu, watch)
         return run
 
