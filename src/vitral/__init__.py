@@ -1,17 +1,18 @@
-"""vitral: a Vision Transformer workshop.
+"""Vision Transformers in PyTorch: train, evaluate, explain and deploy.
 
     import vitral
-    model = vitral.train("mnist", recipe="mnist-quick", quiet=False)
-    model.predict("seven.png").best
+    model = vitral.train("photos/", recipe="folder-finetune", epochs=20)
+    model.predict("bottle.jpg").best
 
-Everything is looked up when first used: `import vitral` is quick and does not import torch.
+Names are imported when they are first used, so `import vitral` is fast and does not import torch. The functions are
+documented in `vitral.api`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitral.utils.lazy import lazily
+from vitral.utils.lazy import lazy_attributes
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vitral.api import evaluate as evaluate
     from vitral.api import load as load
     from vitral.api import probe as probe
+    from vitral.api import push as push
     from vitral.api import report as report
     from vitral.api import train as train
     from vitral.errors import VitralError as VitralError
@@ -35,9 +37,8 @@ if TYPE_CHECKING:
     from vitral.models.vit import ViT as ViT
     from vitral.models.vit import ViTConfig as ViTConfig
     from vitral.recipes.schema import Recipe as Recipe
-    from vitral.reporting.hub.publish import push as push
 
-_LIVES_IN = {
+_MODULE_OF = {
     "VitralError": "errors",
     "Predictor": "inference.predictor",
     "preset": "models.presets",
@@ -51,11 +52,11 @@ _LIVES_IN = {
     "embed": "api",
     "evaluate": "api",
     "load": "api",
-    "push": "reporting.hub.publish",
+    "push": "api",
     "probe": "api",
     "report": "api",
     "train": "api",
 }
 _PACKAGES = ("data", "explain", "weights")
-__all__ = ["__version__", *_PACKAGES, *_LIVES_IN]
-__getattr__, __dir__ = lazily(__name__, _LIVES_IN, _PACKAGES)
+__all__ = ["__version__", *_PACKAGES, *_MODULE_OF]
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULE_OF, _PACKAGES)

@@ -50,7 +50,7 @@ def print_notes(notes: Iterable[str]) -> None:
 def announce_downloads(*names: str | None) -> None:
     """Print which of these datasets have to be downloaded."""
     from vitral import data
-    from vitral.data.files.listing import is_file_dataset
+    from vitral.data.files.file_dataset import is_file_dataset
 
     sizes = {entry.name: entry.size for entry in data.list_datasets() if not entry.is_cached}
     missing = {name for name in names if name in sizes and not is_file_dataset(name)}
@@ -68,7 +68,7 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 def missing_images_error(command: str, argument: str) -> VitralError:
     """The error for a command with only one of its two arguments, a model and images."""
-    from vitral.data.decode import IMAGE_SUFFIXES
+    from vitral.data.files.walk import IMAGE_SUFFIXES
 
     if Path(argument).suffix.lower() in IMAGE_SUFFIXES:
         return VitralError(

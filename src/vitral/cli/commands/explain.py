@@ -59,7 +59,7 @@ def explain(args: ExplainArgs) -> int:
         return measure_faithfulness(args)
     if not args.files:
         raise missing_images_error("explain", args.model)
-    from vitral.data.decode import find_images
+    from vitral.data.files.walk import find_images
     from vitral.explain import open_to_look_inside
     from vitral.reporting.figures import heatmaps
 
@@ -138,7 +138,7 @@ def method_options(args: ExplainArgs) -> dict[str, Any]:
 
 
 def measure_faithfulness(args: ExplainArgs) -> int:
-    from vitral.evaluation.evaluate import load_eval_target
+    from vitral.evaluation.data import load_eval_target
     from vitral.explain import faithfulness, open_to_look_inside
     from vitral.reporting.html import faithfulness_table
 

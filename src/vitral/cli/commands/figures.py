@@ -52,7 +52,7 @@ def figures(args: FiguresArgs) -> int:
 
 def test_images(predictor: Any, count: int) -> Any:
     """Test or validation images (N, C, H, W) of the dataset that the model was trained on; None if there are none."""
-    from vitral.evaluation.evaluate import evenly_spaced_indices, load_eval_target, run_recipe
+    from vitral.evaluation.data import evenly_spaced_indices, load_eval_target, run_recipe
 
     if run_recipe(predictor) is None:
         return None

@@ -64,7 +64,7 @@ def predict(args: PredictArgs) -> int:
 
 def predict_onnx(args: PredictArgs, output_format: OutputFormat) -> int:
     """Run an exported model with ONNX Runtime. Imports neither torch nor any dependency but numpy and Pillow."""
-    from vitral.data.decode import find_images
+    from vitral.data.files.walk import find_images
     from vitral.inference.onnx_runtime import OnnxModel
 
     for flag in ("out", "labels", "heads"):

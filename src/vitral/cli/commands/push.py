@@ -45,8 +45,8 @@ def push(args: PushArgs) -> int:
     print(f"Loads in {', '.join(result.loaded_by)}")
     if args.dry_run:
         print(f"Dry run: nothing was uploaded{f'; the files are in {args.folder}' if args.folder else ''}")
-    if result.address:
-        print(result.address)
+    if result.url:
+        print(result.url)
     return 0
 
 
