@@ -9,27 +9,27 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from vitral.data.augment import Augment
-from vitral.data.autoaugment import Policy
-from vitral.errors import unknown
+from vitral.data.augment import AugmentConfig
+from vitral.data.autoaugment import AutoAugmentPolicy
+from vitral.errors import unknown_name_error
 from vitral.models.variants.hybrid import ConvStemConfig, HybridConfig
 from vitral.models.vit import ViTConfig
 from vitral.recipes import papers
-from vitral.recipes.schema import Data, Optim, Recipe
+from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 
 
 def digits() -> Recipe:
     """scikit-learn's digits, 8×8 pixels: about a minute on two cores."""
     return Recipe(
         name="digits",
-        data=Data(name="digits", validation=0.1),
+        data=DataConfig(name="digits", validation=0.1),
         model=gray(
             image_size=(8, 8), patch_size=2, width=64, depth=4, heads=4, positions="learned+rotary", qk_norm=True
         ),
-        augment=Augment(shift=1, rotate=10.0, scale=0.1, border="black"),
-        optim=Optim(lr=6e-3, weight_decay=0.1),
+        augment=AugmentConfig(shift=1, rotate=10.0, scale=0.1, border="black"),
+        optim=OptimConfig(lr=6e-3, weight_decay=0.1),
         epochs=150,
-        batch=64,
+        batch_size=64,
         ema=0.1,
     )
 
@@ -38,12 +38,12 @@ def mnist() -> Recipe:
     """MNIST, to 99.4 %: some minutes on two cores."""
     return Recipe(
         name="mnist",
-        data=Data(name="mnist", validation=1 / 12),
+        data=DataConfig(name="mnist", validation=1 / 12),
         model=gray(patch_size=7, width=96, depth=4, heads=4, mlp_width=192, positions="learned+rotary"),
-        augment=Augment(shift=2, rotate=10.0, scale=0.1, border="black"),
-        optim=Optim(name="muon", lr=5e-3, weight_decay=0.1),
+        augment=AugmentConfig(shift=2, rotate=10.0, scale=0.1, border="black"),
+        optim=OptimConfig(name="muon", lr=5e-3, weight_decay=0.1),
         epochs=20,
-        batch=128,
+        batch_size=128,
         label_smoothing=0.1,
         ema=0.05,
     )
@@ -53,12 +53,12 @@ def mnist_quick() -> Recipe:
     """MNIST, to more than 98 % in half a minute on two cores: what `vitral demo` trains."""
     return Recipe(
         name="mnist-quick",
-        data=Data(name="mnist", validation=1 / 12),
+        data=DataConfig(name="mnist", validation=1 / 12),
         model=gray(patch_size=7, width=64, depth=3, heads=4, mlp_width=128),
-        augment=Augment(shift=1, border="black"),
-        optim=Optim(name="muon", lr=1e-2, weight_decay=0.1, schedule="linear"),
+        augment=AugmentConfig(shift=1, border="black"),
+        optim=OptimConfig(name="muon", lr=1e-2, weight_decay=0.1, schedule="linear"),
         epochs=3,
-        batch=128,
+        batch_size=128,
         ema=0.05,
     )
 
@@ -67,12 +67,12 @@ def fashion_mnist() -> Recipe:
     """Fashion-MNIST, to 93 %: minutes on a GPU, most of an hour on two cores."""
     return Recipe(
         name="fashion-mnist",
-        data=Data(name="fashion-mnist", validation=1 / 12),
+        data=DataConfig(name="fashion-mnist", validation=1 / 12),
         model=gray(patch_size=4, width=96, depth=4, heads=4, mlp_width=192, positions="learned+rotary", qk_norm=True),
-        augment=Augment(shift=1, flip=True, border="black"),
-        optim=Optim(name="muon", lr=4e-3, weight_decay=0.1),
+        augment=AugmentConfig(shift=1, flip=True, border="black"),
+        optim=OptimConfig(name="muon", lr=4e-3, weight_decay=0.1),
         epochs=30,
-        batch=128,
+        batch_size=128,
         label_smoothing=0.1,
         ema=0.05,
     )
@@ -82,11 +82,11 @@ def cifar10() -> Recipe:
     """CIFAR-10 from scratch with 4×4 patches: a minute on a large GPU. Not measured yet."""
     return Recipe(
         name="cifar10",
-        data=Data(name="cifar10", validation=0.1),
+        data=DataConfig(name="cifar10", validation=0.1),
         model=ViTConfig(
             image_size=(32, 32),
             patch_size=4,
-            classes=10,
+            num_classes=10,
             width=256,
             depth=6,
             heads=4,
@@ -96,13 +96,13 @@ def cifar10() -> Recipe:
             gelu="tanh",
             drop_path=0.1,
         ),
-        start=("identity", "local", "alike", "whitened"),
-        augment=Augment(shift=2, flip=True, cutmix=1.0, mixed=0.5),
-        optim=Optim(
-            name="muon", lr=5e-3, weight_decay=0.05, betas=(0.9, 0.95), clip=0.0, schedule="linear", warmup=0.15
+        init_schemes=("identity", "local_heads", "qk_similar", "whitened_patches"),
+        augment=AugmentConfig(shift=2, flip=True, cutmix=1.0, mix_prob=0.5),
+        optim=OptimConfig(
+            name="muon", lr=5e-3, weight_decay=0.05, betas=(0.9, 0.95), grad_clip=0.0, schedule="linear", warmup=0.15
         ),
         epochs=60,
-        batch=256,
+        batch_size=256,
         label_smoothing=0.1,
     )
 
@@ -111,18 +111,18 @@ def cifar10_94() -> Recipe:
     """CIFAR-10 to 94.0 % against the clock: 7.1 s on an H200. Three small convolutions, then 4 blocks."""
     base = cifar10()
     plain = {field.name: getattr(base.model, field.name) for field in fields(base.model)}
-    stem = ConvStemConfig(widths=(32, 128, 256), strides=(1, 2, 2), whole=False)  # 49 tokens
+    stem = ConvStemConfig(widths=(32, 128, 256), strides=(1, 2, 2), same_padding=False)  # 49 tokens
     return replace(
         base,
         name="cifar10-94",
-        data=Data(name="cifar10", validation=0.0),
+        data=DataConfig(name="cifar10", validation=0.0),
         model=HybridConfig(**plain | {"drop_path": 0.0, "depth": 4, "mlp_width": 768}, conv=stem),
         variant="hybrid",
-        start=("identity", "local", "alike"),
-        optim=replace(base.optim, muon_decay=0.3),
-        augment=replace(base.augment, mixed=0.4),
+        init_schemes=("identity", "local_heads", "qk_similar"),
+        optim=replace(base.optim, muon_weight_decay=0.3),
+        augment=replace(base.augment, mix_prob=0.4),
         epochs=20,
-        views="six",
+        tta="six",
         checkpoint_epochs=0,
     )
 
@@ -134,8 +134,8 @@ def cifar10_95() -> Recipe:
         base,
         name="cifar10-95",
         model=replace(base.model, depth=5, drop_path=0.1),
-        optim=replace(base.optim, muon_decay=0.1),
-        augment=replace(base.augment, mixed=0.5),
+        optim=replace(base.optim, muon_weight_decay=0.1),
+        augment=replace(base.augment, mix_prob=0.5),
         epochs=35,
     )
 
@@ -149,19 +149,19 @@ def cifar10_96() -> Recipe:
         model=replace(base.model, depth=6),
         augment=replace(base.augment, shift=3),
         epochs=84,
-        views="ten",
+        tta="ten",
     )
 
 
 def cifar10_97() -> Recipe:
     """CIFAR-10 to 97.2 %: 4 minutes on an H200. cifar10-96 for longer, wider, with RandAugment."""
     base = cifar10_96()
-    policy = Policy(name="randaugment", layers=1, magnitude=6.0, increasing=True, probability=0.6)
+    policy = AutoAugmentPolicy(name="randaugment", num_ops=1, magnitude=6.0, increasing=True, probability=0.6)
     return replace(
         base,
         name="cifar10-97",
         model=replace(base.model, width=384, heads=6, mlp_width=1152, drop_path=0.2),
-        augment=replace(base.augment, shift=4, mixed=0.6, policy=policy),
+        augment=replace(base.augment, shift=4, mix_prob=0.6, policy=policy),
         epochs=333,
     )
 
@@ -174,7 +174,7 @@ def cifar10_patch() -> Recipe:
         name="cifar10-patch",
         model=replace(cifar10().model, drop_path=0.0),
         variant="plain",
-        start=cifar10().start,
+        init_schemes=cifar10().init_schemes,
         epochs=28,
     )
 
@@ -185,11 +185,11 @@ def mnist_99_5() -> Recipe:
     return replace(
         fast,
         name="mnist-99.5",
-        data=Data(name="mnist", validation=0.0),
+        data=DataConfig(name="mnist", validation=0.0),
         model=replace(fast.model, image_size=(28, 28), channels=1, width=128, depth=4),
-        augment=Augment(shift=2, rotate=10.0, scale=0.1, border="black"),
+        augment=AugmentConfig(shift=2, rotate=10.0, scale=0.1, border="black"),
         epochs=6,
-        views="three",
+        tta="three",
     )
 
 
@@ -199,7 +199,7 @@ def fashion_mnist_94() -> Recipe:
     return replace(
         fast,
         name="fashion-mnist-94",
-        data=Data(name="fashion-mnist", validation=0.0),
+        data=DataConfig(name="fashion-mnist", validation=0.0),
         model=replace(fast.model, image_size=(28, 28), channels=1),
         augment=replace(fast.augment, border="black"),
         epochs=10,
@@ -210,7 +210,10 @@ def cifar100() -> Recipe:
     """CIFAR-100 from scratch, like CIFAR-10: for a GPU. Its accuracy has not been measured yet."""
     base = cifar10()
     return replace(
-        base, name="cifar100", data=Data(name="cifar100", validation=0.1), model=replace(base.model, classes=100)
+        base,
+        name="cifar100",
+        data=DataConfig(name="cifar100", validation=0.1),
+        model=replace(base.model, num_classes=100),
     )
 
 
@@ -218,12 +221,12 @@ def folder_finetune() -> Recipe:
     """Photographs in class folders, from a checkpoint: a few minutes on two cores for a few hundred."""
     return Recipe(
         name="folder-finetune",
-        data=Data(name="photos", validation=0.15),
+        data=DataConfig(name="photos", validation=0.15),
         model=ViTConfig(drop_path=0.05),  # its shape becomes the checkpoint's
-        augment=Augment(crop=0.4, flip=True),
-        optim=Optim(lr=1e-3, weight_decay=0.05, layer_decay=0.75),
+        augment=AugmentConfig(crop=0.4, flip=True),
+        optim=OptimConfig(lr=1e-3, weight_decay=0.05, layer_decay=0.75),
         epochs=10,
-        batch=32,
+        batch_size=32,
         label_smoothing=0.1,
         ema=0.1,
     )
@@ -233,14 +236,14 @@ def folder_scratch() -> Recipe:
     """Photographs in class folders, from scratch: needs thousands of images; with fewer, give --init."""
     return Recipe(
         name="folder-scratch",
-        data=Data(name="photos", validation=0.15, crop=0.9),
+        data=DataConfig(name="photos", validation=0.15, crop=0.9),
         model=ViTConfig(
             image_size=(128, 128), patch_size=16, width=192, depth=6, heads=3, positions="learned+rotary", qk_norm=True
         ),
-        augment=Augment(crop=0.35, flip=True, cutmix=1.0),
-        optim=Optim(name="muon", lr=3e-3, weight_decay=0.1),
+        augment=AugmentConfig(crop=0.35, flip=True, cutmix=1.0),
+        optim=OptimConfig(name="muon", lr=3e-3, weight_decay=0.1),
         epochs=60,
-        batch=64,
+        batch_size=64,
         label_smoothing=0.1,
         ema=0.05,
     )
@@ -248,7 +251,7 @@ def folder_scratch() -> Recipe:
 
 def gray(**settings: Any) -> ViTConfig:
     """A ViT for small gray images of ten kinds."""
-    shared: dict[str, Any] = {"image_size": (28, 28), "channels": 1, "classes": 10}
+    shared: dict[str, Any] = {"image_size": (28, 28), "channels": 1, "num_classes": 10}
     return ViTConfig(**shared | settings)
 
 
@@ -287,7 +290,7 @@ GROUPS: dict[str, dict[str, Callable[[], Recipe]]] = {
 RECIPES = {name: make for group in GROUPS.values() for name, make in group.items()}
 
 
-def named(name: str) -> Recipe:
+def get_recipe(name: str) -> Recipe:
     if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES)
+        raise unknown_name_error("recipe", name, RECIPES)
     return RECIPES[name]()

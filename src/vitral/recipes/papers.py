@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vitral.data.augment import Augment
-from vitral.data.autoaugment import Policy
+from vitral.data.augment import AugmentConfig
+from vitral.data.autoaugment import AutoAugmentPolicy
 from vitral.models.presets import preset
-from vitral.recipes.schema import Data, Optim, Recipe
+from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 
-IMAGENET = Data(
+IMAGENET = DataConfig(
     name="imagenet",
     validation=0.01,  # big_vision's: 99 % to train on
     mean=(0.5, 0.5, 0.5),
     std=(0.5, 0.5, 0.5),  # pixels from -1 to 1
     crop=0.875,  # 256 pixels, of which the middle 224
 )
-INCEPTION = Augment(crop=0.05, flip=True)  # a part of 5 to 100 % of the area, left and right exchanged
+INCEPTION = AugmentConfig(crop=0.05, flip=True)  # a part of 5 to 100 % of the area, left and right exchanged
 
 # RandAugment's layers and magnitude, mixup's α (arXiv 2106.10270, big_vision's vit_i1k).
 AUGREG_LEVELS: dict[str, tuple[int, float, float]] = {
@@ -44,9 +44,9 @@ def vit_in1k() -> Recipe:
         data=IMAGENET,
         model=preset("B/16", dropout=0.1, dropout_embedding=0.1, head="mlp"),
         augment=INCEPTION,
-        optim=Optim(lr=3e-3, weight_decay=0.3, betas=(0.9, 0.999), clip=1.0, warmup=10_000.0),
+        optim=OptimConfig(lr=3e-3, weight_decay=0.3, betas=(0.9, 0.999), grad_clip=1.0, warmup=10_000.0),
         epochs=300,
-        batch=4096,
+        batch_size=4096,
     )
 
 
@@ -59,11 +59,13 @@ def vit_in21k() -> Recipe:
     return Recipe(
         name="vit-in21k",
         data=replace(IMAGENET, name="imagenet-21k"),
-        model=preset("B/16", classes=21_843, dropout=0.1, dropout_embedding=0.1, head="mlp"),
+        model=preset("B/16", num_classes=21_843, dropout=0.1, dropout_embedding=0.1, head="mlp"),
         augment=INCEPTION,
-        optim=Optim(lr=1e-3, weight_decay=0.03, betas=(0.9, 0.999), clip=1.0, schedule="linear", warmup=10_000.0),
+        optim=OptimConfig(
+            lr=1e-3, weight_decay=0.03, betas=(0.9, 0.999), grad_clip=1.0, schedule="linear", warmup=10_000.0
+        ),
         epochs=90,
-        batch=4096,
+        batch_size=4096,
     )
 
 
@@ -78,11 +80,11 @@ def vit_finetune() -> Recipe:
         name="vit-finetune",
         data=replace(IMAGENET, crop=1.0),
         model=preset("B/16", image_size=(384, 384)),
-        own_size=True,
+        keep_image_size=True,
         augment=INCEPTION,
-        optim=Optim(name="sgd", lr=0.03, momentum=0.9, weight_decay=0.0, clip=1.0, warmup=500.0),
+        optim=OptimConfig(name="sgd", lr=0.03, momentum=0.9, weight_decay=0.0, grad_clip=1.0, warmup=500.0),
         epochs=8,
-        batch=512,
+        batch_size=512,
     )
 
 
@@ -98,21 +100,23 @@ def deit() -> Recipe:
         name="deit",
         data=replace(IMAGENET, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), interpolation="bicubic"),
         model=preset("B/16", drop_path=0.1),
-        augment=Augment(
+        augment=AugmentConfig(
             crop=0.08,
             flip=True,
-            policy=Policy(
-                name="randaugment", layers=2, magnitude=9.0, spread=0.5, increasing=True, probability=0.5
+            policy=AutoAugmentPolicy(
+                name="randaugment", num_ops=2, magnitude=9.0, magnitude_std=0.5, increasing=True, probability=0.5
             ),  # timm's rand-m9-mstd0.5-inc1
             erase=0.25,
             mixup=0.8,
             cutmix=1.0,
-            switch=0.5,
+            cutmix_prob=0.5,
             repeat=3,
         ),
-        optim=Optim(lr=5e-4, lr_batch=512, weight_decay=0.05, clip=0.0, warmup=5 / 300, final_lr=1e-5 / 1e-3),
+        optim=OptimConfig(
+            lr=5e-4, lr_base_batch_size=512, weight_decay=0.05, grad_clip=0.0, warmup=5 / 300, final_lr=1e-5 / 1e-3
+        ),
         epochs=300,
-        batch=1024,
+        batch_size=1024,
         label_smoothing=0.1,
         ema_decay=0.99996,
     )
@@ -129,10 +133,12 @@ def deit_384() -> Recipe:
         name="deit-384",
         data=replace(base.data, crop=1.0),
         model=preset("B/16", image_size=(384, 384), drop_path=0.1),
-        own_size=True,
-        optim=Optim(lr=5e-6, lr_batch=512, weight_decay=1e-8, clip=0.0, schedule="constant", warmup=5 / 30),
+        keep_image_size=True,
+        optim=OptimConfig(
+            lr=5e-6, lr_base_batch_size=512, weight_decay=1e-8, grad_clip=0.0, schedule="constant", warmup=5 / 30
+        ),
         epochs=30,
-        batch=512,
+        batch_size=512,
     )
 
 
@@ -146,10 +152,10 @@ def plain_s16() -> Recipe:
         name="plain-s16",
         data=IMAGENET,
         model=preset("plain-S/16"),
-        augment=replace(INCEPTION, policy=Policy(name="randaugment", layers=2, magnitude=10.0), mixup=0.2),
-        optim=Optim(lr=1e-3, weight_decay=1e-4 / 1e-3, clip=1.0, warmup=10_000.0),
+        augment=replace(INCEPTION, policy=AutoAugmentPolicy(name="randaugment", num_ops=2, magnitude=10.0), mixup=0.2),
+        optim=OptimConfig(lr=1e-3, weight_decay=1e-4 / 1e-3, grad_clip=1.0, warmup=10_000.0),
         epochs=90,
-        batch=1024,
+        batch_size=1024,
     )
 
 
@@ -165,9 +171,11 @@ def augreg_in1k(size: str = "B/16", level: str | None = None) -> Recipe:
         name="augreg-in1k",
         data=IMAGENET,
         model=preset(size, head="mlp"),
-        augment=replace(INCEPTION, policy=Policy(name="randaugment", layers=layers, magnitude=magnitude), mixup=mixup),
-        optim=Optim(lr=1e-3, weight_decay=1e-4 / 1e-3, clip=1.0, warmup=10_000.0),
+        augment=replace(
+            INCEPTION, policy=AutoAugmentPolicy(name="randaugment", num_ops=layers, magnitude=magnitude), mixup=mixup
+        ),
+        optim=OptimConfig(lr=1e-3, weight_decay=1e-4 / 1e-3, grad_clip=1.0, warmup=10_000.0),
         loss="sigmoid",
         epochs=300,
-        batch=4096,
+        batch_size=4096,
     )

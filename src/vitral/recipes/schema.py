@@ -1,6 +1,6 @@
-"""What a run is: one frozen dataclass, complete, that can be written to TOML and read back.
+"""The recipe: one frozen dataclass that determines the result of a training run, with TOML in and out.
 
-A recipe says everything that decides the result. Where it comes from (a name, a file, flags) is other files' business.
+A recipe in a run folder is complete, so `vitral train --recipe runs/x/recipe.toml` repeats the run.
 """
 
 from __future__ import annotations
@@ -15,143 +15,144 @@ from typing import Any, Literal
 
 import tomli_w
 
-from vitral.data.augment import Augment
-from vitral.data.files.file_dataset import Reading
+from vitral.data.augment import AugmentConfig
+from vitral.data.files.file_dataset import ReadOptions
 from vitral.data.loader import Sampling
 from vitral.data.preprocess import Interpolation
-from vitral.device.hardware import Compile, Device, Precision
-from vitral.errors import VitralError, reason
-from vitral.evaluation.tta import Views
-from vitral.models.variants import check, config_class
+from vitral.device.select import CompileOption, DeviceOption, PrecisionOption
+from vitral.errors import VitralError, error_reason
+from vitral.evaluation.tta import TTA
+from vitral.models.variants import check_variant, config_class
 from vitral.models.vit import ViTConfig
-from vitral.training.init_schemes import Start, why_not
-from vitral.training.loss import Loss
-from vitral.utils.serialization import from_plain, to_plain
+from vitral.training.init_schemes import InitScheme, unsupported_reason
+from vitral.training.loss import LossName
+from vitral.utils.serialization import from_dict, to_dict
 
-EMBEDDING = ("patch_", "class_", "distillation_", "position_", "registers")  # what comes before the first block
-
-# What may be different when a run is resumed: where it is computed, and what is kept on disk.
-CAN_CHANGE = (
-    "device", "precision", "compile", "parallel", "accumulate", "recompute", "views", "checkpoint_epochs",
-    "checkpoint_minutes", "keep", "on_nan", "tensorboard",
+# Fields that may change when a run is resumed: how it is computed and what is kept on disk, not its result.
+RESUMABLE_FIELDS = (
+    "device", "precision", "compile", "parallel", "grad_accum", "activation_checkpointing", "tta", "checkpoint_epochs",
+    "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
-    """Which images, and how much of the training set is held out to choose the best epoch.
+class DataConfig:
+    """The dataset, its validation split and its preprocessing.
 
-    With nothing held out, all images train, the last epoch's weights are the model, and it is not calibrated."""
+    The validation split selects the best epoch and calibrates the model. Without one, training uses all images, the
+    last epoch's weights become the model, and the model is not calibrated.
+    """
 
-    name: str
-    validation: float = 0.1
-    mean: tuple[float, ...] | None = None  # a value a channel, pixels in [0, 1]; None: measured on the training images
-    std: tuple[float, ...] | None = None
-    crop: float = 1.0  # share of the scaled picture's shorter side that the model sees
-    interpolation: Interpolation = "bilinear"
-    pack: float = Reading.pack  # GiB of disk that decoded photographs may take; larger sets are decoded anew each epoch
-    unreadable: float = Reading.unreadable  # share of broken files above which the run stops
-    workers: int = Reading.workers  # processes that decode photographs; 0: one a core
+    name: str  # built-in dataset, folder, CSV list or shard pattern
+    validation: float = 0.1  # fraction of the training set to hold out for validation
+    mean: tuple[float, ...] | None = None  # per-channel mean in [0, 1]; computed from the training set if omitted
+    std: tuple[float, ...] | None = None  # per-channel standard deviation; computed from the training set if omitted
+    crop: float = 1.0  # side of the central crop, as a fraction of the resized image's shorter side
+    interpolation: Interpolation = "bilinear"  # how images are resized
+    pack: float = ReadOptions.pack  # GiB of disk for decoded images; larger datasets are decoded in every epoch
+    unreadable: float = ReadOptions.unreadable  # stop if more than this fraction of the files is unreadable
+    workers: int = ReadOptions.workers  # image decoding processes; 0: one per CPU
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
             raise ValueError(f"data.validation must be at least 0 and below 1, not {self.validation}")
-        self.how  # noqa: B018 - refuses what it cannot do
+        self.read_options  # noqa: B018 - validates the fields it is made of
 
     @property
-    def how(self) -> Reading:
-        """How files are read: no part of what decides the result."""
-        return Reading(pack=self.pack, unreadable=self.unreadable, workers=self.workers)
+    def read_options(self) -> ReadOptions:
+        """How files are read, which does not affect the result."""
+        return ReadOptions(pack=self.pack, unreadable=self.unreadable, workers=self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optim:
-    """How the weights move."""
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "sgd", "muon"] = "adamw"  # muon: for the encoder's matrices, AdamW for the rest
-    lr: float = 1e-3
-    lr_batch: int = 0  # lr is meant for a batch of so many images and grows with the batch; 0: lr is what it is
-    weight_decay: float = 0.05  # on matrices; norms, biases, tokens and positions are spared
-    muon_decay: float | None = None  # on those that Muon moves; None: the same
+    name: Literal["adamw", "sgd", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for everything else
+    lr: float = 1e-3  # peak learning rate
+    lr_base_batch_size: int = 0  # scale lr by batch size / this number; 0: no scaling
+    weight_decay: float = 0.05  # of matrices; norms, biases, tokens and positions are not decayed
+    muon_weight_decay: float | None = None  # of the matrices that Muon updates; default: weight_decay
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW
     momentum: float = 0.9  # SGD
-    clip: float = 1.0  # largest norm of the gradient; 0: not clipped
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: float = 0.1  # share of the run if below 1, otherwise a number of steps
-    final_lr: float = 0.0  # share of lr at the end of the schedule
-    layer_decay: float = 1.0  # each block learns this much slower than the one behind it (arXiv 2106.08254)
+    grad_clip: float = 1.0  # maximum gradient norm; 0: no clipping
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # learning rate after the warm-up
+    warmup: float = 0.1  # fraction of the run if below 1, otherwise number of steps
+    final_lr: float = 0.0  # learning rate at the end of the schedule, as a fraction of lr
+    layer_decay: float = 1.0  # learning rate of each block relative to the next one (arXiv 2106.08254)
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
             raise ValueError(f"optim.lr must be above 0, not {self.lr}")
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"optim.layer_decay must be above 0 and at most 1, not {self.layer_decay}")
-        if self.muon_decay is not None and not self.muon_decay >= 0:
-            raise ValueError(f"optim.muon_decay must not be negative, not {self.muon_decay}")
-        for name in ("lr_batch", "weight_decay", "clip", "warmup", "final_lr"):
+        if self.muon_weight_decay is not None and not self.muon_weight_decay >= 0:
+            raise ValueError(f"optim.muon_weight_decay must not be negative, not {self.muon_weight_decay}")
+        for name in ("lr_base_batch_size", "weight_decay", "grad_clip", "warmup", "final_lr"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"optim.{name} must be a number from 0 up, not {getattr(self, name)}")
-        for name, shares in (("betas", self.betas), ("momentum", (self.momentum,))):
-            if not all(0 <= share < 1 for share in shares):
+                raise ValueError(f"optim.{name} must be a finite number and not negative, not {getattr(self, name)}")
+        for name, values in (("betas", self.betas), ("momentum", (self.momentum,))):
+            if not all(0 <= value < 1 for value in values):
                 raise ValueError(f"optim.{name} must be at least 0 and below 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides the result of a training."""
+    """Everything that determines the result of a training run."""
 
-    name: str
-    data: Data
-    model: ViTConfig  # of the kind that the variant wants: a HybridConfig for "hybrid"
-    variant: str = "plain"  # of the table in vitral.models.variants
-    augment: Augment = field(default_factory=Augment)
-    optim: Optim = field(default_factory=Optim)
-    start: tuple[Start, ...] = ()  # first weights that suit short trainings (vitral.training.init_schemes says how)
-    init: str = ""  # a checkpoint to begin from: a file, a folder, a run, hf:owner/name; empty: from scratch
-    own_size: bool = False  # with init: images of the recipe's size, not of the checkpoint's
-    freeze: str = ""  # "backbone": only the head learns; a number: so many blocks and the embedding stay as they are
-    epochs: int = 10
-    batch: int = 128
-    accumulate: int = 1  # parts that a batch is computed in, one after the other: less memory, the same step
-    recompute: bool = False  # activations computed again in the backward pass: less memory, a third more time
-    sampling: Sampling = "plain"  # balanced: each class equally often in an epoch, small ones again and again
-    loss: Loss = "softmax"  # sigmoid: each class a question of its own (arXiv 2006.07159)
-    class_weights: Literal["none", "balanced"] = "none"  # balanced: rare classes weigh more in the loss
-    label_smoothing: float = 0.0
-    ema: float = 0.0  # memory of the averaged weights as a share of the run; 0: no averaging
-    ema_decay: float = 0.0  # the same as a number a step, as papers have it: 0.99996 remembers 25,000 steps
-    seed: int = 0
-    device: Device = "auto"
-    precision: Precision = "auto"  # fp32, bf16 or, for wide models on new GPUs, fp8: large products in 8 bits
-    compile: Compile = "auto"
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # of several processes: each the whole model, or a part of it
-    views: Views = "one"  # of a test image, averaged. flip: mirrored too; three: moved; six: both; ten: both ways
-    checkpoint_epochs: int = 1  # a checkpoint after each so many epochs; 0: none, for runs of seconds
-    checkpoint_minutes: float = 10.0  # and after so many minutes
-    keep: int = 2  # checkpoints kept
-    on_nan: Literal["stop", "rollback"] = "stop"  # rollback: to the last checkpoint, with half the learning rate
-    tensorboard: bool = False
+    name: str  # name of the recipe, and prefix of the run folder
+    data: DataConfig  # dataset, validation split and preprocessing
+    model: ViTConfig  # architecture; the variant "hybrid" needs a HybridConfig
+    variant: str = "plain"  # model variant (vitral.models.variants)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)  # augmentation of the training images
+    optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning-rate schedule
+    init_schemes: tuple[InitScheme, ...] = ()  # weight initialisations for short runs (vitral.training.init_schemes)
+    init_from: str = ""  # checkpoint to fine-tune: a file, folder, run or hf:owner/name; empty: train from scratch
+    keep_image_size: bool = False  # with init_from: use the recipe's image size instead of the checkpoint's
+    freeze: str = ""  # "backbone": train only the head; a number: freeze the embedding and that many blocks
+    epochs: int = 10  # passes over the training set
+    batch_size: int = 128  # images per optimizer step, over all processes
+    grad_accum: int = 1  # micro-batches per optimizer step; more of them need less memory
+    activation_checkpointing: bool = False  # recompute activations during backward: less memory, a third more time
+    sampling: Sampling = "uniform"  # balanced: draw each class equally often, repeating images of rare classes
+    loss: LossName = "softmax"  # sigmoid: one binary cross-entropy per class (arXiv 2006.07159)
+    class_weights: Literal["none", "balanced"] = "none"  # balanced: weight classes by inverse frequency in the loss
+    label_smoothing: float = 0.0  # probability mass spread over all classes
+    ema: float = 0.0  # window of the weight average, as a fraction of the run; 0: no averaging
+    ema_decay: float = 0.0  # the same as a decay per step: 0.99996 averages over 25,000 steps
+    seed: int = 0  # seed of weights, batch order and augmentation
+    device: DeviceOption = "auto"  # auto: a GPU if there is one
+    precision: PrecisionOption = "auto"  # fp8: GEMMs in 8 bits, for wide models on recent GPUs
+    compile: CompileOption = "auto"  # torch.compile and CUDA graphs
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # several processes: replicate or shard the model
+    tta: TTA = "none"  # test-time augmentation for the test accuracy
+    checkpoint_epochs: int = 1  # epochs between checkpoints; 0: none, for runs of seconds
+    checkpoint_minutes: float = 10.0  # minutes between checkpoints within an epoch
+    keep_checkpoints: int = 2  # newest checkpoints to keep
+    on_nan: Literal["stop", "rollback"] = "stop"  # rollback: return to a checkpoint and halve the learning rate
+    tensorboard: bool = False  # write TensorBoard logs
 
     def __post_init__(self) -> None:
-        check(self.variant, self.model)
-        if reason := why_not(self.start, self.variant, self.model):
+        check_variant(self.variant, self.model)
+        if reason := unsupported_reason(self.init_schemes, self.variant, self.model):
             raise ValueError(reason)
         if self.freeze not in ("", "backbone") and not self.freeze.isdigit():
             raise ValueError(f"freeze must be 'backbone' or a number of blocks, not {self.freeze!r}")
         if self.freeze.isdigit() and int(self.freeze) > self.model.depth:
-            raise ValueError(f"freeze must be at most {self.model.depth}, the blocks of the model, not {self.freeze}")
-        for name, least in (("epochs", 1), ("batch", 1), ("accumulate", 1), ("keep", 1), ("checkpoint_epochs", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+            raise ValueError(f"freeze must be at most {self.model.depth}, the model's depth, not {self.freeze}")
+        minimums = {"epochs": 1, "batch_size": 1, "grad_accum": 1, "keep_checkpoints": 1, "checkpoint_epochs": 0}
+        for name, minimum in minimums.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
         for name in ("label_smoothing", "ema", "ema_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
         if not self.checkpoint_minutes >= 0:
             raise ValueError(f"checkpoint_minutes must not be negative, not {self.checkpoint_minutes}")
         if self.ema and self.ema_decay:
-            raise ValueError(f"ema and ema_decay both say how long the average remembers: {self.ema}, {self.ema_decay}")
-        if self.accumulate > self.batch:
-            raise ValueError(f"accumulate must be at most the batch, {self.batch}, not {self.accumulate}")
+            raise ValueError(f"ema and ema_decay exclude each other, but are {self.ema} and {self.ema_decay}")
+        if self.grad_accum > self.batch_size:
+            raise ValueError(f"grad_accum must be at most batch_size, {self.batch_size}, not {self.grad_accum}")
         if self.sampling == self.class_weights == "balanced":
             raise ValueError("sampling and class_weights must not both be balanced: rare classes would count twice")
         if not 0 <= self.seed < 2**32:
@@ -159,71 +160,63 @@ class Recipe:
 
     @property
     def lr_scale(self) -> float:
-        """What the learning rate is multiplied by for the size of the batch."""
-        return self.batch / self.optim.lr_batch if self.optim.lr_batch else 1.0
+        """Factor on the learning rate for this batch size."""
+        return self.batch_size / self.optim.lr_base_batch_size if self.optim.lr_base_batch_size else 1.0
 
-    def ema_share(self, steps: int) -> float:
-        """Of a run of so many steps, what the averaged weights remember; 0: no averaging."""
-        return 1 / ((1 - self.ema_decay) * steps) if self.ema_decay else self.ema
+    def ema_fraction(self, total_steps: int) -> float:
+        """Window of the weight average as a fraction of the run; 0: no averaging."""
+        return 1 / ((1 - self.ema_decay) * total_steps) if self.ema_decay else self.ema
 
-    @property
-    def frozen(self) -> tuple[str, ...]:
-        """What the names of parameters that do not learn begin with."""
-        if self.freeze == "backbone":
-            return (*EMBEDDING, "encoder", "attention_", "pooled_")
-        if not self.freeze:
-            return ()
-        return EMBEDDING + tuple(f"encoder.blocks.{block}." for block in range(int(self.freeze)))
-
-    def essence(self) -> dict[str, Any]:
-        """What decides the result: everything but where it is computed and what is kept on disk."""
-        decides = {name: value for name, value in to_plain(self).items() if name not in CAN_CHANGE}
-        data = {name: value for name, value in decides["data"].items() if name not in ("pack", "unreadable", "workers")}
-        return {**decides, "data": data}
+    def result_fields(self) -> dict[str, Any]:
+        """The fields that determine the result, as plain values: a checkpoint only fits a recipe with equal ones."""
+        fields = {name: value for name, value in to_dict(self).items() if name not in RESUMABLE_FIELDS}
+        data = {name: value for name, value in fields["data"].items() if name not in to_dict(ReadOptions())}
+        return {**fields, "data": data}
 
     def to_toml(self) -> str:
-        """Complete: every field, but for those that are None, which TOML cannot say."""
-        return re.sub(r"\[\n(?:    .*,\n)+\]", _on_one_line, tomli_w.dumps(to_plain(self)))
+        """Every field, except those that are None, which TOML cannot represent."""
+        return re.sub(r"\[\n(?:    .*,\n)+\]", _on_one_line, tomli_w.dumps(to_dict(self)))
 
-    def changed(self, changes: Mapping[str, Any]) -> Recipe:
-        """A copy with some fields changed, nested ones by a dot: `recipe.changed({"optim.lr": 3e-4})`."""
-        values = to_plain(self)
-        for path, value in changes.items():
+    def with_overrides(self, overrides: Mapping[str, Any]) -> Recipe:
+        """A copy with some fields replaced; nested fields by dotted names: `{"optim.lr": 3e-4}`."""
+        values = to_dict(self)
+        for path, value in overrides.items():
             inner = values
-            *groups, last = path.split(".")
+            *groups, name = path.split(".")
             for group in groups:
                 inner = inner.setdefault(group, {})
                 if not isinstance(inner, dict):
                     raise VitralError(
-                        f"{path!r} is no field of a recipe: {group!r} has no fields inside",
-                        "vitral recipes show NAME prints all fields",
+                        f"{path!r} is not a recipe field: {group!r} has no fields of its own",
+                        "`vitral recipes show NAME` prints all fields",
                     )
-            inner[last] = to_plain(value)
-        return from_values(values)
+            inner[name] = to_dict(value)
+        return recipe_from_dict(values)
 
 
 def _on_one_line(array: re.Match[str]) -> str:
     return f"[{', '.join(line.strip().removesuffix(',') for line in array[0].splitlines()[1:-1])}]"
 
 
-def from_values(values: Mapping[str, Any]) -> Recipe:
-    """A recipe from a dictionary, whose variant says what describes its model."""
-    return from_plain(Recipe, values, kinds={"model": config_class(values.get("variant"))})
+def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
+    """A recipe from nested dictionaries. The variant decides the class of `model`."""
+    return from_dict(Recipe, values, field_types={"model": config_class(values.get("variant"))})
 
 
 def read_recipe(path: Path) -> Recipe:
-    """A recipe from a TOML file; every mistake in it is named."""
+    """Read a recipe from a TOML file."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise VitralError(
-            f"cannot read the recipe {path}: {reason(error)}", "vitral recipes show NAME > FILE.toml writes one"
+            f"cannot read the recipe {path}: {error_reason(error)}",
+            "`vitral recipes show NAME > FILE.toml` writes one",
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise VitralError(
-            f"{path} is not a valid recipe: {error}", "vitral recipes show NAME prints a valid one"
+            f"{path} is not valid TOML: {error}", "`vitral recipes show NAME` prints a valid recipe"
         ) from error
     try:
-        return from_values(values)
+        return recipe_from_dict(values)
     except VitralError as error:
         raise VitralError(f"{path}: {error.what}", error.hint) from error

@@ -1,4 +1,4 @@
-"""Activation checkpointing: less memory for more arithmetic."""
+"""Activation checkpointing: less memory for more computation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.utils.checkpoint import checkpoint
 from vitral.models.vit import ViT
 
 
-def recompute_blocks(model: ViT) -> None:
-    """From now on each block keeps only its input; the backward pass computes the rest again, with the same draws.
+def checkpoint_activations(model: ViT) -> None:
+    """Make each block save only its input and recompute the rest during backward, with the same random draws.
 
-    Of the forward pass's arithmetic all is done twice, which makes a step about a third longer; the result is the same.
+    The forward pass runs twice, so that a step takes about a third longer. The gradients are the same.
     """
     for block in model.encoder.blocks:
-        _recompute(block)
+        _checkpoint_block(block)
 
 
-def _recompute(block: nn.Module) -> None:
-    once = block.forward
+def _checkpoint_block(block: nn.Module) -> None:
+    original_forward = block.forward
 
-    def forward(*given: Any) -> Any:
+    def forward(*args: Any) -> Any:
         if not torch.is_grad_enabled():
-            return once(*given)
-        return checkpoint(once, *given, use_reentrant=False)
+            return original_forward(*args)
+        return checkpoint(original_forward, *args, use_reentrant=False)
 
     block.forward = forward

@@ -1,4 +1,4 @@
-"""Everything for an exact resume, whole or not there at all: one file, or a folder with a part of each process."""
+"""Write and read checkpoints atomically: one file, or a folder with one shard per rank."""
 
 from __future__ import annotations
 
@@ -10,53 +10,56 @@ from typing import Any
 
 import torch
 
-from vitral.distributed.dtensor import is_divided
-from vitral.distributed.world import ALONE, World
+from vitral.distributed.dtensor import is_sharded
+from vitral.distributed.world import SINGLE_PROCESS, World
 from vitral.errors import VitralError
-from vitral.runs.run import whole_or_not
-from vitral.training.sharded_checkpoint import Like, load_rows, save_rows
+from vitral.training.sharded_checkpoint import PlacementFn, load_sharded, save_sharded
+from vitral.utils.atomic import atomic_writer
 
-FORMAT = 1  # raised when what is in a checkpoint changes its meaning
+FORMAT = 2  # raised when the content of a checkpoint changes
 
 
-def save(folder: Path, step: int, state: dict[str, Any], keep: int, world: World = ALONE) -> Path:
-    """Write it whole, then forget all but the newest `keep`, and what a killed writer left behind.
+def save(folder: Path, step: int, state: dict[str, Any], keep: int, world: World = SINGLE_PROCESS) -> Path:
+    """Write a checkpoint, then delete all but the newest `keep` and the temporary files of killed writers.
 
-    Of several processes the first writes, or, where the tensors are divided among them, each its part.
+    Rank 0 writes the file; sharded tensors are written by every rank.
     """
     content = {"format": FORMAT, "step": step, **state}
-    if any(is_divided(tensor) for tensor in state["model"].values()):
+    if any(is_sharded(tensor) for tensor in state["model"].values()):
         path = folder / f"step-{step:09d}.sharded"
-        with _writing(path):
-            save_rows(path, content, world)
+        with _write_errors(path):
+            save_sharded(path, content, world)
     else:
         path = folder / f"step-{step:09d}.pt"
-        world.tell(lambda: _save_whole(path, content))
-    if world.first:
-        for old in [*_all(folder)[:-keep], *folder.glob(".step-*.pt.*"), *folder.glob(".best.safetensors.*")]:
-            forget(old)
+        world.broadcast_from_rank0(lambda: _save_file(path, content))
+    if world.is_rank0:
+        obsolete = _all(folder)[:-keep]
+        temporary = [*folder.glob(".step-*.pt.*"), *folder.glob(".best.safetensors.*")]
+        for old in (*obsolete, *temporary):
+            delete(old)
     return path
 
 
-def _save_whole(path: Path, content: dict[str, Any]) -> None:
-    with _writing(path), whole_or_not(path) as file:
+def _save_file(path: Path, content: dict[str, Any]) -> None:
+    with _write_errors(path), atomic_writer(path) as file:
         torch.save(content, file)
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch's writer turns some of the one into the other
+    except (OSError, RuntimeError) as error:  # torch.save turns some OSErrors into RuntimeErrors
         cause = error if isinstance(error, OSError) else error.__context__
-        older = newest(path.parent)
+        previous = newest(path.parent)
+        remaining = f"the previous checkpoint {previous.name} is intact" if previous else "no checkpoint exists yet"
         raise VitralError(
-            f"cannot save the checkpoint {path}: {getattr(cause, 'strerror', None) or error}",
-            f"free some space; {'the one before is whole: ' + older.name if older else 'none was saved before'}",
+            f"cannot write the checkpoint {path}: {getattr(cause, 'strerror', None) or error}",
+            f"free some disk space; {remaining}",
         ) from error
 
 
-def forget(path: Path) -> None:
+def delete(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -64,27 +67,28 @@ def forget(path: Path) -> None:
 
 
 def newest(folder: Path, before: Path | None = None) -> Path | None:
-    """The newest complete checkpoint (before another). Temporary files of a writer that was killed do not count."""
-    found = [path for path in _all(folder) if before is None or path < before]
-    return found[-1] if found else None
+    """The newest complete checkpoint, or the newest one older than `before`. Temporary files do not count."""
+    paths = [path for path in _all(folder) if before is None or path < before]
+    return paths[-1] if paths else None
 
 
-def load(path: Path, like: Like = lambda _: None, world: World = ALONE) -> dict[str, Any]:
-    """Read without unpickling code: tensors and plain values only. Of several processes every one must read."""
+def load(path: Path, placement: PlacementFn = lambda _: None, world: World = SINGLE_PROCESS) -> dict[str, Any]:
+    """Read a checkpoint without unpickling code: tensors and plain values only. All ranks must call this."""
     try:
         if path.is_dir():
-            state = load_rows(path, like, world)
+            state = load_sharded(path, placement, world)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise VitralError(
-            f"the checkpoint {path} cannot be read ({type(error).__name__})", "delete it to go on from the one before"
+            f"cannot read the checkpoint {path} ({type(error).__name__})",
+            "delete it to resume from the previous one",
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else None
+        found_format = state.get("format") if isinstance(state, dict) else None
         raise VitralError(
-            f"the checkpoint {path} has format {found}; this vitral reads format {FORMAT}",
-            "resume with the version of vitral that made it",
+            f"the checkpoint {path} has format {found_format}; this version of vitral reads format {FORMAT}",
+            "resume with the version of vitral that wrote it",
         )
     return state
 

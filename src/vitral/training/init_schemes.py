@@ -1,4 +1,7 @@
-"""First weights that suit a recipe better than the paper's."""
+"""Weight initialisations that suit short training runs better than the paper's.
+
+Each scheme changes the weights of a freshly initialised ViT in place; a recipe lists the ones to apply, in order.
+"""
 
 from __future__ import annotations
 
@@ -9,106 +12,106 @@ import torch
 from torch import Tensor, nn
 
 from vitral.models.vit import ViT, ViTConfig, patchify
+from vitral.training.optim.param_groups import HEAD_OUTPUT, RESIDUAL_OUTPUT
+
+InitScheme = Literal["identity", "local_heads", "qk_similar", "whitened_patches"]
 
 
 @torch.no_grad()
-def start_at_even_odds(model: nn.Module) -> None:
-    """Sigmoid: a head that has not learned yet begins by giving each class 1/K, not 1/2.
+def apply_init_schemes(schemes: tuple[InitScheme, ...], model: ViT, images_NCHW: Tensor | None = None) -> None:
+    """Apply the schemes in order. `images_NCHW`: normalised training images, which "whitened_patches" needs."""
+    for scheme in schemes:
+        if scheme == "identity":
+            identity(model)
+        elif scheme == "local_heads":
+            local_heads(model)
+        elif scheme == "qk_similar":
+            qk_similar(model)
+        elif images_NCHW is not None:
+            whitened_patches(model, images_NCHW)
 
-    AugReg's biases (arXiv 2106.10270) are these: -6.9 for ImageNet's 1000 classes, -10 for ImageNet-21k's 21,843.
+
+def unsupported_reason(schemes: tuple[InitScheme, ...], variant: str, config: ViTConfig) -> str | None:
+    """Why these schemes cannot be used with this model; None if they can."""
+    if "local_heads" in schemes and not ("rotary" in config.positions and config.qk_norm and config.qkv_bias):
+        return "init scheme 'local_heads' needs a model with rotary positions, qk_norm and qkv_bias"
+    if "whitened_patches" in schemes and variant != "plain":
+        return f"init scheme 'whitened_patches' needs pixel patches, which the variant {variant!r} does not have"
+    return None
+
+
+@torch.no_grad()
+def init_sigmoid_head_bias(model: nn.Module) -> None:
+    """Start a sigmoid head that is still zero at probability 1/K per class instead of 1/2.
+
+    These are the biases of AugReg (arXiv 2106.10270): -6.9 for the 1000 classes of ImageNet, -10 for ImageNet-21k.
     """
-    for head in (module for name, module in model.named_modules() if name.endswith("head.out")):
+    for head in (module for name, module in model.named_modules() if name.endswith(HEAD_OUTPUT)):
         if isinstance(head, nn.Linear) and not head.weight.any() and not head.bias.any():
             head.bias.fill_(-math.log(max(len(head.bias) - 1, 1)))
 
 
-Start = Literal["identity", "local", "alike", "whitened"]
-
-
-@torch.no_grad()
-def start_as(names: tuple[Start, ...], model: ViT, images_NCHW: Tensor | None = None) -> None:
-    """First weights by these names, in their order. `images_NCHW`: some that training will see, normalised."""
-    for name in names:
-        if name == "identity":
-            identity(model)
-        elif name == "local":
-            local(model)
-        elif name == "alike":
-            alike(model)
-        elif images_NCHW is not None:
-            whitened(model, images_NCHW)
-
-
-def why_not(names: tuple[Start, ...], variant: str, config: ViTConfig) -> str:
-    """What stands against such a start; empty where nothing does."""
-    if "local" in names and not ("rotary" in config.positions and config.qk_norm and config.qkv_bias):
-        return "start 'local' is for a model with rotary positions, qk_norm and qkv_bias"
-    if "whitened" in names and variant != "plain":
-        return f"start 'whitened' is for patches of pixels, not for the variant {variant!r}"
-    return ""
-
-
 def identity(model: nn.Module) -> None:
-    """Each block begins as the identity: the last matrix of its branches is zero (arXiv 1901.09321, section 3).
+    """Zero the last matrix of each residual branch, so that every block starts as the identity (arXiv 1901.09321).
 
-    The signal reaches the head unmixed, and each branch joins in when it has learned something.
+    The signal reaches the head unchanged, and each branch contributes as it learns.
     """
     for name, parameter in model.named_parameters():
-        if name.endswith(("attention.project.weight", "mlp.contract.weight")):
+        if name.endswith(RESIDUAL_OUTPUT):
             parameter.zero_()
 
 
-# Where heads look at first, in patches down and across: four to a block, then the next row.
+# Offsets (down, right) in patches that heads attend to at first: four heads per row, one row per block in turn.
 OFFSETS = (
     ((0, 1), (0, -1), (1, 0), (-1, 0)),
     ((1, 1), (-1, -1), (1, -1), (-1, 1)),
     ((0, 2), (0, -2), (2, 0), (-2, 0)),
     ((0, 0), (2, 2), (-2, -2), (0, 0)),
 )
-STRENGTH = 3.0  # of the bias, against queries and keys of about 1
-BLUR = 0.7  # patches
+STRENGTH = 3.0  # magnitude of the biases; queries and keys are about 1
+BLUR = 0.7  # width of the attended neighbourhood in patches
 
 
-def local(model: ViT) -> None:
-    """Each head begins by looking at a neighbour: what a convolution need not learn, and a ViT spends epochs on.
+def local_heads(model: ViT) -> None:
+    """Make each head attend to one neighbouring patch at first: locality, which a ViT otherwise spends epochs learning.
 
-    Biases of queries and keys alone, through the rotary positions: a key's is the same everywhere, a query's is that
-    turned by an offset, so their product is largest where the key's place is the query's plus the offset. Signs
-    alternate, which their product does not see: the norm of queries and keys would take away a mean.
+    Only the biases of queries and keys are set; RoPE makes them position-dependent. All keys get the same bias b, all
+    queries get b rotated by an offset, so that their dot product is largest where key position = query position +
+    offset. The signs of b alternate, which the dot product does not see, because QK-norm would remove a common mean.
     """
     config, rotary = model.config, model.encoder.rotary_position
     assert rotary is not None
-    d = config.width // config.heads
+    head_dim = config.width // config.heads
     frequency = rotary.frequency()
-    weight = (frequency * torch.exp(-((frequency * BLUR) ** 2) / 2)).sqrt().repeat(2)
-    weight *= STRENGTH * (2 / weight.square().mean()).sqrt() * (-1.0) ** torch.arange(len(weight))
+    bias = (frequency * torch.exp(-((frequency * BLUR) ** 2) / 2)).sqrt().repeat(2)
+    bias *= STRENGTH * (2 / bias.square().mean()).sqrt() * (-1.0) ** torch.arange(len(bias))
     for index, block in enumerate(model.encoder.blocks):
-        q, k, _ = block.get_parameter("attention.qkv.bias").view(3, config.heads, d)
+        q, k, _ = block.get_parameter("attention.qkv.bias").view(3, config.heads, head_dim)
         for head in range(config.heads):
-            down, across = OFFSETS[(index + head // 4) % 4][head % 4]
-            angle = torch.cat([down * frequency, across * frequency])
-            q[head] = torch.cat([weight * angle.cos(), weight * angle.sin()])
-            k[head] = torch.cat([weight, torch.zeros_like(weight)])
+            down, right = OFFSETS[(index + head // 4) % 4][head % 4]
+            angle = torch.cat([down * frequency, right * frequency])
+            q[head] = torch.cat([bias * angle.cos(), bias * angle.sin()])
+            k[head] = torch.cat([bias, torch.zeros_like(bias)])
 
 
-def alike(model: ViT) -> None:
-    """Keys begin half as the queries do: tokens look at what resembles them, as in trained ViTs (arXiv 2305.09828)."""
+def qk_similar(model: ViT) -> None:
+    """Correlate key weights with query weights (0.5), so that tokens attend to similar tokens (arXiv 2305.09828)."""
     for block in model.encoder.blocks:
         q, k, _ = block.get_parameter("attention.qkv.weight").chunk(3)
         k.copy_(0.5 * q + 0.75**0.5 * k)
 
 
-def whitened(model: ViT, images_NCHW: Tensor, ridge: float = 5e-3) -> None:
-    """The patch projection sees what is special in a patch as loudly as its mean: its inputs' covariance becomes 1.
+def whitened_patches(model: ViT, images_NCHW: Tensor, ridge: float = 5e-3) -> None:
+    """Whiten the input of the patch projection: patches get identity covariance before a random orthogonal map.
 
-    Pixels next to each other are nearly equal, so that a random projection gives mostly brightness.
+    Neighbouring pixels are nearly equal, so a random projection would mostly respond to brightness.
     """
     P, project = model.config.patch_size, model.patch_embedding.project
     H, W = (side - side % P for side in images_NCHW.shape[2:])
     patches = patchify(images_NCHW[:, :, :H, :W], P).flatten(0, 1).double().cpu()
-    values, vectors = torch.linalg.eigh(patches.t() @ patches / len(patches))
-    white = vectors @ torch.diag((values + ridge).rsqrt()) @ vectors.t()
+    eigenvalues, eigenvectors = torch.linalg.eigh(patches.t() @ patches / len(patches))
+    whitening = eigenvectors @ torch.diag((eigenvalues + ridge).rsqrt()) @ eigenvectors.t()
     D, E = project.weight.shape
-    mixing = torch.linalg.qr(torch.randn(max(D, E), min(D, E), dtype=torch.float64)).Q
-    mixing = (mixing if D >= E else mixing.t()) * max(D / E, 1.0) ** 0.5
-    project.weight.copy_(mixing @ white)
+    rotation = torch.linalg.qr(torch.randn(max(D, E), min(D, E), dtype=torch.float64)).Q
+    rotation = (rotation if D >= E else rotation.t()) * max(D / E, 1.0) ** 0.5
+    project.weight.copy_(rotation @ whitening)

@@ -1,59 +1,60 @@
-"""How wrong an answer is: one number an image.
+"""Per-image classification losses.
 
-Shapes:  B images   K classes
+Shapes: B images, K classes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Loss = Literal["softmax", "sigmoid"]
+LossName = Literal["softmax", "sigmoid"]
 
 
-def losses(
-    logits_BK: Tensor, targets_BK: Tensor, kind: Loss, smoothing: float = 0.0, weights_K: Tensor | None = None
+def per_image_losses(
+    logits_BK: Tensor,
+    targets_BK: Tensor,
+    loss: LossName,
+    label_smoothing: float = 0.0,
+    class_weights_K: Tensor | None = None,
 ) -> Tensor:
-    """B. Softmax: one of K classes, cross-entropy. Sigmoid: K yes-or-no questions, their cross-entropies added up.
+    """Loss of each image, (B,), for targets that are rows of class probabilities.
 
-    Targets are rows of class probabilities. An image weighs as much as the classes in its target do.
+    "softmax" is the cross-entropy over K exclusive classes. "sigmoid" is the sum of K binary cross-entropies. With
+    class weights, an image is weighted by the mean weight of the classes in its target.
     """
-    smoothed = targets_BK * (1 - smoothing) + smoothing / targets_BK.shape[1]
-    if kind == "softmax":
-        each = F.cross_entropy(logits_BK, smoothed, reduction="none")
+    smoothed_BK = targets_BK * (1 - label_smoothing) + label_smoothing / targets_BK.shape[1]
+    if loss == "softmax":
+        losses_B = F.cross_entropy(logits_BK, smoothed_BK, reduction="none")
     else:
-        each = F.binary_cross_entropy_with_logits(logits_BK, smoothed, reduction="none").sum(dim=1)
-    return each if weights_K is None else each * (targets_BK @ weights_K)
+        losses_B = F.binary_cross_entropy_with_logits(logits_BK, smoothed_BK, reduction="none").sum(dim=1)
+    return losses_B if class_weights_K is None else losses_B * (targets_BK @ class_weights_K)
 
 
-Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # the first three arguments of `judged`
-
-
-def judged(
+def loss_and_correct(
     logits_BK: Tensor,
     targets_BK: Tensor,
     labels_B: Tensor,
-    kind: Loss,
-    smoothing: float = 0.0,
-    weights_K: Tensor | None = None,
+    loss: LossName,
+    label_smoothing: float = 0.0,
+    class_weights_K: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of a batch, the sum of the losses and the number of right answers."""
-    each_B = losses(logits_BK.float(), targets_BK, kind, smoothing, weights_K)
-    return each_B.sum(), (logits_BK.detach().argmax(dim=1) == labels_B).sum()
+    """Sum of the losses of a batch and the number of correct predictions, both scalars."""
+    losses_B = per_image_losses(logits_BK.float(), targets_BK, loss, label_smoothing, class_weights_K)
+    return losses_B.sum(), (logits_BK.detach().argmax(dim=1) == labels_B).sum()
 
 
-def guessing(classes: int) -> float:
-    """The softmax loss of who knows nothing; that of the sigmoid is 1 more."""
-    return math.log(max(classes, 2))
+def uniform_loss(num_classes: int) -> float:
+    """Softmax loss of a uniform prediction. The sigmoid loss is about 1 higher."""
+    return math.log(max(num_classes, 2))
 
 
-def balanced_weights(labels_N: Tensor, classes: int) -> Tensor:
-    """K: inversely proportional to how often a class occurs, and 1 on average over the images."""
-    counts = torch.bincount(labels_N, minlength=classes)
-    present = (counts > 0).sum()
-    return len(labels_N) / (present * counts.clamp(min=1).float())
+def balanced_class_weights(labels_N: Tensor, num_classes: int) -> Tensor:
+    """Class weights (K,) inversely proportional to the class frequencies, with mean 1 over the images."""
+    counts_K = torch.bincount(labels_N, minlength=num_classes)
+    num_present = (counts_K > 0).sum()
+    return len(labels_N) / (num_present * counts_K.clamp(min=1).float())

@@ -1,5 +1,7 @@
-"""A training on the terminal: one line an epoch, and a bar inside the epoch that is running; in a log file, where an
-epoch is long, a line a minute instead."""
+"""Training progress on the terminal: a table with one line per epoch and a progress bar for the current epoch.
+
+Where the output is not a terminal, a line per minute replaces the bar.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,25 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from vitral.training.callbacks import Watch
+from vitral.training.callbacks import Callback
 
 HEADER = (
-    f"{'epoch':>5}   {'train loss':>10} {'top-1':>8}   {'validation':>10} {'top-1':>8}   {'images/s':>9}   {'left':>6}"
+    f"{'Epoch':>5}   {'Train loss':>10} {'Acc.':>8}   {'Val. loss':>9} {'Acc.':>8}   {'Images/s':>9}   {'Remaining':>9}"
 )
+LOG_INTERVAL = 60.0  # seconds between lines within an epoch, where there is no progress bar
+BAR_WIDTH = 30
 
-MINUTE = 60.0  # seconds between two lines of one epoch
 
+class ProgressTable(Callback):
+    """Use as a context: `with ProgressTable(console, steps_per_epoch) as progress: Trainer(..., callbacks=[progress])`."""
 
-class Display(Watch):
-    """Use as a context: `with Display(console, steps) as watch: fit(…, watch=watch)`."""
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self.console, self.steps = console, steps
+    def __init__(self, console: Console, steps_per_epoch: int) -> None:
+        self.console, self.steps_per_epoch = console, steps_per_epoch
         self.live = Live(console=console, auto_refresh=False, transient=True)
-        self.heard = time.monotonic()  # when it last said something
+        self.last_output = time.monotonic()
 
-    def __enter__(self) -> Display:
-        self.console.print(Text(HEADER, style="dim"))
+    def __enter__(self) -> ProgressTable:
+        self.console.print(Text(HEADER, style="dim"), soft_wrap=True)
         if self.console.is_terminal:
             self.live.start()
         return self
@@ -39,64 +41,65 @@ class Display(Watch):
     def __exit__(self, *_: object) -> None:
         self.live.stop()
 
-    def step(self, epoch: int, step: int, loss: float, images_per_second: float, seconds_left: float) -> None:
+    def on_message(self, message: str) -> None:
+        self.console.print(message, highlight=False, soft_wrap=True, style="yellow")
+
+    def on_step(self, epoch: int, batch: int, loss: float, images_per_second: float, seconds_left: float) -> None:
         if not self.console.is_terminal:
-            self.log(epoch, step, loss, images_per_second, seconds_left)
-            return
-        if step % 5 and step != self.steps:
-            return
-        line = Table.grid(padding=(0, 3))
-        line.add_row(
-            f"{epoch:>5}",
-            f"{loss:>10.4f}",
-            ProgressBar(total=self.steps, completed=step, width=30),
-            f"{images_per_second:>9,.0f}",
-            f"{clock(seconds_left):>6}",
-        )
-        self.live.update(line, refresh=True)
+            self._print_line(epoch, batch, loss, images_per_second, seconds_left)
+        elif batch % 5 == 0 or batch == self.steps_per_epoch:
+            bar = Table.grid(padding=(0, 3))
+            bar.add_row(
+                f"{epoch:>5}",
+                f"{loss:>10.4f}",
+                ProgressBar(total=self.steps_per_epoch, completed=batch, width=BAR_WIDTH),
+                f"{images_per_second:>9,.0f}",
+                f"{format_duration(seconds_left):>9}",
+            )
+            self.live.update(bar, refresh=True)
 
-    def log(self, epoch: int, step: int, loss: float, images_per_second: float, seconds_left: float) -> None:
-        if time.monotonic() - self.heard < MINUTE:
+    def _print_line(self, epoch: int, batch: int, loss: float, images_per_second: float, seconds_left: float) -> None:
+        if time.monotonic() - self.last_output < LOG_INTERVAL:
             return
-        self.heard = time.monotonic()
-        done = f"{step:,} of {self.steps:,} steps"
+        self.last_output = time.monotonic()
+        position = f"step {batch:,} of {self.steps_per_epoch:,}"
         self.console.print(
-            f"{epoch:>5}   {loss:>10.4f}   {done:>28}   {images_per_second:>9,.0f}   {clock(seconds_left):>6}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
-
-    def epoch(self, row: dict[str, Any], seconds_left: float) -> None:
-        self.heard = time.monotonic()
-        star = "[green]best[/green]" if row["best"] else ""
-        asked = f"{'–':>10} {'–':>8}"
-        if "validation_loss" in row:
-            asked = f"{row['validation_loss']:>10.4f} {row['validation_top1']:>8.2%}"
-        self.console.print(
-            f"{row['epoch']:>5}   {row['train_loss']:>10.4f} {row['train_top1']:>8.2%}   "
-            f"{asked}   {row['images_per_second']:>9,.0f}   {clock(seconds_left):>6}   {star}",
+            f"{epoch:>5}   {loss:>10.4f}   {position:>27}   {images_per_second:>9,.0f}   "
+            f"{format_duration(seconds_left):>9}",
             highlight=False,
+            soft_wrap=True,
         )
 
-    def said(self, what: str) -> None:
-        self.console.print(what, highlight=False, soft_wrap=True, style="yellow")
+    def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
+        self.last_output = time.monotonic()
+        validation = f"{'-':>9} {'-':>8}"
+        if "validation_loss" in metrics:
+            validation = f"{metrics['validation_loss']:>9.4f} {metrics['validation_top1']:>8.2%}"
+        self.console.print(
+            f"{metrics['epoch']:>5}   {metrics['train_loss']:>10.4f} {metrics['train_top1']:>8.2%}   {validation}   "
+            f"{metrics['images_per_second']:>9,.0f}   {format_duration(seconds_left):>9}"
+            + ("   [green]best[/green]" if metrics["best"] else ""),
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
-class Waiting(Watch):
-    """For several trainings one after the other: what is running, and how long that one still takes."""
+class StatusProgress(Callback):
+    """One status line for several trainings in sequence: the current one and its remaining time."""
 
     def __init__(self, status: Status) -> None:
-        self.status, self.part = status, ""
+        self.status, self.label = status, ""
 
-    def begins(self, part: str) -> None:
-        self.part = part
-        self.status.update(part)
+    def set_label(self, label: str) -> None:
+        self.label = label
+        self.status.update(label)
 
-    def step(self, epoch: int, step: int, loss: float, images_per_second: float, seconds_left: float) -> None:
-        self.status.update(f"{self.part}: epoch {epoch}, {clock(seconds_left)} left")
+    def on_step(self, epoch: int, batch: int, loss: float, images_per_second: float, seconds_left: float) -> None:
+        self.status.update(f"{self.label}: epoch {epoch}, {format_duration(seconds_left)} remaining")
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """0:07, 12:30, 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_part = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds_part:02}" if hours else f"{minutes}:{seconds_part:02}"

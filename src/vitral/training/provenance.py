@@ -1,4 +1,4 @@
-"""Where and with what a run is made: environment.json. Whether it is the run of before, on the data of before."""
+"""environment.json: where and how a run was made, and whether a resumed run still has the same data."""
 
 from __future__ import annotations
 
@@ -16,109 +16,121 @@ import torch
 
 from vitral import __version__
 from vitral.data.datasets import Dataset
-from vitral.device.hardware import Hardware
-from vitral.distributed.parallel import Way
+from vitral.device.select import Hardware
+from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import VitralError
 from vitral.recipes.schema import Recipe
-from vitral.runs.run import RUNS, Run, write_atomically
+from vitral.runs.run import RUNS, Run
+from vitral.utils.atomic import atomic_write
 
 
-def create(plan: Recipe, dataset: Dataset, hardware: Hardware, way: Way, out: str | Path | None) -> Path:
-    """The run folder, with what is known before the first step."""
-    run = Run.create(RUNS, plan.name, Path(out) if out else None)
-    write_atomically(run.recipe_file, plan.to_toml())
-    write_atomically(run.environment_file, json.dumps(environment(plan, dataset, hardware, way), indent=2) + "\n")
+def create_run(
+    recipe: Recipe, dataset: Dataset, hardware: Hardware, parallel: ParallelPlan, out: str | Path | None
+) -> Path:
+    """Create the run folder with recipe.toml and environment.json; returns its path."""
+    run = Run.create(RUNS, recipe.name, Path(out) if out else None)
+    atomic_write(run.recipe_file, recipe.to_toml())
+    _write_environment(run, describe_environment(recipe, dataset, hardware, parallel))
     return run.path
 
 
-def environment(plan: Recipe, dataset: Dataset, hardware: Hardware, way: Way) -> dict[str, Any]:
-    """Where and with what a run was made."""
+def describe_environment(
+    recipe: Recipe, dataset: Dataset, hardware: Hardware, parallel: ParallelPlan
+) -> dict[str, Any]:
+    """The content of environment.json."""
     return {
         "vitral": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
         "hardware": hardware.name,
-        "precision": number(hardware),
+        "precision": precision_name(hardware),
         "compile": hardware.compile,
         "threads": torch.get_num_threads(),
-        "processes": hardware.world.size,
-        "parallel": way.name,
-        "reasons": {**hardware.reasons, "parallel": way.reason},
-        "launch": launch(),
-        "seed": plan.seed,
+        "world_size": hardware.world.size,
+        "parallel": parallel.mode,
+        "reasons": {**hardware.reasons, "parallel": parallel.reason},
+        "launch_id": launch_id(),
+        "seed": recipe.seed,
         "git": git_revision(),
-        "command": typed(sys.argv),
+        "command": format_command(sys.argv),
         "data": {"name": dataset.name, "fingerprint": dataset.fingerprint, "source": dataset.source},
     }
 
 
-def number(hardware: Hardware) -> str:
-    return "fp8" if hardware.fp8 else hardware.precision
+def _write_environment(run: Run, environment: dict[str, Any]) -> None:
+    atomic_write(run.environment_file, json.dumps(environment, indent=2) + "\n")
 
 
-def note_precision(run: Run, hardware: Hardware) -> None:
-    """Where the hardware is used in another way than was thought when the run was made."""
-    if known := written(run):
-        reasons = known["reasons"] | {"precision": hardware.reasons["precision"]}
-        known |= {"precision": number(hardware), "reasons": reasons}
-        write_atomically(run.environment_file, json.dumps(known, indent=2) + "\n")
-
-
-def began_in_fp8(run: Run) -> bool:
-    return written(run).get("precision") == "fp8"
-
-
-def written(run: Run) -> dict[str, Any]:
-    """What `environment` said when the run was made; nothing where that is lost, or the run is another command's."""
+def read_environment(run: Run) -> dict[str, Any]:
+    """The run's environment.json; empty if it is missing or damaged."""
     with suppress(OSError, ValueError):
-        if isinstance(known := json.loads(run.environment_file.read_text(encoding="utf-8")), dict):
-            return known
+        if isinstance(environment := json.loads(run.environment_file.read_text(encoding="utf-8")), dict):
+            return environment
     return {}
 
 
-def typed(words: list[str]) -> str:
-    """As a person types it, wherever the program lies."""
-    called = words[0] if Path(words[0]).name not in ("vitral", "__main__.py") else "vitral"
-    return shlex.join([called, *words[1:]])
+def precision_name(hardware: Hardware) -> str:
+    return "fp8" if hardware.fp8 else hardware.precision
+
+
+def record_precision(run: Run, hardware: Hardware) -> None:
+    """Update the precision in environment.json after it changed during setup."""
+    if environment := read_environment(run):
+        reasons = environment["reasons"] | {"precision": hardware.reasons["precision"]}
+        _write_environment(run, environment | {"precision": precision_name(hardware), "reasons": reasons})
+
+
+def started_in_fp8(run: Run) -> bool:
+    return read_environment(run).get("precision") == "fp8"
+
+
+def format_command(arguments: list[str]) -> str:
+    """The command line as one would type it, whatever folder the program is in."""
+    program = arguments[0] if Path(arguments[0]).name not in ("vitral", "__main__.py") else "vitral"
+    return shlex.join([program, *arguments[1:]])
 
 
 def git_revision() -> str | None:
-    """Of the folder the person is in, with '+' where files differ from it."""
+    """Revision of the current folder's repository, with '+' if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
-        asked = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() or None
+    return process.stdout.strip() or None
 
 
-def launch() -> str | None:
-    """What stays the same when torchrun starts its processes again: its run id, or else its own process."""
-    if (name := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
+def launch_id() -> str | None:
+    """What stays the same when torchrun restarts its processes: its run id, or its own process id."""
+    if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
         return None
-    return f"{platform.node()} {os.getppid()}" if name == "none" else name
+    return f"{platform.node()} {os.getppid()}" if run_id == "none" else run_id
 
 
-def earlier_attempt(out: str | Path | None) -> Path | None:
-    """The unfinished run of this very job, where torchrun or a scheduler has started its processes again."""
+def find_interrupted_run(out: str | Path | None) -> Path | None:
+    """The unfinished run of this launch, if torchrun or a scheduler has restarted the processes."""
+    if (current_launch := launch_id()) is None:
+        return None
     files = [Path(out) / "environment.json"] if out is not None else RUNS.glob("*/environment.json")
-    for file in files if launch() else ():
+    for file in files:
         with suppress(OSError):
             run = Run(file.parent)
-            ours = written(run).get("launch") == launch()
-            if ours and run.recipe_file.is_file() and not (run.finished and run.test_file.is_file()):
+            is_same_launch = read_environment(run).get("launch_id") == current_launch
+            is_finished = run.has_model and run.test_file.is_file()
+            if is_same_launch and run.recipe_file.is_file() and not is_finished:
                 return run.path
     return None
 
 
-def check_same_data(run: Run, dataset: Dataset) -> None:
+def check_data_unchanged(run: Run, dataset: Dataset) -> None:
+    """Refuse to resume on data with another fingerprint than the run started with."""
     try:
-        before = written(run)["data"]["fingerprint"]
+        fingerprint = read_environment(run)["data"]["fingerprint"]
     except (KeyError, TypeError):
         return
-    if before != dataset.fingerprint:
+    if fingerprint != dataset.fingerprint:
         raise VitralError(
-            f"{dataset.name} is not the data this run began with (fingerprint {dataset.fingerprint}, was {before})",
-            "put the old data back, or begin a new run",
+            f"{dataset.name} has changed since this run started (fingerprint {dataset.fingerprint}, was {fingerprint})",
+            "Restore the data, or start a new run",
         )

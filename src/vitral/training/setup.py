@@ -1,4 +1,9 @@
-"""From what a person asked for to everything a training needs: recipe, images, preprocessing, first weights."""
+"""From a recipe and a dataset name to everything the Trainer needs.
+
+resolve_recipe    name, file or Recipe + data + checkpoint -> Recipe
+setup_training    Recipe -> complete Recipe, dataset, preprocessing, initial weights
+training_hardware Recipe -> device, precision and compilation
+"""
 
 from __future__ import annotations
 
@@ -8,184 +13,240 @@ from pathlib import Path
 from torch import Tensor
 
 from vitral import weights
-from vitral.data.datasets import KNOWN, Dataset, Split, load
-from vitral.data.files.file_dataset import pack_folder, read, stored_like
-from vitral.data.files.listing import listed_files, load_files, looks_like_files
+from vitral.data.datasets import BUILTIN_DATASETS, Dataset, Split, load
+from vitral.data.files.file_dataset import (
+    is_file_dataset,
+    list_images,
+    load_file_dataset,
+    pack_location,
+    read_listing,
+    storage_preprocessing,
+)
 from vitral.data.files.packed import is_packed, read_index
-from vitral.data.preprocess import Preprocessing, adapt, measure
-from vitral.data.registry.sources import check_name
-from vitral.data.sequence import Items, load_sequence
+from vitral.data.preprocess import Preprocessing, channel_stats, to_model_input
+from vitral.data.registry.fetch import check_dataset_name
+from vitral.data.sequence import ItemSequence, load_sequence
+from vitral.device.select import Hardware, select_hardware
 from vitral.errors import VitralError
-from vitral.models.variants import architecture
-from vitral.recipes.builtin import RECIPES, named
+from vitral.models.variants import resolve_preset
+from vitral.recipes.builtin import RECIPES, get_recipe
 from vitral.recipes.schema import Recipe, read_recipe
-from vitral.training.init_schemes import why_not
+from vitral.training.init_schemes import unsupported_reason
 from vitral.weights.adapt import transfer
 
-REGULARISATION = ("dropout", "dropout_attention", "dropout_embedding", "drop_path")
+REGULARISATION = ("dropout", "dropout_attention", "dropout_embedding", "drop_path")  # model fields a recipe decides
 
 
-def plan_for(
+def resolve_recipe(
     data: str | None,
     recipe: Recipe | str | Path | None,
-    init: str | None = None,
+    init_from: str | None = None,
     preset: str | None = None,
     heads: int | None = None,
 ) -> Recipe:
-    """The recipe that is meant, pointed at the data that is meant, shaped like the checkpoint it begins from."""
+    """Find the recipe, point it at `data`, and give it the architecture of `preset` or of the checkpoint `init_from`.
+
+    Without a recipe, the one named like the built-in dataset is used, or one for fine-tuning or training on folders.
+    """
+    if preset and init_from:
+        raise VitralError("--preset and --init-from exclude each other", "A checkpoint determines the architecture")
     if isinstance(recipe, Recipe):
-        plan = recipe
+        resolved = recipe
     elif recipe is not None:
-        plan = read_recipe(Path(recipe)) if str(recipe).endswith(".toml") else named(str(recipe))
+        resolved = read_recipe(Path(recipe)) if str(recipe).endswith(".toml") else get_recipe(str(recipe))
     elif data is None:
         raise VitralError(
-            "what should it learn from?", f"a folder with class folders, or a known set: {', '.join(KNOWN)}"
+            "no data to train on", f"Name a folder with class folders or a dataset: {', '.join(BUILTIN_DATASETS)}"
         )
-    elif looks_like_files(data) or init:
-        plan = named("folder-finetune" if init else "folder-scratch")
+    elif is_file_dataset(data) or init_from:
+        resolved = get_recipe("folder-finetune" if init_from else "folder-scratch")
     else:
-        check_name(data)
-        plan = named(data)
-    if data not in (None, plan.data.name):
-        plan = pointed_at(plan, str(data))
-    if preset and init:
-        raise VitralError("--preset and --init both say what the model is", "a checkpoint brings its own shape")
+        check_dataset_name(data)
+        resolved = get_recipe(data)
+    if data not in (None, resolved.data.name):
+        resolved = with_dataset(resolved, str(data))
     if preset:
-        plan = of_preset(plan, preset)
-    return shaped_like(plan, init, heads) if init else plan
+        resolved = with_preset(resolved, preset)
+    return with_checkpoint_architecture(resolved, init_from, heads) if init_from else resolved
 
 
-def of_preset(plan: Recipe, name: str) -> Recipe:
-    """The recipe with a model of the tables, plain or hybrid; what the images decide and regularisation stay.
+def with_dataset(recipe: Recipe, data: str) -> Recipe:
+    """Use a recipe for another dataset. A built-in one brings its channels and, if patches divide it, its image size."""
+    recipe = replace(recipe, data=replace(recipe.data, name=data, mean=None, std=None))
+    if is_file_dataset(data):
+        return recipe
+    check_dataset_name(data)
+    dataset_model = RECIPES[data]().model
+    model = replace(recipe.model, channels=dataset_model.channels)
+    if all(side % recipe.model.patch_size == 0 for side in dataset_model.image_size):
+        model = replace(model, image_size=dataset_model.image_size)
+    return replace(recipe, model=model)
 
-    Where the patches do not divide the image size, images are scaled up to the next one that they do.
+
+def with_preset(recipe: Recipe, name: str) -> Recipe:
+    """Replace the architecture by a preset; channels, classes and regularisation stay the recipe's.
+
+    The image size is rounded up to a multiple of the preset's patch size. Init schemes that the preset does not
+    support are dropped.
     """
-    kept = {name: getattr(plan.model, name) for name in ("channels", "classes", *REGULARISATION)}
-    variant, model = architecture(name, **kept)
-    sides = [-(-side // model.patch_size) * model.patch_size for side in plan.model.image_size]
-    model = replace(model, image_size=(sides[0], sides[1]))
-    start = tuple(name for name in plan.start if not why_not((name,), variant, model))  # the recipe's model had others
-    return replace(plan, variant=variant, model=model, start=start)
+    from_recipe = {name: getattr(recipe.model, name) for name in ("channels", "num_classes", *REGULARISATION)}
+    variant, model = resolve_preset(name, **from_recipe)
+    height, width = (-(-side // model.patch_size) * model.patch_size for side in recipe.model.image_size)
+    model = replace(model, image_size=(height, width))
+    schemes = tuple(scheme for scheme in recipe.init_schemes if unsupported_reason((scheme,), variant, model) is None)
+    return replace(recipe, variant=variant, model=model, init_schemes=schemes)
 
 
-def pointed_at(plan: Recipe, data: str) -> Recipe:
-    """A recipe for one set, used for another: a known set brings its own channels and, if they fit, its image size."""
-    plan = replace(plan, data=replace(plan.data, name=data, mean=None, std=None))
-    if looks_like_files(data):
-        return plan
-    check_name(data)
-    own = RECIPES[data]().model
-    model = replace(plan.model, channels=own.channels)
-    if all(side % plan.model.patch_size == 0 for side in own.image_size):
-        model = replace(model, image_size=own.image_size)
-    return replace(plan, model=model)
+def with_checkpoint_architecture(recipe: Recipe, init_from: str, heads: int | None = None) -> Recipe:
+    """Take architecture and preprocessing from a checkpoint; regularisation stays the recipe's.
 
-
-def shaped_like(plan: Recipe, init: str, heads: int | None = None) -> Recipe:
-    """The recipe with the architecture and the preprocessing of a checkpoint; regularisation stays the recipe's."""
-    checkpoint = weights.read(init, heads=heads)
-    seen = checkpoint.preprocessing
-    ours = {name: getattr(plan.model, name) for name in REGULARISATION}
-    if plan.own_size:
-        ours["image_size"] = plan.model.image_size
+    `heads`: number of attention heads, for a checkpoint whose tensors do not determine it.
+    """
+    checkpoint = weights.read(init_from, heads=heads)
+    preprocessing = checkpoint.preprocessing
+    from_recipe = {name: getattr(recipe.model, name) for name in REGULARISATION}
+    if recipe.keep_image_size:
+        from_recipe["image_size"] = recipe.model.image_size
     return replace(
-        plan,
-        init=init,
-        start=(),
+        recipe,
+        init_from=init_from,
+        init_schemes=(),
         variant=checkpoint.variant,
-        model=replace(checkpoint.config, **ours, head="linear"),
-        data=replace(plan.data, mean=seen.mean, std=seen.std, crop=seen.crop, interpolation=seen.interpolation),
+        model=replace(checkpoint.config, **from_recipe, head="linear"),
+        data=replace(
+            recipe.data,
+            mean=preprocessing.mean,
+            std=preprocessing.std,
+            crop=preprocessing.crop,
+            interpolation=preprocessing.interpolation,
+        ),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """All that a training needs. `recipe` is complete: written down, it repeats the run."""
+class TrainingSetup:
+    """Everything the Trainer needs, except hardware and run folder."""
 
-    recipe: Recipe
-    dataset: Dataset
+    recipe: Recipe  # complete: written to a file, it repeats the run
+    dataset: Dataset  # resized to the model's image size, except training images that are cropped at random
     preprocessing: Preprocessing
-    start: dict[str, Tensor] | None  # the first weights; None: drawn at random
-    notes: tuple[str, ...]  # for people
+    initial_weights: dict[str, Tensor] | None  # None: drawn at random
+    notes: tuple[str, ...]  # what was adapted when the checkpoint was loaded, one sentence each
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(len(self.dataset.train) // self.recipe.batch_size, 1)
 
 
-def prepare(plan: Recipe, progress: bool = False, items: Items | None = None) -> Prepared:
-    """Read the images, fill in what only they can say, and fit the checkpoint's weights to the model."""
-    dataset, plan = images_for(plan, progress, items)
-    preprocessing = preprocessing_of(plan)
-    start: dict[str, Tensor] | None = None
+def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence | None = None) -> TrainingSetup:
+    """Load the data, complete the recipe from it, and adapt the weights of `init_from` to the model.
+
+    `items`: a sequence of (image, label) to use instead of the dataset that the recipe names.
+    """
+    dataset, recipe = load_training_data(recipe, progress, items)
+    preprocessing = make_preprocessing(recipe)
+    initial_weights: dict[str, Tensor] | None = None
     notes: tuple[str, ...] = ()
-    if plan.init:
-        checkpoint = weights.read(plan.init, heads=plan.model.heads)
-        moved = transfer(checkpoint, plan.variant, plan.model, dataset.classes)
-        start, notes = moved.state, (*checkpoint.notes, *moved.notes)
-    train = dataset.train if plan.augment.crop else of_size(dataset.train, preprocessing)
-    dataset = replace(dataset, train=train, validation=of_size(dataset.validation, preprocessing))
-    return Prepared(recipe=plan, dataset=dataset, preprocessing=preprocessing, start=start, notes=notes)
+    if recipe.init_from:
+        checkpoint = weights.read(recipe.init_from, heads=recipe.model.heads)
+        adapted = transfer(checkpoint, recipe.variant, recipe.model, dataset.classes)
+        initial_weights, notes = adapted.state, (*checkpoint.notes, *adapted.notes)
+    train = dataset.train if recipe.augment.crop else resize_split(dataset.train, preprocessing)
+    dataset = replace(dataset, train=train, validation=resize_split(dataset.validation, preprocessing))
+    return TrainingSetup(
+        recipe=recipe,
+        dataset=dataset,
+        preprocessing=preprocessing,
+        initial_weights=initial_weights,
+        notes=notes,
+    )
 
 
-def images_for(plan: Recipe, progress: bool = False, items: Items | None = None) -> tuple[Dataset, Recipe]:
-    """The data set, from its name or from a sequence, and the recipe with classes, mean and deviation filled in."""
-    C = plan.model.channels
+def training_hardware(setup: TrainingSetup, continues_fp8: bool = True) -> Hardware:
+    """Select the hardware for a run. FP8 may only be selected automatically for training from scratch, and not for a
+    resumed run that started without it (`continues_fp8=False`)."""
+    recipe = setup.recipe
+    return select_hardware(
+        device=recipe.device,
+        precision=recipe.precision,
+        compile=recipe.compile,
+        width=recipe.model.width,
+        steps=setup.steps_per_epoch * recipe.epochs,
+        from_scratch=not recipe.init_from and continues_fp8,
+    )
+
+
+def load_training_data(
+    recipe: Recipe, progress: bool = False, items: ItemSequence | None = None
+) -> tuple[Dataset, Recipe]:
+    """Load the dataset and complete the recipe with the number of classes, mean and standard deviation."""
+    validation, read_options = recipe.data.validation, recipe.data.read_options
     if items is not None:
-        seen = preprocessing_of(with_blank_mean(plan))
-        dataset = load_sequence(items, seen, validation=plan.data.validation, how=plan.data.how, progress=progress)
-    elif looks_like_files(plan.data.name):
-        seen = preprocessing_of(with_blank_mean(plan))
-        held, how = plan.data.validation, plan.data.how
-        dataset = load_files(plan.data.name, seen, validation=held, how=how, progress=progress)
+        placeholder = make_preprocessing(with_placeholder_stats(recipe))
+        dataset = load_sequence(items, placeholder, validation=validation, read_options=read_options, progress=progress)
+    elif is_file_dataset(recipe.data.name):
+        placeholder = make_preprocessing(with_placeholder_stats(recipe))
+        dataset = load_file_dataset(
+            recipe.data.name, placeholder, validation=validation, read_options=read_options, progress=progress
+        )
     else:
-        dataset = load(plan.data.name, validation=plan.data.validation, progress=progress)
-        if Path(plan.data.name).is_dir():
-            dataset = replace(dataset, source=f"{dataset.source}; the folder of that name is ./{plan.data.name}")
-    mean, std = plan.data.mean, plan.data.std
+        dataset = load(recipe.data.name, validation=validation, progress=progress)
+        if Path(recipe.data.name).is_dir():
+            dataset = replace(
+                dataset, source=f"{dataset.source}; write ./{recipe.data.name} for the folder of that name"
+            )
+    mean, std = recipe.data.mean, recipe.data.std
     if mean is None or std is None:
-        mean, std = measure(dataset.train.images)
-    if len(mean) != C and {len(mean), C} == {1, 3}:  # gray seen in colour, or the other way round: green is nearest
+        mean, std = channel_stats(dataset.train.images)
+    C = recipe.model.channels
+    if len(mean) != C and {len(mean), C} == {1, 3}:  # grey images for an RGB model or the reverse: green is closest
         mean, std = (mean * 3, std * 3) if C == 3 else (mean[1:2], std[1:2])
-    model = replace(plan.model, classes=len(dataset.classes))
-    return dataset, replace(plan, data=replace(plan.data, mean=mean, std=std), model=model)
+    model = replace(recipe.model, num_classes=len(dataset.classes))
+    return dataset, replace(recipe, data=replace(recipe.data, mean=mean, std=std), model=model)
 
 
-def pack(plan: Recipe, out: Path | None = None, progress: bool = False) -> tuple[Path, Dataset]:
-    """Decode the photographs a recipe trains on, all splits of them, into the cache or a folder of one's own."""
-    if not looks_like_files(plan.data.name):
-        raise VitralError(f"{plan.data.name} is a known set: it needs no packing", "vitral data pack FOLDER")
-    listed = listed_files(plan.data.name, plan.data.validation, progress)
-    seen = preprocessing_of(with_blank_mean(plan))
-    folder, index = pack_folder(listed, stored_like(seen))
+def pack_dataset(recipe: Recipe, out: Path | None = None, progress: bool = False) -> tuple[Path, Dataset]:
+    """Decode all splits of a recipe's image files into the cache, or into the folder `out`."""
+    if not is_file_dataset(recipe.data.name):
+        raise VitralError(
+            f"{recipe.data.name} is a built-in dataset and needs no packing", "Use: vitral data pack FOLDER"
+        )
+    listing = list_images(recipe.data.name, recipe.data.validation, progress)
+    preprocessing = make_preprocessing(with_placeholder_stats(recipe))
+    folder, index = pack_location(listing, storage_preprocessing(preprocessing))
     if out is not None:
         if out.exists() and not (is_packed(out) and read_index(out).fingerprint == index.fingerprint):
-            raise VitralError(f"{out} exists already", "name a folder that does not")
+            raise VitralError(f"{out} already exists", "Choose a folder that does not exist")
         folder = out
-    dataset = read(listed, seen, replace(plan.data.how, pack=float("inf")), into=folder, progress=progress)
-    _ = dataset.test  # which decodes it
+    read_options = replace(recipe.data.read_options, pack=float("inf"))
+    dataset = read_listing(listing, preprocessing, read_options, pack_folder=folder, progress=progress)
+    _ = dataset.test  # decoded on first access
     return folder, dataset
 
 
-def with_blank_mean(plan: Recipe) -> Recipe:
-    """The recipe with some mean and deviation, where they are yet to be measured on what it reads."""
-    half = (0.5,) * plan.model.channels
-    return plan if plan.data.mean else replace(plan, data=replace(plan.data, mean=half, std=half))
+def with_placeholder_stats(recipe: Recipe) -> Recipe:
+    """Fill in a mean and standard deviation for reading images from which they will be computed."""
+    half = (0.5,) * recipe.model.channels
+    return recipe if recipe.data.mean else replace(recipe, data=replace(recipe.data, mean=half, std=half))
 
 
-def preprocessing_of(plan: Recipe) -> Preprocessing:
-    assert plan.data.mean is not None
-    assert plan.data.std is not None
+def make_preprocessing(recipe: Recipe) -> Preprocessing:
+    assert recipe.data.mean is not None
+    assert recipe.data.std is not None
     try:
         return Preprocessing(
-            image_size=plan.model.image_size,
-            channels=plan.model.channels,
-            mean=plan.data.mean,
-            std=plan.data.std,
-            crop=plan.data.crop,
-            interpolation=plan.data.interpolation,
+            image_size=recipe.model.image_size,
+            channels=recipe.model.channels,
+            mean=recipe.data.mean,
+            std=recipe.data.std,
+            crop=recipe.data.crop,
+            interpolation=recipe.data.interpolation,
         )
     except ValueError as error:
-        raise VitralError(
-            str(error).replace("preprocessing.", "data."), "vitral train --help lists the flags"
-        ) from error
+        message = str(error).replace("preprocessing.", "data.")
+        raise VitralError(message, "`vitral train --help` lists the flags") from error
 
 
-def of_size(split: Split, preprocessing: Preprocessing) -> Split:
-    return Split(images=adapt(split.images, preprocessing), labels=split.labels)
+def resize_split(split: Split, preprocessing: Preprocessing) -> Split:
+    """The split with images of the model's size."""
+    return Split(images=to_model_input(split.images, preprocessing), labels=split.labels)

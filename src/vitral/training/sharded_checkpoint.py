@@ -1,7 +1,7 @@
-"""A checkpoint in a folder, to which each process writes the rows it holds, through torch.distributed.checkpoint.
+"""A checkpoint folder to which every rank writes its shards, through torch.distributed.checkpoint.
 
-The rows are safetensors, and what is small is one file beside them: nothing in it runs as code when it is read. Any
-number of processes can read it, each what it needs.
+Shards are safetensors; everything else is one file. Reading it executes no code. Any number of ranks can read it, each
+only what it needs.
 """
 
 from __future__ import annotations
@@ -15,95 +15,103 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitral.data.registry.download import sync
-from vitral.distributed.dtensor import is_divided
+from vitral.distributed.dtensor import is_sharded
 from vitral.distributed.world import World
+from vitral.utils.atomic import fsync_path
 
-REST = "rest.pt"  # everything but the divided tensors, written last
-Like = Callable[[str], Tensor | None]  # for the name of a tensor: one that is divided as it should be
+METADATA = "metadata.pt"  # everything but the sharded tensors, written last
+REFERENCE_KEY = "sharded_tensor"  # key of a dictionary that stands for a sharded tensor in the metadata
+
+PlacementFn = Callable[[str], Tensor | None]  # tensor path to an existing tensor that is sharded as it should be
 
 
-def save_rows(path: Path, content: dict[str, Any], world: World) -> None:
-    """Every process must call it. The folder has its name only when it is complete."""
+def save_sharded(path: Path, content: dict[str, Any], world: World) -> None:
+    """Write the folder under a temporary name and rename it when it is complete. All ranks must call this."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    beside = path.with_name(f".{path.name}")
+    temporary = path.with_name(f".{path.name}")
 
-    def begin() -> None:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
+    def create_temporary() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
 
-    def end() -> None:
-        torch.save(rest, beside / REST)
-        for file in [*beside.iterdir(), beside]:
-            sync(file)
+    def publish() -> None:
+        torch.save(metadata, temporary / METADATA)
+        for file in [*temporary.iterdir(), temporary]:
+            fsync_path(file)
         old = path.with_name(f".{path.name}.old")
         if path.exists():
             path.rename(old)
-        beside.rename(path)
+        temporary.rename(path)
         shutil.rmtree(old, ignore_errors=True)
-        sync(path.parent)
+        fsync_path(path.parent)
 
-    rows: dict[str, Tensor] = {}
-    rest = _taken_apart(content, "", rows)
-    world.tell(begin)
-    writer = HuggingFaceStorageWriter(str(beside), save_distributed=True)
-    _plainly(lambda: save(rows, storage_writer=writer))
-    world.tell(end)
+    sharded: dict[str, Tensor] = {}
+    metadata = _extract_sharded(content, "", sharded)
+    world.broadcast_from_rank0(create_temporary)
+    writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+    _unwrap_errors(lambda: save(sharded, storage_writer=writer))
+    world.broadcast_from_rank0(publish)
 
 
-def load_rows(path: Path, like: Like, world: World) -> dict[str, Any]:
-    """Every process must call it; tensors are divided as `like` says, or whole where it says nothing."""
+def load_sharded(path: Path, placement: PlacementFn, world: World) -> dict[str, Any]:
+    """Read the folder. Tensors are sharded like `placement(name)`, or complete where it returns None.
+
+    All ranks must call this.
+    """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    rest = torch.load(path / REST, map_location="cpu", weights_only=True)
+    metadata = torch.load(path / METADATA, map_location="cpu", weights_only=True)
     reader = HuggingFaceStorageReader(str(path))
-    rows: dict[str, Tensor] = {}
-    for name, saved in reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(saved, TensorStorageMetadata)
-        now = like(name)
-        if now is not None and is_divided(now) and now.shape == saved.size:
-            rows[name] = torch.zeros_like(now)
+    tensors: dict[str, Tensor] = {}
+    for name, stored in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        like = placement(name)
+        if like is not None and is_sharded(like) and like.shape == stored.size:
+            tensors[name] = torch.zeros_like(like)
         else:
-            rows[name] = torch.zeros(saved.size, dtype=saved.properties.dtype)
+            tensors[name] = torch.zeros(stored.size, dtype=stored.properties.dtype)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that it is not needed is no news
-        _plainly(lambda: load(rows, storage_reader=reader, no_dist=world.size == 1))
-    content: dict[str, Any] = _put_together(rest, rows)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended with one process
+        _unwrap_errors(lambda: load(tensors, storage_reader=reader, no_dist=world.size == 1))
+    content: dict[str, Any] = _insert_sharded(metadata, tensors)
     return content
 
 
-def _plainly(do: Callable[[], object]) -> None:
-    """torch wraps what went wrong on each process into something that is not even an Exception."""
+def _unwrap_errors(function: Callable[[], object]) -> None:
+    """Raise the error of the first failed rank. PyTorch's CheckpointException is not even an Exception."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        do()
+        function()
     except CheckpointException as error:
-        first, _ = next(iter(error.failures.values()))
-        raise first if isinstance(first, Exception) else RuntimeError(str(first)) from error
+        cause, _ = next(iter(error.failures.values()))
+        raise cause if isinstance(cause, Exception) else RuntimeError(str(cause)) from error
 
 
-def _taken_apart(thing: Any, name: str, rows: dict[str, Tensor]) -> Any:
-    """The same, with divided tensors moved to `rows` and their names in their places."""
-    if is_divided(thing):
-        rows[name] = thing
-        return {"rows": name}
-    if isinstance(thing, dict):
-        return {key: _taken_apart(value, f"{name}/{key}" if name else str(key), rows) for key, value in thing.items()}
-    if isinstance(thing, list):
-        return [_taken_apart(value, f"{name}/{index}", rows) for index, value in enumerate(thing)]
-    return thing
+def _extract_sharded(value: Any, name: str, sharded: dict[str, Tensor]) -> Any:
+    """Copy a nested structure; move sharded tensors to `sharded` and put references to them in their place."""
+    if is_sharded(value):
+        sharded[name] = value
+        return {REFERENCE_KEY: name}
+    if isinstance(value, dict):
+        return {
+            key: _extract_sharded(item, f"{name}/{key}" if name else str(key), sharded) for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_extract_sharded(item, f"{name}/{index}", sharded) for index, item in enumerate(value)]
+    return value
 
 
-def _put_together(thing: Any, rows: dict[str, Tensor]) -> Any:
-    if isinstance(thing, dict):
-        if thing.keys() == {"rows"}:
-            return rows[thing["rows"]]
-        return {key: _put_together(value, rows) for key, value in thing.items()}
-    if isinstance(thing, list):
-        return [_put_together(value, rows) for value in thing]
-    return thing
+def _insert_sharded(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Inverse of `_extract_sharded`."""
+    if isinstance(value, dict):
+        if value.keys() == {REFERENCE_KEY}:
+            return tensors[value[REFERENCE_KEY]]
+        return {key: _insert_sharded(item, tensors) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_insert_sharded(item, tensors) for item in value]
+    return value

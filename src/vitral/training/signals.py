@@ -1,4 +1,4 @@
-"""Ctrl-C and a scheduler's SIGTERM: the step is finished, everything is saved, then the training ends."""
+"""Ctrl-C and a scheduler's SIGTERM: finish the step, save a checkpoint, then stop."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from vitral.errors import VitralError
 
 
 class Interrupted(VitralError):
-    """Somebody asked the training to stop; everything is saved."""
+    """Training was stopped by a signal after a checkpoint was saved."""
 
 
 @contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """While inside, the first Ctrl-C, or a scheduler's SIGTERM, only sets the event; a second one stops at once."""
+def defer_signals() -> Iterator[threading.Event]:
+    """Within this context the first SIGINT or SIGTERM only sets the event; a second one has its usual effect.
+
+    Signal handlers belong to the main thread, so in another thread the event is never set.
+    """
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
 
-    def first(number: int, _frame: object) -> None:
+    def handle_first(number: int, _frame: object) -> None:
         event.set()
-        signal.signal(number, before[signal.Signals(number)])
+        signal.signal(number, previous_handlers[signal.Signals(number)])
 
-    before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {number: signal.signal(number, handle_first) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield event
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""All that changes while training: begun, saved, restored, taken back. A checkpoint is a State on disk."""
+"""Everything that changes during training. A checkpoint is a TrainState on disk."""
 
 from __future__ import annotations
 
@@ -10,196 +10,152 @@ import torch
 from torch import Generator, Tensor
 from torch.optim import Optimizer
 
-from vitral.device.hardware import Hardware
-from vitral.distributed.dtensor import load_weights, parameters_of, placed_state
-from vitral.distributed.parallel import divide, way_of
-from vitral.errors import VitralError
+from vitral.device.select import Hardware
+from vitral.distributed.dtensor import load_full_state_dict, optimizer_parameters, shard_optimizer_state
+from vitral.distributed.parallel import ParallelPlan, place_model
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT
-from vitral.recipes.schema import Recipe, from_values
-from vitral.runs.run import Run
-from vitral.training import checkpoint
-from vitral.training.activation_checkpointing import recompute_blocks
-from vitral.training.init_schemes import start_as, start_at_even_odds
-from vitral.training.optim.build import Averaged, make_optimizers, restore_optimizer
-from vitral.training.optim.muon import Muon
-from vitral.utils.serialization import to_plain
+from vitral.recipes.schema import Recipe
+from vitral.training.init_schemes import apply_init_schemes, init_sigmoid_head_bias
+from vitral.training.optim.builder import make_optimizers, restore_optimizer
+from vitral.training.optim.ema import EMA
+from vitral.training.optim.param_groups import freeze_parameters
+from vitral.training.parallelism import parallel_plan
 
 
 @dataclass
-class State:
-    """All that changes while training."""
+class TrainState:
+    """Everything that changes during training."""
 
     model: ViT
     optimizers: list[Optimizer]
-    averaged: Averaged | None
-    draws: Generator  # for augmentation; dropout and stochastic depth draw from the device's own generator
-    totals: Tensor  # of this epoch so far: loss, right answers, images
-    first_bad: Tensor  # the step whose loss or gradient was not finite, or -1; from then on no weight moves
-    halted: Tensor  # 1 from then on: torch's fused optimizers look at it, on the device
-    at: Tensor  # `step`, on the device
-    epoch: int = 0
-    position: int = 0  # batches of this epoch already seen
-    step: int = 0
-    seconds: float = 0.0
+    ema: EMA | None
+    augment_rng: Generator  # dropout and stochastic depth draw from the device's default generator instead
+    epoch_sums: Tensor  # (3,) of the current epoch: loss, correct predictions, images
+    first_nonfinite_step: Tensor  # -1 until a loss or gradient is not finite; no weight changes afterwards
+    found_nonfinite: Tensor  # 1 from that step on; the optimizers read it on the device (`found_inf`)
+    step_tensor: Tensor  # `step` on the device
+    epoch: int = 0  # completed epochs
+    batch_in_epoch: int = 0  # completed batches of the current epoch
+    step: int = 0  # completed optimizer steps
+    elapsed_seconds: float = 0.0  # over all processes that worked on the run
     best: dict[str, float] = field(default_factory=dict)  # epoch, top1, loss
-    rollbacks: int = 0  # each has halved the learning rate
-    rolled_to: int = -1  # the step that the last one went back to
+    rollbacks: int = 0  # each one has halved the learning rate
+    last_rollback_step: int = -1
 
     @property
-    def answering(self) -> ViT:
-        """The model that is asked: averaged weights where there are such."""
-        return self.averaged.model if self.averaged is not None else self.model  # type: ignore[return-value]
+    def eval_model(self) -> ViT:
+        """The model to evaluate and save: the EMA weights if there are any."""
+        return self.ema.model if self.ema is not None else self.model  # type: ignore[return-value]
 
-    def to_save(self, hardware: Hardware) -> dict[str, Any]:
+    def state_dict(self, hardware: Hardware) -> dict[str, Any]:
+        """The content of a checkpoint. All ranks must call this."""
         return {
             "model": self.model.state_dict(),
-            "averaged": self.averaged.model.state_dict() if self.averaged is not None else None,
+            "ema": self.ema.model.state_dict() if self.ema is not None else None,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "draws": self.draws.get_state(),
-            "random": hardware.random_state(),
-            "randoms": hardware.world.gather([hardware.random_state()]),  # of every process
-            "totals": self.totals,
+            "augment_rng": self.augment_rng.get_state(),
+            "rank_rngs": hardware.world.all_gather_objects([hardware.rng_state()]),
+            "epoch_sums": self.epoch_sums,
             "epoch": self.epoch,
-            "position": self.position,
-            "seconds": self.seconds,
+            "batch_in_epoch": self.batch_in_epoch,
+            "elapsed_seconds": self.elapsed_seconds,
             "best": self.best,
             "rollbacks": self.rollbacks,
-            "rolled_to": self.rolled_to,
+            "last_rollback_step": self.last_rollback_step,
         }
 
-    def restore(self, saved: dict[str, Any], hardware: Hardware) -> None:
-        load_weights(self.model, saved["model"])
-        if self.averaged is not None:
-            load_weights(self.averaged.model, saved["averaged"])
-        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-            restore_optimizer(optimizer, placed_state(optimizer, state))
-        if saved["draws"].shape == self.draws.get_state().shape:
-            self.draws.set_state(saved["draws"])
-        else:  # made on another kind of device: its draws cannot be continued here, only begun anew
-            self.draws.manual_seed(saved["step"])
-        world, randoms = hardware.world, saved.get("randoms", [saved["random"]])
-        if len(randoms) == world.size:
-            hardware.set_random_state(randoms[world.rank])
-        elif world.first:
-            hardware.set_random_state(saved["random"])
-        else:  # made by another number of processes: this one's draws are begun anew
-            torch.manual_seed(own_seed(saved["step"], world.rank))
-        self.totals.copy_(saved["totals"])
-        self.epoch, self.position, self.step = saved["epoch"], saved["position"], saved["step"]
-        self.seconds, self.best = saved["seconds"], saved["best"]
-        self.rollbacks, self.rolled_to = saved.get("rollbacks", 0), saved.get("rolled_to", -1)
-        self.first_bad.fill_(-1)
-        self.halted.zero_()
+    def load_state_dict(self, saved: dict[str, Any], hardware: Hardware) -> None:
+        load_full_state_dict(self.model, saved["model"])
+        if self.ema is not None:
+            load_full_state_dict(self.ema.model, saved["ema"])
+        for optimizer, optimizer_state in zip(self.optimizers, saved["optimizers"], strict=True):
+            restore_optimizer(optimizer, shard_optimizer_state(optimizer, optimizer_state))
+        self._restore_rngs(saved, hardware)
+        self.epoch_sums.copy_(saved["epoch_sums"])
+        self.epoch, self.batch_in_epoch, self.step = saved["epoch"], saved["batch_in_epoch"], saved["step"]
+        self.elapsed_seconds, self.best = saved["elapsed_seconds"], saved["best"]
+        self.rollbacks, self.last_rollback_step = saved["rollbacks"], saved["last_rollback_step"]
+        self.first_nonfinite_step.fill_(-1)
+        self.found_nonfinite.zero_()
 
-    def like(self, name: str) -> Tensor | None:
-        """The parameter that a saved tensor belongs to, by its name in `to_save`: "optimizers/0/state/5/exp_avg"."""
-        kind, _, rest = name.partition("/")
+    def _restore_rngs(self, saved: dict[str, Any], hardware: Hardware) -> None:
+        if saved["augment_rng"].shape == self.augment_rng.get_state().shape:
+            self.augment_rng.set_state(saved["augment_rng"])
+        else:  # saved on another kind of device, whose generator cannot be continued here
+            self.augment_rng.manual_seed(saved["step"])
+        world, rank_rngs = hardware.world, saved["rank_rngs"]
+        if len(rank_rngs) == world.size:
+            hardware.set_rng_state(rank_rngs[world.rank])
+        elif world.is_rank0:
+            hardware.set_rng_state(rank_rngs[0])
+        else:  # saved by another number of ranks
+            torch.manual_seed(rank_seed(saved["step"], world.rank))
+
+    def tensor_like(self, name: str) -> Tensor | None:
+        """The tensor that is sharded as a saved one must be, by its path in `state_dict`.
+
+        For example, "optimizers/0/state/5/exp_avg" is sharded like the sixth parameter of the first optimizer.
+        """
+        kind, _, path = name.partition("/")
         if kind == "optimizers":
-            which, _, index, _ = rest.split("/")
-            return parameters_of(self.optimizers[int(which)])[int(index)]
-        model = self.averaged.model if kind == "averaged" and self.averaged is not None else self.model
-        found: Tensor | None = model.state_dict().get(rest)
-        return found
+            optimizer_index, _, parameter_index, _ = path.split("/")
+            return optimizer_parameters(self.optimizers[int(optimizer_index)])[int(parameter_index)]
+        model = self.ema.model if kind == "ema" and self.ema is not None else self.model
+        tensor: Tensor | None = model.state_dict().get(path)
+        return tensor
 
 
-def begin(
+def init_state(
     recipe: Recipe,
     hardware: Hardware,
-    steps: int,
-    start: dict[str, Tensor] | None = None,
-    sample: Tensor | None = None,
-) -> State:
-    """Everything as it is before the first step, with weights drawn from the seed or given in `start`.
+    total_steps: int,
+    initial_weights: dict[str, Tensor] | None = None,
+    sample_images_NCHW: Tensor | None = None,
+    parallel: ParallelPlan | None = None,
+) -> TrainState:
+    """The state before the first step, with weights drawn from the seed or given as `initial_weights`.
 
-    `sample`: some training images, normalised, for weights that are chosen by them."""
+    `sample_images_NCHW`: normalised training images, for init schemes that depend on data.
+    """
     torch.manual_seed(recipe.seed)
     model = VARIANTS[recipe.variant](recipe.model)
-    if start is not None:
-        model.load_state_dict(start)
+    if initial_weights is not None:
+        model.load_state_dict(initial_weights)
     else:
-        start_as(recipe.start, model, sample)
+        apply_init_schemes(recipe.init_schemes, model, sample_images_NCHW)
     if recipe.loss == "sigmoid":
-        start_at_even_odds(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(recipe.frozen))
-    share = recipe.ema_share(steps)
-    copied = copy.deepcopy(model) if share else None
-    way = way_of(recipe, hardware)
-    for one in (model, copied):
-        if one is not None:
-            divide(one, way, hardware)
-    if not hardware.world.first:  # dropout and stochastic depth: other draws for other images
-        torch.manual_seed(own_seed(recipe.seed, hardware.world.rank))
-    state = State(
+        init_sigmoid_head_bias(model)
+    freeze_parameters(model, recipe.freeze)
+    ema_fraction = recipe.ema_fraction(total_steps)
+    ema_model = copy.deepcopy(model) if ema_fraction else None
+    parallel = parallel or parallel_plan(recipe, hardware)
+    for replica in filter(None, (model, ema_model)):
+        place_model(
+            replica,
+            parallel,
+            device=hardware.device,
+            world_size=hardware.world.size,
+            precision=hardware.precision,
+        )
+    if not hardware.world.is_rank0:  # dropout and stochastic depth must differ between ranks
+        torch.manual_seed(rank_seed(recipe.seed, hardware.world.rank))
+    device = hardware.device
+    state = TrainState(
         model=model.train(),
-        optimizers=make_optimizers(model, recipe.optim, on_device=hardware.device if hardware.graph else None),
-        averaged=Averaged(model, share, steps, copied) if share else None,
-        draws=Generator(hardware.device).manual_seed(recipe.seed),
-        totals=torch.zeros(3, device=hardware.device, dtype=torch.float64),  # fp32 counts to 16 million
-        first_bad=torch.full((), -1, device=hardware.device),
-        halted=torch.zeros((), device=hardware.device),
-        at=torch.zeros((), device=hardware.device, dtype=torch.int64),
+        optimizers=make_optimizers(model, recipe.optim, lr_device=device if hardware.cuda_graphs else None),
+        ema=EMA(model, ema_fraction, total_steps, ema_model) if ema_fraction else None,
+        augment_rng=Generator(device).manual_seed(recipe.seed),
+        epoch_sums=torch.zeros(3, device=device, dtype=torch.float64),  # fp32 counts exactly only up to 2**24
+        first_nonfinite_step=torch.full((), -1, device=device),
+        found_nonfinite=torch.zeros((), device=device),
+        step_tensor=torch.zeros((), device=device, dtype=torch.int64),
     )
     for optimizer in state.optimizers:
-        optimizer.found_inf = state.halted  # type: ignore[attr-defined]
-        if isinstance(optimizer, Muon) and hardware.graph and way.name == "alone" and gradients_stay(recipe):
-            optimizer.begin_early()
-    if recipe.recompute:
-        recompute_blocks(model)
+        optimizer.found_inf = state.found_nonfinite  # type: ignore[attr-defined]
     return state
 
 
-def gradients_stay(recipe: Recipe) -> bool:
-    """As the one pass backwards leaves them, until the step."""
-    return recipe.accumulate == 1 and not recipe.optim.clip
-
-
-def own_seed(seed: int, rank: int) -> int:
-    """Of one process among several."""
+def rank_seed(seed: int, rank: int) -> int:
+    """A seed that differs between ranks and equals `seed` on rank 0."""
     return (seed + rank * 0x9E3779B97F4A7C15) % 2**63
-
-
-def write_checkpoint(state: State, recipe: Recipe, hardware: Hardware, run: Run) -> None:
-    content = {"recipe": recipe.essence(), **state.to_save(hardware)}
-    checkpoint.save(run.checkpoints, state.step, content, recipe.keep, hardware.world)
-
-
-def resume(state: State, recipe: Recipe, hardware: Hardware, run: Run) -> bool:
-    """From the run's newest checkpoint, if it has one."""
-    if (saved := checkpoint.newest(run.checkpoints)) is None:
-        return False
-    try:
-        content = checkpoint.load(saved, state.like, hardware.world)
-        if as_of_now(content["recipe"], recipe) != recipe.essence():
-            raise ValueError("the recipe was changed")
-        state.restore(content, hardware)
-    except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise VitralError(
-            f"the checkpoint {saved} does not fit {run.recipe_file}", "put the recipe back, or begin a new run"
-        ) from error
-    return True
-
-
-def as_of_now(essence: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """A recipe's essence, saved before some fields were there, with these as they were then: their defaults."""
-    values = to_plain(recipe)
-    try:
-        return from_values({**values, **essence, "data": {**values["data"], **essence["data"]}}).essence()
-    except VitralError as error:
-        raise ValueError(error.what) from error
-
-
-def roll_back(state: State, recipe: Recipe, hardware: Hardware, run: Run) -> None:
-    """To the last checkpoint, or to the one before if the last did not help; the learning rate is halved for good."""
-    rollbacks, best = state.rollbacks + 1, state.best  # the best weights stay, though their epoch may be taken back
-    saved = checkpoint.newest(run.checkpoints)
-    assert saved is not None
-    world = hardware.world
-    content = checkpoint.load(saved, state.like, world)
-    if content["step"] == state.rolled_to and (older := checkpoint.newest(run.checkpoints, before=saved)):
-        content = checkpoint.load(older, state.like, world)
-        world.tell(lambda: checkpoint.forget(saved))
-    state.restore(content, hardware)
-    state.rollbacks, state.rolled_to, state.best = rollbacks, state.step, best
-    write_checkpoint(state, recipe, hardware, run)

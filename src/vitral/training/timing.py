@@ -1,60 +1,63 @@
-"""How long a training took, and how long it will."""
+"""Measure the time a run has taken and estimate the time it still needs."""
 
 from __future__ import annotations
 
 import time
 
-from vitral.device.hardware import Hardware
-from vitral.training.state import State
+from vitral.device.select import Hardware
+from vitral.training.state import TrainState
 
-WARMING = 5  # steps of a process that may compile or record
+WARMUP_STEPS = 5  # steps of a process that may compile kernels or capture CUDA graphs
 
 
-class Clock:
-    """Seconds of training, across interruptions, and what follows from them."""
+class TrainingClock:
+    """Training time, accumulated in `TrainState.elapsed_seconds` across interruptions, and what follows from it."""
 
-    def __init__(self, state: State, batch: int) -> None:
-        self.started = self.saved = time.perf_counter()
-        self.first_step, self.batch = state.step, batch
-        self.timed_from = self.started, state.step
+    def __init__(self, state: TrainState, batch_size: int) -> None:
+        self.process_start = self.last_stop = time.perf_counter()
+        self.first_step, self.batch_size = state.step, batch_size
+        self.timed_from = self.process_start, state.step  # time and step from which the epoch's steps are timed
 
-    def stepped(self, state: State, hardware: Hardware) -> None:
-        """After a step. The first ones of a process compile and record: training is timed from behind them."""
-        if state.step - self.first_step == WARMING:
+    def after_step(self, state: TrainState, hardware: Hardware) -> None:
+        """Call after each step, before `state.step` is incremented. Timing starts after the warm-up steps."""
+        if state.step - self.first_step == WARMUP_STEPS:
             hardware.synchronize()
-        if state.step - self.first_step <= WARMING or state.position == 0:
+        if state.step - self.first_step <= WARMUP_STEPS or state.batch_in_epoch == 0:
             self.timed_from = time.perf_counter(), state.step + 1
 
-    def training_seconds(self, state: State) -> float:
-        """Of the epoch that ends here: its steps alone, as if none of them had compiled anything.
+    def training_seconds(self, state: TrainState) -> float:
+        """Duration of the epoch's steps, without validation and as if none had been a warm-up step.
 
-        Where there are no others, as they were."""
-        since, first = self.timed_from if self.timed_from[1] < state.step else (self.started, self.first_step)
-        return (time.perf_counter() - since) / max(state.step - first, 1) * state.position
+        Where there are only warm-up steps, their own duration.
+        """
+        started, first_step = (
+            self.timed_from if self.timed_from[1] < state.step else (self.process_start, self.first_step)
+        )
+        return (time.perf_counter() - started) / max(state.step - first_step, 1) * state.batch_in_epoch
 
-    def stop(self, state: State) -> None:
-        """Add the time since the last stop to the state's, before it is saved."""
+    def stop(self, state: TrainState) -> None:
+        """Add the time since the last call to the state, before the state is saved."""
         now = time.perf_counter()
-        state.seconds += now - self.saved
-        self.saved = now
+        state.elapsed_seconds += now - self.last_stop
+        self.last_stop = now
 
-    def due(self, minutes: float) -> bool:
-        return time.perf_counter() - self.saved > minutes * 60
+    def checkpoint_is_due(self, minutes: float) -> bool:
+        return time.perf_counter() - self.last_stop > minutes * 60
 
-    def seconds_a_step(self, state: State) -> float:
-        """In this process, validation included."""
-        return (time.perf_counter() - self.started) / max(state.step - self.first_step, 1)
+    def seconds_per_step(self, state: TrainState) -> float:
+        """Mean over this process, including validation."""
+        return (time.perf_counter() - self.process_start) / max(state.step - self.first_step, 1)
 
-    def images_per_second(self, state: State) -> float:
-        return self.batch / self.seconds_a_step(state)
+    def images_per_second(self, state: TrainState) -> float:
+        return self.batch_size / self.seconds_per_step(state)
 
-    def seconds_left(self, state: State, steps: int) -> float:
-        return self.seconds_a_step(state) * (steps - state.step)
+    def seconds_left(self, state: TrainState, total_steps: int) -> float:
+        return self.seconds_per_step(state) * (total_steps - state.step)
 
-    def row(self, state: State, training: float) -> dict[str, float]:
-        """For the metrics of an epoch, whose steps alone took `training` seconds."""
+    def metrics(self, state: TrainState, training_seconds: float) -> dict[str, float]:
+        """The timing fields of an epoch's line in metrics.jsonl."""
         return {
-            "seconds": round(state.seconds, 3),
-            "training_seconds": round(training, 4),
+            "seconds": round(state.elapsed_seconds, 3),
+            "training_seconds": round(training_seconds, 4),
             "images_per_second": round(self.images_per_second(state), 1),
         }

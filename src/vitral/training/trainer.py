@@ -1,333 +1,369 @@
-"""fit: one training, top to bottom.
+"""Train one model on one dataset.
 
-    batch of uint8 images ─▶ move ─▶ normalise ─▶ mix ─▶ model ─▶ loss ─▶ gradients ─▶ optimizer ─▶ averaged weights
+    uint8 batch -> augment -> model -> loss -> gradients -> optimizer -> EMA
 
-After each epoch the validation images are asked; the weights of the best epoch become the model. The test set is
-not seen here. Whatever moves is in `State`, so that a checkpoint is a State and nothing else.
+The validation set is evaluated after each epoch, and the weights of the best epoch become the model. The test set is
+not used here.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitral.data.augment import Vary, varied
 from vitral.data.datasets import Dataset
-from vitral.data.loader import Loader, on_device
+from vitral.data.loader import Loader, to_device_if_fits
 from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import Hardware
-from vitral.distributed.dtensor import weights_of, whole
-from vitral.distributed.parallel import forward_of, last_part, way_of
-from vitral.distributed.world import Agreement
-from vitral.errors import VitralError, typed
-from vitral.evaluation.metrics import logits_of, logits_together, measure
+from vitral.device.select import Hardware
+from vitral.distributed.dtensor import full_state_dict
+from vitral.distributed.parallel import ParallelPlan
+from vitral.distributed.world import AsyncFlags
+from vitral.errors import VitralError, shell_quote
+from vitral.evaluation.metrics import compute_metrics
+from vitral.inference.forward import compute_logits, compute_logits_distributed
 from vitral.models.variants import VARIANTS
 from vitral.recipes.schema import Recipe
-from vitral.runs.run import ModelCard, Run, load_weights, save_model, save_weights
-from vitral.training.callbacks import Watch, tensorboard
-from vitral.training.loss import Judge, balanced_weights, guessing, judged, losses
-from vitral.training.nan_debug import MOST_ROLLBACKS, Diverged, Draws, explain, where_it_breaks
-from vitral.training.optim.build import learning_rate, set_learning_rate
-from vitral.training.provenance import note_precision
-from vitral.training.signals import Interrupted, interruptible
-from vitral.training.state import State, begin, resume, roll_back, write_checkpoint
-from vitral.training.timing import Clock
+from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights
+from vitral.runs.run import Run
+from vitral.training import checkpoint
+from vitral.training.backend import make_backend
+from vitral.training.callbacks import Callback, CallbackList, MetricsFile, TensorBoard
+from vitral.training.loss import balanced_class_weights, per_image_losses
+from vitral.training.nan_debug import Diverged, RngSnapshot, describe_divergence, locate_nonfinite
+from vitral.training.parallelism import parallel_plan
+from vitral.training.provenance import record_precision
+from vitral.training.signals import Interrupted, defer_signals
+from vitral.training.state import init_state
+from vitral.training.step import StepContext, StepRunner, forward_backward
+from vitral.training.timing import TrainingClock
 
-READ_EVERY = 50  # steps between looks at the device; in between it runs ahead of Python
-SAMPLE = 2000  # images that first weights are chosen by, where they are
-EXPLODED = 1000  # times the loss of guessing: no training comes back from there
+SYNC_EVERY = 50  # steps between reads from a GPU, which otherwise runs ahead of the host
+MAX_ROLLBACKS = 5  # each one halves the learning rate; a run that still diverges has another problem
+NUM_INIT_IMAGES = 2000  # training images for init schemes that depend on data
 
 
-def fit(
-    recipe: Recipe,
-    dataset: Dataset,
-    preprocessing: Preprocessing,
-    run: Run,
-    hardware: Hardware,
-    watch: Watch | None = None,
-    start: dict[str, Tensor] | None = None,
-) -> None:
-    """Train as the recipe says, from the run's newest checkpoint if it has one; leaves the model in the run folder."""
-    check_splits(recipe, dataset)
-    watch = watch or Watch()
-    device, world = hardware.device, hardware.world
-    loader = Loader(
-        images=on_device(dataset.train.images, hardware),
-        labels=dataset.train.labels.to(device),
-        batch=recipe.batch,
-        seed=recipe.seed,
-        sampling=recipe.sampling,
-        repeat=recipe.augment.repeat,
-    )
-    steps = loader.steps * recipe.epochs
-    sample = dataset.train.images[:SAMPLE] if "whitened" in recipe.start else None
-    state = begin(recipe, hardware, steps, start, None if sample is None else preprocessing.normalise(sample))
-    if resumed := resume(state, recipe, hardware, run):
-        watch.said(f"goes on after step {state.step:,} of {steps:,}")
-    rows = world.tell(lambda: taken_back(run, state.epoch))
-    part = math.ceil(min(recipe.batch, len(dataset.train)) / recipe.accumulate)
-    way = way_of(recipe, hardware)
-    forward, used = forward_of(state.model, way, hardware, recipe.recompute, watch.said, part)
-    if used != hardware:
-        hardware = used
-        note_precision(run, hardware)
-    balanced = recipe.class_weights == "balanced"
-    weights_K = balanced_weights(loader.labels, recipe.model.classes) if balanced else None
-    unmixed_from = round((1 - recipe.augment.unmixed) * steps) if recipe.augment.unmixed else None
-    vary = vary_of(recipe, preprocessing, hardware, watch.said)
-    judge = None if balanced else judge_of(recipe, part, hardware, watch.said)
-    task = Task(recipe, preprocessing, hardware, weights_K, unmixed_from, vary, judge)
-    log = tensorboard(run) if recipe.tensorboard and world.first else None
-    agreement = Agreement(world, flags=2)
+class Trainer:
+    """Train one model on one dataset.
 
-    def step_on(images_BCHW: Tensor, labels_B: Tensor) -> None:
-        train_step(forward, state, images_BCHW, labels_B, task)
+        Trainer(recipe, dataset, preprocessing, run, hardware, callbacks=[progress]).fit()
 
-    def loss_again(images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-        return look(state.model, state, images_BCHW, labels_B, task)[0]
+    The run folder holds everything needed to continue: `fit()` resumes from its newest checkpoint, bit for bit.
+    """
 
-    take_step = hardware.recorded(step_on, state.draws)
-    if recipe.optim.warmup >= steps:
-        watch.said(warmup_too_long(recipe, steps))
-    with interruptible() as interrupt:
-        clock = Clock(state, min(recipe.batch, len(dataset.train)))
-        if not resumed and recipe.on_nan == "rollback":
-            save(state, recipe, hardware, run, clock)
-        before: deque[Draws] = deque(maxlen=READ_EVERY)
-        while state.epoch < recipe.epochs:
+    def __init__(
+        self,
+        recipe: Recipe,
+        dataset: Dataset,
+        preprocessing: Preprocessing,
+        run: Run,
+        hardware: Hardware,
+        *,
+        parallel: ParallelPlan | None = None,
+        callbacks: Sequence[Callback] = (),
+        initial_weights: dict[str, Tensor] | None = None,
+    ) -> None:
+        self.recipe, self.dataset, self.preprocessing, self.run = recipe, dataset, preprocessing, run
+        self.hardware, self.world = hardware, hardware.world
+        self.parallel = parallel or parallel_plan(recipe, hardware)
+        self.initial_weights = initial_weights
+        self.callbacks = CallbackList([MetricsFile(run, self.world), *callbacks])
+        self.interrupt = threading.Event()
+
+    def fit(self) -> None:
+        self.setup()
+        self.resume()
+        with defer_signals() as self.interrupt:
+            self.start()
+            while self.state.epoch < self.recipe.epochs:
+                try:
+                    self.train_epoch()
+                    metrics = self.validate()
+                except Diverged as error:
+                    self.handle_divergence(error)
+                    continue
+                self.end_epoch(metrics)
+        self.export_best_model()
+
+    # Phases, in the order in which they happen.
+
+    def setup(self) -> None:
+        """Build the loader, the state before the first step and the backend."""
+        recipe, hardware = self.recipe, self.hardware
+        check_splits(recipe, self.dataset)
+        if recipe.tensorboard and self.world.is_rank0:
+            self.callbacks.callbacks.append(TensorBoard(self.run))
+        train = self.dataset.train
+        self.loader = Loader(
+            images=to_device_if_fits(train.images, hardware),
+            labels=train.labels.to(hardware.device),
+            batch_size=recipe.batch_size,
+            seed=recipe.seed,
+            sampling=recipe.sampling,
+            repeat=recipe.augment.repeat,
+        )
+        self.total_steps = self.loader.steps_per_epoch * recipe.epochs
+        init_images = None
+        if "whitened_patches" in recipe.init_schemes:
+            init_images = self.preprocessing.normalise(train.images[:NUM_INIT_IMAGES])
+        self.state = init_state(recipe, hardware, self.total_steps, self.initial_weights, init_images, self.parallel)
+        self.batch_size = min(recipe.batch_size, len(train))
+        class_weights_K = None
+        if recipe.class_weights == "balanced":
+            class_weights_K = balanced_class_weights(self.loader.labels, recipe.model.num_classes)
+        self.backend = make_backend(
+            self.state.model,
+            recipe,
+            self.preprocessing,
+            hardware,
+            self.parallel,
+            micro_batch_size=math.ceil(self.batch_size / recipe.grad_accum),
+            class_weights_K=class_weights_K,
+            log=self.callbacks.on_message,
+        )
+        if self.backend.hardware != hardware:  # FP8, selected automatically, turned out to be unavailable
+            self.hardware = self.backend.hardware
+            record_precision(self.run, self.hardware)
+        mix_off = recipe.augment.mix_off_last
+        mix_off_step = round((1 - mix_off) * self.total_steps) if mix_off else None
+        self.context = StepContext(recipe, self.backend, mix_off_step)
+        self.step_runner = StepRunner(self.state, self.context, self.total_steps)
+        self.flags = AsyncFlags(self.world, 2)
+        self.rng_snapshots: deque[RngSnapshot] = deque(maxlen=SYNC_EVERY)
+
+    def resume(self) -> None:
+        """Load the newest checkpoint of the run folder, if there is one."""
+        self.resumed = False
+        if (path := checkpoint.newest(self.run.checkpoint_dir)) is not None:
             try:
-                for images, labels in loader.epoch(state.epoch, start=state.position):
-                    rate = learning_rate(state.step, steps, recipe.optim) * recipe.lr_scale * 0.5**state.rollbacks
-                    set_learning_rate(state.optimizers, rate)
-                    before.append((state.step, state.draws.get_state(), hardware.random_state()))
-                    state.at.fill_(state.step)
-                    take_step(images, labels)
-                    clock.stepped(state, hardware)
-                    state.position += 1
-                    state.step += 1
-                    if device.type == "cpu" or state.step % READ_EVERY == 0 or state.position == loader.steps:
-                        check_finite(state)
-                        loss = (state.totals[0] / state.totals[2]).item()
-                        speed = clock.images_per_second(state)
-                        watch.step(state.epoch + 1, state.position, loss, speed, clock.seconds_left(state, steps))
-                    stop, due = agreement.known(interrupt.is_set(), clock.due(recipe.checkpoint_minutes))
-                    if stop:
-                        save(state, recipe, hardware, run, clock)
-                        raise stopped(state, steps, run)
-                    if due and state.position < loader.steps:
-                        save(state, recipe, hardware, run, clock)
-                hardware.synchronize()
-                training = clock.training_seconds(state)
-                row = end_of_epoch(state, recipe, dataset, preprocessing, hardware, run)
-            except Diverged as trouble:
-                found = explain(trouble, state, loader, before, loss_again, recipe, hardware, run)
-                if recipe.on_nan == "stop" or state.rollbacks == MOST_ROLLBACKS:
-                    raise found from None
-                roll_back(state, recipe, hardware, run)
-                before.clear()
-                take_step = hardware.recorded(step_on, state.draws)  # what was restored lies elsewhere on the device
-                watch.said(f"{found.what}: back to step {state.step}, with 1/{2**state.rollbacks} of the learning rate")
-                rows = world.tell(lambda: taken_back(run, state.epoch))
-                continue
-            clock.stop(state)
-            row |= clock.row(state, training)
-            rows.append(row)
-            world.tell(partial(run.write_metrics, rows))
-            if recipe.checkpoint_epochs and state.epoch % recipe.checkpoint_epochs == 0:
-                save(state, recipe, hardware, run, clock)
-            watch.epoch(row, clock.seconds_left(state, steps))
-            if log is not None:
-                log(row)
-            if agreement.finish(interrupt.is_set(), False)[0]:  # while validating
-                raise stopped(state, steps, run)
+                saved = checkpoint.load(path, self.state.tensor_like, self.world)
+                if saved["recipe"] != self.recipe.result_fields():
+                    raise ValueError("the recipe has changed")
+                self.state.load_state_dict(saved, self.hardware)
+            except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+                raise VitralError(
+                    f"the checkpoint {path} does not match {self.run.recipe_file}",
+                    "Restore the recipe, or start a new run",
+                ) from error
+            self.resumed = True
+            self.callbacks.on_message(f"Resuming after step {self.state.step:,} of {self.total_steps:,}")
+        self.callbacks.on_restore(self.state.epoch)
 
-    if world.first:
-        leave_model(recipe, dataset, preprocessing, run, state)
-    world.tell(lambda: None)  # the others find the model there
+    def start(self) -> None:
+        """Start the clock; save the initial state if a rollback may need it."""
+        recipe = self.recipe
+        if recipe.optim.warmup >= self.total_steps:
+            self.callbacks.on_message(
+                f"The warm-up of {recipe.optim.warmup:,.0f} steps is longer than the run of {self.total_steps:,} "
+                f"steps, so the learning rate stays far below {recipe.optim.lr * recipe.lr_scale:g}; "
+                "use --optim.warmup 0.1 for a tenth of the run"
+            )
+        self.clock = TrainingClock(self.state, self.batch_size)
+        if recipe.on_nan == "rollback" and not self.resumed:
+            self.save_checkpoint()
 
+    def train_epoch(self) -> None:
+        state = self.state
+        for images, labels in self.loader.epoch(state.epoch, start=state.batch_in_epoch):
+            self.train_step(images, labels)
+            is_last = state.batch_in_epoch == self.loader.steps_per_epoch
+            if self.hardware.device.type == "cpu" or state.step % SYNC_EVERY == 0 or is_last:
+                self.check_finite()
+                self.report_step()
+            is_due = self.clock.checkpoint_is_due(self.recipe.checkpoint_minutes)
+            should_stop, should_save = self.flags.exchange(self.interrupt.is_set(), is_due)
+            if should_stop or (should_save and not is_last):
+                self.save_checkpoint()
+            if should_stop:
+                raise self.interrupted()
 
-class Task(NamedTuple):
-    """What is the same in every step."""
+    def train_step(self, images: Tensor, labels: Tensor) -> None:
+        """One optimizer step. On a GPU the host does not wait for it."""
+        state = self.state
+        self.rng_snapshots.append(RngSnapshot(state.step, state.augment_rng.get_state(), self.hardware.rng_state()))
+        self.step_runner.run(images, labels)
+        self.clock.after_step(state, self.hardware)
+        state.batch_in_epoch += 1
+        state.step += 1
 
-    recipe: Recipe
-    preprocessing: Preprocessing
-    hardware: Hardware
-    weights_K: Tensor | None = None  # of the classes, in the loss
-    unmixed_from: int | None = None  # the step from which no images are blended
-    vary: Vary | None = None  # in one pass, where there is a kernel for it
-    judge: Judge | None = None  # the same
+    def validate(self) -> dict[str, Any]:
+        """Evaluate the validation set, save the weights if they are the best so far and reset the epoch counters.
 
+        Returns the epoch's metrics. Without a validation set, the last epoch counts as the best.
+        """
+        state, validation = self.state, self.dataset.validation
+        self.hardware.synchronize()
+        training_seconds = self.clock.training_seconds(state)
+        loss_sum, num_correct, num_images = state.epoch_sums.tolist()
+        metrics: dict[str, Any] = {
+            "epoch": state.epoch + 1,
+            "step": state.step,
+            "lr": float(state.optimizers[0].param_groups[0]["lr"]),
+            "train_loss": loss_sum / num_images,
+            "train_top1": num_correct / num_images,
+        }
+        best: dict[str, float] = {"epoch": state.epoch + 1}
+        state.eval_model.eval()
+        if len(validation):
+            loss, top1 = self._validation_loss_and_top1()
+            metrics |= {"validation_loss": loss, "validation_top1": top1}
+            best |= {"top1": top1, "loss": loss}
+            is_best = not state.best or (top1, -loss) > (state.best["top1"], -state.best["loss"])
+        else:
+            is_best = state.epoch + 1 == self.recipe.epochs
+        if is_best:
+            state.best = best
+            weights = full_state_dict(state.eval_model)
+            self.world.broadcast_from_rank0(lambda: save_weights(self.run.checkpoint_dir / "best.safetensors", weights))
+        state.model.train()
+        metrics["best"] = is_best
+        state.epoch, state.batch_in_epoch = state.epoch + 1, 0
+        state.epoch_sums.zero_()
+        self.clock.stop(state)
+        return metrics | self.clock.metrics(state, training_seconds)
 
-def vary_of(
-    recipe: Recipe, preprocessing: Preprocessing, hardware: Hardware, say: Callable[[str], None]
-) -> Vary | None:
-    if not hardware.fused:
-        return None
-    from vitral.kernels.augment import op as vary
+    def _validation_loss_and_top1(self) -> tuple[float, float]:
+        model, validation, classes = self.state.eval_model, self.dataset.validation, self.dataset.classes
+        logits = compute_logits_distributed(model, validation.images, self.preprocessing, self.hardware)
+        top1 = compute_metrics(logits, validation.labels, classes).top1
+        targets = F.one_hot(validation.labels, len(classes)).to(logits)
+        loss = per_image_losses(logits, targets, self.recipe.loss).mean().item()
+        if not math.isfinite(loss):  # the last update itself diverged; these weights must not be saved
+            index = int((~logits.isfinite()).any(dim=1).int().argmax())
+            image = validation.images[index][None]
+            report, _ = locate_nonfinite(model, lambda: compute_logits(model, image, self.preprocessing, self.hardware))
+            raise Diverged(
+                f"the validation loss is not finite after step {self.state.step}, {report.text}", self.state.step
+            )
+        return loss, top1
 
-    return vary.vary_of(recipe.augment, preprocessing, recipe.model.classes, hardware, say)
+    def end_epoch(self, metrics: dict[str, Any]) -> None:
+        """Report the epoch and save a checkpoint if one is due or a signal arrived during validation."""
+        state, every = self.state, self.recipe.checkpoint_epochs
+        self.callbacks.on_epoch_end(metrics, self.clock.seconds_left(state, self.total_steps))
+        should_stop, _ = self.flags.flush(self.interrupt.is_set(), False)
+        if should_stop or (every and state.epoch % every == 0):
+            self.save_checkpoint()
+        if should_stop:
+            raise self.interrupted()
 
+    def handle_divergence(self, error: Diverged) -> None:
+        """Locate the first non-finite value; then stop, or roll back and halve the learning rate.
 
-def judge_of(recipe: Recipe, images: int, hardware: Hardware, say: Callable[[str], None]) -> Judge | None:
-    if not hardware.fused or recipe.loss != "softmax":
-        return None
-    from vitral.kernels.cross_entropy import op as judge
+        Rolls back to the newest checkpoint, or to the one before it if the last rollback went to the same step.
+        """
+        what = self._diagnose(error)
+        newest = checkpoint.newest(self.run.checkpoint_dir)
+        last_good = f"The last good state is {newest}" if newest else "No checkpoint was saved"
+        if self.recipe.on_nan == "stop":
+            resume = f"vitral train --resume {shell_quote(self.run)} " if newest else ""
+            raise Diverged(
+                f"training diverged: {what}",
+                error.step,
+                f"{last_good}; use a lower --optim.lr, or: {resume}--on-nan rollback",
+            ) from None
+        if self.state.rollbacks == MAX_ROLLBACKS:
+            raise Diverged(
+                what, error.step, f"{last_good}; 1/{2**MAX_ROLLBACKS} of the learning rate did not help either"
+            ) from None
+        self._roll_back()
+        self.callbacks.on_message(
+            f"{what}: rolled back to step {self.state.step} with 1/{2**self.state.rollbacks} of the learning rate"
+        )
+        self.callbacks.on_restore(self.state.epoch)
 
-    plain = partial(judged, kind=recipe.loss, smoothing=recipe.label_smoothing)
-    return judge.judge_of(plain, images, recipe.model.classes, recipe.label_smoothing, hardware, say)
+    def _diagnose(self, error: Diverged) -> str:
+        """Repeat the bad step with the weights and random draws it had, with hooks on every module."""
+        state = self.state
+        snapshot = next((one for one in reversed(self.rng_snapshots) if one.step == error.step), None)
+        if snapshot is None:
+            return error.what
+        steps_since = state.step - snapshot.step
+        images, labels = next(self.loader.epoch(state.epoch, start=state.batch_in_epoch - steps_since))
+        state.augment_rng.set_state(snapshot.augment_rng)
+        self.hardware.set_rng_state(snapshot.device_rng)
+        eager = self.backend.eager()
+        report, loss = locate_nonfinite(
+            state.model, lambda: forward_backward(state, images, labels, eager, self.context)[0]
+        )
+        return describe_divergence(loss, snapshot.step, self.world.all_gather_objects([report]))
 
+    def _roll_back(self) -> None:
+        state, folder = self.state, self.run.checkpoint_dir
+        rollbacks, best = state.rollbacks + 1, state.best  # the best weights stay, even if their epoch is repeated
+        newest = checkpoint.newest(folder)
+        assert newest is not None
+        saved = checkpoint.load(newest, state.tensor_like, self.world)
+        if saved["step"] == state.last_rollback_step and (older := checkpoint.newest(folder, before=newest)):
+            saved = checkpoint.load(older, state.tensor_like, self.world)
+            self.world.broadcast_from_rank0(lambda: checkpoint.delete(newest))
+        state.load_state_dict(saved, self.hardware)
+        state.rollbacks, state.last_rollback_step, state.best = rollbacks, state.step, best
+        state.model.train()  # validation may have raised in evaluation mode
+        self._write_checkpoint()
+        self.rng_snapshots.clear()
+        self.step_runner.capture()
 
-def train_step(
-    forward: Callable[[Tensor], Tensor], state: State, images_BCHW: Tensor, labels_B: Tensor, task: Task
-) -> None:
-    """One batch: look, be wrong, move. Nothing is read back from the device.
+    def save_checkpoint(self) -> None:
+        """Write the state to the run folder, unless training has diverged since the device was last read."""
+        self.check_finite()
+        self.clock.stop(self.state)
+        self._write_checkpoint()
 
-    A loss or a gradient that is not finite moves no weight, then or later: whoever looks finds the state before it.
-    """
-    loss, right = look(forward, state, images_BCHW, labels_B, task)
-    gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
-    norm = whole(nn.utils.get_total_norm(gradients))
-    if task.recipe.optim.clip:
-        nn.utils.clip_grads_with_norm_(state.model.parameters(), task.recipe.optim.clip, norm)
-    good = (norm < math.inf) & (loss < EXPLODED * guessing(task.recipe.model.classes))  # what is no number is not
-    state.first_bad.copy_(torch.where((state.first_bad < 0) & ~good, state.at, state.first_bad))
-    state.halted.copy_(state.first_bad >= 0)
-    for optimizer in reversed(state.optimizers):  # Muon last: it may have begun before
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    if state.averaged is not None:
-        state.averaged.update(state.at)
-    state.totals += torch.stack([loss * len(labels_B), right, torch.full_like(loss, len(labels_B))])
+    def _write_checkpoint(self) -> None:
+        content = {"recipe": self.recipe.result_fields(), **self.state.state_dict(self.hardware)}
+        checkpoint.save(self.run.checkpoint_dir, self.state.step, content, self.recipe.keep_checkpoints, self.world)
 
+    def export_best_model(self) -> None:
+        """Write the weights of the best epoch and the model's config to the run's model folder."""
+        if self.world.is_rank0:
+            model = VARIANTS[self.recipe.variant](self.recipe.model)
+            model.load_state_dict(load_weights(self.run.checkpoint_dir / "best.safetensors"))
+            config = ModelConfig(
+                architecture=self.recipe.model,
+                preprocessing=self.preprocessing,
+                classes=self.dataset.classes,
+                trained_on=self.dataset.name,
+                epoch=int(self.state.best["epoch"]),
+                variant=self.recipe.variant,
+            )
+            save_model(self.run.model_dir, model, config)
+        self.world.broadcast_from_rank0(lambda: None)  # the other ranks wait for the model
 
-def look(
-    forward: Callable[[Tensor], Tensor], state: State, images_BCHW: Tensor, labels_B: Tensor, task: Task
-) -> tuple[Tensor, Tensor]:
-    """Mean loss and number of right answers; the gradients stay in the parameters.
+    # Helpers.
 
-    The batch is varied and mixed as a whole; each process computes its share of it, in as many parts as the recipe
-    accumulates. Each part counts by its images, so the gradient is that of the whole batch at once.
-    """
-    recipe, world = task.recipe, task.hardware.world
-    B = len(labels_B)
-    mixing = None if task.unmixed_from is None else state.at < task.unmixed_from
-    vary = task.vary or partial(varied, recipe.augment, task.preprocessing, recipe.model.classes)
-    images, targets_BK = vary(images_BCHW, labels_B, state.draws, mixing)
-    judge = task.judge or partial(judged, kind=recipe.loss, smoothing=recipe.label_smoothing, weights_K=task.weights_K)
-    sums = []
-    mine, count = slice(world.share(B).start, world.share(B).stop), min(recipe.accumulate, B // world.size)
-    parts = (batch[mine].tensor_split(count) for batch in (images, targets_BK, labels_B))
-    for index, (part, targets, labels) in enumerate(zip(*parts, strict=True), start=1):
-        with last_part(forward, index == count):
-            with task.hardware.autocast():
-                logits = forward(part)
-            loss, hits = judge(logits, targets, labels)
-            (loss * (world.size / B)).backward()  # averaged over the processes, and should be added up
-        sums.append(torch.stack([loss.detach() / B, hits]))
-    total, right = world.sum(torch.stack(sums).sum(dim=0) if count > 1 else sums[0]).unbind()
-    return total, right
+    def check_finite(self) -> None:
+        """Read the device's flag and raise Diverged if a loss or gradient was not finite."""
+        if (step := int(self.state.first_nonfinite_step.item())) >= 0:
+            raise Diverged(f"the loss is not finite at step {step + 1}", step)
 
+    def report_step(self) -> None:
+        state = self.state
+        self.callbacks.on_step(
+            state.epoch + 1,
+            state.batch_in_epoch,
+            (state.epoch_sums[0] / state.epoch_sums[2]).item(),
+            self.clock.images_per_second(state),
+            self.clock.seconds_left(state, self.total_steps),
+        )
 
-def end_of_epoch(
-    state: State, recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, hardware: Hardware, run: Run
-) -> dict[str, Any]:
-    """Ask the validation images, keep the weights if they are the best so far, and turn the page."""
-    loss, right, images = state.totals.tolist()
-    row = {
-        "epoch": state.epoch + 1,
-        "step": state.step,
-        "lr": float(state.optimizers[0].param_groups[0]["lr"]),
-        "train_loss": loss / images,
-        "train_top1": right / images,
-    }
-    answering = state.answering.eval()
-    if len(dataset.validation):
-        logits = logits_together(answering, dataset.validation.images, preprocessing, hardware)
-        found = measure(logits, dataset.validation.labels, dataset.classes)
-        asked = F.one_hot(dataset.validation.labels, len(dataset.classes)).to(logits)
-        wrong = losses(logits, asked, recipe.loss).mean().item()
-        if not math.isfinite(wrong):  # the last step's own loss was; these weights must not be saved
-            bad = dataset.validation.images[int((~logits.isfinite()).any(dim=1).int().argmax())][None]
-            where, _ = where_it_breaks(answering, lambda: logits_of(answering, bad, preprocessing, hardware))
-            raise Diverged(f"the validation loss is not finite after step {state.step}, {where}", state.step)
-        row |= {"validation_loss": wrong, "validation_top1": found.top1}
-        best = not state.best or (found.top1, -wrong) > (state.best["top1"], -state.best["loss"])
-    else:  # nobody to choose: the last epoch's weights are the model
-        best = state.epoch + 1 == recipe.epochs
-    if best:
-        state.best = {"epoch": state.epoch + 1}
-        if len(dataset.validation):
-            state.best |= {"top1": found.top1, "loss": wrong}
-        weights = weights_of(answering)
-        hardware.world.tell(lambda: save_weights(run.checkpoints / "best.safetensors", weights))
-    state.model.train()
-    row["best"] = best
-    state.epoch, state.position = state.epoch + 1, 0
-    state.totals.zero_()
-    return row
-
-
-def check_finite(state: State) -> None:
-    """Stop at the first loss that is not a number; what was saved before stays."""
-    if (step := int(state.first_bad.item())) >= 0:
-        raise Diverged(f"the loss is not finite at step {step + 1}", step)
-
-
-def save(state: State, recipe: Recipe, hardware: Hardware, run: Run, clock: Clock) -> None:
-    """A checkpoint, unless the training has diverged since the device was last looked at."""
-    check_finite(state)
-    clock.stop(state)
-    write_checkpoint(state, recipe, hardware, run)
-
-
-def stopped(state: State, steps: int, run: Run) -> Interrupted:
-    return Interrupted(
-        f"stopped after step {state.step} of {steps}; everything is saved",
-        f"go on with: vitral train --resume {typed(run)}",
-    )
-
-
-def taken_back(run: Run, epoch: int) -> list[dict[str, Any]]:
-    """The metrics until this epoch; later ones, of a training that went on from an earlier place, are forgotten."""
-    rows = [row for row in run.metrics() if row["epoch"] <= epoch]
-    run.write_metrics(rows)
-    return rows
-
-
-def leave_model(recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, run: Run, state: State) -> None:
-    """The best epoch's weights, with all that travels with them."""
-    model = VARIANTS[recipe.variant](recipe.model)
-    model.load_state_dict(load_weights(run.checkpoints / "best.safetensors"))
-    card = ModelCard(
-        architecture=recipe.model,
-        preprocessing=preprocessing,
-        classes=dataset.classes,
-        trained_on=dataset.name,
-        epoch=int(state.best["epoch"]),
-        variant=recipe.variant,
-    )
-    save_model(run.model, model, card)
+    def interrupted(self) -> Interrupted:
+        return Interrupted(
+            f"training stopped after step {self.state.step} of {self.total_steps}; a checkpoint is saved",
+            f"Resume it with: vitral train --resume {shell_quote(self.run)}",
+        )
 
 
 def check_splits(recipe: Recipe, dataset: Dataset) -> None:
-    """There are images to learn from, and to choose the best epoch on where the recipe holds some out."""
-    for kind, split, wanted in (
+    """Refuse a dataset without training images, or without the validation images that the recipe holds out."""
+    for name, split, is_needed in (
         ("training", dataset.train, True),
-        ("validation", dataset.validation, recipe.data.validation),
+        ("validation", dataset.validation, recipe.data.validation > 0),
     ):
-        if wanted and not len(split):
-            raise VitralError(f"{dataset.name} has no {kind} images", "another --data.validation may leave some")
-
-
-def warmup_too_long(recipe: Recipe, steps: int) -> str:
-    return (
-        f"the warm-up of {recipe.optim.warmup:,.0f} steps is longer than the run of {steps:,}: the learning rate "
-        f"stays far below {recipe.optim.lr * recipe.lr_scale:g}; --optim.warmup 0.1 would be a tenth of the run"
-    )
+        if is_needed and not len(split):
+            raise VitralError(f"{dataset.name} has no {name} images", "Change --data.validation")

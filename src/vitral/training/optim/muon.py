@@ -1,47 +1,84 @@
-"""Muon (Jordan, 2024): momentum whose matrix is replaced by the nearest orthogonal one before each step.
+"""Muon (Jordan, 2024): momentum, replaced by the nearest orthogonal matrix before each update.
 
-torch.optim.Muon goes matrix by matrix; here all matrices of one shape are orthogonalised together, which is what the
-blocks of a ViT offer: a few batched products a step instead of hundreds of small ones. On a GPU, what stands around the
-products is three kernels of our own. A matrix of which each process holds some rows is gathered: its singular vectors
-cannot be had from rows alone.
+torch.optim.Muon processes one matrix at a time. Here all matrices of the same size are orthogonalised together, which
+suits the blocks of a ViT: a few batched GEMMs per step instead of hundreds of small ones. Sharded matrices are
+gathered first, because singular vectors cannot be computed from some of the rows.
+
+Shapes: N matrices of size A x B with A ≤ B; taller ones are transposed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vitral.device.hardware import Moment, asides, bf16_is_faster, runs_triton
-from vitral.distributed.dtensor import is_divided, placed, whole
+from vitral.device.select import bf16_is_faster
+from vitral.device.streams import CudaEvent, side_streams
+from vitral.distributed.dtensor import full_tensor, is_sharded, shard_like
 
-Groups = list[tuple[dict[str, Any], list[Tensor]]]  # each with those of its matrices that have a gradient
+ActiveGroups = list[tuple[dict[str, Any], list[Tensor]]]  # parameter groups with their matrices that have a gradient
 
 
-class Arrivals:
-    """When the last gradient came, of those that it is called for. It knows nothing of them: what a parameter calls is
-    not seen by Python's collector, and an optimizer that it led to would stay for ever."""
+class MuonKernels(Protocol):
+    """Fused kernels for everything but the GEMMs; see vitral.kernels.muon.op."""
 
-    last: Moment | None = None
+    def momentum_stack(
+        self, grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], momentum: float, dtype: torch.dtype
+    ) -> Tensor: ...
+
+    def apply_updates(
+        self,
+        weights: Sequence[Tensor],
+        lrs: Sequence[Tensor],
+        updates_NAB: Tensor,
+        weight_decay: float,
+        update_scale: float,
+        found_inf: Tensor | None,
+    ) -> None: ...
+
+
+class MatrixSlice(NamedTuple):
+    """Rows of a parameter that are orthogonalised as one matrix: a whole parameter, or q, k or v of a fused qkv."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum_buffer: Tensor
+    lr: Tensor
+
+    @property
+    def is_tall(self) -> bool:
+        return self.weight.shape[0] > self.weight.shape[1]
+
+
+class GradientReadyHook:
+    """Remembers when the last gradient was accumulated.
+
+    A separate object, because Python's garbage collector does not see the hooks of a parameter: a hook that referred to
+    the optimizer would keep it alive forever.
+    """
+
+    last_event: CudaEvent | None = None
 
     def __call__(self, parameter: Tensor) -> None:
-        self.last = Moment()
+        self.last_event = CudaEvent()
 
 
 class Muon(Optimizer):
-    """For matrices alone. Steps are as long as AdamW's (arXiv 2502.16982), so that both share a learning rate.
+    """For matrices only. Updates have the RMS of AdamW's (arXiv 2502.16982), so both can share a learning rate.
 
-    A group's `parts` says how many square maps its matrices hold, one above the other: queries, keys and values are
-    three. Each is orthogonalised by itself.
+    `num_matrices` of a group is the number of matrices stacked in each of its parameters: 3 for a fused qkv. Each is
+    orthogonalised separately.
     """
 
-    found_inf: Tensor | None = None  # as in torch's fused optimizers: where it is 1, no weight moves
-    rehearsed = False
+    kernel_name: ClassVar[str] = "muon"
+    kernels: MuonKernels | None = None  # set by the training backend after its self-check
+    found_inf: Tensor | None = None  # as in PyTorch's fused optimizers: weights stay unchanged where it is 1
 
     def __init__(
         self,
@@ -50,200 +87,202 @@ class Muon(Optimizer):
         weight_decay: float,
         momentum: float = 0.95,
     ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": 1})
-        self.arrivals = Arrivals()
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "num_matrices": 1})
+        self.gradient_ready = GradientReadyHook()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim != 2:
-                    raise ValueError(f"Muon moves matrices; this parameter has shape {tuple(parameter.shape)}")
+                    raise ValueError(f"Muon needs 2-D parameters, got shape {tuple(parameter.shape)}")
 
-    def begin_early(self) -> None:
-        """Directions are found from when the gradients are there, beside what the device still has to do before the
-        step. For those who change no gradient afterwards, on a GPU."""
+    def overlap_with_backward(self) -> None:
+        """Start orthogonalising as soon as the gradients are complete, while the GPU finishes the backward pass.
+
+        Only valid if gradients are not modified (clipped, accumulated) after they were computed.
+        """
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            parameter.register_post_accumulate_grad_hook(self.arrivals)
+            parameter.register_post_accumulate_grad_hook(self.gradient_ready)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        if suit_kernels(groups, self.found_inf) and self.kernels_agree(groups):
-            self.step_with_kernels(groups)
+        groups = self.active_groups()
+        if self.kernels is not None and fits_kernels(groups, self.found_inf):
+            self.fused_step(groups, self.kernels)
         else:
-            self.step_plainly(groups)
-        self.arrivals.last = None
+            self.reference_step(groups)
+        self.gradient_ready.last_event = None
 
-    def kernels_agree(self, groups: Groups) -> bool:
-        """With the plain way, here. Those of the trial and of this step are compiled at once before."""
-        from vitral.kernels.precompile import compile_ahead
+    @torch.no_grad()
+    def launch_kernels(self, kernels: MuonKernels) -> None:
+        """Launch what the next step would launch, to compile it in a dry run."""
+        if fits_kernels(groups := self.active_groups(), self.found_inf):
+            self.fused_step(groups, kernels)
 
-        device = self.param_groups[0]["params"][0].device
+    @classmethod
+    def kernel_check(cls, kernels: MuonKernels, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The weight changes of one step on small matrices, with the kernels and without them."""
+        return (
+            _weight_changes(lambda muon, groups: muon.fused_step(groups, kernels), device),
+            _weight_changes(lambda muon, groups: muon.reference_step(groups), device),
+        )
 
-        def rehearsal() -> None:
-            tried(Muon.step_with_kernels, device)
-            self.step_with_kernels(groups)
+    def active_groups(self) -> ActiveGroups:
+        return [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
 
-        if not self.rehearsed:
-            compile_ahead(rehearsal)
-            self.rehearsed = True
-        return kernels_agree(device)
-
-    def step_plainly(self, groups: Groups) -> None:
-        ahead = [
-            whole(matrix) for group, matrices in groups for matrix in self.move_averages(matrices, group["momentum"])
+    def reference_step(self, groups: ActiveGroups) -> None:
+        momenta = [
+            full_tensor(matrix)
+            for group, matrices in groups
+            for matrix in self.nesterov_momentum(matrices, group["momentum"])
         ]
-        counts = [group["parts"] for group, matrices in groups for _ in matrices]
-        pieces = [piece for matrix, count in zip(ahead, counts, strict=True) for piece in matrix.chunk(count)]
-        directions = iter(turned(pieces, self.found_inf))
-        moving = 1 if self.found_inf is None else 1 - self.found_inf
+        counts = [group["num_matrices"] for group, matrices in groups for _ in matrices]
+        slices = [chunk for matrix, count in zip(momenta, counts, strict=True) for chunk in matrix.chunk(count)]
+        updates = iter(orthogonal_updates(slices, self.found_inf))
+        is_finite = 1 if self.found_inf is None else 1 - self.found_inf
         for group, matrices in groups:
-            parts = [(matrix, [next(directions) for _ in range(group["parts"])]) for matrix in matrices]
-            if not parts:
+            matrix_updates = [(matrix, [next(updates) for _ in range(group["num_matrices"])]) for matrix in matrices]
+            if not matrix_updates:
                 continue
-            torch._foreach_mul_(matrices, 1 - group["lr"] * moving * group["weight_decay"])
-            if any(is_divided(matrix) for matrix in matrices):
-                places, moves = matrices, [placed(torch.cat(own), matrix) for matrix, own in parts]
+            torch._foreach_mul_(matrices, 1 - group["lr"] * is_finite * group["weight_decay"])
+            if any(is_sharded(matrix) for matrix in matrices):
+                targets, deltas = matrices, [shard_like(torch.cat(parts), matrix) for matrix, parts in matrix_updates]
             else:
-                places = [place for matrix, own in parts for place in matrix.chunk(len(own))]
-                moves = [move for _, own in parts for move in own]
-            torch._foreach_mul_(moves, group["lr"] * moving)
-            torch._foreach_sub_(places, moves)
+                targets = [chunk for matrix, parts in matrix_updates for chunk in matrix.chunk(len(parts))]
+                deltas = [update for _, parts in matrix_updates for update in parts]
+            torch._foreach_mul_(deltas, group["lr"] * is_finite)
+            torch._foreach_sub_(targets, deltas)
 
-    def step_with_kernels(self, groups: Groups) -> None:
-        """The same on a GPU, each matrix read and written where it lies."""
-        from vitral.kernels.muon import op as kernels
+    def fused_step(self, groups: ActiveGroups, kernels: MuonKernels) -> None:
+        """The same update with fused kernels. Matrices of different sizes run on different CUDA streams."""
+        matrices = [matrix for _, group_matrices in groups for matrix in group_matrices]
+        # Without a momentum buffer or a contiguous gradient, tensors are created first, after the gradients.
+        is_prepared = all("momentum" in self.state[m] and m.grad.is_contiguous() for m in matrices)  # type: ignore[union-attr]
+        gradients_ready = self.gradient_ready.last_event if is_prepared else None
+        by_size: dict[tuple[int, int, float, float], list[MatrixSlice]] = defaultdict(list)
+        for group, group_matrices in groups:
+            for matrix_slice in self.matrix_slices(group, group_matrices):
+                short_side, long_side = sorted(matrix_slice.weight.shape)
+                by_size[short_side, long_side, group["momentum"], float(group["weight_decay"])].append(matrix_slice)
 
-        matrices = [matrix for _, some in groups for matrix in some]
-        as_they_are = all("momentum" in self.state[m] and m.grad.is_contiguous() for m in matrices)  # type: ignore[union-attr]
-        ready = self.arrivals.last if as_they_are else None
-        alike: dict[tuple[int, int, float, float], list[kernels.Piece]] = defaultdict(list)
-        for group, some in groups:
-            for piece in self.pieces(group, some):
-                shorter, longer = sorted(piece.weight.shape)
-                alike[shorter, longer, group["momentum"], float(group["weight_decay"])].append(piece)
+        def orthogonalise_momentum(
+            short_side: int, long_side: int, momentum: float, weight_decay: float
+        ) -> Callable[[], None]:
+            slices = sorted(
+                by_size[short_side, long_side, momentum, weight_decay], key=lambda matrix_slice: matrix_slice.is_tall
+            )
+            weights, grads, momentum_buffers, lrs = zip(*slices, strict=True)
+            dtype = orthogonalise_dtype(weights[0].device, short_side)
+            updates = newton_schulz(kernels.momentum_stack(grads, momentum_buffers, momentum, dtype))
+            return partial(
+                kernels.apply_updates, weights, lrs, updates, weight_decay, update_scale(long_side), self.found_inf
+            )
 
-        def turn(shorter: int, longer: int, memory: float, decay: float) -> Callable[[], None]:
-            pieces = sorted(alike[shorter, longer, memory, decay], key=lambda piece: piece.tall)
-            ahead = kernels.stacked_ahead(pieces, memory, number(pieces[0].weight.device, shorter))
-            return partial(kernels.move_along, pieces, newton_schulz(ahead), decay, length(longer), self.found_inf)
-
-        beside = asides(matrices[0].device, len(alike))  # a product of small matrices leaves most cores idle
-        moves = [aside.begin(partial(turn, *shape), ready) for aside, shape in zip(beside, alike, strict=True)]
-        for aside, move in zip(beside, moves, strict=True):
-            aside.begin(move)
-        for aside in beside:
-            aside.wait()
+        streams = side_streams(matrices[0].device, len(by_size))  # GEMMs of small matrices leave most SMs idle
+        apply_fns = [
+            stream.run(partial(orthogonalise_momentum, *size), gradients_ready)
+            for stream, size in zip(streams, by_size, strict=True)
+        ]
+        for stream, apply_fn in zip(streams, apply_fns, strict=True):
+            stream.run(apply_fn)
+        for stream in streams:
+            stream.wait()
         torch.autograd.graph.increment_version(matrices)
 
-    def pieces(self, group: dict[str, Any], matrices: list[Tensor]) -> Iterator[Any]:
-        """Each of a group's maps, with all that moves it."""
-        from vitral.kernels.muon.op import Piece
-
+    def matrix_slices(self, group: dict[str, Any], matrices: list[Tensor]) -> Iterator[MatrixSlice]:
         lr = group["lr"]
-        for matrix, average in zip(matrices, self.averages(matrices), strict=True):
+        for matrix, momentum_buffer in zip(matrices, self.momentum_buffers(matrices), strict=True):
             assert matrix.grad is not None
-            assert average.is_contiguous()
+            assert momentum_buffer.is_contiguous()
             if not isinstance(lr, Tensor):
                 lr = torch.full((), lr, device=matrix.device)
-            parts = (tensor.chunk(group["parts"]) for tensor in (matrix, matrix.grad.contiguous(), average))
-            for weight, gradient, moving in zip(*parts, strict=True):
-                yield Piece(weight, gradient, moving, lr)
+            tensors = (matrix, matrix.grad.contiguous(), momentum_buffer)
+            for weight, grad, buffer in zip(*(t.chunk(group["num_matrices"]) for t in tensors), strict=True):
+                yield MatrixSlice(weight, grad, buffer, lr)
 
-    def averages(self, matrices: list[Tensor]) -> list[Tensor]:
+    def momentum_buffers(self, matrices: list[Tensor]) -> list[Tensor]:
         for matrix in matrices:
             if "momentum" not in self.state[matrix]:
                 self.state[matrix]["momentum"] = torch.zeros_like(matrix)
         return [self.state[matrix]["momentum"] for matrix in matrices]
 
-    def move_averages(self, matrices: list[Tensor], memory: float) -> list[Tensor]:
-        """Each gradient's average moved on; and a look ahead along it (Nesterov)."""
+    def nesterov_momentum(self, matrices: list[Tensor], momentum: float) -> list[Tensor]:
+        """Update the momentum buffers; return the Nesterov look-ahead of each matrix."""
         if not matrices:
             return []
         gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
-        averages = self.averages(matrices)
-        torch._foreach_lerp_(averages, gradients, 1 - memory)
-        return list(torch._foreach_lerp(gradients, averages, memory))
+        buffers = self.momentum_buffers(matrices)
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        return list(torch._foreach_lerp(gradients, buffers, momentum))
 
 
-def suit_kernels(groups: Groups, halted: Tensor | None) -> bool:
-    """Whether all lies whole on one GPU, in fp32 and row by row."""
-    matrices = [matrix for _, matrices in groups for matrix in matrices]
-    if not matrices or not runs_triton(device := matrices[0].device):
+def fits_kernels(groups: ActiveGroups, found_inf: Tensor | None) -> bool:
+    """Whether all tensors are unsharded, contiguous fp32 tensors on one device."""
+    matrices = [matrix for _, group_matrices in groups for matrix in group_matrices]
+    if not matrices:
         return False
-    beside = [halted, *(group["lr"] for group, _ in groups), *(matrix.grad for matrix in matrices)]
-    tensors = matrices + [given for given in beside if isinstance(given, Tensor)]
-    if any(is_divided(x) or x.device != device or x.dtype != torch.float32 for x in tensors):
+    others = [found_inf, *(group["lr"] for group, _ in groups), *(matrix.grad for matrix in matrices)]
+    tensors = matrices + [value for value in others if isinstance(value, Tensor)]
+    if any(is_sharded(x) or x.device != matrices[0].device or x.dtype != torch.float32 for x in tensors):
         return False
     return all(matrix.is_contiguous() for matrix in matrices)
 
 
-@cache
-def kernels_agree(device: torch.device) -> bool:
-    """Tried once: a machine may lack what Triton compiles with, and not every GPU was at hand."""
-    from vitral.kernels.self_check import largest, reason_against
-
-    def difference() -> float:
-        return largest([tried(Muon.step_with_kernels, device)], [tried(Muon.step_plainly, device)])
-
-    return not reason_against(difference, 0.1)
-
-
-def tried(step: Callable[[Muon, Groups], None], device: torch.device) -> Tensor:
-    """How far a step moves the numbers of a few small matrices."""
-    start = [torch.arange(float(a * b), device=device).cos().view(a, b) for a, b in ((16, 80), (80, 8))]
-    matrices = [matrix.clone() for matrix in start]
+def _weight_changes(step: Callable[[Muon, ActiveGroups], None], device: torch.device) -> Tensor:
+    initial = [torch.arange(float(a * b), device=device).cos().view(a, b) for a, b in ((16, 80), (80, 8))]
+    matrices = [matrix.clone() for matrix in initial]
     for matrix in matrices:
         matrix.grad = torch.arange(float(matrix.numel()), device=device).square().cos().view_as(matrix)
-    groups: list[dict[str, Any]] = [{"params": matrices[:1], "parts": 2}, {"params": matrices[1:]}]
+    groups: list[dict[str, Any]] = [{"params": matrices[:1], "num_matrices": 2}, {"params": matrices[1:]}]
     muon = Muon(groups, lr=0.1, weight_decay=0.1)
-    step(muon, [(group, group["params"]) for group in muon.param_groups])
-    return torch.cat([(matrix - before).flatten() for matrix, before in zip(matrices, start, strict=True)])
+    with torch.no_grad():
+        step(muon, muon.active_groups())
+    return torch.cat([(matrix - before).flatten() for matrix, before in zip(matrices, initial, strict=True)])
 
 
-def turned(matrices: list[Tensor], halted: Tensor | None = None) -> list[Tensor]:
-    """For each matrix the orthogonal one beside it, of the length of AdamW's step; zeros where training has `halted`.
+def orthogonal_updates(matrices: list[Tensor], found_inf: Tensor | None = None) -> list[Tensor]:
+    """The nearest orthogonal matrix of each matrix, scaled to the RMS of AdamW's update; 0 where `found_inf` > 0.
 
-    All of one shape go through together, tall ones turned on their side, and come out as tensors that lie side by
-    side: a step has tens of kernels, not hundreds.
+    Matrices of the same size are processed as one stack, tall ones transposed, which takes tens of kernel launches
+    instead of hundreds.
     """
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    by_size: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
-        alike[tuple(sorted(matrix.shape))].append(index)
-    found: dict[int, Tensor] = {}
-    for (_, longer), members in alike.items():
-        tall = [index for index in members if matrices[index].shape[0] > matrices[index].shape[1]]
-        wide = [index for index in members if index not in tall]
+        by_size[tuple(sorted(matrix.shape))].append(index)
+    updates: dict[int, Tensor] = {}
+    for (_, long_side), indices in by_size.items():
+        tall = [index for index in indices if matrices[index].shape[0] > matrices[index].shape[1]]
+        wide = [index for index in indices if index not in tall]
         stack = torch.stack([matrices[index] for index in wide] + [matrices[index].mT for index in tall])
-        moves = orthogonalise(stack) * length(longer)
-        if halted is not None:  # 0 times what is not finite is not 0
-            moves = torch.where(halted > 0, 0.0, moves)
-        found |= zip(wide, moves[: len(wide)].to(stack.dtype).unbind(), strict=True)
-        found |= zip(tall, moves[len(wide) :].mT.contiguous().to(stack.dtype).unbind(), strict=True)
-    return [found[index] for index in range(len(matrices))]
+        stack_updates = orthogonalise(stack) * update_scale(long_side)
+        if found_inf is not None:  # 0 times a non-finite value is not 0
+            stack_updates = torch.where(found_inf > 0, 0.0, stack_updates)
+        updates |= zip(wide, stack_updates[: len(wide)].to(stack.dtype).unbind(), strict=True)
+        updates |= zip(tall, stack_updates[len(wide) :].mT.contiguous().to(stack.dtype).unbind(), strict=True)
+    return [updates[index] for index in range(len(matrices))]
 
 
-def length(longer: int) -> float:
-    """What makes the mean square of a step that of AdamW's, by a matrix's longer side."""
-    return 0.2 * longer**0.5
+def update_scale(long_side: int) -> float:
+    """Factor that gives an orthogonal matrix with this longer side the RMS of an AdamW update, about 0.2."""
+    return 0.2 * long_side**0.5
 
 
-def number(device: torch.device, shorter: int) -> torch.dtype:
-    return torch.bfloat16 if bf16_is_faster(device, shorter) else torch.float32
+def orthogonalise_dtype(device: torch.device, short_side: int) -> torch.dtype:
+    return torch.bfloat16 if bf16_is_faster(device, short_side) else torch.float32
 
 
 def orthogonalise(matrices_NAB: Tensor) -> Tensor:
-    """Towards U·Vᵀ of each matrix's singular value decomposition U·S·Vᵀ."""
-    tall = matrices_NAB.shape[-2] > matrices_NAB.shape[-1]
-    x = matrices_NAB.mT if tall else matrices_NAB
-    x = x.to(number(x.device, x.shape[-2]))
+    """Approximately U·Vᵀ of each matrix's singular value decomposition U·S·Vᵀ."""
+    is_tall = matrices_NAB.shape[-2] > matrices_NAB.shape[-1]
+    x = matrices_NAB.mT if is_tall else matrices_NAB
+    x = x.to(orthogonalise_dtype(x.device, x.shape[-2]))
     x = newton_schulz(x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7))
-    return x.mT if tall else x
+    return x.mT if is_tall else x
 
 
 def newton_schulz(x_NAB: Tensor, steps: int = 5) -> Tensor:
-    """Five steps from matrices of norm 1, none of them tall.
+    """Newton-Schulz iteration on wide or square matrices with Frobenius norm 1.
 
-    The quintic's coefficients (Jordan, 2024) trade exactness for speed: singular values end between about 0.7 and
-    1.2, which serves as well as 1. So bf16 is exact enough, where it is faster.
+    The coefficients of the quintic (Jordan, 2024) favour speed over accuracy: singular values end between about 0.7
+    and 1.2, which trains as well as 1. For the same reason bf16 is accurate enough where it is faster.
     """
     x = x_NAB
     for _ in range(steps):

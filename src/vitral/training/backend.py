@@ -1,0 +1,173 @@
+"""The computations of a training step: augmentation, forward pass, loss and optimizer update.
+
+`ReferenceBackend` is plain PyTorch and defines what is correct. On an NVIDIA GPU `make_backend` wraps it in
+`vitral.kernels.backend.TritonBackend`, which replaces what it can compute faster after checking it against the
+reference. No other code asks whether there is a kernel for something.
+
+Shapes: B images, C channels, H x W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol
+
+from torch import Generator, Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from vitral.data.augment import Batch, augment_batch
+from vitral.data.preprocess import Preprocessing
+from vitral.device.select import Hardware, can_run_triton, fallback_from_fp8
+from vitral.distributed.parallel import ParallelPlan, gradient_sync, wrap_ddp
+from vitral.models.vit import ViT
+from vitral.recipes.schema import Recipe
+from vitral.training.activation_checkpointing import checkpoint_activations
+from vitral.training.loss import loss_and_correct
+from vitral.utils.progress import LogFn, no_log
+
+
+class Backend(Protocol):
+    """The computations of a training step. `ReferenceBackend` defines what is correct."""
+
+    hardware: Hardware  # as used: bf16 after FP8, selected automatically, turned out to be unavailable
+
+    def augment(self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None) -> Batch:
+        """uint8 images (B, C, H, W) and labels (B,) to normalised images and soft targets (B, K).
+
+        `mix_enabled`: a boolean scalar on the device. Where it is false, mixup and CutMix are skipped.
+        """
+        ...
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalised images (B, C, H, W) to logits (B, K)."""
+        ...
+
+    def loss(self, logits: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of the losses of the images, and the number of predictions that equal `labels`."""
+        ...
+
+    def gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
+        """Context of a micro-batch's forward and backward pass: ranks exchange gradients in the last one only."""
+        ...
+
+    def optimizer_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Update the parameters from their gradients and clear the gradients."""
+        ...
+
+    def eager(self) -> Backend:
+        """The reference without compilation and wrappers, for module hooks that look for non-finite values."""
+        ...
+
+
+class ReferenceBackend:
+    """Plain PyTorch, including DDP, torch.compile, autocast and activation checkpointing."""
+
+    def __init__(
+        self,
+        model: ViT,
+        recipe: Recipe,
+        preprocessing: Preprocessing,
+        hardware: Hardware,
+        parallel: ParallelPlan,
+        class_weights_K: Tensor | None = None,
+    ) -> None:
+        self.hardware = hardware
+        self.gradients_final_after_backward = recipe.grad_accum == 1 and not recipe.optim.grad_clip
+        self._augment = partial(augment_batch, recipe.augment, preprocessing, recipe.model.num_classes)
+        self._loss = partial(
+            loss_and_correct,
+            loss=recipe.loss,
+            label_smoothing=recipe.label_smoothing,
+            class_weights_K=class_weights_K,
+        )
+        self._model = model
+        if recipe.activation_checkpointing:
+            checkpoint_activations(model)
+        self._forward = _make_forward(model, hardware, parallel, recipe.activation_checkpointing)
+
+    def augment(self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None) -> Batch:
+        return self._augment(images, labels, rng, mix_enabled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        with self.hardware.autocast():
+            return self._forward(images)
+
+    def loss(self, logits: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return self._loss(logits, targets, labels)
+
+    def gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
+        return gradient_sync(self._forward, is_last)
+
+    def optimizer_step(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in reversed(optimizers):  # Muon, the first, last: its update may already be running
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def eager(self) -> ReferenceBackend:
+        backend = copy.copy(self)
+        backend._forward = self._model
+        return backend
+
+
+def _make_forward(
+    model: nn.Module, hardware: Hardware, parallel: ParallelPlan, activation_checkpointing: bool
+) -> Callable[[Tensor], Tensor]:
+    model = wrap_ddp(model, parallel)
+    rounds_weights = hardware.cuda_graphs and hardware.precision == "bf16" and not activation_checkpointing
+    if parallel.mode == "single" and rounds_weights:
+        return hardware.maybe_compile(_bf16_forward(model))
+    return hardware.maybe_compile(model)
+
+
+def _bf16_forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Forward pass entirely in bf16 from fp32 weights, which are rounded in every step.
+
+    Gradients reach the weights in fp32. Moves half the bytes of autocast, which keeps norms and residuals in fp32.
+    """
+
+    def forward(images_BCHW: Tensor) -> Tensor:
+        rounded = {name: tensor.bfloat16() for name, tensor in model.named_parameters()}
+        rounded |= {name: t.bfloat16() for name, t in model.named_buffers() if name.endswith("embedding.table")}
+        return functional_call(model, rounded, (images_BCHW.bfloat16(),))
+
+    return forward
+
+
+def make_backend(
+    model: ViT,
+    recipe: Recipe,
+    preprocessing: Preprocessing,
+    hardware: Hardware,
+    parallel: ParallelPlan,
+    *,
+    micro_batch_size: int = 16,
+    class_weights_K: Tensor | None = None,
+    log: LogFn = no_log,
+) -> Backend:
+    """The fastest backend for this hardware. `log` receives the reason for each kernel that cannot be used."""
+    reference = ReferenceBackend(model, recipe, preprocessing, hardware, parallel, class_weights_K)
+    if recipe.activation_checkpointing:
+        forward_unsupported = "activation checkpointing is enabled"
+    else:
+        forward_unsupported = None if parallel.mode == "single" else parallel.reason
+    if not can_run_triton(hardware.device):
+        reference.hardware = fallback_from_fp8(hardware, forward_unsupported or "FP8 needs Triton kernels", log)
+        return reference
+    from vitral.kernels.backend import TritonBackend
+
+    return TritonBackend(
+        reference,
+        model=model,
+        augment=recipe.augment,
+        preprocessing=preprocessing,
+        num_classes=recipe.model.num_classes,
+        micro_batch_size=micro_batch_size,
+        label_smoothing=recipe.label_smoothing if recipe.loss == "softmax" and class_weights_K is None else None,
+        hardware=hardware,
+        forward_unsupported=forward_unsupported,
+        log=log,
+    )

@@ -1,0 +1,87 @@
+"""Decide how each parameter of a ViT is treated: frozen or trained, decayed or not, moved by Muon or not.
+
+Every decision that depends on a parameter's name is made in this file, from the names that `models/vit.py` and the
+variants give:
+
+    patch_embedding.* class_token distillation_token position_embedding.* registers    layer 0: the embedding
+    encoder.blocks.0.* ... encoder.blocks.{L-1}.*                                      layers 1 ... L
+    encoder.norm.* attention_pooling.* pooled_norm.* head.*                            layer L + 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from vitral.recipes.schema import OptimConfig
+
+EMBEDDING = ("patch_", "class_", "distillation_", "position_", "registers")  # prefixes of layer 0
+POOLING = ("attention_", "pooled_")  # prefixes between the encoder and the head
+AFTER_BLOCKS = ("encoder.norm", "head", "attention_pooling", "pooled_norm")  # prefixes of layer L + 1
+
+# Suffixes of learned vectors stored as matrices. Weight decay would pull them towards zero for no benefit.
+NO_DECAY = ("token", "table", "registers", "probe")
+FUSED_QKV = "qkv.weight"  # queries, keys and values: three square matrices stacked along the rows
+
+# Suffixes of the last matrix of each residual branch. Zero makes the block the identity.
+RESIDUAL_OUTPUT = ("attention.project.weight", "mlp.contract.weight")
+HEAD_OUTPUT = "head.out"  # suffix of the modules that produce the logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSettings:
+    """How the optimizers treat one parameter."""
+
+    weight_decay: float
+    lr_scale: float = 1.0  # factor on the learning rate, from layer-wise decay
+    use_muon: bool = False
+    num_matrices: int = 1  # Muon: matrices stacked along the rows, orthogonalised separately
+
+
+def param_settings(name: str, parameter: nn.Parameter, optim: OptimConfig, depth: int) -> ParamSettings:
+    """Settings of one trainable parameter of a model with `depth` blocks.
+
+    Matrices decay; norms, biases, tokens and position tables do not. Muon moves the matrices of the blocks.
+    """
+    lr_scale = optim.layer_decay ** (depth + 1 - layer_index(name, depth))
+    if parameter.ndim < 2 or name.endswith(NO_DECAY):
+        return ParamSettings(weight_decay=0.0, lr_scale=lr_scale)
+    if optim.name == "muon" and "blocks." in name:
+        decay = optim.weight_decay if optim.muon_weight_decay is None else optim.muon_weight_decay
+        num_matrices = 3 if name.endswith(FUSED_QKV) else 1
+        return ParamSettings(weight_decay=decay, lr_scale=lr_scale, use_muon=True, num_matrices=num_matrices)
+    return ParamSettings(weight_decay=optim.weight_decay, lr_scale=lr_scale)
+
+
+def layer_index(name: str, depth: int) -> int:
+    """0 for the embedding, 1 ... depth for the blocks, depth + 1 for everything after them."""
+    if "blocks." in name:
+        return 1 + _block_index(name)
+    return depth + 1 if name.startswith(AFTER_BLOCKS) else 0
+
+
+def num_blocks(model: nn.Module) -> int:
+    return 1 + max(_block_index(name) for name, _ in model.named_parameters() if "blocks." in name)
+
+
+def _block_index(name: str) -> int:
+    return int(name.split("blocks.")[1].split(".")[0])
+
+
+def freeze_parameters(model: nn.Module, freeze: str) -> None:
+    """Set `requires_grad` as `Recipe.freeze` says: "" trains everything, "backbone" only the head, "6" freezes the
+    embedding and the first six blocks."""
+    prefixes = frozen_prefixes(freeze)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefixes))
+
+
+def frozen_prefixes(freeze: str) -> tuple[str, ...]:
+    if freeze == "backbone":
+        return (*EMBEDDING, "encoder", *POOLING)
+    if not freeze:
+        return ()
+    return EMBEDDING + tuple(f"encoder.blocks.{block}." for block in range(int(freeze)))

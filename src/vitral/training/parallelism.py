@@ -1,0 +1,33 @@
+"""The parallelism of a training: a recipe and the hardware in, a `ParallelPlan` out."""
+
+from __future__ import annotations
+
+from vitral.analysis.cost import ddp_memory
+from vitral.device.select import Hardware
+from vitral.distributed.parallel import ParallelPlan, choose_parallelism
+from vitral.recipes.schema import Recipe
+
+
+def parallel_plan(recipe: Recipe, hardware: Hardware) -> ParallelPlan:
+    """DDP or FSDP for several processes, decided by the estimated memory per GPU unless the recipe names one."""
+    world_size, ddp_bytes, usable_bytes = hardware.world.size, None, None
+    if world_size > 1 and recipe.parallel == "auto" and hardware.gpu_memory_bytes is not None:
+        ddp_bytes, usable_bytes = ddp_memory(
+            recipe.model,
+            gpu_memory_bytes=hardware.gpu_memory_bytes,
+            world_size=world_size,
+            batch_size=recipe.batch_size,
+            grad_accum=recipe.grad_accum,
+            precision=hardware.precision,
+            optimizer=recipe.optim.name,
+            ema=recipe.ema > 0 or recipe.ema_decay > 0,
+            activation_checkpointing=recipe.activation_checkpointing,
+        )
+    return choose_parallelism(
+        world_size=world_size,
+        batch_size=recipe.batch_size,
+        grad_accum=recipe.grad_accum,
+        requested=recipe.parallel,
+        ddp_bytes=ddp_bytes,
+        usable_bytes=usable_bytes,
+    )
