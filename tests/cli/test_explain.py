@@ -21,7 +21,7 @@ from vitral.evaluation.calibration import Calibration
 from vitral.explain import METHODS, explain, faithfulness
 from vitral.inference.predictor import Predictor
 from vitral.reporting.figures import heatmaps
-from vitral.runs.run import ModelConfig, save_model
+from vitral.runs.model_io import ModelConfig, save_model
 
 
 @pytest.fixture

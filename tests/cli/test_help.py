@@ -42,6 +42,14 @@ def test_every_flag_is_described(command) -> None:
     assert [flag.name for flag in command.flags if not flag.help] == []
 
 
+@pytest.mark.parametrize("command", list(leaf_commands()), ids=lambda command: command.name)
+def test_flag_names_are_unique(command) -> None:
+    names = [
+        name for flag in command.flags for name in {flag.name, flag.negative_name if flag.is_switch else flag.name}
+    ]
+    assert len(names) == len(set(names))
+
+
 def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     groups = [cli.load_command(name) for name in cli.COMMANDS]
     for group in groups:

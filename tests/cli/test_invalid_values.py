@@ -16,7 +16,7 @@ from support.common import Command, leave_out_pictures
 from vitral import api, weights
 from vitral.data.preprocess import Preprocessing
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import ModelConfig
+from vitral.runs.model_io import ModelConfig
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from vitral.cli import main as cli
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import ModelConfig
+from vitral.runs.model_io import ModelConfig
 
 CONFIG = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=192, depth=1, heads=3)
 

@@ -21,7 +21,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import ModelConfig
+from vitral.runs.model_io import ModelConfig
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_bench_stores_nothing_next_to_a_checkpoint(
 
 def test_report_logs_its_progress(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
-    monkeypatch.setattr(api, "DAMAGED", 4)
+    monkeypatch.setattr(api, "REPORT_CORRUPTED_IMAGES", 4)
     theirs = place / "theirs"
     api.report(theirs, data="digits", out=place / "heard.html", log=heard.append)
     assert re.fullmatch(r"asking \d+ test images", heard[0])

@@ -16,7 +16,8 @@ from vitral.cli import main as cli
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import ModelConfig, Run
+from vitral.runs.model_io import ModelConfig
+from vitral.runs.run import Run
 from vitral.weights.checkpoint import NO_HEAD
 
 SEEN = Preprocessing(image_size=(32, 64), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)

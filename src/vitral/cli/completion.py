@@ -14,6 +14,9 @@ from vitral import bundled
 from vitral.cli.main import COMMAND_GROUPS, COMMANDS, load_command
 from vitral.cli.parsing import Command, CommandGroup, Flag
 
+MODEL_ARGUMENTS = ("model", "models", "first", "second", "source")
+PATH_FLAGS = ("data", "faithfulness", "init_from", "model", "ood", "recipe")  # strings that may be paths
+
 
 def completion_script(shell: str) -> str:
     return {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[shell]()
@@ -42,10 +45,10 @@ def flag_names(command: Command[Any]) -> list[str]:
 
 
 def argument_words(command: Command[Any]) -> list[str]:
-    """Values for positional arguments besides file names: bundled models, presets, datasets, recipes."""
+    """Completions of positional arguments in addition to file names: choices and bundled models."""
     arguments = [flag for flag in command.flags if flag.is_positional]
     words = [choice for flag in arguments for choice in flag.choices]
-    if arguments and "bundled" in arguments[0].help:
+    if any(flag.dest in MODEL_ARGUMENTS for flag in arguments):
         words += bundled.model_names()
     return words
 
@@ -183,7 +186,7 @@ def fish_script() -> str:
 
 
 def _takes_path(flag: Flag) -> bool:
-    return flag.item_type is Path or flag.dest in ("data", "init_from", "model", "ood", "recipe", "faithfulness")
+    return flag.item_type is Path or flag.dest in PATH_FLAGS
 
 
 def _first_sentence(text: str) -> str:

@@ -117,7 +117,7 @@ class _Source:
         return self.text.splitlines()
 
     def lookup(self, name: str) -> tuple[_Source, ast.expr | ast.ClassDef]:
-        """The class or the assigned expression that a module-level name stands for, through imports."""
+        """Resolve a module-level name, through imports, to its class definition or assigned expression."""
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return self, node

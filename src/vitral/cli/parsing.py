@@ -4,7 +4,7 @@ A command is a frozen dataclass with one field per argument (`argument`), flag (
 fields (`config_options`), and a function that takes it; `Command` connects the two. Field types decide how values are
 parsed: `int`, `float`, `str`, `Path`, `bool` (`--x`, `--no-x`), `Literal`, `tuple` and `X | None`.
 
-There is no library underneath. argparse and its relatives report errors as rendered text, read `-1e-3` as a flag, and
+No library is used for parsing. argparse and its relatives report errors as rendered text, read `-1e-3` as a flag, and
 cannot end a list of numbers before a positional argument (`--model.image-size 32 32 photos`). The grammar here is
 small: long flags, `--flag value` or `--flag=value`, arguments anywhere, `--` before arguments that begin with a dash.
 Every mistake is a VitralError. Flags of configuration fields that are not given are absent from the result, because
@@ -118,7 +118,7 @@ def config_options(
 
 @dataclass(frozen=True)
 class Command(Generic[T]):
-    """A command: its name, its arguments and what it does. `action` returns the exit status."""
+    """Name, arguments and action of a command. `action` returns the exit status."""
 
     name: str
     args: type[T]
@@ -264,9 +264,9 @@ def _positional_values(arguments: Sequence[Flag], words: Sequence[str]) -> dict[
         if flag.is_variadic:
             values[flag.dest] = ()
         if queue:
-            taken = list(queue) if flag.is_tuple else [queue[0]]
-            values[flag.dest] = _convert(flag, taken)
-            for _ in taken:
+            argument_words = list(queue) if flag.is_tuple else [queue[0]]
+            values[flag.dest] = _convert(flag, argument_words)
+            for _ in argument_words:
                 queue.popleft()
     if queue:
         raise _UsageError(f"unexpected argument '{queue[0]}'")
@@ -275,11 +275,8 @@ def _positional_values(arguments: Sequence[Flag], words: Sequence[str]) -> dict[
 
 def _convert(flag: Flag, words: Sequence[str]) -> Any:
     """The value of a flag from its words, e.g. `["32,32"]` or `["32", "32"]` to (32, 32)."""
-    if (
-        flag.value_type is not flag.type
-        and flag.item_type not in (str, Path)
-        and [w.lower() for w in words] == ["none"]
-    ):
+    accepts_none = flag.value_type is not flag.type and flag.item_type not in (str, Path)
+    if accepts_none and [word.lower() for word in words] == ["none"]:
         return None
     if not flag.is_tuple:
         return _convert_one(flag, words[0])

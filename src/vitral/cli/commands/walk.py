@@ -59,7 +59,7 @@ def walk(args: WalkArgs) -> int:
 
 def write_walk(steps: Any, path: Path) -> None:
     from vitral.reporting.walk import html, markdown
-    from vitral.runs.run import atomic_write
+    from vitral.utils.atomic import atomic_write
 
     if path.suffix.lower() != ".md":
         atomic_write(path, html.render_html(steps))
@@ -82,12 +82,11 @@ def default_model(image: Path) -> Path | str:
 
 def is_colour(path: Path) -> bool:
     """Whether an image has saturated pixels; False if it cannot be read, which is reported later."""
-    from PIL import Image
+    from vitral.data.decode import ImageDecodeError, decode_image
 
     try:
-        with Image.open(path) as image:
-            saturation = image.convert("RGB").resize((32, 32)).convert("HSV").tobytes()[1::3]
-    except Exception:  # Pillow raises many types for damaged files
+        saturation = decode_image(path).convert("RGB").resize((32, 32)).convert("HSV").tobytes()[1::3]
+    except ImageDecodeError:
         return False
     return max(saturation) > MIN_SATURATION
 
