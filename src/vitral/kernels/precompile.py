@@ -1,4 +1,8 @@
-"""Kernels compiled side by side, before they are needed: Triton compiles each by itself when it is first launched."""
+"""Parallel compilation of kernels before they are needed. Triton would compile each one at its first launch.
+
+A dry run executes the code that launches the kernels, but each launch only requests the specialisation that its
+arguments need.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +15,39 @@ from typing import Any
 
 import triton
 
-from vitral.device.hardware import cores
+from vitral.device.cpu import available_cpus
 
-rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
-
-
-def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-    """What launches a kernel when it is called; in a rehearsal it only asks for the variant that the arguments need."""
-    return partial(kernel.warmup, grid=grid) if rehearsing.get() else kernel[grid]
+dry_run_active: ContextVar[bool] = ContextVar("dry_run_active", default=False)
 
 
-def compile_ahead(rehearsal: Callable[[], object]) -> None:
-    """All kernels that `rehearsal` launches, on as many threads as there are cores. What fails here is left for later:
-    whoever launches that kernel compiles it then, and is told why it cannot be."""
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+    """`launch(kernel, grid)(*args)` is `kernel[grid](*args)`; in a dry run it only compiles the kernel."""
+    return partial(kernel.warmup, grid=grid) if dry_run_active.get() else kernel[grid]
+
+
+def precompile(dry_run: Callable[[], object]) -> None:
+    """Compile all kernels that `dry_run` launches, one thread per CPU.
+
+    Errors are ignored: a kernel that cannot be compiled fails again, with its message, when it is launched.
+    """
     with suppress(Exception):
-        copy_context().run(_compile_ahead, rehearsal)  # whatever happens, nobody else is in a rehearsal afterwards
+        copy_context().run(_precompile, dry_run)  # the copy restores `dry_run_active` whatever happens
 
 
-def _compile_ahead(rehearsal: Callable[[], object]) -> None:
-    rehearsing.set(True)
-    with _Compilers(cores()) as compilers, triton.AsyncCompileMode(compilers, ignore_errors=True):
-        rehearsal()
+def _precompile(dry_run: Callable[[], object]) -> None:
+    dry_run_active.set(True)
+    with _CompileThreads(available_cpus()) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        dry_run()
 
 
-class _Compilers(ThreadPoolExecutor):
-    def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
-        return super().submit(_with_launcher, compile)
+class _CompileThreads(ThreadPoolExecutor):
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        return super().submit(_compile_with_launcher, compile_kernel)
 
 
-def _with_launcher(compile: Callable[[], Any]) -> Any:
-    """With the code in C that passes its arguments, which Triton finds again by its text when the kernel is loaded."""
-    kernel = compile()
+def _compile_with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    """Also build the C launcher, which Triton finds in its cache when the kernel is loaded."""
+    kernel = compile_kernel()
     with suppress(Exception):
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel

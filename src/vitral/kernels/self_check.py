@@ -1,4 +1,8 @@
-"""Kernels are tried before they are used: not every GPU was at hand when they were written."""
+"""Comparison of a kernel with its PyTorch reference on the device at hand, before the kernel is first used.
+
+The kernels were written on a few GPUs. On any other one they may fail to compile, run out of shared memory or compute
+something else; then the reference is used instead.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,28 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-Say = Callable[[str], None]
+from vitral.utils.progress import LogFn
+
+__all__ = ["LogFn", "max_relative_error", "relative_error", "self_check_failure"]
 
 
-def reason_against(compare: Callable[[], float], most: float) -> str:
-    """Why kernels are not used here: they fail, or are off by more than `most` from what PyTorch gives. Else empty."""
+def self_check_failure(compare: Callable[[], float], tolerance: float) -> str | None:
+    """Why a kernel must not be used here, or None. `compare` runs it and returns its error."""
     try:
-        off = compare()
-    except Exception as error:  # the compiler's, the driver's, of whatever kind
-        return f"its kernels fail here: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    return "" if off <= most else f"its kernels are off by {off:.0%} here"
+        error = compare()
+    except Exception as exception:  # of any kind: from the compiler, the driver or the kernel's own checks
+        first_line = (str(exception).splitlines() or [type(exception).__name__])[0]
+        return f"the kernel failed: {first_line}"
+    return None if error <= tolerance else f"the kernel's result differs by {error:.0%} from PyTorch's"
 
 
-def largest(ours: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
-    """Of the shares by which these are off. What is not a number is infinitely far off."""
-    off = [share_off(a.float(), b.float()) for a, b in zip(ours, wanted, strict=True)]
-    return max(off) if all(map(math.isfinite, off)) else math.inf
+def max_relative_error(outputs: Iterable[Tensor], reference: Iterable[Tensor]) -> float:
+    """The largest relative error of several tensors; infinite if any is not finite."""
+    errors = [relative_error(a.float(), b.float()) for a, b in zip(outputs, reference, strict=True)]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
-def share_off(ours: Tensor, wanted: Tensor) -> float:
-    apart, length = float((ours - wanted).norm()), float(wanted.norm())
-    return apart / length if length else math.inf if apart else 0.0
+def relative_error(output: Tensor, reference: Tensor) -> float:
+    """‖output - reference‖ / ‖reference‖."""
+    difference, norm = float((output - reference).norm()), float(reference.norm())
+    return difference / norm if norm else math.inf if difference else 0.0

@@ -1,7 +1,7 @@
-"""What stands between the convolutions of a small stem: Triton kernels for a GPU.
+"""Triton kernels for a small convolutional stem: patch extraction and GroupNorm + ReLU.
 
-A map lies pixel by pixel, B P C. Group norm takes a few channels of all pixels together, so a program has some channels
-of one image and goes over its pixels twice: for the sums, then for the result, when they are still near.
+Feature maps are channels-last, (B, H, W, C). A GroupNorm program handles some channels of one image and passes over
+the pixels twice, for the statistics and for the result; the second pass finds them in the cache.
 """
 
 from __future__ import annotations
@@ -11,103 +11,134 @@ import triton.language as tl
 
 
 @triton.jit
-def patches(
-    images, out, M, H, W, h, w, stride, before,
-    C: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def im2col_kernel(
+    images_ptr, patches_ptr, num_rows, H, W, out_h, out_w, stride, padding,
+    C: tl.constexpr, KERNEL_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, NUM_COLS: tl.constexpr,
 ):  # fmt: skip
-    """For each place of a filter the pixels that it sees, side by side, zeros beyond the image: M COLUMNS.
+    """patches[row, (c, ky, kx)] = images[b, c, y·stride - padding + ky, x·stride - padding + kx], 0 outside the image.
 
-    Read by threads that stand side by side in the image, written by such that do in the result."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    channel, place = columns // (SIDE * SIDE), columns % (SIDE * SIDE)
-    y = (place // SIDE)[:, None] + ((rows // w) % h * stride - before)[None, :]
-    x = (place % SIDE)[:, None] + (rows % w * stride - before)[None, :]
-    seen = (rows < M)[None, :] & (channel < C)[:, None] & (y >= 0) & (y < H) & (x >= 0) & (x < W)
-    at = ((rows // (h * w)).to(tl.int64)[None, :] * C + channel[:, None]) * H * W + y * W + x
-    pixels = tl.trans(tl.load(images + at, seen, 0.0).to(out.dtype.element_ty))
-    tl.store(out + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], pixels, (rows < M)[:, None])
+    Grid: (blocks of rows,). A row is an output position (b, y, x).
+
+    images: (B, C, H, W) fp32 or bf16. patches: (num_rows = B·out_h·out_w, NUM_COLS); columns from
+    C·KERNEL_SIZE² on are 0. Reads are coalesced along the image row; the tile is transposed so that writes are
+    coalesced along the patch.
+    """
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, NUM_COLS)
+    channel, tap = cols // (KERNEL_SIZE * KERNEL_SIZE), cols % (KERNEL_SIZE * KERNEL_SIZE)
+    y = (tap // KERNEL_SIZE)[:, None] + ((rows // out_w) % out_h * stride - padding)[None, :]
+    x = (tap % KERNEL_SIZE)[:, None] + (rows % out_w * stride - padding)[None, :]
+    mask = (rows < num_rows)[None, :] & (channel < C)[:, None] & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+    offsets = ((rows // (out_h * out_w)).to(tl.int64)[None, :] * C + channel[:, None]) * H * W + y * W + x
+    pixels = tl.trans(tl.load(images_ptr + offsets, mask, 0.0).to(patches_ptr.dtype.element_ty))
+    tl.store(patches_ptr + rows.to(tl.int64)[:, None] * NUM_COLS + cols[None, :], pixels, (rows < num_rows)[:, None])
 
 
 @triton.jit
-def _of_groups(x_C, CHANNELS: tl.constexpr, GROUP: tl.constexpr):
-    """The sum over each group of channels, for each of its channels."""
-    sums = tl.sum(tl.reshape(x_C, (CHANNELS // GROUP, GROUP)), axis=1)
-    return tl.reshape(tl.broadcast_to(sums[:, None], (CHANNELS // GROUP, GROUP)), (CHANNELS,))
+def _group_sums(x_C, BLOCK_CHANNELS: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """For each channel, the sum over its group: (BLOCK_CHANNELS,) → (BLOCK_CHANNELS,)."""
+    sums = tl.sum(tl.reshape(x_C, (BLOCK_CHANNELS // GROUP_SIZE, GROUP_SIZE)), axis=1)
+    return tl.reshape(tl.broadcast_to(sums[:, None], (BLOCK_CHANNELS // GROUP_SIZE, GROUP_SIZE)), (BLOCK_CHANNELS,))
 
 
 @triton.jit
-def norm_relu(
-    x, weight, bias, out, stats, H, W, H1, W1, eps,
-    C: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+def groupnorm_relu_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, stats_ptr, H, W, out_h, out_w, eps,
+    C: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, BLOCK_PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """ReLU(GN(x)), into a map that may be larger: H1 by W1 pixels, zeros behind."""
+    """out = ReLU(GroupNorm(x)·weight + bias), padded with zeros at the bottom and right to (out_h, out_w).
+
+    Grid: (B, blocks of channels).
+
+    x: (B, H, W, C) bf16 or fp32. weight, bias: (C,) fp32. out: (B, out_h, out_w, C) as x.
+    stats: (B, 2, C) fp32, mean and 1/std of each channel's group, saved for the backward pass.
+    Reads x twice and writes out once; Var(x) = E[x²] - E[x]², accumulated in fp32.
+    """
     image = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    known = (channels < C)[None, :]
-    total = tl.zeros((ROWS, CHANNELS), tl.float32)
-    square = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, H * W, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        at = (image * H * W + rows)[:, None] * C + channels[None, :]
-        y = tl.load(x + at, (rows < H * W)[:, None] & known, 0.0).to(tl.float32)
-        total += y
-        square += y * y
-    count = H * W * GROUP
-    mean = _of_groups(tl.sum(total, axis=0), CHANNELS, GROUP) / count
-    spread = _of_groups(tl.sum(square, axis=0), CHANNELS, GROUP) / count - mean * mean
-    spread = tl.rsqrt(tl.maximum(spread, 0.0) + eps)
-    tl.store(stats + image * 2 * C + channels, mean, channels < C)
-    tl.store(stats + image * 2 * C + C + channels, spread, channels < C)
-    gain = tl.load(weight + channels, channels < C, 0.0) * spread
-    shift = tl.load(bias + channels, channels < C, 0.0) - mean * gain
-    for start in range(0, H1 * W1, ROWS):
-        places = start + tl.arange(0, ROWS)
-        there = (places // W1 < H) & (places % W1 < W)
-        rows = places // W1 * W + places % W1
-        at = (image * H * W + rows)[:, None] * C + channels[None, :]
-        y = tl.load(x + at, there[:, None] & known, 0.0).to(tl.float32)
-        y = tl.where(there[:, None], tl.maximum(y * gain[None, :] + shift[None, :], 0.0), 0.0)
-        to = (image * H1 * W1 + places)[:, None] * C + channels[None, :]
-        tl.store(out + to, y.to(out.dtype.element_ty), (places < H1 * W1)[:, None] & known)
+    channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    channel_mask = (channels < C)[None, :]
+    x_sum = tl.zeros((BLOCK_PIXELS, BLOCK_CHANNELS), tl.float32)
+    x_sq_sum = tl.zeros((BLOCK_PIXELS, BLOCK_CHANNELS), tl.float32)
+    for start in range(0, H * W, BLOCK_PIXELS):
+        pixels = start + tl.arange(0, BLOCK_PIXELS)
+        offsets = (image * H * W + pixels)[:, None] * C + channels[None, :]
+        x = tl.load(x_ptr + offsets, (pixels < H * W)[:, None] & channel_mask, 0.0).to(tl.float32)
+        x_sum += x
+        x_sq_sum += x * x
+    count = H * W * GROUP_SIZE
+    mean = _group_sums(tl.sum(x_sum, axis=0), BLOCK_CHANNELS, GROUP_SIZE) / count
+    var = _group_sums(tl.sum(x_sq_sum, axis=0), BLOCK_CHANNELS, GROUP_SIZE) / count - mean * mean
+    rstd = tl.rsqrt(tl.maximum(var, 0.0) + eps)
+    tl.store(stats_ptr + image * 2 * C + channels, mean, channels < C)
+    tl.store(stats_ptr + image * 2 * C + C + channels, rstd, channels < C)
+    scale = tl.load(weight_ptr + channels, channels < C, 0.0) * rstd
+    shift = tl.load(bias_ptr + channels, channels < C, 0.0) - mean * scale
+    for start in range(0, out_h * out_w, BLOCK_PIXELS):
+        out_pixels = start + tl.arange(0, BLOCK_PIXELS)
+        inside = (out_pixels // out_w < H) & (out_pixels % out_w < W)
+        pixels = out_pixels // out_w * W + out_pixels % out_w
+        offsets = (image * H * W + pixels)[:, None] * C + channels[None, :]
+        x = tl.load(x_ptr + offsets, inside[:, None] & channel_mask, 0.0).to(tl.float32)
+        out = tl.where(inside[:, None], tl.maximum(x * scale[None, :] + shift[None, :], 0.0), 0.0)
+        out_offsets = (image * out_h * out_w + out_pixels)[:, None] * C + channels[None, :]
+        tl.store(
+            out_ptr + out_offsets,
+            out.to(out_ptr.dtype.element_ty),
+            (out_pixels < out_h * out_w)[:, None] & channel_mask,
+        )
 
 
 @triton.jit
-def norm_relu_back(
-    x, stats, weight, bias, dy, dx, sums, H, W, H1, W1,
-    C: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+def groupnorm_relu_backward_kernel(
+    x_ptr, stats_ptr, weight_ptr, bias_ptr, grad_out_ptr, grad_x_ptr, param_grads_ptr, H, W, out_h, out_w,
+    C: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, BLOCK_PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, and each image's sums for the norm's weight and bias."""
+    """Backward pass of groupnorm_relu_kernel. With x̂ = (x - mean)·rstd and g = grad_out where ReLU is active:
+
+        grad_weight = Σ g·x̂      grad_bias = Σ g      (sums over the pixels of one image)
+        grad_x = rstd·(g·weight - mean_group(g·weight) - x̂·mean_group(g·weight·x̂))
+
+    Grid: (B, blocks of channels).
+
+    x, grad_x: (B, H, W, C). grad_out: (B, out_h, out_w, C). stats: (B, 2, C) fp32.
+    param_grads: (B, 2, C) fp32, grad_weight and grad_bias per image; the caller adds them up over the batch.
+    Reads x and grad_out twice and writes grad_x once.
+    """
     image = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    known = (channels < C)[None, :]
-    mean = tl.load(stats + image * 2 * C + channels, channels < C, 0.0)[None, :]
-    spread = tl.load(stats + image * 2 * C + C + channels, channels < C, 0.0)[None, :]
-    gain = tl.load(weight + channels, channels < C, 0.0)
-    shift = tl.load(bias + channels, channels < C, 0.0)[None, :]
-    total = tl.zeros((ROWS, CHANNELS), tl.float32)
-    along = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, H * W, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        inside = (rows < H * W)[:, None] & known
-        unit = (tl.load(x + (image * H * W + rows)[:, None] * C + channels[None, :], inside, 0.0) - mean) * spread
-        at = (image * H1 * W1 + rows // W * W1 + rows % W)[:, None] * C + channels[None, :]
-        d = tl.load(dy + at, inside, 0.0).to(tl.float32)
-        d = tl.where(inside & (unit * gain[None, :] + shift > 0), d, 0.0)
-        total += d
-        along += d * unit
-    dshift, dgain = tl.sum(total, axis=0), tl.sum(along, axis=0)
-    tl.store(sums + image * 2 * C + channels, dgain, channels < C)
-    tl.store(sums + image * 2 * C + C + channels, dshift, channels < C)
-    count = H * W * GROUP
-    middle = (_of_groups(dshift * gain, CHANNELS, GROUP) / count)[None, :]
-    slope = (_of_groups(dgain * gain, CHANNELS, GROUP) / count)[None, :]
-    for start in range(0, H * W, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        inside = (rows < H * W)[:, None] & known
-        own = (image * H * W + rows)[:, None] * C + channels[None, :]
-        unit = (tl.load(x + own, inside, 0.0) - mean) * spread
-        at = (image * H1 * W1 + rows // W * W1 + rows % W)[:, None] * C + channels[None, :]
-        d = tl.load(dy + at, inside, 0.0).to(tl.float32)
-        d = tl.where(unit * gain[None, :] + shift > 0, d * gain[None, :], 0.0)
-        tl.store(dx + own, (spread * (d - middle - unit * slope)).to(dx.dtype.element_ty), inside)
+    channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    channel_mask = (channels < C)[None, :]
+    mean = tl.load(stats_ptr + image * 2 * C + channels, channels < C, 0.0)[None, :]
+    rstd = tl.load(stats_ptr + image * 2 * C + C + channels, channels < C, 0.0)[None, :]
+    weight = tl.load(weight_ptr + channels, channels < C, 0.0)
+    bias = tl.load(bias_ptr + channels, channels < C, 0.0)[None, :]
+    grad_bias_sum = tl.zeros((BLOCK_PIXELS, BLOCK_CHANNELS), tl.float32)
+    grad_weight_sum = tl.zeros((BLOCK_PIXELS, BLOCK_CHANNELS), tl.float32)
+    for start in range(0, H * W, BLOCK_PIXELS):
+        pixels = start + tl.arange(0, BLOCK_PIXELS)
+        mask = (pixels < H * W)[:, None] & channel_mask
+        x = tl.load(x_ptr + (image * H * W + pixels)[:, None] * C + channels[None, :], mask, 0.0)
+        x_hat = (x - mean) * rstd
+        out_offsets = (image * out_h * out_w + pixels // W * out_w + pixels % W)[:, None] * C + channels[None, :]
+        grad = tl.load(grad_out_ptr + out_offsets, mask, 0.0).to(tl.float32)
+        grad = tl.where(mask & (x_hat * weight[None, :] + bias > 0), grad, 0.0)
+        grad_bias_sum += grad
+        grad_weight_sum += grad * x_hat
+    grad_bias, grad_weight = tl.sum(grad_bias_sum, axis=0), tl.sum(grad_weight_sum, axis=0)
+    tl.store(param_grads_ptr + image * 2 * C + channels, grad_weight, channels < C)
+    tl.store(param_grads_ptr + image * 2 * C + C + channels, grad_bias, channels < C)
+    count = H * W * GROUP_SIZE
+    grad_mean = (_group_sums(grad_bias * weight, BLOCK_CHANNELS, GROUP_SIZE) / count)[None, :]
+    grad_x_hat_mean = (_group_sums(grad_weight * weight, BLOCK_CHANNELS, GROUP_SIZE) / count)[None, :]
+    for start in range(0, H * W, BLOCK_PIXELS):
+        pixels = start + tl.arange(0, BLOCK_PIXELS)
+        mask = (pixels < H * W)[:, None] & channel_mask
+        x_offsets = (image * H * W + pixels)[:, None] * C + channels[None, :]
+        x_hat = (tl.load(x_ptr + x_offsets, mask, 0.0) - mean) * rstd
+        out_offsets = (image * out_h * out_w + pixels // W * out_w + pixels % W)[:, None] * C + channels[None, :]
+        grad = tl.load(grad_out_ptr + out_offsets, mask, 0.0).to(tl.float32)
+        grad = tl.where(x_hat * weight[None, :] + bias > 0, grad * weight[None, :], 0.0)
+        tl.store(
+            grad_x_ptr + x_offsets,
+            (rstd * (grad - grad_mean - x_hat * grad_x_hat_mean)).to(grad_x_ptr.dtype.element_ty),
+            mask,
+        )

@@ -1,4 +1,4 @@
-"""Softmax, cross-entropy, its gradient and the count of right answers in one pass: a Triton kernel."""
+"""Triton kernel for softmax cross-entropy with soft targets, its gradient and the number of correct predictions."""
 
 from __future__ import annotations
 
@@ -7,30 +7,39 @@ import triton.language as tl
 
 
 @triton.jit
-def judge(
-    logits, targets, labels, dlogits, sums, B, smoothing,
-    K: tl.constexpr, ROWS: tl.constexpr, CLASSES: tl.constexpr,
+def cross_entropy_kernel(
+    logits_ptr, targets_ptr, labels_ptr, grad_logits_ptr, sums_ptr, num_rows, label_smoothing,
+    NUM_CLASSES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CLASSES: tl.constexpr,
 ):  # fmt: skip
-    """One program for all images: sums in one order. `sums`: of the losses, and of the right answers."""
-    classes = tl.arange(0, CLASSES)
-    lost = tl.zeros((ROWS,), tl.float32)
-    right = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, B, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        inside = (rows < B)[:, None] & (classes < K)[None, :]
-        at = rows[:, None] * K + classes[None, :]
-        x = tl.load(logits + at, inside, -1e30).to(tl.float32)
-        asked = tl.load(targets + at, inside, 0.0) * (1.0 - smoothing) + smoothing / K
-        asked = tl.where(inside, asked, 0.0)
-        most = tl.max(x, axis=1)
-        most = tl.where(rows < B, most, 0.0)
-        share = tl.where(inside, tl.exp(x - most[:, None]), 0.0)
-        total = tl.where(rows < B, tl.sum(share, axis=1), 1.0)
-        whole = tl.sum(asked, axis=1)
-        unlikely = tl.log(total)[:, None] + most[:, None] - x
-        lost += tl.sum(asked * unlikely, axis=1)
-        tl.store(dlogits + at, share / total[:, None] * whole[:, None] - asked, inside)
-        first = tl.min(tl.where((x == most[:, None]) & inside, classes[None, :], CLASSES), axis=1)
-        right += tl.where((rows < B) & (first == tl.load(labels + rows, rows < B, -1)), 1.0, 0.0)
-    tl.store(sums, tl.sum(lost, axis=0))
-    tl.store(sums + 1, tl.sum(right, axis=0))
+    """loss = Σ_rows Σ_k -t_k·log softmax(x)_k  with  t = (1 - s)·target + s/K;  ∂loss/∂x = softmax(x)·Σ_k t_k - t.
+
+    Grid: (1,). A single program adds up all rows, so the sum has a fixed order and needs no atomics.
+
+    logits: (num_rows, NUM_CLASSES) bf16 or fp32. targets: (num_rows, NUM_CLASSES) fp32; rows need not sum to 1.
+    labels: (num_rows,) int64. grad_logits: (num_rows, NUM_CLASSES) fp32.
+    sums: (2,) fp32, the summed loss and the number of rows whose argmax is the label (the first maximum on a tie).
+    Reads logits and targets once and writes grad_logits once.
+    """
+    classes = tl.arange(0, BLOCK_CLASSES)
+    loss_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
+    num_correct = tl.zeros((BLOCK_ROWS,), tl.float32)
+    for start in range(0, num_rows, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        mask = (rows < num_rows)[:, None] & (classes < NUM_CLASSES)[None, :]
+        offsets = rows[:, None] * NUM_CLASSES + classes[None, :]
+        logits = tl.load(logits_ptr + offsets, mask, -1e30).to(tl.float32)
+        targets = tl.load(targets_ptr + offsets, mask, 0.0) * (1.0 - label_smoothing) + label_smoothing / NUM_CLASSES
+        targets = tl.where(mask, targets, 0.0)
+        row_max = tl.max(logits, axis=1)
+        row_max = tl.where(rows < num_rows, row_max, 0.0)
+        exp_logits = tl.where(mask, tl.exp(logits - row_max[:, None]), 0.0)
+        exp_sum = tl.where(rows < num_rows, tl.sum(exp_logits, axis=1), 1.0)
+        target_sum = tl.sum(targets, axis=1)
+        neg_log_softmax = tl.log(exp_sum)[:, None] + row_max[:, None] - logits
+        loss_sum += tl.sum(targets * neg_log_softmax, axis=1)
+        tl.store(grad_logits_ptr + offsets, exp_logits / exp_sum[:, None] * target_sum[:, None] - targets, mask)
+        argmax = tl.min(tl.where((logits == row_max[:, None]) & mask, classes[None, :], BLOCK_CLASSES), axis=1)
+        labels = tl.load(labels_ptr + rows, rows < num_rows, -1)
+        num_correct += tl.where((rows < num_rows) & (argmax == labels), 1.0, 0.0)
+    tl.store(sums_ptr, tl.sum(loss_sum, axis=0))
+    tl.store(sums_ptr + 1, tl.sum(num_correct, axis=0))

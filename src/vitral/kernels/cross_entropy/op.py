@@ -1,68 +1,71 @@
-"""Loss, gradient and right answers of a batch in one launch, in place of some twenty operations."""
+"""Softmax cross-entropy, its gradient and the number of correct predictions in one launch instead of about twenty."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from vitral.device.hardware import Hardware
-from vitral.kernels.cross_entropy import kernel as judge_kernels
-from vitral.kernels.precompile import launcher
-from vitral.kernels.self_check import Say, largest, reason_against
+from vitral.kernels.cross_entropy.kernel import cross_entropy_kernel
+from vitral.kernels.precompile import launch
+from vitral.kernels.self_check import max_relative_error
 
-Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # logits, targets, labels → loss, right answers
-AT_ONCE = 4096  # numbers
-MOST = 2**15  # for a single program
+# logits (B, K), soft targets (B, K), labels (B,) → summed loss, number of correct predictions
+BatchLossFn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+BLOCK_SIZE = 4096  # logits per iteration
+MAX_LOGITS = 2**15  # logits that one program handles faster than PyTorch's many kernels do
 
 
-class Judged(torch.autograd.Function):
+class FusedCrossEntropy(torch.autograd.Function):
+    """The gradient is computed in the forward pass and scaled in the backward pass."""
+
     @staticmethod
-    def forward(ctx: Any, logits_BK: Tensor, targets_BK: Tensor, labels_B: Tensor, smoothing: float) -> Any:
+    def forward(ctx: Any, logits_BK: Tensor, targets_BK: Tensor, labels_B: Tensor, label_smoothing: float) -> Any:
         B, K = logits_BK.shape
-        dlogits, sums = torch.empty_like(targets_BK), targets_BK.new_empty(2)
-        classes = triton.next_power_of_2(K)
-        launcher(judge_kernels.judge, (1,))(
-            logits_BK.contiguous(), targets_BK.contiguous(), labels_B, dlogits, sums, B, smoothing,
-            K=K, ROWS=max(AT_ONCE // classes, 1), CLASSES=classes, num_warps=8,
+        grad_logits, sums = torch.empty_like(targets_BK), targets_BK.new_empty(2)
+        block_classes = triton.next_power_of_2(K)
+        launch(cross_entropy_kernel, (1,))(
+            logits_BK.contiguous(), targets_BK.contiguous(), labels_B, grad_logits, sums, B, label_smoothing,
+            NUM_CLASSES=K, BLOCK_ROWS=max(BLOCK_SIZE // block_classes, 1), BLOCK_CLASSES=block_classes, num_warps=8,
         )  # fmt: skip
-        ctx.save_for_backward(dlogits)
-        ctx.number = logits_BK.dtype
-        loss, right = sums.unbind()
-        ctx.mark_non_differentiable(right)
-        return loss, right
+        ctx.save_for_backward(grad_logits)
+        ctx.logits_dtype = logits_BK.dtype
+        loss_sum, num_correct = sums.unbind()
+        ctx.mark_non_differentiable(num_correct)
+        return loss_sum, num_correct
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (dlogits,) = ctx.saved_tensors
-        return (dlogits * dloss).to(ctx.number), None, None, None
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_logits,) = ctx.saved_tensors
+        return (grad_logits * grad_loss).to(ctx.logits_dtype), None, None, None
 
 
-def judge_of(plain: Judge, images: int, classes: int, smoothing: float, hardware: Hardware, say: Say) -> Judge | None:
-    """For softmax, if a single program can hold so much, and if it gives here what the `plain` one gives."""
-    if images * triton.next_power_of_2(classes) > MOST:
-        return None
-
-    def ours(logits_BK: Tensor, targets_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-        loss, right = Judged.apply(logits_BK, targets_BK, labels_B, smoothing)  # type: ignore[no-untyped-call]
-        return loss, right
-
-    if reason := reason_against(partial(difference, ours, plain, images, classes, hardware), 1e-2):
-        say(f"the loss is left to PyTorch: {reason}")
-    return None if reason else ours
+def fused_cross_entropy(
+    logits_BK: Tensor, targets_BK: Tensor, labels_B: Tensor, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Summed loss, differentiable with respect to the logits, and the number of correct predictions."""
+    loss_sum, num_correct = FusedCrossEntropy.apply(logits_BK, targets_BK, labels_B, label_smoothing)  # type: ignore[no-untyped-call]
+    return loss_sum, num_correct
 
 
-def difference(ours: Judge, plain: Judge, images: int, classes: int, hardware: Hardware) -> float:
-    """Between what two say: the largest share of loss, right answers and gradients."""
-    draws, found = torch.Generator(hardware.device).manual_seed(0), []
-    logits = torch.randn(images, classes, generator=draws, device=hardware.device)
-    targets = torch.rand(images, classes, generator=draws, device=hardware.device)
-    for judge in (ours, plain):
-        given = logits.clone().requires_grad_()
-        loss, right = judge(given, targets, logits.argmax(dim=1))
-        found.append([loss.detach(), right, *torch.autograd.grad(loss, given)])
-    return largest(*found)
+def is_supported(batch_size: int, num_classes: int) -> bool:
+    """Whether a single program can process the batch."""
+    return batch_size * triton.next_power_of_2(num_classes) <= MAX_LOGITS
+
+
+def loss_error(
+    loss_fn: BatchLossFn, reference: BatchLossFn, batch_size: int, num_classes: int, device: torch.device
+) -> float:
+    """Largest relative error of loss, number of correct predictions and gradient on random logits."""
+    rng, outputs = torch.Generator(device).manual_seed(0), []
+    random_logits = torch.randn(batch_size, num_classes, generator=rng, device=device)
+    targets = torch.rand(batch_size, num_classes, generator=rng, device=device)
+    for compute_loss in (loss_fn, reference):
+        logits = random_logits.clone().requires_grad_()
+        loss_sum, num_correct = compute_loss(logits, targets, random_logits.argmax(dim=1))
+        outputs.append([loss_sum.detach(), num_correct, *torch.autograd.grad(loss_sum, logits)])
+    return max_relative_error(*outputs)

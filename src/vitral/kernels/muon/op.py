@@ -1,76 +1,86 @@
-"""Muon's step on a GPU, all but its products, as functions of many matrices at once.
+"""Muon's step on a GPU, except its GEMMs, for many matrices at once.
 
-N matrices of one shape are a stack, N A B with A ≤ B. Tall ones, B×A, lie on their side in it, after the wide ones.
+N matrices of the same size form a stack (N, A, B) with A ≤ B. Wide matrices (A, B) come first; tall ones (B, A) follow
+and are transposed into the stack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
-from vitral.kernels.muon import kernel as kernels
-from vitral.kernels.precompile import launcher
+from vitral.kernels.muon.kernel import apply_update_kernel, frobenius_normalize_kernel, nesterov_momentum_kernel
+from vitral.kernels.precompile import launch
 
-TILE = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4}  # whole lines of memory along either axis
 T = TypeVar("T")
-MANY = 32  # matrices that one launch is told the addresses of
+
+BLOCKS = {"BLOCK_ROWS": 32, "BLOCK_COLS": 64, "num_warps": 4}  # full cache lines along both axes
+MAX_TENSORS_PER_LAUNCH = 32  # pointers are kernel arguments, whose size is limited
 
 
-class Piece(NamedTuple):
-    """Rows of a parameter that are a map of their own."""
+def momentum_stack(
+    grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], momentum: float, dtype: torch.dtype
+) -> Tensor:
+    """Update the momentum buffers; return the Nesterov look-aheads (N, A, B), each with Frobenius norm 1.
 
-    weight: Tensor
-    gradient: Tensor
-    average: Tensor
-    lr: Tensor
-
-    @property
-    def tall(self) -> bool:
-        return self.weight.shape[0] > self.weight.shape[1]
-
-
-def stacked_ahead(pieces: list[Piece], memory: float, number: torch.dtype) -> Tensor:
-    """The averages of these pieces, wide ones first, moved on; what lies ahead, each matrix of norm 1: N A B."""
-    A, B = sorted(pieces[0].weight.shape)
-    stack = pieces[0].weight.new_empty(len(pieces), A, B, dtype=number)
-    tiles = tiles_of(A, B)
-    squares = stack.new_empty(len(pieces), tiles, dtype=torch.float32)
-    for first, some in batches(pieces):
-        launcher(kernels.look_ahead, (tiles, len(some)))(
-            tuple(piece.gradient for piece in some), tuple(piece.average for piece in some), stack[first:],
-            squares[first:], count_wide(some), 1 - memory, memory, A=A, B=B, COUNT=len(some), **TILE,
+    All matrices have the same size, wide ones before tall ones.
+    """
+    A, B = sorted(grads[0].shape)
+    stack = grads[0].new_empty(len(grads), A, B, dtype=dtype)
+    tiles = num_tiles(A, B)
+    square_sums = stack.new_empty(len(grads), tiles, dtype=torch.float32)
+    for first, batch in launch_batches(list(zip(grads, momentum_buffers, strict=True))):
+        batch_grads, batch_buffers = zip(*batch, strict=True)
+        launch(nesterov_momentum_kernel, (tiles, len(batch)))(
+            batch_grads, batch_buffers, stack[first:], square_sums[first:], count_wide(batch_grads),
+            1 - momentum, momentum, A=A, B=B, NUM_MATRICES=len(batch), **BLOCKS,
         )  # fmt: skip
-    block = min(4096, triton.next_power_of_2(A * B))
-    programs = (triton.cdiv(A * B, block), len(pieces))
-    launcher(kernels.normalise, programs)(stack, squares, SIZE=A * B, TILES=tiles, BLOCK=block)
+    block_size = min(4096, triton.next_power_of_2(A * B))
+    launch(frobenius_normalize_kernel, (triton.cdiv(A * B, block_size), len(grads)))(
+        stack, square_sums, NUMEL=A * B, NUM_TILES=tiles, BLOCK_SIZE=block_size
+    )
     return stack
 
 
-def move_along(pieces: list[Piece], directions_NAB: Tensor, decay: float, length: float, halted: Tensor | None) -> None:
-    """Each piece's weights, by its own learning rate times `length`."""
-    assert directions_NAB.is_contiguous()
-    _, A, B = directions_NAB.shape
-    for first, some in batches(pieces):
-        launcher(kernels.move, (tiles_of(A, B), len(some)))(
-            tuple(piece.weight for piece in some), tuple(piece.lr for piece in some), directions_NAB[first:], halted,
-            count_wide(some), decay, length, A=A, B=B, COUNT=len(some), **TILE,
+def apply_updates(
+    weights: Sequence[Tensor],
+    lrs: Sequence[Tensor],
+    updates_NAB: Tensor,
+    weight_decay: float,
+    update_scale: float,
+    found_inf: Tensor | None,
+) -> None:
+    """w ← w·(1 - lr·weight_decay) - lr·update_scale·update, with a learning rate tensor per matrix.
+
+    Weights are in the order of the stack. They stay unchanged where `found_inf` > 0.
+    """
+    assert updates_NAB.is_contiguous()
+    _, A, B = updates_NAB.shape
+    for first, batch in launch_batches(list(zip(weights, lrs, strict=True))):
+        batch_weights, batch_lrs = zip(*batch, strict=True)
+        launch(apply_update_kernel, (num_tiles(A, B), len(batch)))(
+            batch_weights, batch_lrs, updates_NAB[first:], found_inf, count_wide(batch_weights),
+            weight_decay, update_scale, A=A, B=B, NUM_MATRICES=len(batch), **BLOCKS,
         )  # fmt: skip
 
 
-def tiles_of(A: int, B: int) -> int:
-    return triton.cdiv(A, TILE["ROWS"]) * triton.cdiv(B, TILE["COLUMNS"])
+def num_tiles(A: int, B: int) -> int:
+    return triton.cdiv(A, BLOCKS["BLOCK_ROWS"]) * triton.cdiv(B, BLOCKS["BLOCK_COLS"])
 
 
-def count_wide(pieces: Sequence[Piece]) -> int:
-    return sum(not piece.tall for piece in pieces)
+def count_wide(matrices: Sequence[Tensor]) -> int:
+    return sum(matrix.shape[0] <= matrix.shape[1] for matrix in matrices)
 
 
-def batches(pieces: Sequence[T]) -> Iterator[tuple[int, Sequence[T]]]:
-    """As few as may be, and of one length as far as possible: each length is compiled by itself."""
-    each = triton.cdiv(len(pieces), triton.cdiv(len(pieces), MANY))
-    for first in range(0, len(pieces), each):
-        yield first, pieces[first : first + each]
+def launch_batches(items: Sequence[T]) -> Iterator[tuple[int, Sequence[T]]]:
+    """(index of the first item, items) per launch: as few launches as possible, of nearly equal length.
+
+    Equal lengths matter because Triton compiles the kernel once per number of pointers.
+    """
+    batch_len = triton.cdiv(len(items), triton.cdiv(len(items), MAX_TENSORS_PER_LAUNCH))
+    for first in range(0, len(items), batch_len):
+        yield first, items[first : first + batch_len]
