@@ -1,4 +1,4 @@
-"""The one exception for "you can fix this", and what goes into its sentences: names, and nearest ones."""
+"""`VitralError`, the one exception for errors that the user can fix, and helpers for its messages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 
 class VitralError(Exception):
-    """Something the person at the keyboard can fix: what happened, and what to do next.
+    """An error that the user can fix: what is wrong, and what to do.
 
-    The command line prints it in two lines and exits with 2. A traceback, then, always means a bug in vitral.
+    The command line prints it in two lines and exits with status 2. Any other traceback is a bug in vitral.
     """
 
     def __init__(self, what: str, hint: str) -> None:
@@ -19,31 +19,31 @@ class VitralError(Exception):
         self.hint = hint
 
 
-def reason(error: Exception) -> str:
-    """What the system says, without number and file name, which stand elsewhere in the sentence."""
+def error_reason(error: Exception) -> str:
+    """The cause of an error without errno and file name, which the surrounding message already names."""
     if isinstance(error, UnicodeDecodeError):
-        return "it is no text in UTF-8"
+        return "not UTF-8 text"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def typed(path: object) -> str:
-    """A path as a person types it in a shell, for commands to copy: in quotes where it needs them."""
+def shell_quote(path: object) -> str:
+    """A path as it is typed in a shell, quoted where necessary, for commands that users copy."""
     return shlex.quote(str(path))
 
 
-def few(names: Sequence[str], most: int = 6) -> str:
-    """The first of many."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+def truncate_list(names: Sequence[str], limit: int = 6) -> str:
+    """The first `limit` names, comma-separated, and how many more there are."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """' Did you mean cifar10?' for 'cifar01'; nothing when no known name is close."""
-    close = difflib.get_close_matches(name.lower(), {word.lower(): word for word in known}, n=1, cutoff=0.6)
-    by_lower = {word.lower(): word for word in known}
-    return f" Did you mean {by_lower[close[0]]}?" if close else ""
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """ " Did you mean 'cifar10'?" for "cifar01"; an empty string if no choice is similar."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean '{by_lower[matches[0]]}'?" if matches else ""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> VitralError:
-    """The error for a name that is not in a table: the nearest name, then the whole table."""
-    names = list(known)
-    return VitralError(f"no {kind} named {name!r}.{nearest(name, names)}", f"Known: {', '.join(names)}")
+def unknown_name_error(kind: str, name: str, choices: Iterable[str]) -> VitralError:
+    """The error for a name that does not exist: the most similar name, then all of them."""
+    names = list(choices)
+    return VitralError(f"no {kind} named {name!r}.{did_you_mean(name, names)}", f"Available: {', '.join(names)}")

@@ -1,7 +1,7 @@
-"""The models that come with vitral, each a folder here: a run without its checkpoints, weights in bf16, and a card.
+"""The models that are distributed with vitral. Each folder here is a run folder without checkpoints, plus a README.
 
-Wherever a model is asked for, `mnist` means the one of that name, unless a file or folder `mnist` is there; `box:mnist`
-means it in any case. Importing this imports nothing heavy.
+A bundled model's name works wherever a run is expected: `mnist` is the bundled model unless a file or folder of that
+name exists, `bundled:mnist` always. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -9,59 +9,61 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from vitral.errors import nearest, unknown
+from vitral.errors import did_you_mean, unknown_name_error
 
-PREFIX = "box:"
-ROOM = Path(__file__).parent
-
-
-def names() -> tuple[str, ...]:
-    return tuple(sorted(config.parent.parent.name for config in ROOM.glob("*/model/config.json")))
+PREFIX = "bundled:"
+BUNDLED_DIR = Path(__file__).parent
 
 
-def find(source: Path | str) -> Path | str:
-    """What a person called a model: the folder of one in the box, or else a path or an address as it was given."""
-    said = str(source)
-    if said.startswith(PREFIX):
-        if (name := said.removeprefix(PREFIX)) not in names():
-            raise unknown("model in the box", name, names())
-        return ROOM / name
-    return ROOM / said if said in names() and not Path(said).exists() else source
+def model_names() -> tuple[str, ...]:
+    return tuple(sorted(config.parent.parent.name for config in BUNDLED_DIR.glob("*/model/config.json")))
 
 
-def notes(source: Path | str) -> tuple[str, ...]:
-    """What to tell a person who may have meant the model in the box."""
-    if str(source) not in names() or not (place := Path(source)).exists():
+def resolve(source: Path | str) -> Path | str:
+    """The folder of the bundled model that `source` names; any other path or address is returned unchanged."""
+    text = str(source)
+    if text.startswith(PREFIX):
+        if (name := text.removeprefix(PREFIX)) not in model_names():
+            raise unknown_name_error("bundled model", name, model_names())
+        return BUNDLED_DIR / name
+    return BUNDLED_DIR / text if text in model_names() and not Path(text).exists() else source
+
+
+def shadowing_notes(source: Path | str) -> tuple[str, ...]:
+    """A note if a local file or folder hides the bundled model of the same name."""
+    if str(source) not in model_names() or not (path := Path(source)).exists():
         return ()
-    kind = "folder" if place.is_dir() else "file"
-    return (f"{source}: the {kind} of that name here; the model that comes with vitral is {PREFIX}{source}",)
+    kind = "folder" if path.is_dir() else "file"
+    return (f"using the local {kind} {source}; the bundled model is {PREFIX}{source}",)
 
 
-def hint(source: Path | str = "", also: str = "") -> str:
-    """For an error about a model that is not there: what is in the box, unless a path was meant; then `also`."""
-    said, known = str(source), ", ".join(names())
-    here = "" if "/" in said else f"{nearest(said, names())} Come with vitral: {known}".strip()
-    return "; ".join(filter(None, (here, also)))
+def missing_model_hint(source: Path | str = "", other_hint: str = "") -> str:
+    """The hint for a model that does not exist: the bundled models, unless `source` is a path, then `other_hint`."""
+    text = str(source)
+    suggestion = did_you_mean(text, model_names())
+    bundled_hint = "" if "/" in text else f"{suggestion} Bundled models: {', '.join(model_names())}".strip()
+    return "; ".join(filter(None, (bundled_hint, other_hint)))
 
 
-def name_of(path: Path | str) -> str:
-    """The name of the model in the box whose folder this is; empty where it is none."""
-    place = Path(path).resolve()
-    inside = place.relative_to(ROOM.resolve()).parts if place.is_relative_to(ROOM.resolve()) else ()
-    return inside[0] if inside and inside[0] in names() else ""
+def bundled_name(path: Path | str) -> str | None:
+    """The name of the bundled model that contains this path; None for other paths."""
+    resolved, root = Path(path).resolve(), BUNDLED_DIR.resolve()
+    parts = resolved.relative_to(root).parts if resolved.is_relative_to(root) else ()
+    return parts[0] if parts and parts[0] in model_names() else None
 
 
-def called(folder: Path) -> str:
-    """What a person types for the model of this folder, or of this place in the cache."""
-    kept_for = [name for name in names() if kept(ROOM / name) == folder]
-    return next(iter(kept_for), "") or name_of(folder) or str(folder)
+def display_name(folder: Path) -> str:
+    """What a user types for the model in this folder, which may be the cache folder of a bundled model."""
+    cached = next((name for name in model_names() if measurement_dir(BUNDLED_DIR / name) == folder), None)
+    return cached or bundled_name(folder) or str(folder)
 
 
-def kept(folder: Path) -> Path:
-    """Where measurements about a model are kept: in its own folder, or, of one in the box, in the cache."""
-    if not (name := name_of(folder)):
+def measurement_dir(folder: Path) -> Path:
+    """Where benchmark results of a model are stored: in its folder or, for a bundled model, in the cache."""
+    name = bundled_name(folder)
+    if name is None:
         return folder
-    from vitral.data.registry.sources import home  # not for those who only ask for names
+    from vitral.data.registry.cache import cache_dir  # imported here: not needed to list names
 
-    version = hashlib.sha256((ROOM / name / "model" / "weights.safetensors").read_bytes()).hexdigest()[:12]
-    return home() / "box" / f"{name}-{version}"
+    version = hashlib.sha256((BUNDLED_DIR / name / "model" / "weights.safetensors").read_bytes()).hexdigest()[:12]
+    return cache_dir() / "bundled" / f"{name}-{version}"

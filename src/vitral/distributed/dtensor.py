@@ -1,4 +1,4 @@
-"""Tensors of which each process holds some rows: made whole, divided again, read from what was saved in either form."""
+"""Sharded tensors (DTensor): gather them, shard full tensors again, load state saved in either form."""
 
 from __future__ import annotations
 
@@ -8,46 +8,51 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-def is_divided(tensor: Any) -> bool:
-    """torch's DTensor, by what it can: its module takes a second to import, which a process alone need not wait for."""
+def is_sharded(tensor: Any) -> bool:
+    """Whether this is a DTensor. Tests an attribute because importing the DTensor module takes about a second."""
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Any) -> Tensor:
-    """All of a tensor of which each process may hold a part. Every process must ask."""
-    found: Tensor = tensor.full_tensor() if is_divided(tensor) else tensor
-    return found
+def full_tensor(tensor: Any) -> Tensor:
+    """The full tensor of a possibly sharded one. A collective: every rank must call it."""
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return full
 
 
-def placed(tensor: Tensor, like: Any) -> Tensor:
-    """A whole tensor divided as `like` is; what is divided, or no tensor of that shape, stays as it is."""
-    if not is_divided(like) or is_divided(tensor) or tensor.shape != like.shape:
+def shard_like(tensor: Tensor, like: Any) -> Tensor:
+    """Shard a full tensor as `like` is sharded. Returned unchanged if `like` is not sharded, if the tensor is
+    already sharded, or if the shapes differ."""
+    if not is_sharded(like) or is_sharded(tensor) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The whole model's, on every process."""
-    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The model's full state dict, on every rank."""
+    return {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
 
 
-def load_weights(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    now = model.state_dict()
-    model.load_state_dict({name: placed(tensor, now.get(name)) for name, tensor in saved.items()})
+def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load full tensors into a model that may be sharded."""
+    current = model.state_dict()
+    model.load_state_dict({name: shard_like(tensor, current.get(name)) for name, tensor in state.items()})
 
 
-def placed_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's saved state, divided as its parameters are."""
-    parameters = parameters_of(optimizer)
+def shard_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's saved state, sharded as its parameters are."""
+    parameters = optimizer_parameters(optimizer)
     state = {
-        index: {k: placed(v, parameters[index]) if isinstance(v, Tensor) else v for k, v in had.items()}
-        for index, had in saved["state"].items()
+        index: {
+            name: shard_like(value, parameters[index]) if isinstance(value, Tensor) else value
+            for name, value in parameter_state.items()
+        }
+        for index, parameter_state in state_dict["state"].items()
     }
-    return {**saved, "state": state}
+    return {**state_dict, "state": state}
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """In the order that its saved state counts them."""
+def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters in the order in which the optimizer's state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,129 +1,104 @@
-"""One model on several processes: each a whole one (ddp), or each a part of every tensor (fsdp).
+"""Data parallelism: DDP (a full replica per rank) or FSDP2 (every tensor sharded over the ranks).
 
-Both give the gradient of the whole batch: each process computes its share of it, divided by the whole batch's size and
-times the number of processes, because gradients are averaged over them. The model itself knows nothing of this.
+Both yield the gradient of the global batch. Gradients are averaged over the ranks, so each rank scales the loss of
+its part of the batch by world size / global batch size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitral.analysis.cost import GPUS, Plan
-from vitral.device.hardware import Hardware
 from vitral.errors import VitralError
-from vitral.models.vit import ViT
-from vitral.recipes.schema import Recipe
 
-# Tables of positions are the same everywhere and never change. Newer versions of torch call the switch otherwise.
-NAMES = signature(DistributedDataParallel).parameters
-BUFFERS: dict[str, Any] = {next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in NAMES): False}
+ParallelMode = Literal["single", "ddp", "fsdp"]
 
-Name = Literal["alone", "ddp", "fsdp"]
+# Buffers (position tables) are constant and identical on all ranks. Newer PyTorch versions renamed the argument.
+_BUFFER_ARGUMENT = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel).parameters
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """How the processes divide a training, and why."""
+class ParallelPlan:
+    """How the ranks share a training, and why."""
 
-    name: Name
+    mode: ParallelMode
     reason: str
 
 
-def way_of(recipe: Recipe, hardware: Hardware) -> Way:
-    """ddp where everything fits each process, fsdp where it does not, unless the recipe says."""
-    size = hardware.world.size
-    if size == 1:
-        return Way(name="alone", reason="one process")
-    if recipe.batch // recipe.accumulate < size:
+def choose_parallelism(
+    *,
+    world_size: int,
+    batch_size: int,
+    grad_accum: int = 1,
+    requested: Literal["auto", "ddp", "fsdp"] = "auto",
+    ddp_bytes: float | None = None,
+    usable_bytes: float | None = None,
+) -> ParallelPlan:
+    """DDP if a full replica fits each GPU, FSDP otherwise, unless one of them is requested.
+
+    `ddp_bytes` and `usable_bytes` are the memory per GPU that DDP needs and that is available; None on CPUs.
+    """
+    if world_size == 1:
+        return ParallelPlan(mode="single", reason="one process")
+    if batch_size // grad_accum < world_size:
         raise VitralError(
-            f"a batch of {recipe.batch} in {recipe.accumulate} part{'s' * (recipe.accumulate > 1)} is too small for "
-            f"{size} processes: each needs an image at least",
-            "a larger --batch, fewer --accumulate, or fewer processes",
+            f"batch size {batch_size} with --grad-accum {grad_accum} is too small for {world_size} processes: "
+            "each needs at least one image per micro-batch",
+            "Increase --batch-size, reduce --grad-accum, or start fewer processes",
         )
-    if recipe.parallel != "auto":
-        return Way(name=recipe.parallel, reason="as asked")
-    if hardware.memory is None:
-        return Way(name="ddp", reason="on CPUs memory is shared anyway")
-    plan = Plan(
-        config=recipe.model,
-        gpus=size,
-        batch=recipe.batch,
-        accumulate=recipe.accumulate,
-        precision=hardware.precision,
-        optimizer=recipe.optim.name,
-        ema=recipe.ema > 0 or recipe.ema_decay > 0,
-        gpu=GPUS["H100"].with_memory(hardware.memory),
-    )
-    needed, usable = plan.memory("ddp", recipe.recompute).total / 2**30, plan.gpu.usable / 2**30
+    if requested != "auto":
+        return ParallelPlan(mode=requested, reason=f"--parallel {requested}")
+    if ddp_bytes is None or usable_bytes is None:
+        return ParallelPlan(mode="ddp", reason="ranks on CPUs share the host memory")
+    needed, usable = ddp_bytes / 2**30, usable_bytes / 2**30
     if needed <= usable:
-        return Way(name="ddp", reason=f"about {needed:.1f} GiB fit each GPU's {usable:.1f}")
-    return Way(name="fsdp", reason=f"whole copies would need {needed:.1f} GiB of a GPU's {usable:.1f}")
+        return ParallelPlan(mode="ddp", reason=f"about {needed:.1f} GiB fit into the {usable:.1f} GiB of each GPU")
+    return ParallelPlan(mode="fsdp", reason=f"a replica needs {needed:.1f} GiB, each GPU has {usable:.1f} GiB")
 
 
-def divide(model: nn.Module, way: Way, hardware: Hardware) -> None:
-    """With fsdp: each process keeps its rows of every tensor, and blocks are whole only while they compute."""
-    if way.name != "fsdp":
-        model.to(hardware.device)
+def place_model(
+    model: nn.Module, plan: ParallelPlan, *, device: torch.device, world_size: int, precision: Literal["fp32", "bf16"]
+) -> None:
+    """Move the model to the device in place. With FSDP, each rank keeps its shard of every parameter and blocks are
+    gathered only while they compute."""
+    if plan.mode != "fsdp":
+        model.to(device)
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(hardware.device.type, (hardware.world.size,))
-    bf16 = hardware.precision == "bf16"  # gathered as bf16: half the bytes, and no copy made by autocast that stays
-    numbers = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        if bf16
-        else MixedPrecisionPolicy()
-    )
+    mesh = init_device_mesh(device.type, (world_size,))
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":  # all-gather in bf16: half the bytes, and no bf16 copy that autocast keeps alive
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.get_submodule("encoder.blocks").children():
-        fully_shard(block, mesh=mesh, mp_policy=numbers)
-    fully_shard(model, mesh=mesh, mp_policy=numbers)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def forward_of(
-    model: nn.Module,
-    way: Way,
-    hardware: Hardware,
-    recompute: bool,
-    say: Callable[[str], None] = lambda sentence: None,
-    images: int = 16,
-) -> tuple[Callable[[Tensor], Tensor], Hardware]:
-    """What the training step calls, with so many images: with ddp, gradients are averaged while the backward pass
-    goes on. And the hardware as it is used: without FP8 that nobody asked for, where it turned out to be impossible."""
-    alone = way.name == "alone"
-    if recompute or not alone:
-        reason = "activations are computed again" if recompute else way.reason
-    elif hardware.fused and isinstance(model, ViT):
-        from vitral.kernels import fused_model as fused
-
-        if not (reason := fused.why_not(model, hardware, batch=images)):
-            return fused.forward(model, hardware, say, images), hardware
-        if not hardware.yields:
-            say(f"without fused kernels: {reason}")
-    else:
-        reason = "it needs fused kernels"
-    if hardware.yields:
-        say(f"products of bf16, not of FP8: {reason}")
-        return forward_of(model, way, hardware.without_fp8(reason), recompute, say, images)
-    if hardware.fp8:
-        raise VitralError(f"no FP8 products: {reason}", "--precision bf16, or auto")
-    if way.name == "ddp":
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS)
-    return hardware.forward(model) if alone and not recompute else hardware.compiled(model), hardware
+def wrap_ddp(model: nn.Module, plan: ParallelPlan) -> nn.Module:
+    """The model inside DDP, which all-reduces gradients during the backward pass, if the plan says so."""
+    if plan.mode != "ddp":
+        return model
+    arguments: dict[str, Any] = {_BUFFER_ARGUMENT: False}
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **arguments)
 
 
 @contextmanager
-def last_part(forward: Any, last: bool) -> Iterator[None]:
-    """Of a batch in parts, only the last one's backward pass speaks with the other processes."""
-    if hasattr(forward, "set_requires_gradient_sync"):  # fsdp
-        forward.set_requires_gradient_sync(last)
-    with forward.no_sync() if hasattr(forward, "no_sync") and not last else nullcontext():  # ddp
+def gradient_sync(forward: Any, is_last: bool) -> Iterator[None]:
+    """Context of one micro-batch: ranks exchange gradients only in the last backward pass of an accumulated batch."""
+    if hasattr(forward, "set_requires_gradient_sync"):  # FSDP
+        forward.set_requires_gradient_sync(is_last)
+    with forward.no_sync() if hasattr(forward, "no_sync") and not is_last else nullcontext():  # DDP
         yield

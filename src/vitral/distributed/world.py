@@ -1,7 +1,7 @@
-"""The processes that work together: who this one is, its share of the work, and how they tell each other things.
+"""The ranks of a distributed run: this process's rank, its part of the work, and the collectives.
 
-torchrun, by itself or inside Slurm and Kubernetes, says RANK and WORLD_SIZE. A process that was started alone is a
-world of one, and everything here costs it nothing.
+torchrun sets RANK and WORLD_SIZE, also under Slurm and Kubernetes. A process started without it is a world of size 1,
+in which all of this costs nothing.
 """
 
 from __future__ import annotations
@@ -24,187 +24,201 @@ from torch.distributed.rendezvous import rendezvous
 from vitral.errors import VitralError
 
 T = TypeVar("T")
-PATIENCE = timedelta(minutes=30)  # a process that is silent for longer is taken for dead
+TIMEOUT = timedelta(minutes=30)  # a rank that does not answer for longer is considered dead
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among all of them. Every method but `share` must be called by all, in the same order."""
+    """This process among all ranks.
+
+    All methods except `shard_range` are collectives: every rank must call them in the same order.
+    """
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # on this machine
+    local_rank: int = 0  # rank within this machine
 
     @property
-    def first(self) -> bool:
-        """The one that writes and prints."""
+    def is_rank0(self) -> bool:
+        """Rank 0 writes files and prints."""
         return self.rank == 0
 
-    def share(self, count: int) -> range:
-        """This process's part of `count` things: all parts together are each thing once, and differ by one at most."""
+    def shard_range(self, count: int) -> range:
+        """This rank's indices of `count` items. The shards partition the items; their sizes differ by at most 1."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
-    def gather(self, mine: Sequence[T]) -> list[T]:
-        """Everybody's things, in the order of the ranks; every process gets all."""
+    def all_gather_objects(self, items: Sequence[T]) -> list[T]:
+        """Concatenate every rank's picklable items in rank order, on every rank."""
         if self.size == 1:
-            return list(mine)
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, list(mine))
-        return [thing for part in found for thing in part]
+            return list(items)
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, list(items))
+        return [item for rank_items in gathered for item in rank_items]
 
-    def tell(self, make: Callable[[], T]) -> T:
-        """What the first process makes, told to all; if it fails, all fail with its reason."""
+    def broadcast_from_rank0(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0 and return its result on every rank. If it fails, every rank raises its error."""
         if self.size == 1:
-            return make()
-        return self.gather([_tried(make)] if self.first else [])[0].value()
+            return function()
+        return self.all_gather_objects([_attempt(function)] if self.is_rank0 else [])[0].value()
 
-    def each(self, make: Callable[[], T]) -> T:
-        """Everybody makes it; if one fails, all fail with its reason. First on a machine comes first, alone."""
+    def run_on_all(self, function: Callable[[], T]) -> T:
+        """Call `function` on every rank, first on local rank 0 of each machine. If one of these fails, all raise."""
         if self.size == 1:
-            return make()
-        mine = _tried(make) if self.local_rank == 0 else None
-        for outcome in self.gather([mine and mine.failed]):
-            if outcome:
-                raise VitralError(*outcome)
-        return mine.value() if mine else make()
+            return function()
+        outcome = _attempt(function) if self.local_rank == 0 else None
+        for error in self.all_gather_objects([outcome and outcome.error]):
+            if error:
+                raise VitralError(*error)
+        return outcome.value() if outcome else function()
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Added up over the processes, in place."""
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def stack(self, mine: Tensor) -> Tensor:
-        """Everybody's tensor of one shape, one below the other along the first dimension."""
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate every rank's tensor (equal shapes) along the first dimension, in rank order."""
         if self.size == 1:
-            return mine
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine.contiguous())
-        return torch.cat(parts)
+            return tensor
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor.contiguous())
+        return torch.cat(gathered)
 
     @contextmanager
-    def guarded(self, go_on: str) -> Iterator[None]:
-        """In here, a process that is gone is an error that says so, and how to go on."""
+    def rank_failure_guard(self, resume_command: str) -> Iterator[None]:
+        """Turn the communication error that follows the death of another rank into a VitralError."""
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or not _lost(error):
+            if self.size == 1 or not _is_communication_error(error):
                 raise
             raise VitralError(
-                f"process {self.rank} of {self.size} has lost the others: one of them ended ({_short(error)})",
-                f"torchrun's report names the first that failed; go on with: {go_on}",
+                f"rank {self.rank} of {self.size} lost the connection to another rank ({_first_line(error)})",
+                f"torchrun reports the rank that failed first. Resume with: {resume_command}",
             ) from error
 
 
-ALONE = World()
+SINGLE_PROCESS = World()
 
 
-def from_environment() -> World:
-    """Who this process is, as torchrun says."""
-    size = _number("WORLD_SIZE", 1)
+def world_from_env() -> World:
+    """Rank and world size from the environment variables that torchrun sets."""
+    size = _int_from_env("WORLD_SIZE", 1)
     if size == 1:
-        return ALONE
-    rank = _number("RANK", -1)
+        return SINGLE_PROCESS
+    rank = _int_from_env("RANK", -1)
     if not 0 <= rank < size:
         raise VitralError(
-            f"WORLD_SIZE is {size} and RANK is {os.environ.get('RANK', 'not set')}",
-            "start the processes with torchrun, or unset WORLD_SIZE",
+            f"WORLD_SIZE is {size}, but RANK is {os.environ.get('RANK') or 'not set'}",
+            "Start the processes with torchrun, or unset WORLD_SIZE",
         )
-    return World(rank=rank, size=size, local_rank=_number("LOCAL_RANK", rank))
+    return World(rank=rank, size=size, local_rank=_int_from_env("LOCAL_RANK", rank))
 
 
-def join(world: World, backend: str) -> None:
-    """Meet the other processes, once."""
+def init_distributed(world: World, device: torch.device) -> None:
+    """Join the process group and make `device` the current GPU. Does nothing for one process or a second time.
+
+    Tensors on GPUs are exchanged over NCCL; flags and pickled objects, which are on the CPU, over gloo.
+    """
     if world.size == 1 or dist.is_initialized():
         return
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store still has dead processes' addresses
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store keeps addresses of dead processes
     try:
-        store, rank, size = next(rendezvous("env://", world.rank, world.size, timeout=PATIENCE))
-        store = PrefixStore(f"vitral/{attempt}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+        store, rank, size = next(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT))
+        store = PrefixStore(f"vitral/{restarts}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     except (ValueError, RuntimeError) as error:
         raise VitralError(
-            f"process {world.rank} of {world.size} cannot meet the others: {_short(error)}",
-            "start the processes with torchrun: it says where they meet (MASTER_ADDR, MASTER_PORT)",
+            f"rank {world.rank} of {world.size} cannot join the process group: {_first_line(error)}",
+            "Start the processes with torchrun, which sets MASTER_ADDR and MASTER_PORT",
         ) from error
-    atexit.register(leave)
+    atexit.register(_leave_process_group)
 
 
-def leave() -> None:
-    """Before the interpreter ends: a thread of the group's that has something to give back then would abort it."""
+def _leave_process_group() -> None:
+    """Destroy the process group before the interpreter exits; its threads would abort the exit otherwise."""
     if dist.is_initialized():
-        gc.collect()  # models that hold the group in a circle
+        gc.collect()  # models in reference cycles may hold the group
         dist.destroy_process_group()
 
 
-class Agreement:
-    """Flags that one process raises and all see, at the same step: nobody waits for it and no device is asked.
+class AsyncFlags:
+    """Boolean flags that any rank raises and all ranks observe at the same step, without waiting for each other.
 
-    The processes compare their flags while they compute; what was raised before a step is known to all after it.
+    The all-reduce overlaps with the next step: flags raised before a step are visible to all ranks after it.
     """
 
     def __init__(self, world: World, flags: int) -> None:
         self.world, self.flags = world, flags
-        self.asked: tuple[Tensor, Any] | None = None
+        self.pending: tuple[Tensor, Any] | None = None
 
-    def known(self, *mine: bool) -> tuple[bool, ...]:
-        """Raise flags; returns those that all agree were raised. In a world of one: these, at once."""
+    def exchange(self, *raised: bool) -> tuple[bool, ...]:
+        """Raise flags; returns those that any rank raised in the previous call. One process sees its own at once."""
         if self.world.size == 1:
-            return mine
-        found = (False,) * self.flags
-        if self.asked is not None:
-            raised, work = self.asked
-            work.wait()
-            found = tuple(bool(flag) for flag in raised.tolist())
-        raised = torch.tensor(mine, dtype=torch.int32)
-        self.asked = raised, dist.all_reduce(raised, op=dist.ReduceOp.MAX, async_op=True)
-        return found
+            return raised
+        previous = self._finish_pending()
+        flags = torch.tensor(raised, dtype=torch.int32)
+        self.pending = flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)
+        return previous
 
-    def finish(self, *mine: bool) -> tuple[bool, ...]:
-        """What was raised until now, where all meet anyway and may wait: at the end of an epoch."""
-        before = self.known(*mine)
-        if self.asked is None:
-            return before
-        (raised, work), self.asked = self.asked, None
+    def flush(self, *raised: bool) -> tuple[bool, ...]:
+        """Raise flags and wait: returns all flags raised since the previous exchange, including these."""
+        previous = self.exchange(*raised)
+        if self.pending is None:
+            return previous
+        return tuple(now or before for now, before in zip(self._finish_pending(), previous, strict=True))
+
+    def _finish_pending(self) -> tuple[bool, ...]:
+        if self.pending is None:
+            return (False,) * self.flags
+        (flags, work), self.pending = self.pending, None
         work.wait()
-        return tuple(bool(now) or then for now, then in zip(raised.tolist(), before, strict=True))
+        return tuple(bool(flag) for flag in flags.tolist())
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a process made, or the two lines that say why it could not."""
+    """The result of a call on one rank, or the message and hint of its error."""
 
-    made: Any = None
-    failed: tuple[str, str] | None = None
+    result: Any = None
+    error: tuple[str, str] | None = None
 
     def value(self) -> Any:
-        if self.failed is not None:
-            raise VitralError(*self.failed)
-        return self.made
+        if self.error is not None:
+            raise VitralError(*self.error)
+        return self.result
 
 
-def _tried(make: Callable[[], Any]) -> _Outcome:
+def _attempt(function: Callable[[], Any]) -> _Outcome:
     try:
-        return _Outcome(made=make())
+        return _Outcome(result=function())
     except VitralError as error:
-        return _Outcome(failed=(error.what, error.hint))
+        return _Outcome(error=(error.what, error.hint))
     except OSError as error:
-        return _Outcome(failed=(f"{error.filename or 'the system'}: {error.strerror or error}", ""))
+        return _Outcome(error=(f"{error.filename or 'system error'}: {error.strerror or error}", ""))
 
 
-def _number(name: str, otherwise: int) -> int:
+def _int_from_env(name: str, default: int) -> int:
     value = os.environ.get(name, "")
     try:
-        return int(value) if value else otherwise
+        return int(value) if value else default
     except ValueError as error:
-        raise VitralError(f"{name} must be a whole number, not {value!r}", "torchrun sets it") from error
+        raise VitralError(f"{name} must be an integer, got {value!r}", "torchrun sets this variable") from error
 
 
-def _lost(error: RuntimeError) -> bool:
-    """Gloo's errors are plain RuntimeErrors that name their source file."""
+def _is_communication_error(error: RuntimeError) -> bool:
+    """Gloo raises plain RuntimeErrors that name its source files."""
     text = str(error)
-    return isinstance(error, dist.DistError) or "gloo" in text or "Connection closed by peer" in text or "NCCL" in text
+    return isinstance(error, dist.DistError) or any(
+        marker in text for marker in ("gloo", "Connection closed by peer", "NCCL")
+    )
 
 
-def _short(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
+    """The first line of an error message without gloo's leading source location."""
     return str(error).strip().splitlines()[0].rpartition("] ")[2][:120]

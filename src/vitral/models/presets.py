@@ -1,7 +1,7 @@
-"""The papers' size tables: "B/16" → ViTConfig.
+"""Model sizes of the papers by name: "B/16" → ViTConfig.
 
 Ti and S are from DeiT (arXiv 2012.12877), B, L and H from the paper (table 1), g and G from "Scaling Vision
-Transformers" (arXiv 2106.04560, table 2). The number behind the slash is the patch size.
+Transformers" (arXiv 2106.04560, table 2). The number after the slash is the patch size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from vitral.errors import VitralError, nearest, unknown
+from vitral.errors import unknown_name_error
 from vitral.models.vit import ViTConfig
 
 PRESETS: dict[str, ViTConfig] = {
@@ -30,29 +30,27 @@ PRESETS: dict[str, ViTConfig] = {
     ),
 }
 
-# Top-1 accuracy on ImageNet's validation set, from the papers, to have something to compare with.
-PUBLISHED: dict[str, str] = {
-    "Ti/16": "DeiT: 72.2 % from scratch on ImageNet, 74.5 % distilled",
-    "S/16": "DeiT: 79.9 % from scratch on ImageNet, 81.2 % distilled",
-    "B/32": "ViT: 73.38 % from ImageNet, 81.28 % from ImageNet-21k, at 384 px",
-    "B/16": "ViT: 77.91 % from ImageNet, 83.97 % from ImageNet-21k, at 384 px; DeiT: 81.8 %, distilled 83.4 %",
-    "L/32": "ViT: 71.16 % from ImageNet, 80.99 % from ImageNet-21k, at 384 px",
-    "L/16": "ViT: 76.53 % from ImageNet, 85.15 % from ImageNet-21k, at 384 px",
-    "H/14": "ViT: 85.13 % from ImageNet-21k; 88.55 % from JFT-300M",
-    "plain-S/16": "76.5 / 78.5 / 80.0 % after 90 / 150 / 300 epochs on ImageNet",
+# Top-1 accuracy on the ImageNet validation set, as published, for comparison.
+PUBLISHED_ACCURACY: dict[str, str] = {
+    "Ti/16": "DeiT: 72.2% from scratch on ImageNet, 74.5% distilled",
+    "S/16": "DeiT: 79.9% from scratch on ImageNet, 81.2% distilled",
+    "B/32": "ViT: 73.38% from ImageNet, 81.28% from ImageNet-21k, at 384 px",
+    "B/16": "ViT: 77.91% from ImageNet, 83.97% from ImageNet-21k, at 384 px; DeiT: 81.8%, distilled 83.4%",
+    "L/32": "ViT: 71.16% from ImageNet, 80.99% from ImageNet-21k, at 384 px",
+    "L/16": "ViT: 76.53% from ImageNet, 85.15% from ImageNet-21k, at 384 px",
+    "H/14": "ViT: 85.13% from ImageNet-21k; 88.55% from JFT-300M",
+    "plain-S/16": "76.5 / 78.5 / 80.0% after 90 / 150 / 300 epochs on ImageNet",
 }
 
 
-def preset(name: str, **changes: Any) -> ViTConfig:
-    """The configuration called `name`, with changes: `preset("B/16", image_size=(384, 384), classes=10)`."""
-    if name not in PRESETS:  # case alone tells g/14 from G/14, and does not matter elsewhere
-        name = next((known for known in PRESETS if known.lower() == name.lower()), name)
+def preset(name: str, **overrides: Any) -> ViTConfig:
+    """A preset with overrides: `preset("B/16", image_size=(384, 384), num_classes=10)`."""
+    if name not in PRESETS:  # case only matters between g/14 and G/14
+        name = next((candidate for candidate in PRESETS if candidate.lower() == name.lower()), name)
     if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
-    known_fields = [field.name for field in fields(ViTConfig)]
-    for change in changes:
-        if change not in known_fields:
-            raise VitralError(
-                f"a ViT has no setting {change!r}.{nearest(change, known_fields)}", f"Known: {', '.join(known_fields)}"
-            )
-    return replace(PRESETS[name], **changes)
+        raise unknown_name_error("preset", name, PRESETS)
+    field_names = [field.name for field in fields(ViTConfig)]
+    for override in overrides:
+        if override not in field_names:
+            raise unknown_name_error("field of ViTConfig", override, field_names)
+    return replace(PRESETS[name], **overrides)

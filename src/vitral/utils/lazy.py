@@ -1,4 +1,4 @@
-"""Names of a package that are looked up when first used, so that importing it costs no import of torch."""
+"""Lazy package attributes: names that are imported on first use, so that `import vitral` does not import torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 
-def lazily(
-    package: str, lives_in: Mapping[str, str], packages: Sequence[str] = ()
+def lazy_attributes(
+    package: str, modules: Mapping[str, str], subpackages: Sequence[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package: names, and the modules in it where they live; packages inside it."""
+    """`__getattr__` and `__dir__` of a package.
+
+    `modules` maps each attribute to the module inside the package that defines it; `subpackages` are imported whole.
+    """
 
     def get(name: str) -> object:
-        if name in packages:
+        if name in subpackages:
             return import_module(f"{package}.{name}")
-        if name not in lives_in:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{lives_in[name]}"), name)
+        return getattr(import_module(f"{package}.{modules[name]}"), name)
 
-    return get, lambda: sorted({*vars(sys.modules[package]), *lives_in, *packages})
+    return get, lambda: sorted({*vars(sys.modules[package]), *modules, *subpackages})

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to plain dictionaries and back, with every mistake named: for TOML, JSON and checkpoints."""
+"""Conversion between frozen dataclasses and plain dictionaries, for TOML, JSON and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,73 +8,80 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from vitral.errors import VitralError, nearest
+from vitral.errors import VitralError, did_you_mean
 
 T = TypeVar("T")
 
 
-def to_plain(value: Any) -> Any:
-    """Dataclasses to dictionaries, tuples to lists, fields that are None left out."""
+def to_dict(value: Any) -> Any:
+    """Convert dataclasses to dictionaries and tuples to lists. Fields that are None are left out."""
     if dataclasses.is_dataclass(value):
         items = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {name: to_plain(item) for name, item in items if item is not None}
+        return {name: to_dict(item) for name, item in items if item is not None}
     if isinstance(value, tuple):
-        return [to_plain(item) for item in value]
+        return [to_dict(item) for item in value]
     return value
 
 
-def from_plain(cls: type[T], values: Mapping[str, Any], where: str = "", kinds: Mapping[str, type] | None = None) -> T:
-    """A dataclass from a dictionary: unknown fields are refused with the nearest known one, types are checked.
+def from_dict(
+    cls: type[T], values: Mapping[str, Any], prefix: str = "", field_types: Mapping[str, type] | None = None
+) -> T:
+    """Build a dataclass from a dictionary. Raises VitralError for unknown fields, missing fields and wrong types.
 
-    `kinds`: what stands in a field whose annotation is a base class.
+    `prefix` precedes field names in messages, for example "model.". `field_types` replaces the annotations of fields
+    that are annotated with a base class.
     """
-    hints = typing.get_type_hints(cls) | dict(kinds or {})
-    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    types_by_name = typing.get_type_hints(cls) | dict(field_types or {})
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
-        if name not in known:
-            inside = next((f"{group}.{name}" for group in known if name in fields_of(hints[group])), "")
-            raise VitralError(
-                f"no field '{where}{name}'.{f' Did you mean {where}{inside}?' if inside else nearest(name, known)}",
-                f"Known{' in ' + where[:-1] if where else ''}: {', '.join(known)}",
-            )
-    needed = [
+        if name not in fields:
+            raise _unknown_field_error(name, types_by_name, list(fields), prefix)
+    required = [
         name
-        for name, f in known.items()
+        for name, f in fields.items()
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
-    if lacking := [f"'{where}{name}'" for name in needed if name not in values]:
-        several = f"fields {', '.join(lacking)} are" if len(lacking) > 1 else f"field {lacking[0]} is"
-        raise VitralError(f"the {several} missing", f"needed: {', '.join(needed)}; all others have defaults")
-    arguments = {name: _typed(hints[name], value, where + name) for name, value in values.items()}
+    if missing := [f"'{prefix}{name}'" for name in required if name not in values]:
+        subject = f"fields {', '.join(missing)} are" if len(missing) > 1 else f"field {missing[0]} is"
+        raise VitralError(f"the {subject} missing", f"Required: {', '.join(required)}; all other fields have defaults")
+    arguments = {name: _convert(types_by_name[name], value, prefix + name) for name, value in values.items()}
     try:
         return cls(**arguments)
     except ValueError as error:
-        raise VitralError(str(error), "put that value right") from error
+        raise VitralError(str(error), "Correct this value") from error
 
 
-def fields_of(hint: Any) -> set[str]:
-    return {f.name for f in dataclasses.fields(hint)} if dataclasses.is_dataclass(hint) else set()
+def field_names(cls: Any) -> set[str]:
+    """Field names of a dataclass; empty for other types."""
+    return {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
 
 
-def _typed(hint: Any, value: Any, where: str) -> Any:
-    """The value as its field wants it, or an error that names the field."""
-    origin, choices = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return from_plain(typing.cast(Any, hint), value, where + ".")
-    if origin is Literal and value in choices:
+def _unknown_field_error(name: str, types_by_name: Mapping[str, Any], fields: list[str], prefix: str) -> VitralError:
+    nested = next((f"{group}.{name}" for group in fields if name in field_names(types_by_name[group])), None)
+    suggestion = f" Did you mean '{prefix}{nested}'?" if nested else did_you_mean(name, fields)
+    group = f" in {prefix[:-1]}" if prefix else ""
+    return VitralError(f"no field named '{prefix}{name}'.{suggestion}", f"Fields{group}: {', '.join(fields)}")
+
+
+def _convert(expected: Any, value: Any, name: str) -> Any:
+    """The value converted to the annotated type, or a VitralError that names the field."""
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if dataclasses.is_dataclass(expected) and isinstance(value, Mapping):
+        return from_dict(typing.cast(Any, expected), value, name + ".")
+    if origin is Literal and value in arguments:
         return value
     if origin in (types.UnionType, typing.Union):
-        return None if value is None else _typed(next(c for c in choices if c is not type(None)), value, where)
+        return None if value is None else _convert(next(a for a in arguments if a is not type(None)), value, name)
     if origin is tuple and isinstance(value, list | tuple):
-        inner = choices[:1] * len(value) if choices[-1] is Ellipsis else choices
-        if len(inner) == len(value):
-            return tuple(_typed(kind, item, where) for kind, item in zip(inner, value, strict=True))
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        item_types = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(item_types) == len(value):
+            return tuple(_convert(item_type, item, name) for item_type, item in zip(item_types, value, strict=True))
+    if expected is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    if hint in (int, str, bool) and type(value) is hint:
+    if expected in (int, str, bool) and type(value) is expected:
         return value
-    kind = hint.__name__ if isinstance(hint, type) else str(hint)
-    wanted = f"one of {', '.join(map(str, choices))}" if origin is Literal else kind
+    type_name = expected.__name__ if isinstance(expected, type) else str(expected)
+    description = f"one of {', '.join(map(str, arguments))}" if origin is Literal else type_name
     raise VitralError(
-        f"{where} must be {wanted}, not {value!r}", "numbers are written bare, text in quotes, lists in brackets"
+        f"{name} must be {description}, got {value!r}", "Write numbers bare, text in quotes and lists in brackets"
     )

@@ -1,7 +1,7 @@
-"""DeiT's distilled ViT (arXiv 2012.12877): a second token that listens to a teacher, with a head of its own.
+"""DeiT's distilled ViT (arXiv 2012.12877): a distillation token with a head of its own.
 
-In training the class token's logits learn from the labels, the distillation token's from the teacher (section 3.2);
-asked for an answer, the model gives the mean of both.
+During distillation the class token's logits are trained on the labels and the distillation token's on the teacher
+(section 3.2). The prediction is the mean of both.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from vitral.models.vit import ClassificationHead, Grid, ViT, ViTConfig, initialise
 
 
-class TwoHeads(nn.Module):
-    """B 2D, the two tokens side by side -> B K, the mean of what their heads say."""
+class DistilledHead(nn.Module):
+    """B 2D, both tokens concatenated -> B K, the mean of the two heads' logits."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -27,11 +27,11 @@ class TwoHeads(nn.Module):
 class DistilledViT(ViT):
     def __init__(self, config: ViTConfig) -> None:
         if (config.pooling, config.positions, config.registers) != ("class", "learned", 0):
-            raise ValueError("a distilled ViT has pooling 'class', positions 'learned' and registers 0")
+            raise ValueError("variant 'distilled' requires pooling 'class', positions 'learned' and registers 0")
         super().__init__(config)
         self.distillation_token = nn.Parameter(torch.empty(1, 1, config.width))
         self.distillation_position_table = nn.Parameter(torch.empty(1, 1, config.width))
-        self.head = TwoHeads(config)
+        self.head = DistilledHead(config)
         initialise(self)
 
     def embed(self, images_BCHW: Tensor, grid: Grid) -> Tensor:
@@ -40,5 +40,5 @@ class DistilledViT(ViT):
         extra = (self.distillation_token + self.distillation_position_table).expand(tokens.shape[0], -1, -1)
         return torch.cat([tokens[:, :1], self.dropout(extra), tokens[:, 1:]], dim=1)
 
-    def pool(self, tokens_BTD: Tensor, record: list[Tensor] | None = None) -> Tensor:
+    def pool(self, tokens_BTD: Tensor, attentions: list[Tensor] | None = None) -> Tensor:
         return tokens_BTD[:, :2].flatten(1)

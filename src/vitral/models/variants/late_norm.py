@@ -1,4 +1,4 @@
-"""The last layer norm after the mean of the patches instead of before it (MAE's fine-tuning, timm's `gap` models)."""
+"""Final layer norm after mean pooling instead of before it (MAE fine-tuning, timm's `fc_norm` models)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vitral.models.vit import ViT, ViTConfig
 class LateNormViT(ViT):
     def __init__(self, config: ViTConfig) -> None:
         if config.pooling != "mean":
-            raise ValueError("the norm can stand after the pooling where pooling is 'mean': elsewhere it is the same")
+            raise ValueError("variant 'late-norm' requires pooling 'mean'; for other poolings it equals the plain ViT")
         super().__init__(config)
         self.pooled_norm, self.encoder.norm = self.encoder.norm, nn.Identity()
 
-    def pool(self, tokens_BTD: Tensor, record: list[Tensor] | None = None) -> Tensor:
-        return self.pooled_norm(super().pool(tokens_BTD, record))
+    def pool(self, tokens_BTD: Tensor, attentions: list[Tensor] | None = None) -> Tensor:
+        return self.pooled_norm(super().pool(tokens_BTD, attentions))

@@ -1,4 +1,4 @@
-"""Layer norms around the patch embedding (dual PatchNorm, arXiv 2302.01327), as in vit-pytorch's ViT and SimpleViT."""
+"""Layer norms before and after the patch embedding (Dual PatchNorm, arXiv 2302.01327), as in vit-pytorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vitral.models.vit import PatchEmbedding, ViT, ViTConfig, patchify
 
 
 class NormedPatchEmbedding(PatchEmbedding):
-    """LN(LN(x_p)·E): a norm over the pixels of a patch, one over what they became."""
+    """LN(LN(x_p)·E): one norm over the pixels of a patch, one over its embedding."""
 
     def __init__(self, config: ViTConfig, project: nn.Linear) -> None:
         super().__init__(config)

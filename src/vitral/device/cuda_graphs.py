@@ -1,0 +1,90 @@
+"""CUDA graphs: a training step or a forward pass captured once and replayed with a single launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class GraphedStep:
+    """A training step that is captured as one CUDA graph and replayed, which removes the launch overhead of Python.
+
+    The first `WARM_UP` calls run eagerly (they are real steps) while libraries and the compiler initialise. The next
+    call captures the step; it and all later calls replay the graph. Arguments are copied into the captured inputs.
+    A batch of another size than the first runs eagerly.
+    """
+
+    WARM_UP = 3
+
+    def __init__(self, step: Callable[..., None], generator: torch.Generator) -> None:
+        self.step, self.generator, self.calls = step, generator, 0
+        self.inputs: tuple[Tensor, ...] = ()
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if not self.inputs:
+            self.inputs = tuple(tensor.clone() for tensor in tensors)
+        if any(static.shape != tensor.shape for static, tensor in zip(self.inputs, tensors, strict=True)):
+            self.step(*tensors)
+            return
+        for static, tensor in zip(self.inputs, tensors, strict=True):
+            static.copy_(tensor)
+        if self.calls < self.WARM_UP:
+            self._warm_up()
+            return
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            self.graph.register_generator_state(self.generator)
+            with torch.cuda.graph(self.graph):
+                self.step(*self.inputs)
+        self.graph.replay()
+
+    def _warm_up(self) -> None:
+        """Run one step on a side stream, as capture requires."""
+        self.calls += 1
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step(*self.inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+class GraphPool:
+    """A memory pool and a stream shared by graphs that never run at the same time.
+
+    Libraries keep a workspace per stream, so all graphs of a pool are captured on one stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+
+def capture_forward(
+    function: Callable[[Tensor], Tensor], example: Tensor, pool: GraphPool
+) -> Callable[[Tensor], Tensor]:
+    """Capture a function of tensors with the shape of `example` as a CUDA graph; on a CPU, return it unchanged.
+
+    `example` becomes the graph's static input, so calls must not overlap, including calls to other graphs of `pool`.
+    """
+    if example.device.type != "cuda":
+        return function
+    current = torch.cuda.current_stream(example.device)
+    pool.stream.wait_stream(current)
+    with torch.cuda.stream(pool.stream):
+        for _ in range(3):  # one-time initialisation must not be captured
+            function(example)
+    current.wait_stream(pool.stream)
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: other threads may allocate pinned memory during the capture (see to_pinned_cpu).
+    with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
+        output = function(example)
+
+    def replay(tensor: Tensor) -> Tensor:
+        example.copy_(tensor)
+        graph.replay()
+        return output.clone()
+
+    return replay

@@ -1,0 +1,45 @@
+"""Calibration stored with a model: temperature scaling and out-of-distribution (OOD) detection on logits.
+
+Shapes:  B images   K classes
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+LogitScore = Literal["max-logit", "energy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """How to read a model's logits. Fitted on held-out images and stored in the model's config.json."""
+
+    temperature: float = 1.0  # probabilities are softmax(logits / temperature)
+    ood_score: LogitScore = "energy"
+    ood_threshold: float | None = None  # images with a lower score are out-of-distribution; None: no detection
+    fitted_on: str = "validation"  # split
+    engine: str = "fp32"  # name of the engine whose logits it was fitted to
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"calibration.temperature must be positive and finite, got {self.temperature}")
+
+    def probabilities(self, logits_BK: Tensor) -> Tensor:
+        return (logits_BK / self.temperature).softmax(dim=1)
+
+    def is_ood(self, logits_BK: Tensor) -> Tensor:
+        """(B,) booleans: True for images whose score is below the threshold, and for non-finite scores."""
+        threshold = -math.inf if self.ood_threshold is None else self.ood_threshold
+        return ~(id_score(logits_BK, self.ood_score) >= threshold)  # NaN compares false
+
+
+def id_score(logits_BK: Tensor, score: LogitScore) -> Tensor:
+    """In-distribution scores (B,), higher for images like the training set.
+
+    The maximum logit, or the negative energy log Σ exp(logits) (arXiv 2010.03759).
+    """
+    return logits_BK.amax(dim=1) if score == "max-logit" else logits_BK.logsumexp(dim=1)
