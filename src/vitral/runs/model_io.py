@@ -1,0 +1,141 @@
+"""The model folder: weights.safetensors and config.json, all that inference needs.
+
+It is portable: `model/` of a run folder can be copied and used on its own.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
+
+from vitral import __version__, bundled
+from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError, shell_quote
+from vitral.models.calibration import Calibration
+from vitral.models.variants import VARIANTS, check_variant, config_class
+from vitral.models.vit import ViT, ViTConfig
+from vitral.runs.run import RUN_FORMAT, Run, format_error, newest_runs_hint, read_error_guard
+from vitral.utils.atomic import atomic_write
+from vitral.utils.serialization import from_dict, to_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The content of config.json: how to build the model, prepare its input and interpret its output."""
+
+    architecture: ViTConfig
+    preprocessing: Preprocessing
+    classes: tuple[str, ...]  # class names in the order of the logits
+    trained_on: str  # name of the dataset
+    epoch: int  # epoch with the best validation accuracy, from which the weights are
+    variant: str = "plain"  # name in vitral.models.variants.VARIANTS
+    calibration: Calibration = field(default_factory=Calibration)
+
+    def __post_init__(self) -> None:
+        if len(self.classes) != self.architecture.num_classes:
+            raise ValueError(
+                f"classes has {len(self.classes)} names, but architecture.num_classes is "
+                f"{self.architecture.num_classes}"
+            )
+        check_variant(self.variant, self.architecture)
+
+
+def save_model(folder: Path, model: ViT, config: ModelConfig) -> None:
+    """Write weights.safetensors, then config.json: a folder that contains config.json is complete."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise VitralError(f"cannot create {folder}: {error.strerror}", "Check that its parent is writable") from error
+    save_weights(folder / "weights.safetensors", model.state_dict())
+    save_model_config(folder, config)
+
+
+def save_model_config(folder: Path, config: ModelConfig) -> None:
+    content = {"format": RUN_FORMAT, "vitral_version": __version__, **to_dict(config)}
+    atomic_write(folder / "config.json", json.dumps(content, indent=2) + "\n")
+
+
+def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
+    atomic_write(path, to_safetensors({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}))
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        raise VitralError(f"{path} is missing", "The folder was not copied completely; copy it again") from error
+    except (OSError, SafetensorError) as error:
+        raise VitralError(
+            f"{path} is not a complete safetensors file: {error}", "Copy it again, or train again"
+        ) from error
+
+
+def load_model(path: Path | str) -> tuple[ViT, ModelConfig]:
+    """The model of a run folder or of a model folder, in evaluation mode."""
+    with read_error_guard(Path(path)):
+        folder = find_model_dir(Path(path))
+    config = load_model_config(folder / "config.json")
+    model = VARIANTS[config.variant](config.architecture)
+    expected, actual = model.state_dict(), load_weights(folder / "weights.safetensors")
+    differences = [_tensor_difference(name, expected, actual) for name in sorted(expected.keys() | actual.keys())]
+    if mismatches := [difference for difference in differences if difference is not None]:
+        raise VitralError(
+            f"{folder}: weights.safetensors does not match config.json ({len(mismatches)} tensors differ)",
+            f"First differences: {', '.join(mismatches[:4])}",
+        )
+    model.load_state_dict(actual)
+    return model.eval(), config
+
+
+def check_heads(path: Path | str, heads: int | None, config: ModelConfig) -> None:
+    """Refuse a number of heads that contradicts config.json. Other libraries' weights may need it, vitral's do not."""
+    if heads not in (None, config.architecture.heads):
+        raise VitralError(f"{path} has {config.architecture.heads} heads, got --heads {heads}", "Omit --heads")
+
+
+def find_model_dir(path: Path) -> Path:
+    """The model folder: `path` itself, or model/ inside a run folder."""
+    if not path.exists():
+        raise VitralError(f"no run or model folder {path}", bundled.missing_model_hint(path, newest_runs_hint(path)))
+    folder = path / "model" if (path / "model").is_dir() or (path / "recipe.toml").is_file() else path
+    if (folder / "config.json").is_file():
+        return folder
+    if folder == path:
+        hint = "; ".join((*bundled.shadowing_notes(path), newest_runs_hint(path)))
+        raise VitralError(f"{path} contains neither a run nor a model", hint)
+    raise VitralError(
+        f"{path} has no trained model; training stopped during epoch {len(Run(path).load_metrics()) + 1}",
+        f"Resume it with: vitral train --resume {shell_quote(path)}",
+    )
+
+
+def _tensor_difference(name: str, expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> str | None:
+    """How a saved tensor differs from the model's; None if the shapes are equal."""
+    if name not in actual:
+        return f"{name} (missing)"
+    if name not in expected:
+        return f"{name} (not in the model)"
+    actual_shape, expected_shape = ("×".join(map(str, tensors[name].shape)) for tensors in (actual, expected))
+    return f"{name} ({actual_shape}, expected {expected_shape})" if actual_shape != expected_shape else None
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """Read config.json. Raises VitralError for damaged files and other formats."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content.pop("format")
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise VitralError(f"cannot read {path}: {error!r}", "Copy it again, or train again") from error
+    vitral_version = content.pop("vitral_version", None)
+    if version != RUN_FORMAT:
+        raise format_error(path, version, vitral_version)
+    try:
+        return from_dict(ModelConfig, content, field_types={"architecture": config_class(content.get("variant"))})
+    except VitralError as error:
+        raise VitralError(f"{path}: {error.what}", error.hint) from error
