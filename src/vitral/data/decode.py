@@ -1,122 +1,204 @@
-"""One file → one picture, upright, in 8 bits a channel, or an error that says what is wrong with the file."""
+"""The image decoder: a file, bytes, a Pillow image or an array → an upright Pillow image with 8 bits per channel.
+
+Does not import torch, so that decoding workers and `vitral predict model.onnx` start quickly.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from vitral.data.files.walk import find_images
 from vitral.errors import VitralError
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # Pillow knows more, some of which start other programs
-MOST_PIXELS = 100_000_000  # a larger picture is refused: decoded it would fill the memory
-TOO_LARGE = f"make it smaller: {MOST_PIXELS // 10**6} million pixels are the most"
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # Pillow's other decoders may start external programs
+MAX_PIXELS = 100_000_000  # larger images could exhaust memory when decoded
+TOO_LARGE_HINT = f"Resize the image to at most {MAX_PIXELS // 10**6} megapixels"
 
 
-class NotAnImage(VitralError):
-    """A file that is no picture, or a broken or too large one."""
+class ImageDecodeError(VitralError):
+    """The file or value is not an image, or it is corrupt or too large."""
 
-    def __init__(self, what: str, hint: str = "JPEG, PNG, WebP, BMP, GIF and TIFF are read") -> None:
+    def __init__(self, what: str, hint: str = "Supported formats: JPEG, PNG, WebP, BMP, GIF, TIFF") -> None:
         super().__init__(what, hint)
 
 
-def decode(source: Path | str | bytes | Image.Image, *, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """The picture in a file or in bytes: EXIF orientation applied, alpha laid over white; mode "L" or "RGB".
+class ImageTooLargeError(ImageDecodeError):
+    """The image has more than `MAX_PIXELS` pixels."""
 
-    A JPEG may come at a half, a quarter or an eighth of its size, where that still covers `at_least` (height, width).
+    def __init__(self, what: str) -> None:
+        super().__init__(what, TOO_LARGE_HINT)
 
-    One that Pillow has already opened is made upright and 8 bits like the others, and is itself left as it was.
+
+class ImageHeader(NamedTuple):
+    """What a file says about itself before it is decoded."""
+
+    width: int
+    height: int
+    mode: str  # Pillow's: "L", "RGB", "CMYK", ...
+    frames: int
+
+
+def decode_image(
+    source: object,
+    *,
+    min_size: tuple[int, int] | None = None,
+    allow_reduced_jpeg: bool = False,
+    name: str | None = None,
+) -> Image.Image:
+    """Decode an image: EXIF orientation applied, transparency composited over white, mode "L" or "RGB".
+
+    `source` is a path, the bytes of a file, a Pillow image (left unchanged), or an array or tensor of shape (H, W),
+    (H, W, C) or (C, H, W) with integers from 0 to 255 or floats from 0 to 1.
+
+    With `allow_reduced_jpeg`, a JPEG file may be decoded at 1/2, 1/4 or 1/8 of its size as long as it still covers
+    `min_size` (height, width). This is several times faster; the pixels differ slightly from a full decode.
+    `name` is how error messages refer to the image; by default the path.
     """
-    name = str(source) if isinstance(source, Path | str) else "the image"
+    if isinstance(source, Image.Image):
+        with _translate_errors(source, name or "the image"):
+            return _load_upright_8bit(source.copy(), name or "the image")
+    if not isinstance(source, Path | str | bytes):
+        return decode_image(_array_to_pil(source), name=name)
+    name = name or ("the image" if isinstance(source, bytes) else str(source))
+    with _translate_errors(source, name), _open(source) as image:
+        if allow_reduced_jpeg and min_size is not None:
+            _reduce_jpeg(image, max(min_size))
+        return _load_upright_8bit(image, name)
+
+
+def read_header(source: Path | str | bytes) -> ImageHeader:
+    """Read size, mode and frame count without decoding pixels."""
+    with _translate_errors(source, "the image" if isinstance(source, bytes) else str(source)), _open(source) as image:
+        return ImageHeader(image.width, image.height, image.mode, getattr(image, "n_frames", 1))
+
+
+def _open(source: Path | str | bytes) -> Image.Image:
+    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=IMAGE_FORMATS)
+
+
+@contextlib.contextmanager
+def _translate_errors(source: object, name: str) -> Iterator[None]:
+    """Raise ImageDecodeError with a specific message for whatever goes wrong inside the block."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about metadata and bombs; the size is checked below
-            if isinstance(source, Image.Image):
-                return _upright(source.copy(), name)
-            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as picture:
-                if at_least is not None:
-                    _draft(picture, max(at_least))
-                return _upright(picture, name)
-    except NotAnImage:
+            warnings.simplefilter("ignore")  # metadata and decompression bombs; the size is checked separately
+            yield
+    except ImageDecodeError:
         raise
     except UnidentifiedImageError as error:
-        raise NotAnImage(f"{name}: {_known_but_not_read(source)}") from error
+        raise ImageDecodeError(f"{name}: {_unidentified_reason(source)}") from error
     except FileNotFoundError as error:
-        if re.match(r"https?:/", name):  # a path has lost the second slash
-            raise NotAnImage(f"{name}: an address, not a file", "save the picture first") from error
-        raise NotAnImage(f"{name}: no such file", "is the name right?") from error
+        if re.match(r"https?:/", name):  # Path collapses the second slash
+            raise ImageDecodeError(f"{name}: a URL, not a file", "Download the image first") from error
+        raise ImageDecodeError(f"{name}: no such file", "Check the path") from error
     except IsADirectoryError as error:
-        if not image_files([Path(name)]):
-            raise NotAnImage(f"{name}: a folder without images") from error
-        raise NotAnImage(f"{name}: a folder, not an image", "name the image in it") from error
+        if not find_images([Path(name)]):
+            raise ImageDecodeError(f"{name}: a folder without images") from error
+        raise ImageDecodeError(f"{name}: a folder, not an image", "Name an image in it") from error
     except PermissionError as error:
-        raise NotAnImage(f"{name}: no permission to read it", "may this user read it?") from error
+        raise ImageDecodeError(f"{name}: permission denied", "Check the file's permissions") from error
     except Image.DecompressionBombError as error:
-        raise NotAnImage(f"{name}: more pixels than vitral reads", TOO_LARGE) from error
-    except Exception as error:  # a broken file makes Pillow raise almost anything: struct.error, IndexError, …
-        raise NotAnImage(f"{name}: broken or truncated ({str(error) or type(error).__name__})") from error
+        raise ImageTooLargeError(f"{name}: too many pixels") from error
+    except Exception as error:  # Pillow raises almost anything on corrupt files: struct.error, IndexError, ...
+        raise ImageDecodeError(f"{name}: corrupt or truncated ({str(error) or type(error).__name__})") from error
 
 
-def _known_but_not_read(source: Path | str | bytes | Image.Image) -> str:
-    """What a file is that Pillow does not know: telephones write HEIC, and call it .jpg when they send it."""
+def _unidentified_reason(source: object) -> str:
+    """Why Pillow cannot identify a file. Phones write HEIC, sometimes with the suffix .jpg."""
     if isinstance(source, Path | str):
         with Path(source).open("rb") as file:
             source = file.read(12)
     if not source:
-        return "an empty file"
-    phone = isinstance(source, bytes) and source[4:8] == b"ftyp"
-    return "HEIC, AVIF or a film, not an image that vitral reads; save it as JPEG" if phone else "not an image"
+        return "empty file"
+    if isinstance(source, bytes) and source[4:8] == b"ftyp":
+        return "HEIC, AVIF or video, which is not supported; convert it to JPEG"
+    return "not an image"
 
 
-def _draft(picture: Image.Image, least: int) -> None:
-    """Let the JPEG decoder skip detail that would be scaled away: both sides stay at least `least`."""
-    short = min(picture.size)
-    if short >= 2 * least:
-        picture.draft(None, (picture.width * least // short, picture.height * least // short))
+def _reduce_jpeg(image: Image.Image, min_side: int) -> None:
+    """Let the JPEG decoder skip detail that resizing would discard; both sides stay at least `min_side`."""
+    short = min(image.size)
+    if short >= 2 * min_side:
+        image.draft(None, (image.width * min_side // short, image.height * min_side // short))
 
 
-def _upright(picture: Image.Image, name: str) -> Image.Image:
-    if picture.width * picture.height > MOST_PIXELS:
-        raise NotAnImage(f"{name}: {picture.width}×{picture.height} pixels are more than vitral reads", TOO_LARGE)
-    picture.load()
-    with contextlib.suppress(Exception):  # broken metadata costs the orientation, not the picture
-        ImageOps.exif_transpose(picture, in_place=True)  # which, unlike a new picture, is free where it is upright
-    return to_eight_bits(picture)
+def _load_upright_8bit(image: Image.Image, name: str) -> Image.Image:
+    if image.width * image.height > MAX_PIXELS:
+        raise ImageTooLargeError(f"{name}: {image.width}×{image.height} pixels, more than the limit")
+    image.load()
+    with contextlib.suppress(Exception):  # with corrupt metadata only the orientation is lost
+        ImageOps.exif_transpose(image, in_place=True)  # in place: no copy if the image is already upright
+    return to_8bit(image)
 
 
-def to_eight_bits(picture: Image.Image) -> Image.Image:
-    """Any of Pillow's modes → "L" or "RGB"."""
-    if picture.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I", "F"):
-        values = np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0, neginf=0)
-        top = 1.0 if picture.mode == "F" and values.max(initial=0) <= 1 else 65535.0
-        if picture.mode in ("I", "F") and 1 < values.max(initial=0) <= 255:
-            top = 255.0
-        return Image.fromarray((values / top * 255).clip(0, 255).round().astype(np.uint8))
-    if picture.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-        white = Image.new("RGBA", picture.size, "white")
-        return Image.alpha_composite(white, picture).convert("RGB")
-    if picture.mode in ("L", "RGB"):
-        return picture  # as it is: to convert would be to copy
-    return picture.convert("L" if picture.mode == "1" else "RGB")
+def to_8bit(image: Image.Image) -> Image.Image:
+    """Convert any Pillow mode to "L" or "RGB"."""
+    if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I", "F"):
+        values = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0, neginf=0)
+        max_value = 1.0 if image.mode == "F" and values.max(initial=0) <= 1 else 65535.0
+        if image.mode in ("I", "F") and 1 < values.max(initial=0) <= 255:
+            max_value = 255.0
+        return Image.fromarray((values / max_value * 255).clip(0, 255).round().astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    if image.mode in ("L", "RGB"):
+        return image  # convert() would copy
+    return image.convert("L" if image.mode == "1" else "RGB")
 
 
-def image_files(paths: list[Path]) -> list[Path]:
-    """Files as given, and the pictures in and below folders, in order; hidden files and folders are passed over.
+def _array_to_pil(source: object) -> Image.Image:
+    """A Pillow image from an array or tensor of shape (H, W), (H, W, C) or (C, H, W), integer, float or bool."""
+    kind = type(source).__name__
+    try:
+        values: np.ndarray[Any, Any] = np.asarray(source)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ImageDecodeError(f"{kind} is not an image ({error})") from error
+    if not values.ndim:
+        raise ImageDecodeError(f"{kind} is not an image")
+    if _is_channels_first(values.shape, is_tensor=_is_tensor(source)):
+        values = values.transpose(1, 2, 0)
+    if values.ndim not in (2, 3) or not values.size or (values.ndim == 3 and values.shape[2] not in (1, 3, 4)):
+        shape = "×".join(map(str, values.shape))
+        raise ImageDecodeError(f"an array of shape {shape} and type {values.dtype} is not an image")
+    if values.dtype.kind == "f":
+        if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
+            raise _float_range_error(values)
+        values = (values * 255).round()
+    if values.dtype.kind not in "uifb" or values.min() < 0 or values.max() > 255:
+        raise ImageDecodeError(f"an array of {values.dtype} with values outside 0 to 255 is not an image")
+    values = values.astype(np.uint8) if values.dtype.kind != "b" else values.astype(np.uint8) * 255
+    return Image.fromarray(values[:, :, 0] if values.ndim == 3 and values.shape[2] == 1 else values)
 
-    A folder without any stands for itself, if it is not all there is: whoever opens it is told."""
-    found: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            inside = (p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in SUFFIXES)
-            shown = (p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts))
-            found += sorted(shown) or [path]
-        else:
-            found.append(path)
-    return found if any(path not in paths or not path.is_dir() for path in found) else []
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")  # a tensor exists only if torch has been imported
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_channels_first(shape: tuple[int, ...], *, is_tensor: bool) -> bool:
+    """Whether an array is (C, H, W). If both readings are possible, tensors are (C, H, W) and arrays (H, W, C)."""
+    channel_counts = (1, 3, 4)
+    return len(shape) == 3 and shape[0] in channel_counts and (is_tensor or shape[2] not in channel_counts)
+
+
+def _float_range_error(values: np.ndarray[Any, Any]) -> VitralError:
+    if values.min() >= 0 and 1 < values.max() <= 255:
+        return VitralError(
+            "a float image has values up to 255, expected 0 to 1", "Divide it by 255 or convert to uint8"
+        )
+    return VitralError(
+        "a float image has values outside 0 to 1; it seems to be normalised already",
+        "Pass the image without normalisation; the model's preprocessing normalises it",
+    )

@@ -1,4 +1,4 @@
-"""Images that need not be in memory: asked like a tensor N C H W of uint8, read when they are asked for."""
+"""Image sets that need not be in memory: indexed like a uint8 tensor (N, C, H, W), read on access."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 
-class Images:
-    """What a set of images too large for the memory can do. `batches` is how they are read; the rest follows."""
+class LazyImages:
+    """Interface of an image set that is too large for memory. Subclasses implement `batches`."""
 
-    shape: tuple[int, int, int, int]  # N C H W
+    shape: tuple[int, int, int, int]  # (N, C, H, W)
 
-    def batches(self, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
-        """For each row of indices its images, in order; reads a few rows ahead, and no more."""
+    def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the images of each index tensor, in order. Reads ahead by a bounded number of batches."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -22,72 +22,71 @@ class Images:
 
     def __getitem__(self, index: Tensor | int | slice) -> Tensor:
         rows = torch.arange(len(self))[index]
-        (found,) = self.batches([rows.reshape(-1)])
-        return found[0] if rows.ndim == 0 else found
+        (images,) = self.batches([rows.reshape(-1)])
+        return images[0] if rows.ndim == 0 else images
 
-    def split(self, batch: int) -> Iterator[Tensor]:
-        return self.batches(torch.arange(len(self)).split(batch))
-
-
-Pixels = Tensor | Images
+    def split(self, batch_size: int) -> Iterator[Tensor]:
+        return self.batches(torch.arange(len(self)).split(batch_size))
 
 
-class Adapted(Images):
-    """Images that are changed when they are read: `change` makes a batch of `shape` (C H W) from a batch."""
-
-    def __init__(self, images: Pixels, change: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> None:
-        self.images, self.change, self.shape = images, change, (len(images), *shape)
-
-    def batches(self, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
-        return map(self.change, batches_of(self.images, chosen))
+Images = Tensor | LazyImages  # uint8 (N, C, H, W)
 
 
-class Chosen(Images):
-    """Some of a set's images, by their places in it."""
+class MappedImages(LazyImages):
+    """Images transformed on access: `transform` maps a batch to a batch of images with `shape` (C, H, W)."""
 
-    def __init__(self, images: Images, places: Tensor) -> None:
-        self.images, self.places, self.shape = images, places, (len(places), *images.shape[1:])
+    def __init__(self, images: Images, transform: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> None:
+        self.images, self.transform, self.shape = images, transform, (len(images), *shape)
 
-    def batches(self, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
-        return self.images.batches(self.places[rows] for rows in chosen)
+    def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
+        return map(self.transform, iter_batches(self.images, batch_indices))
 
 
-class Joined(Images):
-    """One set behind the other."""
+class SubsetImages(LazyImages):
+    """The images at `indices`."""
 
-    def __init__(self, first: Pixels, second: Pixels) -> None:
+    def __init__(self, images: LazyImages, indices: Tensor) -> None:
+        self.images, self.indices, self.shape = images, indices, (len(indices), *images.shape[1:])
+
+    def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
+        return self.images.batches(self.indices[rows] for rows in batch_indices)
+
+
+class ConcatImages(LazyImages):
+    """Two image sets of equal shape, one after the other."""
+
+    def __init__(self, first: Images, second: Images) -> None:
         self.first, self.second = first, second
         _, C, H, W = first.shape
         self.shape = (len(first) + len(second), C, H, W)
 
-    def batches(self, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
-        for rows in chosen:
-            found = torch.empty(len(rows), *self.shape[1:], dtype=torch.uint8)
-            for images, mine, shift in (
-                (self.first, rows < len(self.first), 0),
-                (self.second, rows >= len(self.first), len(self.first)),
-            ):
-                if mine.any():
-                    found[mine] = images[rows[mine] - shift]
-            yield found
+    def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
+        for rows in batch_indices:
+            batch = torch.empty(len(rows), *self.shape[1:], dtype=torch.uint8)
+            in_first = rows < len(self.first)
+            for images, mask, offset in ((self.first, in_first, 0), (self.second, ~in_first, len(self.first))):
+                if mask.any():
+                    batch[mask] = images[rows[mask] - offset]
+            yield batch
 
 
-def these(images: Pixels, chosen_N: Tensor) -> Pixels:
-    """Those for which `chosen_N` is true; read when they are asked for, where the others are."""
-    return Chosen(images, chosen_N.nonzero().flatten()) if isinstance(images, Images) else images[chosen_N]
+def select_images(images: Images, mask_N: Tensor) -> Images:
+    """The images where `mask_N` is true; stays lazy if `images` is."""
+    return SubsetImages(images, mask_N.nonzero().flatten()) if isinstance(images, LazyImages) else images[mask_N]
 
 
-def batches_of(images: Pixels, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
-    if isinstance(images, Images):
-        return images.batches(chosen)
-    return (images[rows] for rows in chosen)
+def iter_batches(images: Images, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the images of each index tensor."""
+    if isinstance(images, LazyImages):
+        return images.batches(batch_indices)
+    return (images[rows] for rows in batch_indices)
 
 
-def some_of(images: Pixels, most_bytes: int) -> Iterator[Tensor]:
-    """The images in parts, or evenly spaced ones of them where all would be more than `most_bytes`."""
-    size = images.shape[1] * images.shape[2] * images.shape[3]
-    count = max(min(len(images), most_bytes // max(size, 1)), 1)
+def iter_sample(images: Images, max_bytes: int) -> Iterator[Tensor]:
+    """Yield all images in batches, or an evenly spaced subset if all would be more than `max_bytes`."""
+    image_bytes = images.shape[1] * images.shape[2] * images.shape[3]
+    count = max(min(len(images), max_bytes // max(image_bytes, 1)), 1)
     if isinstance(images, Tensor) and count == len(images):
         return iter(images.split(1024))
     rows = torch.linspace(0, len(images) - 1, count, dtype=torch.float64).round().long()
-    return batches_of(images, rows.split(256))
+    return iter_batches(images, rows.split(256))

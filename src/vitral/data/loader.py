@@ -1,6 +1,7 @@
-"""Batches in an order that depends on seed and epoch alone, from the device, from a mapped file or from a stream.
+"""Training batches in an order that depends only on seed and epoch.
 
-So a place in a training is two numbers, epoch and step, and a resumed run sees the batches it would have seen.
+A position in a run is therefore two numbers, epoch and step, and a resumed run gets the batches it would have got.
+Images may be on the device, in a memory-mapped file or streamed.
 """
 
 from __future__ import annotations
@@ -12,75 +13,80 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vitral.data.lazy_images import Images, Pixels, batches_of
-from vitral.data.prefetch import fed
-from vitral.device.hardware import Hardware, Staging
+from vitral.data.lazy_images import Images, LazyImages, iter_batches
+from vitral.data.prefetch import prefetch_to_device
+from vitral.device.memory import dataset_budget_bytes
+from vitral.device.select import Hardware
+from vitral.device.streams import StagingBuffers
 
-Sampling = Literal["plain", "balanced"]
+Sampling = Literal["uniform", "balanced"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    images: Pixels  # uint8, N C H W
-    labels: Tensor  # int64, N; batches come to where they are
-    batch: int
+    """Batches of images and labels, on the device of the labels."""
+
+    images: Images  # uint8 (N, C, H, W)
+    labels: Tensor  # int64 (N,)
+    batch_size: int
     seed: int
-    sampling: Sampling = "plain"  # balanced: each class equally often, whatever the set has of it
-    repeat: int = 1  # so often an image is in its batch, and so many fewer others (arXiv 1902.05509)
+    sampling: Sampling = "uniform"  # balanced: every class equally often per epoch
+    repeat: int = 1  # repeated augmentation: copies of each image per batch (arXiv 1902.05509)
 
     @property
-    def steps(self) -> int:
-        """Full batches an epoch. What is left over, less than a batch, sits this epoch out: other images each time."""
-        return max(len(self.labels) // self.batch, 1)
+    def steps_per_epoch(self) -> int:
+        """Full batches per epoch. The remainder, different images in every epoch, is dropped."""
+        return max(len(self.labels) // self.batch_size, 1)
 
     def order(self, epoch: int) -> Tensor:
-        """Which images an epoch shows, one after the other."""
+        """Indices of the images of an epoch, in order."""
         generator = torch.Generator().manual_seed(((self.seed << 20) + epoch) % 2**64)
         if self.sampling == "balanced":
-            return balanced(self.labels, generator)
+            return balanced_order(self.labels, generator)
         return torch.randperm(len(self.labels), generator=generator)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from batch `start` on."""
+        """Yield the batches of an epoch, beginning with batch `start`."""
         order = self.order(epoch)
-        size = min(self.batch, len(order))
-        others = -(-size // self.repeat)  # different images in a batch
-        labels_N = self.labels[order.to(self.labels.device)]  # once: a copy in each step would wait for the device
-        places = [slice(step * others, (step + 1) * others) for step in range(start, self.steps)]
-        for place, images in zip(places, self._images(order, places), strict=True):
-            labels = labels_N[place]
-            if self.repeat > 1:  # copies stand far apart: mixing takes its partner from next door
+        size = min(self.batch_size, len(order))
+        distinct = -(-size // self.repeat)  # distinct images per batch
+        labels_N = self.labels[order.to(self.labels.device)]  # once: a copy per step would synchronise with the device
+        slices = [slice(step * distinct, (step + 1) * distinct) for step in range(start, self.steps_per_epoch)]
+        for batch_slice, images in zip(slices, self._images(order, slices), strict=True):
+            labels = labels_N[batch_slice]
+            if self.repeat > 1:  # tiled, so that copies are not neighbours: mixup blends neighbours
                 images, labels = images.repeat(self.repeat, 1, 1, 1)[:size], labels.repeat(self.repeat)[:size]
             yield images, labels
 
-    def _images(self, order_N: Tensor, places: Sequence[slice]) -> Iterator[Tensor]:
+    def _images(self, order_N: Tensor, slices: Sequence[slice]) -> Iterator[Tensor]:
         device = self.labels.device
         if isinstance(self.images, Tensor) and self.images.device == device:
             order_N = order_N.to(device)
-            return batches_of(self.images, (order_N[place] for place in places))
-        rows = [order_N[place] for place in places]
-        if device.type == "cpu" or not rows:
-            return batches_of(self.images, rows)
-        return fed(self.images, rows, Staging(device, (len(rows[0]), *self.images.shape[1:])))
+            return iter_batches(self.images, (order_N[batch_slice] for batch_slice in slices))
+        batch_indices = [order_N[batch_slice] for batch_slice in slices]
+        if device.type == "cpu" or not batch_indices:
+            return iter_batches(self.images, batch_indices)
+        staging = StagingBuffers(device, (len(batch_indices[0]), *self.images.shape[1:]))
+        return prefetch_to_device(self.images, batch_indices, staging)
 
 
-def balanced(labels_N: Tensor, generator: torch.Generator) -> Tensor:
-    """N places, in which each class has an equal share: small classes come round again, large ones only in part."""
+def balanced_order(labels_N: Tensor, generator: torch.Generator) -> Tensor:
+    """N indices with equal shares per class: small classes are repeated, large classes subsampled."""
     labels = labels_N.cpu()
     classes = labels.unique()
-    classes = classes[torch.randperm(len(classes), generator=generator)]  # who gets what does not divide evenly
+    classes = classes[torch.randperm(len(classes), generator=generator)]  # which classes get the remainder
     chosen = []
-    for index, one in enumerate(classes):
-        members = (labels == one).nonzero().flatten()
-        wanted = len(labels) // len(classes) + (index < len(labels) % len(classes))
-        rounds = [torch.randperm(len(members), generator=generator) for _ in range(-(-wanted // len(members)))]
-        chosen.append(members[torch.cat(rounds)[:wanted]] if rounds else members[:0])
+    for position, label in enumerate(classes):
+        members = (labels == label).nonzero().flatten()
+        count = len(labels) // len(classes) + (position < len(labels) % len(classes))
+        rounds = [torch.randperm(len(members), generator=generator) for _ in range(-(-count // len(members)))]
+        chosen.append(members[torch.cat(rounds)[:count]] if rounds else members[:0])
     order = torch.cat(chosen)
     return order[torch.randperm(len(order), generator=generator)]
 
 
-def on_device(images: Pixels, hardware: Hardware) -> Pixels:
-    """The images on the device if there is room; otherwise where they are, and each batch is sent there."""
-    if isinstance(images, Images) or images.nbytes > hardware.room():
+def to_device_if_fits(images: Images, hardware: Hardware) -> Images:
+    """Move the images to the device if they fit its memory budget; otherwise batches are copied one at a time."""
+    if isinstance(images, LazyImages) or images.nbytes > dataset_budget_bytes(hardware.device):
         return images
     return images.to(hardware.device)

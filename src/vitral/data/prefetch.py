@@ -1,8 +1,7 @@
-"""Batches for a device, gathered a little ahead: while it computes, threads copy the next ones out of a mapped file, or
-take them from a stream, into memory that the device fetches from by itself.
+"""Prefetching: while the device computes, threads assemble the next batches in pinned memory for asynchronous copies.
 
-    mapped file or stream ─▶ buffer here ─▶ buffer on the device ─▶ training step
-                       threads        the device's copy engine
+memory-mapped file or stream ─▶ pinned host buffer ─▶ device buffer ─▶ training step
+                           threads            copy engine
 """
 
 from __future__ import annotations
@@ -18,82 +17,92 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vitral.data.lazy_images import Images, Pixels
-from vitral.device.hardware import Staging, cores
+from vitral.data.lazy_images import Images, LazyImages
+from vitral.device.cpu import available_cpus
+from vitral.device.streams import StagingBuffers
 
-MOST_THREADS = 8  # that copy: each moves some GB a second, and waits alone where the disk must be asked
+MAX_COPY_THREADS = 8  # each copies several GB/s, or waits for the disk on its own
 
 Array = np.ndarray[Any, Any]
-Fill = Callable[[Array], None]  # writes a batch to a place
+WriteBatch = Callable[[Array], None]  # writes one batch into a buffer
 
 
-def fed(images: Pixels, rows: Sequence[Tensor], staging: Staging) -> Iterator[Tensor]:
-    """For each row of indices its images, on the device. What was yielded is overwritten when the next but two is."""
-    free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    full: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
-    for place in range(len(staging.here)):
-        free.put(place)
-    places = [buffer.numpy() for buffer in staging.here]
-    thread = threading.Thread(target=_fill, args=(images, rows, places, free, full), name="feed", daemon=True)
+def prefetch_to_device(images: Images, batch_indices: Sequence[Tensor], staging: StagingBuffers) -> Iterator[Tensor]:
+    """Yield the images of each index tensor, on the device.
+
+    Buffers are reused: a yielded batch is overwritten when the third batch after it is requested.
+    """
+    free_slots: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    filled_slots: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
+    for slot in range(len(staging.host)):
+        free_slots.put(slot)
+    buffers = [buffer.numpy() for buffer in staging.host]
+    args = (images, batch_indices, buffers, free_slots, filled_slots)
+    thread = threading.Thread(target=_fill_buffers, args=args, name="prefetch", daemon=True)
     thread.start()
-    fetched: deque[int] = deque()  # places that the device is told to fetch from
+    in_flight: deque[int] = deque()  # slots with a copy to the device under way
     try:
-        while (filled := full.get()) is not None:
-            if isinstance(filled, BaseException):
-                raise filled
-            fetched.append(filled)
-            yield staging.send(filled)
-            staging.used(filled)
-            if len(fetched) > 1:
-                free.put(staging.wait(fetched.popleft()))
+        while (slot_or_error := filled_slots.get()) is not None:
+            if isinstance(slot_or_error, BaseException):
+                raise slot_or_error
+            in_flight.append(slot_or_error)
+            yield staging.copy_to_device(slot_or_error)
+            staging.mark_consumed(slot_or_error)
+            if len(in_flight) > 1:
+                free_slots.put(staging.wait_until_copied(in_flight.popleft()))
     finally:
-        free.put(None)
+        free_slots.put(None)
         thread.join()
 
 
-def _fill(
-    images: Pixels,
-    rows: Sequence[Tensor],
-    places: Sequence[Array],
-    free: queue.SimpleQueue[int | None],
-    full: queue.SimpleQueue[int | BaseException | None],
+def _fill_buffers(
+    images: Images,
+    batch_indices: Sequence[Tensor],
+    buffers: Sequence[Array],
+    free_slots: queue.SimpleQueue[int | None],
+    filled_slots: queue.SimpleQueue[int | BaseException | None],
 ) -> None:
-    """In a thread of its own: nothing in here may ask anything of the device, which could be recording."""
-    threads = min(MOST_THREADS, cores())
+    """Thread body. Must not call into the device, which may be capturing a CUDA graph."""
+    threads = min(MAX_COPY_THREADS, available_cpus())
     with ThreadPoolExecutor(threads, thread_name_prefix="gather") as pool:
-        fills = _streamed(images, rows) if isinstance(images, Images) else _mapped(images, rows, pool, threads)
+        if isinstance(images, LazyImages):
+            writers = _streamed_batches(images, batch_indices)
+        else:
+            writers = _gathered_batches(images, batch_indices, pool, threads)
         try:
-            for fill in fills:
-                if (place := free.get()) is None:
+            for write_batch in writers:
+                if (slot := free_slots.get()) is None:
                     return
-                fill(places[place])
-                full.put(place)
-            full.put(None)
+                write_batch(buffers[slot])
+                filled_slots.put(slot)
+            filled_slots.put(None)
         except BaseException as error:
-            full.put(error)
+            filled_slots.put(error)
         finally:
-            fills.close()
+            writers.close()
 
 
-def _mapped(images: Tensor, rows: Iterable[Tensor], pool: ThreadPoolExecutor, threads: int) -> Generator[Fill]:
+def _gathered_batches(
+    images: Tensor, batch_indices: Iterable[Tensor], pool: ThreadPoolExecutor, threads: int
+) -> Generator[WriteBatch]:
     source = images.numpy()
 
-    def gather(chosen: Array, place: Array) -> None:
+    def gather(indices: Array, buffer: Array) -> None:
         def copy(first: int) -> None:
-            for at in range(first, len(chosen), threads):
-                place[at] = source[chosen[at]]  # without the interpreter's lock
+            for row in range(first, len(indices), threads):
+                buffer[row] = source[indices[row]]  # NumPy releases the GIL
 
         for _ in pool.map(copy, range(threads)):
             pass
 
-    for chosen in rows:
-        yield partial(gather, chosen.numpy())
+    for indices in batch_indices:
+        yield partial(gather, indices.numpy())
 
 
-def _streamed(images: Images, rows: Iterable[Tensor]) -> Generator[Fill]:
-    for batch in images.batches(rows):
+def _streamed_batches(images: LazyImages, batch_indices: Iterable[Tensor]) -> Generator[WriteBatch]:
+    for batch in images.batches(batch_indices):
         yield partial(_copy, batch.numpy())
 
 
-def _copy(batch: Array, place: Array) -> None:
-    np.copyto(place, batch)
+def _copy(batch: Array, buffer: Array) -> None:
+    np.copyto(buffer, batch)

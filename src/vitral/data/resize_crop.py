@@ -1,4 +1,4 @@
-"""A picture scaled to cover a size, and its middle cut out. torch is imported only where it is needed."""
+"""Resize an image to cover a size and take the central crop. Imports torch only where it is faster."""
 
 from __future__ import annotations
 
@@ -10,65 +10,62 @@ from PIL import Image
 
 from vitral.errors import VitralError
 
-MOST_SCALED = 8  # a picture scaled as a whole may have so many times the pixels of the crop
-LARGE = 256 * 256  # pixels from which torch is worth importing
-MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+MAX_RESIZE_FACTOR = 8  # the resized image may have this many times the pixels of the crop
+TORCH_MIN_PIXELS = 256 * 256  # smaller images are not worth importing torch for
+PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # by number of channels
 
 Size = tuple[int, int]  # height, width
 
 
-def placed(height: int, width: int, size: Size, crop: float) -> tuple[int, int, int, int]:
-    """Height and width that a picture is scaled to, then top and left of the crop in it.
+def resize_crop_geometry(height: int, width: int, size: Size, crop: float) -> tuple[int, int, int, int]:
+    """Height and width to resize an image to, then top and left of the crop of `size` in it.
 
-    As timm and torchvision do it: sides are rounded down, the crop's corner to the nearest, halves to even.
+    Rounds as timm and torchvision do: sides down, the corner of the crop to the nearest integer, halves to even.
     """
     H, W = size
-    least_H, least_W = math.floor(H / crop), math.floor(W / crop)
-    if least_H * width >= least_W * height:
-        scaled = least_H, least_H * width // height
-    else:
-        scaled = least_W * height // width, least_W
-    return *scaled, round((scaled[0] - H) / 2), round((scaled[1] - W) / 2)
+    min_H, min_W = math.floor(H / crop), math.floor(W / crop)
+    is_wide = min_H * width >= min_W * height  # wider than the target
+    resized_H = min_H if is_wide else min_W * height // width
+    resized_W = min_H * width // height if is_wide else min_W
+    return resized_H, resized_W, round((resized_H - H) / 2), round((resized_W - W) / 2)
 
 
-def pixels(
-    picture: Image.Image, size: Size, channels: int, crop: float, interpolation: str, *, quick: bool = False
+def resize_and_crop(
+    image: Image.Image, size: Size, channels: int, crop: float, interpolation: str, *, use_torch: bool = False
 ) -> np.ndarray[Any, Any]:
-    """uint8, C H W: scaled and cropped, not yet normalised.
+    """Resize and crop to uint8 (C, H, W); does not normalise.
 
-    `quick` lets torch scale large pictures, in a third of Pillow's time; one value in 400 then differs, by 1.
+    `use_torch` resizes large images with torch, in a third of Pillow's time; about one value in 400 then differs by 1.
     """
     height, width = size
-    mode = MODES.get(channels)
+    mode = PIL_MODES.get(channels)
     if mode is None:
         raise VitralError(
-            f"a picture has 1, 3 or 4 channels; this model wants {channels}",
-            "give it images as arrays, in Python: Predictor.logits(images)",
+            f"an image file has 1, 3 or 4 channels; the model expects {channels}",
+            "Pass arrays with that many channels in Python: Predictor.logits(images)",
         )
-    if picture.mode != mode:
-        picture = picture.convert(mode)
-    scaled_H, scaled_W, top, left = placed(picture.height, picture.width, size, crop)
-    filter = Image.Resampling[interpolation.upper()]
-    if quick and picture.width * picture.height >= LARGE and scaled_H * scaled_W <= MOST_SCALED * height * width:
-        return _scaled_by_torch(picture, (scaled_H, scaled_W), interpolation)[
-            :, top : top + height, left : left + width
-        ]
-    if scaled_H * scaled_W <= MOST_SCALED * height * width:
-        scaled = picture.resize((scaled_W, scaled_H), filter)
-        array = np.asarray(scaled.crop((left, top, left + width, top + height)))
+    if image.mode != mode:
+        image = image.convert(mode)
+    resized_H, resized_W, top, left = resize_crop_geometry(image.height, image.width, size, crop)
+    resample = Image.Resampling[interpolation.upper()]
+    fits_memory = resized_H * resized_W <= MAX_RESIZE_FACTOR * height * width
+    if use_torch and image.width * image.height >= TORCH_MIN_PIXELS and fits_memory:
+        resized = _resize_with_torch(image, (resized_H, resized_W), interpolation)
+        return resized[:, top : top + height, left : left + width]
+    if fits_memory:
+        cropped = image.resize((resized_W, resized_H), resample).crop((left, top, left + width, top + height))
     else:
-        # A strip of 9000×2 pixels, scaled as a whole, would fill the memory: only the crop is computed, which is the
-        # same but for rounding.
-        down, across = picture.height / scaled_H, picture.width / scaled_W
-        box = (left * across, top * down, (left + width) * across, (top + height) * down)
-        array = np.asarray(picture.resize((width, height), filter, box=box))
-    return array.reshape(height, width, channels).transpose(2, 0, 1)
+        # Resizing all of a 9000×2 strip would exhaust memory. Compute only the crop; it is equal up to rounding.
+        scale_y, scale_x = image.height / resized_H, image.width / resized_W
+        box = (left * scale_x, top * scale_y, (left + width) * scale_x, (top + height) * scale_y)
+        cropped = image.resize((width, height), resample, box=box)
+    return np.asarray(cropped).reshape(height, width, channels).transpose(2, 0, 1)
 
 
-def _scaled_by_torch(picture: Image.Image, size: Size, interpolation: str) -> np.ndarray[Any, Any]:
+def _resize_with_torch(image: Image.Image, size: Size, interpolation: str) -> np.ndarray[Any, Any]:
     import torch
     import torch.nn.functional as F
 
-    array = np.array(picture).reshape(picture.height, picture.width, -1)
+    array = np.array(image).reshape(image.height, image.width, -1)
     images = torch.from_numpy(array).permute(2, 0, 1)[None]
     return F.interpolate(images, size=size, mode=interpolation, antialias=True)[0].numpy()

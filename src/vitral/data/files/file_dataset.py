@@ -1,162 +1,261 @@
-"""From a list of files with labels to a Dataset: packed where there is room for it, streamed where there is not."""
+"""Datasets of image files: class folders, CSV lists, shards and packed folders.
+
+Decoded images are packed in the cache if they fit (packed.py), otherwise decoded in every epoch (stream.py).
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from vitral.data.datasets import Dataset, Split
-from vitral.data.files.packed import Index, drop_stale, fingerprint, pack_split, read_index, read_split, write_index
-from vitral.data.files.stream import Streamed
-from vitral.data.files.workers import Source
-from vitral.data.lazy_images import Adapted, Pixels
-from vitral.data.preprocess import Preprocessing, adapt
-from vitral.data.registry.sources import home
+from vitral.data.files.folders import list_folder
+from vitral.data.files.listing import DatasetListing
+from vitral.data.files.packed import (
+    FORMAT,
+    PackedSplit,
+    PackIndex,
+    fingerprint,
+    is_packed,
+    pack_split,
+    read_index,
+    read_split,
+    remove_stale_packs,
+    write_index,
+)
+from vitral.data.files.shards import is_shard_pattern, list_shards
+from vitral.data.files.stream import StreamedImages
+from vitral.data.lazy_images import Images, MappedImages
+from vitral.data.preprocess import Preprocessing, to_model_input
+from vitral.data.registry.cache import cache_dir
+from vitral.data.registry.sources import BUILTIN_DATASETS
+from vitral.errors import VitralError
 
 GIB = 2**30
-PREFIX = "sequence:"  # of the name that a recipe gives a set that exists in Python only
-SPLITS = {
-    "train": "train", "training": "train",
-    "val": "validation", "valid": "validation", "validation": "validation", "dev": "validation",
-    "test": "test", "testing": "test",
-}  # fmt: skip
-Labelled = tuple[Source, int]  # an image and the number of its class
+SEQUENCE_PREFIX = "sequence:"  # name of a dataset that was passed as a Python sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How files are read. Nothing in it changes what a training sees."""
+class ReadOptions:
+    """How image files are read. Does not affect the result of a training run."""
 
-    pack: float = 64.0  # GiB of disk that decoded images may take; larger sets are decoded anew each epoch
-    unreadable: float = 0.01  # share of broken files above which a training would not be what it seems
-    workers: int = 0  # processes that decode; 0: one a core
+    pack: float = 64.0  # GiB of disk for packed images; larger datasets are decoded in every epoch
+    unreadable: float = 0.01  # fraction of unreadable files above which loading fails
+    workers: int = 0  # decoding processes; 0: one per CPU
 
     def __post_init__(self) -> None:
         if not self.pack >= 0:
-            raise ValueError(f"data.pack must not be negative, not {self.pack}")
+            raise ValueError(f"data.pack must be at least 0, got {self.pack}")
         if not 0 <= self.unreadable <= 1:
-            raise ValueError(f"data.unreadable must be from 0 to 1, not {self.unreadable}")
+            raise ValueError(f"data.unreadable must be from 0 to 1, got {self.unreadable}")
         if self.workers < 0:
-            raise ValueError(f"data.workers must not be negative, not {self.workers}")
+            raise ValueError(f"data.workers must be at least 0, got {self.workers}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listed:
-    """Which image belongs to which class and split. Nothing is decoded yet."""
+def is_file_dataset(name: str) -> bool:
+    """Whether a name refers to a folder, list, shards or Python sequence instead of a built-in dataset.
 
-    name: str
-    classes: tuple[str, ...]
-    splits: Mapping[str, Sequence[Labelled]]  # train, validation, test
-    source: str  # for people
-    state: object = field(default=None)  # whatever else tells this set from a later one of the same name
+    Built-in names take precedence: `mnist` is the built-in dataset, `./mnist` a folder of that name.
+    """
+    is_elsewhere = name.startswith(SEQUENCE_PREFIX) or is_shard_pattern(name)
+    is_path = name.endswith((".csv", "/", os.sep)) or os.sep in name
+    return is_elsewhere or is_path or (name not in BUILTIN_DATASETS and Path(name).is_dir())
 
 
-def stored_like(preprocessing: Preprocessing) -> Preprocessing:
-    """As large as the model wants pictures before the crop, for crops to be drawn from."""
+def load_file_dataset(
+    path: Path | str,
+    preprocessing: Preprocessing,
+    *,
+    validation: float = 0.15,
+    read_options: ReadOptions | None = None,
+    allow_reduced_jpeg: bool = True,
+    progress: bool = False,
+) -> Dataset:
+    """Load a dataset of image files, resized for `preprocessing` but not cropped, so that crops can be drawn.
+
+    `allow_reduced_jpeg` speeds up the decoding of large JPEGs (see `decode_image`).
+    """
+    if str(path).startswith(SEQUENCE_PREFIX):
+        raise VitralError(
+            f"the training data was a Python sequence ({str(path).removeprefix(SEQUENCE_PREFIX)}), not files",
+            "Resume from Python with vitral.train(sequence, resume=RUN), or evaluate on files with --data FOLDER",
+        )
+    if is_packed(Path(path)):
+        return read_packed(Path(path), preprocessing)
+    return read_listing(
+        list_images(path, validation, progress),
+        preprocessing,
+        read_options or ReadOptions(),
+        allow_reduced_jpeg=allow_reduced_jpeg,
+        progress=progress,
+    )
+
+
+def list_images(path: Path | str, validation: float, progress: bool = False) -> DatasetListing:
+    """List the images of class folders, a CSV file or shards."""
+    if is_shard_pattern(str(path)):
+        return list_shards(str(path), validation)
+    return list_folder(Path(path), validation, progress)
+
+
+def storage_preprocessing(preprocessing: Preprocessing) -> Preprocessing:
+    """Preprocessing of stored images: the size before the crop, so that crops can be drawn; not normalised."""
     height, width = (int(side / preprocessing.crop) for side in preprocessing.image_size)
-    half = (0.5,) * preprocessing.channels  # what is stored is not normalised
+    half = (0.5,) * preprocessing.channels  # placeholder
     return replace(preprocessing, image_size=(height, width), crop=1.0, mean=half, std=half)
 
 
-def pack_folder(listed: Listed, stored: Preprocessing) -> tuple[Path, Index]:
-    """Where the cache keeps the decoded set; another state of its files has another name."""
-    sources = [source for items in listed.splits.values() for source, _ in items]
-    labels = {split: [label for _, label in items] for split, items in listed.splits.items()}
-    mark = fingerprint(
-        sources, stored.image_size, stored.channels, stored.interpolation, listed.classes, labels, listed.state
-    )
-    index = Index(
-        classes=listed.classes,
+def pack_location(
+    listing: DatasetListing, stored: Preprocessing, *, allow_reduced_jpeg: bool = True
+) -> tuple[Path, PackIndex]:
+    """Folder of the packed dataset in the cache, and its index. Changed files lead to another folder."""
+    locations = [location for items in listing.splits.values() for location, _ in items]
+    labels = {split: [label for _, label in items] for split, items in listing.splits.items()}
+    parameters = [stored.image_size, stored.channels, stored.interpolation, listing.classes, labels, listing.state]
+    if not allow_reduced_jpeg:
+        parameters.append("full JPEG decoding")
+    digest = fingerprint(locations, *parameters)
+    index = PackIndex(
+        classes=listing.classes,
         stored=stored,
-        fingerprint=mark,
-        source=str(Path(listed.name).absolute()),
-        splits=tuple(split for split, items in listed.splits.items() if items),
+        fingerprint=digest,
+        source=str(Path(listing.name).absolute()),
+        splits=tuple(split for split, items in listing.splits.items() if items),
     )
-    stem = re.sub(r"[^\w.-]+", "-", Path(listed.name).name).strip("-.") or "set"
-    return home() / "packed" / f"{stem[:60]}-{mark}", index
+    stem = re.sub(r"[^\w.-]+", "-", Path(listing.name).name).strip("-.") or "dataset"
+    return cache_dir() / "packed" / f"{stem[:60]}-{digest}-v{FORMAT}", index
 
 
-def read(
-    listed: Listed, preprocessing: Preprocessing, how: Reading, *, into: Path | None = None, progress: bool = False
+def read_listing(
+    listing: DatasetListing,
+    preprocessing: Preprocessing,
+    read_options: ReadOptions,
+    *,
+    pack_folder: Path | None = None,
+    allow_reduced_jpeg: bool = True,
+    progress: bool = False,
 ) -> Dataset:
-    """The set, packed in the cache or `into` a folder, or streamed. Test images are decoded when they are asked for."""
-    stored = stored_like(preprocessing)
-    folder, index = pack_folder(listed, stored)
-    folder = into or folder
-    row = stored.channels * stored.image_size[0] * stored.image_size[1]
-    sizes = {split: row * len(items) for split, items in listed.splits.items()}
-    budget = how.pack * GIB
-    room = _room(folder)
-    notes: list[str] = []
-
-    def fits(size: int, split: str) -> bool:
-        there = how.pack > 0 and (folder / f"{split}.json").is_file()
-        return there or size <= min(budget, room) or into is not None
-
-    def load(split: str) -> Split:
-        items = listed.splits[split]
-        sources, labels = [source for source, _ in items], [label for _, label in items]
-        if not items:
-            return Split(images=torch.zeros(0, *stored.shape, dtype=torch.uint8), labels=torch.zeros(0).long())
-        # Validation images are asked after every epoch: they are packed even where the whole is too much.
-        if not fits(sum(sizes.values()) if split == "train" else 4 * sizes[split], split):
-            images = Streamed(sources, labels, stored, unreadable=how.unreadable, workers=how.workers)
-            if split == "train":
-                notes.append(
-                    f"{sum(sizes.values()) / GIB:.3g} GiB decoded, where {min(budget, room) / GIB:.3g} may be packed: "
-                    f"decoded anew each epoch by {images.workers} workers, {images.buffer / 2**20:.0f} MiB ahead"
-                )
-            return Split(images=images, labels=torch.tensor(labels))
-        found = pack_split(
-            folder,
-            split,
-            sources,
-            labels,
-            stored,
-            unreadable=how.unreadable,
-            workers=how.workers,
-            progress=progress,
-        )
-        if found.troubles:
-            many = len(found.troubles)
-            what = "replaced by others of their class" if split == "train" else "left out"
-            notes.append(f"{many:,} unreadable {split} image{'s' if many > 1 else ''} {what}: {found.troubles[0]}")
-        return Split(images=found.images, labels=found.labels)
-
-    train, validation = load("train"), load("validation")
-    if (folder / "train.json").is_file() and not (folder / "index.json").is_file():
-        write_index(folder, index)
-        if into is None:
-            drop_stale(folder, index)
+    """Load a listed dataset: packed in the cache or in `pack_folder`, or streamed. Test images are decoded lazily."""
+    stored = storage_preprocessing(preprocessing)
+    folder, index = pack_location(listing, stored, allow_reduced_jpeg=allow_reduced_jpeg)
+    reader = _SplitReader(
+        listing=listing,
+        stored=stored,
+        folder=pack_folder or folder,
+        must_pack=pack_folder is not None,
+        options=read_options,
+        allow_reduced_jpeg=allow_reduced_jpeg,
+        progress=progress,
+    )
+    train, validation = reader.read("train"), reader.read("validation")
+    if (reader.folder / "train.json").is_file() and not is_packed(reader.folder):
+        write_index(reader.folder, index)
+        if pack_folder is None:
+            remove_stale_packs(reader.folder, index)
     return Dataset(
-        name=listed.name,
-        classes=listed.classes,
+        name=listing.name,
+        classes=listing.classes,
         train=train,
         validation=validation,
-        source="; ".join([listed.source, *notes]),
+        source="; ".join([listing.source, *reader.notes]),
         fingerprint=index.fingerprint,
-        read_test=lambda: load("test"),
+        load_test=lambda: reader.read("test"),
     )
+
+
+@dataclass(kw_only=True)
+class _SplitReader:
+    """Reads the splits of a listing, packed or streamed, and collects notes for display."""
+
+    listing: DatasetListing
+    stored: Preprocessing
+    folder: Path
+    must_pack: bool
+    options: ReadOptions
+    allow_reduced_jpeg: bool
+    progress: bool
+    notes: list[str] = field(default_factory=list)
+
+    def read(self, split: str) -> Split:
+        items = self.listing.splits[split]
+        if not items:
+            return _empty_split(self.stored)
+        return self._packed(split) if self._should_pack(split) else self._streamed(split)
+
+    def _should_pack(self, split: str) -> bool:
+        if self.must_pack or (self.options.pack > 0 and (self.folder / f"{split}.json").is_file()):
+            return True
+        # Validation images are read after every epoch, so they are packed even if the whole dataset does not fit.
+        size = self._num_bytes() if split == "train" else 4 * self._num_bytes(split)
+        return size <= self._budget_bytes()
+
+    def _num_bytes(self, *splits: str) -> int:
+        """Bytes of the decoded images of `splits`; of all if none are given."""
+        image_bytes = self.stored.channels * self.stored.image_size[0] * self.stored.image_size[1]
+        return image_bytes * sum(len(self.listing.splits[split]) for split in splits or self.listing.splits)
+
+    def _budget_bytes(self) -> float:
+        return min(self.options.pack * GIB, _free_bytes(self.folder))
+
+    def _streamed(self, split: str) -> Split:
+        locations, labels = zip(*self.listing.splits[split], strict=True)
+        images = StreamedImages(
+            locations,
+            labels,
+            self.stored,
+            max_unreadable=self.options.unreadable,
+            allow_reduced_jpeg=self.allow_reduced_jpeg,
+            workers=self.options.workers,
+        )
+        if split == "train":
+            self.notes.append(
+                f"decoded images need {self._num_bytes() / GIB:.3g} GiB, more than the "
+                f"{self._budget_bytes() / GIB:.3g} GiB available for packing: decoded in every epoch by "
+                f"{images.workers} workers with a {images.buffer_bytes / 2**20:.0f} MiB buffer"
+            )
+        return Split(images=images, labels=torch.tensor(labels))
+
+    def _packed(self, split: str) -> Split:
+        locations, labels = zip(*self.listing.splits[split], strict=True)
+        packed = pack_split(
+            self.folder,
+            split,
+            locations,
+            labels,
+            self.stored,
+            max_unreadable=self.options.unreadable,
+            allow_reduced_jpeg=self.allow_reduced_jpeg,
+            workers=self.options.workers,
+            progress=self.progress,
+        )
+        if packed.unreadable:
+            self.notes.append(_unreadable_note(split, packed))
+        return Split(images=packed.images, labels=packed.labels)
+
+
+def _unreadable_note(split: str, packed: PackedSplit) -> str:
+    count = len(packed.unreadable)
+    action = "replaced by others of their class" if split == "train" else "dropped"
+    return f"{count:,} unreadable {split} image{'s' if count > 1 else ''} {action}: {packed.unreadable[0]}"
 
 
 def read_packed(folder: Path, preprocessing: Preprocessing) -> Dataset:
-    """A packed set that was carried here, without the files it was made from."""
-    index, wanted = read_index(folder), stored_like(preprocessing)
+    """Load a packed folder, for example one copied from another machine, without the original files."""
+    index, target = read_index(folder), storage_preprocessing(preprocessing)
 
     def load(split: str) -> Split:
-        found = read_split(folder, split)
-        if found is None:
-            images: Pixels = torch.zeros(0, *wanted.shape, dtype=torch.uint8)
-            return Split(images=images, labels=torch.zeros(0).long())
-        images = found.images
-        if tuple(images.shape[1:]) != wanted.shape:
-            images = Adapted(images, lambda batch: adapt(batch, wanted), wanted.shape)
-        return Split(images=images, labels=found.labels)
+        packed = read_split(folder, split)
+        if packed is None:
+            return _empty_split(target)
+        images: Images = packed.images
+        if tuple(images.shape[1:]) != target.shape:
+            images = MappedImages(images, lambda batch: to_model_input(batch, target), target.shape)
+        return Split(images=images, labels=packed.labels)
 
     size = "×".join(map(str, index.stored.image_size))
     return Dataset(
@@ -166,12 +265,16 @@ def read_packed(folder: Path, preprocessing: Preprocessing) -> Dataset:
         validation=load("validation"),
         source=f"packed at {size} from {index.source}",
         fingerprint=index.fingerprint,
-        read_test=lambda: load("test"),
+        load_test=lambda: load("test"),
     )
 
 
-def _room(folder: Path) -> float:
-    """Bytes that may still be written there: nine tenths of what is free."""
+def _empty_split(stored: Preprocessing) -> Split:
+    return Split(images=torch.zeros(0, *stored.shape, dtype=torch.uint8), labels=torch.zeros(0).long())
+
+
+def _free_bytes(folder: Path) -> float:
+    """90% of the free disk space at `folder`, which need not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free * 0.9

@@ -1,27 +1,23 @@
-"""A split decoded once and read at memory speed afterwards: pixels in a file that is mapped, not loaded.
+"""Packed datasets: every split decoded once into a memory-mapped file and then read at memory speed.
 
-    photos-3f9c0a…/          a folder a set; the name carries the fingerprint of its files, labels and size
-      index.json             classes, size and channels, what it was made from
-      train.npy              uint8, N C H W          train.json   labels, and what could not be read
-      validation.npy …       test.npy …              each when it is first asked for
+    photos-3f9c0a…-v2/       one folder per dataset; the name contains the fingerprint of files, labels and image size
+      index.json             classes, image size and channels, source
+      train.npy              uint8 (N, C, H, W)      train.json   labels, unreadable files
+      validation.npy …       test.npy …              written on first access
 
-A split is there when its .json is: it is written last. The system keeps in memory what is used and lets go of the rest,
-so a set may be larger than the memory.
-
-A file that cannot be read is named, and counts. In training another image of its class takes its place, so that each
-class keeps its weight; in validation and test it is left out, so that no image is judged twice.
+The .json of a split is written last: a split without it is incomplete. The operating system caches the pages in use,
+so a packed dataset may be larger than memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,241 +28,233 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from vitral.data.files.worker import fill
-from vitral.data.files.workers import CHUNK, MANY, Source, Troubles, Workers
+from vitral.data.files.unreadable import check_unreadable_fraction, replace_or_drop_unreadable
+from vitral.data.files.worker import DecodeOptions, decode_into
+from vitral.data.files.workers import (
+    FILES_PER_MESSAGE,
+    TORCH_RESIZE_MIN_FILES,
+    DecodeErrors,
+    DecodeWorkers,
+    ImageLocation,
+)
 from vitral.data.preprocess import Preprocessing
-from vitral.data.registry.download import progress_bars
+from vitral.data.progress_bars import progress_bars
 from vitral.errors import VitralError
-from vitral.utils.serialization import from_plain, to_plain
+from vitral.utils.atomic import atomic_write
+from vitral.utils.serialization import from_dict, to_dict
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "index.json"
-AHEAD = 4096  # files handed to the workers at a time
-FEW = 256  # files that are decoded before workers would have begun
-REMEDY = "mend or remove them; a training may have more of them with --data.unreadable SHARE"
+SUBMIT_FILES = 4096  # files submitted to the workers at a time
+MIN_FILES_FOR_WORKERS = 256  # fewer files are decoded before workers would have started
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
-    """What a packed set was made from, and how."""
+class PackIndex:
+    """Contents of index.json."""
 
     classes: tuple[str, ...]
-    stored: Preprocessing  # its image size is that of the pixels in the file
+    stored: Preprocessing  # image_size is the size of the stored pixels
     fingerprint: str
-    source: str  # the folder or list, for people
-    splits: tuple[str, ...] = ()  # those that are not empty
+    source: str  # path of the original folder or list, for display
+    splits: tuple[str, ...] = ()  # names of the splits that are not empty
     format: int = FORMAT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
-    """A split as it lies on disk."""
+class PackedSplit:
+    """A packed split; `images` is memory-mapped."""
 
-    images: Tensor
-    labels: Tensor
-    troubles: tuple[str, ...]
+    images: Tensor  # uint8 (N, C, H, W)
+    labels: Tensor  # int64 (N,)
+    unreadable: tuple[str, ...]  # error messages
 
 
-def fingerprint(sources: Iterable[Source], *more: object) -> str:
-    """Of names, sizes and times, and of whatever else decides what is made from the files."""
-    digest = hashlib.sha256(repr(more).encode())
-    states: dict[str, str] = {}
-    for source in sources:
-        if source.where not in states or source.size < 0:
+def fingerprint(locations: Iterable[ImageLocation], *parameters: object) -> str:
+    """Digest of paths, sizes and modification times, and of parameters that affect the decoded images."""
+    digest = hashlib.sha256(repr(parameters).encode())
+    file_states: dict[str, str] = {}
+    for location in locations:
+        if location.path not in file_states or location.size < 0:
             try:
-                state = Path(source.where).stat()
-                states[source.where] = f"{Path(source.where).resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
+                stat = Path(location.path).stat()
+                file_states[location.path] = f"{Path(location.path).resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
             except OSError:
-                states[source.where] = source.where  # decoding will name it; a shard elsewhere brings its own state
-        digest.update(f"{states[source.where]}\0{source.offset}\0{source.size}\n".encode(errors="surrogateescape"))
+                # A missing file is reported when it is decoded. The state of remote shards is one of the parameters.
+                file_states[location.path] = location.path
+        line = f"{file_states[location.path]}\0{location.offset}\0{location.size}\n"
+        digest.update(line.encode(errors="surrogateescape"))
     return digest.hexdigest()[:16]
 
 
-def write_index(folder: Path, index: Index) -> None:
+def write_index(folder: Path, index: PackIndex) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / INDEX, json.dumps(to_plain(index), indent=1))
+    atomic_write(folder / INDEX, json.dumps(to_dict(index), indent=1))
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path) -> PackIndex:
     try:
-        return from_plain(Index, json.loads((folder / INDEX).read_text(encoding="utf-8")))
-    except (OSError, ValueError, VitralError) as error:
-        raise VitralError(f"{folder} is not a packed set: {error}", "vitral data pack FOLDER makes one") from error
+        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        format_number = content.get("format")
+        index = from_dict(PackIndex, content) if format_number == FORMAT else None
+    except (OSError, ValueError, AttributeError, VitralError) as error:
+        raise VitralError(
+            f"{folder} is not a packed dataset: {error}", "Create one with: vitral data pack FOLDER"
+        ) from error
+    if index is None:
+        raise VitralError(
+            f"{folder} was packed in format {format_number}, expected {FORMAT}",
+            "Pack the images again: vitral data pack FOLDER",
+        )
+    return index
 
 
 def is_packed(path: Path) -> bool:
     return (path / INDEX).is_file()
 
 
-def read_split(folder: Path, name: str) -> Packed | None:
-    """The split, mapped; None if it is not there, or not whole."""
+def read_split(folder: Path, name: str) -> PackedSplit | None:
+    """Memory-map a split; None if it does not exist, is incomplete or has an older format."""
     try:
-        kept = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        metadata = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         images = np.load(folder / f"{name}.npy", mmap_mode="r")
     except (OSError, ValueError):
         return None
-    if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(kept["labels"]):
+    if metadata.get("format") != FORMAT:
+        return None
+    if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(metadata["labels"]):
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it cannot be written to is meant
+        warnings.simplefilter("ignore")  # about the array being read-only
         mapped = torch.from_numpy(images)
-    return Packed(images=mapped, labels=torch.tensor(kept["labels"]).long(), troubles=tuple(kept["troubles"]))
+    labels = torch.tensor(metadata["labels"]).long()
+    return PackedSplit(images=mapped, labels=labels, unreadable=tuple(metadata["unreadable"]))
 
 
 def pack_split(
     folder: Path,
     name: str,
-    sources: Sequence[Source],
+    locations: Sequence[ImageLocation],
     labels: Sequence[int],
     stored: Preprocessing,
     *,
-    unreadable: float,
+    max_unreadable: float,
+    allow_reduced_jpeg: bool = True,
     workers: int = 0,
     progress: bool = False,
-) -> Packed:
-    """The split from the pack, decoded into it if it is not there yet. Who comes second waits for the first."""
+) -> PackedSplit:
+    """Read a split from the pack, decoding it first if necessary. Other processes wait for the one that decodes."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.{name}.lock"):
-        if (found := read_split(folder, name)) is not None:
-            return found
-        beside = folder / f".{name}.npy"  # of one who was killed, it is begun anew
-        shape = (len(sources), stored.channels, *stored.image_size)
-        try:
-            images = np.lib.format.open_memmap(beside, mode="w+", dtype=np.uint8, shape=shape)
-            _reserve(beside)
-        except OSError as error:
-            beside.unlink(missing_ok=True)
-            with suppress(OSError):
-                folder.rmdir()
-            raise VitralError(
-                f"cannot write {folder}: {error.strerror or error}", "free some space, or pack nothing: --data.pack 0"
-            ) from error
-        try:
-            with progress_bars(progress, "images") as meter:
-                troubles = _decode_into(beside, images, sources, stored, workers, partial(meter, f"decoding {name}"))
-            check_share(troubles.values(), len(sources), unreadable)
-            numbers = settle(images, np.asarray(labels), troubles, keep_count=name == "train")
+        if (split := read_split(folder, name)) is not None:
+            return split
+        with _temporary_array(folder, name, (len(locations), *stored.shape)) as (temporary, images):
+            with progress_bars(progress, "images") as report_progress:
+                errors = _decode_all(
+                    temporary,
+                    images,
+                    locations,
+                    DecodeOptions(
+                        interpolation=stored.interpolation,
+                        torch_resize=len(locations) >= TORCH_RESIZE_MIN_FILES,
+                        allow_reduced_jpeg=allow_reduced_jpeg,
+                    ),
+                    workers,
+                    partial(report_progress, f"decoding {name}"),
+                )
+            check_unreadable_fraction(errors.values(), len(locations), max_unreadable)
+            final_labels = replace_or_drop_unreadable(images, np.asarray(labels), errors, replace=name == "train")
             images.flush()
-            if len(numbers) < len(sources):
-                _shorten(beside, images, len(numbers))
-            beside.replace(folder / f"{name}.npy")
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            with suppress(OSError):
-                folder.rmdir()  # if nothing else is in it
-            raise
-        kept = {"format": FORMAT, "labels": numbers.tolist(), "troubles": [troubles[row] for row in sorted(troubles)]}
-        write_text(folder / f"{name}.json", json.dumps(kept))
-    found = read_split(folder, name)
-    assert found is not None
-    return found
+            if len(final_labels) < len(locations):
+                _truncate_array(temporary, images, len(final_labels))
+            temporary.replace(folder / f"{name}.npy")
+        messages = [errors[row] for row in sorted(errors)]
+        metadata = {"format": FORMAT, "labels": final_labels.tolist(), "unreadable": messages}
+        atomic_write(folder / f"{name}.json", json.dumps(metadata))
+    split = read_split(folder, name)
+    assert split is not None
+    return split
 
 
-def _decode_into(
-    file: Path,
-    images: np.ndarray[Any, Any],
-    sources: Sequence[Source],
-    stored: Preprocessing,
-    workers: int,
-    done: Callable[[int, int], None],
-) -> Troubles:
-    if len(sources) <= FEW:
-        return fill(images, range(len(sources)), sources, stored.interpolation, quick=False)
-    offset = images.offset  # type: ignore[attr-defined]
-    fd = os.open(file, os.O_RDWR)
-    pool = Workers(fd, images.shape, stored.interpolation, len(sources) >= MANY, workers, offset)
-    troubles: Troubles = {}
+@contextmanager
+def _temporary_array(folder: Path, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Path, np.memmap[Any, Any]]]:
+    """A memory-mapped .npy file for the caller to move into place; deleted on an error."""
+    temporary = folder / f".{name}.npy"  # may be left over from a killed process; overwritten
     try:
-        for start in range(0, len(sources), AHEAD):
-            rows = range(start, min(start + AHEAD, len(sources)))
-            for part, answer in enumerate(pool.fill(rows, sources[rows.start : rows.stop]), start=1):
-                troubles.update(answer.result())
-                done(min(start + part * CHUNK, rows.stop), len(sources))
+        images = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
+        _reserve_disk_space(temporary)
+    except OSError as error:
+        _discard(temporary)
+        raise VitralError(
+            f"cannot write {folder}: {error.strerror or error}",
+            "Free some disk space, or decode images in every epoch instead: --data.pack 0",
+        ) from error
+    try:
+        yield temporary, images
+    except BaseException:
+        _discard(temporary)
+        raise
+
+
+def _discard(temporary: Path) -> None:
+    temporary.unlink(missing_ok=True)
+    with suppress(OSError):
+        temporary.parent.rmdir()  # only if it is empty
+
+
+def _decode_all(
+    file: Path,
+    images: np.memmap[Any, Any],
+    locations: Sequence[ImageLocation],
+    options: DecodeOptions,
+    workers: int,
+    report_progress: Callable[[int, int], None],
+) -> DecodeErrors:
+    if len(locations) <= MIN_FILES_FOR_WORKERS:
+        return decode_into(images, range(len(locations)), locations, options)
+    offset = images.offset
+    fd = os.open(file, os.O_RDWR)
+    pool = DecodeWorkers(fd, images.shape, options, count=workers, offset=offset)
+    errors: DecodeErrors = {}
+    try:
+        for start in range(0, len(locations), SUBMIT_FILES):
+            rows = range(start, min(start + SUBMIT_FILES, len(locations)))
+            futures = pool.decode(rows, locations[rows.start : rows.stop])
+            for num_done, future in enumerate(futures, start=1):
+                errors.update(future.result())
+                report_progress(min(start + num_done * FILES_PER_MESSAGE, rows.stop), len(locations))
     finally:
         pool.close()
         os.close(fd)
-    return troubles
+    return errors
 
 
-def settle(
-    images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], troubles: Troubles, *, keep_count: bool
-) -> np.ndarray[Any, Any]:
-    """Fill or close the gaps that unreadable files left; returns the labels of the images that are there now."""
-    if not troubles:
-        return labels
-    if keep_count:
-        for row in troubles:
-            images[row] = images[stand_in(row, labels, troubles)]
-        return labels
-    good = np.array([row for row in range(len(labels)) if row not in troubles], dtype=np.int64)
-    for new, old in enumerate(good):
-        if new != old:
-            images[new] = images[old]
-    return labels[good]
-
-
-def stand_in(row: int, labels: np.ndarray[Any, Any], troubles: Iterable[int]) -> int:
-    """Which image takes the place of an unreadable one: the next of its class that can be read."""
-    of_class = np.flatnonzero(labels == labels[row])
-    bad = set(troubles)
-    place = int(np.searchsorted(of_class, row))
-    for other in (*of_class[place + 1 :], *of_class[:place]):
-        if int(other) not in bad:
-            return int(other)
-    raise VitralError("none of the images of a class can be read", REMEDY)
-
-
-def check_share(troubles: Iterable[str], count: int, most: float) -> None:
-    """Stop where so many files are broken that a training would not be what it seems."""
-    named = sorted(troubles)
-    if len(named) > most * count:
-        raise VitralError(
-            f"{len(named):,} of {count:,} images cannot be read, more than {most:.1%}: {named[0]}",
-            REMEDY.replace("SHARE", f"{math.ceil(100 * len(named) / count) / 100}")
-            + ": "
-            + "; ".join(trouble.split(": ")[0] for trouble in named[:5]),
-        )
-
-
-def drop_stale(folder: Path, index: Index) -> None:
-    """Remove packs beside this one that were made from an earlier state of the same files."""
+def remove_stale_packs(folder: Path, index: PackIndex) -> None:
+    """Delete packs next to `folder` that were made from an earlier state of the same files, or in an older format."""
     for other in folder.parent.iterdir():
         if other == folder or not is_packed(other):
             continue
-        with suppress(VitralError, OSError):
-            old = read_index(other)
-            if (old.source, old.stored) == (index.source, index.stored):
+        with suppress(OSError, ValueError, AttributeError):
+            content = json.loads((other / INDEX).read_text(encoding="utf-8"))
+            is_same = content.get("stored") == to_dict(index.stored) or content.get("format") != FORMAT
+            if content.get("source") == index.source and is_same:
                 shutil.rmtree(other)
 
 
-def _reserve(path: Path) -> None:
-    """Take the room on the disk now: a mapped file that finds none later kills the process that writes to it."""
+def _reserve_disk_space(path: Path) -> None:
+    """Allocate the blocks now: writing to a mapped file on a full disk kills the process with SIGBUS."""
     with path.open("r+b") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
-def _shorten(file: Path, images: np.ndarray[Any, Any], count: int) -> None:
-    """The same .npy file with its first `count` images only: a new header of the same length, and less behind it."""
-    offset = images.offset  # type: ignore[attr-defined]
+def _truncate_array(file: Path, images: np.memmap[Any, Any], count: int) -> None:
+    """Shorten a .npy file to its first `count` images, with a new header of the same length."""
+    offset = images.offset
     header = {"descr": "|u1", "fortran_order": False, "shape": (count, *images.shape[1:])}
     text = repr(header).encode()
     with file.open("r+b") as opened:
-        start = opened.read(10)
-        length = int.from_bytes(start[8:10], "little")
+        preamble = opened.read(10)
+        length = int.from_bytes(preamble[8:10], "little")
         opened.write(text.ljust(length - 1) + b"\n")
         opened.truncate(offset + count * int(np.prod(images.shape[1:], dtype=np.int64)))
-
-
-def write_text(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        raise VitralError(f"cannot write {path}: {error.strerror or error}", "is there room, and may it be?") from error
-    finally:
-        beside.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Parts of files that lie elsewhere, over http and https. Without torch: worker processes read with it."""
+"""HTTP access to parts of files. Does not import torch: decoding workers use it."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ from typing import IO
 
 from vitral.errors import VitralError
 
-MOST_IMAGE = 256 * 2**20  # bytes of one picture
-SECONDS = 30  # without an answer
-TRIES = 3
+MAX_IMAGE_BYTES = 256 * 2**20  # of one image
+TIMEOUT_S = 30
+MAX_ATTEMPTS = 3
+HINT = "Check the URL and that the server is reachable"
 
 
-def is_url(where: str) -> bool:
-    return where.startswith(("http://", "https://"))
+def is_url(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
 
 
-def read_range(where: str, offset: int, size: int) -> bytes:
-    """`size` bytes from `offset` on. A server that sends anything else, or nothing after some tries, is an OSError."""
-    asked = urllib.request.Request(where, headers={"Range": f"bytes={offset}-{offset + size - 1}"})
-    for left in reversed(range(TRIES)):
+def read_range(url: str, offset: int, size: int) -> bytes:
+    """Read `size` bytes from `offset` on. Raises OSError if the server does not deliver them after some attempts."""
+    request = urllib.request.Request(url, headers={"Range": f"bytes={offset}-{offset + size - 1}"})
+    for attempts_left in reversed(range(MAX_ATTEMPTS)):
         try:
-            with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
-                if answer.status != 206:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                if response.status != 206:
                     raise VitralError(
-                        f"{where}: the server sends no parts of files (status {answer.status})",
-                        "fetch the shards and name the files",
+                        f"{url}: the server does not support range requests (status {response.status})",
+                        "Download the shards and pass the files",
                     )
-                content: bytes = answer.read(size + 1)
+                content: bytes = response.read(size + 1)
             if len(content) == size:
                 return content
             raise http.client.IncompleteRead(content, size - len(content))
         except (OSError, http.client.HTTPException) as error:
-            if not left or (isinstance(error, urllib.error.HTTPError) and error.code < 500):
-                raise OSError(f"{where}: {error}") from error
+            if not attempts_left or (isinstance(error, urllib.error.HTTPError) and error.code < 500):
+                raise OSError(f"{url}: {error}") from error
     raise AssertionError
 
 
 @contextmanager
-def opened(where: str) -> Iterator[IO[bytes]]:
-    """The file, from its beginning."""
+def open_url(url: str) -> Iterator[IO[bytes]]:
+    """Open a remote file for sequential reading."""
     try:
-        with urllib.request.urlopen(where, timeout=SECONDS) as answer:
-            yield answer
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            yield response
     except (OSError, http.client.HTTPException) as error:
-        raise VitralError(f"cannot read {where}: {error}", "is the address right, and the server there?") from error
+        raise VitralError(f"cannot read {url}: {error}", HINT) from error
 
 
-def state_of(where: str) -> str:
-    """What changes when the file there does, as far as the server says."""
+def url_version(url: str) -> str:
+    """A string that changes when the remote file changes, from its HTTP headers."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(where, method="HEAD"), timeout=SECONDS) as answer:
-            return "\0".join(answer.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=TIMEOUT_S) as response:
+            return "\0".join(response.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
     except (OSError, http.client.HTTPException) as error:
-        raise VitralError(f"cannot reach {where}: {error}", "is the address right, and the server there?") from error
+        raise VitralError(f"cannot reach {url}: {error}", HINT) from error

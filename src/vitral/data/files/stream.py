@@ -1,13 +1,12 @@
-"""Files decoded anew each time they are asked for, by worker processes a little ahead of the reader.
+"""Images decoded on every access by worker processes, a bounded number of batches ahead of the reader.
 
-For sets whose pixels fit no disk. The pixels are those that a pack would hold, so a training is the same either way;
-what is in memory is one buffer that workers fill and the batches that are being used.
+For datasets whose decoded pixels do not fit on the disk. The pixels are the same as those of a packed dataset, so
+training gives the same result. Memory holds one buffer that the workers fill, and the batches in use.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,141 +17,153 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.files.packed import check_share, stand_in
-from vitral.data.files.workers import MANY, Source, Troubles, Workers, shared_buffer
-from vitral.data.lazy_images import Images
+from vitral.data.files.unreadable import check_unreadable_fraction, replacement_for, warn_unreadable
+from vitral.data.files.worker import DecodeOptions
+from vitral.data.files.workers import (
+    TORCH_RESIZE_MIN_FILES,
+    DecodeErrors,
+    DecodeWorkers,
+    ImageLocation,
+    shared_buffer,
+)
+from vitral.data.lazy_images import LazyImages
 from vitral.data.preprocess import Preprocessing
+from vitral.device.cpu import available_cpus
 
-SLOTS = 4  # parts that are being filled or waited for
-MOST_BUFFER = 256 * 2**20  # bytes of all slots together
-
-
-def complain(trouble: str) -> None:
-    print(f"unreadable, another image of its class takes its place: {trouble}", file=sys.stderr)
+NUM_SLOTS = 4  # chunks that are being decoded or read
+MAX_BUFFER_BYTES = 256 * 2**20  # of all slots together
 
 
 @dataclass
-class Part:
-    """Some rows of a batch, on their way into a slot of the buffer."""
+class PendingChunk:
+    """Images of a batch that are being decoded into a slot of the buffer."""
 
     slot: int
-    index: list[int]  # which images are wanted
-    read: list[int]  # which are read: the same, or stand-ins for those that are known to be broken
-    filling: list[Future[Troubles]]
-    last: bool  # of its batch
+    requested: list[int]  # indices of the requested images
+    decoded: list[int]  # indices of the decoded images: the same, or replacements of unreadable ones
+    futures: list[Future[DecodeErrors]]
+    ends_batch: bool
 
 
-class Streamed(Images):
-    """Images decoded from their files each time."""
+class StreamedImages(LazyImages):
+    """Images that are decoded from their files on every access."""
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        locations: Sequence[ImageLocation],
         labels: Sequence[int],
         stored: Preprocessing,
         *,
-        unreadable: float,
+        max_unreadable: float,
+        allow_reduced_jpeg: bool = True,
         workers: int = 0,
-        report: Callable[[str], None] = complain,
+        warn: Callable[[str], None] = warn_unreadable,
     ) -> None:
-        self.sources, self.labels, self.stored = sources, np.asarray(labels), stored
-        self.shape = (len(sources), *stored.shape)
-        self.troubles: dict[int, str] = {}  # by image; each is reported once
-        self.unreadable, self.workers, self.report = unreadable, workers or os.cpu_count() or 1, report
-        row = int(np.prod(stored.shape))
-        self.rows = max(min(1024, MOST_BUFFER // row) // SLOTS, 1)  # of a slot
-        self._idle: Ring | None = None
+        self.locations, self.labels, self.stored = locations, np.asarray(labels), stored
+        self.shape = (len(locations), *stored.shape)
+        self.unreadable: dict[int, str] = {}  # index → error message; each is reported once
+        self.max_unreadable, self.workers, self.warn = max_unreadable, workers or available_cpus(), warn
+        self.options = DecodeOptions(
+            interpolation=stored.interpolation,
+            torch_resize=len(locations) >= TORCH_RESIZE_MIN_FILES,
+            allow_reduced_jpeg=allow_reduced_jpeg,
+        )
+        image_bytes = int(np.prod(stored.shape))
+        self.slot_rows = max(min(1024, MAX_BUFFER_BYTES // image_bytes) // NUM_SLOTS, 1)
+        self._idle: SlotBuffer | None = None
 
     @property
-    def buffer(self) -> int:
-        """Bytes that are read ahead at most."""
-        return SLOTS * self.rows * int(np.prod(self.stored.shape))
+    def buffer_bytes(self) -> int:
+        """Size of the read-ahead buffer."""
+        return NUM_SLOTS * self.slot_rows * int(np.prod(self.stored.shape))
 
-    def batches(self, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
-        ring, self._idle = self._idle or Ring(self), None  # who reads inside another's reading gets a ring of its own
+    def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
+        buffer, self._idle = self._idle or SlotBuffer(self), None  # nested iterations get a buffer of their own
         try:
-            yield from self._read(ring, chosen)
+            yield from self._read(buffer, batch_indices)
         except BaseException:
-            ring.close()
+            buffer.close()
             raise
         if self._idle is None:
-            self._idle = ring
+            self._idle = buffer
         else:
-            ring.close()
+            buffer.close()
 
     def close(self) -> None:
-        """End the workers that wait for the next reading; it starts new ones."""
+        """Stop idle workers. The next access starts new ones."""
         if self._idle is not None:
             self._idle.close()
             self._idle = None
 
-    def _read(self, ring: Ring, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
-        waiting: deque[Part] = deque()
-        free = deque(range(SLOTS))
-        parts = self._parts(chosen)
-        done: list[Tensor] = []
-        more = True
-        while more or waiting:
-            while free and more:
+    def _read(self, buffer: SlotBuffer, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
+        pending: deque[PendingChunk] = deque()
+        free_slots = deque(range(NUM_SLOTS))
+        chunks = self._split_into_chunks(batch_indices)
+        batch: list[Tensor] = []
+        has_more = True
+        while has_more or pending:
+            while free_slots and has_more:
                 try:
-                    index, last = next(parts)
+                    indices, ends_batch = next(chunks)
                 except StopIteration:
-                    more = False
+                    has_more = False
                     break
-                waiting.append(self._begin(ring, free.popleft(), index, last))
-            if not waiting:
+                pending.append(self._start_decoding(buffer, free_slots.popleft(), indices, ends_batch))
+            if not pending:
                 continue
-            part = waiting.popleft()
-            done.append(self._finish(ring, part))
-            free.append(part.slot)
-            if part.last:
-                yield done[0] if len(done) == 1 else torch.cat(done)
-                done = []
+            chunk = pending.popleft()
+            batch.append(self._finish_decoding(buffer, chunk))
+            free_slots.append(chunk.slot)
+            if chunk.ends_batch:
+                yield batch[0] if len(batch) == 1 else torch.cat(batch)
+                batch = []
 
-    def _parts(self, chosen: Iterable[Tensor]) -> Iterator[tuple[list[int], bool]]:
-        for rows in chosen:
-            index = rows.tolist()
-            starts = range(0, max(len(index), 1), self.rows)
+    def _split_into_chunks(self, batch_indices: Iterable[Tensor]) -> Iterator[tuple[list[int], bool]]:
+        """Indices of at most a slot's rows each, and whether they are the last of their batch."""
+        for rows in batch_indices:
+            indices = rows.tolist()
+            starts = range(0, max(len(indices), 1), self.slot_rows)
             for start in starts:
-                yield index[start : start + self.rows], start == starts[-1]
+                yield indices[start : start + self.slot_rows], start == starts[-1]
 
-    def _begin(self, ring: Ring, slot: int, index: list[int], last: bool) -> Part:
-        read = [self._readable(image) for image in index]
-        first = slot * self.rows
-        filling = ring.workers.fill(range(first, first + len(index)), [self.sources[image] for image in read])
-        return Part(slot, index, read, filling, last)
+    def _start_decoding(self, buffer: SlotBuffer, slot: int, indices: list[int], ends_batch: bool) -> PendingChunk:
+        decoded = [self._readable(index) for index in indices]
+        first = slot * self.slot_rows
+        locations = [self.locations[index] for index in decoded]
+        futures = buffer.workers.decode(range(first, first + len(indices)), locations)
+        return PendingChunk(slot, indices, decoded, futures, ends_batch)
 
-    def _finish(self, ring: Ring, part: Part) -> Tensor:
-        first = part.slot * self.rows
-        filling = part.filling
-        while troubles := {row: what for answer in filling for row, what in answer.result().items()}:
-            for row, what in troubles.items():
-                self._note(part.read[row - first], what)
-            filling = []
-            for row in troubles:  # the stand-in may be broken too
-                part.read[row - first] = other = self._readable(part.index[row - first])
-                filling += ring.workers.fill([row], [self.sources[other]])
-        return torch.from_numpy(np.array(ring.array[first : first + len(part.index)]))
+    def _finish_decoding(self, buffer: SlotBuffer, chunk: PendingChunk) -> Tensor:
+        first = chunk.slot * self.slot_rows
+        futures = chunk.futures
+        while errors := {row: message for future in futures for row, message in future.result().items()}:
+            for row, message in errors.items():
+                self._record_unreadable(chunk.decoded[row - first], message)
+            futures = []
+            for row in errors:  # the replacement may be unreadable too
+                chunk.decoded[row - first] = replacement = self._readable(chunk.requested[row - first])
+                futures += buffer.workers.decode([row], [self.locations[replacement]])
+        return torch.from_numpy(np.array(buffer.array[first : first + len(chunk.requested)]))
 
-    def _readable(self, image: int) -> int:
-        return stand_in(image, self.labels, self.troubles) if image in self.troubles else image
+    def _readable(self, index: int) -> int:
+        return replacement_for(index, self.labels, self.unreadable) if index in self.unreadable else index
 
-    def _note(self, image: int, what: str) -> None:
-        if image not in self.troubles:
-            self.troubles[image] = what
-            self.report(what)
-            check_share(self.troubles.values(), len(self), self.unreadable)
+    def _record_unreadable(self, index: int, message: str) -> None:
+        if index not in self.unreadable:
+            self.unreadable[index] = message
+            self.warn(message)
+            check_unreadable_fraction(self.unreadable.values(), len(self), self.max_unreadable)
 
 
-class Ring:
-    """A buffer and the workers that fill it."""
+class SlotBuffer:
+    """A shared buffer of `NUM_SLOTS` chunks, and the workers that decode into it."""
 
-    def __init__(self, images: Streamed) -> None:
-        shape = (SLOTS * images.rows, *images.stored.shape)
+    def __init__(self, images: StreamedImages) -> None:
+        shape = (NUM_SLOTS * images.slot_rows, *images.stored.shape)
         self.fd, self.array = shared_buffer(shape)
-        self._end = weakref.finalize(self, os.close, self.fd)
-        self.workers = Workers(self.fd, shape, images.stored.interpolation, len(images) >= MANY, images.workers)
+        self._finalizer = weakref.finalize(self, os.close, self.fd)
+        self.workers = DecodeWorkers(self.fd, shape, images.options, count=images.workers)
 
     def close(self) -> None:
         self.workers.close()
-        self._end()
+        self._finalizer()

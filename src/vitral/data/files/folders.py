@@ -1,0 +1,116 @@
+"""Class folders and CSV lists of image files.
+
+    photos/ants/*.jpg  photos/bees/*.jpg                    a fraction is held out for validation
+    photos/train/ants  photos/val/ants  [photos/test/ants]  existing splits are used
+    photos.csv                                              columns path, label and, optionally, split
+
+Hidden folders and folders without images are not classes.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitral.data.files.duplicates import duplicate_groups
+from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_validation, make_listing
+from vitral.data.files.packed import fingerprint
+from vitral.data.files.walk import subfolders, walk_files
+from vitral.data.files.workers import ImageLocation
+from vitral.data.progress_bars import progress_bars
+from vitral.data.registry.cache import cache_dir
+from vitral.errors import VitralError, did_you_mean
+
+LabelledFiles = dict[str, list[tuple[Path, str]]]  # split → files with class names
+LAYOUT_HINT = "Use one folder per class: photos/ants, photos/bees"
+
+
+def list_folder(path: Path, validation: float, progress: bool = False) -> DatasetListing:
+    """List the images of a folder or CSV file. Without a validation split, the fraction `validation` is held out."""
+    if not path.exists():
+        raise VitralError(f"no folder or list named {path}", LAYOUT_HINT)
+    files = read_csv_list(path) if path.is_file() else _read_folders(path)
+    if not files["train"] and path.is_dir():
+        raise no_class_folders_error(path)
+    images = {split: [(ImageLocation(str(file)), label) for file, label in items] for split, items in files.items()}
+    listing = make_listing(str(path), images, source=f"from {path}", hint=LAYOUT_HINT)
+    if listing.splits["validation"]:
+        return listing
+    groups = _cached_duplicate_groups([Path(location.path) for location, _ in listing.splits["train"]], progress)
+    return hold_out_validation(listing, validation, groups)
+
+
+def no_class_folders_error(path: Path) -> VitralError:
+    """The error for a folder whose images, if there are any, are not in class folders."""
+    count = sum(1 for _ in walk_files(path))
+    hint = f"Move its {count:,} images to one folder per class: {path}/ants, {path}/bees" if count else LAYOUT_HINT
+    return VitralError(f"{path} has no images in class folders", hint)
+
+
+def _cached_duplicate_groups(files: Sequence[Path], progress: bool) -> np.ndarray[Any, Any]:
+    """Groups of duplicate files; cached until a file changes."""
+    cached = cache_dir() / "copies" / f"{fingerprint(ImageLocation(str(file)) for file in files)}.npy"
+    if cached.is_file():
+        groups: np.ndarray[Any, Any] = np.load(cached)
+        return groups
+    with progress_bars(progress, "images") as report_progress:
+        groups = duplicate_groups(files, partial(report_progress, "finding duplicates"))
+    with suppress(OSError):  # without the cache, duplicates are searched again next time
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cached.with_name(f"{cached.stem}.{os.getpid()}.npy")
+        np.save(temporary, groups)
+        temporary.replace(cached)
+    return groups
+
+
+def _read_folders(path: Path) -> LabelledFiles:
+    splits = {folder: SPLIT_NAMES[name] for folder in subfolders(path) if (name := folder.name.lower()) in SPLIT_NAMES}
+    if "train" not in splits.values():  # without a training split, a folder named "test" is a class
+        splits = {path: "train"}
+    files: LabelledFiles = {"train": [], "validation": [], "test": []}
+    for root, split in splits.items():
+        for folder in subfolders(root):
+            files[split] += [(file, folder.name) for file in walk_files(folder)]
+    return files
+
+
+def read_csv_list(path: Path) -> LabelledFiles:
+    """Read files and class names from a CSV list. Does not check whether the files exist."""
+    files: LabelledFiles = {"train": [], "validation": [], "test": []}
+    for line, row in _csv_rows(path):
+        file, label, split = row.get("path", ""), row.get("label", ""), row.get("split", "").lower() or "train"
+        if not (file and label):
+            missing = "label" if file else "path"
+            raise VitralError(f"{path}, line {line}: missing {missing}", "Every row needs a path and a label")
+        if split not in SPLIT_NAMES:
+            raise VitralError(
+                f"{path}, line {line}: unknown split {split!r}.{did_you_mean(split, SPLIT_NAMES)}",
+                f"Splits: {', '.join(SPLIT_NAMES)}",
+            )
+        files[SPLIT_NAMES[split]].append((path.parent / file, label))
+    return files
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line numbers and rows by column name. The delimiter may be a comma, semicolon or tab, as spreadsheets write."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header = file.readline()
+            file.seek(0)
+            reader = csv.reader(file, delimiter=max(",;\t", key=header.count))
+            names = [name.strip().lower() for name in next(reader, [])]
+            if not {"path", "label"} <= set(names):
+                columns = f"Its columns: {', '.join(names) or 'none'}"
+                raise VitralError(f"{path} needs the columns path and label", columns)
+            for row in reader:
+                if any(row):
+                    yield reader.line_num, dict(zip(names, map(str.strip, row), strict=False))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise VitralError(f"{path} is not a list of images: {error}", "Expected CSV in UTF-8") from error

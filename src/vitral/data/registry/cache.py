@@ -1,0 +1,89 @@
+"""The cache folder of datasets: where it is, which of its files are verified, and its locks."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from filelock import FileLock
+
+from vitral.data.registry.checksums import ChecksummedFile
+from vitral.data.registry.errors import failure_reason
+from vitral.errors import VitralError
+
+
+def cache_dir() -> Path:
+    """$VITRAL_HOME, or the user's cache folder on this system."""
+    return Path(os.environ.get("VITRAL_HOME") or platformdirs.user_cache_dir("vitral")).expanduser()
+
+
+def data_roots() -> list[Path]:
+    """Folders that may contain datasets: the cache, then $VITRAL_DATA, then ./data."""
+    named = os.environ.get("VITRAL_DATA")
+    return [cache_dir(), *([Path(named).expanduser()] if named else []), Path("data")]
+
+
+def is_verified(path: Path, file: ChecksummedFile, *, recheck: bool) -> bool:
+    """Whether `path` has the expected content.
+
+    A file that was hashed once is recognised by size and modification time, unless `recheck`: hashing CIFAR-10 means
+    reading 180 MB.
+    """
+    try:
+        if not recheck and _read_stamps().get(str(path.resolve())) == _stamp(path, file):
+            return True
+    except OSError:
+        return False
+    if matches := file.matches(path):
+        mark_verified(path, file)
+    return matches
+
+
+def mark_verified(path: Path, file: ChecksummedFile) -> None:
+    """Remember that `path` was verified. If two processes write at once, one entry is lost and hashed again later."""
+    with suppress(OSError):  # with a read-only cache, files are hashed every time
+        stamps = {known: stamp for known, stamp in _read_stamps().items() if Path(known).exists()}
+        stamps[str(path.resolve())] = _stamp(path, file)
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache_dir(), prefix="verified-", delete=False) as out:
+            json.dump(stamps, out, indent=1)
+        Path(out.name).replace(cache_dir() / "verified.json")
+
+
+def _stamp(path: Path, file: ChecksummedFile) -> list[object]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, file.digest]
+
+
+def _read_stamps() -> dict[str, Any]:
+    try:
+        stamps = json.loads((cache_dir() / "verified.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return stamps if isinstance(stamps, dict) else {}
+
+
+@contextmanager
+def locked_staging(name: str) -> Iterator[Path]:
+    """The staging folder of a dataset, for one process at a time. Unfinished downloads stay in it for the next try."""
+    staging = cache_dir() / "fetching" / name
+    lock = FileLock(staging.with_suffix(".lock"))
+    try:
+        staging.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise VitralError(
+            f"cannot write to the cache {cache_dir()}: {failure_reason(error)}",
+            "Set VITRAL_HOME to a writable folder, or VITRAL_DATA to one that contains the files",
+        ) from None
+    try:
+        staging.mkdir(exist_ok=True)
+        yield staging
+    finally:
+        lock.release()
