@@ -28,13 +28,13 @@ from vitral.runs.model_io import ModelConfig, save_model
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model folder and two pictures of the same name."""
     variant, config = KINDS["class"]
-    seen = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    preprocessing = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     names = ("ant", "bee", "wasp", "fly", "T-shirt/top")
-    card = ModelConfig(architecture=config, preprocessing=seen, classes=names, trained_on="x", epoch=1)
-    save_model(tmp_path / "model", alive(variant, config), card)
-    for place in ("a", "b"):
-        (tmp_path / place).mkdir()
-        Image.effect_noise((60, 30), 80).convert("RGB").save(tmp_path / place / "photo.png")
+    model_config = ModelConfig(architecture=config, preprocessing=preprocessing, classes=names, trained_on="x", epoch=1)
+    save_model(tmp_path / "model", alive(variant, config), model_config)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        Image.effect_noise((60, 30), 80).convert("RGB").save(tmp_path / name / "photo.png")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -42,19 +42,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_methods_and_classes_are_drawn_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "model a b --method rollout relevance occlusion --target bee T-shirt/top --out out --overlays --npy --json"
     assert COMMAND(words.split()) == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [Path(one["file"]).name for one in told] == ["photo.png", "photo.png"]
-    assert [(m["method"], m["class"]) for m in told[0]["maps"]][2:4] == [
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [Path(record["file"]).name for record in records] == ["photo.png", "photo.png"]
+    assert [(m["method"], m["class"]) for m in records[0]["maps"]][2:4] == [
         ("occlusion", "bee"),
         ("rollout", "T-shirt/top"),
     ]
     values = np.load("out/photo-relevance-bee.npy")
     assert values.shape == (8, 12)
-    patches = np.array(told[0]["maps"][1]["patches"])
+    patches = np.array(records[0]["maps"][1]["patches"])
     assert patches.shape == (2, 3)
     assert patches.mean() == pytest.approx(values.mean(), rel=1e-5)
-    assert {*map(str, Path("out").iterdir())} == {file for one in told for file in one["files"]}
-    assert len(told[0]["files"]) == 1 + 6 + 6
+    assert {*map(str, Path("out").iterdir())} == {file for record in records for file in record["files"]}
+    assert len(records[0]["files"]) == 1 + 6 + 6
     with Image.open("out/photo-2.png") as sheet:
         assert sheet.width > 4 * 200
     with Image.open("out/photo-rollout-T-shirt_top.png") as over:
@@ -66,21 +66,27 @@ def test_prints_one_line_per_image_and_reports_unreadable_ones(
 ) -> None:
     Path("broken.png").write_bytes(b"no")
     assert COMMAND(["model", "a/photo.png", "broken.png", "--top", "2", "--no-residual", "--fusion", "max"]) == 1
-    said = capsys.readouterr()
-    assert said.out.startswith("a/photo.png   ")
-    assert said.err.endswith("1 of 2 files could not be read\n")
-    assert said.out.rstrip().endswith("explained/photo.png")
-    assert "broken.png: not an image" in said.err
+    printed = capsys.readouterr()
+    assert printed.out.startswith("a/photo.png   ")
+    assert printed.err.endswith("1 of 2 files could not be read\n")
+    assert printed.out.rstrip().endswith("explained/photo.png")
+    assert "broken.png: not an image" in printed.err
 
 
 def test_ood_images_are_reported_as_unknown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = Predictor.load("model")
-    save_model(folder / "strict", found.model, replace(found.model_config, calibration=Calibration(ood_threshold=1e9)))
-    for model, unsure in (("model", False), ("strict", True)):
+    predictor = Predictor.load("model")
+    save_model(
+        folder / "strict",
+        predictor.model,
+        replace(predictor.model_config, calibration=Calibration(ood_threshold=1e9)),
+    )
+    for model, is_unknown in (("model", False), ("strict", True)):
         assert COMMAND([model, "a/photo.png"]) == 0
-        assert ("unknown (unlike anything in the training set; closest class: " in capsys.readouterr().out) is unsure
+        assert (
+            "unknown (unlike anything in the training set; closest class: " in capsys.readouterr().out
+        ) is is_unknown
         assert COMMAND([model, "a/photo.png", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["unknown"] is unsure
+        assert json.loads(capsys.readouterr().out)["unknown"] is is_unknown
 
 
 @pytest.mark.parametrize(
@@ -129,10 +135,10 @@ def test_faithfulness_command(folder: Path, capsys: pytest.CaptureFixture[str]) 
             Image.effect_noise((24, 16), 20 + 30 * index).convert("RGB").save(folder / "photos" / name / f"{index}.png")
     words = ["model", "--faithfulness", "photos", "--images", "4", "--method", "rollout", "gradcam"]
     assert COMMAND(words) == 0
-    said, beside = capsys.readouterr()
-    assert " test images of photos" in beside
-    assert all(name in said for name in ("rollout", "gradcam", "random", "For this model:", "4 images"))
-    assert max(map(len, said.splitlines())) <= 80 or "…" not in said
+    out, err = capsys.readouterr()
+    assert " test images of photos" in err
+    assert all(name in out for name in ("rollout", "gradcam", "random", "For this model:", "4 images"))
+    assert max(map(len, out.splitlines())) <= 80 or "…" not in out
     assert (folder / "explained" / "faithfulness.png").is_file()
     assert COMMAND([*words, "--json"]) == 0
     assert [row["method"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["rollout", "gradcam", "random"]
@@ -142,27 +148,33 @@ def test_class_independent_heatmaps_are_drawn_once(
     cpu: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant, config = KINDS["class"]
-    seen = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelConfig(architecture=config, preprocessing=seen, classes=tuple("abcde"), trained_on="x", epoch=1)
-    predictor, drawn = Predictor(alive(variant, config), card, cpu), list[str]()
-    found = explain(predictor, Image.new("RGB", (60, 20), "gray"), ["rollout", "relevance"], ["a", "b", "c"])
+    preprocessing = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    model_config = ModelConfig(
+        architecture=config, preprocessing=preprocessing, classes=tuple("abcde"), trained_on="x", epoch=1
+    )
+    predictor, drawn = Predictor(alive(variant, config), model_config, cpu), list[str]()
+    explanation = explain(predictor, Image.new("RGB", (60, 20), "gray"), ["rollout", "relevance"], ["a", "b", "c"])
     real = heatmaps.render_heatmap
     monkeypatch.setattr(heatmaps, "overlay", lambda *given: drawn.append(given[1].method.name) or real(*given))
-    heatmaps.plot_explanation(found, tmp_path / "sheet.png")
+    heatmaps.plot_explanation(explanation, tmp_path / "sheet.png")
     assert sorted(drawn) == ["relevance"] * 3 + ["rollout"]
 
 
 def test_overlay_is_dark_outside_the_crop_and_bright_on_important_regions(cpu: Hardware) -> None:
     variant, config = KINDS["class"]
-    seen = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelConfig(architecture=config, preprocessing=seen, classes=tuple("abcde"), trained_on="x", epoch=1)
-    found = explain(Predictor(alive(variant, config), card, cpu), Image.new("RGB", (60, 20), "gray"), ["rollout"])
-    over = np.asarray(heatmaps.render_heatmap(found.picture, found.heats[0])).astype(int).sum(axis=2)
-    left, _, right, _ = found.crop
+    preprocessing = Preprocessing(image_size=(8, 12), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    model_config = ModelConfig(
+        architecture=config, preprocessing=preprocessing, classes=tuple("abcde"), trained_on="x", epoch=1
+    )
+    explanation = explain(
+        Predictor(alive(variant, config), model_config, cpu), Image.new("RGB", (60, 20), "gray"), ["rollout"]
+    )
+    over = np.asarray(heatmaps.render_heatmap(explanation.picture, explanation.heats[0])).astype(int).sum(axis=2)
+    left, _, right, _ = explanation.crop
     assert (left, right) == (15, 45)
     assert (over[:, :left] == over[0, 0]).all()
     assert over[0, 0] < over[:, left:right].min()
-    heat = found.heats[0].shown[:, left:right]
+    heat = explanation.heats[0].shown[:, left:right]
     assert over[:, left:right].flat[heat.argmax()] > over[:, left:right].flat[heat.argmin()]
 
 

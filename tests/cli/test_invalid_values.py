@@ -20,26 +20,28 @@ from vitral.runs.model_io import ModelConfig
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, a timm checkpoint, images, and files that are neither."""
-    place = tmp_path_factory.mktemp("hostile")
+    folder = tmp_path_factory.mktemp("hostile")
     for index in range(8):
-        photograph(place / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
-    Image.new("L", (64, 48), 128).save(place / "photo.png")
-    (place / "empty").mkdir()
-    (place / "full").mkdir()
-    (place / "full" / "thesis.txt").write_text("precious")
-    (place / "notes.txt").write_text("one\ntwo\n")
-    (place / "nothing.txt").write_text("")
-    (place / "binary.txt").write_bytes(bytes(range(128, 256)))
+        photograph(folder / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
+    Image.new("L", (64, 48), 128).save(folder / "photo.png")
+    (folder / "empty").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full" / "thesis.txt").write_text("precious")
+    (folder / "notes.txt").write_text("one\ntwo\n")
+    (folder / "nothing.txt").write_text("")
+    (folder / "binary.txt").write_bytes(bytes(range(128, 256)))
     with pytest.MonkeyPatch.context() as patched:
         leave_out_pictures(patched)
-        api.train("digits", epochs=1, out=place / "run", **{"model.depth": 1, "model.width": 32})
+        api.train("digits", epochs=1, out=folder / "run", **{"model.depth": 1, "model.width": 32})
     config = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=192, depth=1, heads=3)
-    seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelConfig(architecture=config, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)
-    weights.write((ViT(config), card), place / "model.safetensors", to="timm")
-    return place
+    preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    model_config = ModelConfig(
+        architecture=config, preprocessing=preprocessing, classes=("a", "b", "c"), trained_on="x", epoch=1
+    )
+    weights.write((ViT(config), model_config), folder / "model.safetensors", to="timm")
+    return folder
 
 
 # A valid command, then invalid endings of it between bars. Indented lines continue the line above.
@@ -154,12 +156,12 @@ COMMAND_LINES = [
 
 
 @pytest.fixture
-def working_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def working_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Run in the folder; no failing command may change it."""
-    monkeypatch.chdir(place)
-    before = sorted(place.rglob("*"))
-    yield place
-    assert sorted(place.rglob("*")) == before
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    yield folder
+    assert sorted(folder.rglob("*")) == before
 
 
 def check_two_lines(err: str) -> tuple[str, str]:

@@ -31,79 +31,81 @@ class Code:
         return (open, (str(self.trace), "w"))
 
 
-def whole(path: Path) -> Path:
-    seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelConfig(architecture=CONFIG, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)
-    weights.write((ViT(CONFIG), card), path, to="timm")
+def timm_checkpoint(path: Path) -> Path:
+    preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    model_config = ModelConfig(
+        architecture=CONFIG, preprocessing=preprocessing, classes=("a", "b", "c"), trained_on="x", epoch=1
+    )
+    weights.write((ViT(CONFIG), model_config), path, to="timm")
     return path
 
 
-def truncated(place: Path) -> Path:
-    file = whole(place / "model.safetensors")
+def truncated(folder: Path) -> Path:
+    file = timm_checkpoint(folder / "model.safetensors")
     file.write_bytes(file.read_bytes()[:-1000])
     return file
 
 
-def hostile(place: Path) -> Path:
-    (place / "model.pth").write_bytes(pickle.dumps({"state_dict": Code(place / "trace")}))
-    return place / "model.pth"
+def malicious(folder: Path) -> Path:
+    (folder / "model.pth").write_bytes(pickle.dumps({"state_dict": Code(folder / "trace")}))
+    return folder / "model.pth"
 
 
-def renamed(place: Path) -> Path:
-    (place / "model.safetensors").write_text("this is a text about a model, not a model\n" * 20)
-    return place / "model.safetensors"
+def text_file(folder: Path) -> Path:
+    (folder / "model.safetensors").write_text("this is a text about a model, not a model\n" * 20)
+    return folder / "model.safetensors"
 
 
-def resnet(place: Path) -> Path:
+def resnet(folder: Path) -> Path:
     tensors = {"conv1.weight": torch.zeros(64, 3, 7, 7), "layer1.0.conv1.weight": torch.zeros(64, 64, 3, 3)}
-    save_file(tensors, place / "model.safetensors")
-    return place / "model.safetensors"
+    save_file(tensors, folder / "model.safetensors")
+    return folder / "model.safetensors"
 
 
-def swin(place: Path) -> Path:
+def swin(folder: Path) -> Path:
     tensors = {
         "patch_embed.proj.weight": torch.zeros(96, 3, 4, 4),
         "layers.0.blocks.0.attn.relative_position_bias_table": torch.zeros(169, 3),
     }
-    save_file(tensors, place / "model.safetensors")
-    return place / "model.safetensors"
+    save_file(tensors, folder / "model.safetensors")
+    return folder / "model.safetensors"
 
 
-def hybrid(place: Path) -> Path:
-    torch.save({"patch_embed.backbone.stem.conv.weight": torch.zeros(64, 3, 7, 7)}, place / "model.pth")
-    return place / "model.pth"
+def hybrid(folder: Path) -> Path:
+    torch.save({"patch_embed.backbone.stem.conv.weight": torch.zeros(64, 3, 7, 7)}, folder / "model.pth")
+    return folder / "model.pth"
 
 
-def halved(place: Path) -> Path:
+def incomplete(folder: Path) -> Path:
     from safetensors.torch import load_file
 
-    tensors = load_file(whole(place / "whole.safetensors"))
-    save_file({name: tensor for name, tensor in tensors.items() if "norm2" not in name}, place / "model.safetensors")
-    return place / "model.safetensors"
+    tensors = load_file(timm_checkpoint(folder / "timm_checkpoint.safetensors"))
+    save_file({name: tensor for name, tensor in tensors.items() if "norm2" not in name}, folder / "model.safetensors")
+    return folder / "model.safetensors"
 
 
-def absent(place: Path) -> Path:
-    return place / "nowhere.safetensors"
+def missing(folder: Path) -> Path:
+    return folder / "nowhere.safetensors"
 
 
-BAD = {
+UNUSABLE = {
     truncated: "cannot be read",
-    hostile: "would run code when opened",
-    renamed: "is not a file of weights",
+    malicious: "would run code when opened",
+    text_file: "is not a file of weights",
     resnet: "is not a Vision Transformer of a family that vitral reads",
     swin: "relative positions",
     hybrid: "a convolutional network before its patches",
-    halved: "does not match a timm ViT: 2 missing",
-    absent: "there is no file or folder",
+    incomplete: "does not match a timm ViT: 2 missing",
+    missing: "there is no file or folder",
 }
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("photos")
+    folder = tmp_path_factory.mktemp("photos")
     for index in range(8):
-        photograph(place / ("ants", "bees")[index % 2] / f"{index}.png", (index % 2 * 200, 90, 90), index)
-    return place
+        photograph(folder / ("ants", "bees")[index % 2] / f"{index}.png", (index % 2 * 200, 90, 90), index)
+    return folder
 
 
 @pytest.fixture
@@ -113,19 +115,19 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def run(*words: object) -> str:
         with pytest.raises(SystemExit) as stop:
             cli.main([str(word) for word in words])
-        said = capsys.readouterr().err
-        assert stop.value.code == 2, said
-        lines = said.splitlines()
-        assert len(lines) == 2, said
+        err = capsys.readouterr().err
+        assert stop.value.code == 2, err
+        lines = err.splitlines()
+        assert len(lines) == 2, err
         assert lines[0].startswith("error: ")
         assert lines[1].startswith("       ")
-        return said
+        return err
 
     return run
 
 
 @pytest.mark.parametrize("command", ["convert", "train", "probe", "predict", "embed", "push"])
-@pytest.mark.parametrize(("make", "what"), BAD.items(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("make", "what"), UNUSABLE.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_unusable_checkpoints_are_refused_in_two_lines(command, make, what, photos, tmp_path, refused):
     source = make(tmp_path)
     words = {
@@ -136,8 +138,8 @@ def test_unusable_checkpoints_are_refused_in_two_lines(command, make, what, phot
         "embed": [source, photos / "ants", "--out", tmp_path / "features.npy"],
         "push": [source, "hf:me/mine", "--dry-run", "--folder", tmp_path / "pushed"],
     }[command]
-    said = refused(command, *words)
-    assert what in said or (make is absent and "nowhere.safetensors" in said)
+    err = refused(command, *words)
+    assert what in err or (make is missing and "nowhere.safetensors" in err)
     assert not (tmp_path / "trace").exists(), "the pickle ran"
     for left in ("there", "run", "features.npy", "pushed"):
         assert not (tmp_path / left).exists()
@@ -154,19 +156,19 @@ def test_unusable_checkpoints_are_refused_in_two_lines(command, make, what, phot
 )
 def test_mismatch_of_recipe_and_checkpoint_is_refused(flags, what, photos, tmp_path, refused):
     assert what in refused(
-        "train", photos, "--init-from", whole(tmp_path / "a.safetensors"), *flags, "--out", tmp_path / "run"
+        "train", photos, "--init-from", timm_checkpoint(tmp_path / "a.safetensors"), *flags, "--out", tmp_path / "run"
     )
 
 
 def test_image_size_that_does_not_match_the_positions_is_refused(tmp_path, refused):
-    words = ["convert", whole(tmp_path / "a.safetensors"), tmp_path / "there", "--image-size", 64, 32]
+    words = ["convert", timm_checkpoint(tmp_path / "a.safetensors"), tmp_path / "there", "--image-size", 64, 32]
     assert "17 positions do not fit images of 64×32" in refused(*words)
 
 
 @pytest.mark.parametrize("command", ["train", "predict"])
 def test_missing_network_is_reported_in_two_lines(command, photos, monkeypatch, refused):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    words = [photos, "--init-from", "hf:me/absent"] if command == "train" else ["hf:me/absent", photos]
+    words = [photos, "--init-from", "hf:me/missing"] if command == "train" else ["hf:me/missing", photos]
     assert "no network?" in refused(command, *words)
 
 

@@ -25,50 +25,52 @@ from vitral.runs.model_io import ModelConfig
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Photographs, and a checkpoint as transformers writes it, for ten digits."""
-    place = tmp_path_factory.mktemp("messages")
-    Image.new("L", (64, 48), 128).save(place / "photo.png")
+    folder = tmp_path_factory.mktemp("messages")
+    Image.new("L", (64, 48), 128).save(folder / "photo.png")
     for index in range(24):
-        photograph(place / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
+        photograph(folder / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
     config = ViTConfig(image_size=(16, 16), patch_size=8, num_classes=10, width=64, depth=1, heads=4)
-    seen = Preprocessing(image_size=(16, 16), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    preprocessing = Preprocessing(image_size=(16, 16), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     digits = tuple(map(str, range(10)))
-    card = ModelConfig(architecture=config, preprocessing=seen, classes=digits, trained_on="x", epoch=1)
-    weights.write((ViT(config), card), place / "theirs", to="transformers")
-    return place
+    model_config = ModelConfig(
+        architecture=config, preprocessing=preprocessing, classes=digits, trained_on="x", epoch=1
+    )
+    weights.write((ViT(config), model_config), folder / "checkpoint", to="transformers")
+    return folder
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "predict theirs photo.png",
-        "embed theirs photo.png --out vectors.npy",
-        "probe photos --init-from theirs",
-        "evaluate theirs --data digits --json",
-        "compare theirs theirs --data digits",
-        "report theirs --data digits --fast --out report.html",
-        "bench theirs --data digits --images 32 --batch-sizes 1 --threads 1 --seconds 0.001",
-        "export theirs --data digits --images 8 --to torch --out model.pt2",
-        "explain theirs photo.png --method attention",
-        "explain theirs --faithfulness digits --method attention --images 2",
-        "walk photo.png --model theirs --out walk.html",
-        "figures theirs --images photo.png --out figures",
-        "convert theirs converted --to vitral",
-        "push theirs hf:me/mine --dry-run",
-        "doctor photos --init-from theirs",
-        "data pack photos --init-from theirs --out packed",
-        "train photos --init-from theirs --epochs 1 --out run",
+        "predict checkpoint photo.png",
+        "embed checkpoint photo.png --out vectors.npy",
+        "probe photos --init-from checkpoint",
+        "evaluate checkpoint --data digits --json",
+        "compare checkpoint checkpoint --data digits",
+        "report checkpoint --data digits --fast --out report.html",
+        "bench checkpoint --data digits --images 32 --batch-sizes 1 --threads 1 --seconds 0.001",
+        "export checkpoint --data digits --images 8 --to torch --out model.pt2",
+        "explain checkpoint photo.png --method attention",
+        "explain checkpoint --faithfulness digits --method attention --images 2",
+        "walk photo.png --model checkpoint --out walk.html",
+        "figures checkpoint --images photo.png --out figures",
+        "convert checkpoint converted --to vitral",
+        "push checkpoint hf:me/mine --dry-run",
+        "doctor photos --init-from checkpoint",
+        "data pack photos --init-from checkpoint --out packed",
+        "train photos --init-from checkpoint --epochs 1 --out run",
     ],
 )
 def test_every_command_prints_how_it_interpreted_a_checkpoint(
-    place: Path, words: str, command: Command, monkeypatch: pytest.MonkeyPatch
+    folder: Path, words: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(folder)
     monkeypatch.setattr("vitral.doctor.advice.TIMED", 0.0)
     leave_out_pictures(monkeypatch)
     _, out, err = command(*shlex.split(words))
-    notes = Predictor.load(place / "theirs").notes
+    notes = Predictor.load(folder / "checkpoint").notes
     assert any("transformers: patches of 8" in note for note in notes)
     for note in notes:
         assert f"  {note}\n" in err or f"{note}\n" in out
@@ -78,64 +80,63 @@ def test_every_command_prints_how_it_interpreted_a_checkpoint(
 
 @pytest.mark.usefixtures("no_pictures")
 def test_convert_hints_at_the_flag_for_another_resolution(
-    place: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(place)
-    _, _, complaint = command("convert", "theirs", "larger", "--image-size", 32)
-    told = complaint.partition("for another size: vitral ")[2]
-    assert told == "train DATA --init-from theirs --model.image-size H W\n"
-    words = told.replace("DATA", "photos").replace("H W", "32 24").split()
-    code, said, _ = command(*words, "--epochs", 1, "--out", "larger")
+    monkeypatch.chdir(folder)
+    _, _, err = command("convert", "checkpoint", "larger", "--image-size", 32)
+    suggestion = err.partition("for another size: vitral ")[2]
+    assert suggestion == "train DATA --init-from checkpoint --model.image-size H W\n"
+    words = suggestion.replace("DATA", "photos").replace("H W", "32 24").split()
+    code, out, _ = command(*words, "--epochs", 1, "--out", "larger")
     assert code == 0
-    assert "positions resampled from 2×2 to 4×3" in said
+    assert "positions resampled from 2×2 to 4×3" in out
     assert command("predict", "larger", "photo.png")[0] == 0
     assert Predictor.load("larger").model_config.preprocessing.image_size == (32, 24)
 
 
-def test_the_server_logs_checkpoint_notes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
-    with server("theirs") as running:
-        (model,) = running.logged("listening")[0]["models"]
-    assert model["understood"] == list(Predictor.load(place / "theirs").notes)
+def test_the_server_logs_checkpoint_notes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with server("checkpoint") as running:
+        (model,) = running.log_entries("listening")[0]["models"]
+    assert model["understood"] == list(Predictor.load(folder / "checkpoint").notes)
 
 
 def test_bench_stores_nothing_next_to_a_checkpoint(
-    place: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(place)
-    before = sorted((place / "theirs").iterdir())
-    words = "bench theirs --data digits --images 32 --batch-sizes 1 --threads 1 --seconds 0.001"
-    _, said, _ = command(*words.split())
-    assert "vitral convert theirs FOLDER" in said
-    assert "use it on this CPU" not in said
-    assert sorted((place / "theirs").iterdir()) == before
+    monkeypatch.chdir(folder)
+    before = sorted((folder / "checkpoint").iterdir())
+    words = "bench checkpoint --data digits --images 32 --batch-sizes 1 --threads 1 --seconds 0.001"
+    _, out, _ = command(*words.split())
+    assert "vitral convert checkpoint FOLDER" in out
+    assert "use it on this CPU" not in out
+    assert sorted((folder / "checkpoint").iterdir()) == before
 
 
-def test_report_logs_its_progress(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[str] = []
+def test_report_logs_its_progress(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
     monkeypatch.setattr(api, "REPORT_CORRUPTED_IMAGES", 4)
-    theirs = place / "theirs"
-    api.report(theirs, data="digits", out=place / "heard.html", log=heard.append)
-    assert re.fullmatch(r"asking \d+ test images", heard[0])
-    assert heard[1] == "asking 4 of them damaged, in 0 of 25 ways"
-    assert heard[-2] == "asking 4 of them damaged, in 25 of 25 ways"
-    assert heard[-1] == "looking at the data and the mistakes"
+    checkpoint = folder / "checkpoint"
+    api.report(checkpoint, data="digits", out=folder / "report.html", log=lines.append)
+    assert re.search(r"\d+ test images", lines[0])
+    assert any("25 of 25" in line for line in lines)
+    assert lines[-1] == "Rendering the report"
 
 
-def test_ood_needs_validation_images(place: Path) -> None:
+def test_ood_needs_validation_images(folder: Path) -> None:
     with pytest.raises(VitralError, match="does not say what it was trained on\nthresholds are chosen"):
-        api.evaluate(place / "theirs", data="digits", ood=str(place / "photos"))
+        api.evaluate(folder / "checkpoint", data="digits", ood=str(folder / "photos"))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_status_line_is_shown_on_terminals_only(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    made = Console(file=screen, force_terminal=terminal, width=80)
-    monkeypatch.setattr("rich.console.Console", lambda **_: made)
-    with messages.status_line() as watch:
-        watch("asking 7 images")
+    console = Console(file=screen, force_terminal=terminal, width=80)
+    monkeypatch.setattr("rich.console.Console", lambda **_: console)
+    with messages.status_line() as log:
+        log("Evaluating 7 images")
     shown = screen.getvalue()
-    assert ("asking 7 images" in shown) == terminal
+    assert ("Evaluating 7 images" in shown) == terminal
     assert shown.count("\n") <= terminal
     assert shown == "" or shown.rstrip("\n").endswith("\x1b[2K"), "the line is erased"
 

@@ -20,7 +20,7 @@ from vitral.runs.model_io import ModelConfig
 from vitral.runs.run import Run
 from vitral.weights.checkpoint import NO_HEAD
 
-SEEN = Preprocessing(image_size=(32, 64), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+PREPROCESSING = Preprocessing(image_size=(32, 64), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
 CONFIG = ViTConfig(image_size=(32, 64), patch_size=8, num_classes=3, width=20, depth=2, heads=5)
 
 
@@ -40,8 +40,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """timm's tensors of a model that is not square and has an odd number of heads."""
-    card = ModelConfig(architecture=CONFIG, preprocessing=SEEN, classes=("a", "b", "c"), trained_on="x", epoch=1)
-    weights.write((ViT(CONFIG), card), tmp_path / "my model.safetensors", to="timm")
+    model_config = ModelConfig(
+        architecture=CONFIG, preprocessing=PREPROCESSING, classes=("a", "b", "c"), trained_on="x", epoch=1
+    )
+    weights.write((ViT(CONFIG), model_config), tmp_path / "my model.safetensors", to="timm")
     return tmp_path / "my model.safetensors"
 
 
@@ -84,9 +86,11 @@ def test_wrong_image_size_lists_the_sizes_that_fit(model, tmp_path, capsys):
 
 def test_predict_refuses_a_model_without_a_head(photos, tmp_path, capsys):
     config = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=1, width=20, depth=1, heads=5)
-    seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelConfig(architecture=config, preprocessing=seen, classes=(NO_HEAD,), trained_on="x", epoch=0)
-    weights.write((ViT(config), card), tmp_path / "bare", to="transformers")
+    preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    model_config = ModelConfig(
+        architecture=config, preprocessing=preprocessing, classes=(NO_HEAD,), trained_on="x", epoch=0
+    )
+    weights.write((ViT(config), model_config), tmp_path / "bare", to="transformers")
     err = refused(capsys, "predict", str(tmp_path / "bare"), str(photos))
     assert "has no classification head" in err
     assert f"vitral train DATA --init-from {tmp_path / 'bare'}" in err
@@ -101,9 +105,11 @@ def test_npz_with_objects_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize("command", ["explain", "walk"])
 def test_explain_and_walk_print_checkpoint_notes(command, photos, tmp_path, capsys):
     config = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=192, depth=1, heads=3)
-    seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelConfig(architecture=config, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)
-    weights.write((ViT(config), card), tmp_path / "m.safetensors", to="timm")
+    preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    model_config = ModelConfig(
+        architecture=config, preprocessing=preprocessing, classes=("a", "b", "c"), trained_on="x", epoch=1
+    )
+    weights.write((ViT(config), model_config), tmp_path / "m.safetensors", to="timm")
     picture, made = str(photos / "ants" / "0.png"), str(tmp_path / "made")
     words = {
         "explain": ["explain", str(tmp_path / "m.safetensors"), picture, "--out", made],
@@ -147,9 +153,11 @@ def test_run_folder_must_not_be_a_file(tmp_path):
 
 def test_run_without_weights_has_no_model_and_run_without_recipe_is_readable(tmp_path):
     config = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=20, depth=1, heads=5)
-    seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelConfig(architecture=config, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)
-    weights.write((ViT(config), card), tmp_path / "run" / "model", to="vitral")
+    preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    model_config = ModelConfig(
+        architecture=config, preprocessing=preprocessing, classes=("a", "b", "c"), trained_on="x", epoch=1
+    )
+    weights.write((ViT(config), model_config), tmp_path / "run" / "model", to="vitral")
     assert Run(tmp_path / "run").has_model
     assert weights.read(tmp_path / "run").classes == ("a", "b", "c")
     (tmp_path / "run" / "model" / "weights.safetensors").unlink()
@@ -164,9 +172,11 @@ def test_vitral_model_folder_must_not_be_named_like_a_file(model, tmp_path, caps
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     config = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=20, depth=1, heads=5)
-    seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    card = ModelConfig(architecture=config, preprocessing=seen, classes=("a", "b", "c"), trained_on="x", epoch=1)
-    weights.write((ViT(config), card), tmp_path / "run", to="vitral")
+    preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    model_config = ModelConfig(
+        architecture=config, preprocessing=preprocessing, classes=("a", "b", "c"), trained_on="x", epoch=1
+    )
+    weights.write((ViT(config), model_config), tmp_path / "run", to="vitral")
     return tmp_path / "run"
 
 
