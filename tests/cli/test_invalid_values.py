@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data.files.test_listing import photograph
 from support.common import Command, leave_out_pictures
+from support.photos import save_photo
 from vitral import api, weights
 from vitral.data.preprocess import Preprocessing
 from vitral.models.vit import ViT, ViTConfig
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, a timm checkpoint, images, and files that are neither."""
     folder = tmp_path_factory.mktemp("hostile")
     for index in range(8):
-        photograph(folder / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
+        save_photo(folder / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
     Image.new("L", (64, 48), 128).save(folder / "photo.png")
     (folder / "empty").mkdir()
     (folder / "full").mkdir()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data.files.test_listing import photograph
+from support.photos import save_photo
 from vitral import weights
 from vitral.cli import main as cli
 from vitral.data.preprocess import Preprocessing
@@ -104,7 +104,7 @@ UNUSABLE = {
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photos")
     for index in range(8):
-        photograph(folder / ("ants", "bees")[index % 2] / f"{index}.png", (index % 2 * 200, 90, 90), index)
+        save_photo(folder / ("ants", "bees")[index % 2] / f"{index}.png", (index % 2 * 200, 90, 90), index)
     return folder
 
 

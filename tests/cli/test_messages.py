@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from data.files.test_listing import photograph
 from support.common import Command, leave_out_pictures
+from support.photos import save_photo
 from support.served import server
 from vitral import api, weights
 from vitral.cli import messages
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("messages")
     Image.new("L", (64, 48), 128).save(folder / "photo.png")
     for index in range(24):
-        photograph(folder / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
+        save_photo(folder / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
     config = ViTConfig(image_size=(16, 16), patch_size=8, num_classes=10, width=64, depth=1, heads=4)
     preprocessing = Preprocessing(image_size=(16, 16), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     digits = tuple(map(str, range(10)))
@@ -98,7 +98,7 @@ def test_the_server_logs_checkpoint_notes(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(folder)
     with server("checkpoint") as running:
         (model,) = running.log_entries("listening")[0]["models"]
-    assert model["understood"] == list(Predictor.load(folder / "checkpoint").notes)
+    assert model["notes"] == list(Predictor.load(folder / "checkpoint").notes)
 
 
 def test_bench_stores_nothing_next_to_a_checkpoint(

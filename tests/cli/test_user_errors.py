@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.files.test_listing import photograph
+from support.photos import save_photo
 from vitral import weights
 from vitral.cli import main as cli
 from vitral.data.preprocess import Preprocessing
@@ -51,7 +51,7 @@ def model(tmp_path: Path) -> Path:
 def photos(tmp_path: Path) -> Path:
     for name in ("ants", "bees"):
         for k in range(4):
-            photograph(tmp_path / "photos" / name / f"{k}.png", (200, 90, 60), k)
+            save_photo(tmp_path / "photos" / name / f"{k}.png", (200, 90, 60), k)
     return tmp_path / "photos"
 
 
@@ -140,7 +140,7 @@ def test_train_errors_create_no_run(words, message, photos, tmp_path, capsys, mo
 
 def test_too_few_images_for_validation_create_no_run(tmp_path, capsys):
     for name in ("ants", "bees"):
-        photograph(tmp_path / "few" / name / "0.png", (200, 90, 60), 0)
+        save_photo(tmp_path / "few" / name / "0.png", (200, 90, 60), 0)
     assert "no validation images" in refused(capsys, "train", str(tmp_path / "few"), "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -208,7 +208,7 @@ def test_doctor_reports_unreadable_images(tmp_path, capsys):
 
 def test_ascii_terminals_and_non_unicode_file_names_work(run, tmp_path):
     (tmp_path / "odd").mkdir()
-    photograph(tmp_path / "odd" / "x.png", (200, 90, 60), 0)
+    save_photo(tmp_path / "odd" / "x.png", (200, 90, 60), 0)
     (tmp_path / "odd" / "x.png").rename(tmp_path / "odd" / "\udcff.png")
     command = [sys.executable, "-m", "vitral", "predict", str(run), str(tmp_path / "odd")]
     done = subprocess.run(
