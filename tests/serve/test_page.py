@@ -21,7 +21,7 @@ import pytest
 from PIL import Image, ImageDraw
 from playwright.sync_api import expect, sync_playwright
 
-from support.served import picture, server, tiny_model
+from support.served import make_image, server, tiny_model
 
 expect.set_options(timeout=60_000)
 PAGE = Path(__file__).parents[2] / "src" / "vitral" / "serve" / "page"
@@ -40,7 +40,7 @@ SWITCHES = (
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     place = tmp_path_factory.mktemp("models")
-    insects = tiny_model(place / "insects", unknown_below=6.0)
+    insects = tiny_model(place / "insects", ood_threshold=6.0)
     digits = tiny_model(place / "digits", channels=1, size=28, mean=0.13)
     with server(insects, digits) as process:
         yield process
@@ -114,7 +114,7 @@ def shown(page) -> str:
 def known(running, unknown: bool = False) -> bytes:
     """A picture the model does not call unknown."""
     address = f"{running.url}/v1/models/insects/predict"
-    asked = (picture(seed) for seed in range(30))
+    asked = (make_image(seed) for seed in range(30))
     return next(c for c in asked if httpx.post(address, content=c).json()["answers"][0]["unknown"] == unknown)
 
 
@@ -263,7 +263,7 @@ def test_a_text_file_called_png_gets_a_sentence(open_page, running):
 def test_a_server_that_is_gone_gets_a_sentence(open_page, running):
     page = open_page()
     page.route("**/explain?**", lambda route: route.abort())
-    upload(page, picture())
+    upload(page, make_image())
     expect(page.locator("#trouble")).to_contain_text("The server does not answer")
 
 
@@ -340,7 +340,7 @@ def test_ink_on_paper_is_offered_to_be_inverted(open_page, running):
 
 def test_many_files_become_a_table_and_a_csv(open_page, running):
     page = open_page()
-    contents = [picture(seed) for seed in range(20)]
+    contents = [make_image(seed) for seed in range(20)]
     contents[3] = b"not an image"
     names = [f"{index}.png" for index in range(20)]
     names[5] = '=1+1,"x".png'

@@ -1,4 +1,4 @@
-"""A real server process, treated badly: it answers what it should, refuses the rest, and forgets nobody."""
+"""A real server process under abuse: malformed requests, slow clients, overload and shutdown."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from support.served import picture, server, tiny_model
+from support.served import make_image, server, tiny_model
+from vitral.serve.connection import make_protocol
 from vitral.serve.limits import Limits
-from vitral.serve.metrics import Meters
-from vitral.serve.server import protocol
+from vitral.serve.metrics import ServerMetrics
 
 PREDICT = "/v1/models/tiny/predict"
-QUICK = ("--header-s", 1, "--body-s", 2, "--pause-s", 1, "--body-mib", 2, "--held-mib", 16)
-USUAL = min(Limits().header_s, Limits().pause_s)  # seconds, ten times as long: on a busy machine too
+SHORT_TIMEOUTS = ("--header-timeout-s", 1, "--body-timeout-s", 2, "--stall-timeout-s", 1)
+SMALL_BODIES = ("--max-body-mib", 2, "--max-total-body-mib", 16)
+DEFAULT_TIMEOUT = min(Limits().header_timeout_s, Limits().stall_timeout_s)  # ten times the short ones: a safe margin
 
 
 @pytest.fixture(scope="module")
@@ -31,31 +32,31 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def quick(model):
-    """With short patience, so that the tests need little of it."""
-    with server(model, *QUICK) as running:
+def strict(model):
+    """A server with short timeouts."""
+    with server(model, *SHORT_TIMEOUTS, *SMALL_BODIES) as running:
         yield running
 
 
-def talk(port: int, *pieces: bytes, pause: float = 0.0, patience: float = 60.0) -> bytes:
-    """Send bytes as they are, listening all the while; what comes back until the other side closes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=patience) as line, ThreadPoolExecutor(1) as ear:
-        heard = ear.submit(listen, line)
+def exchange_bytes(port: int, *chunks: bytes, pause: float = 0.0, timeout: float = 60.0) -> bytes:
+    """Send raw bytes while receiving; returns everything received until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout) as connection, ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receive_all, connection)
         try:
-            for piece in pieces:
-                line.sendall(piece)
+            for chunk in chunks:
+                connection.sendall(chunk)
                 time.sleep(pause)
         except ConnectionError:
             pass
-        return heard.result()
+        return received.result()
 
 
-def listen(line: socket.socket) -> bytes:
-    heard = b""
+def receive_all(connection: socket.socket) -> bytes:
+    received = b""
     with suppress(ConnectionError):
-        while more := line.recv(65536):
-            heard += more
-    return heard
+        while chunk := connection.recv(65536):
+            received += chunk
+    return received
 
 
 def post(body: bytes, *headers: str, length: int | None = None) -> bytes:
@@ -63,18 +64,18 @@ def post(body: bytes, *headers: str, length: int | None = None) -> bytes:
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
-def status(reply: bytes) -> int:
-    return int(reply.split(b" ", 2)[1]) if reply.startswith(b"HTTP/1.1 ") else 0
+def status(response: bytes) -> int:
+    return int(response.split(b" ", 2)[1]) if response.startswith(b"HTTP/1.1 ") else 0
 
 
-def alive(running) -> bool:
-    return httpx.post(running.url + PREDICT, content=picture(), timeout=20).status_code == 200
+def is_alive(running) -> bool:
+    return httpx.post(running.url + PREDICT, content=make_image(), timeout=20).status_code == 200
 
 
 @pytest.mark.parametrize(
     "garbage",
     [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\xab" * 200,  # a TLS greeting
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\xab" * 200,  # a TLS handshake
         b"GET /\r\n\r\n",
         b"POST " + PREDICT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
         b"POST " + PREDICT.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnot-hex\r\n",
@@ -82,73 +83,73 @@ def alive(running) -> bool:
         b"\0" * 5000,
     ],
 )
-def test_garbage_instead_of_http_is_refused(quick, garbage):
-    assert status(talk(quick.port, garbage)) in (0, 400, 431)
-    assert alive(quick)
+def test_garbage_is_refused(strict, garbage):
+    assert status(exchange_bytes(strict.port, garbage)) in (0, 400, 431)
+    assert is_alive(strict)
 
 
-def test_a_half_sent_body_is_given_up(quick):
+def test_incomplete_body_times_out(strict):
     started = time.monotonic()
-    assert status(talk(quick.port, post(b"x" * 100, length=5000))) == 408
-    assert time.monotonic() - started < USUAL
-    assert alive(quick)
+    assert status(exchange_bytes(strict.port, post(b"x" * 100, length=5000))) == 408
+    assert time.monotonic() - started < DEFAULT_TIMEOUT
+    assert is_alive(strict)
 
 
-def test_a_body_that_trickles_is_given_up(quick):
-    reply = talk(quick.port, post(b"x", length=5000), *[b"x"] * 7, pause=0.5)
-    assert status(reply) == 408
+def test_slow_body_times_out(strict):
+    response = exchange_bytes(strict.port, post(b"x", length=5000), *[b"x"] * 7, pause=0.5)
+    assert status(response) == 408
 
 
-def test_headers_that_trickle_are_given_up(quick):
+def test_slow_headers_time_out(strict):
     started = time.monotonic()
-    assert talk(quick.port, b"GET / HT", *[b"x"] * 5, pause=0.4) == b""
-    assert time.monotonic() - started < USUAL
+    assert exchange_bytes(strict.port, b"GET / HT", *[b"x"] * 5, pause=0.4) == b""
+    assert time.monotonic() - started < DEFAULT_TIMEOUT
 
 
-def test_a_silent_connection_is_closed(quick):
+def test_silent_connection_is_closed(strict):
     started = time.monotonic()
-    assert talk(quick.port) == b""
-    assert time.monotonic() - started < USUAL
+    assert exchange_bytes(strict.port) == b""
+    assert time.monotonic() - started < DEFAULT_TIMEOUT
 
 
-def test_an_answer_that_nobody_fetches_does_not_stay(quick):
-    """Requests sent without end on one connection, nothing read: its answers fill the buffers, then it is dropped.
+def test_unread_response_is_dropped(strict):
+    """Send requests without reading any response until the buffers are full and the server drops the connection.
 
-    The server is asked whether it was: a client whose buffers are full may take a minute to notice.
+    The drop is read from the metrics: a client with full buffers may take a minute to notice it.
     """
-    before, until = unfetched(quick), time.monotonic() + 60
-    with socket.create_connection(("127.0.0.1", quick.port), timeout=1) as line:
-        while unfetched(quick) == before and time.monotonic() < until:
+    before, deadline = dropped_connections(strict), time.monotonic() + 60
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=1) as connection:
+        while dropped_connections(strict) == before and time.monotonic() < deadline:
             with suppress(TimeoutError, ConnectionError):
-                line.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
-    assert unfetched(quick) > before
-    assert alive(quick)
+                connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+    assert dropped_connections(strict) > before
+    assert is_alive(strict)
 
 
-def unfetched(running) -> float:
-    said = httpx.get(f"{running.url}/metrics", timeout=20).text
-    line = said.partition('vitral_dropped_connections_total{why="unfetched"} ')[2].partition("\n")[0]
-    return float(line or 0)
+def dropped_connections(running) -> float:
+    text = httpx.get(f"{running.url}/metrics", timeout=20).text
+    value = text.partition('vitral_dropped_connections_total{reason="unread_response"} ')[2].partition("\n")[0]
+    return float(value or 0)
 
 
-def test_slow_clients_do_not_keep_others_waiting(quick):
-    lines = [socket.create_connection(("127.0.0.1", quick.port)) for _ in range(100)]
-    for line in lines:
-        line.sendall(post(b"x" * 50, length=4000))
-    assert alive(quick)  # within seconds: the hundred would take minutes, one after the other
-    for line in lines:
-        line.close()
+def test_slow_clients_do_not_delay_others(strict):
+    connections = [socket.create_connection(("127.0.0.1", strict.port)) for _ in range(100)]
+    for connection in connections:
+        connection.sendall(post(b"x" * 50, length=4000))
+    assert is_alive(strict)  # one after the other, the hundred timeouts would take minutes
+    for connection in connections:
+        connection.close()
 
 
-def test_more_than_the_limit_is_refused_while_it_streams(quick):
+def test_oversized_chunked_body_is_refused(strict):
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     head = f"POST {PREDICT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    assert status(talk(quick.port, head, *[chunk] * 40, b"0\r\n\r\n")) == 413
-    assert alive(quick)
+    assert status(exchange_bytes(strict.port, head, *[chunk] * 40, b"0\r\n\r\n")) == 413
+    assert is_alive(strict)
 
 
 async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> tuple[int, str]:
-    """One request on a connection that stays: status and headers of the answer, whose body is read to its end."""
+    """One request on a persistent connection: status and headers of the response, whose body is read and discarded."""
     writer.write(request)
     await writer.drain()
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -156,17 +157,17 @@ async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, r
     return int(head.split()[1]), head
 
 
-async def load(running, clients: int, body: bytes, enough, until_told: bool = False):
-    """Clients that ask again as soon as they are answered, until it is enough: statuses, and what went wrong."""
+async def load(running, clients: int, body: bytes, is_done, until_closed: bool = False):
+    """Clients that send requests back to back until `is_done(statuses)`: counts of statuses, and connection errors."""
     statuses, failures = Counter(), []
 
     async def client() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
         try:
-            while not enough(statuses):
+            while not is_done(statuses):
                 code, head = await exchange(reader, writer, post(body))
                 statuses[code] += 1
-                if until_told and "connection: close" in head:
+                if until_closed and "connection: close" in head:
                     return
                 if code == 429:
                     assert "retry-after: 1" in head
@@ -181,43 +182,44 @@ async def load(running, clients: int, body: bytes, enough, until_told: bool = Fa
     return statuses, failures
 
 
-def test_ten_times_too_much_is_refused_and_memory_stays_bounded(model):
-    """200 clients for a queue of 20."""
-    body = picture(size=(800, 600), format="JPEG")
-    limits = ("--queue", 20, "--requests", 60, "--held-mib", 40)
+def test_overload_is_refused_and_memory_stays_bounded(model):
+    """200 clients, a queue of 20 images."""
+    body = make_image(size=(800, 600), format="JPEG")
+    limits = ("--max-queue", 20, "--max-requests", 60, "--max-total-body-mib", 40)
     with server(model, *limits) as running:
-        asyncio.run(load(running, 4, body, lambda told: told[200] > 40))
+        asyncio.run(load(running, 4, body, lambda counts: counts[200] > 40))
         before = running.memory_mib
-        statuses, failures = asyncio.run(load(running, 200, body, lambda told: told[200] > 150 and told[429] > 1000))
+        enough = lambda counts: counts[200] > 150 and counts[429] > 1000  # noqa: E731
+        statuses, failures = asyncio.run(load(running, 200, body, enough))
         assert failures == []
         assert set(statuses) <= {200, 429, 503}
         assert running.memory_mib - before < 250
         text = httpx.get(f"{running.url}/metrics", timeout=20).text
-        assert "vitral_held_bytes 0.0" in text
-        assert 'vitral_waiting_images{model="tiny"} 0.0' in text
+        assert "vitral_request_body_bytes 0.0" in text
+        assert 'vitral_queued_images{model="tiny"} 0.0' in text
 
 
-def test_sigterm_under_load_answers_all_that_was_accepted(model):
-    """Clients keep their connections; each is told to leave with its last answer. Nobody is cut off."""
+def test_sigterm_under_load_completes_all_accepted_requests(model):
+    """The last response on each persistent connection says `Connection: close`; no connection is cut off."""
     with server(model, "--drain-s", 3) as running:
 
         async def main():
             busy = asyncio.Event()
 
-            def enough(statuses) -> bool:
+            def is_done(statuses) -> bool:
                 if sum(statuses.values()) > 100:
                     busy.set()
                 return False
 
-            asked = asyncio.create_task(load(running, 24, picture(size=(300, 200)), enough, until_told=True))
+            clients = asyncio.create_task(load(running, 24, make_image(size=(300, 200)), is_done, until_closed=True))
             await busy.wait()
             running.terminate()
             async with httpx.AsyncClient(timeout=20) as http:
                 while (ready := await http.get(f"{running.url}/readyz")).status_code == 200:
                     await asyncio.sleep(0.02)
                 health = await http.get(f"{running.url}/healthz")
-                new = await http.post(running.url + PREDICT, content=picture())  # balancers need time to notice
-            return ready, health, new, await asked
+                new = await http.post(running.url + PREDICT, content=make_image())  # load balancers need time to notice
+            return ready, health, new, await clients
 
         ready, health, new, (statuses, failures) = asyncio.run(main())
         assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
@@ -225,36 +227,36 @@ def test_sigterm_under_load_answers_all_that_was_accepted(model):
         assert failures == []
         assert set(statuses) == {200}
         assert sum(statuses.values()) > 24
-        assert running.ended() == 0
-        answered = [entry for entry in running.logged("request") if entry["status"] == 200 and "images" in entry]
-        assert len(answered) == sum(statuses.values()) + 1
+        assert running.wait() == 0
+        completed = [entry for entry in running.log_entries("request") if entry["status"] == 200 and "images" in entry]
+        assert len(completed) == sum(statuses.values()) + 1
         with pytest.raises(httpx.ConnectError):
             httpx.get(running.url)
 
 
 @pytest.mark.slow
-def test_sigterm_waits_for_a_body_that_is_on_its_way(model):
+def test_sigterm_waits_for_an_incomplete_body(model):
     with server(model, "--drain-s", 0) as running:
-        whole = post(picture())
-        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as line:
-            line.sendall(whole[:-50])
+        request = post(make_image())
+        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as connection:
+            connection.sendall(request[:-50])
             time.sleep(1)
             running.terminate()
             time.sleep(1)
-            line.sendall(whole[-50:])
-            assert status(listen(line)) == 200
-        assert running.ended() == 0
+            connection.sendall(request[-50:])
+            assert status(receive_all(connection)) == 200
+        assert running.wait() == 0
 
 
-def test_the_log_of_a_process_is_json_line_by_line(quick):
-    alive(quick)
-    for line in quick.lines:
+def test_every_log_line_is_json(strict):
+    is_alive(strict)
+    for line in strict.lines:
         assert {"time", "level", "event"} <= json.loads(line).keys()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_schemathesis_finds_no_answer_that_is_not_described(model, tmp_path):
+def test_schemathesis_finds_no_undocumented_response(model, tmp_path):
     import subprocess
     import sys
     from pathlib import Path
@@ -268,18 +270,20 @@ def test_schemathesis_finds_no_answer_that_is_not_described(model, tmp_path):
         assert running.process.poll() is None
 
 
-@pytest.mark.parametrize("how", ["a request that is none", "the last answer"])
-def test_a_connection_closed_before_its_answer_was_fetched_does_not_linger(how):
-    """What is left of an answer may be too little to be called stuck, and still nobody fetches it."""
+@pytest.mark.parametrize(
+    "request_bytes", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"]
+)
+def test_closing_connection_with_an_unread_response_is_aborted(request_bytes):
+    """The rest of a response can be too short to pause writing and still never be read by the client."""
 
-    class Full(asyncio.Transport):
+    class UnreadTransport(asyncio.Transport):
         closed = aborted = False
 
         def write(self, data):
             pass
 
         def close(self):
-            self.closed = True  # what is not sent yet stays, and the connection with it
+            self.closed = True  # data in the write buffer keeps the connection open
 
         def abort(self):
             self.aborted = True
@@ -294,19 +298,19 @@ def test_a_connection_closed_before_its_answer_was_fetched_does_not_linger(how):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    async def met():
+    async def main():
         config = uvicorn.Config(app, log_config=None)
         config.load()
-        line = protocol(Limits(pause_s=1), Meters())(config=config, server_state=ServerState(), app_state={})
-        full = Full()
-        line.connection_made(full)
-        last = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        line.data_received(last if how == "the last answer" else b"nonsense\r\n\r\n")
+        protocol_class = make_protocol(Limits(stall_timeout_s=1), ServerMetrics())
+        protocol = protocol_class(config=config, server_state=ServerState(), app_state={})
+        transport = UnreadTransport()
+        protocol.connection_made(transport)
+        protocol.data_received(request_bytes)
         async with asyncio.timeout(20):
-            while not full.closed:
+            while not transport.closed:
                 await asyncio.sleep(0.01)
-            assert not full.aborted
-            while not full.aborted:
+            assert not transport.aborted
+            while not transport.aborted:
                 await asyncio.sleep(0.01)
 
-    asyncio.run(met())
+    asyncio.run(main())

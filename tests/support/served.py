@@ -1,4 +1,4 @@
-"""A small model and a real server process, for the tests of the server, the page and the deployment."""
+"""A tiny model, test images, and a real `vitral serve` process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -18,22 +19,22 @@ from PIL import Image
 
 from support.processes import Process
 from vitral.data.preprocess import Preprocessing
-from vitral.evaluation.calibration import Calibration
+from vitral.models.calibration import Calibration
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import ModelCard, save_model
+from vitral.runs.model_io import ModelConfig, save_model
 
 
 def tiny_model(
-    folder: Path, *, channels: int = 3, size: int = 32, unknown_below: float | None = None, mean: float = 0.5
+    folder: Path, *, channels: int = 3, size: int = 32, ood_threshold: float | None = None, mean: float = 0.5
 ) -> Path:
-    """A ViT with 4 × 4 patches, 3 layers, 2 heads and random weights, a head that has opinions included."""
+    """Save a ViT with 4 × 4 patches, 3 blocks, 2 heads and random weights, including the classification head."""
     torch.manual_seed(0)
     config = ViTConfig(
-        image_size=(size, size), patch_size=size // 4, channels=channels, classes=4, width=32, depth=3, heads=2
+        image_size=(size, size), patch_size=size // 4, channels=channels, num_classes=4, width=32, depth=3, heads=2
     )
     model = ViT(config)
     torch.nn.init.normal_(model.head.out.weight)
-    card = ModelCard(
+    model_config = ModelConfig(
         architecture=config,
         preprocessing=Preprocessing(
             image_size=(size, size), channels=channels, mean=(mean,) * channels, std=(0.25,) * channels
@@ -41,40 +42,40 @@ def tiny_model(
         classes=("ant", "bee", "<b>wasp</b>", "나비"),
         trained_on="noise",
         epoch=1,
-        calibration=Calibration(temperature=1.5, unknown_below=unknown_below),
+        calibration=Calibration(temperature=1.5, ood_threshold=ood_threshold),
     )
-    save_model(folder, model, card)
+    save_model(folder, model, model_config)
     return folder
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (60, 40), format: str = "PNG") -> bytes:
-    """Noise, enlarged: every seed another picture."""
-    draws = torch.Generator().manual_seed(seed)
-    small = torch.randint(0, 256, (6, 9, 3), generator=draws, dtype=torch.uint8).numpy()
+def make_image(seed: int = 0, size: tuple[int, int] = (60, 40), format: str = "PNG") -> bytes:
+    """An image file of enlarged noise, different for every seed."""
+    rng = torch.Generator().manual_seed(seed)
+    noise = torch.randint(0, 256, (6, 9, 3), generator=rng, dtype=torch.uint8).numpy()
     file = io.BytesIO()
-    Image.fromarray(small).resize(size).save(file, format=format)
+    Image.fromarray(noise).resize(size).save(file, format=format)
     return file.getvalue()
 
 
 class Server:
-    """A process that runs `vitral serve`, on a free port of this machine."""
+    """A `vitral serve` process on a free port, ready to serve."""
 
-    def __init__(self, *words: object) -> None:
-        heard, said = os.pipe()
-        self.process = Process("serve", *words, "--port", 0, "--log", "json", stderr=said)
-        os.close(said)
-        self.stderr = os.fdopen(heard, encoding="utf-8")
+    def __init__(self, *arguments: object) -> None:
+        read_end, write_end = os.pipe()
+        self.process = Process("serve", *arguments, "--port", 0, "--log", "json", stderr=write_end)
+        os.close(write_end)
+        self.stderr = os.fdopen(read_end, encoding="utf-8")
         self.lines: list[str] = []
         self.listening = threading.Event()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         assert self.listening.wait(60), "".join(self.lines)
-        assert self.logged("listening"), "".join(self.lines)
-        self.url: str = self.logged("listening")[0]["at"]
+        assert self.log_entries("listening"), "".join(self.lines)
+        self.url: str = self.log_entries("listening")[0]["url"]
         self.port = int(self.url.rpartition(":")[2])
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while httpx.get(f"{self.url}/readyz", timeout=30).status_code != 200:
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.05)
 
     def _read(self) -> None:
@@ -84,27 +85,28 @@ class Server:
                 self.listening.set()
         self.listening.set()
 
-    def logged(self, event: str) -> list[dict]:
-        return [said for line in self.lines if line.startswith("{") and (said := json.loads(line))["event"] == event]
+    def log_entries(self, event: str) -> list[dict[str, Any]]:
+        entries = [json.loads(line) for line in self.lines if line.startswith("{")]
+        return [entry for entry in entries if entry["event"] == event]
 
     @property
     def memory_mib(self) -> float:
-        """What it has in memory now."""
+        """Resident memory."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
-    def ended(self, seconds: float = 30) -> int:
+    def wait(self, seconds: float = 30) -> int:
         code = self.process.wait(seconds)
         self.reader.join(5)
         return code
 
 
 @contextmanager
-def server(*words: object) -> Iterator[Server]:
-    running = Server(*words)
+def server(*arguments: object) -> Iterator[Server]:
+    running = Server(*arguments)
     try:
         yield running
     finally:

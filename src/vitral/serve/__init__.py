@@ -1,1 +1,1 @@
-"""Models over HTTP: the app, the batches, the limits, and the page."""
+"""HTTP server for trained models: routes, request batching, limits and the web page."""

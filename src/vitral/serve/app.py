@@ -1,4 +1,4 @@
-"""The addresses: what each takes, and what it answers."""
+"""The HTTP routes."""
 
 from __future__ import annotations
 
@@ -17,245 +17,268 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from vitral import __version__
-from vitral.errors import VitralError, unknown
+from vitral.errors import VitralError, unknown_name_error
 from vitral.serve import schema
-from vitral.serve.explain_payload import METHODS, Wish
-from vitral.serve.limits import Refused
-from vitral.serve.middleware import Guard, State, refusal
-from vitral.serve.models import Served
-from vitral.serve.request_parsing import Upload, body_of, uploads
+from vitral.serve.explain_payload import SERVED_METHODS, ExplainRequest
+from vitral.serve.limits import ErrorCode, RequestError
+from vitral.serve.middleware import RequestMiddleware, ServerState, error_response
+from vitral.serve.models import ServedModel
+from vitral.serve.request_parsing import Upload, parse_uploads, read_body
 
-PAGE = Path(__file__).parent / "page"
-TYPES = {
+PAGE_DIR = Path(__file__).parent / "page"
+MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": schema.Error, "description": said}
-    for status, said in {
-        400: "the body cannot be read",
-        401: "an API key is missing",
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": schema.ErrorBody, "description": description}
+    for status, description in {
+        400: "invalid request body",
+        401: "missing or wrong API key",
         404: "no such model",
-        408: "the body took too long",
-        413: "too much in one request",
-        415: "a type that is not read",
-        429: "too busy: try again after Retry-After seconds",
-        503: "not ready, or out of time: try again after Retry-After seconds",
+        408: "the body arrived too slowly",
+        413: "the body is too large or has too many images",
+        415: "unsupported content type",
+        429: "too many requests; retry after Retry-After seconds",
+        503: "not ready or timed out; retry after Retry-After seconds",
     }.items()
 }
-SETTINGS: dict[int | str, dict[str, Any]] = {
-    422: {"model": schema.AllUnreadable, "description": "no image could be read, or a setting is wrong"}
+UNPROCESSABLE_RESPONSE: dict[int | str, dict[str, Any]] = {
+    422: {"model": schema.UnreadableImages, "description": "no image could be read, or a parameter is invalid"}
 }
+INLINE_PARSE_BYTES = 2**18  # larger bodies are parsed in a thread, so that they do not block the event loop
 
-Top = Annotated[int, Query(ge=1, le=1000, description="labels an image")]
+TopParameter = Annotated[int, Query(ge=1, le=1000, description="number of labels per image")]
+TargetParameter = Annotated[str | None, Query(description="class to explain; default: the most probable class")]
+MethodsParameter = Annotated[str, Query(description=f"comma-separated list of: {', '.join(SERVED_METHODS)}")]
+AttentionParameter = Annotated[bool, Query(description="include the attention of all layers and heads")]
 
 
-def as_json(content: Any, status: int = 200) -> Response:
+def json_response(content: Any, status: int = 200) -> Response:
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return Response(text, status_code=status, media_type="application/json")
 
 
-def make_app(models: Sequence[Served], state: State) -> Guard:
-    """The whole server as an ASGI application, not yet ready: it warms up when it starts."""
-    by_name = {served.name: served for served in models}
-
-    async def warm_up() -> None:
-        loop = asyncio.get_running_loop()
-        for served in models:
-            await loop.run_in_executor(served.threads, served.warm_up)
-        state.ready = True
-
-    @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
-        for served in models:
-            served.batcher.start()
-        warming = asyncio.create_task(warm_up())  # while /healthz already answers and /readyz does not yet
-        yield
-        warming.cancel()
-        for served in models:
-            await served.batcher.stop()
-
+def create_app(models: Sequence[ServedModel], state: ServerState) -> RequestMiddleware:
+    """The complete server as an ASGI application. It warms up when it starts and is ready afterwards."""
     app = FastAPI(
         title="vitral",
         version=__version__,
-        description="Vision Transformers: ranked labels for images, and what the model looked at.",
-        docs_url=None,  # FastAPI's page fetches its scripts from elsewhere
+        description="Image classification with Vision Transformers: ranked labels, heatmaps and attention.",
+        docs_url=None,  # FastAPI's own page loads scripts from a CDN
         redoc_url=None,
-        lifespan=life,
+        lifespan=lambda app: _lifespan(models, state),
     )
+    _add_model_routes(app, models, state)
+    _add_status_routes(app, models, state)
+    _add_page_routes(app)
+    _add_error_handlers(app)
+    return RequestMiddleware(app, state)
 
-    def model(name: str) -> Served:
-        if name not in by_name:
-            said = unknown("model", name[:64], by_name)
-            raise Refused(404, said.what, said.hint)
-        return by_name[name]
 
-    @asynccontextmanager
-    async def images_in(request: Request) -> AsyncIterator[list[Upload]]:
-        """The images of a request, which then has `request_s` left to be answered."""
-        if not state.ready:
-            raise Refused(503, "the server is warming up: try again in a moment", retry_after=2)
-        limits = state.limits
-        try:
-            async with body_of(request, limits, state.held) as body, asyncio.timeout(limits.request_s):
-                kind, size = request.headers.get("content-type", ""), len(body)
-                if size < 2**18:
-                    found = uploads(kind, body, limits)
-                else:  # long enough to be noticed by those who wait
-                    found = await asyncio.get_running_loop().run_in_executor(None, uploads, kind, body, limits)
-                body.clear()
-                request.scope["seen"] |= {"images": len(found), "bytes": size}
-                yield found
-        except TimeoutError as error:
-            raise Refused(503, f"no answer in {limits.request_s:g} seconds", retry_after=2) from error
+@asynccontextmanager
+async def _lifespan(models: Sequence[ServedModel], state: ServerState) -> AsyncIterator[None]:
+    async def warm_up() -> None:
+        loop = asyncio.get_running_loop()
+        for model in models:
+            await loop.run_in_executor(model.model_pool, model.warm_up)
+        state.ready = True
 
+    for model in models:
+        model.batcher.start()
+    warm_up_task = asyncio.create_task(warm_up())  # meanwhile /healthz succeeds and /readyz fails
+    yield
+    warm_up_task.cancel()
+    for model in models:
+        await model.batcher.stop()
+
+
+@asynccontextmanager
+async def _receive_uploads(request: Request, state: ServerState) -> AsyncIterator[list[Upload]]:
+    """The images of a request. The context must be left within `request_timeout_s` seconds."""
+    if not state.ready:
+        raise RequestError(503, "not_ready", "the server is warming up; retry in a moment", retry_after=2)
+    limits = state.limits
+    try:
+        async with read_body(request, limits, state.body_bytes) as body, asyncio.timeout(limits.request_timeout_s):
+            content_type, size = request.headers.get("content-type", ""), len(body)
+            if size < INLINE_PARSE_BYTES:
+                uploads = parse_uploads(content_type, body, limits)
+            else:
+                loop = asyncio.get_running_loop()
+                uploads = await loop.run_in_executor(None, parse_uploads, content_type, body, limits)
+            body.clear()
+            request.scope["log_fields"] |= {"images": len(uploads), "bytes": size}
+            yield uploads
+    except TimeoutError as error:
+        message = f"no result within {limits.request_timeout_s:g} seconds"
+        raise RequestError(503, "timeout", message, retry_after=2) from error
+
+
+def _add_model_routes(app: FastAPI, models: Sequence[ServedModel], state: ServerState) -> None:
+    models_by_name = {model.name: model for model in models}
     path = "/v1/models/{name}"
 
-    @app.get("/v1/models", response_model=schema.Models, responses={401: ERRORS[401], 429: ERRORS[429]})
-    async def list_models() -> Response:
-        """Every model here."""
-        return as_json({"models": [served.described for served in models]})
+    def find_model(name: str) -> ServedModel:
+        if name not in models_by_name:
+            error = unknown_name_error("model", name[:64], models_by_name)
+            raise RequestError(404, "not_found", error.what, error.hint)
+        return models_by_name[name]
 
-    @app.get(path, response_model=schema.Model, responses={key: ERRORS[key] for key in (401, 404, 429)})
+    @app.get("/v1/models", response_model=schema.ModelList, responses=_error_responses(401, 429))
+    async def list_models() -> Response:
+        """List all models."""
+        return json_response({"models": [model.description() for model in models]})
+
+    @app.get(path, response_model=schema.ModelInfo, responses=_error_responses(401, 404, 429))
     async def describe_model(name: str) -> Response:
-        """Classes, sizes and version of one model."""
-        return as_json(model(name).described)
+        """Describe one model: classes, sizes, version and engine."""
+        return json_response(find_model(name).description())
 
     @app.post(
         f"{path}/predict",
-        response_model=schema.Answers,
-        responses=ERRORS | SETTINGS,
-        openapi_extra={"requestBody": schema.IMAGES},
+        response_model=schema.PredictResponse,
+        responses=ERROR_RESPONSES | UNPROCESSABLE_RESPONSE,
+        openapi_extra={"requestBody": schema.IMAGE_REQUEST_BODY},
     )
-    async def predict(request: Request, name: str, top: Top = 5) -> Response:
-        """Ranked labels for one image or many. One that cannot be read gets an error and stops nothing."""
-        served = model(name)
-        async with images_in(request) as found:
-            answers = await served.predict(found, top)
-        if all("error" in answer for answer in answers):
-            first = answers[0]
-            return as_json({"error": f"{first['name']}: {first['error']}", "answers": answers}, 422)
-        return as_json({"model": served.name, "version": served.version, "answers": answers})
+    async def predict(request: Request, name: str, top: TopParameter = 5) -> Response:
+        """Classify one or more images. An unreadable image gets an error; the other images are classified."""
+        model = find_model(name)
+        async with _receive_uploads(request, state) as uploads:
+            predictions = await model.predict(uploads, top)
+        if all("error" in prediction for prediction in predictions):
+            first = predictions[0]
+            error = first["error"] | {"message": f"{first['file']}: {first['error']['message']}"}
+            return json_response({"error": error, "predictions": predictions}, 422)
+        header = {"model": model.name, "version": model.version, "engine": model.predictor.engine.name}
+        return json_response(header | {"predictions": predictions})
 
     @app.post(
         f"{path}/explain",
-        response_model=schema.Explanation,
-        responses=ERRORS | SETTINGS,
-        openapi_extra={"requestBody": schema.IMAGES},
+        response_model=schema.ExplainResponse,
+        responses=ERROR_RESPONSES | UNPROCESSABLE_RESPONSE,
+        openapi_extra={"requestBody": schema.IMAGE_REQUEST_BODY},
     )
     async def explain(
         request: Request,
         name: str,
-        top: Top = 5,
-        target: Annotated[str | None, Query(description="the class to explain; default: the most probable")] = None,
-        methods: Annotated[str, Query(description=f"with commas between: {', '.join(METHODS)}")] = "rollout",
-        attention: Annotated[bool, Query(description="send every layer's and head's attention too")] = False,
+        top: TopParameter = 5,
+        target: TargetParameter = None,
+        methods: MethodsParameter = "rollout",
+        attention: AttentionParameter = False,
     ) -> Response:
-        """One image, looked at from inside: heatmaps, and where each patch looked."""
-        served = model(name)
-        wish = Wish(target=_target(target, served), methods=_methods(methods), attention=attention, top=top)
-        async with images_in(request) as found:
-            if len(found) > 1:
-                raise Refused(413, "one image at a time is explained", "send the others by themselves")
-            answer = await served.explain(found[0], wish)
-        return as_json({"model": served.name, "version": served.version} | answer)
+        """Classify one image and explain the prediction with heatmaps and, on request, the attention weights."""
+        model = find_model(name)
+        explain_request = ExplainRequest(
+            target=_parse_target(target, model), methods=_parse_methods(methods), attention=attention, top=top
+        )
+        async with _receive_uploads(request, state) as uploads:
+            if len(uploads) > 1:
+                hint = "send one request per image"
+                raise RequestError(413, "too_many_images", "explain takes one image per request", hint)
+            explanation = await model.explain(uploads[0], explain_request)
+        return json_response({"model": model.name, "version": model.version} | explanation)
 
+
+def _error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: ERROR_RESPONSES[status] for status in statuses}
+
+
+def _parse_target(class_name: str | None, model: ServedModel) -> int | None:
+    if class_name is None:
+        return None
+    classes = model.predictor.classes
+    if class_name not in classes:
+        error = unknown_name_error("class", class_name[:64], classes)
+        raise RequestError(422, "invalid_parameter", error.what)  # the hint would list all classes
+    return classes.index(class_name)
+
+
+def _parse_methods(text: str) -> tuple[str, ...]:
+    methods = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for method in methods:
+        if method not in SERVED_METHODS:
+            error = unknown_name_error("method", method[:64], SERVED_METHODS)
+            raise RequestError(422, "invalid_parameter", error.what, error.hint)
+    return methods
+
+
+def _add_status_routes(app: FastAPI, models: Sequence[ServedModel], state: ServerState) -> None:
     @app.get("/healthz", response_model=schema.Status)
     async def health() -> Response:
-        """The process is alive."""
-        return as_json({"status": "alive"})
+        """Liveness: succeeds while the process runs."""
+        return json_response({"status": "ok"})
 
     @app.get("/readyz", response_model=schema.Status, responses={503: {"model": schema.Status}})
     async def readiness() -> Response:
-        """It should be sent requests: warmed up, and not on its way out."""
-        status = "draining" if state.draining else "ready" if state.ready else "warming up"
-        return as_json({"status": status}, 200 if status == "ready" else 503)
+        """Readiness: succeeds between warm-up and shutdown."""
+        status = "draining" if state.draining else "ready" if state.ready else "warming_up"
+        return json_response({"status": status}, 200 if status == "ready" else 503)
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, 401: ERRORS[401]})
+    @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        """Figures for Prometheus."""
-        meters = state.meters
-        for served in models:
-            meters.waiting.labels(served.name).set(served.batcher.places)
-        meters.under_way.set(state.under_way.taken)
-        meters.held.set(state.held.taken)
-        meters.ready.set(state.ready and not state.draining)
-        return Response(meters.text(), media_type=CONTENT_TYPE_LATEST)
-
-    _add_page(app)
-    _add_errors(app)
-    return Guard(app, state)
+        gauges = state.metrics
+        for model in models:
+            gauges.queued_images.labels(model.name).set(model.batcher.pending)
+        gauges.in_flight.set(state.in_flight.used)
+        gauges.body_bytes.set(state.body_bytes.used)
+        gauges.ready.set(state.ready and not state.draining)
+        return Response(gauges.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _target(name: str | None, served: Served) -> int | None:
-    if name is None:
-        return None
-    if name not in served.predictor.classes:
-        said = unknown("class", name[:64], served.predictor.classes)
-        raise Refused(422, said.what)
-    return served.predictor.classes.index(name)
+def _add_page_routes(app: FastAPI) -> None:
+    """Serve the files of the page from memory, so that no request path ever becomes a file path."""
+    files = {file.name: file.read_bytes() for file in sorted(PAGE_DIR.iterdir()) if file.suffix in MEDIA_TYPES}
 
-
-def _methods(said: str) -> tuple[str, ...]:
-    chosen = tuple(dict.fromkeys(word.strip() for word in said.split(",") if word.strip()))
-    for method in chosen:
-        if method not in METHODS:
-            mistake = unknown("method", method[:64], METHODS)
-            raise Refused(422, mistake.what, mistake.hint)
-    return chosen
-
-
-def _add_page(app: FastAPI) -> None:
-    """The page's files, read once: nothing a client says becomes a path."""
-    files = {file.name: file.read_bytes() for file in sorted(PAGE.iterdir()) if file.suffix in TYPES}
-
-    def page(name: str) -> Response:
+    def serve_file(name: str) -> Response:
         if name not in files:
-            raise Refused(404, "there is no such file")
+            raise RequestError(404, "not_found", "no such file")
         return Response(
-            files[name], media_type=TYPES[Path(name).suffix], headers={"Cache-Control": "no-cache, max-age=0"}
+            files[name], media_type=MEDIA_TYPES[Path(name).suffix], headers={"Cache-Control": "no-cache, max-age=0"}
         )
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return page("index.html")
+        return serve_file("index.html")
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return page("docs.html")
+        return serve_file("docs.html")
 
     @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:
-        return page("icon.svg")
+        return serve_file("icon.svg")
 
     @app.get("/page/{file}", include_in_schema=False)
-    async def part(file: str) -> Response:
-        return page(file)
+    async def page_file(file: str) -> Response:
+        return serve_file(file)
 
 
-def _add_errors(app: FastAPI) -> None:
-    """Whatever goes wrong is JSON with a sentence."""
+def _add_error_handlers(app: FastAPI) -> None:
+    """Turn every exception into the JSON body of `schema.ErrorBody`."""
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> Response:
-        return refusal(error)
+    @app.exception_handler(RequestError)
+    async def request_error(request: Request, error: RequestError) -> Response:
+        return error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return refusal(Refused(422, f"{first['loc'][-1]}: {first['msg']}"))
+        return error_response(RequestError(422, "invalid_parameter", f"{first['loc'][-1]}: {first['msg']}"))
 
     @app.exception_handler(HTTPException)
-    async def other(request: Request, error: HTTPException) -> Response:
-        return as_json({"error": HTTPStatus(error.status_code).phrase.lower()}, error.status_code)
+    async def http_exception(request: Request, error: HTTPException) -> Response:
+        codes: dict[int, ErrorCode] = {404: "not_found", 405: "method_not_allowed"}
+        phrase = HTTPStatus(error.status_code).phrase.lower()
+        return error_response(RequestError(error.status_code, codes.get(error.status_code, "invalid_body"), phrase))
 
     @app.exception_handler(VitralError)
-    async def known(request: Request, error: VitralError) -> Response:
-        return refusal(Refused(422, error.what, error.hint))
+    async def vitral_error(request: Request, error: VitralError) -> Response:
+        return error_response(RequestError(422, "invalid_parameter", error.what, error.hint))
 
     @app.exception_handler(Exception)
-    async def mistake(request: Request, error: Exception) -> Response:
-        said = "the server made a mistake; its log says more"
-        return refusal(Refused(500, said, f"request {request.scope['request_id']}"))
+    async def internal_error(request: Request, error: Exception) -> Response:
+        hint = f"search for request id {request.scope['request_id']}"
+        return error_response(RequestError(500, "internal_error", "internal server error; see the server log", hint))

@@ -1,8 +1,9 @@
-"""Requests that arrive together become one batch, within a bound on how long the first of them waits.
+"""Dynamic batching: concurrent requests share a forward pass, with a bound on the time the first one waits.
 
-An image is announced when its decoding begins and comes when it is decoded. The model starts at once when nothing
-else is announced, so that a single client never waits; otherwise it waits for the others, `wait_s` at most. While it
-computes, the next batch gathers. Where several workers compute side by side, none takes more than its share.
+A client takes a ticket before it decodes its image and submits the decoded image through it. A batch starts at once
+when no other ticket holder is still decoding, so that a single client never waits; otherwise it waits for the others,
+at most `wait_s`. The next batch collects while the current one runs. With several workers, none takes more than its
+share of the pending items.
 """
 
 from __future__ import annotations
@@ -13,50 +14,61 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from vitral.serve.limits import busy
+from vitral.serve.limits import too_many_requests
 
 Item = TypeVar("Item")
-Answer = TypeVar("Answer")
-Waiting = tuple[Item, "asyncio.Future[Answer]", float]
+Result = TypeVar("Result")
 
 
-class Batcher(Generic[Item, Answer]):
-    """`answer` runs in `executor`, on up to `batch` items at once, in as many batches side by side as `workers`."""
+@dataclass(frozen=True)
+class QueuedItem(Generic[Item, Result]):
+    item: Item
+    future: asyncio.Future[Result]
+    submitted: float  # time.perf_counter()
+
+
+class Batcher(Generic[Item, Result]):
+    """Run `process` in `executor` on batches of up to `max_batch` items, `workers` batches at a time.
+
+    max_queue: pending items beyond which `ticket` raises a 429 error.
+    on_batch: called with the size and the seconds of every completed batch.
+    """
 
     def __init__(
         self,
-        answer: Callable[[list[Item]], list[Answer]],
+        process: Callable[[list[Item]], list[Result]],
         executor: Executor,
         *,
-        batch: int,
+        max_batch: int,
         wait_s: float,
-        queue: int,
+        max_queue: int,
         workers: int = 1,
-        seen: Callable[[int, float], None] = lambda size, seconds: None,
+        on_batch: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
-        self.answer, self.executor, self.seen = answer, executor, seen
-        self.batch, self.wait_s, self.queue, self.workers = batch, wait_s, queue, workers
-        self.waiting: deque[Waiting[Item, Answer]] = deque()
-        self.places = 0  # announced, waiting or being computed
-        self.announced = 0  # of these, still being decoded
+        self.process, self.executor, self.on_batch = process, executor, on_batch
+        self.max_batch, self.wait_s, self.max_queue, self.workers = max_batch, wait_s, max_queue, workers
+        self.queue: deque[QueuedItem[Item, Result]] = deque()
+        self.pending = 0  # tickets held: decoding, queued or being processed
+        self.decoding = 0  # tickets held whose item has not been submitted yet
         self.changed = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
 
     @contextmanager
-    def place(self) -> Iterator[Place[Item, Answer]]:
-        """A place in the queue, held from the beginning of decoding to the answer; refused when there is none."""
-        if self.places >= self.queue:
-            raise busy("the queue is full")
-        self.places += 1
-        self.announced += 1
-        place = Place(self)
+    def ticket(self) -> Iterator[Ticket[Item, Result]]:
+        """A slot in the queue, held from the start of decoding until the result arrives."""
+        if self.pending >= self.max_queue:
+            raise too_many_requests("the queue is full")
+        self.pending += 1
+        self.decoding += 1
+        ticket = Ticket(self)
         try:
-            yield place
+            yield ticket
         finally:
-            place.leave()
-            self.places -= 1
+            ticket.withdraw()
+            self.pending -= 1
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -70,62 +82,64 @@ class Batcher(Generic[Item, Answer]):
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            batch = await self._gather()
+            batch = await self._next_batch()
             started = time.perf_counter()
             try:
-                answers = await loop.run_in_executor(self.executor, self.answer, [item for item, _, _ in batch])
+                items = [queued.item for queued in batch]
+                results = await loop.run_in_executor(self.executor, self.process, items)
             except Exception as error:
-                for _, future, _ in batch:
-                    if not future.done():
-                        future.set_exception(error)
+                for queued in batch:
+                    if not queued.future.done():
+                        queued.future.set_exception(error)
                 continue
-            self.seen(len(batch), time.perf_counter() - started)
-            for (_, future, _), answer in zip(batch, answers, strict=True):
-                if not future.done():
-                    future.set_result(answer)
+            self.on_batch(len(batch), time.perf_counter() - started)
+            for queued, result in zip(batch, results, strict=True):
+                if not queued.future.done():
+                    queued.future.set_result(result)
 
     @property
-    def share(self) -> int:
-        """The most that one worker takes: what is here, divided among them, within the largest batch."""
-        return min(self.batch, max(-(-self.places // self.workers), 1))
+    def fair_share(self) -> int:
+        """Largest batch one worker takes: the pending items divided by the workers, at most `max_batch`."""
+        return min(self.max_batch, max(-(-self.pending // self.workers), 1))
 
-    async def _gather(self) -> list[Waiting[Item, Answer]]:
-        """The next batch: whoever waits, and those who come within the bound."""
+    async def _next_batch(self) -> list[QueuedItem[Item, Result]]:
+        """Wait until a batch is due, then take it from the queue, without the items whose client has given up."""
         while True:
-            while self.waiting and self.waiting[0][1].done():  # its client has given up
-                self.waiting.popleft()
-            if self.waiting:
-                left = self.waiting[0][2] + self.wait_s - time.perf_counter()
-                if len(self.waiting) >= self.share or not self.announced or left <= 0:
+            while self.queue and self.queue[0].future.done():
+                self.queue.popleft()
+            remaining: float | None = None
+            if self.queue:
+                remaining = self.queue[0].submitted + self.wait_s - time.perf_counter()
+                if len(self.queue) >= self.fair_share or not self.decoding or remaining <= 0:
                     break
-            else:
-                left = None
             self.changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(remaining):
                     await self.changed.wait()
-        batch: list[Waiting[Item, Answer]] = []
-        share = self.share
-        while self.waiting and len(batch) < share:
-            first = self.waiting.popleft()
-            if not first[1].done():
-                batch.append(first)
+        batch: list[QueuedItem[Item, Result]] = []
+        size = self.fair_share
+        while self.queue and len(batch) < size:
+            queued = self.queue.popleft()
+            if not queued.future.done():
+                batch.append(queued)
         return batch
 
 
-class Place(Generic[Item, Answer]):
-    def __init__(self, batcher: Batcher[Item, Answer]) -> None:
-        self.batcher, self.announced = batcher, True
+class Ticket(Generic[Item, Result]):
+    """One client's slot in a batcher's queue."""
 
-    def leave(self) -> None:
-        """No longer announced: it came, or it will not come."""
-        if self.announced:
-            self.announced = False
-            self.batcher.announced -= 1
+    def __init__(self, batcher: Batcher[Item, Result]) -> None:
+        self.batcher, self.decoding = batcher, True
+
+    def withdraw(self) -> None:
+        """Stop other items from waiting for this one: it was submitted, or it will never be."""
+        if self.decoding:
+            self.decoding = False
+            self.batcher.decoding -= 1
             self.batcher.changed.set()
 
-    async def ask(self, item: Item) -> Answer:
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.batcher.waiting.append((item, future, time.perf_counter()))
-        self.leave()
+    async def submit(self, item: Item) -> Result:
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self.batcher.queue.append(QueuedItem(item, future, time.perf_counter()))
+        self.withdraw()
         return await future

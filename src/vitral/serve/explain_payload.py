@@ -1,4 +1,4 @@
-"""What happened inside the model on the way to an answer, small enough to send: attention and heatmaps in 8 bits.
+"""Heatmaps and attention of one image, quantised to 8 bits so that they are small enough to send.
 
 Shapes:  L layers   h heads   T tokens   N patches   H, W pixels
 """
@@ -18,100 +18,101 @@ from vitral import explain
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import Trace
 
-MOST_ATTENTION = 8 * 2**20  # bytes; beyond, heads are averaged, then the first layers are left out
-METHODS = ("rollout", "relevance", "gradcam")  # of vitral.explain's those that need no more than a pass or two
+MAX_ATTENTION_BYTES = 8 * 2**20  # above it, heads are averaged, and then the first layers are omitted
+SERVED_METHODS = ("rollout", "relevance", "gradcam")  # the methods that need at most one forward and backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What of it is asked for."""
-
-    target: int | None = None  # the class that methods explain; None: the most probable
+class ExplainRequest:
+    target: int | None = None  # index of the class to explain; None: the most probable class
     methods: tuple[str, ...] = ("rollout",)
-    attention: bool = False
-    top: int = 5
+    attention: bool = False  # include the attention of all layers and heads
+    top: int = 5  # number of labels
 
 
-def look_inside(predictor: Predictor, pixels_CHW: Tensor, wish: Wish) -> dict[str, Any]:
-    """In a model thread."""
-    calibration, model = predictor.card.calibration, predictor.model
-    image = predictor.card.preprocessing.normalise(pixels_CHW[None].to(predictor.hardware.device))
+def explain_image(predictor: Predictor, pixels_CHW: Tensor, request: ExplainRequest) -> dict[str, Any]:
+    """Probabilities, heatmaps and attention of one image. Runs in a model thread.
+
+    Explanations need gradients and attention, so they come from the reference model rather than from the engine.
+    """
+    calibration, model = predictor.model_config.calibration, predictor.model
+    image = predictor.model_config.preprocessing.normalise(pixels_CHW[None].to(predictor.hardware.device))
     with torch.no_grad():
         trace = model.trace(image)
     logits = trace.logits.float().cpu()
-    covered = inner(pixels_CHW, trace.margin)
-    target = int(logits[0].argmax()) if wish.target is None else wish.target
-    found: dict[str, Any] = {
+    covered = crop_margin(pixels_CHW, trace.margin)
+    target = int(logits[0].argmax()) if request.target is None else request.target
+    payload: dict[str, Any] = {
         "probabilities": calibration.probabilities(logits)[0].tolist(),
-        "unknown": bool(calibration.unknown(logits)[0]),
+        "ood": bool(calibration.is_ood(logits)[0]),
         "target": predictor.classes[target],
-        "image": {"width": covered.shape[2], "height": covered.shape[1], "png": png(covered)},
+        "image": {"width": covered.shape[2], "height": covered.shape[1], "png": png_base64(covered)},
         "grid": list(trace.grid),
-        "heatmaps": {method: heatmap(predictor, image, target, method, trace.margin) for method in wish.methods},
+        "heatmaps": {method: heatmap(predictor, image, target, method, trace.margin) for method in request.methods},
     }
-    return found | ({"attention": packed(trace, model.config.pooling == "class")} if wish.attention else {})
+    if request.attention:
+        payload["attention"] = pack_attention(trace, has_class_token=model.config.pooling == "class")
+    return payload
 
 
-def inner(pixels: Tensor, margin: int) -> Tensor:
-    """Without what lies beyond the outermost patches: of some hybrids a few pixels all around."""
+def crop_margin(pixels: Tensor, margin: int) -> Tensor:
+    """Remove the border that no patch covers. Some hybrid models have one; for others the margin is 0."""
     H, W = pixels.shape[-2:]
     return pixels[..., margin : H - margin, margin : W - margin]
 
 
 def heatmap(predictor: Predictor, image_1CHW: Tensor, target: int, method: str, margin: int) -> dict[str, Any]:
-    heat = explain.scaled(inner(explain.METHODS[method](predictor.model, image_1CHW[0], target), margin))
-    levels = (heat * 255).round().to(torch.uint8).cpu()
-    return {"width": levels.shape[1], "height": levels.shape[0], "levels": text(levels)}
+    heat = explain.METHODS[method](predictor.model, image_1CHW[0], target)
+    values = (explain.scaled(crop_margin(heat, margin)) * 255).round().to(torch.uint8).cpu()
+    return {"width": values.shape[1], "height": values.shape[0], "values": to_base64(values)}
 
 
-def packed(trace: Trace, has_class: bool) -> dict[str, Any]:
-    """Where each token looked among the patches, L h T N. Each row is scaled to its largest value, which `peaks` holds.
+def pack_attention(trace: Trace, *, has_class_token: bool) -> dict[str, Any]:
+    """Attention from each token to the patches, (L, h, T, N), as described in `schema.Attention`.
 
-    Rows are the class token, where there is one, and the patches; registers are left out. What a row looks at in other
-    tokens than patches is in `elsewhere`. Both are shares of one in 16 bits, little-endian.
+    The rows are the class token, if the model has one, and the patches; registers are omitted.
     """
     N = trace.grid[0] * trace.grid[1]
-    front = trace.attention[0].shape[-1] - N
-    chosen = [*([0] if has_class else []), *range(front, front + N)]
+    num_prefix = trace.attention[0].shape[-1] - N
+    row_indices = [*([0] if has_class_token else []), *range(num_prefix, num_prefix + N)]
     layers = list(range(len(trace.attention)))
     heads = trace.attention[0].shape[1]
-    averaged = len(layers) * heads * len(chosen) * N > MOST_ATTENTION
-    if averaged:
+    average_heads = len(layers) * heads * len(row_indices) * N > MAX_ATTENTION_BYTES
+    if average_heads:
         heads = 1
-        layers = layers[-max(MOST_ATTENTION // (len(chosen) * N), 1) :]
-    rows, peaks, elsewhere = [], [], []
+        layers = layers[-max(MAX_ATTENTION_BYTES // (len(row_indices) * N), 1) :]
+    values, row_max, non_patch = [], [], []
     for layer in layers:
         attention_hTT = trace.attention[layer][0].float()
-        if averaged:
+        if average_heads:
             attention_hTT = attention_hTT.mean(dim=0, keepdim=True)
-        to_patches = attention_hTT[:, chosen, front:]
-        peak = to_patches.amax(dim=-1, keepdim=True)
-        rows.append((to_patches / peak.clamp_min(1e-12) * 255).round().to(torch.uint8).cpu())
-        peaks.append(peak[..., 0].cpu())
-        elsewhere.append((1 - to_patches.sum(dim=-1)).clamp(0, 1).cpu())
+        to_patches = attention_hTT[:, row_indices, num_prefix:]
+        largest = to_patches.amax(dim=-1, keepdim=True)
+        values.append((to_patches / largest.clamp_min(1e-12) * 255).round().to(torch.uint8).cpu())
+        row_max.append(largest[..., 0].cpu())
+        non_patch.append((1 - to_patches.sum(dim=-1)).clamp(0, 1).cpu())
     return {
         "layers": [layer + 1 for layer in layers],
         "heads": heads,
-        "averaged": averaged,
-        "class_token": has_class,
-        "rows": len(chosen),
+        "heads_averaged": average_heads,
+        "has_class_token": has_class_token,
+        "rows": len(row_indices),
         "columns": N,
-        "levels": text(torch.stack(rows)),
-        "peaks": text(sixteen_bits(torch.stack(peaks))),
-        "elsewhere": text(sixteen_bits(torch.stack(elsewhere))),
+        "values": to_base64(torch.stack(values)),
+        "row_max": to_base64(to_uint16(torch.stack(row_max))),
+        "non_patch": to_base64(to_uint16(torch.stack(non_patch))),
     }
 
 
-def sixteen_bits(shares: Tensor) -> Tensor:
-    return (shares * 65535).round().to(torch.uint16)
+def to_uint16(fractions: Tensor) -> Tensor:
+    return (fractions * 65535).round().to(torch.uint16)
 
 
-def text(values: Tensor) -> str:
+def to_base64(values: Tensor) -> str:
     return base64.b64encode(values.contiguous().numpy().tobytes()).decode()
 
 
-def png(pixels_CHW: Tensor) -> str:
-    """The picture as the model gets it: scaled and cropped."""
+def png_base64(pixels_CHW: Tensor) -> str:
     file = io.BytesIO()
     Image.fromarray(pixels_CHW.permute(1, 2, 0).squeeze(-1).cpu().numpy()).save(file, format="PNG", compress_level=1)
     return base64.b64encode(file.getvalue()).decode()

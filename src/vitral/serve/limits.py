@@ -1,80 +1,109 @@
-"""What a client may ask for, and how long it may take over it. Everything that could grow has a bound here."""
+"""Limits of the server, and the errors that a client receives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal
 
 MIB = 2**20
+
+ErrorCode = Literal[
+    "invalid_body",  # 400: empty, malformed or without an image
+    "connection_closed",  # 400: the client stopped sending before the end of the body
+    "unauthorized",  # 401: the API key is missing or wrong
+    "not_found",  # 404: no such path or model
+    "method_not_allowed",  # 405
+    "body_timeout",  # 408: the body arrived too slowly
+    "body_too_large",  # 413
+    "too_many_images",  # 413: more images than one request may have
+    "unsupported_media_type",  # 415: a Content-Type that is not read
+    "invalid_parameter",  # 422: a query parameter has a wrong value
+    "unreadable_image",  # 422, or for one image of several: not an image, or a damaged one
+    "image_too_large",  # 422, or for one image of several: more pixels than allowed
+    "too_many_requests",  # 429: retry after Retry-After seconds
+    "internal_error",  # 500: the log has the traceback
+    "not_ready",  # 503: warming up
+    "timeout",  # 503: no result within the time limit
+    "too_many_connections",  # 503
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one server process. A request beyond one of them gets a sentence and a status, never a crash."""
+    """Bounds of one server process. A request that exceeds one of them receives an error response."""
 
-    body_mib: int = 32  # of one request; a phone's photograph has 3 to 12
-    held_mib: int = 256  # bodies of all requests together
-    megapixels: int = 50  # of one image, as its header says, before anything is decoded
-    images: int = 64  # a request
-    queue: int = 256  # images a model may have waiting; more are answered 429
-    requests: int = 256  # under way at once; more are answered 429
-    connections: int = 1024
-    batch: int = 32  # images the model sees at once
-    wait_ms: float = 5.0  # the longest that an image waits for others that are still being decoded
-    request_s: float = 30.0  # from the body's last byte to the answer
-    header_s: float = 10.0  # until a request's headers are whole
-    body_s: float = 60.0  # until its body is
-    pause_s: float = 10.0  # between two pieces of the body, or with an answer that is not fetched
-    idle_s: float = 75.0  # between two requests on one connection: longer than nginx keeps its own
-    drain_s: float = 2.0  # after SIGTERM: not ready any more, but answering, while balancers look elsewhere
+    max_body_mib: int = 32  # size of one request body in MiB
+    max_total_body_mib: int = 256  # size of all request bodies in memory together, in MiB
+    max_megapixels: int = 50  # size of one image, checked in its header before decoding
+    max_images: int = 64  # images per request
+    max_queue: int = 256  # images queued per model; further requests receive status 429
+    max_requests: int = 256  # requests in progress; further requests receive status 429
+    max_connections: int = 1024  # open connections; further connections receive status 503
+    max_batch: int = 32  # images per forward pass
+    batch_wait_ms: float = 5.0  # longest time an image waits for others that are being decoded
+    request_timeout_s: float = 30.0  # from the last byte of the body to the response
+    header_timeout_s: float = 10.0  # for receiving the request headers
+    body_timeout_s: float = 60.0  # for receiving the request body
+    stall_timeout_s: float = 10.0  # without progress while a body is received or a response is sent
+    keep_alive_s: float = 75.0  # idle time of a connection (longer than nginx's, so that nginx closes first)
+    drain_s: float = 2.0  # after SIGTERM, /readyz fails but requests are still accepted for this time
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not (value >= 0 if name in ("wait_ms", "drain_s") else value > 0):
-                raise ValueError(f"{name.replace('_', '-')} must be above 0, not {value}")
-        if self.body_mib > self.held_mib:
-            raise ValueError(f"body-mib ({self.body_mib}) cannot be more than held-mib ({self.held_mib})")
+        for name, value in vars(self).items():  # `not value > 0` also refuses nan
+            if name in ("batch_wait_ms", "drain_s"):
+                if not value >= 0:
+                    raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+            elif not value > 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+        if self.max_body_mib > self.max_total_body_mib:
+            raise ValueError(
+                f"--max-body-mib ({self.max_body_mib}) must not exceed --max-total-body-mib ({self.max_total_body_mib})"
+            )
 
 
-class Refused(Exception):
-    """A request that is not served: the status, a sentence, and where it helps, what to do."""
+class RequestError(Exception):
+    """An error response: HTTP status, machine-readable code, message for people, and what to do about it."""
 
-    def __init__(self, status: int, what: str, hint: str = "", retry_after: int | None = None) -> None:
-        super().__init__(what)
-        self.status, self.what, self.hint, self.retry_after = status, what, hint, retry_after
+    def __init__(
+        self, status: int, code: ErrorCode, message: str, hint: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.hint, self.retry_after = status, code, message, hint, retry_after
 
-    @property
-    def plain(self) -> dict[str, str]:
-        return {"error": self.what} | ({"hint": self.hint} if self.hint else {})
+    def to_dict(self) -> dict[str, Any]:
+        error = {"code": self.code, "message": self.message}
+        return {"error": error | ({"hint": self.hint} if self.hint else {})}
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def busy(what: str) -> Refused:
-    return Refused(429, f"{what}: try again in a moment", retry_after=1)
+def too_many_requests(message: str) -> RequestError:
+    return RequestError(429, "too_many_requests", f"{message}; retry in a moment", retry_after=1)
 
 
-class Room:
-    """A bound that is taken from and given back to: bytes held, requests under way."""
+class Budget:
+    """A bounded quantity that requests acquire and release, such as bytes in memory or requests in flight."""
 
-    def __init__(self, most: int, full: str) -> None:
-        self.most, self.full, self.taken = most, full, 0
+    def __init__(self, capacity: int, exhausted_message: str) -> None:
+        self.capacity, self.exhausted_message, self.used = capacity, exhausted_message, 0
 
-    def take(self, amount: int) -> None:
-        if self.taken + amount > self.most:
-            raise busy(self.full)
-        self.taken += amount
+    def acquire(self, amount: int) -> None:
+        if self.used + amount > self.capacity:
+            raise too_many_requests(self.exhausted_message)
+        self.used += amount
 
-    def give(self, amount: int) -> None:
-        self.taken -= amount
+    def release(self, amount: int) -> None:
+        self.used -= amount
 
     @contextmanager
-    def holding(self, amount: int) -> Iterator[None]:
-        self.take(amount)
+    def hold(self, amount: int) -> Iterator[None]:
+        self.acquire(amount)
         try:
             yield
         finally:
-            self.give(amount)
+            self.release(amount)

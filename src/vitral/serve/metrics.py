@@ -1,36 +1,55 @@
-"""What the server counts, for Prometheus to fetch."""
+"""Prometheus metrics of the server."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
-class Meters:
-    """A registry of its own: two servers in one process do not count for each other."""
+
+class ServerMetrics:
+    """All metrics in a registry of their own, so that two servers in one process do not share counters."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        seconds = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-        sizes = (1, 2, 4, 8, 16, 32, 64, 128)
-        own = self.registry
-        self.requests = Counter("vitral_requests", "Requests answered", ["route", "status"], registry=own)
-        said = "From the headers to the answer's last byte"
-        self.seconds = Histogram("vitral_request_seconds", said, ["route"], buckets=seconds, registry=own)
-        self.images = Counter("vitral_images", "Images answered", ["model"], registry=own)
-        self.sizes = Histogram("vitral_batch_images", "Images in a batch", ["model"], buckets=sizes, registry=own)
-        said = "What a batch takes in the model"
-        self.model_seconds = Histogram("vitral_model_seconds", said, ["model"], buckets=seconds, registry=own)
-        said = "Images that hold a place in the queue"
-        self.waiting = Gauge("vitral_waiting_images", said, ["model"], registry=own)
-        self.under_way = Gauge("vitral_requests_under_way", "Requests that are not answered yet", registry=own)
-        self.held = Gauge("vitral_held_bytes", "Bodies that are in memory", registry=own)
-        said = "Connections cut off: headers that never came, answers that nobody fetched"
-        self.dropped = Counter("vitral_dropped_connections", said, ["why"], registry=own)
-        self.ready = Gauge("vitral_ready", "1 between warm-up and draining", registry=own)
+        registry = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "vitral_requests_total", "Requests by route and status.", ["route", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "vitral_request_duration_seconds",
+            "Time from the request headers to the last byte of the response.",
+            ["route"],
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.images = Counter("vitral_images_total", "Images classified.", ["model"], registry=registry)
+        self.batch_size = Histogram(
+            "vitral_batch_size", "Images per forward pass.", ["model"], buckets=BATCH_BUCKETS, registry=registry
+        )
+        self.inference_seconds = Histogram(
+            "vitral_inference_duration_seconds",
+            "Time of one forward pass.",
+            ["model"],
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.queued_images = Gauge(
+            "vitral_queued_images", "Images being decoded, queued or classified.", ["model"], registry=registry
+        )
+        self.in_flight = Gauge("vitral_requests_in_flight", "Requests in progress.", registry=registry)
+        self.body_bytes = Gauge("vitral_request_body_bytes", "Request bodies in memory.", registry=registry)
+        self.dropped_connections = Counter(
+            "vitral_dropped_connections_total",
+            "Connections closed because of a timeout: headers never completed, or a response not read.",
+            ["reason"],
+            registry=registry,
+        )
+        self.ready = Gauge("vitral_ready", "1 when the server is warmed up and not draining.", registry=registry)
 
-    def batch(self, model: str, size: int, seconds: float) -> None:
-        self.sizes.labels(model).observe(size)
-        self.model_seconds.labels(model).observe(seconds)
+    def observe_batch(self, model: str, size: int, seconds: float) -> None:
+        self.batch_size.labels(model).observe(size)
+        self.inference_seconds.labels(model).observe(seconds)
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Around every request: who may ask, how many at once, what is logged and counted, which headers go back."""
+"""ASGI middleware around every request: API keys, concurrency limit, security headers, log and metrics."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vitral.serve.limits import Limits, Refused, Room
-from vitral.serve.metrics import Meters
+from vitral.serve.limits import MIB, Budget, Limits, RequestError
+from vitral.serve.metrics import ServerMetrics
 
-OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz", "/favicon.ico")  # and /page/…: no key is asked for these
-QUIET = ("/healthz", "/readyz", "/metrics", "/page/{file}")  # asked for every few seconds: counted, not logged
+PUBLIC_PATHS = ("/", "/docs", "/openapi.json", "/healthz", "/readyz", "/favicon.ico")  # and /page/...: no key needed
+UNLOGGED_ROUTES = ("/healthz", "/readyz", "/metrics", "/page/{file}")  # polled by machines; counted but not logged
 log = logging.getLogger("vitral.serve")
 
-# The page is made of its own files alone: no script or style from elsewhere or inline, nobody frames it.
-POLICY = (
+# The page loads only its own files: no inline or third-party scripts and styles, and no framing.
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS = {
-    "Content-Security-Policy": POLICY,
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -39,85 +39,89 @@ HEADERS = {
 
 
 @dataclass
-class State:
-    """Of one server: what its parts must agree on."""
+class ServerState:
+    """State shared by the routes, the middleware and the process."""
 
     limits: Limits
-    keys: tuple[bytes, ...] = ()  # SHA-256 of each
+    key_digests: tuple[bytes, ...] = ()  # SHA-256 of each API key; empty: no key needed
     ready: bool = False
     draining: bool = False
-    meters: Meters = field(default_factory=Meters)
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
     def __post_init__(self) -> None:
-        self.held = Room(self.limits.held_mib * 2**20, "the server holds as many bytes as it may")
-        self.under_way = Room(self.limits.requests, "the server answers as many requests as it can")
+        self.body_bytes = Budget(self.limits.max_total_body_mib * MIB, "the server's memory for request bodies is full")
+        self.in_flight = Budget(self.limits.max_requests, "too many requests in progress")
 
 
-def digests(keys: Sequence[str]) -> tuple[bytes, ...]:
+def hash_keys(keys: Sequence[str]) -> tuple[bytes, ...]:
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
-class Guard:
-    def __init__(self, app: ASGIApp, state: State) -> None:
+class RequestMiddleware:
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app, self.state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        started, sent = time.perf_counter(), {"status": 0}
+        started, status = time.perf_counter(), 0
         request_id = secrets.token_hex(8)
-        scope["seen"], scope["request_id"] = {}, request_id  # seen: what the log says of the request
+        scope["log_fields"], scope["request_id"] = {}, request_id  # routes add their own fields to the log record
 
-        async def send_and_note(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                sent["status"] = message["status"]
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
-                headers.setdefault("Cache-Control", "no-store")
-                headers["X-Request-Id"] = request_id
-                if self.state.draining or message["status"] in (408, 413):
-                    headers["Connection"] = "close"
+                status = message["status"]
+                self._add_headers(message, request_id)
             await send(message)
 
         try:
-            await self._admit(scope, receive, send_and_note)
-        except Exception:  # the app has answered it with a 500
-            log.exception("a request failed", extra={"fields": {"id": request_id}})
+            await self._handle(scope, receive, send_with_headers)
+        except Exception:  # the exception handler of the app has already sent status 500
+            log.exception("request failed", extra={"fields": {"id": request_id}})
         finally:
-            route = getattr(scope.get("route"), "path", "other")
-            seconds = time.perf_counter() - started
-            self.state.meters.requests.labels(route, sent["status"]).inc()
-            self.state.meters.seconds.labels(route).observe(seconds)
-            fields = {"id": request_id, "method": scope["method"], "route": route, "status": sent["status"]}
-            if route not in QUIET:
-                log.info("request", extra={"fields": fields | {"ms": round(seconds * 1000, 1)} | scope["seen"]})
+            self._record(scope, request_id, status, time.perf_counter() - started)
 
-    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             path = scope["path"]
-            if path in OPEN or path.startswith("/page/"):
+            if path in PUBLIC_PATHS or path.startswith("/page/"):
                 return await self.app(scope, receive, send)
             self._check_key(Headers(scope=scope))
-            with self.state.under_way.holding(1):
+            with self.state.in_flight.hold(1):
                 return await self.app(scope, receive, send)
-        except Refused as said:
-            await refusal(said)(scope, receive, send)
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
 
     def _check_key(self, headers: Headers) -> None:
-        """Every key is compared, each in constant time: how long it takes says nothing about them."""
-        if not self.state.keys:
+        """Compare with every key in constant time, so that the response time reveals nothing about the keys."""
+        if not self.state.key_digests:
             return
-        given = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
-        digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
-        if not any([hmac.compare_digest(digest, key) for key in self.state.keys]):  # noqa: C419 (no short cut)
-            raise Refused(401, "this server asks for an API key", "Authorization: Bearer KEY")
+        key = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        matches = [hmac.compare_digest(digest, key_digest) for key_digest in self.state.key_digests]
+        if not any(matches):
+            hint = "send the header: Authorization: Bearer KEY"
+            raise RequestError(401, "unauthorized", "this server requires an API key", hint)
+
+    def _add_headers(self, message: Message, request_id: str) -> None:
+        headers = MutableHeaders(scope=message)
+        for name, value in SECURITY_HEADERS.items():
+            headers[name] = value
+        headers.setdefault("Cache-Control", "no-store")
+        headers["X-Request-Id"] = request_id
+        if self.state.draining or message["status"] in (408, 413):
+            headers["Connection"] = "close"
+
+    def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self.state.metrics.requests.labels(route, status).inc()
+        self.state.metrics.request_seconds.labels(route).observe(seconds)
+        if route not in UNLOGGED_ROUTES:
+            fields = {"id": request_id, "method": scope["method"], "route": route, "status": status}
+            log.info("request", extra={"fields": fields | {"ms": round(seconds * 1000, 1)} | scope["log_fields"]})
 
 
-def refusal(said: Refused) -> Response:
-    return Response(
-        json.dumps(said.plain, ensure_ascii=False),
-        status_code=said.status,
-        headers=said.headers | ({"WWW-Authenticate": "Bearer"} if said.status == 401 else {}),
-        media_type="application/json",
-    )
+def error_response(error: RequestError) -> Response:
+    content = json.dumps(error.to_dict(), ensure_ascii=False)
+    return Response(content, status_code=error.status, headers=error.headers, media_type="application/json")

@@ -1,4 +1,4 @@
-"""A model that is served: its name and version, its place in the queue, and what it says about images."""
+"""A served model: its name and version, its queue, and the path from uploads to predictions."""
 
 from __future__ import annotations
 
@@ -15,167 +15,163 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitral import bundled as box
-from vitral.data.decode import NotAnImage
-from vitral.data.resize_crop import MODES
+from vitral import bundled
+from vitral.data.resize_crop import PIL_MODES
 from vitral.errors import VitralError
+from vitral.inference.prediction import rank_labels
 from vitral.inference.predictor import Predictor
-from vitral.serve.batcher import Batcher, Place
-from vitral.serve.explain_payload import METHODS, Wish, look_inside
-from vitral.serve.limits import Limits, Refused
-from vitral.serve.metrics import Meters
-from vitral.serve.request_parsing import Upload, pixels_of
-from vitral.utils.serialization import to_plain
+from vitral.serve.batcher import Batcher, Ticket
+from vitral.serve.explain_payload import SERVED_METHODS, ExplainRequest, explain_image
+from vitral.serve.limits import Limits, RequestError
+from vitral.serve.metrics import ServerMetrics
+from vitral.serve.request_parsing import ImageError, Upload, decode_upload
+from vitral.utils.serialization import to_dict
 
-Plain = dict[str, Any]
-Row = tuple[list[float], bool]  # probabilities, unknown
+JsonObject = dict[str, Any]
+Scores = tuple[list[float], bool]  # calibrated probabilities, and whether the image is out of distribution
 
 
-def version_of(predictor: Predictor) -> str:
-    """Twelve letters that change when the weights or anything on the model's card does."""
-    digest = hashlib.sha256(json.dumps(to_plain(predictor.card), sort_keys=True, default=str).encode())
+def model_version(predictor: Predictor) -> str:
+    """Twelve hexadecimal digits that change whenever the weights or the model configuration change."""
+    digest = hashlib.sha256(json.dumps(to_dict(predictor.model_config), sort_keys=True, default=str).encode())
     for name, tensor in sorted(predictor.model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data if tensor.numel() else b"")
     return digest.hexdigest()[:12]
 
 
-def name_of(path: str) -> str:
-    """runs/flowers → flowers, runs/flowers/model → flowers, hf:google/vit → vit; letters that fit into an address."""
-    place = Path(path.removeprefix("hf:").removeprefix(box.PREFIX))
-    folder = place.resolve() if place.exists() else place
-    name = folder.parent.name if folder.name == "model" else folder.stem if folder.is_file() else folder.name
+def default_name(source: str) -> str:
+    """Derive a URL-safe name: runs/flowers → flowers, runs/flowers/model → flowers, hf:google/vit → vit."""
+    path = Path(source.removeprefix("hf:").removeprefix(bundled.PREFIX))
+    path = path.resolve() if path.exists() else path
+    name = path.parent.name if path.name == "model" else path.stem if path.is_file() else path.name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
 
 
-def name_all(paths: Sequence[str], names: Sequence[str]) -> list[str]:
-    """One name a model, all different, as they stand in the addresses."""
-    if names and len(names) != len(paths):
-        raise VitralError(f"{len(paths)} models and {len(names)} names", "give each model a --name, or none")
-    chosen = list(names) or [name_of(path) for path in paths]
-    for name in chosen:
+def model_names(sources: Sequence[str], names: Sequence[str]) -> list[str]:
+    """One unique URL-safe name per model: the given names, or names derived from the sources."""
+    if names and len(names) != len(sources):
+        raise VitralError(f"{len(sources)} models but {len(names)} names", "pass --name once per model, or not at all")
+    result = list(names) or [default_name(source) for source in sources]
+    for name in result:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-            raise VitralError(f"a model cannot be called {name!r}", "letters, digits, dots, dashes and underscores")
-    if twice := [name for name in chosen if chosen.count(name) > 1]:
-        raise VitralError(f"two models are called {twice[0]!r}", "tell them apart with --name ONE --name OTHER")
-    return chosen
+            hint = "use letters, digits, dots, dashes and underscores"
+            raise VitralError(f"invalid model name {name!r}", hint)
+    if duplicates := [name for name in result if result.count(name) > 1]:
+        raise VitralError(f"two models are named {duplicates[0]!r}", "name them with --name FIRST --name SECOND")
+    return result
 
 
-class Served:
-    """One model behind its addresses. Decoding is spread over `decoders`; the model computes in `threads`."""
+class ServedModel:
+    """One model with its queue. Images are decoded in `decode_pool`; the model runs in `model_pool`."""
 
     def __init__(
         self,
         name: str,
         predictor: Predictor,
         limits: Limits,
-        decoders: Executor,
-        threads: Executor,
-        meters: Meters,
+        decode_pool: Executor,
+        model_pool: Executor,
+        metrics: ServerMetrics,
         workers: int = 1,
     ) -> None:
-        channels = predictor.card.preprocessing.channels
-        if channels not in MODES:
+        channels = predictor.model_config.preprocessing.channels
+        if channels not in PIL_MODES:
             raise VitralError(
-                f"{name} wants images with {channels} channels; a picture has 1, 3 or 4",
-                "such a model answers in Python: Predictor.logits(images)",
+                f"{name} expects images with {channels} channels; image files have 1, 3 or 4",
+                "use the model from Python: Predictor.logits(images)",
             )
         self.name, self.predictor, self.limits = name, predictor, limits
-        self.decoders, self.threads, self.meters = decoders, threads, meters
-        self.version = version_of(predictor)
-        self.batcher: Batcher[Tensor, Row] = Batcher(
-            self._answer,
-            threads,
-            batch=limits.batch,
-            wait_s=limits.wait_ms / 1000,
-            queue=limits.queue,
+        self.decode_pool, self.model_pool, self.metrics = decode_pool, model_pool, metrics
+        self.version = model_version(predictor)
+        self.batcher: Batcher[Tensor, Scores] = Batcher(
+            self._score_batch,
+            model_pool,
+            max_batch=limits.max_batch,
+            wait_s=limits.batch_wait_ms / 1000,
+            max_queue=limits.max_queue,
             workers=workers,
-            seen=lambda size, seconds: meters.batch(name, size, seconds),
+            on_batch=lambda size, seconds: metrics.observe_batch(name, size, seconds),
         )
 
     def warm_up(self) -> None:
-        """The first batches cost more than the others; nobody should wait for that."""
-        preprocessing = self.predictor.card.preprocessing
-        blank = torch.zeros(preprocessing.channels, *preprocessing.image_size, dtype=torch.uint8)
-        for size in (1, self.limits.batch):
-            self._answer([blank] * size)
+        """Run the smallest and the largest batch once, because the first calls are slower than the others."""
+        blank = torch.zeros(self.predictor.model_config.preprocessing.shape, dtype=torch.uint8)
+        for size in (1, self.limits.max_batch):
+            self._score_batch([blank] * size)
 
-    def _answer(self, images: list[Tensor]) -> list[Row]:
-        """In a model thread: calibrated probabilities, and whether the image is unlike all it was trained on."""
+    def _score_batch(self, images: list[Tensor]) -> list[Scores]:
         logits = self.predictor.logits(torch.stack(images))
-        calibration = self.predictor.card.calibration
-        rows = zip(calibration.probabilities(logits).tolist(), calibration.unknown(logits).tolist(), strict=True)
-        return list(rows)
+        calibration = self.predictor.model_config.calibration
+        probabilities, ood = calibration.probabilities(logits).tolist(), calibration.is_ood(logits).tolist()
+        return list(zip(probabilities, ood, strict=True))
 
-    async def predict(self, uploads: list[Upload], top: int) -> list[Plain]:
-        """An answer for each image, in order, or what is wrong with it. All of them find room in the queue, or none."""
+    async def predict(self, uploads: list[Upload], top: int) -> list[JsonObject]:
+        """One prediction or error per image, in order. Either all images enter the queue or none does."""
         with ExitStack() as stack:
-            places = [stack.enter_context(self.batcher.place()) for _ in uploads]
-            asked = [self._ask(place, upload, top) for place, upload in zip(places, uploads, strict=True)]
-            return [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+            tickets = [stack.enter_context(self.batcher.ticket()) for _ in uploads]
+            predictions = [self._predict_one(*pair, top) for pair in zip(tickets, uploads, strict=True)]
+            return [await predictions[0]] if len(predictions) == 1 else await asyncio.gather(*predictions)
 
-    async def _ask(self, place: Place[Tensor, Row], upload: Upload, top: int) -> Plain:
+    async def _predict_one(self, ticket: Ticket[Tensor, Scores], upload: Upload, top: int) -> JsonObject:
         try:
-            pixels = await self.pixels(upload)
-        except NotAnImage as error:
-            place.leave()
-            return {"name": upload.name, "error": error.what}
-        probabilities, unknown = await place.ask(pixels)
-        self.meters.images.labels(self.name).inc()
-        return {"name": upload.name, "labels": self.ranked(probabilities, top), "unknown": unknown}
+            pixels = await self._decode(upload)
+        except ImageError as error:
+            ticket.withdraw()
+            return {"file": upload.name, "error": {"code": error.code, "message": error.message}}
+        probabilities, ood = await ticket.submit(pixels)
+        self.metrics.images.labels(self.name).inc()
+        return {"file": upload.name, "labels": self._top_labels(probabilities, top), "ood": ood}
 
-    async def explain(self, upload: Upload, wish: Wish) -> Plain:
-        """One image, looked at from inside. It waits in the queue like the others, and runs alone."""
-        with self.batcher.place() as place:
+    async def explain(self, upload: Upload, request: ExplainRequest) -> JsonObject:
+        """Explain one image. It counts as one queued image, but it is not batched with others."""
+        with self.batcher.ticket() as ticket:
             try:
-                pixels = await self.pixels(upload)
-            except NotAnImage as error:
-                raise Refused(422, f"{upload.name}: {error.what}") from error
+                pixels = await self._decode(upload)
+            except ImageError as error:
+                raise RequestError(422, error.code, f"{upload.name}: {error.message}") from error
             finally:
-                place.leave()
+                ticket.withdraw()
             loop = asyncio.get_running_loop()
-            seen = await loop.run_in_executor(self.threads, look_inside, self.predictor, pixels, wish)
-        self.meters.images.labels(self.name).inc()
-        labels = self.ranked(seen.pop("probabilities"), wish.top)
-        return {"name": upload.name, "labels": labels} | seen
+            payload = await loop.run_in_executor(self.model_pool, explain_image, self.predictor, pixels, request)
+        self.metrics.images.labels(self.name).inc()
+        labels = self._top_labels(payload.pop("probabilities"), request.top)
+        return {"file": upload.name, "labels": labels} | payload
 
-    async def pixels(self, upload: Upload) -> Tensor:
+    async def _decode(self, upload: Upload) -> Tensor:
+        preprocessing = self.predictor.model_config.preprocessing
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self.decoders, pixels_of, upload, self.predictor.card.preprocessing, self.limits
-        )
+        return await loop.run_in_executor(self.decode_pool, decode_upload, upload, preprocessing, self.limits)
 
-    def ranked(self, probabilities: list[float], top: int) -> list[Plain]:
-        named = zip(self.predictor.classes, probabilities, strict=True)
-        best = sorted(named, key=lambda item: -item[1])[:top]
-        return [{"name": name, "probability": probability} for name, probability in best]
+    def _top_labels(self, probabilities: list[float], top: int) -> list[JsonObject]:
+        return [vars(label) for label in rank_labels(self.predictor.classes, probabilities, top)]
 
-    @property
-    def described(self) -> Plain:
-        """What the page and programs need to know of it."""
-        card = self.predictor.card
-        architecture = card.architecture
+    def description(self) -> JsonObject:
+        """The fields of `schema.ModelInfo`."""
+        config = self.predictor.model_config
+        architecture = config.architecture
         return {
             "name": self.name,
             "version": self.version,
-            "classes": list(card.classes),
-            "image_size": list(card.preprocessing.image_size),
-            "channels": card.preprocessing.channels,
+            "engine": self.predictor.engine.info(),
+            "classes": list(config.classes),
+            "image_size": list(config.preprocessing.image_size),
+            "channels": config.preprocessing.channels,
             "patch_size": architecture.patch_size,
             "grid": list(architecture.grid),
             "depth": architecture.depth,
             "heads": architecture.heads,
             "parameters": sum(parameter.numel() for parameter in self.predictor.model.parameters()),
-            "trained_on": card.trained_on,
-            "mean": list(card.preprocessing.mean),
-            "calibrated": card.calibration.temperature != 1,
-            "methods": list(METHODS),
-            "knows_unknown": card.calibration.unknown_below is not None,
-            "most_images": self.limits.images,
-            "most_mib": self.limits.body_mib,
+            "trained_on": config.trained_on,
+            "mean": list(config.preprocessing.mean),
+            "calibrated": config.calibration.temperature != 1,
+            "detects_ood": config.calibration.ood_threshold is not None,
+            "explain_methods": list(SERVED_METHODS),
+            "max_images": self.limits.max_images,
+            "max_body_mib": self.limits.max_body_mib,
         }
 
 
-def model_threads(workers: int) -> ThreadPoolExecutor:
-    """Where all models compute."""
+def make_model_pool(workers: int) -> ThreadPoolExecutor:
+    """The threads in which all models run."""
     return ThreadPoolExecutor(workers, thread_name_prefix="model")

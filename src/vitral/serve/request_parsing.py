@@ -1,7 +1,7 @@
-"""From a request's body to the images in it: multipart files, raw bytes, or base64 in JSON.
+"""Read a request body and extract the images: multipart files, raw bytes, or base64 strings in JSON.
 
-Only bytes are taken from a client: no path, no address, nothing pickled. They stay in memory and are gone with the
-request.
+A client can only send bytes. Paths, URLs and pickled objects are never interpreted, and the bytes stay in memory until
+the request ends.
 """
 
 from __future__ import annotations
@@ -9,23 +9,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from PIL import Image
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
-from vitral.data.decode import FORMATS, NotAnImage, decode
+from vitral.data.decode import ImageDecodeError, ImageTooLargeError, decode_image, read_header
 from vitral.data.preprocess import Preprocessing
-from vitral.serve.limits import MIB, Limits, Refused, Room
+from vitral.serve.limits import MIB, Budget, ErrorCode, Limits, RequestError
 
-HOW = 'send image files as multipart/form-data, one image as raw bytes, or JSON with base64: {"images": ["…"]}'
-MOST_DISCARDED = 4  # bodies that are too long are read so many times the limit before the connection is closed
+BODY_HINT = 'send image files as multipart/form-data, one image as raw bytes, or JSON: {"images": ["<base64>"]}'
+DISCARD_FACTOR = 4  # an oversized body is read up to this multiple of the limit before the connection is closed
 
 
 class Upload(NamedTuple):
@@ -33,169 +31,194 @@ class Upload(NamedTuple):
     content: bytes
 
 
+class ImageError(Exception):
+    """One image of a request cannot be used. The other images are still classified."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
 @asynccontextmanager
-async def body_of(request: Request, limits: Limits, held: Room) -> AsyncIterator[bytearray]:
-    """The whole body, counted while it streams in; given back to the room of all bodies at the end."""
-    most = limits.body_mib * MIB
-    body, taken = bytearray(), 0
-    too_long = Refused(413, f"the body is longer than {limits.body_mib} MiB", "send fewer or smaller images")
+async def read_body(request: Request, limits: Limits, body_bytes: Budget) -> AsyncIterator[bytearray]:
+    """Receive the whole body, with its size counted against `body_bytes` until the context exits."""
+    max_bytes = limits.max_body_mib * MIB
+    body, acquired = bytearray(), 0
+    too_large = RequestError(
+        413, "body_too_large", f"the body exceeds {limits.max_body_mib} MiB", "send fewer or smaller images"
+    )
     try:
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > most:
+        content_length = request.headers.get("content-length", "")
+        if content_length.isdecimal() and int(content_length) > max_bytes:
             await _discard(request, limits)
-            raise too_long
+            raise too_large
         try:
-            async with asyncio.timeout(limits.body_s):
-                async for piece in _pieces(request, limits.pause_s):
-                    if len(body) + len(piece) > most:
+            async with asyncio.timeout(limits.body_timeout_s):
+                async for chunk in _chunks(request, limits.stall_timeout_s):
+                    if len(body) + len(chunk) > max_bytes:
                         await _discard(request, limits)
-                        raise too_long
-                    held.take(len(piece))
-                    taken += len(piece)
-                    body += piece
+                        raise too_large
+                    body_bytes.acquire(len(chunk))
+                    acquired += len(chunk)
+                    body += chunk
         except TimeoutError as error:
-            raise Refused(408, "the body took too long to arrive") from error
+            raise RequestError(408, "body_timeout", "the body arrived too slowly") from error
         except ClientDisconnect as error:
-            raise Refused(400, "the connection ended before the body did") from error
+            raise RequestError(400, "connection_closed", "the connection closed before the end of the body") from error
         yield body
     finally:
-        held.give(taken)
+        body_bytes.release(acquired)
 
 
-async def _pieces(request: Request, pause_s: float) -> AsyncIterator[bytes]:
+async def _chunks(request: Request, stall_timeout_s: float) -> AsyncIterator[bytes]:
     stream = request.stream().__aiter__()
     while True:
-        async with asyncio.timeout(pause_s):
-            piece = await anext(stream, None)
-        if piece is None:
+        async with asyncio.timeout(stall_timeout_s):
+            chunk = await anext(stream, None)
+        if chunk is None:
             return
-        yield piece
+        yield chunk
 
 
 async def _discard(request: Request, limits: Limits) -> None:
-    """Read on for a while without keeping it: who is cut off while sending does not see the answer."""
-    read = 0
+    """Read on without storing anything: a client that is cut off while it sends does not see the response."""
+    discarded = 0
     try:
-        async with asyncio.timeout(limits.pause_s):
-            async for piece in request.stream():
-                read += len(piece)
-                if read > MOST_DISCARDED * limits.body_mib * MIB:
+        async with asyncio.timeout(limits.stall_timeout_s):
+            async for chunk in request.stream():
+                discarded += len(chunk)
+                if discarded > DISCARD_FACTOR * limits.max_body_mib * MIB:
                     return
     except (TimeoutError, ClientDisconnect, RuntimeError):
         return
 
 
-def uploads(content_type: str, body: bytearray, limits: Limits) -> list[Upload]:
-    """The images in a body."""
+def _invalid_body(message: str, hint: str = BODY_HINT) -> RequestError:
+    return RequestError(400, "invalid_body", message, hint)
+
+
+def _too_many_images(limits: Limits) -> RequestError:
+    message = f"more than {limits.max_images} images in one request"
+    return RequestError(413, "too_many_images", message, "split them into several requests")
+
+
+def parse_uploads(content_type: str, body: bytearray, limits: Limits) -> list[Upload]:
+    """Extract the images of a body according to its Content-Type."""
     if not body:
-        raise Refused(400, "the body is empty", HOW)
-    kind, options = parse_options_header(content_type)
-    if kind == b"multipart/form-data":
-        found = _multipart(body, options.get(b"boundary", b""), limits)
-    elif kind == b"application/json":
-        found = _json(body, limits)
-    elif kind.startswith(b"image/") or kind in (b"application/octet-stream", b""):
-        found = [Upload("image", bytes(body))]
+        raise _invalid_body("the body is empty")
+    media_type, options = parse_options_header(content_type)
+    if media_type == b"multipart/form-data":
+        uploads = _parse_multipart(body, options.get(b"boundary", b""), limits)
+    elif media_type == b"application/json":
+        uploads = _parse_json(body, limits)
+    elif media_type.startswith(b"image/") or media_type in (b"application/octet-stream", b""):
+        uploads = [Upload("image", bytes(body))]
     else:
-        raise Refused(415, f"the type {content_type[:60]!r} is not read here", HOW)
-    if not found:
-        raise Refused(400, "there is no image in the body", HOW)
-    return found
+        message = f"content type {content_type[:60]!r} is not supported"
+        raise RequestError(415, "unsupported_media_type", message, BODY_HINT)
+    if not uploads:
+        raise _invalid_body("no image in the body")
+    return uploads
 
 
-def _too_many(limits: Limits) -> Refused:
-    return Refused(413, f"more than {limits.images} images in one request", "send them in several")
+class _MultipartReader:
+    """Callbacks for the streaming multipart parser. Every part with a file name is an image."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.uploads: list[Upload] = []
+        self.complete = False
+        self._header_name, self._header_value, self._content = bytearray(), bytearray(), bytearray()
+        self._headers: dict[bytes, bytes] = {}
+
+    def callbacks(self) -> Any:
+        return {
+            "on_part_begin": self._begin_part,
+            "on_part_data": lambda data, start, end: self._content.extend(data[start:end]),
+            "on_part_end": self._end_part,
+            "on_header_field": lambda data, start, end: self._header_name.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._header_value.extend(data[start:end]),
+            "on_header_end": self._end_header,
+            "on_end": self._end_body,
+        }
+
+    def _begin_part(self) -> None:
+        self._content.clear()
+        self._headers.clear()
+
+    def _end_header(self) -> None:
+        self._headers[bytes(self._header_name).lower()] = bytes(self._header_value)
+        self._header_name.clear()
+        self._header_value.clear()
+
+    def _end_part(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        field_name = options.get(b"name", b"").decode("utf-8", "replace")
+        file_name = options.get(b"filename")
+        if file_name is None:
+            hint = "pass parameters in the query string: ?top=3"
+            raise _invalid_body(f"the form field {field_name[:40]!r} is not a file", hint)
+        if len(self.uploads) == self.limits.max_images:
+            raise _too_many_images(self.limits)
+        self.uploads.append(Upload(file_name.decode("utf-8", "replace")[:200], bytes(self._content)))
+
+    def _end_body(self) -> None:
+        self.complete = True
 
 
-def _multipart(body: bytearray, boundary: bytes, limits: Limits) -> list[Upload]:
-    """Each part with a file name is an image."""
+def _parse_multipart(body: bytearray, boundary: bytes, limits: Limits) -> list[Upload]:
     if not boundary:
-        raise Refused(400, "multipart/form-data without a boundary", "let the HTTP library set the Content-Type")
-    found: list[Upload] = []
-    header, value, content = bytearray(), bytearray(), bytearray()
-    headers: dict[bytes, bytes] = {}
-    ended = False
-
-    def header_ends() -> None:
-        headers[bytes(header).lower()] = bytes(value)
-        header.clear()
-        value.clear()
-
-    def part_begins() -> None:
-        content.clear()
-        headers.clear()
-
-    def part_ends() -> None:
-        _, options = parse_options_header(headers.get(b"content-disposition", b""))
-        name = options.get(b"name", b"").decode("utf-8", "replace")
-        file = options.get(b"filename")
-        if file is None:
-            raise Refused(400, f"the field {name[:40]!r} is no file", "settings go into the address: ?top=3")
-        if len(found) == limits.images:
-            raise _too_many(limits)
-        found.append(Upload(file.decode("utf-8", "replace")[:200], bytes(content)))
-
-    def body_ends() -> None:
-        nonlocal ended
-        ended = True
-
-    callbacks: Any = {
-        "on_part_begin": part_begins,
-        "on_part_data": lambda data, start, end: content.extend(data[start:end]),
-        "on_part_end": part_ends,
-        "on_header_field": lambda data, start, end: header.extend(data[start:end]),
-        "on_header_value": lambda data, start, end: value.extend(data[start:end]),
-        "on_header_end": header_ends,
-        "on_end": body_ends,
-    }
+        hint = "let the HTTP library set the Content-Type header"
+        raise _invalid_body("multipart/form-data without a boundary", hint)
+    reader = _MultipartReader(limits)
     try:
-        parser = MultipartParser(boundary, callbacks)
+        parser = MultipartParser(boundary, reader.callbacks())
         parser.write(bytes(body))
         parser.finalize()
     except ValueError as error:
-        raise Refused(400, "the multipart body cannot be read", "let the HTTP library write it") from error
-    if not ended:
-        raise Refused(400, "the multipart body ends too early")
-    return found
+        raise _invalid_body("malformed multipart body", "let the HTTP library encode it") from error
+    if not reader.complete:
+        raise _invalid_body("the multipart body is truncated")
+    return reader.uploads
 
 
-def _json(body: bytearray, limits: Limits) -> list[Upload]:
+def _parse_json(body: bytearray, limits: Limits) -> list[Upload]:
     try:
-        said = json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, "the body is not JSON", HOW) from error
-    if not isinstance(said, dict):
-        raise Refused(400, "the JSON is not an object", HOW)
-    if unknown := sorted(said.keys() - {"images"}):
-        raise Refused(400, f"the JSON has a key that is not known: {unknown[0][:40]!r}", HOW)
-    images = said.get("images")
+        raise _invalid_body("the body is not valid JSON") from error
+    if not isinstance(content, dict):
+        raise _invalid_body("the JSON body is not an object")
+    if unknown_keys := sorted(content.keys() - {"images"}):
+        raise _invalid_body(f"unknown key in the JSON body: {unknown_keys[0][:40]!r}")
+    images = content.get("images")
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        raise Refused(400, "'images' must be a list of base64 texts", HOW)
-    if len(images) > limits.images:
-        raise _too_many(limits)
-    found = []
-    for index, text in enumerate(images):
+        raise _invalid_body("'images' must be a list of base64 strings")
+    if len(images) > limits.max_images:
+        raise _too_many_images(limits)
+    uploads = []
+    for number, text in enumerate(images, start=1):
         try:
-            found.append(Upload(f"image {index + 1}", base64.b64decode(text, validate=True)))
+            uploads.append(Upload(f"image {number}", base64.b64decode(text, validate=True)))
         except (binascii.Error, ValueError) as error:
-            raise Refused(400, f"image {index + 1} is not base64", HOW) from error
-    return found
+            raise _invalid_body(f"image {number} is not valid base64") from error
+    return uploads
 
 
-def pixels_of(upload: Upload, preprocessing: Preprocessing, limits: Limits) -> Tensor:
-    """uint8, C H W, as `vitral predict` makes it; what claims to be too large is refused before it is decoded."""
+def decode_upload(upload: Upload, preprocessing: Preprocessing, limits: Limits) -> Tensor:
+    """Decode, resize and crop one image exactly as `vitral predict` does: uint8, (C, H, W).
+
+    The size in the header is checked before any pixel is decoded.
+    """
     try:
-        with Image.open(io.BytesIO(upload.content), formats=FORMATS) as picture:
-            width, height = picture.size
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise NotAnImage(f"more than the {limits.megapixels} megapixels read here") from error
-    except Exception:  # decode says what is wrong with it
-        width = height = 0
-    if width * height > limits.megapixels * 1_000_000:
-        raise NotAnImage(f"{width}×{height} pixels, more than the {limits.megapixels} megapixels read here")
-    try:
-        return preprocessing.pixels(decode(upload.content))
-    except NotAnImage as error:
-        raise NotAnImage(error.what.removeprefix("the image: ")) from error
+        header = read_header(upload.content)
+        if header.width * header.height > limits.max_megapixels * 1_000_000:
+            size = f"{header.width}×{header.height} pixels"
+            raise ImageError("image_too_large", f"{size}, more than {limits.max_megapixels} megapixels")
+        return preprocessing.resize_and_crop(decode_image(upload.content))
+    except ImageTooLargeError as error:
+        raise ImageError("image_too_large", f"more than {limits.max_megapixels} megapixels") from error
+    except ImageDecodeError as error:
+        raise ImageError("unreadable_image", error.what.removeprefix("the image: ")) from error
     except MemoryError as error:
-        raise NotAnImage("too large to be decoded") from error
+        raise ImageError("image_too_large", "not enough memory to decode it") from error

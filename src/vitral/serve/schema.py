@@ -1,4 +1,9 @@
-"""What goes over the wire, for the OpenAPI description."""
+"""JSON bodies of the HTTP API. FastAPI derives the OpenAPI description from these classes and their field descriptions.
+
+Requests carry images in one of three forms: `multipart/form-data` with one file part per image, the bytes of one image
+with an `image/*` or `application/octet-stream` content type, or JSON with base64 strings: `{"images": ["..."]}`.
+Every response with a status of 400 or above has the body of `ErrorBody`.
+"""
 
 from __future__ import annotations
 
@@ -6,118 +11,167 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from vitral.serve.limits import ErrorCode
 
-class Exact(BaseModel):
+
+class StrictModel(BaseModel):
+    """Base class that refuses unknown fields."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class Error(BaseModel):
-    error: str = Field(description="what is wrong, in a sentence")
+class ErrorInfo(StrictModel):
+    """One error: a stable code for programs and a message for people."""
+
+    code: ErrorCode = Field(description="machine-readable error code")
+    message: str = Field(description="what is wrong, in one sentence")
     hint: str | None = Field(None, description="what to do about it")
 
 
-class Label(Exact):
-    name: str
-    probability: float = Field(ge=0, le=1, description="calibrated, where the model is")
+class ErrorBody(StrictModel):
+    """Body of every error response."""
+
+    error: ErrorInfo
 
 
-class Answer(Exact):
-    name: str = Field(description="the file's name, or its place in the request")
-    labels: list[Label] | None = Field(None, description="most probable first")
-    unknown: bool | None = Field(None, description="it looks like nothing the model was trained on")
-    error: str | None = Field(None, description="why this image got no answer")
+class LabelScore(StrictModel):
+    """One class and its probability."""
+
+    name: str = Field(description="class name")
+    probability: float = Field(ge=0, le=1, description="calibrated if the model is calibrated")
 
 
-class Answers(Exact):
-    model: str
-    version: str
-    answers: list[Answer] = Field(description="one for each image, in the order sent")
+class ImagePrediction(StrictModel):
+    """Prediction for one image, or the error that prevented it."""
+
+    file: str = Field(description="name of the uploaded file, or its position in the request")
+    labels: list[LabelScore] | None = Field(None, description="most probable class first")
+    ood: bool | None = Field(None, description="the image is unlike the training set (out of distribution)")
+    error: ErrorInfo | None = Field(None, description="why there is no prediction for this image")
 
 
-class AllUnreadable(Error):
-    answers: list[Answer] | None = None
+class PredictResponse(StrictModel):
+    """Response of `POST /v1/models/{name}/predict`."""
+
+    model: str = Field(description="model name")
+    version: str = Field(description="model version")
+    engine: str = Field(description="inference engine that computed the predictions")
+    predictions: list[ImagePrediction] = Field(description="one per image, in the order sent")
 
 
-class Picture(Exact):
+class UnreadableImages(ErrorBody):
+    """Response of `predict` if no image could be read: the first error, and the error of each image."""
+
+    predictions: list[ImagePrediction] | None = None
+
+
+class ModelInputImage(StrictModel):
+    """The image after resizing and cropping, as the model receives it."""
+
     width: int
     height: int
-    png: str = Field(description="base64: what the model saw, scaled and cropped")
+    png: str = Field(description="PNG file, base64")
 
 
-class Heatmap(Exact):
+class Heatmap(StrictModel):
+    """Importance of each pixel."""
+
     width: int
     height: int
-    levels: str = Field(description="base64 of width × height bytes, row by row, 255 the most")
+    values: str = Field(description="width × height bytes, row by row, 255 for the largest value; base64")
 
 
-class Attention(Exact):
-    """levels[layer][head][row][column]: how much a row's token looks at a patch, its largest scaled to 255."""
+class Attention(StrictModel):
+    """Attention weights, with indices [layer][head][row][column].
 
-    layers: list[int] = Field(description="counted from 1")
+    Rows are the attending tokens: the class token, if there is one, then the patches. Columns are the patches attended
+    to. Each row is divided by its largest weight, which is in `row_max`. The weights that a row gives to tokens other
+    than patches sum to `non_patch`.
+    """
+
+    layers: list[int] = Field(description="layer numbers, counted from 1")
     heads: int
-    averaged: bool = Field(description="heads were averaged, because all of them would be too much to send")
-    class_token: bool = Field(description="whether the first row is the class token's; the others are the patches'")
+    heads_averaged: bool = Field(description="heads were averaged because the complete attention is too large to send")
+    has_class_token: bool = Field(description="the first row is the class token")
     rows: int
     columns: int
-    levels: str = Field(description="base64 of bytes")
-    peaks: str = Field(description="base64, 16 bits little-endian: each row's largest share, 65535 for all of it")
-    elsewhere: str = Field(description="the same for what a row looks at in tokens that are no patches")
+    values: str = Field(description="uint8, 255 for the largest weight of the row; base64")
+    row_max: str = Field(description="uint16 little-endian per row, 65535 for 1.0; base64")
+    non_patch: str = Field(description="uint16 little-endian per row, 65535 for 1.0; base64")
 
 
-class Explanation(Exact):
-    model: str
-    version: str
-    name: str
-    labels: list[Label]
-    unknown: bool
+class ExplainResponse(StrictModel):
+    """Response of `POST /v1/models/{name}/explain`."""
+
+    model: str = Field(description="model name")
+    version: str = Field(description="model version")
+    file: str = Field(description="name of the uploaded file")
+    labels: list[LabelScore] = Field(description="most probable class first")
+    ood: bool = Field(description="the image is unlike the training set (out of distribution)")
     target: str = Field(description="the class that was explained")
-    image: Picture
-    grid: list[int] = Field(description="patches down, patches across")
-    heatmaps: dict[str, Heatmap]
-    attention: Attention | None = None
+    image: ModelInputImage
+    grid: list[int] = Field(description="number of patch rows, number of patch columns")
+    heatmaps: dict[str, Heatmap] = Field(description="one per requested method")
+    attention: Attention | None = Field(None, description="only if requested")
 
 
-class Model(Exact):
+class EngineInfo(StrictModel):
+    """The inference engine of a model."""
+
+    name: str = Field(description="engine, e.g. fp32, bf16 or int8")
+    precision: str = Field(description="precision of the matrix multiplications")
+    device: str = Field(description="cpu or cuda")
+    threads: int | None = Field(None, description="CPU threads per batch")
+
+
+class ModelInfo(StrictModel):
+    """Description of one model."""
+
     name: str
-    version: str = Field(description="changes with the weights and with anything on the model's card")
+    version: str = Field(description="hash of the weights and the model configuration")
+    engine: EngineInfo
     classes: list[str]
     image_size: list[int] = Field(description="height, width")
     channels: int
     patch_size: int
-    grid: list[int] = Field(description="patches down, patches across")
-    depth: int
-    heads: int
+    grid: list[int] = Field(description="number of patch rows, number of patch columns")
+    depth: int = Field(description="number of encoder blocks")
+    heads: int = Field(description="attention heads per block")
     parameters: int
-    trained_on: str
-    mean: list[float] = Field(description="brightness of the images it learned from, channel by channel, 0…1")
-    calibrated: bool = Field(description="whether its probabilities were set right by a temperature")
-    knows_unknown: bool = Field(description="whether it can say that it does not know an image")
-    methods: list[str] = Field(description="what …/explain takes")
-    most_images: int
-    most_mib: int
+    trained_on: str = Field(description="name of the training set")
+    mean: list[float] = Field(description="per-channel mean of the training images, in [0, 1]")
+    calibrated: bool = Field(description="probabilities are calibrated by temperature scaling")
+    detects_ood: bool = Field(description="the model has a threshold for out-of-distribution images")
+    explain_methods: list[str] = Field(description="methods accepted by /explain")
+    max_images: int = Field(description="images per request")
+    max_body_mib: int = Field(description="size of a request body in MiB")
 
 
-class Models(Exact):
-    models: list[Model]
+class ModelList(StrictModel):
+    """Response of `GET /v1/models`."""
+
+    models: list[ModelInfo]
 
 
-class Status(Exact):
+class Status(StrictModel):
+    """Response of the health checks."""
+
     status: str
 
 
-BINARY = {"type": "string", "format": "binary"}
-IMAGES: dict[str, Any] = {
+_BINARY = {"type": "string", "format": "binary"}
+IMAGE_REQUEST_BODY: dict[str, Any] = {
     "required": True,
     "content": {
         "multipart/form-data": {
             "schema": {
                 "type": "object",
-                "properties": {"file": {"type": "array", "items": BINARY, "minItems": 1}},
+                "properties": {"file": {"type": "array", "items": _BINARY, "minItems": 1}},
                 "required": ["file"],
             }
         },
-        "application/octet-stream": {"schema": BINARY},
-        "image/*": {"schema": BINARY},
+        "application/octet-stream": {"schema": _BINARY},
+        "image/*": {"schema": _BINARY},
         "application/json": {
             "schema": {
                 "type": "object",

@@ -1,9 +1,7 @@
-"""The process: uvicorn with the timeouts it lacks, a shutdown that answers what was accepted, and the log."""
+"""The server process: load the models, listen, log, and shut down without dropping accepted requests."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import os
 import signal
@@ -13,205 +11,88 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
 
 import torch
 import uvicorn
 from PIL import Image
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from vitral.device.hardware import Device
+from vitral.device.cpu import available_cpus
+from vitral.device.select import DeviceOption
 from vitral.errors import VitralError
-from vitral.inference.engine_selection import Wish
+from vitral.inference.engine_selection import EngineName
 from vitral.inference.predictor import Predictor
-from vitral.serve.app import make_app
+from vitral.serve.app import create_app
+from vitral.serve.connection import make_protocol
 from vitral.serve.limits import Limits
-from vitral.serve.metrics import Meters
-from vitral.serve.middleware import State, digests
-from vitral.serve.models import Served, model_threads, name_all
+from vitral.serve.logs import LogFormat, configure_logging
+from vitral.serve.middleware import ServerState, hash_keys
+from vitral.serve.models import ServedModel, make_model_pool, model_names
 
-Log = Literal["text", "json"]
-SAID = b'{"error": "there are too many connections: try again in a moment"}'
-FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\nconnection: close\r\n"
-    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(SAID), SAID)
-)
+MAX_HEADER_BYTES = 32 * 1024
 
 
-def protocol(limits: Limits, meters: Meters) -> type[H11Protocol]:
-    """HTTP/1.1 that does not wait for ever: for headers, for an answer to be fetched, for its turn."""
+class DrainingServer(uvicorn.Server):
+    """On SIGTERM: fail the readiness check, keep serving for `drain_s` seconds, then stop accepting and finish.
 
-    class Patient(H11Protocol):
-        watch: asyncio.TimerHandle | None = None  # headers that are not whole
-        stuck: asyncio.TimerHandle | None = None  # an answer that nobody fetches
-        last: asyncio.TimerHandle | None = None  # the same of the last one, before the connection is closed
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > limits.connections:
-                transport.write(FULL)
-                transport.close()
-            else:
-                self._watch()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.cycle is None or self.cycle.response_complete:
-                self._watch()
-            else:
-                self._unwatch()
-
-        def _watch(self) -> None:
-            if self.watch is None:
-                self.watch = self.loop.call_later(limits.header_s, self._drop, "headers")
-
-        def _unwatch(self) -> None:
-            if self.watch is not None:
-                self.watch.cancel()
-                self.watch = None
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self.stuck = self.loop.call_later(limits.pause_s, self._drop, "unfetched")
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self.stuck is not None:
-                self.stuck.cancel()
-                self.stuck = None
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._closing()
-
-        def send_400_response(self, msg: str) -> None:
-            super().send_400_response(msg)
-            self._closing()
-
-        def _closing(self) -> None:
-            """A connection that is to be closed once its last answer is fetched: it need not be fetched ever."""
-            if self.transport.is_closing() and self.last is None:
-                self.last = self.loop.call_later(limits.pause_s, self._drop, "unfetched")
-
-        def _drop(self, why: str) -> None:
-            meters.dropped.labels(why).inc()
-            self.transport.abort()
-
-        def timeout_keep_alive_handler(self) -> None:
-            if self.transport.get_write_buffer_size():
-                self._drop("unfetched")
-            else:
-                super().timeout_keep_alive_handler()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._unwatch()
-            for timer in (self.stuck, self.last):
-                if timer is not None:
-                    timer.cancel()
-            self._unset_keepalive_if_required()
-            super().connection_lost(exc)
-
-    return Patient
-
-
-class Draining(uvicorn.Server):
-    """SIGTERM: not ready any more, then `drain_s` seconds of answering, then no new connections, then the end.
-
-    Ctrl-C does not drain; a second one does not wait for answers either.
+    Ctrl-C skips the draining; a second Ctrl-C also aborts the requests in progress.
     """
 
-    def __init__(self, config: uvicorn.Config, state: State, started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, on_started: Callable[[], None]) -> None:
         super().__init__(config)
-        self.state, self.leaves_at, self.on_start = state, float("inf"), started
+        self.state, self.exit_time, self.on_started = state, float("inf"), on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.on_start()
+        self.on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.state.draining and sig == signal.SIGINT:
             self.force_exit = True
         if not self.state.draining:
             self.state.draining = True
-            self.leaves_at = time.monotonic() + (self.state.limits.drain_s if sig == signal.SIGTERM else 0)
+            self.exit_time = time.monotonic() + (self.state.limits.drain_s if sig == signal.SIGTERM else 0)
 
     async def on_tick(self, counter: int) -> bool:
-        self.should_exit = self.should_exit or self.force_exit or time.monotonic() >= self.leaves_at
+        self.should_exit = self.should_exit or self.force_exit or time.monotonic() >= self.exit_time
         return await super().on_tick(counter)
 
 
-class Lines(logging.Formatter):
-    """One line an event: JSON for programs, words for people."""
-
-    def __init__(self, kind: Log) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, Any] = getattr(record, "fields", {})
-        trouble = self.formatException(record.exc_info) if record.exc_info else ""
-        if self.kind == "json":
-            at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-            more = {"trouble": trouble} if trouble else {}
-            said = {"time": at, "level": record.levelname.lower(), "event": record.getMessage()} | fields | more
-            return json.dumps(said, ensure_ascii=False)
-        if record.getMessage() == "request" and "route" in fields:
-            images = f"  {fields['images']} image{'s' * (fields['images'] != 1)}" if "images" in fields else ""
-            return f"{fields['method']:<5}{fields['status']}  {fields['ms']:>7.1f} ms  {fields['route']}{images}"
-        return "\n".join(filter(None, [record.getMessage(), *(f"{k}: {v}" for k, v in fields.items()), trouble]))
-
-
-def log_to(stream: Any, kind: Log) -> None:
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(Lines(kind))
-    for name, level in (("vitral.serve", logging.INFO), ("uvicorn.error", logging.WARNING)):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The port, or why it cannot be had, before a model is loaded for nothing."""
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Bind before the models are loaded, so that a port in use is reported at once."""
     if not 0 <= port < 2**16:
-        raise VitralError(f"there is no port {port}", "they go from 1 to 65535; 0: any free one")
+        raise VitralError(f"invalid port {port}", "use a port from 1 to 65535, or 0 for any free port")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family[0], family[1], family[2])
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(family[4])
+        listener = socket.socket(family[0], family[1], family[2])
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(family[4])
     except (OSError, UnicodeError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise VitralError(f"cannot listen on {host}:{port}: {said}", "choose another with --port or --host") from error
-    return bound
+        reason = getattr(error, "strerror", None) or error
+        raise VitralError(f"cannot listen on {host}:{port}: {reason}", "choose another --port or --host") from error
+    return listener
 
 
-def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """That this process may use: of the machine, of its affinity, of its control group (containers)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):
-        quota, period = quota_file.read_text().split()
-        cores = min(cores, max(round(int(quota) / int(period)), 1))
-    return cores
+def concurrent_batches(cpus: int, threads: int | None) -> int:
+    """Number of batches to run at a time on a CPU, each with `threads` threads (set here if None).
 
-
-def share_cores(cores: int, threads: int | None) -> int:
-    """How many batches run side by side, when each has `threads` of the cores.
-
-    A batch on all cores waits for the slowest of them after each layer, and decoding takes turns with it: few threads
-    and several batches get more done, and a single image is not much slower for it.
+    A batch on all cores waits for the slowest core after every layer and competes with decoding. Several batches with
+    few threads each have a higher throughput, and the latency of a single image is hardly worse.
     """
     if threads is None:
-        told = os.environ.get("OMP_NUM_THREADS", "")
-        threads = int(told) if told.isdecimal() and int(told) else 1 if cores <= 2 else 2 if cores <= 8 else 4
+        omp_threads = os.environ.get("OMP_NUM_THREADS", "")
+        if omp_threads.isdecimal() and int(omp_threads):
+            threads = int(omp_threads)
+        else:
+            threads = 1 if cpus <= 2 else 2 if cpus <= 8 else 4
         torch.set_num_threads(threads)
-    return max(cores // threads, 1)
+    return max(cpus // threads, 1)
 
 
 def serve(
-    runs: Sequence[str],
+    sources: Sequence[str],
     *,
     names: Sequence[str] = (),
     labels: Path | None = None,
@@ -219,62 +100,82 @@ def serve(
     port: int = 8000,
     keys: Sequence[str] = (),
     limits: Limits | None = None,
-    device: Device = "auto",
-    precision: Wish = "auto",
+    device: DeviceOption = "auto",
+    engine: EngineName = "auto",
     threads: int | None = None,
-    log: Log = "text",
+    log: LogFormat = "text",
 ) -> None:
-    """Serve models until a signal says to stop."""
+    """Serve models over HTTP until a signal stops the process.
+
+    sources: run folders, model folders, checkpoints, hub names or bundled models.
+    names: names of the models in the URLs, one per source; derived from the sources if empty.
+    keys: accepted API keys; empty: no key needed.
+    """
     limits = limits or Limits()
-    chosen = name_all(runs, names)
-    state = State(limits=limits, keys=digests(keys))
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limits say what is too large
-    with bind(host, port) as bound, ExitStack() as stack:
+    url_names = model_names(sources, names)
+    state = ServerState(limits=limits, key_digests=hash_keys(keys))
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # max_megapixels decides
+    with bind_socket(host, port) as listener, ExitStack() as stack:
         predictors = [
-            Predictor.load(run, device=device, labels=labels, precision=precision, threads=threads, many=True)
-            for run in runs
+            Predictor.load(source, device=device, labels=labels, engine=engine, threads=threads, throughput=True)
+            for source in sources
         ]
-        cores, workers = usable_cores(), 1
+        cpus, workers = available_cpus(), 1
         if all(predictor.hardware.device.type == "cpu" for predictor in predictors):
-            workers = share_cores(cores, threads)
-        decoding = stack.enter_context(ThreadPoolExecutor(max(2, min(cores, 8)), thread_name_prefix="decode"))
-        computing = stack.enter_context(model_threads(workers))
+            workers = concurrent_batches(cpus, threads)
+        decode_pool = stack.enter_context(ThreadPoolExecutor(max(2, min(cpus, 8)), thread_name_prefix="decode"))
+        model_pool = stack.enter_context(make_model_pool(workers))
         models = [
-            Served(name, predictor, limits, decoding, computing, state.meters, workers)
-            for name, predictor in zip(chosen, predictors, strict=True)
+            ServedModel(name, predictor, limits, decode_pool, model_pool, state.metrics, workers)
+            for name, predictor in zip(url_names, predictors, strict=True)
         ]
-        log_to(sys.stderr, log)
-        where = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
-        config = uvicorn.Config(
-            make_app(models, state),
-            http=protocol(limits, state.meters),
-            ws="none",
-            loop="asyncio",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # nothing here depends on who asks
-            timeout_keep_alive=int(limits.idle_s),
-            timeout_graceful_shutdown=int(limits.body_s + limits.request_s) + 5,
-            h11_max_incomplete_event_size=32 * 1024,
-            backlog=min(limits.connections, 1024),
-        )
-        Draining(config, state, lambda: announce(models, where, log)).run(sockets=[bound])
+        configure_logging(sys.stderr, log)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        config = _uvicorn_config(models, state)
+        DrainingServer(config, state, lambda: report_startup(models, url, log)).run(sockets=[listener])
     logging.getLogger("vitral.serve").info("stopped")
 
 
-def announce(models: Sequence[Served], where: str, log: Log) -> None:
+def _uvicorn_config(models: Sequence[ServedModel], state: ServerState) -> uvicorn.Config:
+    limits = state.limits
+    return uvicorn.Config(
+        create_app(models, state),
+        http=make_protocol(limits, state.metrics),
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # nothing depends on the client's address
+        timeout_keep_alive=int(limits.keep_alive_s),
+        timeout_graceful_shutdown=int(limits.body_timeout_s + limits.request_timeout_s) + 5,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        backlog=min(limits.max_connections, 1024),
+    )
+
+
+def report_startup(models: Sequence[ServedModel], url: str, log: LogFormat) -> None:
+    """Print the models and the URL for people, or log them as one JSON line."""
     if log == "json":
-        said = [{"name": m.name, "version": m.version, "understood": m.predictor.notes} for m in models]
-        logging.getLogger("vitral.serve").info("listening", extra={"fields": {"at": where, "models": said}})
+        described = [
+            {
+                "name": model.name,
+                "version": model.version,
+                "engine": model.predictor.engine.info(),
+                "notes": model.predictor.notes,
+            }
+            for model in models
+        ]
+        logging.getLogger("vitral.serve").info("listening", extra={"fields": {"url": url, "models": described}})
         return
     for model in models:
-        asked = model.predictor
-        described = f"{len(asked.classes)} classes, version {model.version}, {asked.choice}"
-        print("\n".join([f"{model.name:<16} {described}", *(f"  {note}" for note in asked.notes)]))
+        predictor = model.predictor
+        print(f"{model.name:<16} {len(predictor.classes)} classes, version {model.version}, {predictor.engine}")
+        for note in predictor.notes:
+            print(f"  {note}")
     workers = models[0].batcher.workers
     if workers > 1:
         threads = torch.get_num_threads()
-        print(f"{'':<16} {workers} batches side by side, {threads} thread{'s' * (threads > 1)} each")
-    print(f"\nThe page         {where}/\nFor programs     {where}/docs\nStop with Ctrl-C.\n", flush=True)
+        print(f"{'':<16} {workers} concurrent batches, {threads} thread{'s' * (threads > 1)} each")
+    print(f"\nWeb page         {url}/\nAPI docs         {url}/docs\nStop with Ctrl-C.\n", flush=True)

@@ -1,75 +1,96 @@
-// What is asked of the server, and what is made of its answers.
-let key = sessionStorage.getItem("key") ?? "";
+// Requests to the server.
+let apiKey = sessionStorage.getItem("api-key") ?? "";
 
-export function useKey(given) {
-  key = given;
-  sessionStorage.setItem("key", given);
+export function setApiKey(key) {
+  apiKey = key;
+  sessionStorage.setItem("api-key", key);
 }
 
-export class Trouble extends Error {
-  constructor(kind, status, sentence) {
-    super(sentence);
-    this.kind = kind; // a key of the page's words
-    this.status = status;
+export class ApiError extends Error {
+  constructor(kind, message, predictions = null) {
+    super(message);
+    this.kind = kind; // key of the text shown for it (i18n.js), or "key": an API key is needed
+    this.predictions = predictions; // errors of the single images, if the server sent them
   }
 }
 
-const KINDS = { 401: "key", 413: "too-large", 415: "bad-image", 422: "bad-image", 429: "busy", 503: "busy" };
+// Server error code to the key of the text shown for it; all other codes are "failed".
+const ERROR_KINDS = {
+  unauthorized: "key",
+  unreadable_image: "bad-image",
+  unsupported_media_type: "bad-image",
+  image_too_large: "too-large",
+  body_too_large: "too-large",
+  too_many_images: "too-large",
+  too_many_requests: "busy",
+  too_many_connections: "busy",
+  not_ready: "busy",
+  timeout: "busy",
+};
 
-async function ask(address, options = {}, patience = 3) {
-  const headers = key ? { Authorization: `Bearer ${key}` } : {};
-  let reply;
+export const errorKind = (code) => ERROR_KINDS[code] ?? "failed";
+
+async function request(url, options = {}, retries = 3) {
+  const headers = apiKey ? { Authorization: `Bearer ${apiKey}` } : {};
+  let response;
   try {
-    reply = await fetch(address, { ...options, headers });
+    response = await fetch(url, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Trouble("away", 0, String(error));
+    throw new ApiError("unreachable", String(error));
   }
-  if (reply.ok) return reply.json();
-  if ((reply.status === 429 || reply.status === 503) && patience > 0) {
-    await new Promise((done) => setTimeout(done, 1000 * Number(reply.headers.get("Retry-After") ?? 1)));
-    return ask(address, options, patience - 1);
+  if (response.ok) return response.json();
+  if ((response.status === 429 || response.status === 503) && retries > 0) {
+    await new Promise((done) => setTimeout(done, 1000 * Number(response.headers.get("Retry-After") ?? 1)));
+    return request(url, options, retries - 1);
   }
-  const said = await reply.json().catch(() => ({ error: reply.statusText }));
-  throw new Trouble(KINDS[reply.status] ?? "failed", reply.status, said.error);
+  const { error, predictions } = await response.json().catch(() => ({}));
+  throw new ApiError(errorKind(error?.code), error?.message ?? response.statusText, predictions);
 }
 
-function form(files) {
+function formData(files) {
   const body = new FormData();
   for (const file of files) body.append("file", file, file.name);
   return body;
 }
 
-export const models = async () => (await ask("/v1/models")).models;
+export const listModels = async () => (await request("/v1/models")).models;
 
+// One prediction or error per file. Fails only if the whole request fails.
 export async function predict(model, files) {
-  const address = `/v1/models/${encodeURIComponent(model)}/predict?top=3`;
-  return (await ask(address, { method: "POST", body: form(files) })).answers;
+  const url = `/v1/models/${encodeURIComponent(model)}/predict?top=3`;
+  try {
+    return (await request(url, { method: "POST", body: formData(files) })).predictions;
+  } catch (error) {
+    if (error.predictions) return error.predictions;
+    throw error;
+  }
 }
 
 export async function explain(model, file, { methods, target, attention }, signal) {
   const query = new URLSearchParams({ methods: methods.join(","), attention, top: 5 });
   if (target !== undefined) query.set("target", target);
-  const address = `/v1/models/${encodeURIComponent(model)}/explain?${query}`;
-  const answer = await ask(address, { method: "POST", body: form([file]), signal });
-  for (const map of Object.values(answer.heatmaps)) map.levels = bytes(map.levels);
-  if (answer.attention) {
-    const sent = answer.attention;
-    sent.levels = bytes(sent.levels);
-    sent.peaks = shares(sent.peaks);
-    sent.elsewhere = shares(sent.elsewhere);
+  const url = `/v1/models/${encodeURIComponent(model)}/explain?${query}`;
+  const explanation = await request(url, { method: "POST", body: formData([file]), signal });
+  for (const heatmap of Object.values(explanation.heatmaps)) heatmap.values = decodeBytes(heatmap.values);
+  if (explanation.attention) {
+    const weights = explanation.attention;
+    weights.values = decodeBytes(weights.values);
+    weights.row_max = decodeFractions(weights.row_max);
+    weights.non_patch = decodeFractions(weights.non_patch);
   }
-  return answer;
+  return explanation;
 }
 
-function bytes(text) {
-  const raw = atob(text);
-  const out = new Uint8Array(raw.length);
-  for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i);
-  return out;
+function decodeBytes(base64) {
+  const binary = atob(base64);
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
+  return bytes;
 }
 
-function shares(text) {
-  const view = new DataView(bytes(text).buffer);
+// uint16, little-endian; 65535 is 1.
+function decodeFractions(base64) {
+  const view = new DataView(decodeBytes(base64).buffer);
   return Float32Array.from({ length: view.byteLength / 2 }, (_, i) => view.getUint16(2 * i, true) / 65535);
 }

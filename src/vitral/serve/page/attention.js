@@ -1,31 +1,32 @@
-// Where tokens looked: what the server packed, unpacked one row at a time.
+// Attention weights, unpacked one row at a time.
 
-// The attention of one row (0: the class token, where there is one) to each patch, as shares of one.
-export function row(sent, layer, head, from) {
-  const { heads, rows, columns } = sent;
-  const out = new Float32Array(columns);
-  const chosen = head === 0 ? Array.from({ length: heads }, (_, i) => i) : [head - 1];
-  let elsewhere = 0;
-  for (const h of chosen) {
-    const index = (layer * heads + h) * rows + from;
-    const scale = sent.peaks[index] / 255 / chosen.length;
+// Attention of one row (0 is the class token, if there is one) to each patch, and to all non-patch tokens together.
+// head: 0 for the mean over all heads.
+export function attentionRow(attention, layer, head, row) {
+  const { heads, rows, columns } = attention;
+  const weights = new Float32Array(columns);
+  const selected = head === 0 ? Array.from({ length: heads }, (_, i) => i) : [head - 1];
+  let nonPatch = 0;
+  for (const h of selected) {
+    const index = (layer * heads + h) * rows + row;
+    const scale = attention.row_max[index] / 255 / selected.length;
     const start = index * columns;
-    for (let i = 0; i < columns; i++) out[i] += sent.levels[start + i] * scale;
-    elsewhere += sent.elsewhere[index] / chosen.length;
+    for (let i = 0; i < columns; i++) weights[i] += attention.values[start + i] * scale;
+    nonPatch += attention.non_patch[index] / selected.length;
   }
-  return { shares: out, elsewhere };
+  return { weights, nonPatch };
 }
 
-// 0…1 for drawing. The brightest two in a hundred share the top: models keep notes in a few patches that have nothing
-// to do with the image (arXiv 2309.16588), and all else would be dark beside them.
-export function light(shares) {
-  const ranked = Float32Array.from(shares).sort();
-  const most = Math.max(ranked[Math.ceil(0.98 * ranked.length) - 1], 1e-9);
-  return Float32Array.from(shares, (share) => Math.min(share / most, 1) ** 0.8);
+// Brightness in [0, 1] for drawing. The top 2% are clipped: models use a few patches as scratch space, with very high
+// attention that is unrelated to the image (arXiv 2309.16588), and everything else would look dark next to them.
+export function toBrightness(weights) {
+  const sorted = Float32Array.from(weights).sort();
+  const maximum = Math.max(sorted[Math.ceil(0.98 * sorted.length) - 1], 1e-9);
+  return Float32Array.from(weights, (weight) => Math.min(weight / maximum, 1) ** 0.8);
 }
 
-export function brightest(shares) {
+export function argmax(values) {
   let best = 0;
-  for (let i = 1; i < shares.length; i++) if (shares[i] > shares[best]) best = i;
+  for (let i = 1; i < values.length; i++) if (values[i] > values[best]) best = i;
   return best;
 }

@@ -1,90 +1,99 @@
-// Many files: asked for in small groups, shown as a table, taken away as CSV.
-import { predict, Trouble } from "/page/api.js";
-import { percent, say } from "/page/words.js";
+// Several files: classified in small groups, shown as a table, downloaded as CSV.
+import { ApiError, errorKind, predict } from "/page/api.js";
+import { percent, t } from "/page/i18n.js";
 
-const MOST_BYTES = 8 * 2 ** 20;
+const MAX_GROUP_IMAGES = 16;
+const MAX_GROUP_BYTES = 8 * 2 ** 20;
 
-export function groups(files, mostImages, mostBytes = MOST_BYTES) {
-  const out = [];
+export function groupFiles(files, maxImages, maxBytes = MAX_GROUP_BYTES) {
+  const groups = [];
   let [group, bytes] = [[], 0];
   for (const file of files) {
-    if (group.length && (group.length >= mostImages || bytes + file.size > mostBytes)) {
-      out.push(group);
+    if (group.length && (group.length >= maxImages || bytes + file.size > maxBytes)) {
+      groups.push(group);
       [group, bytes] = [[], 0];
     }
     group.push(file);
     bytes += file.size;
   }
-  return group.length ? [...out, group] : out;
+  return group.length ? [...groups, group] : groups;
 }
 
-// One answer a file, in order; `onGroup` after each group; what went wrong with one file stops nothing.
-export async function answers(model, files, onGroup, going) {
-  const found = [];
-  for (const group of groups(files, Math.min(16, model.most_images))) {
-    if (!going()) return found;
-    let said;
+// One result per file, in order; `onGroup` is called after each group. A failed request is an error of its files only.
+// Each result has `file`, and either `labels` and `ood` or `errorKind` and `errorMessage`.
+export async function predictAll(model, files, onGroup, shouldContinue) {
+  const results = [];
+  for (const group of groupFiles(files, Math.min(MAX_GROUP_IMAGES, model.max_images))) {
+    if (!shouldContinue()) return results;
+    let predictions;
     try {
-      said = await predict(model.name, group);
+      predictions = await predict(model.name, group);
     } catch (error) {
-      if (!(error instanceof Trouble) || error.kind === "key") throw error;
-      said = group.map((file) => ({ name: file.name, error: error.kind === "bad-image" ? error.message : say(error.kind, { name: file.name }) }));
+      if (!(error instanceof ApiError) || error.kind === "key") throw error;
+      predictions = group.map(() => ({ errorKind: error.kind, errorMessage: error.message }));
     }
-    said.forEach((answer, index) => found.push({ file: group[index], ...answer }));
-    onGroup(found);
+    predictions.forEach(({ labels, ood, error, ...failure }, index) => {
+      if (error) failure = { errorKind: errorKind(error.code), errorMessage: error.message };
+      results.push({ ...failure, labels, ood, file: group[index] });
+    });
+    onGroup(results);
   }
-  return found;
+  return results;
 }
 
-export function row(answer, onLook) {
-  const line = document.createElement("tr");
-  const [image, file, label, sure] = ["td", "th", "td", "td"].map((kind) => line.appendChild(document.createElement(kind)));
+export function tableRow(result, onExplain) {
+  const row = document.createElement("tr");
+  const [image, file, label, confidence] = ["td", "th", "td", "td"].map((tag) => row.appendChild(document.createElement(tag)));
   file.scope = "row";
-  file.textContent = answer.file.name;
-  if (answer.error) {
+  file.textContent = result.file.name;
+  if (result.errorKind) {
     label.colSpan = 2;
-    label.className = "wrong";
-    label.textContent = say("bad-image", { name: answer.file.name });
-    label.title = answer.error;
-    sure.remove();
-    return line;
+    label.className = "failed";
+    label.textContent = t(result.errorKind, { name: result.file.name });
+    label.title = result.errorMessage;
+    confidence.remove();
+    return row;
   }
-  const look = document.createElement("button");
-  look.type = "button";
-  look.className = "thumb";
-  look.setAttribute("aria-label", say("look", { name: answer.file.name }));
-  const picture = new Image();
-  picture.alt = "";
-  picture.src = URL.createObjectURL(answer.file);
-  picture.addEventListener("load", () => URL.revokeObjectURL(picture.src), { once: true });
-  look.append(picture);
-  look.addEventListener("click", () => onLook(answer.file));
-  image.append(look);
-  const best = answer.labels[0];
-  label.textContent = answer.unknown ? `${say("unknown-short")} (${best.name})` : best.name;
-  label.classList.toggle("unsure", answer.unknown);
+  image.append(thumbnail(result.file, onExplain));
+  const best = result.labels[0];
+  label.textContent = result.ood ? `${t("unknown-short")} (${best.name})` : best.name;
+  label.classList.toggle("unknown-label", result.ood);
   const bar = document.createElement("span");
   bar.className = "bar";
   bar.style.setProperty("--share", best.probability);
-  sure.append(bar, document.createTextNode(percent(best.probability)));
-  return line;
+  confidence.append(bar, document.createTextNode(percent(best.probability)));
+  return row;
 }
 
-// A name that begins like a formula is kept from becoming one in a spreadsheet.
-export function cell(value) {
+function thumbnail(file, onExplain) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "thumbnail";
+  button.setAttribute("aria-label", t("explain", { name: file.name }));
+  const image = new Image();
+  image.alt = "";
+  image.src = URL.createObjectURL(file);
+  image.addEventListener("load", () => URL.revokeObjectURL(image.src), { once: true });
+  button.append(image);
+  button.addEventListener("click", () => onExplain(file));
+  return button;
+}
+
+// Text that a spreadsheet would take for a formula is prefixed with an apostrophe.
+export function csvCell(value) {
   const text = String(value ?? "");
   const safe = /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
   return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
 }
 
-export function csv(found) {
-  const lines = [["file", "label", "probability", "unknown", "second", "second_probability", "error"]];
-  for (const { file, labels = [], unknown, error } of found) {
+export function toCsv(results) {
+  const lines = [["file", "label", "probability", "ood", "second_label", "second_probability", "error"]];
+  for (const { file, labels = [], ood, errorMessage } of results) {
     const [first, second] = labels;
-    const numbers = [first, second].map((label) => label?.probability.toFixed(6));
-    lines.push([file.name, first?.name, numbers[0], error ? "" : unknown, second?.name, numbers[1], error]);
+    const [p1, p2] = [first, second].map((label) => label?.probability.toFixed(6));
+    lines.push([file.name, first?.name, p1, errorMessage ? "" : ood, second?.name, p2, errorMessage]);
   }
-  return `\ufeff${lines.map((line) => line.map(cell).join(",")).join("\r\n")}\r\n`;
+  return `\ufeff${lines.map((line) => line.map(csvCell).join(",")).join("\r\n")}\r\n`;
 }
 
 export function download(text, name) {

@@ -1,45 +1,66 @@
-// The OpenAPI description as a page, made of nothing but itself.
-const make = (kind, text = "", name = "") => Object.assign(document.createElement(kind), { textContent: text, className: name });
-const described = await (await fetch("/openapi.json")).json();
+// Renders the OpenAPI description without any library.
+const create = (tag, text = "", className = "") => Object.assign(document.createElement(tag), { textContent: text, className });
+const openapi = await (await fetch("/openapi.json")).json();
 
-function resolved(schema) {
-  if (!schema) return undefined;
-  return schema.$ref ? described.components.schemas[schema.$ref.split("/").pop()] : schema;
+function resolve(schema) {
+  return schema?.$ref ? openapi.components.schemas[schema.$ref.split("/").pop()] : schema;
 }
 
-// A schema as an example-like outline: names with the kind of their values.
+// The shape of a JSON value: field names with the description or the type of their values.
 function outline(schema, depth = 0) {
-  const real = resolved(schema);
-  if (!real || depth > 5) return "…";
-  if (real.anyOf) return outline(real.anyOf.find((each) => each.type !== "null"), depth);
-  if (real.type === "array") return [outline(real.items, depth + 1)];
-  if (real.type === "object" && real.properties)
-    return Object.fromEntries(Object.entries(real.properties).map(([name, each]) => [name, outline(each, depth + 1)]));
-  if (real.type === "object") return { "…": outline(real.additionalProperties, depth + 1) };
-  return real.description ?? real.format ?? real.type ?? "…";
+  const resolved = resolve(schema);
+  if (!resolved || depth > 5) return "…";
+  if (resolved.anyOf) return outline(resolved.anyOf.find(({ type }) => type !== "null"), depth);
+  if (resolved.type === "array") return [outline(resolved.items, depth + 1)];
+  if (resolved.type === "object" && resolved.properties)
+    return Object.fromEntries(Object.entries(resolved.properties).map(([name, property]) => [name, describe(property, depth)]));
+  if (resolved.type === "object") return { "…": outline(resolved.additionalProperties, depth + 1) };
+  return resolved.description ?? resolved.format ?? resolved.type ?? "…";
 }
 
-function list(pairs) {
-  const all = make("dl");
-  for (const [name, said] of pairs) all.append(make("dt", name), make("dd", said));
-  return all;
+function describe(property, depth) {
+  const value = outline(property, depth + 1);
+  return typeof value === "string" && property.description ? property.description : value;
 }
 
-for (const [path, verbs] of Object.entries(described.paths))
-  for (const [verb, operation] of Object.entries(verbs)) {
-    const box = make("details");
-    const head = make("summary");
-    head.append(make("span", verb.toUpperCase(), "verb"), ` ${path}`);
-    box.append(head, make("p", operation.description ?? operation.summary));
-    if (operation.parameters?.length)
-      box.append(list(operation.parameters.map((p) => [`${p.in === "query" ? "?" : ""}${p.name}`, [p.description, p.schema?.default !== undefined ? `default: ${p.schema.default}` : ""].filter(Boolean).join("; ") || p.in])));
-    const bodies = operation.requestBody?.content;
-    if (bodies) box.append(make("h2", "takes"), list(Object.entries(bodies).map(([type, { schema }]) => [type, JSON.stringify(outline(schema))])));
-    box.append(make("h2", "answers"), list(Object.entries(operation.responses).map(([status, { description }]) => [status, description])));
-    const answer = operation.responses["200"]?.content?.["application/json"]?.schema;
-    if (answer) box.append(make("pre", JSON.stringify(outline(answer), null, 2)));
-    document.getElementById("addresses").append(box);
+function definitionList(pairs) {
+  const list = create("dl");
+  for (const [term, definition] of pairs) list.append(create("dt", term), create("dd", definition));
+  return list;
+}
+
+function parameterList(parameters) {
+  return definitionList(
+    parameters.map(({ name, in: location, description, schema }) => {
+      const defaultValue = schema?.default !== undefined ? `default: ${schema.default}` : "";
+      const text = [description, defaultValue].filter(Boolean).join("; ") || location;
+      return [location === "query" ? `?${name}` : name, text];
+    }),
+  );
+}
+
+function endpoint(path, method, operation) {
+  const details = create("details");
+  const summary = create("summary");
+  summary.append(create("span", method.toUpperCase(), "method"), ` ${path}`);
+  details.append(summary, create("p", operation.description ?? operation.summary));
+  if (operation.parameters?.length) details.append(parameterList(operation.parameters));
+  const requests = operation.requestBody?.content;
+  if (requests) {
+    const formats = Object.entries(requests).map(([type, { schema }]) => [type, JSON.stringify(outline(schema))]);
+    details.append(create("h2", "Request body"), definitionList(formats));
   }
+  const statuses = Object.entries(operation.responses).map(([status, { description }]) => [status, description]);
+  details.append(create("h2", "Responses"), definitionList(statuses));
+  const success = operation.responses["200"]?.content?.["application/json"]?.schema;
+  if (success) details.append(create("pre", JSON.stringify(outline(success), null, 2)));
+  return details;
+}
 
-const name = await fetch("/v1/models").then((reply) => reply.json()).then(({ models }) => models[0].name).catch(() => "NAME");
-document.getElementById("example").textContent = `curl -F file=@photo.jpg ${location.origin}/v1/models/${name}/predict\n\ncurl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' '${location.origin}/v1/models/${name}/predict?top=3'`;
+for (const [path, methods] of Object.entries(openapi.paths))
+  for (const [method, operation] of Object.entries(methods))
+    document.getElementById("endpoints").append(endpoint(path, method, operation));
+
+const modelName = await fetch("/v1/models").then((response) => response.json()).then(({ models }) => models[0].name).catch(() => "NAME");
+const url = `${location.origin}/v1/models/${modelName}/predict`;
+document.getElementById("example").textContent = `curl -F file=@photo.jpg ${url}\n\ncurl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' '${url}?top=3'`;
