@@ -1,13 +1,13 @@
-"""From scratch, a linear probe or fine-tuning? All three on the same images, and a sentence that follows from them.
+"""Compare training from scratch, a linear probe and fine-tuning on the same images, and recommend one.
 
-    out/compare.json         what is compared, written first
-    out/probe/               the checkpoint with a head fitted to its frozen features: a model folder like the others
-    out/scratch-0/ …         run folders, one a seed
-    out/fine-tune-0/ …
-    out/…/answers.json       which of the judged images that part was right about; a part that has one is not repeated
+    out/compare.json            the recipes compared, written first
+    out/probe/                  model folder: the checkpoint with a head fitted to its frozen features
+    out/scratch-0/ ...          run folders, one per seed
+    out/fine-tune-0/ ...
+    out/*/evaluation.json       which evaluation images were classified correctly; a part that has it is not repeated
 
-Where there are no test images, the validation images judge, and a share of the training images chooses the epoch in
-their place: what judges has chosen nothing.
+Without a test set, the validation set is used for the evaluation, and part of the training set takes its place for
+selecting the best epoch, so that the images used for the evaluation have selected nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +28,9 @@ from vitral.data.datasets import VALIDATION_SEED, Dataset, Split, stratified_hol
 from vitral.data.lazy_images import select_images
 from vitral.device.select import select_hardware
 from vitral.errors import VitralError
-from vitral.evaluation.metrics import compute_logits
-from vitral.evaluation.probe import compute_features, fit_linear_head
+from vitral.evaluation.feature_classifiers import fit_linear_head
 from vitral.evaluation.strategy_comparison import Strategy, Verdict, rank_strategies
+from vitral.inference.forward import compute_features, compute_logits
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT
 from vitral.recipes.builtin import get_recipe
@@ -38,200 +38,242 @@ from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import ModelConfig, load_model, save_model
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
-from vitral.training.setup import TrainingSetup, resize_split, resolve_recipe, setup_training
+from vitral.training.setup import TrainingSetup, resize_split, resolve_recipe, setup_training, training_hardware
 from vitral.training.signals import Interrupted
-from vitral.training.trainer import fit
+from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
+from vitral.utils.progress import LogFn, no_log
 from vitral.utils.serialization import to_dict
 
-CHOOSING = 0.1  # share of the training images that chooses the epoch where the validation images judge
-CALLED = {"scratch": "training from scratch", "probe": "the linear probe", "fine-tune": "fine-tuning"}
+StrategyName = Literal["scratch", "probe", "fine-tune"]
+DISPLAY_NAMES = {"scratch": "training from scratch", "probe": "the linear probe", "fine-tune": "fine-tuning"}
+HOLDOUT = 0.1  # fraction of the training set that selects the epoch where the validation set is used for evaluation
+SAME_FIELDS = ("device", "precision", "compile", "keep_checkpoints", "checkpoint_minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyComparison:
     verdict: Verdict
-    evaluated_on: str  # for people
-    descriptions: dict[str, str]  # each way in a few words
-    model_folders: dict[str, str]  # a model of each way, to take
-    notes: tuple[str, ...] = ()
+    evaluated_on: str  # such as "360 test images"
+    descriptions: dict[str, str]  # strategy to model and training in a few words
+    model_folders: dict[str, str]  # strategy to the folder of one of its models
+    notes: tuple[str, ...] = ()  # what was adapted when the checkpoint was loaded
 
     def as_dict(self) -> dict[str, Any]:
-        plain: dict[str, Any] = to_dict(self)
-        return plain
+        values: dict[str, Any] = to_dict(self)
+        return values
+
+
+class Part(NamedTuple):
+    """One model to train and evaluate."""
+
+    strategy: StrategyName
+    seed: int
+
+    @property
+    def folder_name(self) -> str:
+        return "probe" if self.strategy == "probe" else f"{self.strategy}-{self.seed}"
+
+    @property
+    def label(self) -> str:
+        return "probe" if self.strategy == "probe" else f"{self.strategy} seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSplit:
+    """A training setup with the images for the evaluation set apart."""
+
+    setup: TrainingSetup
+    dataset: Dataset  # without the evaluation images
+    evaluation: Split
+    description: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartResult:
+    correct: np.ndarray[Any, Any]  # (M,) booleans, one per evaluation image
+    seconds: float
 
 
 def compare_strategies(
-    tuned: Recipe,
+    finetune_recipe: Recipe,
     out: Path,
     *,
+    scratch_recipe: Recipe | None = None,
     seeds: int = 3,
-    said: Callable[[str], None] = lambda _: None,
-    begins: Callable[[str], None] = lambda _: None,
-    watch: Callback | None = None,
+    log: LogFn = no_log,
+    on_part: Callable[[str], None] = no_log,
+    callbacks: Sequence[Callback] = (),
 ) -> StrategyComparison:
-    """`tuned` is the recipe of the fine-tuning. Parts that `out` already holds are not repeated.
+    """Train and evaluate all strategies. Parts that `out` already holds are not repeated.
 
-    `said` hears of each part that is done, `begins` its name before it is, `watch` sees its training.
+    `scratch_recipe`: by default the recipe that would be used for this data without a checkpoint. `on_part` receives the label of each part before it starts, `log` its result, `callbacks` its training.
     """
-    check_comparison(tuned, seeds)
-    plans = {"scratch": from_scratch(tuned), "fine-tune": tuned}
-    keep_settings(out, plans)
-    found: dict[str, list[Answers]] = {"scratch": [], "probe": [], "fine-tune": []}
-    about: dict[str, str] = {}
-    judged_on = ""
-    ready = {"scratch": setup_training(plans["scratch"]), "fine-tune": setup_training(plans["fine-tune"])}
-    parts = [("probe", 0), *((way, seed) for seed in range(seeds) for way in ("fine-tune", "scratch"))]
-    for way, seed in parts:
-        part = apart(ready["fine-tune" if way == "probe" else way])
-        judged_on = part.judged_on
-        about[way] = described(part.ready.recipe, way)
-        which = f"seed {seed}" if way != "probe" else ""
-        folder = out / ("probe" if way == "probe" else f"{way}-{seed}")
-        answers = read_answers(folder, part)
-        if answers is None:
+    check_comparison(finetune_recipe, seeds)
+    recipes: dict[str, Recipe] = {
+        "scratch": scratch_recipe or default_scratch_recipe(finetune_recipe),
+        "fine-tune": finetune_recipe,
+    }
+    write_settings(out, recipes)
+    setups = {name: setup_training(recipe) for name, recipe in recipes.items()}
+    setups["probe"] = setups["fine-tune"]
+    splits = {name: split_for_evaluation(setup) for name, setup in setups.items()}
+    results: dict[str, list[PartResult]] = {"scratch": [], "probe": [], "fine-tune": []}
+    for part in _parts(seeds):
+        folder = out / part.folder_name
+        result = read_result(folder, splits[part.strategy])
+        if result is None:
+            on_part(part.label)
             try:
-                begins(f"{way} {which}".strip())
-                trained, seconds = probe_part(part, folder) if way == "probe" else train_part(part, folder, seed, watch)
-                answers = ask(trained, part, folder, seconds)
+                result = run_part(part, splits[part.strategy], folder, callbacks)
             except Interrupted as stop:
-                raise Interrupted(stop.what, f"go on with the same command and --out {out}") from stop
-        found[way].append(answers)
-        said(f"{way:<10} {which:<8} {answers.right.mean():7.2%}  {answers.seconds:7.0f} s")
-    ways = [
+                raise Interrupted(stop.what, f"Continue with the same command and --out {out}") from stop
+        results[part.strategy].append(result)
+        log(f"{part.label:<18} {result.correct.mean():7.2%}  {result.seconds:7.0f} s")
+    strategies = [
         Strategy(
-            name=way,
-            correct=np.stack([answers.right for answers in of_way]),
-            seconds=float(np.mean([answers.seconds for answers in of_way])),
+            name=name,
+            correct=np.stack([result.correct for result in per_seed]),
+            seconds=float(np.mean([result.seconds for result in per_seed])),
         )
-        for way, of_way in found.items()
+        for name, per_seed in results.items()
     ]
-    result = StrategyComparison(
-        verdict=rank_strategies(ways, CALLED),
-        evaluated_on=judged_on,
-        descriptions={way: about[way] for way in found},
-        model_folders={way: str(out / ("probe" if way == "probe" else f"{way}-0")) for way in found},
-        notes=ready["fine-tune"].notes,
+    comparison = StrategyComparison(
+        verdict=rank_strategies(strategies, DISPLAY_NAMES),
+        evaluated_on=splits["fine-tune"].description,
+        descriptions={name: describe_strategy(setups[name].recipe, name) for name in results},
+        model_folders={name: str(out / ("probe" if name == "probe" else f"{name}-0")) for name in results},
+        notes=setups["fine-tune"].notes,
     )
-    atomic_write(out / "comparison.json", json.dumps(result.as_dict(), indent=2) + "\n")
-    return result
+    atomic_write(out / "comparison.json", json.dumps(comparison.as_dict(), indent=2) + "\n")
+    return comparison
 
 
-def check_comparison(tuned: Recipe, seeds: int) -> None:
-    """What must be so before anything is read or made."""
-    if not tuned.init_from:
-        raise VitralError("--compare needs a checkpoint to begin from", "name it with --init")
+def _parts(seeds: int) -> list[Part]:
+    parts = [Part("probe", 0)]
+    for seed in range(seeds):
+        parts += [Part("fine-tune", seed), Part("scratch", seed)]
+    return parts
+
+
+def check_comparison(finetune_recipe: Recipe, seeds: int) -> None:
+    """Validate the arguments before any data is loaded."""
+    if not finetune_recipe.init_from:
+        raise VitralError("--compare needs a checkpoint to fine-tune", "Name one with --init-from")
     if seeds < 1:
-        raise VitralError(f"seeds must be at least 1, not {seeds}", "leave --seeds out for 3")
+        raise VitralError(f"--seeds must be at least 1, not {seeds}", "Omit --seeds for 3")
 
 
-def from_scratch(tuned: Recipe) -> Recipe:
-    """What one would train without the checkpoint: the recipe for this data, on the same split and the same machine."""
-    plan = resolve_recipe(tuned.data.name, None)
-    same = {name: getattr(tuned, name) for name in ("device", "precision", "compile", "keep", "checkpoint_minutes")}
-    if tuned.epochs != get_recipe("folder-finetune").epochs:  # somebody asked for another number: it holds for both
-        same["epochs"] = tuned.epochs
-    return replace(plan, data=replace(plan.data, validation=tuned.data.validation), **same)
+def default_scratch_recipe(finetune_recipe: Recipe) -> Recipe:
+    """The default recipe for this data without a checkpoint, with the same validation split and hardware settings."""
+    recipe = resolve_recipe(finetune_recipe.data.name, None)
+    overrides = {name: getattr(finetune_recipe, name) for name in SAME_FIELDS}
+    if finetune_recipe.epochs != get_recipe("folder-finetune").epochs:  # an explicit number applies to both
+        overrides["epochs"] = finetune_recipe.epochs
+    return replace(recipe, data=replace(recipe.data, validation=finetune_recipe.data.validation), **overrides)
 
 
-def keep_settings(out: Path, plans: dict[str, Recipe]) -> None:
-    """Write down what is compared here, or find that it is the same as before."""
-    settings = {way: plan.result_fields() for way, plan in plans.items()}
+def write_settings(out: Path, recipes: dict[str, Recipe]) -> None:
+    """Write compare.json, or check that an existing one has the same recipes."""
+    settings = {name: recipe.result_fields() for name, recipe in recipes.items()}
     file = out / "compare.json"
     try:
         if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != settings:
-            raise VitralError(f"{out} holds a comparison of something else", "choose another --out")
+            raise VitralError(f"{out} holds a comparison with other settings", "Choose another --out")
         if not file.is_file():
             Run.check_available(out)
             out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise VitralError(f"cannot use {out}: {error}", "choose another --out") from error
+        raise VitralError(f"cannot use {out}: {error}", "Choose another --out") from error
     atomic_write(file, json.dumps(settings, indent=2) + "\n")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Apart:
-    """A training's images with those that judge kept apart."""
-
-    ready: TrainingSetup
-    dataset: Dataset  # without the judges
-    judges: Split
-    judged_on: str
-
-
-def apart(ready: TrainingSetup) -> Apart:
-    dataset = ready.dataset
+def split_for_evaluation(setup: TrainingSetup) -> EvaluationSplit:
+    dataset = setup.dataset
     if len(dataset.test):
-        judges = resize_split(dataset.test, ready.preprocessing)
-        return Apart(ready=ready, dataset=dataset, judges=judges, judged_on=f"{len(judges):,} test images")
-    chosen = torch.from_numpy(stratified_holdout(dataset.train.labels.numpy(), CHOOSING, seed=VALIDATION_SEED))
+        test = resize_split(dataset.test, setup.preprocessing)
+        return EvaluationSplit(setup=setup, dataset=dataset, evaluation=test, description=f"{len(test):,} test images")
     images, labels = dataset.train.images, dataset.train.labels
-    choosing = resize_split(Split(images=select_images(images, chosen), labels=labels[chosen]), ready.preprocessing)
-    rest = Split(images=select_images(images, ~chosen), labels=labels[~chosen])
-    return Apart(
-        ready=ready,
-        dataset=replace(dataset, train=rest, validation=choosing),
-        judges=dataset.validation,
-        judged_on=f"{len(dataset.validation):,} validation images; {len(choosing)} training images chose the epoch",
+    held_out = torch.from_numpy(stratified_holdout(labels.numpy(), HOLDOUT, seed=VALIDATION_SEED))
+    selection = resize_split(
+        Split(images=select_images(images, held_out), labels=labels[held_out]), setup.preprocessing
+    )
+    train = Split(images=select_images(images, ~held_out), labels=labels[~held_out])
+    return EvaluationSplit(
+        setup=setup,
+        dataset=replace(dataset, train=train, validation=selection),
+        evaluation=dataset.validation,
+        description=f"{len(dataset.validation):,} validation images; {len(selection)} training images selected the epoch",
     )
 
 
-def described(plan: Recipe, way: str) -> str:
-    m = plan.model
+def describe_strategy(recipe: Recipe, strategy: str) -> str:
+    """Such as "224x224/16, 5.7 M parameters, 10 epochs"."""
     with torch.device("meta"):
-        millions = sum(p.numel() for p in VARIANTS[plan.variant](m).parameters()) / 1e6
-    how = "frozen, head fitted" if way == "probe" else f"{plan.epochs} epoch{'s' if plan.epochs > 1 else ''}"
-    return f"{'×'.join(map(str, m.image_size))}/{m.patch_size}, {millions:.1f} M, {how}"
+        millions = sum(p.numel() for p in VARIANTS[recipe.variant](recipe.model).parameters()) / 1e6
+    training = "frozen, linear head" if strategy == "probe" else f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)}"
+    size = "x".join(map(str, recipe.model.image_size))
+    return f"{size}/{recipe.model.patch_size}, {millions:.1f} M parameters, {training}"
 
 
-def train_part(part: Apart, folder: Path, seed: int, watch: Callback | None) -> tuple[ViT, float]:
-    """A run like any other, gone on with where it was interrupted; the model and its seconds, all sittings together."""
-    plan = replace(part.ready.recipe, seed=seed)
+def run_part(part: Part, split: EvaluationSplit, folder: Path, callbacks: Sequence[Callback]) -> PartResult:
+    if part.strategy == "probe":
+        model, seconds = fit_probe(split, folder)
+    else:
+        model, seconds = train_part(split, folder, part.seed, callbacks)
+    return evaluate_part(model, split, folder, seconds)
+
+
+def train_part(split: EvaluationSplit, folder: Path, seed: int, callbacks: Sequence[Callback]) -> tuple[ViT, float]:
+    """Train in a run folder, resuming an interrupted run; returns the model and its training time in seconds."""
+    setup = split.setup
+    recipe = replace(setup.recipe, seed=seed)
     run = Run(folder)
     if not run.recipe_file.is_file():
         run = Run.create(folder.parent, folder.name, folder)
-        atomic_write(run.recipe_file, plan.to_toml())
-    hardware = select_hardware(
-        device=plan.device,
-        precision=plan.precision,
-        compile=plan.compile,
-        width=plan.model.width,
-        steps=plan.epochs * max(len(part.dataset.train) // plan.batch_size, 1),
-        from_scratch=not plan.init_from,
-    )
+        atomic_write(run.recipe_file, recipe.to_toml())
+    hardware = training_hardware(replace(setup, recipe=recipe, dataset=split.dataset))
     with run.lock():
-        fit(plan, part.dataset, part.ready.preprocessing, run, hardware, watch, part.ready.initial_weights)
+        Trainer(
+            recipe,
+            split.dataset,
+            setup.preprocessing,
+            run,
+            hardware,
+            callbacks=callbacks,
+            initial_weights=setup.initial_weights,
+        ).fit()
     return load_model(folder)[0], float(run.load_metrics()[-1]["seconds"])
 
 
-def probe_part(part: Apart, folder: Path) -> tuple[ViT, float]:
-    """The checkpoint with a linear head fitted to the features of all images but the judges, and its seconds."""
-    begun = time.perf_counter()
-    plan, seen, dataset = part.ready.recipe, part.ready.preprocessing, part.dataset
-    assert part.ready.initial_weights is not None  # compare() refuses a recipe without a checkpoint
-    model = VARIANTS[plan.variant](plan.model)
-    model.load_state_dict(part.ready.initial_weights)
-    hardware = select_hardware(device=plan.device, precision="fp32", compile="no")
+def fit_probe(split: EvaluationSplit, folder: Path) -> tuple[ViT, float]:
+    """Fit a linear head to the checkpoint's features of all training and validation images."""
+    started = time.perf_counter()
+    recipe, preprocessing, dataset = split.setup.recipe, split.setup.preprocessing, split.dataset
+    assert split.setup.initial_weights is not None  # check_comparison refuses a recipe without a checkpoint
+    model = VARIANTS[recipe.variant](recipe.model)
+    model.load_state_dict(split.setup.initial_weights)
+    hardware = select_hardware(device=recipe.device, precision="fp32", compile="no")
     model.to(hardware.device)
-    known = [resize_split(dataset.train, seen), dataset.validation]
-    features = torch.cat([compute_features(model, split.images, seen, hardware) for split in known])
-    labels = torch.cat([split.labels for split in known])
-    put_head(model.cpu(), *fit_linear_head((features, labels), len(dataset.classes)))
-    card = ModelConfig(
-        architecture=plan.model,
-        preprocessing=seen,
+    known = [resize_split(dataset.train, preprocessing), dataset.validation]
+    features = torch.cat([compute_features(model, one.images, preprocessing, hardware) for one in known])
+    labels = torch.cat([one.labels for one in known])
+    set_head(model.cpu(), *fit_linear_head((features, labels), len(dataset.classes)))
+    config = ModelConfig(
+        architecture=recipe.model,
+        preprocessing=preprocessing,
         classes=dataset.classes,
         trained_on=dataset.name,
         epoch=0,
-        variant=plan.variant,
+        variant=recipe.variant,
     )
-    save_model(folder / "model", model.eval(), card)
-    return model, time.perf_counter() - begun
+    save_model(folder / "model", model.eval(), config)
+    return model, time.perf_counter() - started
 
 
 @torch.no_grad()
-def put_head(model: ViT, weight_KE: Tensor, bias_K: Tensor) -> None:
-    """Into the one head there is, or shared out between two whose mean is the answer."""
+def set_head(model: ViT, weight_KE: Tensor, bias_K: Tensor) -> None:
+    """Set the weights of the head. The distilled variant averages two heads, each of which gets half of the columns."""
     heads = [module for name, module in model.named_modules() if re.fullmatch(r"head\.(\w+\.)?out", name)]
     for head, weight in zip(heads, weight_KE.chunk(len(heads), dim=1), strict=True):
         assert isinstance(head, torch.nn.Linear)
@@ -239,27 +281,26 @@ def put_head(model: ViT, weight_KE: Tensor, bias_K: Tensor) -> None:
         head.bias.copy_(bias_K)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Answers:
-    right: np.ndarray[Any, Any]  # M booleans
-    seconds: float
+def evaluate_part(model: ViT, split: EvaluationSplit, folder: Path, seconds: float) -> PartResult:
+    hardware = select_hardware(device=split.setup.recipe.device, precision="fp32", compile="no")
+    model = model.to(hardware.device).eval()
+    logits = compute_logits(model, split.evaluation.images, split.setup.preprocessing, hardware)
+    correct = (logits.argmax(dim=1).cpu() == split.evaluation.labels).numpy()
+    values = {
+        "seconds": round(seconds, 2),
+        "data": split.dataset.fingerprint,
+        "correct": correct.astype(int).tolist(),
+    }
+    atomic_write(folder / "evaluation.json", json.dumps(values) + "\n")
+    return PartResult(correct=correct, seconds=seconds)
 
 
-def ask(model: ViT, part: Apart, folder: Path, seconds: float) -> Answers:
-    hardware = select_hardware(device=part.ready.recipe.device, precision="fp32", compile="no")
-    logits = compute_logits(model.to(hardware.device).eval(), part.judges.images, part.ready.preprocessing, hardware)
-    right = (logits.argmax(dim=1).cpu() == part.judges.labels).numpy()
-    told = {"seconds": round(seconds, 2), "data": part.dataset.fingerprint, "right": right.astype(int).tolist()}
-    atomic_write(folder / "answers.json", json.dumps(told) + "\n")
-    return Answers(right=right, seconds=seconds)
-
-
-def read_answers(folder: Path, part: Apart) -> Answers | None:
-    """Of a part that is done; None where there is none, or the images have changed since."""
+def read_result(folder: Path, split: EvaluationSplit) -> PartResult | None:
+    """The result of a finished part; None if there is none or the data has changed since."""
     try:
-        told = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
-        right = np.array(told["right"], dtype=bool)
-        same = told["data"] == part.dataset.fingerprint and len(right) == len(part.judges)
-        return Answers(right=right, seconds=float(told["seconds"])) if same else None
+        values = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        correct = np.array(values["correct"], dtype=bool)
+        is_current = values["data"] == split.dataset.fingerprint and len(correct) == len(split.evaluation)
+        return PartResult(correct=correct, seconds=float(values["seconds"])) if is_current else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -18,9 +18,10 @@ from vitral import __version__
 from vitral.data.datasets import Dataset
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
-from vitral.errors import VitralError
-from vitral.recipes.schema import Recipe
-from vitral.runs.run import RUNS, Run
+from vitral.distributed.world import World
+from vitral.errors import VitralError, shell_quote
+from vitral.recipes.schema import RESUMABLE_FIELDS, Recipe, read_recipe
+from vitral.runs.run import RUN_FORMAT, RUNS, Run
 from vitral.utils.atomic import atomic_write
 
 
@@ -39,6 +40,7 @@ def describe_environment(
 ) -> dict[str, Any]:
     """The content of environment.json."""
     return {
+        "format": RUN_FORMAT,
         "vitral": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -121,6 +123,31 @@ def find_interrupted_run(out: str | Path | None) -> Path | None:
             if is_same_launch and run.recipe_file.is_file() and not is_finished:
                 return run.path
     return None
+
+
+def open_unfinished_run(
+    world: World, resume: str | Path | None, out: str | Path | None, overrides: dict[str, Any]
+) -> tuple[Run, Recipe] | None:
+    """The run to continue and its recipe: `resume`, or the interrupted run of this launch; None for a new run."""
+    path = world.broadcast_from_rank0(lambda: resume or find_interrupted_run(out))
+    if path is None:
+        if out is not None:  # checked before any data is loaded
+            world.broadcast_from_rank0(lambda: Run.check_available(Path(out)))
+        return None
+    run = Run.open(path)
+    if run.has_model and run.test_file.is_file():
+        raise VitralError(f"{run} is finished", f"Evaluate it with: vitral evaluate {shell_quote(run)}")
+    recipe = read_recipe(run.recipe_file)
+    return run, recipe.with_overrides(overrides) if resume else recipe
+
+
+def check_resumable(overrides: dict[str, Any]) -> None:
+    """Refuse to change fields that determine the result when a run is resumed."""
+    if fixed := [name for name in overrides if name not in RESUMABLE_FIELDS]:
+        raise VitralError(
+            f"{fixed[0]} cannot be changed when a run is resumed",
+            f"Fields that can: {', '.join(RESUMABLE_FIELDS)}",
+        )
 
 
 def check_data_unchanged(run: Run, dataset: Dataset) -> None:

@@ -1,0 +1,51 @@
+"""The files about a finished run: test.json, figures and report.html."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from torch import Tensor
+
+from vitral.errors import VitralError, shell_quote
+from vitral.evaluation.data import EvalTarget
+from vitral.evaluation.report import EvaluationReport
+from vitral.reporting.figures import training as figures
+from vitral.reporting.html.report import write_report
+from vitral.reporting.html.report_data import collect_report_data
+from vitral.runs.run import Run
+from vitral.utils.atomic import atomic_write
+
+EXAMPLE = "example.png"
+
+
+def write_run_report(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> None:
+    atomic_write(run.test_file, json.dumps(evaluation.as_dict(), indent=2) + "\n")
+    try:
+        write_figures(run, target, evaluation)
+    except OSError as error:
+        raise VitralError(
+            f"cannot write the figures to {run.figure_dir}: {error.strerror or error}",
+            f"The model is complete; its accuracy is {evaluation.top1:.2%} (vitral evaluate {shell_quote(run)})",
+        ) from error
+    write_html(run, target, evaluation, logits)
+
+
+def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport) -> None:
+    """Training curves, confusion matrix, attention, and one of the evaluated images as a file to try commands with."""
+    predictor, images, labels = target.predictor, target.split.images, target.split.labels
+    selected = figures.select_examples(predictor.probabilities(images), labels)
+    example = images[selected[0]]
+    figures.plot_training_curves(run.load_metrics(), run.figure_dir / "curves.png")
+    figures.plot_confusion_matrix(
+        evaluation,
+        run.figure_dir / "confusion.png",
+        title=f"Accuracy {evaluation.top1:.2%}, {evaluation.images:,} images",
+    )
+    figures.plot_attention(predictor, images[selected], labels[selected], run.figure_dir / "attention.png")
+    figures.plot_attention_overview(predictor, example, run.figure_dir / "attention_overview.png")
+    figures.save_image(predictor.model_config.preprocessing.pad_for_roundtrip(example), run.figure_dir / EXAMPLE)
+
+
+def write_html(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> Path:
+    return write_report(collect_report_data(target, evaluation, logits, run.path), run.report_file)

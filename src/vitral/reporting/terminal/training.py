@@ -1,0 +1,95 @@
+"""What `vitral train` and `vitral demo` print before and after training."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from vitral import __version__
+from vitral.data.files.file_dataset import SEQUENCE_PREFIX
+from vitral.device.select import Hardware
+from vitral.distributed.parallel import ParallelPlan
+from vitral.errors import shell_quote
+from vitral.evaluation.report import EvaluationReport
+from vitral.evaluation.tta import TTA_DESCRIPTIONS
+from vitral.models.variants import VARIANTS
+from vitral.recipes.schema import Recipe
+from vitral.reporting.run_report import EXAMPLE
+from vitral.runs.run import Run
+from vitral.training.setup import TrainingSetup
+
+OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
+
+
+def print_version(console: Console) -> None:
+    console.print(f"vitral {__version__}\n")
+
+
+def print_run_summary(
+    console: Console, setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan, run: Run
+) -> None:
+    recipe, dataset, model = setup.recipe, setup.dataset, setup.recipe.model
+    source = dataset.source.removeprefix(f"from {dataset.name}").removeprefix(", ")  # a folder is named once
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in VARIANTS[recipe.variant](model).parameters())
+    kind = "ViT" if recipe.variant == "plain" else f"{recipe.variant} ViT"
+    size = "x".join(map(str, model.image_size))
+    epochs = f"{recipe.epochs} epoch{'s' if recipe.epochs != 1 else ''}"
+    lines = [
+        f"Data      {dataset.name}: {len(dataset.train):,} train, {len(dataset.validation):,} validation"
+        + (f" ({source})" if source else ""),
+        f"Model     {kind} {size}/{model.patch_size}, width {model.width}, depth {model.depth}, heads {model.heads} "
+        f"({parameters / 1e6:.2f} M parameters, {model.grid[0] * model.grid[1]} patches)",
+        *(f"          {note}" for note in setup.notes),
+        f"Recipe    {recipe.name}: {OPTIMIZER_NAMES[recipe.optim.name]}, lr {recipe.optim.lr * recipe.lr_scale:g}, "
+        f"{epochs}, batch size {recipe.batch_size}",
+        f"Hardware  {hardware}",
+    ]
+    if hardware.world.size > 1:
+        lines.append(f"Parallel  {parallel.mode}: {parallel.reason}")
+    lines.append(f"Run       {run}\n")
+    console.print("\n".join(lines), soft_wrap=True, markup=False)
+
+
+def print_result(console: Console, run: Run, recipe: Recipe, dataset_name: str, evaluation: EvaluationReport) -> None:
+    """Accuracy, confusions, files and next steps after a run."""
+    low, high = evaluation.top1_low, evaluation.top1_high
+    confused = ", ".join(f"{true} as {predicted} ({count}x)" for true, predicted, count in evaluation.most_confused(3))
+    lines = [
+        f"\n{evaluation.split.capitalize()} accuracy   {evaluation.top1:.2%} (95% CI {100 * low:.2f}-{high:.2%}), "
+        f"{evaluation.images:,} images",
+    ]
+    if evaluation.split == "validation":
+        lines.append("                There are no test images; the epoch was selected on these.")
+    if recipe.tta != "none":
+        lines.append(f"                {TTA_DESCRIPTIONS[recipe.tta]}")
+    lines += [
+        f"\nMost confused     {confused or 'none'}",
+        f"Report            {run.report_file}",
+        f"Figures           {run.figure_dir}/  (confusion.png, attention.png, curves.png)",
+        "\nNext steps",
+    ]
+    example = shell_quote(run.figure_dir / EXAMPLE)
+    steps = [
+        (f"predict {shell_quote(run)} {example}", ""),
+        (f"walk {example} --model {shell_quote(run)}", "follow an image through the model"),
+    ]
+    if not dataset_name.startswith(SEQUENCE_PREFIX):  # a sequence can only be passed again from Python
+        longer = f"train {shell_quote(dataset_name)} --recipe {shell_quote(run.recipe_file)} --epochs"
+        steps += [
+            (f"evaluate {shell_quote(run)}", "calibration, robustness, OOD detection"),
+            (f"{longer} {2 * recipe.epochs}", "train for longer"),
+        ]
+    width = max(len(words) for words, purpose in steps if purpose)
+    lines += [f"  {vitral_command()} {words:<{width}}    {purpose}".rstrip() for words, purpose in steps]
+    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+
+
+def vitral_command() -> str:
+    """How to call vitral from this shell. `make demo` installs it in .venv, which may not be on the PATH."""
+    program = Path(sys.argv[0])
+    return str(program) if program.name == "vitral" and not shutil.which("vitral") else "vitral"
