@@ -29,12 +29,12 @@ def _source_offset(
 
 @triton.jit
 def augment_kernel(
-    images_ptr, labels_ptr, table_ptr, shifts_ptr, flips_ptr, coins_ptr, gammas_ptr, corners_ptr, mix_mask_ptr,
+    images_ptr, labels_ptr, table_ptr, shifts_ptr, flips_ptr, coins_ptr, gammas_ptr, corners_ptr, mix_enabled_ptr,
     out_ptr, targets_ptr, H, W, mix_prob,
     C: tl.constexpr, NUM_CLASSES: tl.constexpr, SHIFT: tl.constexpr, FLIP: tl.constexpr, CUTMIX: tl.constexpr,
-    HAS_MIX_MASK: tl.constexpr, BLACK_BORDER: tl.constexpr, BLOCK_PIXELS: tl.constexpr, BLOCK_CLASSES: tl.constexpr,
+    HAS_MIX_FLAG: tl.constexpr, BLACK_BORDER: tl.constexpr, BLOCK_PIXELS: tl.constexpr, BLOCK_CLASSES: tl.constexpr,
 ):  # fmt: skip
-    """out[b, c, y, x] = table[c, images[s, c, y', x']] and targets[b] = λ·onehot(labels[b]) + (1 - λ)·onehot(labels[b-1]).
+    """out[b, c, y, x] = table[c, images[s, c, y', x']]; targets[b] = λ·e(labels[b]) + (1 - λ)·e(labels[b-1]).
 
     (y', x') is (y, x) before shift and flip. s is b, or b - 1 (cyclically) inside the CutMix box, whose side is
     √(1 - λ') of the image with λ' = γ1/(γ1 + γ2) ~ Beta(α, α); λ is 1 minus the area of the rounded box.
@@ -43,7 +43,8 @@ def augment_kernel(
 
     images: (B, C, H, W) uint8. labels: (B,) int64. table: (C, 256), the normalised value of each byte in the dtype of
     out. shifts: (2, B) int64, down and right. flips: (B,) fp32. coins, corners: (2, B) fp32; coins[1] < mix_prob
-    selects the images that are mixed. gammas: (2, B). mix_mask: () bool, disables mixing. Unused inputs are None.
+    selects the images that are mixed. gammas: (2, B). mix_enabled: () bool, nothing is mixed where it is false.
+    Unused inputs are None.
     out: (B, C, H, W). targets: (B, NUM_CLASSES) fp32, written by the first block of each image.
     Reads and writes each pixel once.
     """
@@ -58,8 +59,8 @@ def augment_kernel(
         gamma1, gamma2 = tl.load(gammas_ptr + image), tl.load(gammas_ptr + B + image)
         side = tl.sqrt_rn(1 - (gamma1 / (gamma1 + gamma2)).to(tl.float32))
         is_mixed = tl.load(coins_ptr + B + image) < mix_prob
-        if HAS_MIX_MASK:
-            is_mixed = is_mixed & (tl.load(mix_mask_ptr) != 0)
+        if HAS_MIX_FLAG:
+            is_mixed = is_mixed & (tl.load(mix_enabled_ptr) != 0)
         side = tl.where(is_mixed, side, 0.0)
         height, width = tl.floor(side * H + 0.5), tl.floor(side * W + 0.5)
         top = tl.floor((H - height + 1) * tl.load(corners_ptr + image))

@@ -30,7 +30,7 @@ def fused_augment(
     images_BCHW: Tensor,
     labels_B: Tensor,
     rng: Generator,
-    mix_mask: Tensor | None = None,
+    mix_enabled: Tensor | None = None,
 ) -> Batch:
     """uint8 images (B, C, H, W) and labels (B,) to normalised images and soft targets (B, K).
 
@@ -56,9 +56,9 @@ def fused_augment(
     out = torch.empty(B, C, H, W, device=device, dtype=table_CN.dtype)
     targets = torch.empty(B, num_classes, device=device)
     launch(augment_kernel, (B, triton.cdiv(H * W, BLOCK_PIXELS)))(
-        images_BCHW.contiguous(), labels_B, table_CN, shifts, flips, coins, gammas, corners, mix_mask, out, targets,
+        images_BCHW.contiguous(), labels_B, table_CN, shifts, flips, coins, gammas, corners, mix_enabled, out, targets,
         H, W, config.mix_prob, C=C, NUM_CLASSES=num_classes, SHIFT=moves, FLIP=flips is not None, CUTMIX=uses_cutmix,
-        HAS_MIX_MASK=mix_mask is not None, BLACK_BORDER=config.border == "black", BLOCK_PIXELS=BLOCK_PIXELS,
+        HAS_MIX_FLAG=mix_enabled is not None, BLACK_BORDER=config.border == "black", BLOCK_PIXELS=BLOCK_PIXELS,
         BLOCK_CLASSES=triton.next_power_of_2(num_classes),
     )  # fmt: skip
     return out, targets
