@@ -1,6 +1,6 @@
-"""An encoder's weights as its products take them, in bf16 or FP8, made anew in each step; and these products.
+"""The encoder's linear layers: weights in bf16 or FP8 for the GEMMs, and the GEMMs.
 
-Weights stay in fp32; gradients of theirs come out in fp32.
+Master weights stay in fp32 and are cast once per step; weight gradients are fp32.
 """
 
 from __future__ import annotations
@@ -13,168 +13,181 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitral.device.hardware import Aside
-from vitral.kernels import ops as launch
-from vitral.kernels.layernorm_gelu.kernel import STEEPEST, TOP
-from vitral.kernels.ops import Small
+from vitral.device.streams import SideStream
+from vitral.kernels.fp8.kernel import FP8_MAX
+from vitral.kernels.fp8.op import Fp8Tensor, Fp8Weight, GemmBound, quantize_weight
+from vitral.kernels.layernorm_gelu.kernel import GELU_MAX_SLOPE
 from vitral.models.vit import Encoder
 
-WIDE = 512  # columns from which FP8 gains more in a weight's gradient than turning the matrices costs
+FP8_WGRAD_MIN_WIDTH = 512  # below this, transposing the operands costs more than the FP8 weight-gradient GEMM gains
 
-Place = Callable[[int, int], Tensor]  # for so many rows and columns
-Bound = tuple[Tensor, Tensor]  # no number of a product is larger than its row's length times the longest column's
+AllocateFn = Callable[[int, int], Tensor]  # (rows, columns) -> output buffer
 
 
-class Weights:
-    """With `front`, the last block has large products for its keys and values alone; `columns`: see FusedEncoder."""
+class WgradScales(NamedTuple):
+    """FP8 scales of the operands of a block's weight-gradient GEMMs, from bounds that follow from the weights alone."""
 
-    def __init__(self, encoder: Encoder, fp8: bool, number: torch.dtype, front: bool, columns: bool) -> None:
-        self.fp8, self.front, self.columns = fp8, front, columns
+    norm1: Tensor  # output of the first norm
+    norm2: Tensor  # output of the second norm
+    gelu: Tensor
+    grad_ratio: Tensor  # scale of a gradient row before GELU over that of the same row after `contract`
+    expand: Tensor  # norm2·grad_ratio, for the gradient of `expand`
+
+
+class EncoderWeights:
+    """Copies of the encoder's weight matrices for its GEMMs.
+
+    cls_only: the last block computes only class tokens after attention, so that only its qkv GEMM is in FP8.
+    fp8_wgrad: weight-gradient GEMMs run in FP8 too.
+    """
+
+    def __init__(self, encoder: Encoder, fp8: bool, dtype: torch.dtype, cls_only: bool, fp8_wgrad: bool) -> None:
+        self.fp8, self.cls_only, self.fp8_wgrad = fp8, cls_only, fp8_wgrad
         self.blocks: list[Any] = list(encoder.blocks)
-        self.rounded: dict[Tensor, Tensor] = {
-            p: p.detach() if p.dtype == number else torch.empty_like(p, dtype=number)
+        self.compute: dict[Tensor, Tensor] = {  # master weight -> copy in the compute dtype
+            p: p.detach() if p.dtype == dtype else torch.empty_like(p, dtype=dtype)
             for p in encoder.parameters()
             if p.ndim == 2
         }
-        self.small: dict[Tensor, Small] = {}
-        self.small_back: dict[Tensor, Small] = {}  # transposed
-        self.scales: dict[Any, Scales] = {}  # of blocks whose weights' gradients are products of FP8
-        self.beside = Aside(next(encoder.parameters()).device)
-        self.rounding = False
-        self.round(learning=False)
+        self.quantized: dict[Tensor, Fp8Weight] = {}
+        self.quantized_t: dict[Tensor, Fp8Weight] = {}  # transposed, for input gradients
+        self.wgrad_scales: dict[Any, WgradScales] = {}
+        self.side_stream = SideStream(next(encoder.parameters()).device)
+        self.cast_is_pending = False
+        self.cast(training=False)
 
-    def round_beside(self) -> None:
-        """The weights, while whoever asks computes the tokens."""
-        self.beside.begin(partial(self.round, learning=True))
-        self.rounding = True
+    def cast_on_side_stream(self) -> None:
+        """Start casting the weights for a training step while the caller computes the embedding."""
+        self.side_stream.run(partial(self.cast, training=True))
+        self.cast_is_pending = True
 
-    def round_now(self) -> None:
-        """Unless they are being rounded: then that is waited for."""
-        self.beside.wait() if self.rounding else self.round(learning=True)
-        self.rounding = False
+    def ensure_cast(self) -> None:
+        """Wait for `cast_on_side_stream` if it was called for this step; cast now otherwise."""
+        self.side_stream.wait() if self.cast_is_pending else self.cast(training=True)
+        self.cast_is_pending = False
 
     @torch.no_grad()
-    def round(self, learning: bool) -> None:
-        """The weights as they are now, for the products."""
-        if copies := {p: copy for p, copy in self.rounded.items() if copy.dtype != p.dtype}:
+    def cast(self, training: bool) -> None:
+        """Cast and quantize the present weights."""
+        if copies := {p: copy for p, copy in self.compute.items() if copy.dtype != p.dtype}:
             torch._foreach_copy_(list(copies.values()), list(copies))
         if not self.fp8:
             return
-        layers = [layer for block in self.blocks for layer in large(block, learning)]
-        used = len(layers) - (len(large(self.blocks[-1], learning)) - 1 if self.front else 0)
-        most = torch.zeros(len(layers), 2, 2, device=layers[0].weight.device)
-        for layer, (forth, back) in zip(layers[:used], most, strict=False):
-            self.small[layer.weight] = launch.shrink(layer.weight, layer.bias, forth)
-            if learning:
-                self.small_back[layer.weight] = launch.shrink(layer.weight.t(), None, back)
-        if learning and self.columns:
-            self.scales = dict(zip(self.blocks, scales_of(self.blocks, most), strict=True))
+        layers = [layer for block in self.blocks for layer in fp8_layers(block, training)]
+        used = len(layers) - (len(fp8_layers(self.blocks[-1], training)) - 1 if self.cls_only else 0)
+        bounds = torch.zeros(len(layers), 2, 2, device=layers[0].weight.device)
+        for layer, (bound, bound_t) in zip(layers[:used], bounds, strict=False):
+            self.quantized[layer.weight] = quantize_weight(layer.weight, layer.bias, bound)
+            if training:
+                self.quantized_t[layer.weight] = quantize_weight(layer.weight.t(), None, bound_t)
+        if training and self.fp8_wgrad:
+            self.wgrad_scales = dict(zip(self.blocks, compute_wgrad_scales(self.blocks, bounds), strict=True))
 
-    def let_go(self, gather: Callable[[list[Tensor]], None]) -> None:
-        """Of weights whose FP8 copies are all that answers need: not what follows attention, which may give bf16. What
-        stays, these copies and all parameters, `gather` may bring to another place."""
-        for weight in self.small.keys() - {block.attention.project.weight for block in self.blocks}:
-            del self.rounded[weight]
+    def free_unquantized(self, defragment: Callable[[list[Tensor]], None]) -> None:
+        """Free the weights of which inference needs only the FP8 copies.
+
+        The attention projections stay, because attention may return bf16. `defragment` may move the FP8 copies and all
+        parameters to other addresses.
+        """
+        for weight in self.quantized.keys() - {block.attention.project.weight for block in self.blocks}:
+            del self.compute[weight]
             weight.data = weight.data.new_empty(0)
-        if self.small:
-            left = list(self.rounded)
-            self.rounded.clear()  # which hold what is to be moved
-            gather([small.numbers for small in self.small.values()])
-            self.rounded = {weight: weight.detach() for weight in left}
+        if self.quantized:
+            remaining = list(self.compute)
+            self.compute.clear()  # these copies alias parameters that are about to move
+            defragment([weight.data for weight in self.quantized.values()])
+            self.compute = {weight: weight.detach() for weight in remaining}
 
-    def by_columns(self, block: Any, dy8: Small | None) -> tuple[Small, Scales] | None:
-        """What its weights' gradients need to be products of FP8, if they are: a gradient that is, and scales."""
-        return (dy8, self.scales[block]) if dy8 is not None and self.sums_over(len(dy8.numbers)) else None
+    def uses_fp8_wgrad(self, num_tokens: int) -> bool:
+        """Whether weight gradients are FP8 GEMMs; their summed dimension must be a multiple of 16."""
+        return self.fp8_wgrad and num_tokens % 16 == 0
 
-    def sums_over(self, tokens: int) -> bool:
-        """Whether gradients of weights are products of FP8: these sum over multiples of 16 alone."""
-        return self.columns and tokens % 16 == 0
-
-    def product(
-        self, x: Tensor | None, x8: Small | None, weight: Tensor, bias: Tensor | None = None, place: Place | None = None
-    ) -> tuple[Tensor, Bound | None]:
-        """x·Wᵀ + bias, and how large it can be without the bias, where FP8 is used."""
-        if x8 is not None:
-            small = self.small[weight]
-            return scaled(x8, small, bias, None if place is None else place(len(x8.numbers), len(small.numbers)))
+    def linear(
+        self, x: Tensor | None, x_fp8: Fp8Tensor | None, weight: Tensor, bias: Tensor | None = None,
+        allocate: AllocateFn | None = None,
+    ) -> tuple[Tensor, GemmBound | None]:  # fmt: skip
+        """x·Wᵀ + bias, in FP8 if `x_fp8` is given, and then also a bound of x·Wᵀ."""
+        if x_fp8 is not None:
+            quantized = self.quantized[weight]
+            out = None if allocate is None else allocate(len(x_fp8.data), len(quantized.data))
+            return fp8_linear(x_fp8, quantized, bias, out)
         assert x is not None
-        rounded = self.rounded[weight].t()
-        out = None if place is None else place(len(x), rounded.shape[1])
+        weight_t = self.compute[weight].t()
+        out = None if allocate is None else allocate(len(x), weight_t.shape[1])
         if bias is None:
-            return torch.mm(x, rounded, out=out), None
-        return torch.addmm(bias.to(x.dtype), x, rounded, out=out), None
+            return torch.mm(x, weight_t, out=out), None
+        return torch.addmm(bias.to(x.dtype), x, weight_t, out=out), None
 
-    def product_back(self, dy: Tensor, dy8: Small | None, weight: Tensor) -> tuple[Tensor, Bound | None]:
-        """dy·W, and the same."""
-        return (dy @ self.rounded[weight], None) if dy8 is None else scaled(dy8, self.small_back[weight])
+    def input_gradient(
+        self, grad_out: Tensor, grad_out_fp8: Fp8Tensor | None, weight: Tensor
+    ) -> tuple[Tensor, GemmBound | None]:
+        """grad_out·W, in FP8 if `grad_out_fp8` is given, and then also its bound."""
+        if grad_out_fp8 is None:
+            return grad_out @ self.compute[weight], None
+        return fp8_linear(grad_out_fp8, self.quantized_t[weight])
 
 
-def large(block: Any, learning: bool) -> list[nn.Linear]:
-    """The layers of a block whose products are of FP8. What attention gave is kept as bf16 for the way back."""
+def fp8_layers(block: Any, training: bool) -> list[nn.Linear]:
+    """Linear layers of a block that run in FP8. Training keeps the attention output, `project`'s input, in bf16."""
     attention, mlp = block.attention, block.mlp
-    return [attention.qkv, *([] if learning else [attention.project]), mlp.expand, mlp.contract]
+    return [attention.qkv, *([] if training else [attention.project]), mlp.expand, mlp.contract]
 
 
-class Scales(NamedTuple):
-    """Of what a block's weights' gradients are products of, as FP8: from bounds that follow from its weights alone."""
+def compute_wgrad_scales(blocks: list[Any], bounds: Tensor) -> list[WgradScales]:
+    """Operand scales of all blocks. `bounds`: (3·blocks, 2, 2) of qkv, expand and contract, each also transposed.
 
-    one: Tensor  # what the first norm gives
-    two: Tensor
-    g: Tensor  # GELU
-    steep: Tensor  # a row's scale before GELU, in that behind the product after it
-    expand: Tensor  # `two` times `steep`
-
-
-def scales_of(blocks: list[Any], most: Tensor) -> list[Scales]:
-    """From `shrink`'s numbers about their large layers. No row of a norm is longer than √D times gain and shift."""
+    A LayerNorm row is not longer than √D·(max|weight| + max|bias|).
+    """
     norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
-    gains = torch._foreach_norm([norm.weight for norm in norms] + [norm.bias for norm in norms], math.inf)
-    length = torch.stack(gains).view(2, -1, 2).sum(0) * norms[0].weight.numel() ** 0.5
-    (_, expand, contract) = most.unflatten(0, (len(blocks), 3)).unbind(1)
-    one, two = (length / TOP.value).unbind(1)
-    g = two * expand[:, 0, 0] + expand[:, 0, 1] / TOP.value
-    steep = STEEPEST.value * contract[:, 1, 0]
-    every = torch.stack([one, two, g, steep, two * steep], dim=1).clamp_min(1e-30)
-    apart = every[:, :, None].expand(-1, -1, 4).contiguous()  # products read scales at multiples of 16 bytes alone
-    return [Scales(*row.unbind()) for row in apart[:, :, 0]]
+    max_abs = torch._foreach_norm([norm.weight for norm in norms] + [norm.bias for norm in norms], math.inf)
+    max_row_norm = torch.stack(max_abs).view(2, -1, 2).sum(0) * norms[0].weight.numel() ** 0.5
+    (_, expand, contract) = bounds.unflatten(0, (len(blocks), 3)).unbind(1)
+    norm1, norm2 = (max_row_norm / FP8_MAX.value).unbind(1)
+    gelu = norm2 * expand[:, 0, 0] + expand[:, 0, 1] / FP8_MAX.value
+    grad_ratio = GELU_MAX_SLOPE.value * contract[:, 1, 0]
+    scales = torch.stack([norm1, norm2, gelu, grad_ratio, norm2 * grad_ratio], dim=1).clamp_min(1e-30)
+    aligned = scales[:, :, None].expand(-1, -1, 4).contiguous()  # GEMMs read scales at multiples of 16 bytes
+    return [WgradScales(*row.unbind()) for row in aligned[:, :, 0]]
 
 
-class Room:
-    """Places for what answers compute again and again: such as come and go leave gaps that the next does not fit."""
+class Workspace:
+    """Buffers that all blocks reuse in inference. Allocating them per block would fragment the memory."""
 
-    def __init__(self, tokens: Tensor, hidden: int, added: int) -> None:
-        """For so many hidden numbers in all, and for so many tokens to which something is added."""
+    def __init__(self, tokens: Tensor, hidden_size: int, branch_rows: int) -> None:
+        """tokens: (M, D). hidden_size: elements of the MLP's hidden activations. branch_rows: rows of a branch."""
         M, D = tokens.shape
-        self.widest = tokens.new_empty(max(hidden, M * 3 * D))
-        self.narrow = tokens.new_empty(added * D)
+        self.wide_buffer = tokens.new_empty(max(hidden_size, M * 3 * D))
+        self.branch_buffer = tokens.new_empty(branch_rows * D)
 
     def wide(self, rows: int, columns: int) -> Tensor:
-        """For queries, keys and values, and then for the MLP's hidden numbers."""
-        return self.widest[: rows * columns].view(rows, columns)
+        """For qkv, then for the MLP's hidden activations."""
+        return self.wide_buffer[: rows * columns].view(rows, columns)
 
-    def added(self, rows: int, columns: int) -> Tensor:
-        """For what the tokens are given by attention, and then by the MLP."""
-        return self.narrow[: rows * columns].view(rows, columns)
+    def branch(self, rows: int, columns: int) -> Tensor:
+        """For the output of the attention branch, then of the MLP branch."""
+        return self.branch_buffer[: rows * columns].view(rows, columns)
 
 
-def scaled(x: Small, w: Small, bias: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Bound]:
-    """x·wᵀ of FP8 numbers, whose rows have scales."""
+def fp8_linear(
+    x: Fp8Tensor, weight: Fp8Weight, bias: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, GemmBound]:
+    """x·Wᵀ + bias in bf16 from FP8 operands with one scale per row, and the bound of x·Wᵀ."""
     product = torch._scaled_mm(
-        x.numbers,
-        w.numbers.t(),
+        x.data,
+        weight.data.t(),
         scale_a=x.scales,
-        scale_b=w.scales.t(),
+        scale_b=weight.scales.t(),
         bias=None if bias is None else bias.to(torch.bfloat16),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
         out=out,
     )
-    return product, (x.norms, w.norms)
+    return product, GemmBound(x.row_norms, weight.bound)
 
 
-def weight_gradient(dy: Tensor, x: Tensor | None) -> Tensor:
-    """dyᵀ·x, summed and left in fp32."""
+def weight_gradient(grad_out: Tensor, x: Tensor | None) -> Tensor:
+    """grad_outᵀ·x, accumulated and returned in fp32."""
     assert x is not None
-    if dy.device.type == "cpu":
-        return dy.t().float() @ x.float()
-    return torch.mm(dy.t(), x, out_dtype=torch.float32)
+    if grad_out.device.type == "cpu":
+        return grad_out.t().float() @ x.float()
+    return torch.mm(grad_out.t(), x, out_dtype=torch.float32)

@@ -1,10 +1,13 @@
-"""Attention of 65 to 256 tokens, forwards and backwards: Triton kernels for a GPU.
+"""Flash attention for 65 to 256 tokens, forward and backward.
 
-A program has 64 queries of a head, and its keys and values pass by; backwards another has 64 keys, and the queries pass
-by: two products more than if both were one, but no sum leaves the registers. Queries, keys and values are read where
-a product left them, token by token, and their gradients are written the same way. What passes by does so in pieces of
-a power of two, the last one as small as the rest allows: 197 are 6·32 + 16. Of the softmax only the logarithm of its
-sum is kept, to base 2.
+A program owns BLOCK_M = 64 queries of one head and iterates over blocks of BLOCK_N keys and values. Backward, one
+kernel owns queries (for grad_q) and another owns keys (for grad_k and grad_v): two GEMMs more than a combined kernel,
+but no atomics. q, k and v are read where the qkv GEMM wrote them, (tokens, 3, heads, head dim), and gradients are
+written in the same layout. The last block of keys is as small a power of two as the tail allows: 197 tokens are
+6·32 + 16.
+
+Shapes are compile-time constants. WHOLE says that a block lies completely inside the sequence, so that no masks are
+needed. Softmax works in base 2; only lse = log2(Σ exp2(qk)) is saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -12,283 +15,308 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitral.kernels.layernorm_gelu.kernel import TOP
+from vitral.kernels.fp8.kernel import FP8_MAX
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load(
-    x, start, STEP: tl.constexpr, T: tl.constexpr, d: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WHOLE: tl.constexpr,
+def _load_rows(
+    ptr, start, STRIDE: tl.constexpr, NUM_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a head, STEP apart. Where all of them are known to be there, nothing is asked."""
-    rows, columns = start + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    at = x + rows[:, None] * STEP + columns[None, :]
-    if WHOLE and d == COLUMNS:
-        return tl.load(at)
-    return tl.load(at, (rows < T)[:, None] & (columns < d)[None, :], 0.0)
+    """Rows start ... start + BLOCK_ROWS of one head, (BLOCK_ROWS, BLOCK_D)."""
+    rows, cols = start + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
+    ptrs = ptr + rows[:, None] * STRIDE + cols[None, :]
+    if WHOLE and HEAD_DIM == BLOCK_D:
+        return tl.load(ptrs)
+    return tl.load(ptrs, (rows < NUM_TOKENS)[:, None] & (cols < HEAD_DIM)[None, :], 0.0)
 
 
 @triton.jit
-def _store(
-    x, y, start, STEP: tl.constexpr, T: tl.constexpr, d: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WHOLE: tl.constexpr,
+def _store_rows(
+    ptr, x, start, STRIDE: tl.constexpr, NUM_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    rows, columns = start + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    at = x + rows[:, None] * STEP + columns[None, :]
-    if WHOLE and d == COLUMNS:
-        tl.store(at, y.to(x.dtype.element_ty))
+    rows, cols = start + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
+    ptrs = ptr + rows[:, None] * STRIDE + cols[None, :]
+    if WHOLE and HEAD_DIM == BLOCK_D:
+        tl.store(ptrs, x.to(ptr.dtype.element_ty))
     else:
-        tl.store(at, y.to(x.dtype.element_ty), (rows < T)[:, None] & (columns < d)[None, :])
+        tl.store(ptrs, x.to(ptr.dtype.element_ty), (rows < NUM_TOKENS)[:, None] & (cols < HEAD_DIM)[None, :])
 
 
 @triton.jit
-def _load_each(x, start, other, T: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """A number for each token."""
-    tokens = start + tl.arange(0, ROWS)
+def _load_vector(ptr, start, other, NUM_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, WHOLE: tl.constexpr):
+    """One value per token, (BLOCK_ROWS,); `other` beyond the last token."""
+    tokens = start + tl.arange(0, BLOCK_ROWS)
     if WHOLE:
-        return tl.load(x + tokens)
-    return tl.load(x + tokens, tokens < T, other)
+        return tl.load(ptr + tokens)
+    return tl.load(ptr + tokens, tokens < NUM_TOKENS, other)
 
 
 @triton.jit
-def _store_each(x, y, start, T: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    tokens = start + tl.arange(0, ROWS)
+def _store_vector(ptr, x, start, NUM_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, WHOLE: tl.constexpr):
+    tokens = start + tl.arange(0, BLOCK_ROWS)
     if WHOLE:
-        tl.store(x + tokens, y)
+        tl.store(ptr + tokens, x)
     else:
-        tl.store(x + tokens, y, tokens < T)
+        tl.store(ptr + tokens, x, tokens < NUM_TOKENS)
 
 
 @triton.jit
-def _place(T: tl.constexpr, H: tl.constexpr, M: tl.constexpr):
-    """Of this program: which head of all, its image, its place there, and the first of its tokens."""
-    cuts: tl.constexpr = (T + M - 1) // M
-    which = tl.program_id(0) // cuts
-    return which.to(tl.int64), (which // H).to(tl.int64), which % H, tl.program_id(0) % cuts * M
+def _program_position(NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """image·NUM_HEADS + head, image, head, and the first token of this program's block."""
+    blocks: tl.constexpr = (NUM_TOKENS + BLOCK_M - 1) // BLOCK_M
+    image_head = tl.program_id(0) // blocks
+    return (
+        image_head.to(tl.int64),
+        (image_head // NUM_HEADS).to(tl.int64),
+        image_head % NUM_HEADS,
+        tl.program_id(0) % blocks * BLOCK_M,
+    )
 
 
 @triton.jit
-def _attend_step(q, k, v, most, sums, o, start, scale, T: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr):
-    scores = tl.dot(q, tl.trans(k))
+def _online_softmax_step(
+    q, k, v, row_max, row_sum, acc, start, scale,
+    NUM_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Add one block of keys and values to the running maximum, sum and output."""
+    qk = tl.dot(q, tl.trans(k))
     if not WHOLE:
-        scores = tl.where((start + tl.arange(0, N) < T)[None, :], scores, -float("inf"))
-    now = tl.maximum(most, tl.max(scores, axis=1) * scale)
-    shares = tl.exp2(scores * scale - now[:, None])
-    shrink = tl.exp2(most - now)
-    sums = sums * shrink + tl.sum(shares, axis=1)
-    return now, sums, tl.dot(shares.to(v.dtype), v, o * shrink[:, None])
+        qk = tl.where((start + tl.arange(0, BLOCK_N) < NUM_TOKENS)[None, :], qk, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(qk, axis=1) * scale)
+    p = tl.exp2(qk * scale - new_max[:, None])
+    alpha = tl.exp2(row_max - new_max)
+    row_sum = row_sum * alpha + tl.sum(p, axis=1)
+    return new_max, row_sum, tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
 
 
 @triton.jit
-def _attend(
-    q, k, v, o, lse, scales, norms, bound, scale,
-    T: tl.constexpr, H: tl.constexpr, d: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, TOKENS: tl.constexpr,
-    WHOLE: tl.constexpr,
+def _attention_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
+    NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FP8: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    which, image, head, start = _place(T, H, M)
-    q += image * T * STEP + head * d
-    k += image * T * STEP + head * d
-    v += image * T * 3 * H * d + head * d
-    o += image * T * H * d + head * d
-    scale *= LOG2E
-    queries = _load(q, start, STEP, T, d, M, COLUMNS, WHOLE)
-    most = tl.full((M,), -float("inf"), tl.float32)
-    sums = tl.zeros((M,), tl.float32)
-    out = tl.zeros((M, COLUMNS), tl.float32)
-    for j in tl.range(0, T // N * N, N, num_stages=STAGES):
-        keys = _load(k, j, STEP, T, d, N, COLUMNS, True)
-        values = _load(v, j, 3 * H * d, T, d, N, COLUMNS, True)
-        most, sums, out = _attend_step(queries, keys, values, most, sums, out, j, scale, T, N, True)
-    if REST:
-        last: tl.constexpr = T // N * N
-        keys = _load(k, last, STEP, T, d, REST, COLUMNS, False)
-        values = _load(v, last, 3 * H * d, T, d, REST, COLUMNS, False)
-        most, sums, out = _attend_step(queries, keys, values, most, sums, out, last, scale, T, REST, False)
-    if FP8:  # a mean of values is no larger than the largest of them, and that than the bound of an image's values
-        tokens = tl.arange(0, TOKENS)
-        longest = tl.max(tl.load(norms + image * T + tokens, tokens < T, 0.0), axis=0)
-        unit = tl.maximum(longest * tl.load(bound) + tl.load(bound + 1), 1e-12) / TOP
-        sums *= unit
+    """The body of `attention_forward_kernel`, with or without masks (WHOLE)."""
+    image_head, image, head, start = _program_position(NUM_TOKENS, NUM_HEADS, BLOCK_M)
+    q_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
+    k_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
+    v_ptr += image * NUM_TOKENS * 3 * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
+    out_ptr += image * NUM_TOKENS * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
+    STRIDE_V: tl.constexpr = 3 * NUM_HEADS * HEAD_DIM
+    STRIDE_OUT: tl.constexpr = NUM_HEADS * HEAD_DIM
+    softmax_scale *= LOG2E
+    q = _load_rows(q_ptr, start, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for n in tl.range(0, NUM_TOKENS // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=NUM_STAGES):
+        k = _load_rows(k_ptr, n, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        v = _load_rows(v_ptr, n, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        row_max, row_sum, acc = _online_softmax_step(
+            q, k, v, row_max, row_sum, acc, n, softmax_scale, NUM_TOKENS, BLOCK_N, True
+        )
+    if TAIL_N:
+        tail: tl.constexpr = NUM_TOKENS // BLOCK_N * BLOCK_N
+        k = _load_rows(k_ptr, tail, STRIDE_QK, NUM_TOKENS, HEAD_DIM, TAIL_N, BLOCK_D, False)
+        v = _load_rows(v_ptr, tail, STRIDE_V, NUM_TOKENS, HEAD_DIM, TAIL_N, BLOCK_D, False)
+        row_max, row_sum, acc = _online_softmax_step(
+            q, k, v, row_max, row_sum, acc, tail, softmax_scale, NUM_TOKENS, TAIL_N, False
+        )
+    if FP8:  # a weighted mean of values is bounded by the largest value, which is bounded by the GEMM bound of v
+        tokens = tl.arange(0, BLOCK_TOKENS)
+        max_norm = tl.max(tl.load(row_norm_ptr + image * NUM_TOKENS + tokens, tokens < NUM_TOKENS, 0.0), axis=0)
+        fp8_scale = tl.maximum(max_norm * tl.load(weight_bound_ptr) + tl.load(weight_bound_ptr + 1), 1e-12) / FP8_MAX
+        row_sum *= fp8_scale
         if head == 0:
-            _store_each(scales + image * T, tl.zeros((M,), tl.float32) + unit, start, T, M, WHOLE)
+            scale_ptr += image * NUM_TOKENS
+            _store_vector(scale_ptr, tl.zeros((BLOCK_M,), tl.float32) + fp8_scale, start, NUM_TOKENS, BLOCK_M, WHOLE)
     else:
-        _store_each(lse + which * T, most + tl.log2(sums), start, T, M, WHOLE)
-    _store(o, out / sums[:, None], start, H * d, T, d, M, COLUMNS, WHOLE)
+        lse_ptr += image_head * NUM_TOKENS
+        _store_vector(lse_ptr, row_max + tl.log2(row_sum), start, NUM_TOKENS, BLOCK_M, WHOLE)
+    _store_rows(out_ptr, acc / row_sum[:, None], start, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
 
 
 @triton.jit
-def attend(
-    q, k, v, o, lse, scales, norms, bound, scale,
-    T: tl.constexpr, H: tl.constexpr, d: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, TOKENS: tl.constexpr,
+def attention_forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
+    NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FP8: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """What M queries of a head get, and the logarithms of their sums; or the first as FP8, with one scale an image."""
-    if tl.program_id(0) % ((T + M - 1) // M) < T // M:
-        _attend(
-            q, k, v, o, lse, scales, norms, bound, scale,
-            T, H, d, STEP, COLUMNS, M, N, REST, STAGES, FP8, TOKENS, True,
-        )  # fmt: skip
-    elif T % M:
-        _attend(
-            q, k, v, o, lse, scales, norms, bound, scale,
-            T, H, d, STEP, COLUMNS, M, N, REST, STAGES, FP8, TOKENS, False,
-        )  # fmt: skip
+    """out = softmax(q·kᵀ·softmax_scale)·v for BLOCK_M queries of one head of one image.
 
-
-# Backwards. With p the shares, o = p·v and δ = Σ do·o over a token's columns:
-# dv = pᵀ·do,  ds = p·(do·vᵀ − δ),  dq = ds·k/√d,  dk = dsᵀ·q/√d.
-
-
-@triton.jit
-def _queries_step(q, k, v, do, lse, delta, dq, start, scale, T: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr):
-    shares = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
-    if not WHOLE:  # else 0·∞ might appear
-        shares = tl.where((start + tl.arange(0, N) < T)[None, :], shares, 0.0)
-    dscores = shares * (tl.dot(do, tl.trans(v)) - delta[:, None])
-    return tl.dot(dscores.to(k.dtype), k, dq)
-
-
-@triton.jit
-def _queries_back(
-    q, k, v, o, do, lse, delta, dqkv, scale,
-    T: tl.constexpr, H: tl.constexpr, d: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    which, image, head, start = _place(T, H, M)
-    q += image * T * STEP + head * d
-    k += image * T * STEP + head * d
-    v += image * T * 3 * H * d + head * d
-    o += image * T * H * d + head * d
-    do += image * T * H * d + head * d
-    queries = _load(q, start, STEP, T, d, M, COLUMNS, WHOLE)
-    pulls = _load(do, start, H * d, T, d, M, COLUMNS, WHOLE)
-    got = _load(o, start, H * d, T, d, M, COLUMNS, WHOLE)
-    deltas = tl.sum(pulls.to(tl.float32) * got.to(tl.float32), axis=1)
-    _store_each(delta + which * T, deltas, start, T, M, WHOLE)
-    sums = _load_each(lse + which * T, start, float("inf"), T, M, WHOLE)
-    out = tl.zeros((M, COLUMNS), tl.float32)
-    for j in tl.range(0, T // N * N, N, num_stages=STAGES):
-        keys = _load(k, j, STEP, T, d, N, COLUMNS, True)
-        values = _load(v, j, 3 * H * d, T, d, N, COLUMNS, True)
-        out = _queries_step(queries, keys, values, pulls, sums, deltas, out, j, scale * LOG2E, T, N, True)
-    if REST:
-        last: tl.constexpr = T // N * N
-        keys = _load(k, last, STEP, T, d, REST, COLUMNS, False)
-        values = _load(v, last, 3 * H * d, T, d, REST, COLUMNS, False)
-        out = _queries_step(queries, keys, values, pulls, sums, deltas, out, last, scale * LOG2E, T, REST, False)
-    _store(dqkv + image * T * 3 * H * d + head * d, out * scale, start, 3 * H * d, T, d, M, COLUMNS, WHOLE)
-
-
-@triton.jit
-def queries_back(
-    q, k, v, o, do, lse, delta, dqkv, scale,
-    T: tl.constexpr, H: tl.constexpr, d: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The gradients of M queries of a head, and their δ."""
-    if tl.program_id(0) % ((T + M - 1) // M) < T // M:
-        _queries_back(q, k, v, o, do, lse, delta, dqkv, scale, T, H, d, STEP, COLUMNS, M, N, REST, STAGES, True)
-    elif T % M:
-        _queries_back(q, k, v, o, do, lse, delta, dqkv, scale, T, H, d, STEP, COLUMNS, M, N, REST, STAGES, False)
-
-
-@triton.jit
-def _keys_step(q, k, v, do, lse, delta, dk, dv, scale):
-    """Across: keys are rows, queries columns. Those that are not there have an infinite sum, hence no share."""
-    shares = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
-    dv = tl.dot(shares.to(k.dtype), do, dv)
-    dscores = shares * (tl.dot(v, tl.trans(do)) - delta[None, :])
-    return tl.dot(dscores.to(k.dtype), q, dk), dv
-
-
-@triton.jit
-def _keys_back(
-    q, k, v, do, lse, delta, dqkv, scale,
-    T: tl.constexpr, H: tl.constexpr, d: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    which, image, head, start = _place(T, H, M)
-    q += image * T * STEP + head * d
-    k += image * T * STEP + head * d
-    v += image * T * 3 * H * d + head * d
-    do += image * T * H * d + head * d
-    dqkv += image * T * 3 * H * d + head * d
-    lse += which * T
-    delta += which * T
-    keys = _load(k, start, STEP, T, d, M, COLUMNS, WHOLE)
-    values = _load(v, start, 3 * H * d, T, d, M, COLUMNS, WHOLE)
-    dkeys = tl.zeros((M, COLUMNS), tl.float32)
-    dvalues = tl.zeros((M, COLUMNS), tl.float32)
-    for i in tl.range(0, T // N * N, N, num_stages=STAGES):
-        queries = _load(q, i, STEP, T, d, N, COLUMNS, True)
-        pulls = _load(do, i, H * d, T, d, N, COLUMNS, True)
-        sums, deltas = _load_each(lse, i, 0.0, T, N, True), _load_each(delta, i, 0.0, T, N, True)
-        dkeys, dvalues = _keys_step(queries, keys, values, pulls, sums, deltas, dkeys, dvalues, scale * LOG2E)
-    if REST:
-        last: tl.constexpr = T // N * N
-        queries = _load(q, last, STEP, T, d, REST, COLUMNS, False)
-        pulls = _load(do, last, H * d, T, d, REST, COLUMNS, False)
-        sums, deltas = _load_each(lse, last, float("inf"), T, REST, False), _load_each(delta, last, 0.0, T, REST, False)
-        dkeys, dvalues = _keys_step(queries, keys, values, pulls, sums, deltas, dkeys, dvalues, scale * LOG2E)
-    _store(dqkv + H * d, dkeys * scale, start, 3 * H * d, T, d, M, COLUMNS, WHOLE)
-    _store(dqkv + 2 * H * d, dvalues, start, 3 * H * d, T, d, M, COLUMNS, WHOLE)
-
-
-@triton.jit
-def keys_back(
-    q, k, v, do, lse, delta, dqkv, scale,
-    T: tl.constexpr, H: tl.constexpr, d: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The gradients of M keys of a head and of their values, after `queries_back`."""
-    if tl.program_id(0) % ((T + M - 1) // M) < T // M:
-        _keys_back(q, k, v, do, lse, delta, dqkv, scale, T, H, d, STEP, COLUMNS, M, N, REST, STAGES, True)
-    elif T % M:
-        _keys_back(q, k, v, do, lse, delta, dqkv, scale, T, H, d, STEP, COLUMNS, M, N, REST, STAGES, False)
-
-
-@triton.jit
-def cast(
-    x, small, scales, sums, M,
-    N: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
-    FP8: tl.constexpr,
-):  # fmt: skip
-    """Rows as FP8, each with its scale, and the sums over rows. A row is read once, as PIECES of COLUMNS.
-
-    The scale is from the row's length, which no number of it exceeds: its range is FP8's to lose.
+    Reads q, k with row stride STRIDE_QK and v with row stride 3·NUM_HEADS·HEAD_DIM. Writes out
+    (num_tokens, NUM_HEADS, HEAD_DIM) in bf16 with lse (images·NUM_HEADS, NUM_TOKENS) fp32; or, if FP8, out as e4m3
+    with one scale per image, repeated per token, scale (num_tokens,) fp32, from the bound of the GEMM that computed v:
+    row_norm (num_tokens,) and weight_bound (2,).
     """
-    columns = tl.arange(0, COLUMNS)
-    totals = ()
-    for _ in tl.static_range(PIECES):
-        totals += (tl.zeros((ROWS, COLUMNS), tl.float32),)
-    for tile in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        at = rows[:, None] * N + columns[None, :]
-        read = ()
-        for piece in tl.static_range(PIECES):
-            inside = (rows < M)[:, None] & (piece * COLUMNS + columns < N)[None, :]
-            read += (tl.load(x + at + piece * COLUMNS, inside, 0.0),)
-        if SUMS:
-            added = ()
-            for piece in tl.static_range(PIECES):
-                added += (totals[piece] + read[piece].to(tl.float32),)
-            totals = added
-        if FP8:
-            squares = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for piece in tl.static_range(PIECES):
-                y = read[piece].to(tl.float32)
-                squares += y * y
-            scale = tl.maximum(tl.sqrt(tl.sum(squares, axis=1)), 1e-12) / TOP
-            tl.store(scales + rows, scale, rows < M)
-            grow = (1.0 / scale)[:, None]
-            for piece in tl.static_range(PIECES):
-                inside = (rows < M)[:, None] & (piece * COLUMNS + columns < N)[None, :]
-                y = (read[piece].to(tl.float32) * grow).to(tl.float8e4nv)
-                tl.store(small + at + piece * COLUMNS, y, inside)
-    if SUMS:
-        for piece in tl.static_range(PIECES):
-            place = piece * COLUMNS + columns
-            tl.store(sums + tl.program_id(0) * N + place, tl.sum(totals[piece], axis=0), place < N)
+    if tl.program_id(0) % ((NUM_TOKENS + BLOCK_M - 1) // BLOCK_M) < NUM_TOKENS // BLOCK_M:
+        _attention_forward(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
+            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, FP8,
+            BLOCK_TOKENS, WHOLE=True,
+        )  # fmt: skip
+    elif NUM_TOKENS % BLOCK_M:
+        _attention_forward(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
+            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, FP8,
+            BLOCK_TOKENS, WHOLE=False,
+        )  # fmt: skip
+
+
+# Backward. With p = softmax(q·kᵀ/√d), out = p·v and delta = Σ grad_out·out over the head dimension:
+#   grad_v = pᵀ·grad_out,  grad_qk = p·(grad_out·vᵀ - delta),  grad_q = grad_qk·k/√d,  grad_k = grad_qkᵀ·q/√d
+
+
+@triton.jit
+def _grad_q_step(
+    q, k, v, grad_out, lse, delta, grad_q, start, scale,
+    NUM_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+    if not WHOLE:  # avoid 0·inf
+        p = tl.where((start + tl.arange(0, BLOCK_N) < NUM_TOKENS)[None, :], p, 0.0)
+    grad_qk = p * (tl.dot(grad_out, tl.trans(v)) - delta[:, None])
+    return tl.dot(grad_qk.to(k.dtype), k, grad_q)
+
+
+@triton.jit
+def _attention_grad_q(
+    q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
+    NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The body of `attention_grad_q_kernel`, with or without masks (WHOLE)."""
+    image_head, image, head, start = _program_position(NUM_TOKENS, NUM_HEADS, BLOCK_M)
+    q_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
+    k_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
+    v_ptr += image * NUM_TOKENS * 3 * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
+    out_ptr += image * NUM_TOKENS * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
+    grad_out_ptr += image * NUM_TOKENS * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
+    STRIDE_V: tl.constexpr = 3 * NUM_HEADS * HEAD_DIM
+    STRIDE_OUT: tl.constexpr = NUM_HEADS * HEAD_DIM
+    q = _load_rows(q_ptr, start, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    grad_out = _load_rows(grad_out_ptr, start, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    out = _load_rows(out_ptr, start, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), axis=1)
+    _store_vector(delta_ptr + image_head * NUM_TOKENS, delta, start, NUM_TOKENS, BLOCK_M, WHOLE)
+    lse = _load_vector(lse_ptr + image_head * NUM_TOKENS, start, float("inf"), NUM_TOKENS, BLOCK_M, WHOLE)
+    grad_q = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for n in tl.range(0, NUM_TOKENS // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=NUM_STAGES):
+        k = _load_rows(k_ptr, n, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        v = _load_rows(v_ptr, n, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        grad_q = _grad_q_step(
+            q, k, v, grad_out, lse, delta, grad_q, n, softmax_scale * LOG2E, NUM_TOKENS, BLOCK_N, True
+        )
+    if TAIL_N:
+        tail: tl.constexpr = NUM_TOKENS // BLOCK_N * BLOCK_N
+        k = _load_rows(k_ptr, tail, STRIDE_QK, NUM_TOKENS, HEAD_DIM, TAIL_N, BLOCK_D, False)
+        v = _load_rows(v_ptr, tail, STRIDE_V, NUM_TOKENS, HEAD_DIM, TAIL_N, BLOCK_D, False)
+        grad_q = _grad_q_step(
+            q, k, v, grad_out, lse, delta, grad_q, tail, softmax_scale * LOG2E, NUM_TOKENS, TAIL_N, False
+        )
+    grad_q_ptr = grad_qkv_ptr + image * NUM_TOKENS * 3 * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
+    _store_rows(grad_q_ptr, grad_q * softmax_scale, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+
+
+@triton.jit
+def attention_grad_q_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
+    NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """grad_q = Σ_n grad_qk·k·softmax_scale and delta = Σ grad_out·out for BLOCK_M queries of one head of one image.
+
+    Reads q, k, v as the forward kernel does; out, grad_out (num_tokens, NUM_HEADS, HEAD_DIM) bf16; lse. Writes the q
+    part of grad_qkv (num_tokens, 3, NUM_HEADS, HEAD_DIM) bf16 and delta (images·NUM_HEADS, NUM_TOKENS) fp32.
+    """
+    if tl.program_id(0) % ((NUM_TOKENS + BLOCK_M - 1) // BLOCK_M) < NUM_TOKENS // BLOCK_M:
+        _attention_grad_q(
+            q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
+            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, WHOLE=True,
+        )  # fmt: skip
+    elif NUM_TOKENS % BLOCK_M:
+        _attention_grad_q(
+            q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
+            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, WHOLE=False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _grad_kv_step(q, k, v, grad_out, lse, delta, grad_k, grad_v, scale):
+    """Transposed: keys are rows, queries are columns. Queries beyond the sequence have lse = inf, hence p = 0."""
+    p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
+    grad_v = tl.dot(p.to(k.dtype), grad_out, grad_v)
+    grad_qk = p * (tl.dot(v, tl.trans(grad_out)) - delta[None, :])
+    return tl.dot(grad_qk.to(k.dtype), q, grad_k), grad_v
+
+
+@triton.jit
+def _attention_grad_kv(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
+    NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The body of `attention_grad_kv_kernel`, with or without masks (WHOLE)."""
+    image_head, image, head, start = _program_position(NUM_TOKENS, NUM_HEADS, BLOCK_M)
+    q_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
+    k_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
+    v_ptr += image * NUM_TOKENS * 3 * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
+    grad_out_ptr += image * NUM_TOKENS * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
+    grad_qkv_ptr += image * NUM_TOKENS * 3 * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
+    lse_ptr += image_head * NUM_TOKENS
+    delta_ptr += image_head * NUM_TOKENS
+    STRIDE_V: tl.constexpr = 3 * NUM_HEADS * HEAD_DIM
+    STRIDE_OUT: tl.constexpr = NUM_HEADS * HEAD_DIM
+    k = _load_rows(k_ptr, start, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    v = _load_rows(v_ptr, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    grad_k = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    grad_v = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for m in tl.range(0, NUM_TOKENS // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=NUM_STAGES):
+        q = _load_rows(q_ptr, m, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        grad_out = _load_rows(grad_out_ptr, m, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        lse = _load_vector(lse_ptr, m, 0.0, NUM_TOKENS, BLOCK_N, True)
+        delta = _load_vector(delta_ptr, m, 0.0, NUM_TOKENS, BLOCK_N, True)
+        grad_k, grad_v = _grad_kv_step(q, k, v, grad_out, lse, delta, grad_k, grad_v, softmax_scale * LOG2E)
+    if TAIL_N:
+        tail: tl.constexpr = NUM_TOKENS // BLOCK_N * BLOCK_N
+        q = _load_rows(q_ptr, tail, STRIDE_QK, NUM_TOKENS, HEAD_DIM, TAIL_N, BLOCK_D, False)
+        grad_out = _load_rows(grad_out_ptr, tail, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, TAIL_N, BLOCK_D, False)
+        lse = _load_vector(lse_ptr, tail, float("inf"), NUM_TOKENS, TAIL_N, False)
+        delta = _load_vector(delta_ptr, tail, 0.0, NUM_TOKENS, TAIL_N, False)
+        grad_k, grad_v = _grad_kv_step(q, k, v, grad_out, lse, delta, grad_k, grad_v, softmax_scale * LOG2E)
+    grad_k_ptr = grad_qkv_ptr + NUM_HEADS * HEAD_DIM
+    _store_rows(grad_k_ptr, grad_k * softmax_scale, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    grad_v_ptr = grad_qkv_ptr + 2 * NUM_HEADS * HEAD_DIM
+    _store_rows(grad_v_ptr, grad_v, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+
+
+@triton.jit
+def attention_grad_kv_kernel(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
+    NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """grad_v = Σ_m pᵀ·grad_out and grad_k = Σ_m grad_qkᵀ·q·softmax_scale for BLOCK_M keys of one head of one image.
+
+    Runs after `attention_grad_q_kernel`, whose delta it reads. Writes the k and v parts of grad_qkv
+    (num_tokens, 3, NUM_HEADS, HEAD_DIM) bf16. BLOCK_N and TAIL_N are blocks of queries here.
+    """
+    if tl.program_id(0) % ((NUM_TOKENS + BLOCK_M - 1) // BLOCK_M) < NUM_TOKENS // BLOCK_M:
+        _attention_grad_kv(
+            q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
+            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, WHOLE=True,
+        )  # fmt: skip
+    elif NUM_TOKENS % BLOCK_M:
+        _attention_grad_kv(
+            q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
+            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, WHOLE=False,
+        )  # fmt: skip

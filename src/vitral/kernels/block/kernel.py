@@ -1,12 +1,13 @@
-"""All of a block that looks at one token alone, and what the next one asks, as one kernel: for narrow ViTs.
+"""Everything in a block after attention as one kernel, for narrow models; and the MLP's expansion with GELU in FP8.
 
-A program has some tokens, whose rows fit a core, and weights pass by:
+A program holds the rows of BLOCK_ROWS tokens on chip while the weights stream through:
 
-    what attention gave ─▶ projection ─▶ + tokens ─▶ norm ─▶ expand ─▶ GELU ─▶ contract ─▶ + tokens ─▶ norm ─▶ qkv
+    attention output -> projection -> + residual -> norm2 -> expand -> GELU -> contract -> + residual -> norm1 -> qkv
+                                                                                                  (of the next block)
 
-Of what lies between, answers write nothing to memory: neither the hidden numbers, four times as wide as a token, nor
-norms. Training keeps of it what the way back needs. Rows have A + B columns, powers of two, as Triton's tiles have: 192
-are 128 + 64. In FP8, one kernel has the expansion and GELU.
+Inference writes none of the intermediate activations; training writes those that the backward pass needs. Rows have
+D1 + D2 columns, both powers of two because Triton's tiles are: 192 = 128 + 64. D2 may be 0; the second part of a row
+then aliases the first and is not used.
 """
 
 from __future__ import annotations
@@ -14,160 +15,194 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitral.kernels.layernorm_gelu.gelu import _gelu, _gelu_small
-from vitral.kernels.layernorm_gelu.kernel import _bounded
+from vitral.kernels.fp8.kernel import scale_from_gemm_bound
+from vitral.kernels.layernorm_gelu.gelu import gelu_and_slope, gelu_to_fp8
 
 
 @triton.jit
-def _tile(matrix, row, column, STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    return tl.load(matrix + rows[:, None] * STEP + columns[None, :])
+def _load_weight_tile(
+    ptr, first_row, first_col, STRIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):  # fmt: skip
+    rows, cols = first_row + tl.arange(0, BLOCK_ROWS), first_col + tl.arange(0, BLOCK_COLS)
+    return tl.load(ptr + rows[:, None] * STRIDE + cols[None, :])
 
 
 @triton.jit
-def _tokens(x, rows, column, left, STEP: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.load(x + rows[:, None] * STEP + column + tl.arange(0, COLUMNS)[None, :], (rows < left)[:, None], 0.0)
+def _load_token_tile(ptr, rows, first_col, rows_left, STRIDE: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    ptrs = ptr + rows[:, None] * STRIDE + first_col + tl.arange(0, BLOCK_COLS)[None, :]
+    return tl.load(ptrs, (rows < rows_left)[:, None], 0.0)
 
 
 @triton.jit
-def _product(xa, xb, weight, j, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
-    """With N rows of a matrix of weights."""
-    y = tl.dot(xa, tl.trans(_tile(weight, j, 0, A + B, N, A)))
-    if B:
-        y = tl.dot(xb, tl.trans(_tile(weight, j, A, A + B, N, B)), y)
+def _linear(x1, x2, weight_ptr, first_row, D1: tl.constexpr, D2: tl.constexpr, BLOCK_N: tl.constexpr):
+    """x·wᵀ for BLOCK_N rows of the weight matrix, fp32."""
+    y = tl.dot(x1, tl.trans(_load_weight_tile(weight_ptr, first_row, 0, D1 + D2, BLOCK_N, D1)))
+    if D2:
+        y = tl.dot(x2, tl.trans(_load_weight_tile(weight_ptr, first_row, D1, D1 + D2, BLOCK_N, D2)), y)
     return y
 
 
 @triton.jit
-def _vector(x, start, COUNT: tl.constexpr):
-    return tl.load(x + start + tl.arange(0, COUNT)).to(tl.float32)[None, :]
+def _load_row_vector(ptr, start, BLOCK_COLS: tl.constexpr):
+    return tl.load(ptr + start + tl.arange(0, BLOCK_COLS)).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _normed(
-    xa, xb, gain, shift, eps, stats, at, left, M, A: tl.constexpr, B: tl.constexpr, KEEP: tl.constexpr, number
+def _layernorm(
+    x1, x2, weight_ptr, bias_ptr, eps, stats_ptr, rows, rows_left, num_rows,
+    D1: tl.constexpr, D2: tl.constexpr, STORE_STATS: tl.constexpr, dtype,
 ):  # fmt: skip
-    mean = tl.sum(xa, axis=1)
-    if B:
-        mean += tl.sum(xb, axis=1)
-    mean /= A + B
-    xa -= mean[:, None]
-    squares = tl.sum(xa * xa, axis=1)
-    if B:
-        xb -= mean[:, None]
-        squares += tl.sum(xb * xb, axis=1)
-    spread = tl.rsqrt(squares / (A + B) + eps)
-    if KEEP:
-        tl.store(stats + at, mean, at < left)
-        tl.store(stats + M + at, spread, at < left)
-    ya = (xa * spread[:, None] * _vector(gain, 0, A) + _vector(shift, 0, A)).to(number)
-    yb = ya
-    if B:
-        yb = (xb * spread[:, None] * _vector(gain, A, B) + _vector(shift, A, B)).to(number)
-    return ya, yb
+    mean = tl.sum(x1, axis=1)
+    if D2:
+        mean += tl.sum(x2, axis=1)
+    mean /= D1 + D2
+    x1 -= mean[:, None]
+    sum_sq = tl.sum(x1 * x1, axis=1)
+    if D2:
+        x2 -= mean[:, None]
+        sum_sq += tl.sum(x2 * x2, axis=1)
+    rstd = tl.rsqrt(sum_sq / (D1 + D2) + eps)
+    if STORE_STATS:
+        tl.store(stats_ptr + rows, mean, rows < rows_left)
+        tl.store(stats_ptr + num_rows + rows, rstd, rows < rows_left)
+    y1 = (x1 * rstd[:, None] * _load_row_vector(weight_ptr, 0, D1) + _load_row_vector(bias_ptr, 0, D1)).to(dtype)
+    y2 = y1
+    if D2:
+        y2 = (x2 * rstd[:, None] * _load_row_vector(weight_ptr, D1, D2) + _load_row_vector(bias_ptr, D1, D2)).to(dtype)
+    return y1, y2
 
 
 @triton.jit
-def _store(x, xa, xb, at, left, A: tl.constexpr, B: tl.constexpr):
-    here = (at < left)[:, None]
-    tl.store(x + at[:, None] * (A + B) + tl.arange(0, A)[None, :], xa.to(x.dtype.element_ty), here)
-    if B:
-        tl.store(x + at[:, None] * (A + B) + A + tl.arange(0, B)[None, :], xb.to(x.dtype.element_ty), here)
+def _store_tokens(ptr, x1, x2, rows, rows_left, D1: tl.constexpr, D2: tl.constexpr):
+    mask = (rows < rows_left)[:, None]
+    tl.store(ptr + rows[:, None] * (D1 + D2) + tl.arange(0, D1)[None, :], x1.to(ptr.dtype.element_ty), mask)
+    if D2:
+        tl.store(ptr + rows[:, None] * (D1 + D2) + D1 + tl.arange(0, D2)[None, :], x2.to(ptr.dtype.element_ty), mask)
 
 
 @triton.jit
-def rows(
-    o, z, out, qkv, project, project_bias, gain2, shift2, expand, expand_bias, contract, contract_bias, gain1, shift1,
-    ask, ask_bias, middle, hidden, stats2, stats1, M, eps2, eps1,
-    A: tl.constexpr, B: tl.constexpr, H: tl.constexpr, TANH: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr,
+def post_attention_kernel(
+    attn_out_ptr, x_ptr, out_ptr, qkv_ptr, project_weight_ptr, project_bias_ptr, norm2_weight_ptr, norm2_bias_ptr,
+    expand_weight_ptr, expand_bias_ptr, contract_weight_ptr, contract_bias_ptr, norm1_weight_ptr, norm1_bias_ptr,
+    qkv_weight_ptr, qkv_bias_ptr, mid_ptr, hidden_ptr, norm2_stats_ptr, norm1_stats_ptr, num_rows, norm2_eps, norm1_eps,
+    D1: tl.constexpr, D2: tl.constexpr, HIDDEN: tl.constexpr, TANH: tl.constexpr, QKV_BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, SAVE_FOR_BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    D: tl.constexpr = A + B
-    number = out.dtype.element_ty
-    first = tl.program_id(0).to(tl.int64) * ROWS  # from here on, places are counted from this row, in 32 bits
-    o += first * D
-    z += first * D
-    out += first * D
-    qkv += first * (3 * D)
-    left = M - tl.program_id(0) * ROWS
-    if KEEP:
-        middle += first * D
-        hidden += first * H
-        stats2 += first
-        stats1 += first
-    at = tl.arange(0, ROWS)
-    xa = _tokens(z, at, 0, left, D, A).to(tl.float32) + _vector(project_bias, 0, A)
-    xb = xa
-    if B:
-        xb = _tokens(z, at, A, left, D, B).to(tl.float32) + _vector(project_bias, A, B)
-    for j in tl.range(0, D, N, num_stages=STAGES):
-        given = _tokens(o, at, j, left, D, N)
-        xa = tl.dot(given, tl.trans(_tile(project, 0, j, D, A, N)), xa)
-        if B:
-            xb = tl.dot(given, tl.trans(_tile(project, A, j, D, B, N)), xb)
-    xa, xb = xa.to(number).to(tl.float32), xb.to(number).to(tl.float32)
-    if KEEP:
-        _store(middle, xa, xb, at, left, A, B)
-    ya, yb = _normed(xa, xb, gain2, shift2, eps2, stats2, at, left, M, A, B, KEEP, number)
-    xa += _vector(contract_bias, 0, A)
-    if B:
-        xb += _vector(contract_bias, A, B)
-    here = (at < left)[:, None]
-    for j in tl.range(0, H, N, num_stages=STAGES):
-        h = _product(ya, yb, expand, j, A, B, N)
-        if KEEP:
-            tl.store(hidden + at[:, None] * H + j + tl.arange(0, N)[None, :], h.to(number), here)
-        g = _gelu(h + _vector(expand_bias, j, N), TANH)[0].to(number)
-        xa = tl.dot(g, tl.trans(_tile(contract, 0, j, H, A, N)), xa)
-        if B:
-            xb = tl.dot(g, tl.trans(_tile(contract, A, j, H, B, N)), xb)
-    _store(out, xa, xb, at, left, A, B)
-    xa, xb = xa.to(number).to(tl.float32), xb.to(number).to(tl.float32)
-    ya, yb = _normed(xa, xb, gain1, shift1, eps1, stats1, at, left, M, A, B, KEEP, number)
-    for j in tl.range(0, 3 * D, N, num_stages=STAGES):
-        asked = _product(ya, yb, ask, j, A, B, N)
-        if BIAS:
-            asked += _vector(ask_bias, j, N)
-        tl.store(qkv + at[:, None] * (3 * D) + j + tl.arange(0, N)[None, :], asked.to(number), here)
+    """mid = x + project(attn_out);  hidden = norm2(mid)·expandᵀ;  out = mid + contract(GELU(hidden + expand_bias));
+    qkv = the next block's qkv(norm1(out)).
+
+    Reads attn_out, x (num_rows, D) bf16, D = D1 + D2, and weights (out, in) bf16 with fp32 biases. Writes out
+    (num_rows, D), which may be x, and qkv (num_rows, 3D). With SAVE_FOR_BACKWARD also mid (num_rows, D), hidden
+    (num_rows, HIDDEN) before bias and GELU, and the stats (2, num_rows) fp32 of both norms. One program per BLOCK_ROWS
+    tokens; BLOCK_N rows or columns of each weight matrix per step.
+    """
+    D: tl.constexpr = D1 + D2
+    dtype = out_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS  # offsets below are relative to this row and fit into 32 bits
+    attn_out_ptr += first * D
+    x_ptr += first * D
+    out_ptr += first * D
+    qkv_ptr += first * (3 * D)
+    rows_left = num_rows - tl.program_id(0) * BLOCK_ROWS
+    if SAVE_FOR_BACKWARD:
+        mid_ptr += first * D
+        hidden_ptr += first * HIDDEN
+        norm2_stats_ptr += first
+        norm1_stats_ptr += first
+    rows = tl.arange(0, BLOCK_ROWS)
+    x1 = _load_token_tile(x_ptr, rows, 0, rows_left, D, D1).to(tl.float32) + _load_row_vector(project_bias_ptr, 0, D1)
+    x2 = x1
+    if D2:
+        x2 = _load_token_tile(x_ptr, rows, D1, rows_left, D, D2).to(tl.float32)
+        x2 += _load_row_vector(project_bias_ptr, D1, D2)
+    for k in tl.range(0, D, BLOCK_N, num_stages=NUM_STAGES):
+        attn_out = _load_token_tile(attn_out_ptr, rows, k, rows_left, D, BLOCK_N)
+        x1 = tl.dot(attn_out, tl.trans(_load_weight_tile(project_weight_ptr, 0, k, D, D1, BLOCK_N)), x1)
+        if D2:
+            x2 = tl.dot(attn_out, tl.trans(_load_weight_tile(project_weight_ptr, D1, k, D, D2, BLOCK_N)), x2)
+    x1, x2 = x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
+    if SAVE_FOR_BACKWARD:
+        _store_tokens(mid_ptr, x1, x2, rows, rows_left, D1, D2)
+    y1, y2 = _layernorm(
+        x1, x2, norm2_weight_ptr, norm2_bias_ptr, norm2_eps, norm2_stats_ptr, rows, rows_left, num_rows, D1, D2,
+        SAVE_FOR_BACKWARD, dtype,
+    )  # fmt: skip
+    x1 += _load_row_vector(contract_bias_ptr, 0, D1)
+    if D2:
+        x2 += _load_row_vector(contract_bias_ptr, D1, D2)
+    mask = (rows < rows_left)[:, None]
+    for n in tl.range(0, HIDDEN, BLOCK_N, num_stages=NUM_STAGES):
+        hidden = _linear(y1, y2, expand_weight_ptr, n, D1, D2, BLOCK_N)
+        if SAVE_FOR_BACKWARD:
+            tl.store(hidden_ptr + rows[:, None] * HIDDEN + n + tl.arange(0, BLOCK_N)[None, :], hidden.to(dtype), mask)
+        gelu = gelu_and_slope(hidden + _load_row_vector(expand_bias_ptr, n, BLOCK_N), TANH)[0].to(dtype)
+        x1 = tl.dot(gelu, tl.trans(_load_weight_tile(contract_weight_ptr, 0, n, HIDDEN, D1, BLOCK_N)), x1)
+        if D2:
+            x2 = tl.dot(gelu, tl.trans(_load_weight_tile(contract_weight_ptr, D1, n, HIDDEN, D2, BLOCK_N)), x2)
+    _store_tokens(out_ptr, x1, x2, rows, rows_left, D1, D2)
+    x1, x2 = x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
+    y1, y2 = _layernorm(
+        x1, x2, norm1_weight_ptr, norm1_bias_ptr, norm1_eps, norm1_stats_ptr, rows, rows_left, num_rows, D1, D2,
+        SAVE_FOR_BACKWARD, dtype,
+    )  # fmt: skip
+    for n in tl.range(0, 3 * D, BLOCK_N, num_stages=NUM_STAGES):
+        qkv = _linear(y1, y2, qkv_weight_ptr, n, D1, D2, BLOCK_N)
+        if QKV_BIAS:
+            qkv += _load_row_vector(qkv_bias_ptr, n, BLOCK_N)
+        tl.store(qkv_ptr + rows[:, None] * (3 * D) + n + tl.arange(0, BLOCK_N)[None, :], qkv.to(dtype), mask)
 
 
 @triton.jit
-def _hidden(
-    product, j, bias, scale, scales, factor, out, at, left, H: tl.constexpr, TANH: tl.constexpr, N: tl.constexpr
+def _store_gelu_fp8(
+    acc, first_col, bias_ptr, x_scale, weight_scale_ptr, inv_out_scale, out_ptr, rows, rows_left,
+    HIDDEN: tl.constexpr, TANH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    x = product * scale * _vector(scales, j, N) + _vector(bias, j, N)
-    place = out + at[:, None] * H + j + tl.arange(0, N)[None, :]
-    tl.store(place, _gelu_small(x, factor, TANH), (at < left)[:, None])
+    x = acc * x_scale * _load_row_vector(weight_scale_ptr, first_col, BLOCK_N)
+    x += _load_row_vector(bias_ptr, first_col, BLOCK_N)
+    ptrs = out_ptr + rows[:, None] * HIDDEN + first_col + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(ptrs, gelu_to_fp8(x, inv_out_scale, TANH), (rows < rows_left)[:, None])
 
 
 @triton.jit
-def expand(
-    x, x_scales, norms, weight, weight_scales, most, bias, out, out_scales, M,
-    A: tl.constexpr, B: tl.constexpr, H: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
-    CUTS: tl.constexpr, STAGES: tl.constexpr,
+def expand_gelu_fp8_kernel(
+    x_ptr, x_scale_ptr, row_norm_ptr, weight_ptr, weight_scale_ptr, weight_bound_ptr, bias_ptr, out_ptr, out_scale_ptr,
+    num_rows,
+    D1: tl.constexpr, D2: tl.constexpr, HIDDEN: tl.constexpr, TANH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, COL_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """GELU(x·wᵀ + bias) of FP8 numbers, as such. A program has some tokens and one of CUTS parts of the columns; N at a
-    time, GELU of which is computed while the next are multiplied."""
-    D: tl.constexpr = A + B
-    EACH: tl.constexpr = H // CUTS
-    first = (tl.program_id(0) // CUTS).to(tl.int64) * ROWS
-    begin = tl.program_id(0) % CUTS * EACH
-    x += first * D
-    out += first * H
-    at, left = tl.arange(0, ROWS), M - first
-    here = at < left
-    xa = _tokens(x, at, 0, left, D, A)
-    xb = xa
-    if B:
-        xb = _tokens(x, at, A, left, D, B)
-    scale = tl.load(x_scales + first + at, here, 0.0)[:, None]
-    own = _bounded(norms + first + at, here, most)
-    if begin == 0:
-        tl.store(out_scales + first + at, own, here)
-    factor = (1.0 / own)[:, None]
-    product = _product(xa, xb, weight, begin, A, B, N)
-    for j in tl.range(begin + N, begin + EACH, N, num_stages=STAGES):
-        ahead = _product(xa, xb, weight, j, A, B, N)
-        _hidden(product, j - N, bias, scale, weight_scales, factor, out, at, left, H, TANH, N)
-        product = ahead
-    _hidden(product, begin + EACH - N, bias, scale, weight_scales, factor, out, at, left, H, TANH, N)
+    """out = fp8(GELU(x·Wᵀ + bias) / out_scale), with out_scale from the bound |x|·max|w| + max|bias|.
+
+    Reads x (num_rows, D1 + D2) and W (HIDDEN, D1 + D2), both e4m3 with one scale per row; bias (HIDDEN,) fp32; row_norm
+    (num_rows,) fp32; weight_bound (2,) fp32. Writes out (num_rows, HIDDEN) e4m3 and out_scale (num_rows,) fp32.
+    A program owns BLOCK_ROWS tokens and one of COL_SPLITS ranges of columns. GELU of one block of BLOCK_N columns
+    overlaps with the GEMM of the next.
+    """
+    D: tl.constexpr = D1 + D2
+    COLS_PER_PROGRAM: tl.constexpr = HIDDEN // COL_SPLITS
+    first = (tl.program_id(0) // COL_SPLITS).to(tl.int64) * BLOCK_ROWS
+    first_col = tl.program_id(0) % COL_SPLITS * COLS_PER_PROGRAM
+    x_ptr += first * D
+    out_ptr += first * HIDDEN
+    rows, rows_left = tl.arange(0, BLOCK_ROWS), num_rows - first
+    mask = rows < rows_left
+    x1 = _load_token_tile(x_ptr, rows, 0, rows_left, D, D1)
+    x2 = x1
+    if D2:
+        x2 = _load_token_tile(x_ptr, rows, D1, rows_left, D, D2)
+    x_scale = tl.load(x_scale_ptr + first + rows, mask, 0.0)[:, None]
+    out_scale = scale_from_gemm_bound(row_norm_ptr + first + rows, mask, weight_bound_ptr)
+    if first_col == 0:
+        tl.store(out_scale_ptr + first + rows, out_scale, mask)
+    inv_out_scale = (1.0 / out_scale)[:, None]
+    acc = _linear(x1, x2, weight_ptr, first_col, D1, D2, BLOCK_N)
+    for n in tl.range(first_col + BLOCK_N, first_col + COLS_PER_PROGRAM, BLOCK_N, num_stages=NUM_STAGES):
+        next_acc = _linear(x1, x2, weight_ptr, n, D1, D2, BLOCK_N)
+        _store_gelu_fp8(
+            acc, n - BLOCK_N, bias_ptr, x_scale, weight_scale_ptr, inv_out_scale, out_ptr, rows, rows_left, HIDDEN,
+            TANH, BLOCK_N,
+        )  # fmt: skip
+        acc = next_acc
+    _store_gelu_fp8(
+        acc, first_col + COLS_PER_PROGRAM - BLOCK_N, bias_ptr, x_scale, weight_scale_ptr, inv_out_scale, out_ptr, rows,
+        rows_left, HIDDEN, TANH, BLOCK_N,
+    )  # fmt: skip

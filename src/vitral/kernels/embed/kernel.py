@@ -1,5 +1,4 @@
-"""From pixels to tokens as one kernel: it reads the patches where they lie in the images. And those as a matrix, which
-the gradient of their weights is a product of."""
+"""Patch embedding straight from the images: patches are gathered while they are multiplied."""
 
 from __future__ import annotations
 
@@ -8,55 +7,70 @@ import triton.language as tl
 
 
 @triton.jit
-def _within(inner, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
-    """Where in an image these numbers of its first patch lie: channel by channel, row by row."""
-    return inner // (P * P) * (H * W) + inner // P % P * W + inner % P
+def _pixel_offsets(k, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PATCH: tl.constexpr):
+    """Offsets in an image of the values k of its first patch, which are ordered (channel, row, column)."""
+    return k // (PATCH * PATCH) * (HEIGHT * WIDTH) + k // PATCH % PATCH * WIDTH + k % PATCH
 
 
 @triton.jit
-def _corner(place, W: tl.constexpr, P: tl.constexpr):
-    return place // (W // P) * (P * W) + place % (W // P) * P
+def _patch_offset(patch, WIDTH: tl.constexpr, PATCH: tl.constexpr):
+    """Offset of the upper left pixel of a patch."""
+    return patch // (WIDTH // PATCH) * (PATCH * WIDTH) + patch % (WIDTH // PATCH) * PATCH
 
 
-@triton.jit(do_not_specialize=["patches"])
-def embed(
-    pixels, scale, shift, weight, table, out, patches,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, D: tl.constexpr, FRONT: tl.constexpr,
-    NORMALISE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
+@triton.jit(do_not_specialize=["num_patches"])
+def embed_patches_kernel(
+    image_ptr, scale_ptr, shift_ptr, weight_ptr, offset_ptr, out_ptr, num_patches,
+    CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PATCH: tl.constexpr, DIM: tl.constexpr,
+    NUM_PREFIX: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Some patches, N of their numbers; a patch's pixels pass by. FRONT tokens stand before the patches of an image."""
-    K: tl.constexpr = C * P * P
-    EACH: tl.constexpr = (H // P) * (W // P)
-    at = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    image, place = (at // EACH).to(tl.int64), at % EACH
-    columns = tl.program_id(0) * N + tl.arange(0, N)
-    corner = image * (C * H * W) + _corner(place, W, P)
-    there = (at < patches)[:, None]
-    tokens = tl.zeros((ROWS, N), tl.float32)
-    for k in tl.range(0, K, PIECE, num_stages=STAGES):
-        inner = k + tl.arange(0, PIECE)
-        seen = tl.load(pixels + corner[:, None] + _within(inner, H, W, P)[None, :], there, 0)
+    """out[b, NUM_PREFIX + p] = patch(b, p)·Wᵀ + offset[p], with patch·scale + shift as the patch if NORMALISE.
+
+    Reads images (B, CHANNELS, HEIGHT, WIDTH), uint8 if NORMALISE, else bf16; scale, shift (K,) fp32, K =
+    CHANNELS·PATCH²; W (DIM, K) in the dtype of out; offset (patches per image, DIM) fp32 = bias and position. Writes
+    out (B, NUM_PREFIX + patches per image, DIM), but for the prefix tokens. num_patches counts all images.
+    Grid: (blocks of BLOCK_N columns, blocks of BLOCK_M patches).
+    """
+    K: tl.constexpr = CHANNELS * PATCH * PATCH
+    PATCHES_PER_IMAGE: tl.constexpr = (HEIGHT // PATCH) * (WIDTH // PATCH)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    image, patch = (rows // PATCHES_PER_IMAGE).to(tl.int64), rows % PATCHES_PER_IMAGE
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    patch_offsets = image * (CHANNELS * HEIGHT * WIDTH) + _patch_offset(patch, WIDTH, PATCH)
+    mask = (rows < num_patches)[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        pixel_ptrs = image_ptr + patch_offsets[:, None] + _pixel_offsets(k, HEIGHT, WIDTH, PATCH)[None, :]
+        pixels = tl.load(pixel_ptrs, mask, 0)
         if NORMALISE:
-            seen = seen.to(tl.float32) * tl.load(scale + inner)[None, :] + tl.load(shift + inner)[None, :]
-        weights = tl.load(weight + columns[:, None] * K + inner[None, :])
-        tokens = tl.dot(seen.to(out.dtype.element_ty), tl.trans(weights), tokens)
-    tokens += tl.load(table + place[:, None] * D + columns[None, :])
-    row = image * (EACH + FRONT) + FRONT + place
-    tl.store(out + row[:, None] * D + columns[None, :], tokens.to(out.dtype.element_ty), there)
+            pixels = pixels.to(tl.float32) * tl.load(scale_ptr + k)[None, :] + tl.load(shift_ptr + k)[None, :]
+        weights = tl.load(weight_ptr + cols[:, None] * K + k[None, :])
+        acc = tl.dot(pixels.to(out_ptr.dtype.element_ty), tl.trans(weights), acc)
+    acc += tl.load(offset_ptr + patch[:, None] * DIM + cols[None, :])
+    out_rows = image * (PATCHES_PER_IMAGE + NUM_PREFIX) + NUM_PREFIX + patch
+    tl.store(out_ptr + out_rows[:, None] * DIM + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def unfold(
-    pixels, out, tokens,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, FRONT: tl.constexpr, ROWS: tl.constexpr,
-    PIECE: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tokens"])
+def unfold_patches_kernel(
+    image_ptr, out_ptr, num_tokens,
+    CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PATCH: tl.constexpr, NUM_PREFIX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The patches as rows, with rows of zeros for the tokens before them."""
-    EACH: tl.constexpr = (H // P) * (W // P)
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    image, place = (at // (EACH + FRONT)).to(tl.int64), at % (EACH + FRONT) - FRONT
-    inner = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    where = image * (C * H * W) + _corner(place, W, P)
-    there = (at < tokens)[:, None]
-    seen = tl.load(pixels + where[:, None] + _within(inner, H, W, P)[None, :], there & (place >= 0)[:, None], 0)
-    tl.store(out + at.to(tl.int64)[:, None] * (C * P * P) + inner[None, :], seen, there)
+    """out = the patches of all images as rows, with a row of zeros for each prefix token.
+
+    Reads images (B, CHANNELS, HEIGHT, WIDTH), writes out (num_tokens, CHANNELS·PATCH²), same dtype.
+    Grid: (blocks of tokens, blocks of BLOCK_K values).
+    """
+    PATCHES_PER_IMAGE: tl.constexpr = (HEIGHT // PATCH) * (WIDTH // PATCH)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    image = (rows // (PATCHES_PER_IMAGE + NUM_PREFIX)).to(tl.int64)
+    patch = rows % (PATCHES_PER_IMAGE + NUM_PREFIX) - NUM_PREFIX
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    patch_offsets = image * (CHANNELS * HEIGHT * WIDTH) + _patch_offset(patch, WIDTH, PATCH)
+    mask = (rows < num_tokens)[:, None]
+    pixel_ptrs = image_ptr + patch_offsets[:, None] + _pixel_offsets(k, HEIGHT, WIDTH, PATCH)[None, :]
+    pixels = tl.load(pixel_ptrs, mask & (patch >= 0)[:, None], 0)
+    tl.store(out_ptr + rows.to(tl.int64)[:, None] * (CHANNELS * PATCH * PATCH) + k[None, :], pixels, mask)

@@ -1,5 +1,7 @@
-"""A ViT's first tokens: straight from 8-bit pixels in answers, and from varied images in training. Patches are read
-where they lie, and class token, positions and bias are added while the product is at hand."""
+"""The patch embedding as one kernel: from uint8 images in inference, from augmented images in training.
+
+Patches are read from the images in place. Bias and positions are added in the same kernel.
+"""
 
 from __future__ import annotations
 
@@ -14,160 +16,181 @@ import triton
 from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import Hardware
-from vitral.kernels.embed import kernel as embed_kernels
+from vitral.device.select import Hardware
+from vitral.kernels.embed import kernel as kernels
 from vitral.kernels.linear import weight_gradient
-from vitral.kernels.precompile import compile_ahead, launcher
-from vitral.kernels.self_check import Say, largest, reason_against
+from vitral.kernels.precompile import launch, precompile
+from vitral.kernels.self_check import max_relative_error, self_check_failure
 from vitral.models.vit import PatchEmbedding, ViT
+from vitral.utils.progress import LogFn
 
-ROWS, PIECE = 128, 64  # patches of a program, and how many of their pixels pass by at once
-OWN = ("patch_embedding.", "class_token.", "position_embedding.", "registers")  # parameters that make the tokens
-OFF = 0.02  # by what share tokens, and gradients, may be off: what bf16 rounds
+BLOCK_M, BLOCK_K = 128, 64  # patches per program, and values of a patch per step
+EMBEDDING_PARAMETERS = ("patch_embedding.", "class_token.", "position_embedding.", "registers")  # name prefixes
+EMBEDDING_TOLERANCE = 0.02  # relative error of tokens and gradients: bf16 rounding
 
-Seen = Callable[[Tensor], Tensor]  # uint8 images as a model takes them
-
-
-def known(model: ViT) -> bool:
-    config, own = model.config, type(model)
-    plain = own.embed is ViT.embed and type(model.patch_embedding) is PatchEmbedding
-    return plain and config.channels * config.patch_size**2 % PIECE == 0 == config.width % 16
+EmbedFn = Callable[[Tensor], Tensor]  # images (B, C, H, W) -> tokens (B, T, D)
 
 
-def embedding_of(model: ViT, preprocessing: Preprocessing, hardware: Hardware, seen: Seen) -> Seen | None:
-    """uint8 images of the model's size → tokens, if the kernel knows its patches and gives here what PyTorch gives."""
-    if not known(model) or preprocessing.image_size != model.config.image_size:
+def is_supported(model: ViT) -> bool:
+    config, cls = model.config, type(model)
+    is_standard = cls.embed is ViT.embed and type(model.patch_embedding) is PatchEmbedding
+    return is_standard and config.channels * config.patch_size**2 % BLOCK_K == 0 == config.width % 16
+
+
+def make_inference_embedding(
+    model: ViT, preprocessing: Preprocessing, hardware: Hardware, normalise: Callable[[Tensor], Tensor]
+) -> EmbedFn | None:
+    """The fused embedding of uint8 images of the model's size; None if it is unsupported or fails its self-check.
+
+    `normalise` maps uint8 images to the model's input; the reference for the self-check uses it.
+    """
+    if not is_supported(model) or preprocessing.image_size != model.config.image_size:
         return None
-    embed = Embed(model, preprocessing)
-    images = torch.zeros(some_images(model), dtype=torch.uint8, device=hardware.device)
+    embed = InferenceEmbedding(model, preprocessing)
+    images = torch.zeros(check_shape(model), dtype=torch.uint8, device=hardware.device)
 
     @torch.no_grad()
-    def difference() -> float:
+    def error() -> float:
         images.random_(256)
-        return largest([embed(images)], [model.embed(seen(images), model.config.grid)])
+        return max_relative_error([embed(images)], [model.embed(normalise(images), model.config.grid)])
 
-    compile_ahead(partial(embed, images))
-    return None if tried(hardware, difference) else embed
+    precompile(partial(embed, images))
+    return None if check_embedding(hardware, error) else embed
 
 
-def learning_embedding_of(model: ViT, hardware: Hardware, say: Say) -> Seen | None:
-    """Normalised images → tokens, with gradients for all that makes them: on the same conditions."""
-    if not known(model) or model.dropout.p:
+def make_training_embedding(model: ViT, hardware: Hardware, log: LogFn) -> EmbedFn | None:
+    """The fused, differentiable embedding of normalised images; None if unsupported or if the self-check fails."""
+    if not is_supported(model) or model.dropout.p:
         return None
-    parameters = [p for name, p in model.named_parameters() if name.startswith(OWN)]
+    parameters = [p for name, p in model.named_parameters() if name.startswith(EMBEDDING_PARAMETERS)]
     if not all(parameter.requires_grad for parameter in parameters):
         return None
-    number = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
-    embed = partial(embedded, model, number)
+    dtype = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
+    embed = partial(embed_images, model, dtype)
 
     @torch.no_grad()
-    def rehearsal() -> None:
-        context, images = SimpleNamespace(), torch.empty(some_images(model), device=hardware.device)
-        given = images.to(number), model.patch_embedding.project.weight, *parts(model), model.config.patch_size
-        Embedded.backward(context, Embedded.forward(context, *given))
+    def dry_run() -> None:
+        ctx, images = SimpleNamespace(), torch.empty(check_shape(model), device=hardware.device)
+        args = images.to(dtype), model.patch_embedding.project.weight, *token_offsets(model), model.config.patch_size
+        EmbedFunction.backward(ctx, EmbedFunction.forward(ctx, *args))
 
-    def difference() -> float:
-        images = torch.randn(some_images(model), device=hardware.device)
-        found: list[list[Tensor]] = []
-        for way in (embed, partial(model.embed, grid=model.config.grid)):
-            tokens = way(images).float()
-            pull = torch.linspace(1, 2, tokens.numel(), device=tokens.device).view_as(tokens)  # sums that do not vanish
-            found.append([tokens.detach(), *torch.autograd.grad((tokens * pull).sum(), parameters)])
-        return largest(*found)
+    def error() -> float:
+        images = torch.randn(check_shape(model), device=hardware.device)
+        results: list[list[Tensor]] = []
+        for embed_fn in (embed, partial(model.embed, grid=model.config.grid)):
+            tokens = embed_fn(images).float()
+            # Positive weights: gradients are then sums that do not cancel.
+            grad = torch.linspace(1, 2, tokens.numel(), device=tokens.device).view_as(tokens)
+            results.append([tokens.detach(), *torch.autograd.grad((tokens * grad).sum(), parameters)])
+        return max_relative_error(*results)
 
-    compile_ahead(rehearsal)
-    if reason := tried(hardware, difference):
-        say(f"patches are embedded step by step: {reason}")
-    return None if reason else embed
+    precompile(dry_run)
+    if reason := check_embedding(hardware, error):
+        log(f"patch embedding without fused kernel: {reason}")
+        return None
+    return embed
 
 
-def tried(hardware: Hardware, difference: Callable[[], float]) -> str:
-    before = hardware.random_state()
+def check_embedding(hardware: Hardware, error: Callable[[], float]) -> str | None:
+    """Why the kernel must not be used, or None. Restores the random state."""
+    rng_state = hardware.rng_state()
     try:
-        return reason_against(difference, OFF)
+        return self_check_failure(error, EMBEDDING_TOLERANCE)
     finally:
-        hardware.set_random_state(before)
+        hardware.set_rng_state(rng_state)
 
 
-def some_images(model: ViT) -> tuple[int, ...]:
+def check_shape(model: ViT) -> tuple[int, ...]:
+    """Shape of the images for the self-check."""
     return (3, model.config.channels, *model.config.image_size)
 
 
-def parts(model: ViT) -> tuple[Tensor, Tensor]:
-    """What stands before the patches, F D, and what is added to each of them, N D."""
+def token_offsets(model: ViT) -> tuple[Tensor, Tensor]:
+    """The prefix tokens with their positions, (F, D), and what is added to each patch, bias and position, (N, D)."""
     N = math.prod(model.config.grid)
-    rows, front = model.patch_embedding.project.bias.expand(N, -1), []
-    places = None if model.position_embedding is None else model.position_embedding.rows(model.config.grid)[0]
-    if places is not None:
-        rows = rows + places[-N:]
+    patch_offsets, prefix = model.patch_embedding.project.bias.expand(N, -1), []
+    positions = None if model.position_embedding is None else model.position_embedding.table_for(model.config.grid)[0]
+    if positions is not None:
+        patch_offsets = patch_offsets + positions[-N:]
     if model.class_token is not None:
-        front.append(model.class_token.token[0] + (0 if places is None else places[:1]))
+        prefix.append(model.class_token.token[0] + (0 if positions is None else positions[:1]))
     if model.registers is not None:
-        front.append(model.registers[0])
-    return torch.cat(front) if front else rows[:0], rows
+        prefix.append(model.registers[0])
+    return torch.cat(prefix) if prefix else patch_offsets[:0], patch_offsets
 
 
-class Embed:
-    """For a model that learns no more."""
+class InferenceEmbedding:
+    """uint8 images to tokens, for a model whose weights do not change any more."""
 
     def __init__(self, model: ViT, preprocessing: Preprocessing) -> None:
-        weight, each = model.patch_embedding.project.weight.detach(), model.config.patch_size**2
+        weight, patch_area = model.patch_embedding.project.weight.detach(), model.config.patch_size**2
         mean, std = (torch.tensor(v, device=weight.device) * 255 for v in (preprocessing.mean, preprocessing.std))
-        self.weight, self.patch = weight, model.config.patch_size
-        self.scale, self.shift = (v.repeat_interleave(each).contiguous() for v in (1 / std, -mean / std))
+        self.weight, self.patch_size = weight, model.config.patch_size
+        self.scale, self.shift = (v.repeat_interleave(patch_area).contiguous() for v in (1 / std, -mean / std))
         with torch.no_grad():
-            self.front, rows = parts(model)
-            self.rows = rows.float().contiguous()
+            self.prefix, patch_offsets = token_offsets(model)
+            self.patch_offsets = patch_offsets.float().contiguous()
 
     def __call__(self, images_BCHW: Tensor) -> Tensor:
-        return tokens_of(images_BCHW, self.weight, self.front, self.rows, self.patch, (self.scale, self.shift))
+        return embed_patches(
+            images_BCHW, self.weight, self.prefix, self.patch_offsets, self.patch_size, (self.scale, self.shift)
+        )
 
 
-def embedded(model: ViT, number: torch.dtype, images_BCHW: Tensor) -> Tensor:
-    given = images_BCHW.to(number), model.patch_embedding.project.weight, *parts(model), model.config.patch_size
-    tokens: Tensor = Embedded.apply(*given)  # type: ignore[no-untyped-call]
+def embed_images(model: ViT, dtype: torch.dtype, images_BCHW: Tensor) -> Tensor:
+    """Normalised images to tokens, with gradients for all parameters of the embedding."""
+    args = images_BCHW.to(dtype), model.patch_embedding.project.weight, *token_offsets(model), model.config.patch_size
+    tokens: Tensor = EmbedFunction.apply(*args)  # type: ignore[no-untyped-call]
     return tokens
 
 
-class Embedded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, images_BCHW: Tensor, weight: Tensor, front: Tensor, rows: Tensor, patch: int) -> Tensor:
-        ctx.images, ctx.front, ctx.patch = images_BCHW, len(front), patch
-        number = images_BCHW.dtype
-        return tokens_of(images_BCHW, weight.to(number), front.to(number), rows.float().contiguous(), patch)
+class EmbedFunction(torch.autograd.Function):
+    """[prefix; patches·Wᵀ + patch_offsets]"""
 
     @staticmethod
-    def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        dy = dy_BTD.to(ctx.images.dtype).contiguous()
-        sums = dy.sum(0, dtype=torch.float32)
-        matrix = unfolded(ctx.images, ctx.patch, ctx.front)
-        return None, weight_gradient(dy.flatten(0, 1), matrix), sums[: ctx.front], sums[ctx.front :], None
+    def forward(
+        ctx: Any, images_BCHW: Tensor, weight: Tensor, prefix: Tensor, patch_offsets: Tensor, patch_size: int
+    ) -> Tensor:
+        ctx.images, ctx.num_prefix, ctx.patch_size = images_BCHW, len(prefix), patch_size
+        dtype = images_BCHW.dtype
+        return embed_patches(
+            images_BCHW, weight.to(dtype), prefix.to(dtype), patch_offsets.float().contiguous(), patch_size
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
+        grad_out = grad_out_BTD.to(ctx.images.dtype).contiguous()
+        grad_offsets = grad_out.sum(0, dtype=torch.float32)
+        patches = unfold_patches(ctx.images, ctx.patch_size, ctx.num_prefix)
+        grad_weight = weight_gradient(grad_out.flatten(0, 1), patches)
+        return None, grad_weight, grad_offsets[: ctx.num_prefix], grad_offsets[ctx.num_prefix :], None
 
 
-def tokens_of(
-    images_BCHW: Tensor, weight_DK: Tensor, front_FD: Tensor, rows_ND: Tensor, patch: int,
-    normal: tuple[Tensor, Tensor] | None = None,
+def embed_patches(
+    images_BCHW: Tensor, weight_DK: Tensor, prefix_FD: Tensor, patch_offsets_ND: Tensor, patch_size: int,
+    scale_shift: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """B F+N D. `normal`: by what pixels are multiplied, and what is added then, for each number of a patch."""
-    (B, C, H, W), (N, D), front = images_BCHW.shape, rows_ND.shape, len(front_FD)
-    tokens = weight_DK.new_empty(B, front + N, D)
-    if front:
-        tokens[:, :front] = front_FD
-    columns = min(D & -D, 128)  # a power of two that divides them
-    launcher(embed_kernels.embed, (D // columns, triton.cdiv(B * N, ROWS)))(
-        images_BCHW.contiguous(), *(normal or (None, None)), weight_DK, rows_ND, tokens, B * N,
-        C=C, H=H, W=W, P=patch, D=D, FRONT=front, NORMALISE=normal is not None, ROWS=ROWS, N=columns, PIECE=PIECE,
-        STAGES=3, num_warps=4,
+    """Tokens (B, F + N, D). `scale_shift`: pixels·scale + shift normalises the K values of a patch."""
+    (B, C, H, W), (N, D), num_prefix = images_BCHW.shape, patch_offsets_ND.shape, len(prefix_FD)
+    tokens = weight_DK.new_empty(B, num_prefix + N, D)
+    if num_prefix:
+        tokens[:, :num_prefix] = prefix_FD
+    block_n = min(D & -D, 128)  # a power of two that divides D
+    launch(kernels.embed_patches_kernel, (D // block_n, triton.cdiv(B * N, BLOCK_M)))(
+        images_BCHW.contiguous(), *(scale_shift or (None, None)), weight_DK, patch_offsets_ND, tokens, B * N,
+        CHANNELS=C, HEIGHT=H, WIDTH=W, PATCH=patch_size, DIM=D, NUM_PREFIX=num_prefix,
+        NORMALISE=scale_shift is not None, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, NUM_STAGES=3, num_warps=4,
     )  # fmt: skip
     return tokens
 
 
-def unfolded(images_BCHW: Tensor, patch: int, front: int) -> Tensor:
-    """M K: a row for each token."""
+def unfold_patches(images_BCHW: Tensor, patch_size: int, num_prefix: int) -> Tensor:
+    """The patches as rows (B·(F + N), K), with zeros for the prefix tokens."""
     B, C, H, W = images_BCHW.shape
-    tokens, numbers, rows = B * (front + H * W // patch**2), C * patch**2, 32
-    out = images_BCHW.new_empty(tokens, numbers)
-    launcher(embed_kernels.unfold, (triton.cdiv(tokens, rows), numbers // PIECE))(
-        images_BCHW.contiguous(), out, tokens, C=C, H=H, W=W, P=patch, FRONT=front, ROWS=rows, PIECE=PIECE
-    )
+    num_tokens, K, block_m = B * (num_prefix + H * W // patch_size**2), C * patch_size**2, 32
+    out = images_BCHW.new_empty(num_tokens, K)
+    launch(kernels.unfold_patches_kernel, (triton.cdiv(num_tokens, block_m), K // BLOCK_K))(
+        images_BCHW.contiguous(), out, num_tokens,
+        CHANNELS=C, HEIGHT=H, WIDTH=W, PATCH=patch_size, NUM_PREFIX=num_prefix, BLOCK_M=block_m, BLOCK_K=BLOCK_K,
+    )  # fmt: skip
     return out

@@ -1,10 +1,11 @@
-"""Tokens' numbers column by column, as FP8: what the gradients of weights are products of. Triton kernels.
+"""Transposed FP8 operands for weight-gradient GEMMs.
 
-A product of 8-bit numbers sums along what lies side by side; a weight's gradient sums over tokens, which lie one below
-the other. So the matrices are written once more, turned: N×M, four tokens of a column as one word.
+A weight gradient grad_outᵀ·x sums over tokens, and an FP8 GEMM needs both operands contiguous along the summed
+dimension: the (num_tokens, NUM_COLS) matrices are written as (NUM_COLS, num_tokens), four tokens of a column packed
+into one 32-bit word.
 
-In such a sum tokens cannot have scales of their own. That of a token's gradient, as a share of the largest, goes into
-what the gradient is multiplied with, or half of it into each.
+A GEMM cannot scale the terms of its sum, so tokens have no scales of their own here. The scale of a token's gradient
+relative to the largest is multiplied into the other operand, or about half of it (in the exponent) into each.
 """
 
 from __future__ import annotations
@@ -12,128 +13,167 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitral.kernels.layernorm_gelu.gelu import INTERPRETED, _gelu
+from vitral.kernels.layernorm_gelu.gelu import INTERPRETED, gelu_and_slope
 
 
 @triton.jit
-def shares(scales, top, out, M, BLOCK: tl.constexpr):
-    """Of the rows' scales in the largest; a power of two about its root, which rounds nothing; and the rest."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    share = tl.load(scales + rows, rows < M, 1.0) / tl.load(top)
-    root = tl.minimum(tl.exp2(tl.ceil(0.5 * tl.log2(tl.maximum(share, 1e-30)))), 1.0)  # x / x may be more than 1
-    tl.store(out + rows, share, rows < M)
-    tl.store(out + M + rows, root, rows < M)
-    tl.store(out + 2 * M + rows, share / root, rows < M)
+def relative_scales_kernel(scale_ptr, max_scale_ptr, out_ptr, num_rows, BLOCK_ROWS: tl.constexpr):
+    """out = (relative, pow2_root, relative / pow2_root) with relative = scale / max_scale.
+
+    pow2_root is a power of two near sqrt(relative): multiplying by it rounds nothing.
+    Reads scale (num_rows,) and max_scale (1,), writes out (3, num_rows), all fp32.
+    """
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    relative = tl.load(scale_ptr + rows, rows < num_rows, 1.0) / tl.load(max_scale_ptr)
+    pow2_root = tl.minimum(
+        tl.exp2(tl.ceil(0.5 * tl.log2(tl.maximum(relative, 1e-30)))), 1.0
+    )  # x / x may exceed 1 on a GPU
+    tl.store(out_ptr + rows, relative, rows < num_rows)
+    tl.store(out_ptr + num_rows + rows, pow2_root, rows < num_rows)
+    tl.store(out_ptr + 2 * num_rows + rows, relative / pow2_root, rows < num_rows)
 
 
 @triton.jit
-def _word(a, b, c, d):
-    """Four numbers as FP8, the first in the lowest byte.
+def _pack_fp8(x0, x1, x2, x3):
+    """Four values as e4m3 in one word, x0 in the lowest byte.
 
-    In assembler: two instructions, and Triton's own way, byte by byte, gave wrong words on a GPU for numbers that are
-    stored as FP8 besides, although the assembler that it had written was right.
+    Inline PTX takes two instructions. Packing with Triton's own casts and shifts gave wrong words on a GPU for values
+    that are also stored as FP8, although the generated PTX was correct.
     """
     if INTERPRETED:
-        return _byte(a, 0) | _byte(b, 1) | _byte(c, 2) | _byte(d, 3)
+        return _fp8_byte(x0, 0) | _fp8_byte(x1, 1) | _fp8_byte(x2, 2) | _fp8_byte(x3, 3)
     return tl.inline_asm_elementwise(
         """{ .reg .b16 low, high;
              cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
              cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
              mov.b32 $0, {low, high}; }""",
-        "=r,r,r,r,r", (a, b, c, d), tl.int32, is_pure=True, pack=1,
+        "=r,r,r,r,r", (x0, x1, x2, x3), tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _byte(x, n: tl.constexpr):
-    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << (8 * n)
+def _fp8_byte(x, BYTE: tl.constexpr):
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << (8 * BYTE)
 
 
 @triton.jit
-def _store_columns(out, word, first, begin, M, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of words whose first column and first four tokens these are."""
-    columns, fours = tl.arange(0, BLOCK), tl.arange(0, ROWS)
-    inside = (first + columns < N)[:, None] & (begin + fours < M // 4)[None, :]
-    place = out + first.to(tl.int64) * (M // 4) + begin
-    tl.store(place + columns[:, None] * (M // 4) + fours[None, :], tl.trans(word), inside)
-
-
-@triton.jit
-def turned(x, root, out, M, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """FP8, each row times a power of two, if there is one."""
-    begin, first = tl.program_id(0) * ROWS, tl.program_id(1) * BLOCK
-    rows, columns = 4 * (begin + tl.arange(0, ROWS)), first + tl.arange(0, BLOCK)
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    four = ()
-    for n in tl.static_range(4):
-        y = tl.load(x + at + n * N, inside, 0.0).to(tl.float32)
-        four += (y if root is None else y * tl.load(root + rows + n, rows < M, 0.0)[:, None],)
-    _store_columns(out, _word(*four), first, begin, M, N, ROWS, BLOCK)
-
-
-@triton.jit
-def normed(
-    x, stats, weight, shift, share, scale, out, M,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def _store_transposed(
+    out_ptr, words, first_col, first_word, num_tokens,
+    NUM_COLS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """A layer norm once more, each row times its share."""
-    begin, first = tl.program_id(0) * ROWS, tl.program_id(1) * BLOCK
-    rows, columns = 4 * (begin + tl.arange(0, ROWS)), first + tl.arange(0, BLOCK)
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    grow = 1.0 / tl.load(scale)
-    gain = tl.load(weight + columns, columns < N, 0.0)[None, :]
-    offset = tl.load(shift + columns, columns < N, 0.0)[None, :]
-    four = ()
-    for n in tl.static_range(4):
-        mean = tl.load(stats + rows + n, rows < M, 0.0)[:, None]
-        spread = tl.load(stats + M + rows + n, rows < M, 0.0)[:, None]
-        times = (tl.load(share + rows + n, rows < M, 0.0) * grow)[:, None]
-        y = (tl.load(x + at + n * N, inside, 0.0).to(tl.float32) - mean) * spread * gain + offset
-        four += (y * times,)
-    _store_columns(out, _word(*four), first, begin, M, N, ROWS, BLOCK)
+    """Store a tile of words (BLOCK_WORDS, BLOCK_COLS) to out (NUM_COLS, num_tokens / 4)."""
+    cols, word_rows = tl.arange(0, BLOCK_COLS), tl.arange(0, BLOCK_WORDS)
+    mask = (first_col + cols < NUM_COLS)[:, None] & (first_word + word_rows < num_tokens // 4)[None, :]
+    tile_ptr = out_ptr + first_col.to(tl.int64) * (num_tokens // 4) + first_word
+    tl.store(tile_ptr + cols[:, None] * (num_tokens // 4) + word_rows[None, :], tl.trans(words), mask)
 
 
 @triton.jit
-def gelu_back(
-    h, bias, dg, given, steep, rest, scale, small, scales, dh_columns, g_columns, sums, M,
-    N: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def transpose_fp8_kernel(
+    x_ptr, factor_ptr, out_ptr, num_tokens,
+    NUM_COLS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """`kernels.act_back` with what it gives as FP8 alone: the gradient of h both ways, GELU by columns.
+    """out = (x·factor)ᵀ, where factor is one power of two per token, or None.
 
-    A row of `dg` is a product of a row whose scale is `given`; its gradient's is that times `steep`.
+    Reads x (num_tokens, NUM_COLS) e4m3 and factor (num_tokens,) fp32, writes out (NUM_COLS, num_tokens) e4m3 as int32
+    words. Grid: (blocks of 4·BLOCK_WORDS tokens, blocks of columns).
     """
-    first = tl.program_id(1) * BLOCK
-    across, down = tl.arange(0, BLOCK), tl.arange(0, ROWS)
-    known = first + across < N
-    offset = tl.load(bias + first + across, known, 0.0)
-    wider, grow = tl.load(steep), 1.0 / tl.load(scale)
-    place = down[:, None] * (4 * N) + across[None, :]
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(M // 4, ROWS), tl.num_programs(0)):
-        begin = tile * ROWS
-        there = begin + down < M // 4
-        inside = there[:, None] & known[None, :]
-        at = (4 * begin).to(tl.int64) * N + first
-        read = ()
-        for n in tl.static_range(4):  # all at once: behind a store, none would be fetched ahead
-            read += (tl.load(h + at + n * N + place, inside, 0.0), tl.load(dg + at + n * N + place, inside, 0.0))
-        dh = ()
-        g = ()
+    first_word, first_col = tl.program_id(0) * BLOCK_WORDS, tl.program_id(1) * BLOCK_COLS
+    rows, cols = 4 * (first_word + tl.arange(0, BLOCK_WORDS)), first_col + tl.arange(0, BLOCK_COLS)
+    mask = (rows < num_tokens)[:, None] & (cols < NUM_COLS)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * NUM_COLS + cols[None, :]
+    values = ()
+    for n in tl.static_range(4):
+        x = tl.load(x_ptr + offsets + n * NUM_COLS, mask, 0.0).to(tl.float32)
+        values += (x if factor_ptr is None else x * tl.load(factor_ptr + rows + n, rows < num_tokens, 0.0)[:, None],)
+    _store_transposed(out_ptr, _pack_fp8(*values), first_col, first_word, num_tokens, NUM_COLS, BLOCK_WORDS, BLOCK_COLS)
+
+
+@triton.jit
+def layernorm_transposed_kernel(
+    x_ptr, stats_ptr, weight_ptr, bias_ptr, factor_ptr, scale_ptr, out_ptr, num_tokens,
+    NUM_COLS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """out = fp8(LayerNorm(x)·factor / scale)ᵀ, from the saved statistics.
+
+    Reads x (num_tokens, NUM_COLS) bf16, stats (2, num_tokens) = mean and rstd, weight and bias (NUM_COLS,), factor
+    (num_tokens,), scale (1,), all fp32. Writes out (NUM_COLS, num_tokens) e4m3 as int32 words.
+    """
+    first_word, first_col = tl.program_id(0) * BLOCK_WORDS, tl.program_id(1) * BLOCK_COLS
+    rows, cols = 4 * (first_word + tl.arange(0, BLOCK_WORDS)), first_col + tl.arange(0, BLOCK_COLS)
+    mask = (rows < num_tokens)[:, None] & (cols < NUM_COLS)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * NUM_COLS + cols[None, :]
+    inv_scale = 1.0 / tl.load(scale_ptr)
+    weight = tl.load(weight_ptr + cols, cols < NUM_COLS, 0.0)[None, :]
+    bias = tl.load(bias_ptr + cols, cols < NUM_COLS, 0.0)[None, :]
+    values = ()
+    for n in tl.static_range(4):
+        mean = tl.load(stats_ptr + rows + n, rows < num_tokens, 0.0)[:, None]
+        rstd = tl.load(stats_ptr + num_tokens + rows + n, rows < num_tokens, 0.0)[:, None]
+        factor = (tl.load(factor_ptr + rows + n, rows < num_tokens, 0.0) * inv_scale)[:, None]
+        y = (tl.load(x_ptr + offsets + n * NUM_COLS, mask, 0.0).to(tl.float32) - mean) * rstd * weight + bias
+        values += (y * factor,)
+    _store_transposed(out_ptr, _pack_fp8(*values), first_col, first_word, num_tokens, NUM_COLS, BLOCK_WORDS, BLOCK_COLS)
+
+
+@triton.jit
+def gelu_backward_fp8_kernel(
+    h_ptr, bias_ptr, grad_gelu_ptr, grad_scale_ptr, scale_ratio_ptr, factor_ptr, gelu_scale_ptr, grad_h_ptr,
+    grad_h_scale_ptr, grad_h_t_ptr, gelu_t_ptr, partial_sum_ptr, num_tokens,
+    NUM_COLS: tl.constexpr, TANH: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """grad_h = grad_gelu·GELU'(h + bias) in FP8, both row-major and transposed, and GELU(h + bias) transposed.
+
+    Reads h, grad_gelu (num_tokens, NUM_COLS) bf16. grad_gelu is the GEMM of FP8 rows with scales grad_scale
+    (num_tokens,), so that grad_scale·scale_ratio bounds grad_h and is its scale. GELU is multiplied by factor
+    (num_tokens,) and divided by gelu_scale (1,). Writes grad_h (num_tokens, NUM_COLS) e4m3 with grad_h_scale
+    (num_tokens,); grad_h_t and gelu_t (NUM_COLS, num_tokens) e4m3 as int32 words; partial_sum (programs, NUM_COLS)
+    fp32 = the bias gradient. Grid: (partial sums, blocks of columns).
+    """
+    first_col = tl.program_id(1) * BLOCK_COLS
+    cols, word_rows = tl.arange(0, BLOCK_COLS), tl.arange(0, BLOCK_WORDS)
+    col_mask = first_col + cols < NUM_COLS
+    bias = tl.load(bias_ptr + first_col + cols, col_mask, 0.0)
+    scale_ratio, inv_gelu_scale = tl.load(scale_ratio_ptr), 1.0 / tl.load(gelu_scale_ptr)
+    tile_offsets = word_rows[:, None] * (4 * NUM_COLS) + cols[None, :]
+    acc = tl.zeros((BLOCK_WORDS, BLOCK_COLS), tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(num_tokens // 4, BLOCK_WORDS), tl.num_programs(0)):
+        first_word = block * BLOCK_WORDS
+        row_mask = first_word + word_rows < num_tokens // 4
+        mask = row_mask[:, None] & col_mask[None, :]
+        base = (4 * first_word).to(tl.int64) * NUM_COLS + first_col
+        loaded = ()
+        for n in tl.static_range(4):  # all loads before the first store, which would keep later ones from overlapping
+            loaded += (
+                tl.load(h_ptr + base + n * NUM_COLS + tile_offsets, mask, 0.0),
+                tl.load(grad_gelu_ptr + base + n * NUM_COLS + tile_offsets, mask, 0.0),
+            )
+        grad_h_values = ()
+        gelu_values = ()
         for n in tl.static_range(4):
-            rows = 4 * (begin + down) + n
-            y, slope = _gelu(read[2 * n].to(tl.float32) + offset[None, :], TANH)
-            d = read[2 * n + 1].to(tl.float32) * slope
-            total += d
-            own = tl.maximum(tl.load(given + rows, there, 1.0) * wider, 1e-30)
+            rows = 4 * (first_word + word_rows) + n
+            gelu, slope = gelu_and_slope(loaded[2 * n].to(tl.float32) + bias[None, :], TANH)
+            grad_h = loaded[2 * n + 1].to(tl.float32) * slope
+            acc += grad_h
+            grad_h_scale = tl.maximum(tl.load(grad_scale_ptr + rows, row_mask, 1.0) * scale_ratio, 1e-30)
             if tl.program_id(1) == 0:
-                tl.store(scales + rows, own, there)
-            d *= (1.0 / own)[:, None]
-            tl.store(small + at + n * N + place, d.to(tl.float8e4nv), inside)
-            times = tl.load(rest + rows, there, 0.0) * grow
-            dh += (d,)
-            g += (y * times[:, None],)
-        _store_columns(dh_columns, _word(*dh), first, begin, M, N, ROWS, BLOCK)
-        _store_columns(g_columns, _word(*g), first, begin, M, N, ROWS, BLOCK)
-    tl.store(sums + tl.program_id(0) * N + first + across, tl.sum(total, axis=0), known)
+                tl.store(grad_h_scale_ptr + rows, grad_h_scale, row_mask)
+            grad_h *= (1.0 / grad_h_scale)[:, None]
+            tl.store(grad_h_ptr + base + n * NUM_COLS + tile_offsets, grad_h.to(tl.float8e4nv), mask)
+            factor = tl.load(factor_ptr + rows, row_mask, 0.0) * inv_gelu_scale
+            grad_h_values += (grad_h,)
+            gelu_values += (gelu * factor[:, None],)
+        _store_transposed(
+            grad_h_t_ptr,
+            _pack_fp8(*grad_h_values),
+            first_col,
+            first_word,
+            num_tokens,
+            NUM_COLS,
+            BLOCK_WORDS,
+            BLOCK_COLS,
+        )
+        _store_transposed(
+            gelu_t_ptr, _pack_fp8(*gelu_values), first_col, first_word, num_tokens, NUM_COLS, BLOCK_WORDS, BLOCK_COLS
+        )
+    tl.store(partial_sum_ptr + tl.program_id(0) * NUM_COLS + first_col + cols, tl.sum(acc, axis=0), col_mask)

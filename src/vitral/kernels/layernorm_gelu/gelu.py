@@ -1,4 +1,4 @@
-"""GELU inside kernels: in fp32 with its slope, and in 16 bits where FP8 is all that is kept of it."""
+"""GELU as a device function: with its slope in fp32, and with an FP8 result in packed half precision."""
 
 from __future__ import annotations
 
@@ -7,39 +7,44 @@ import struct
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which knows no assembler
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter cannot run inline PTX
 
 
 @triton.jit
-def _gelu(x, TANH: tl.constexpr):
-    """GELU and its slope: x·σ(y), with y the odd polynomial that makes σ(y) the normal distribution, or nearly so.
+def gelu_and_slope(x, TANH: tl.constexpr):
+    """Return GELU(x) = x·sigmoid(y) and its derivative, where y(x) is an odd polynomial.
 
-    The exact one's was fitted: off by 4e-6 at most, and bf16 rounds at 4e-3. A third of the instructions of an erf.
-    σ(y) is of a power of two and a reciprocal root, which are an instruction each, as exp and / are not.
+    For the exact GELU, y was fitted so that sigmoid(y) approximates the normal CDF: the maximum error is 4e-6 (bf16
+    rounds at 4e-3), at a third of the instructions of erf. sigmoid(y) is computed as rsqrt(1 + exp2(-y))²: exp2 and
+    rsqrt are one instruction each, exp and division are not.
     """
-    t = x * x
-    if TANH:  # y is 2·√(2/π)·(x + 0.044715·x³), here and below times the binary logarithm of e
-        t = tl.minimum(t, 100.0)  # beyond, σ is 0 or 1, and must not be multiplied by infinity
-        y = x * (2.3022082 + 0.102943235 * t)
+    x_sq = x * x
+    if TANH:  # y = 2·sqrt(2/pi)·(x + 0.044715·x³); all coefficients of y include the factor log2(e)
+        x_sq = tl.minimum(x_sq, 100.0)  # sigmoid is 0 or 1 beyond this, and 0·inf must not occur
+        y = x * (2.3022082 + 0.102943235 * x_sq)
     else:
-        y = x * (2.30212171 + t * (0.105122524 + t * (-0.00031903585 + t * (-9.41645088e-5 + t * 3.49945324e-6))))
+        y = x * (
+            2.30212171 + x_sq * (0.105122524 + x_sq * (-0.00031903585 + x_sq * (-9.41645088e-5 + x_sq * 3.49945324e-6)))
+        )
     root = tl.rsqrt(1.0 + tl.exp2(-y))
-    share = root * root
-    g = x * share
+    sigmoid = root * root
+    gelu = x * sigmoid
     if TANH:
-        slope = share + g * (1 - share) * (1.5957691216 + 0.21406443846 * t)
+        slope = sigmoid + gelu * (1 - sigmoid) * (1.5957691216 + 0.21406443846 * x_sq)
     else:
-        slope = share + x * 0.3989422804 * tl.exp2(t * -0.7213475204)  # the density
-    return g, slope
+        slope = sigmoid + x * 0.3989422804 * tl.exp2(x_sq * -0.7213475204)  # x times the normal density
+    return gelu, slope
 
 
-def _in_halves(*polynomial: float) -> tl.constexpr:
-    """Assembler for GELU of $1 … $4, times a factor, as four bytes of FP8: u·(1 + tanh(x·p(x²))), where u is x times
-    half of that factor, $5 … $8. Two numbers at a time, of 16 bits."""
-    constants = [*polynomial, 36]  # of squares; beyond, tanh is 1
-    last = len(polynomial) - 1
+def _gelu_fp8_ptx(*coefficients: float) -> tl.constexpr:
+    """Inline PTX for four values of u·(1 + tanh(x·p(x²))) as packed e4m3 bytes, computed as pairs of fp16.
+
+    $1 ... $4 are x, $5 ... $8 are u = x·scale/2; `coefficients` are those of the polynomial p.
+    """
+    constants = [*coefficients, 36]  # the last one clamps x²: tanh is 1 beyond it
+    last = len(coefficients) - 1
     lines = [f"{{ .reg .b32 x, t, y, u, c<{len(constants)}>; .reg .b16 g<2>;"]
-    lines += [f"mov.b32 c{n}, 0x{2 * struct.pack('>e', number).hex()};" for n, number in enumerate(constants)]
+    lines += [f"mov.b32 c{n}, 0x{2 * struct.pack('>e', constant).hex()};" for n, constant in enumerate(constants)]
     for n in (0, 1):
         lines += [f"cvt.rn.satfinite.f16x2.f32 x, ${2 * n + 2}, ${2 * n + 1};", "mul.rn.f16x2 t, x, x;"]
         lines += [f"min.f16x2 t, t, c{last + 1};", f"fma.rn.f16x2 y, c{last}, t, c{last - 1};"]
@@ -50,15 +55,16 @@ def _in_halves(*polynomial: float) -> tl.constexpr:
     return tl.constexpr("\n".join([*lines, "mov.b32 $0, {g0, g1}; }"]))
 
 
-EXACT = _in_halves(0.797502553, 0.0370104273, -0.000352286167)  # fitted: in 16 bits, they put GELU off by 5e-5
-BY_TANH = _in_halves(0.797884561, 0.0356774081)
+EXACT_GELU_PTX = _gelu_fp8_ptx(0.797502553, 0.0370104273, -0.000352286167)  # fitted; maximum error 5e-5 in fp16
+TANH_GELU_PTX = _gelu_fp8_ptx(0.797884561, 0.0356774081)
 
 
 @triton.jit
-def _gelu_small(x, factor, TANH: tl.constexpr):
-    """GELU(x)·factor as FP8, which keeps four bits: so it may be computed with eleven, at half the cost."""
+def gelu_to_fp8(x, scale, TANH: tl.constexpr):
+    """Return GELU(x)·scale as e4m3. Half precision suffices for its four significant bits, at half the cost."""
     if INTERPRETED:
-        return (_gelu(x, TANH)[0] * factor).to(tl.float8e4nv)
+        return (gelu_and_slope(x, TANH)[0] * scale).to(tl.float8e4nv)
     return tl.inline_asm_elementwise(
-        BY_TANH if TANH else EXACT, "=r,r,r,r,r,r,r,r,r", (x, x * (0.5 * factor)), tl.float8e4nv, is_pure=True, pack=4
-    )
+        TANH_GELU_PTX if TANH else EXACT_GELU_PTX,
+        "=r,r,r,r,r,r,r,r,r", (x, x * (0.5 * scale)), tl.float8e4nv, is_pure=True, pack=4,
+    )  # fmt: skip

@@ -1,0 +1,242 @@
+"""Forward pass of the fused encoder.
+
+    z' = MSA(LN(z)) + z,   z = MLP(LN(z')) + z'   (equations 2 and 3)
+
+A residual addition and the norm that follows it are one kernel. A block therefore returns its second addition pending
+(`PendingResidual`), and the first norm of the next block, or the final norm, completes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitral.kernels.attention import op as attention_op
+from vitral.kernels.block.op import BlockActivations, expand_gelu_fp8, post_attention
+from vitral.kernels.fp8.op import Fp8Tensor, GemmBound
+from vitral.kernels.layernorm_gelu.op import AddNormOutput, LayerNormParams, add_layernorm, bias_gelu
+from vitral.kernels.linear import Workspace
+from vitral.kernels.qk_norm_rope.op import QkNormParams, qk_norm_rope
+from vitral.kernels.short_attention import op as short_attention_op
+from vitral.models.vit import Residual, RopeTable
+
+if TYPE_CHECKING:
+    from vitral.kernels.encoder import FusedEncoder
+
+
+class PendingResidual(NamedTuple):
+    """x + branch_scale·(branch + bias), which the next norm's kernel computes."""
+
+    x: Tensor
+    branch: Tensor | None = None
+    bias: Tensor | None = None
+    branch_scale: Tensor | None = None
+
+
+class QkvInput(NamedTuple):
+    """A block's input with its first norm, and qkv (M, 3D) computed from it."""
+
+    norm1: AddNormOutput
+    qkv: Tensor
+    bound: GemmBound | None = None
+
+
+class AttentionOutput(NamedTuple):
+    """Output of attention, (M, D), in bf16 or FP8, and what its backward pass needs."""
+
+    out: Tensor | None
+    out_fp8: Fp8Tensor | None = None
+    inputs: tuple[Tensor, ...] = ()  # q, k, v as attention read them; empty for `short_attention`
+    lse: Tensor | None = None  # of `attention_forward`; None if PyTorch computed attention
+
+
+class SavedForBackward(NamedTuple):
+    """Activations of one block. None: recomputed in the backward pass."""
+
+    block: Any
+    norm1: AddNormOutput
+    qkv: Tensor
+    attn_inputs: tuple[Tensor, ...]
+    lse: Tensor | None
+    attn_out: Tensor
+    norm2: AddNormOutput
+    hidden: Tensor  # before bias and GELU
+    gelu: Tensor | None
+    branch_scale1: Tensor | None
+    branch_scale2: Tensor | None
+    cls_only: bool  # attn_out and everything after it hold class tokens only
+
+
+class ForwardPass:
+    """One call of the encoder. With `saved`, activations for the backward pass are appended to it, block by block.
+
+    Without it (inference), blocks share a workspace and residual sums are computed in place.
+    """
+
+    def __init__(
+        self, encoder: FusedEncoder, z_BTD: Tensor, rope: RopeTable | None, saved: list[SavedForBackward] | None = None
+    ) -> None:
+        self.encoder, self.rope, self.saved = encoder, rope, saved
+        self.B, self.T, _ = z_BTD.shape
+        self.num_tokens = self.B * self.T
+        self.branch_scales = self.draw_branch_scales()
+        keeps = any(self.keeps_norm_and_gelu(block) for block in encoder.blocks)
+        self.fuses_blocks = self.reaches_fused_block_minimum() and not (self.branch_scales or keeps or encoder.fp8)
+        self.workspace: Workspace | None = None
+
+    def run_blocks(self, z_BTD: Tensor) -> AddNormOutput:
+        """All blocks and the final norm; `normed` is (M, D), or (B, D) with `cls_only`."""
+        encoder = self.encoder
+        residual = PendingResidual(z_BTD.reshape(self.num_tokens, -1).to(encoder.dtype).contiguous())
+        if self.saved is None:
+            self.workspace = self.allocate_workspace(residual.x)
+        qkv_input: QkvInput | None = None
+        for block, next_block in zip(encoder.blocks, (*encoder.blocks[1:], None), strict=True):
+            qkv_input = qkv_input or self.norm1_qkv(block, residual)
+            if self.fuses_blocks and next_block is not None:
+                qkv_input = self.run_fused_block(block, next_block, qkv_input)
+            else:
+                residual, qkv_input = self.run_block(block, qkv_input), None
+        return add_layernorm(*residual, norm_params(encoder.norm), False, in_place=self.saved is None)
+
+    def norm1_qkv(self, block: Any, residual: PendingResidual) -> QkvInput:
+        """qkv of LN(z), after completing the addition that the previous block left pending."""
+        keeps, fp8, qkv = self.keeps_norm_and_gelu(block), self.encoder.fp8, block.attention.qkv
+        norm1 = add_layernorm(*residual, norm_params(block.norm1), fp8, keeps or not fp8, self.adds_in_place(block))
+        allocate = None if self.workspace is None else self.workspace.wide
+        out, bound = self.encoder.weights.linear(norm1.normed, norm1.normed_fp8, qkv.weight, qkv.bias, allocate)
+        return QkvInput(norm1._replace(normed=norm1.normed if keeps else None, normed_fp8=None), out, bound)
+
+    def run_block(self, block: Any, qkv_input: QkvInput) -> PendingResidual:
+        """One block, kernel by kernel."""
+        encoder, weights, project, mlp = self.encoder, self.encoder.weights, block.attention.project, block.mlp
+        norm1, qkv, qkv_bound = qkv_input
+        keeps = self.keeps_norm_and_gelu(block)
+        wide, branch = (None, None) if self.workspace is None else (self.workspace.wide, self.workspace.branch)
+        cls_only = encoder.cls_only and block is encoder.blocks[-1]
+        fp8 = encoder.fp8 and not cls_only
+        scale1, scale2 = self.branch_scales.get(block.residual1), self.branch_scales.get(block.residual2)
+
+        attn = self.attend(block.attention, qkv, cls_only, qkv_bound)  # z' = MSA(LN(z)) + z
+        x = norm1.sum[:: self.T].contiguous() if cls_only else norm1.sum
+        projected, _ = weights.linear(attn.out, attn.out_fp8, project.weight, None, branch)
+        norm2 = add_layernorm(
+            x, projected, project.bias, scale1, norm_params(block.norm2), fp8, keeps or not fp8,
+            self.adds_in_place(block),
+        )  # fmt: skip
+
+        tanh = mlp.gelu.approximate == "tanh"  # z = MLP(LN(z')) + z'
+        gelu: Tensor | None = None
+        if norm2.normed_fp8 is not None and self.fuses_expansion():
+            gelu_fp8 = expand_gelu_fp8(norm2.normed_fp8, weights.quantized[mlp.expand.weight], mlp.expand.bias, tanh)
+        else:
+            hidden, bound = weights.linear(norm2.normed, norm2.normed_fp8, mlp.expand.weight, None, wide)
+            gelu, gelu_fp8 = bias_gelu(hidden, mlp.expand.bias, tanh, bound, in_place=self.saved is None)
+        norm2 = norm2._replace(normed=norm2.normed if keeps else None, normed_fp8=None)
+        if self.saved is not None:
+            assert attn.out is not None
+            saved = SavedForBackward(
+                block, norm1, qkv, attn.inputs, attn.lse, attn.out, norm2, hidden, gelu if keeps else None,
+                scale1, scale2, cls_only,
+            )  # fmt: skip
+            self.saved.append(saved)
+        contracted, _ = weights.linear(gelu, gelu_fp8, mlp.contract.weight, None, branch)
+        return PendingResidual(norm2.sum, contracted, mlp.contract.bias, scale2)
+
+    def run_fused_block(self, block: Any, next_block: Any, qkv_input: QkvInput) -> QkvInput:
+        """One block with everything after attention as one kernel, which also computes the next block's qkv."""
+        (norm1, qkv, _), weights = qkv_input, self.encoder.weights.compute
+        attn = self.attend(block.attention, qkv, cls_only=False, qkv_bound=None)
+        assert attn.out is not None
+        x = norm1.sum
+        if self.saved is None:
+            out = x if self.adds_in_place(block) else torch.empty_like(x)
+            post_attention(attn.out, x, out, qkv, block, next_block, weights)
+            return QkvInput(norm1._replace(sum=out), qkv)
+        hidden = x.new_empty(len(x), block.mlp.expand.out_features)
+        save = BlockActivations(torch.empty_like(x), hidden, *(torch.empty_like(norm1.stats) for _ in range(2)))
+        next_norm1, next_qkv = AddNormOutput(torch.empty_like(x), save.norm1_stats, None), torch.empty_like(qkv)
+        post_attention(attn.out.detach(), x, next_norm1.sum, next_qkv, block, next_block, weights, save)
+        norm2 = AddNormOutput(save.mid, save.norm2_stats, None)
+        self.saved.append(
+            SavedForBackward(
+                block, norm1, qkv, attn.inputs, attn.lse, attn.out, norm2, hidden, None, None, None, cls_only=False
+            )
+        )
+        return QkvInput(next_norm1, next_qkv)
+
+    def attend(self, attention: Any, qkv: Tensor, cls_only: bool, qkv_bound: GemmBound | None) -> AttentionOutput:
+        """softmax(q·kᵀ/√d)·v (equations 5 to 7), for all queries or those of the class tokens.
+
+        In FP8 where the kernel supports it and there is no backward pass.
+        """
+        num_heads, qk_norm, D = attention.heads, qk_norm_params(attention), qkv.shape[1] // 3
+        if short_attention_op.MAX_SHORT_TOKENS >= self.T and not cls_only:
+            return AttentionOutput(short_attention_op.short_attention(qkv, num_heads, self.T, qk_norm, self.rope))
+        q, k, v = qkv.chunk(3, dim=1)
+        if qk_norm is not None or self.rope is not None:
+            q, k = qk_norm_rope(qkv, num_heads, self.T, qk_norm, self.rope).view(2, -1, D)
+        fits = attention_op.MAX_TOKENS >= self.T and attention_op.MAX_HEAD_DIM * num_heads >= D
+        if fits and not cls_only:
+            if qkv_bound is not None and self.saved is None:
+                out_fp8 = attention_op.attention_forward_fp8(q, k, v, num_heads, self.T, qkv_bound)
+                return AttentionOutput(None, out_fp8)
+            out, lse = attention_op.attention_forward(q, k, v, num_heads, self.T)
+            return AttentionOutput(out, None, (q, k, v), lse)
+        return self.attend_with_pytorch(q, k, v, num_heads, cls_only)
+
+    def attend_with_pytorch(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, cls_only: bool) -> AttentionOutput:
+        """scaled_dot_product_attention with its own autograd graph, from q, k, v (M, D)."""
+        D, training = q.shape[1], self.saved is not None
+        q, k, v = (x.unflatten(0, (self.B, self.T)).unflatten(2, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+        if cls_only:
+            q = q[:, :, :1]
+        with torch.set_grad_enabled(training):
+            q, k, v = (x.detach().requires_grad_(training) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, D)
+        return AttentionOutput(out, None, (q, k, v))
+
+    def keeps_norm_and_gelu(self, block: Any) -> bool:
+        """Whether the outputs of norms and GELU are saved for the backward pass, too."""
+        is_small = self.num_tokens * block.mlp.expand.out_features <= self.encoder.recompute_threshold
+        return self.saved is not None and is_small and not self.encoder.weights.uses_fp8_wgrad(self.num_tokens)
+
+    def fuses_expansion(self) -> bool:
+        """Whether the MLP's expansion and GELU are one FP8 kernel, except for class tokens alone."""
+        return self.encoder.fp8 and self.saved is None and self.reaches_fused_block_minimum()
+
+    def reaches_fused_block_minimum(self) -> bool:
+        minimum = self.encoder.fused_block_min_tokens
+        return minimum is not None and minimum <= self.num_tokens
+
+    def adds_in_place(self, block: Any) -> bool:
+        """Whether residual sums overwrite their input: in inference, except for the caller's tokens."""
+        return self.saved is None and block is not self.encoder.blocks[0]
+
+    def allocate_workspace(self, tokens: Tensor) -> Workspace:
+        """Sized for the widest MLP. With fused blocks only the last block uses it, perhaps only for class tokens."""
+        encoder = self.encoder
+        hidden_width = max(block.mlp.expand.out_features for block in encoder.blocks)
+        branch_rows = self.B if self.fuses_blocks and encoder.cls_only else self.num_tokens
+        hidden_rows = self.B * encoder.cls_only if self.fuses_expansion() else branch_rows
+        return Workspace(tokens, hidden_width * hidden_rows, branch_rows)
+
+    def draw_branch_scales(self) -> dict[Residual, Tensor]:
+        """Stochastic depth: one factor per image and branch, 0 or 1/(1 - p), drawn for all blocks at once."""
+        residuals, drop_probs = self.encoder.dropped_residuals, self.encoder.drop_probs
+        if not (residuals and residuals[0].training):
+            return {}
+        keep = torch.rand(len(residuals), self.B, device=drop_probs.device) >= drop_probs
+        return dict(zip(residuals, (keep.float() / (1 - drop_probs)).unbind(), strict=True))
+
+
+def norm_params(norm: nn.LayerNorm) -> LayerNormParams:
+    return LayerNormParams(norm.weight, norm.bias, norm.eps)
+
+
+def qk_norm_params(attention: Any) -> QkNormParams | None:
+    q, k = attention.norm_q, attention.norm_k
+    return QkNormParams(q.weight, k.weight, q.bias, k.bias, q.eps) if isinstance(q, nn.LayerNorm) else None
