@@ -1,6 +1,6 @@
-"""How far a figure would move with other test images: the bootstrap (Efron, 1979), whole blocks of it at once.
+"""Bootstrap confidence intervals (Efron, 1979), computed for blocks of resamples at once.
 
-A resample is a row of counts: how often each image was drawn. A mean over resamples is then one matrix product.
+A resample is a row of counts: how often each image was drawn. Means over resamples are then matrix products.
 
 Shapes:  N images   R resamples   V values
 """
@@ -13,55 +13,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RESAMPLES = 1000
+NUM_RESAMPLES = 1000
 SEED = 1979
-BLOCK = 2_000_000  # counts held at a time
+MAX_COUNTS = 2_000_000  # elements of a block of resamples
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A figure, and between what it lies with 95 %."""
+    """A value and its 95% confidence interval."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.4f} ({self.low:.4f} – {self.high:.4f})"
+        return f"{self.value:.4f} ({self.low:.4f}-{self.high:.4f})"
 
 
-def resamples(*sizes: int, count: int = RESAMPLES, seed: int = SEED) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of counts, one tensor R N for each of the sets of images, which are drawn from independently."""
-    draws = torch.Generator().manual_seed(seed)
-    rows = max(BLOCK // max(sizes), 1)
+def resamples(*sizes: int, count: int = NUM_RESAMPLES, seed: int = SEED) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of counts, one tensor (R, N) for each independently drawn set of images."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = max(MAX_COUNTS // max(sizes), 1)
     for start in range(0, count, rows):
         R = min(rows, count - start)
         yield tuple(
-            torch.zeros(R, N).scatter_add_(1, torch.randint(N, (R, N), generator=draws), torch.ones(R, N))
+            torch.zeros(R, N).scatter_add_(1, torch.randint(N, (R, N), generator=generator), torch.ones(R, N))
             for N in sizes
         )
 
 
-def bootstrap(statistic: Callable[..., Tensor], *sizes: int, count: int = RESAMPLES, seed: int = SEED) -> Tensor:
-    """`statistic` turns counts, R N for each set, into R V; the values of all resamples: count V."""
+def bootstrap(statistic: Callable[..., Tensor], *sizes: int, count: int = NUM_RESAMPLES, seed: int = SEED) -> Tensor:
+    """Values (count, V) of a statistic on all resamples. `statistic` maps counts, (R, N) per set, to (R, V)."""
     return torch.cat([statistic(*counts) for counts in resamples(*sizes, count=count, seed=seed)])
 
 
-def between(values_RV: Tensor, share: float = 0.95) -> tuple[Tensor, Tensor]:
-    """The percentiles that hold the middle `share`: V and V."""
-    tail = (1 - share) / 2
+def percentile_interval(values_RV: Tensor, coverage: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Lower and upper percentiles (V,) that enclose the middle `coverage` of the values."""
+    tail = (1 - coverage) / 2
     low, high = values_RV.double().quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=0)
     return low, high
 
 
 def intervals(values_V: Tensor, samples_RV: Tensor) -> list[Interval]:
-    low, high = between(samples_RV)
-    rows = zip(values_V.tolist(), low.tolist(), high.tolist(), strict=True)
-    return [Interval(value=value, low=at_least, high=at_most) for value, at_least, at_most in rows]
+    lows, highs = percentile_interval(samples_RV)
+    rows = zip(values_V.tolist(), lows.tolist(), highs.tolist(), strict=True)
+    return [Interval(value=value, low=low, high=high) for value, low, high in rows]
 
 
-def mean_intervals(values_NV: Tensor, count: int = RESAMPLES) -> list[Interval]:
-    """Of the mean of each column."""
+def mean_intervals(values_NV: Tensor, count: int = NUM_RESAMPLES) -> list[Interval]:
+    """Intervals of the column means."""
     N = len(values_NV)
     values_NV = values_NV.float()
     samples = bootstrap(lambda counts_RN: counts_RN @ values_NV / N, N, count=count)

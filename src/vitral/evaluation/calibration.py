@@ -1,4 +1,4 @@
-"""From logits to probabilities that can be believed, and to "I don't know this".
+"""Fit the calibration of a model: temperature scaling and the OOD threshold.
 
 Shapes:  N images   K classes
 """
@@ -6,102 +6,81 @@ Shapes:  N images   K classes
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.errors import VitralError
+from vitral.models.calibration import Calibration, LogitScore, id_score
 
-Score = Literal["max-logit", "energy"]
-
-FALSE_ALARMS = 0.01  # share of images like those trained on that may be called unknown
-COLDEST, HOTTEST = 0.05, 20.0  # temperatures looked at
-ENOUGH = 20  # images to learn a temperature from; what fewer say is chance
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """What images that were held out taught about a model's logits. It travels with the model."""
-
-    temperature: float = 1.0  # probabilities are softmax(logits / temperature)
-    score: Score = "energy"  # of the logits: high for images like those trained on
-    unknown_below: float | None = None  # an image with a lower score is called unknown; None: none is
-    fitted_on: str = "the validation images"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"calibration.temperature must be above 0, not {self.temperature}")
-
-    def probabilities(self, logits_BK: Tensor) -> Tensor:
-        return (logits_BK / self.temperature).softmax(dim=1)
-
-    def unknown(self, logits_BK: Tensor) -> Tensor:
-        """B booleans: whether the image looks like nothing the model was trained on."""
-        least = -math.inf if self.unknown_below is None else self.unknown_below
-        return ~(known_score(logits_BK, self.score) >= least)  # what is not a number is unknown too
+FALSE_POSITIVE_RATE = 0.01  # share of in-distribution images that may be flagged as OOD
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
+MIN_IMAGES = 20  # for fitting a temperature; the optimum of fewer images is noise
 
 
-def known_score(logits_BK: Tensor, score: Score) -> Tensor:
-    """B numbers, high where the image looks familiar: the largest logit, or log Σ exp (arXiv 2010.03759)."""
-    return logits_BK.amax(dim=1) if score == "max-logit" else logits_BK.logsumexp(dim=1)
-
-
-def calibrate(
-    logits_NK: Tensor, labels_N: Tensor, *, score: Score = "energy", false_alarms: float = FALSE_ALARMS
+def fit_calibration(
+    logits_NK: Tensor,
+    labels_N: Tensor,
+    *,
+    score: LogitScore = "energy",
+    false_positive_rate: float = FALSE_POSITIVE_RATE,
+    engine: str = "fp32",
 ) -> Calibration:
-    """The calibration that validation images ask for. They must not be images the model was trained on; few of them
-    leave the temperature at 1, and call no image unknown."""
+    """Fit temperature and OOD threshold on validation images, which the model must not have been trained on.
+
+    With few images the temperature stays 1 and there is no OOD threshold. `engine` names the engine of the logits.
+    """
     if not len(logits_NK):
         raise VitralError(
-            "there are no validation images to calibrate with", "vitral train DATA --data.validation 0.1 holds some out"
+            "no validation images to calibrate on", "vitral train DATA --data.validation 0.1 holds some out"
         )
     logits_NK, labels_N = logits_NK.detach().double().cpu(), labels_N.cpu()
     return Calibration(
-        temperature=temperature_of(logits_NK, labels_N) if len(logits_NK) >= ENOUGH else 1.0,
-        score=score,
-        unknown_below=threshold(known_score(logits_NK, score), false_alarms),
+        temperature=fit_temperature(logits_NK, labels_N) if len(logits_NK) >= MIN_IMAGES else 1.0,
+        ood_score=score,
+        ood_threshold=fit_ood_threshold(id_score(logits_NK, score), false_positive_rate),
+        engine=engine,
     )
 
 
-def temperature_of(logits_NK: Tensor, labels_N: Tensor) -> float:
-    """The T whose softmax(logits / T) surprises least: the minimum of the mean cross-entropy (arXiv 1706.04599).
+def fit_temperature(logits_NK: Tensor, labels_N: Tensor) -> float:
+    """The temperature T that minimises the mean cross-entropy of softmax(logits / T) (arXiv 1706.04599).
 
-    The cross-entropy is convex in β = 1/T, so the minimum is where its slope is zero: Newton's steps, halved
-    intervals where they leave the bracket. Without a single mistake it only falls towards T = 0: then the labels are
-    smoothed by 1/(N+2), as Platt did (1999), for the next image may be the first mistake.
+    The cross-entropy is convex in β = 1/T, so its minimum is where the slope is zero: Newton steps, with bisection
+    where they leave the bracket. Without a single error the slope is negative down to T = 0; the labels are then
+    smoothed by 1/(N+2) (Platt, 1999), because the next image may be the first error.
     """
     N, K = logits_NK.shape
     z = logits_NK.double() - logits_NK.double().amax(dim=1, keepdim=True)
-    faultless = bool((z.argmax(dim=1) == labels_N).all())
-    smoothing = 1 / (N + 2) if faultless else 0.0
+    all_correct = bool((z.argmax(dim=1) == labels_N).all())
+    smoothing = 1 / (N + 2) if all_correct else 0.0
     targets = F.one_hot(labels_N, K).double() * (1 - smoothing) + smoothing / K
-    wanted = (targets * z).sum(dim=1).mean()
-    low, high, beta = 1 / HOTTEST, 1 / COLDEST, 1.0
+    target_mean = (targets * z).sum(dim=1).mean()
+    low, high, beta = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE, 1.0
     for _ in range(100):
         p = (beta * z).softmax(dim=1)
         mean_N = (p * z).sum(dim=1)
-        slope = (mean_N.mean() - wanted).item()
+        slope = (mean_N.mean() - target_mean).item()
         low, high = (beta, high) if slope < 0 else (low, beta)
-        bend = ((p * z.square()).sum(dim=1) - mean_N.square()).mean().item()
-        step = beta - slope / bend if bend > 0 else math.nan
-        after = step if low < step < high else (low + high) / 2
-        if abs(after - beta) <= 1e-10 * beta:
+        curvature = ((p * z.square()).sum(dim=1) - mean_N.square()).mean().item()
+        newton = beta - slope / curvature if curvature > 0 else math.nan
+        next_beta = newton if low < newton < high else (low + high) / 2
+        if abs(next_beta - beta) <= 1e-10 * beta:
             break
-        beta = after
+        beta = next_beta
     return 1 / beta
 
 
-def threshold(scores_N: Tensor, false_alarms: float) -> float | None:
-    """The score below which an image is called unknown.
+def fit_ood_threshold(scores_N: Tensor, false_positive_rate: float) -> float | None:
+    """The in-distribution score below which an image is flagged as OOD.
 
-    So many known images lie below it that the next known one does so with a chance of at most `false_alarms`: (k+1) in
-    (N+1) for the k-th smallest of N, counted from 0. Where even the smallest is too many, N is too small: None.
+    The next in-distribution image falls below the k-th smallest of N scores (k from 0) with probability
+    (k+1)/(N+1), which must not exceed `false_positive_rate`. None if N is too small for any threshold.
     """
-    if not 0 < false_alarms < 1:
+    if not 0 < false_positive_rate < 1:
         raise VitralError(
-            f"the share of false alarms must be above 0 and below 1, not {false_alarms}", "0.01: one image in a hundred"
+            f"the false-positive rate must be between 0 and 1, got {false_positive_rate}",
+            "0.01 means one image in a hundred",
         )
-    place = math.floor(false_alarms * (len(scores_N) + 1)) - 1
-    return scores_N.sort().values[place].item() if place >= 0 else None
+    index = math.floor(false_positive_rate * (len(scores_N) + 1)) - 1
+    return scores_N.sort().values[index].item() if index >= 0 else None

@@ -1,4 +1,4 @@
-"""Real images for a model to be measured with: of its own validation split, of another set, or of any folder."""
+"""Real images to calibrate int8 with, to benchmark on and to compare exported models on."""
 
 from __future__ import annotations
 
@@ -8,73 +8,110 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from vitral.data.decode import NotAnImage, decode, image_files
-from vitral.data.preprocess import adapt
-from vitral.data.resize_crop import MODES
+from vitral.data.classes import class_indices
+from vitral.data.datasets import Split
+from vitral.data.decode import ImageDecodeError, decode_image
+from vitral.data.files.walk import find_images, subfolders
+from vitral.data.files.worker import read_location
+from vitral.data.preprocess import to_model_input
+from vitral.data.resize_crop import PIL_MODES
 from vitral.errors import VitralError
-from vitral.evaluation.evaluate import images_of, learned_from, recipe_of, spread
-from vitral.inference.predictor import Predictor
+from vitral.evaluation.data import (
+    FileImages,
+    evenly_spaced_indices,
+    load_dataset_for,
+    run_recipe,
+    training_dataset_name,
+)
+from vitral.inference.predictor import READABLE_FORMATS, Predictor
+
+MAX_ORIGINAL_SIDE = 1024  # larger photographs are reduced, so that some hundred of them fit into memory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sample:
-    """uint8 images as the model wants them. Labels, its own class numbers, where they are known."""
+class CalibrationImages:
+    """uint8 images at the model's input size, with the model's class indices where the labels are known."""
 
     name: str
-    images: Tensor
-    originals: Sequence[Tensor]  # uint8, C H W, before they were scaled and cropped
+    images: Tensor  # (N, C, H, W)
+    originals: Sequence[Tensor]  # (C, H, W) each, before resizing and cropping
     labels: Tensor | None
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def halves(self) -> tuple[Sample, Sample]:
-        """Every other image: to learn from, and to compare on."""
-        return self._every(0), self._every(1)
+    def halves(self) -> tuple[CalibrationImages, CalibrationImages]:
+        """Even and odd images: to calibrate on, and to compare on."""
+        return self._every_second(0), self._every_second(1)
 
-    def _every(self, start: int) -> Sample:
-        labels = None if self.labels is None else self.labels[start::2]
-        return Sample(name=self.name, images=self.images[start::2], originals=self.originals[start::2], labels=labels)
+    def _every_second(self, start: int) -> CalibrationImages:
+        return CalibrationImages(
+            name=self.name,
+            images=self.images[start::2],
+            originals=self.originals[start::2],
+            labels=None if self.labels is None else self.labels[start::2],
+        )
 
 
-def sample(predictor: Predictor, data: str | None, count: int) -> Sample:
-    """At most `count` images of `data`, or validation images of what the model was trained on, spread over all. Where
-    none were held out, training images without their labels: it knows those by heart."""
+def load_calibration_images(predictor: Predictor, data: str | None, count: int) -> CalibrationImages:
+    """At most `count` evenly spaced images of `data`, or of the validation split of the training dataset.
+
+    Without a validation split, training images are used without their labels: the accuracy on them means little.
+    """
     if count < 2:
-        raise VitralError(f"--images must be at least 2, not {count}", "half to learn from, half to compare on")
-    name = data or learned_from(predictor)
-    place = Path(name)
-    if place.is_dir() and not any(p.is_dir() and not p.name.startswith(".") for p in place.iterdir()):
-        return _flat(predictor, place, count)
+        raise VitralError(f"--images must be at least 2, got {count}", "half calibrate, half are compared on")
+    name = data or training_dataset_name(predictor)
+    folder = Path(name)
+    if folder.is_dir() and not subfolders(folder):
+        files = find_images([folder])
+        selected = [files[index] for index in evenly_spaced_indices(len(files), count).tolist()]
+        return _decode(predictor, name, selected, None)
     try:
-        dataset = images_of(name, predictor, recipe_of(predictor))
+        dataset = load_dataset_for(name, predictor, run_recipe(predictor))
     except VitralError as error:
-        hint = error.hint if data else "name a set or a folder with --data"
+        hint = error.hint if data else "name a dataset or a folder with --data"
         raise VitralError(f"no images to measure with: {error.what}", hint) from error
-    held_out = len(dataset.validation) > 0
-    split = dataset.validation if held_out else dataset.train
-    order = spread(len(split), count)
-    stored = split.images[order]
-    images = adapt(stored, predictor.card.preprocessing)
-    originals = stored.expand(-1, images.shape[1], -1, -1).unbind(0) if stored.shape[1] == 1 else stored.unbind(0)
-    known = (held_out or data is not None) and {*dataset.classes} <= {*predictor.classes}
-    by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes]) if known else None
-    labels = None if by_name is None else by_name[split.labels[order]]
-    return Sample(name=dataset.name, images=images, originals=originals, labels=labels)
+    has_validation = len(dataset.validation) > 0
+    split = dataset.validation if has_validation else dataset.train
+    indices = evenly_spaced_indices(len(split), count)
+    labels = None
+    if (has_validation or data is not None) and {*dataset.classes} <= {*predictor.classes}:
+        labels = class_indices(dataset.classes, predictor.classes)[split.labels[indices]]
+    if isinstance(split.images, FileImages):
+        sources = [read_location(*split.images.locations[index]) for index in indices.tolist()]
+        return _decode(predictor, dataset.name, sources, labels)
+    return _from_tensor(predictor, dataset.name, split, indices, labels)
 
 
-def _flat(predictor: Predictor, folder: Path, count: int) -> Sample:
-    files, pixels, originals, wanted = image_files([folder]), [], [], predictor.card.preprocessing
-    for index in spread(len(files), count).tolist():
+def _from_tensor(
+    predictor: Predictor, name: str, split: Split, indices: Tensor, labels: Tensor | None
+) -> CalibrationImages:
+    stored = split.images[indices]
+    images = to_model_input(stored, predictor.model_config.preprocessing)
+    originals = stored.expand(-1, images.shape[1], -1, -1) if stored.shape[1] == 1 else stored
+    return CalibrationImages(name=name, images=images, originals=originals.unbind(0), labels=labels)
+
+
+def _decode(
+    predictor: Predictor, name: str, sources: Sequence[Path | bytes], labels: Tensor | None
+) -> CalibrationImages:
+    """Decode files. Unreadable ones are left out."""
+    preprocessing = predictor.model_config.preprocessing
+    images, originals, positions = [], [], []
+    for position, source in enumerate(sources):
         try:
-            picture = decode(files[index]).convert(MODES[wanted.channels])
-        except NotAnImage:
+            picture = decode_image(source).convert(PIL_MODES[preprocessing.channels])
+        except ImageDecodeError:
             continue
-        pixels.append(wanted.pixels(picture))
-        array = np.array(picture).reshape(picture.height, picture.width, wanted.channels)
+        picture.thumbnail((MAX_ORIGINAL_SIDE, MAX_ORIGINAL_SIDE), Image.Resampling.BICUBIC)
+        images.append(preprocessing.resize_and_crop(picture))
+        array = np.array(picture).reshape(picture.height, picture.width, preprocessing.channels)
         originals.append(torch.from_numpy(array).permute(2, 0, 1))
-    if not pixels:
-        raise VitralError(f"no readable images in {folder}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read")
-    return Sample(name=str(folder), images=torch.stack(pixels), originals=originals, labels=None)
+        positions.append(position)
+    if not images:
+        raise VitralError(f"no readable images in {name}", READABLE_FORMATS)
+    labels = None if labels is None else labels[torch.tensor(positions)]
+    return CalibrationImages(name=name, images=torch.stack(images), originals=originals, labels=labels)

@@ -1,302 +1,225 @@
-"""A model before labelled images: which images it is asked about, and what they teach about it."""
+"""Evaluate a model on labelled images. All logits come from the predictor's engine, the one that serves predictions."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from functools import cached_property, partial
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from vitral import bundled as box
-from vitral.data.datasets import Dataset, Split
-from vitral.data.datasets import load as load_dataset
-from vitral.data.decode import NotAnImage, decode, image_files
-from vitral.data.files.file_dataset import PREFIX
-from vitral.data.files.listing import load_files, looks_like_files
-from vitral.data.files.shards import looks_like_shards
-from vitral.data.lazy_images import Joined, Pixels
-from vitral.data.preprocess import adapt
-from vitral.data.registry.sources import KNOWN
-from vitral.errors import VitralError, few
-from vitral.evaluation.calibration import FALSE_ALARMS, Calibration, Score, calibrate, known_score
-from vitral.evaluation.compare import PairedComparison, compare
-from vitral.evaluation.ood import Mahalanobis, Unknown, judge_score
-from vitral.evaluation.report import Evaluation, assess
-from vitral.evaluation.robustness import WAYS, Robustness, robustness
-from vitral.evaluation.selective_prediction import AnswerAt, answer_at
+from vitral import bundled
+from vitral.data.classes import class_indices
+from vitral.data.datasets import Split
+from vitral.data.datasets import load as load_builtin_dataset
+from vitral.data.files.file_dataset import is_file_dataset
+from vitral.data.files.walk import find_images
+from vitral.data.lazy_images import Images
+from vitral.data.preprocess import to_model_input
+from vitral.errors import VitralError, truncate_list
+from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, fit_calibration
+from vitral.evaluation.compare import PairedComparison, compare_predictions
+from vitral.evaluation.data import (
+    EvalTarget,
+    evenly_spaced_indices,
+    load_dataset_for,
+    load_split,
+    training_dataset_name,
+)
+from vitral.evaluation.ood import Mahalanobis, OODResult, evaluate_score
+from vitral.evaluation.report import EvaluationReport, build_report
+from vitral.evaluation.robustness import NUM_CORRUPTIONS, Robustness, measure_robustness
+from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate_threshold
+from vitral.evaluation.tta import TTA, tta_logits
 from vitral.inference.predictor import Predictor, is_checkpoint
-from vitral.recipes.schema import Recipe, read_recipe
-from vitral.runs.run import model_folder, write_card
-from vitral.weights.io import FAMILIES
+from vitral.models.calibration import Calibration, LogitScore, id_score
+from vitral.runs.model_io import find_model_dir, save_model_config
+from vitral.utils.progress import LogFn, no_log
 
-T = TypeVar("T")
-SplitName = Literal["test", "validation", "train"]
-Watch = Callable[[str], None]
-MOST_IMAGES = 10_000  # of training images that distances are measured from, of unknown images, of images to damage
-
-
-def unwatched(what: str) -> None:
-    pass
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Asked:
-    """A model and the images it is asked about: as it wants them, and labelled with its own class numbers."""
-
-    predictor: Predictor
-    plan: Recipe | None  # None: a model folder without its run
-    dataset: Dataset
-    name: str  # of the split
-    split: Split
-
-    @cached_property
-    def held_out(self) -> Split:
-        """The validation images of what the model was trained on, if there are any."""
-        trained_on = learned_from(self.predictor, "thresholds are chosen on the validation images of that")
-        same = self.dataset.name == trained_on
-        dataset = self.dataset if same else images_of(trained_on, self.predictor, self.plan)
-        by_name = torch.tensor([self.predictor.classes.index(c) for c in dataset.classes])
-        images = adapt(dataset.validation.images, self.predictor.card.preprocessing)
-        return Split(images=images, labels=by_name[dataset.validation.labels])
-
-
-def question(model: str | Path | Predictor, data: str | None, split: SplitName | None) -> Asked:
-    """A split of what a model was trained on, or of another set or folder with classes that it knows.
-
-    None: the test images, or the validation images where there are none. Where another folder has no such split, all
-    of its images are asked.
-    """
-    predictor = model if isinstance(model, Predictor) else Predictor.load(model)
-    plan = recipe_of(predictor)
-    if not data:
-        check_there(predictor)
-    dataset = images_of(data or learned_from(predictor), predictor, plan)
-    if strange := [c for c in dataset.classes if c not in predictor.classes]:
-        near = [f"{c} → {match[0]}" for c in strange if (match := get_close_matches(c, predictor.classes, n=1))]
-        raise VitralError(
-            f"{dataset.name} has classes that the model does not know: {few(strange)}",
-            (f"did you mean {few(near)}? " if near else "")
-            + f"The model knows {few(predictor.classes)}; names for a checkpoint without any: --labels FILE",
-        )
-    if split is None:
-        split = "test" if data or len(dataset.test) else "validation"
-    asked: Split = getattr(dataset, split)
-    if not len(asked) and data:
-        both = (dataset.train, dataset.validation)
-        images = Joined(*(part.images for part in both))
-        asked = Split(images=images, labels=torch.cat([part.labels for part in both]))
-    elif not len(asked):
-        raise VitralError(
-            f"{dataset.name} has no {split} images", "leave --split out, or give another folder with --data"
-        )
-    by_name = torch.tensor([predictor.classes.index(c) for c in dataset.classes])  # a missing class shifts nothing
-    asked = Split(images=adapt(asked.images, predictor.card.preprocessing), labels=by_name[asked.labels])
-    return Asked(predictor=predictor, plan=plan, dataset=dataset, name=split, split=asked)
-
-
-def recipe_of(predictor: Predictor) -> Recipe | None:
-    """Of the run that the model came from; None for a model folder alone, or another library's checkpoint."""
-    file = predictor.path / "recipe.toml" if predictor.path is not None else None
-    return read_recipe(file) if file is not None and file.is_file() else None
-
-
-def learned_from(predictor: Predictor, hint: str = "name a set or folder with --data") -> str:
-    """The set or folder that the model was trained on; other libraries' checkpoints do not say."""
-    name = predictor.card.trained_on
-    if not name or name.partition(": ")[0] in FAMILIES:
-        source = f"{predictor.path} is a model from elsewhere, so it" if predictor.path else "the model"
-        raise VitralError(f"{source} does not say what it was trained on", hint)
-    return name
-
-
-def check_there(predictor: Predictor) -> None:
-    """A run knows its photographs by the path they had where it was trained."""
-    name = learned_from(predictor)
-    elsewhere = name in KNOWN or name.startswith(PREFIX) or looks_like_shards(name)
-    if not elsewhere and not Path(name).exists():
-        raise VitralError(
-            f"{predictor.path or 'the model'} was trained on {name}, which is not there",
-            "name the images with --data, or call vitral in the folder where the training was begun",
-        )
-
-
-def images_of(name: str, predictor: Predictor, plan: Recipe | None) -> Dataset:
-    """A known set, or a person's files, with the validation images held out that the run held out."""
-    seen = predictor.card.preprocessing
-    if looks_like_files(name):
-        if plan is None:
-            return load_files(name, seen)
-        return load_files(name, seen, validation=plan.data.validation, how=plan.data.how)
-    return load_dataset(name) if plan is None else load_dataset(name, validation=plan.data.validation)
-
-
-def calibrate_model(
-    predictor: Predictor, validation: Split, score: Score = "energy", false_alarms: float = FALSE_ALARMS
-) -> Calibration:
-    """Fit temperature and threshold on validation images as the model wants them; it has them from then on, in its
-    folder too."""
-    if predictor.path is None or is_checkpoint(predictor.path):
-        raise VitralError(
-            "only a model of vitral's own can keep a calibration", "vitral convert SOURCE FOLDER --to vitral makes one"
-        )
-    if name := box.name_of(predictor.path):
-        raise VitralError(
-            f"{name} comes with vitral and stays as it is",
-            f'calibrate a copy of it: cp -r "$(vitral box where {name})" mine; vitral evaluate mine --calibrate',
-        )
-    logits = predictor.logits(validation.images) if len(validation) else torch.empty(0, len(predictor.classes))
-    found = calibrate(logits, validation.labels, score=score, false_alarms=false_alarms)
-    predictor.card = replace(predictor.card, calibration=found)
-    write_card(model_folder(predictor.path), predictor.card)
-    return found
+MAX_IMAGES = 10_000  # training images for the Mahalanobis distance, OOD images, images to corrupt
 
 
 def evaluate(
-    asked: Asked,
+    target: EvalTarget,
     *,
     max_error: float | None = None,
-    against: str | None = None,
-    damaged: int = 0,
-    watch: Watch = unwatched,
-) -> tuple[Evaluation, Tensor]:
-    """All that the images say about the model, and its logits for them.
+    ood_data: str | None = None,
+    corrupted_images: int = 0,
+    tta: TTA = "none",
+    log: LogFn = no_log,
+) -> tuple[EvaluationReport, Tensor]:
+    """Evaluate a model. Returns the report and the logits (N, K).
 
-    With `max_error`, from what confidence on to answer; `against`, a set or folder of images it should not know;
-    `damaged`, how many of the images are asked again, noisy, blurred, pale, compressed and turned. `watch` hears what
-    is going on.
+    Args:
+        max_error: also choose the confidence threshold above which at most this share of predictions is wrong.
+        ood_data: a dataset or folder of out-of-distribution images; also measure how well they are detected.
+        corrupted_images: also measure the accuracy on this many images under corruption.
+        tta: test-time augmentation of the evaluated images.
     """
-    if max_error is not None and not len(asked.held_out):
+    predictor = target.predictor
+    if max_error is not None and not len(target.validation_split):
         raise VitralError(
-            f"{learned_from(asked.predictor)} has no validation images to choose a confidence on: without --max-error",
+            f"--max-error needs validation images, and {training_dataset_name(predictor)} has none",
             "vitral train DATA --data.validation 0.1 holds some out",
         )
-    watch(asking := f"asking {len(asked.split):,} {asked.name} images")
-    logits = asked.predictor.logits_together(asked.split.images, lambda done: watch(f"{asking}: {done:,} answered"))
-    found = assess(
+    message = f"evaluating on {len(target.split):,} {target.split_name} images"
+    log(message)
+
+    def forward(images: Images) -> Tensor:
+        return predictor.logits_distributed(images, lambda completed: log(f"{message}: {completed:,} done"))
+
+    logits = tta_logits(forward, target.split.images, tta)
+    report = build_report(
         logits,
-        asked.split.labels,
-        asked.predictor.classes,
-        asked.predictor.card.calibration,
-        answer_at=None if max_error is None else when_to_answer(asked, logits, max_error),
-        unknown=None if against is None else against_unknown(asked, logits, against, watch),
-        robustness=against_damage(asked, damaged, watch) if damaged else None,
-        split=asked.name,
+        target.split.labels,
+        predictor.classes,
+        predictor.model_config.calibration,
+        engine=predictor.engine.info(),
+        tta=tta,
+        confidence_threshold=None if max_error is None else choose_threshold(target, logits, max_error),
+        ood=None if ood_data is None else evaluate_ood(target, logits, ood_data, log),
+        robustness=corruption_robustness(target, corrupted_images, log) if corrupted_images else None,
+        split=target.split_name,
     )
-    return found, logits
+    return report, logits
 
 
-def when_to_answer(asked: Asked, logits: Tensor, wished: float) -> AnswerAt:
-    calibration, validation = asked.predictor.card.calibration, asked.held_out
+def calibrate_model(
+    predictor: Predictor,
+    validation: Split,
+    score: LogitScore = "energy",
+    false_positive_rate: float = FALSE_POSITIVE_RATE,
+) -> Calibration:
+    """Fit temperature and OOD threshold on validation images of the model's input size.
 
-    def sure_and_right(logits_NK: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        confidence, said = calibration.probabilities(logits_NK.double()).max(dim=1)
-        return confidence, said == labels_N
-
-    chosen_on = sure_and_right(asked.predictor.logits(validation.images), validation.labels)
-    return answer_at(wished, chosen_on, sure_and_right(logits, asked.split.labels))
-
-
-def against_unknown(asked: Asked, logits: Tensor, against: str, watch: Watch) -> Unknown:
-    watch(f"asking images of {against}")
-    predictor, validation = asked.predictor, asked.held_out
-    if against == predictor.card.trained_on:
-        raise VitralError(f"{against} is what the model was trained on", "--unknown wants images it should not know")
-    strange = strange_images(against, predictor)
-    train = images_of(predictor.card.trained_on, predictor, asked.plan).train
-    some = spread(len(train), MOST_IMAGES)
-    distance = Mahalanobis(
-        predictor.features(adapt(train.images[some], predictor.card.preprocessing)), train.labels[some]
-    )
-    held = len(validation) > 0
-    answers = (predictor.logits(validation.images) if held else logits[:0], logits, predictor.logits(strange))
-    names: tuple[Score, ...] = ("max-logit", "energy")
-    own = {} if held else {predictor.card.calibration.score: predictor.card.calibration.unknown_below}
-    scores = [
-        judge_score(name, _each(answers, partial(known_score, score=name)), below=own.get(name)) for name in names
-    ]
-    images: tuple[Pixels, Pixels, Pixels] = (validation.images, asked.split.images, strange)
-    scores.append(
-        judge_score(
-            "mahalanobis",
-            _each(images, lambda some: distance.score(predictor.features(some)) if len(some) else torch.empty(0)),
-        )
-    )
-    return Unknown(against=against, images=len(strange), known_images=len(logits), scores=tuple(scores))
-
-
-def _each(three: tuple[T, T, T], score: Callable[[T], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    validation, known, strange = three
-    return score(validation), score(known), score(strange)
-
-
-def strange_images(name: str, predictor: Predictor) -> Tensor:
-    """Images of another known set, or of a folder in whatever order, as the model wants them."""
-    if not looks_like_files(name):
-        test = load_dataset(name).test
-        return adapt(test.images[spread(len(test), MOST_IMAGES)], predictor.card.preprocessing)
-    if not Path(name).exists():
-        raise VitralError(f"there is no folder {name}", "--unknown wants a folder of images or a known set")
-    files = image_files([Path(name)])
-    chosen = [files[index] for index in spread(len(files), MOST_IMAGES).tolist()]
-
-    def pixels(file: Path) -> Tensor | None:
-        try:
-            return predictor.card.preprocessing.pixels(decode(file, at_least=predictor.card.preprocessing.image_size))
-        except NotAnImage:
-            return None
-
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        found = [image for image in pool.map(pixels, chosen) if image is not None]
-    if not found:
-        raise VitralError(f"no readable images in {name}", "--unknown wants a folder of images or a known set")
-    return torch.stack(found)
-
-
-def against_damage(asked: Asked, most: int, watch: Watch) -> Robustness:
-    some, done = spread(len(asked.split), most), count()
-
-    def answer(images: Tensor) -> Tensor:
-        watch(f"asking {len(images):,} of them damaged, in {next(done)} of {WAYS} ways")
-        return asked.predictor.logits(images).argmax(dim=1)
-
-    return robustness(asked.split.images[some], asked.split.labels[some], answer)
-
-
-def spread(there: int, most: int) -> Tensor:
-    """At most so many of the places that there are, evenly."""
-    return torch.arange(min(there, most)) * there // max(min(there, most), 1)
-
-
-def compare_models(first: Asked, second: Asked) -> PairedComparison:
-    """Both asked the same images."""
-    if set(first.predictor.classes) != set(second.predictor.classes):
-        only = set(first.predictor.classes) ^ set(second.predictor.classes)
+    Updates the predictor and writes the calibration to the model's config.json.
+    """
+    if predictor.path is None or is_checkpoint(predictor.path):
         raise VitralError(
-            f"the two models have different classes: {few(sorted(only))} only in one of them",
-            "models can be compared when they choose between the same classes",
+            "only models in vitral's own format can store a calibration",
+            "convert it first: vitral convert SOURCE FOLDER --to vitral",
+        )
+    if name := bundled.bundled_name(predictor.path):
+        raise VitralError(
+            f"the bundled model {name} is read-only",
+            f'calibrate a copy: cp -r "$(vitral models path {name})" my-{name}; vitral evaluate my-{name} --calibrate',
+        )
+    logits = predictor.logits(validation.images) if len(validation) else torch.empty(0, len(predictor.classes))
+    calibration = fit_calibration(
+        logits,
+        validation.labels,
+        score=score,
+        false_positive_rate=false_positive_rate,
+        engine=predictor.engine.name,
+    )
+    predictor.model_config = replace(predictor.model_config, calibration=calibration)
+    save_model_config(find_model_dir(predictor.path), predictor.model_config)
+    return calibration
+
+
+def choose_threshold(target: EvalTarget, logits: Tensor, max_error: float) -> ConfidenceThreshold:
+    """Choose a confidence threshold on the validation images and evaluate it on the target's logits."""
+    calibration, validation = target.predictor.model_config.calibration, target.validation_split
+
+    def confidence_and_correctness(logits_NK: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        confidence, predicted = calibration.probabilities(logits_NK.double()).max(dim=1)
+        return confidence, predicted == labels_N
+
+    validation_logits = target.predictor.logits(validation.images)
+    return evaluate_threshold(
+        max_error,
+        confidence_and_correctness(validation_logits, validation.labels),
+        confidence_and_correctness(logits, target.split.labels),
+    )
+
+
+def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn) -> OODResult:
+    """Compare three OOD scores on the target's images and on images of another dataset or folder."""
+    log(f"evaluating OOD detection on {ood_data}")
+    predictor, validation = target.predictor, target.validation_split
+    trained_on = predictor.model_config.trained_on
+    if ood_data == trained_on:
+        raise VitralError(f"the model was trained on {ood_data}", "--ood expects images that it was not trained on")
+    ood_images = load_ood_images(ood_data, predictor)
+    dataset = load_dataset_for(trained_on, predictor, target.recipe)
+    train = load_split(dataset.train, predictor, indices=evenly_spaced_indices(len(dataset.train), MAX_IMAGES))
+    mahalanobis = Mahalanobis(predictor.features(train.images), train.labels)
+    has_validation = len(validation) > 0
+    validation_logits = predictor.logits(validation.images) if has_validation else logits[:0]
+    ood_logits = predictor.logits(ood_images)
+    calibration = predictor.model_config.calibration
+    fallback_thresholds = {} if has_validation else {calibration.ood_score: calibration.ood_threshold}
+    names: tuple[LogitScore, ...] = ("max-logit", "energy")
+    scores = [
+        evaluate_score(
+            name,
+            (id_score(validation_logits, name), id_score(logits, name), id_score(ood_logits, name)),
+            threshold=fallback_thresholds.get(name),
+        )
+        for name in names
+    ]
+    validation_score = mahalanobis.score(predictor.features(validation.images)) if has_validation else torch.empty(0)
+    id_scores, ood_scores = (
+        mahalanobis.score(predictor.features(images)) for images in (target.split.images, ood_images)
+    )
+    scores.append(evaluate_score("mahalanobis", (validation_score, id_scores, ood_scores)))
+    return OODResult(dataset=ood_data, ood_images=len(ood_images), id_images=len(logits), scores=tuple(scores))
+
+
+def load_ood_images(name: str, predictor: Predictor) -> Tensor:
+    """Evenly spaced images of a built-in test set, or of a folder in any layout, at the model's input size."""
+    if not is_file_dataset(name):
+        test = load_builtin_dataset(name).test
+        indices = evenly_spaced_indices(len(test), MAX_IMAGES)
+        return to_model_input(test.images[indices], predictor.model_config.preprocessing)
+    if not Path(name).exists():
+        raise VitralError(f"no such folder: {name}", "--ood expects a folder of images or a built-in dataset")
+    files = find_images([Path(name)])
+    selected = (files[index] for index in evenly_spaced_indices(len(files), MAX_IMAGES).tolist())
+    images = [
+        pixels for batch in predictor.decode_batches(selected) for _, pixels in batch if isinstance(pixels, Tensor)
+    ]
+    if not images:
+        raise VitralError(f"no readable images in {name}", "--ood expects a folder of images or a built-in dataset")
+    return torch.stack(images)
+
+
+def corruption_robustness(target: EvalTarget, max_images: int, log: LogFn) -> Robustness:
+    """Accuracy under corruption on evenly spaced images of the target."""
+    indices, completed = evenly_spaced_indices(len(target.split), max_images), count()
+
+    def predict_classes(images: Tensor) -> Tensor:
+        log(f"evaluating on {len(images):,} corrupted images: {next(completed)} of {NUM_CORRUPTIONS} corruptions done")
+        return target.predictor.logits(images).argmax(dim=1)
+
+    return measure_robustness(target.split.images[indices], target.split.labels[indices], predict_classes)
+
+
+def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:
+    """Compare two models on the same images."""
+    if set(first.predictor.classes) != set(second.predictor.classes):
+        differing = set(first.predictor.classes) ^ set(second.predictor.classes)
+        raise VitralError(
+            f"the models have different classes: {truncate_list(sorted(differing))} in only one of them",
+            "only models with the same classes can be compared",
         )
     if len(first.split) != len(second.split):
         raise VitralError(
-            f"the two models would be asked different images: {len(first.split):,} of {first.dataset.name}, "
+            f"the models would be evaluated on different images: {len(first.split):,} of {first.dataset.name}, "
             f"{len(second.split):,} of {second.dataset.name}",
             "choose the images for both with --data and --split",
         )
-    names = first.predictor.classes
-    place = torch.tensor([names.index(c) for c in second.predictor.classes])
+    classes = first.predictor.classes
+    to_first = class_indices(second.predictor.classes, classes)
     labels = first.split.labels
-    if not torch.equal(place[second.split.labels], labels):
+    if not torch.equal(to_first[second.split.labels], labels):
         raise VitralError(
-            f"the two models were trained on different data: {first.dataset.name} and {second.dataset.name}",
+            f"the models were trained on different data: {first.dataset.name} and {second.dataset.name}",
             "choose the images for both with --data",
         )
-    said = (asked.predictor.logits(asked.split.images).argmax(dim=1) for asked in (first, second))
-    said_first, said_second = said
-    return compare(said_first, place[said_second], labels, names)
+    first_predicted, second_predicted = (
+        target.predictor.logits(target.split.images).argmax(dim=1) for target in (first, second)
+    )
+    comparison = compare_predictions(first_predicted, to_first[second_predicted], labels, classes)
+    return replace(comparison, engines=(first.predictor.engine.info(), second.predictor.engine.info()))

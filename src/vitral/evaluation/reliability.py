@@ -1,4 +1,4 @@
-"""Does 90 % sure mean right nine times in ten? Expected calibration error, Brier score, reliability diagram.
+"""Calibration quality: expected calibration error, Brier score, reliability diagram.
 
 Shapes:  N images   K classes   b bins
 """
@@ -11,67 +11,72 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.evaluation.metrics import wilson
+from vitral.evaluation.metrics import wilson_interval
 
-BINS = 15
+NUM_BINS = 15
+MIN_IMAGES_PER_BIN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """Images about which a model was about equally sure."""
+    """Images with similar confidence."""
 
     confidence: float  # mean of the largest probability
     accuracy: float
-    low: float  # 95 % interval of the accuracy (Wilson)
+    low: float  # 95% Wilson interval of the accuracy
     high: float
     images: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    ece: float  # expected calibration error: mean distance of confidence and accuracy, over bins of equally many images
-    nll: float  # mean surprise: minus the logarithm of the true class's probability
-    brier: float  # mean squared distance of the probabilities from 0 … 1 … 0; at most 2
+    ece: float  # expected calibration error: mean |confidence - accuracy| over equal-mass bins
+    nll: float  # mean negative log-likelihood of the true class
+    brier: float  # mean squared distance between probabilities and one-hot labels, in [0, 2]
     confidence: float  # mean
     bins: tuple[Bin, ...]
 
 
-def reliability(probabilities_NK: Tensor, labels_N: Tensor, bins: int = BINS) -> Reliability:
+def reliability(probabilities_NK: Tensor, labels_N: Tensor, bins: int = NUM_BINS) -> Reliability:
     p, labels_N = probabilities_NK.double().cpu(), labels_N.cpu()
-    confidence_N, said_N = p.max(dim=1)
-    right_N = (said_N == labels_N).double()
-    members_Nb = membership(confidence_N, bins)
-    images, sure, right = (values @ members_Nb for values in (torch.ones_like(right_N), confidence_N, right_N))
-    rows = zip(sure.tolist(), right.tolist(), images.tolist(), strict=True)
-    found = [(s / n, r / n, int(n)) for s, r, n in rows]
+    confidence_N, predicted_N = p.max(dim=1)
+    correct_N = (predicted_N == labels_N).double()
+    members_Nb = bin_membership(confidence_N, bins)
+    counts, confidence_sums, correct_sums = (
+        values @ members_Nb for values in (torch.ones_like(correct_N), confidence_N, correct_N)
+    )
+    rows = zip(confidence_sums.tolist(), correct_sums.tolist(), counts.tolist(), strict=True)
     return Reliability(
-        ece=((sure - right).abs().sum() / len(p)).item(),
-        nll=surprise(p, labels_N).mean().item(),
-        brier=squared(p, labels_N).mean().item(),
+        ece=((confidence_sums - correct_sums).abs().sum() / len(p)).item(),
+        nll=negative_log_likelihoods(p, labels_N).mean().item(),
+        brier=brier_scores(p, labels_N).mean().item(),
         confidence=confidence_N.mean().item(),
-        bins=tuple(
-            Bin(confidence=s, accuracy=r, low=wilson(r, n)[0], high=wilson(r, n)[1], images=n) for s, r, n in found
-        ),
+        bins=tuple(_make_bin(confidence / n, correct / n, int(n)) for confidence, correct, n in rows),
     )
 
 
-def membership(confidence_N: Tensor, bins: int = BINS) -> Tensor:
-    """Which bin an image is in, N b, ones and zeros. Adaptive: equally many images a bin, equal confidence in one bin.
+def _make_bin(confidence: float, accuracy: float, images: int) -> Bin:
+    low, high = wilson_interval(accuracy, images)
+    return Bin(confidence=confidence, accuracy=accuracy, low=low, high=high, images=images)
 
-    With few images there are fewer bins, of about ten each.
+
+def bin_membership(confidence_N: Tensor, bins: int = NUM_BINS) -> Tensor:
+    """Bin of each image, one-hot (N, b). Bins hold equally many images; equal confidences share a bin.
+
+    Small sets get fewer bins, with about ten images each.
     """
     N = len(confidence_N)
-    bins = max(min(bins, N // 10), 1)
+    bins = max(min(bins, N // MIN_IMAGES_PER_BIN), 1)
     cuts = torch.arange(1, bins) * N // bins
     edges = confidence_N.sort().values[cuts].unique()
-    place_N = torch.bucketize(confidence_N, edges, right=True)
-    members = F.one_hot(place_N, len(edges) + 1).double()
+    bin_N = torch.bucketize(confidence_N, edges, right=True)
+    members = F.one_hot(bin_N, len(edges) + 1).double()
     return members[:, members.any(dim=0)]
 
 
-def surprise(p_NK: Tensor, labels_N: Tensor) -> Tensor:
+def negative_log_likelihoods(p_NK: Tensor, labels_N: Tensor) -> Tensor:
     return -p_NK.gather(1, labels_N[:, None])[:, 0].clamp_min(torch.finfo(p_NK.dtype).tiny).log()
 
 
-def squared(p_NK: Tensor, labels_N: Tensor) -> Tensor:
+def brier_scores(p_NK: Tensor, labels_N: Tensor) -> Tensor:
     return (p_NK - F.one_hot(labels_N, p_NK.shape[1])).square().sum(dim=1)

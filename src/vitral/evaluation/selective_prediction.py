@@ -1,6 +1,6 @@
-"""Answering only when sure: how the share of mistakes falls with the share of images that get an answer.
+"""Selective prediction: how the error rate falls when low-confidence images are rejected.
 
-Shapes:  N images, the surest first
+Shapes:  N images, sorted by descending confidence   R resamples
 """
 
 from __future__ import annotations
@@ -12,96 +12,102 @@ from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.evaluation.bootstrap import Interval
-from vitral.evaluation.metrics import wilson
+from vitral.evaluation.metrics import wilson_interval
 
-POINTS = 100  # of the curve that is kept
-
-
-@dataclass(frozen=True, kw_only=True)
-class Selective:
-    """The risk–coverage curve (arXiv 1705.08500)."""
-
-    aurc: float  # area under it: the mean share of mistakes over all coverages
-    best_aurc: float  # if every mistake were less sure than every right answer
-    coverage: tuple[float, ...]  # share of the images that are answered
-    risk: tuple[float, ...]  # share of mistakes among those
+MAX_CURVE_POINTS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerAt:
-    """From what confidence on to answer, for a wished-for share of mistakes. Chosen on the validation images."""
+class RiskCoverage:
+    """Risk-coverage curve (arXiv 1705.08500)."""
 
-    wished: float
-    confidence: float | None  # None: at no confidence are so few answers wrong
-    coverage: Interval | None  # on the images asked about
-    error: Interval | None  # among those answered
+    aurc: float  # area under the curve: mean error rate over all coverages
+    optimal_aurc: float  # if every error had a lower confidence than every correct prediction
+    coverage: tuple[float, ...]  # share of the images above the threshold
+    risk: tuple[float, ...]  # error rate among them
 
 
-def selective(confidence_N: Tensor, right_N: Tensor) -> Selective:
-    risk = risk_curve(surest_first(confidence_N, right_N))
-    best = risk_curve(right_N.double().sort(descending=True).values)
+@dataclass(frozen=True, kw_only=True)
+class ConfidenceThreshold:
+    """Confidence threshold for a maximum error rate, chosen on the validation images."""
+
+    max_error: float
+    confidence: float | None  # the threshold; None if no threshold reaches this error rate
+    coverage: Interval | None  # on the evaluated images
+    error_rate: Interval | None  # among the evaluated images above the threshold
+
+
+def risk_coverage(confidence_N: Tensor, correct_N: Tensor) -> RiskCoverage:
+    risk = risk_curve(sort_by_confidence(confidence_N, correct_N))
+    optimal_risk = risk_curve(correct_N.double().sort(descending=True).values)
     N = len(risk)
-    places = (torch.arange(1, min(POINTS, N) + 1) * N // min(POINTS, N)) - 1
-    return Selective(
+    points = (torch.arange(1, min(MAX_CURVE_POINTS, N) + 1) * N // min(MAX_CURVE_POINTS, N)) - 1
+    return RiskCoverage(
         aurc=risk.mean().item(),
-        best_aurc=best.mean().item(),
-        coverage=tuple(((places + 1) / N).tolist()),
-        risk=tuple(risk[places].tolist()),
+        optimal_aurc=optimal_risk.mean().item(),
+        coverage=tuple(((points + 1) / N).tolist()),
+        risk=tuple(risk[points].tolist()),
     )
 
 
-def surest_first(confidence_N: Tensor, right_N: Tensor) -> Tensor:
-    """Ones where the answer is right; among equally sure ones, the mistakes spread evenly: their mean."""
+def sort_by_confidence(confidence_N: Tensor, correct_N: Tensor) -> Tensor:
+    """Correctness (N,) in order of descending confidence. Images with equal confidence get their mean correctness."""
     order = confidence_N.argsort(descending=True, stable=True)
-    right, confidence = right_N.double()[order], confidence_N[order]
+    correct, confidence = correct_N.double()[order], confidence_N[order]
     _, group, sizes = confidence.unique_consecutive(return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, group, right)
+    sums = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, group, correct)
     return (sums / sizes)[group]
 
 
-def risk_curve(right_N: Tensor) -> Tensor:
-    """Share of mistakes among the first 1, 2, … N."""
-    return (1 - right_N).cumsum(0) / torch.arange(1, len(right_N) + 1)
+def risk_curve(correct_N: Tensor) -> Tensor:
+    """Error rate among the first 1, 2, …, N images."""
+    return (1 - correct_N).cumsum(0) / torch.arange(1, len(correct_N) + 1)
 
 
-def aurc_of(counts_RN: Tensor, right_N: Tensor) -> Tensor:
-    """The area for resamples of images that stand surest first: R."""
-    answered = counts_RN.cumsum(dim=1)
-    wrong = (counts_RN * (1 - right_N)).cumsum(dim=1)
-    return (counts_RN * wrong / answered.clamp_min(1)).sum(dim=1) / counts_RN.sum(dim=1)
+def resampled_aurc(counts_RN: Tensor, correct_N: Tensor) -> Tensor:
+    """AURC (R,) of resamples of images sorted by descending confidence."""
+    covered = counts_RN.cumsum(dim=1)
+    errors = (counts_RN * (1 - correct_N)).cumsum(dim=1)
+    return (counts_RN * errors / covered.clamp_min(1)).sum(dim=1) / counts_RN.sum(dim=1)
 
 
-def answer_from(confidence_N: Tensor, right_N: Tensor, wished: float) -> float | None:
-    """The lowest confidence such that among the images at least so sure at most a share `wished` is wrong."""
-    if not 0 < wished < 1:
+def find_threshold(confidence_N: Tensor, correct_N: Tensor, max_error: float) -> float | None:
+    """The lowest confidence at or above which at most a share `max_error` of the predictions is wrong."""
+    if not 0 < max_error < 1:
         raise VitralError(
-            f"the wished-for share of mistakes must be above 0 and below 1, not {wished}",
-            "0.01: one answer in a hundred may be wrong",
+            f"the maximum error rate must be between 0 and 1, got {max_error}",
+            "0.01 means that one prediction in a hundred may be wrong",
         )
     order = confidence_N.argsort(descending=True)
     confidence = confidence_N[order]
-    risk = risk_curve(right_N.double()[order])
-    last_of_equals = torch.cat([confidence[1:] < confidence[:-1], torch.ones(1, dtype=torch.bool)])
-    good = (last_of_equals & (risk <= wished)).nonzero().flatten()
-    return confidence[good[-1]].item() if len(good) else None
+    risk = risk_curve(correct_N.double()[order])
+    is_last_of_ties = torch.cat([confidence[1:] < confidence[:-1], torch.ones(1, dtype=torch.bool)])
+    valid = (is_last_of_ties & (risk <= max_error)).nonzero().flatten()
+    return confidence[valid[-1]].item() if len(valid) else None
 
 
-def answer_at(wished: float, validation: tuple[Tensor, Tensor], asked: tuple[Tensor, Tensor]) -> AnswerAt:
-    """Confidence and rightness of the validation images choose; those of the asked images say what it is worth."""
-    least = answer_from(*validation, wished)
-    if least is None:
-        return AnswerAt(wished=wished, confidence=None, coverage=None, error=None)
-    confidence_N, right_N = asked
-    answered = confidence_N >= least
-    return AnswerAt(
-        wished=wished,
-        confidence=least,
-        coverage=share(int(answered.sum()), len(answered)),
-        error=share(int((~right_N.bool())[answered].sum()), int(answered.sum())) if answered.any() else None,
+def evaluate_threshold(
+    max_error: float, validation: tuple[Tensor, Tensor], evaluated: tuple[Tensor, Tensor]
+) -> ConfidenceThreshold:
+    """Choose a threshold on the validation images and measure coverage and error rate on the evaluated images.
+
+    Both are pairs of confidence and correctness, (N,) each.
+    """
+    threshold = find_threshold(*validation, max_error)
+    if threshold is None:
+        return ConfidenceThreshold(max_error=max_error, confidence=None, coverage=None, error_rate=None)
+    confidence_N, correct_N = evaluated
+    covered = confidence_N >= threshold
+    num_covered, num_errors = int(covered.sum()), int((~correct_N.bool())[covered].sum())
+    return ConfidenceThreshold(
+        max_error=max_error,
+        confidence=threshold,
+        coverage=proportion_interval(num_covered, len(covered)),
+        error_rate=proportion_interval(num_errors, num_covered) if num_covered else None,
     )
 
 
-def share(some: int, all: int) -> Interval:
-    """With Wilson's interval: the bootstrap's is empty where nothing or everything is meant."""
-    low, high = wilson(some / all, all)
-    return Interval(value=some / all, low=low, high=high)
+def proportion_interval(count: int, total: int) -> Interval:
+    """Wilson interval: a bootstrap interval is empty for proportions of 0 and 1."""
+    low, high = wilson_interval(count / total, total)
+    return Interval(value=count / total, low=low, high=high)

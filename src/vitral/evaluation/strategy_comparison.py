@@ -1,145 +1,150 @@
-"""Several ways to a model, judged on the same images: which one to take, and how sure that is.
+"""Compare training strategies on the same images: which one to use, and how certain that is.
 
-Images and seeds are drawn with replacement, the same images for every way, so that what is hard for all of them does
-not blur the difference (the paired bootstrap, Efron 1979).
+A paired bootstrap (Efron, 1979): images and seeds are drawn with replacement, the same images for every strategy, so
+that images that are difficult for all of them do not widen the interval of the difference.
 
-Shapes:  S seeds   M images   R draws
+Shapes:  S seeds   M images   R resamples
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from vitral.evaluation.metrics import wilson
+from vitral.evaluation.metrics import wilson_interval
 
-DRAWS = 10_000
+NUM_RESAMPLES = 10_000
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Way:
-    """What one way to a model gave: for each seed, which images it was right about."""
+class Strategy:
+    """Outcome of one training strategy."""
 
     name: str
-    right: Array  # S M, booleans
-    seconds: float  # one seed took
+    correct: Array  # (S, M) booleans: for each seed, the images that were predicted correctly
+    seconds: float  # per seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One way in figures."""
-
+class StrategyResult:
     name: str
     seeds: int
     accuracy: float  # mean over seeds
-    low: float  # 95 % interval, over images and seeds
+    low: float  # 95% interval over images and seeds
     high: float
-    accuracies: tuple[float, ...]  # seed by seed
+    accuracies: tuple[float, ...]  # per seed
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gap:
-    """How much better the best is than another, in shares, with its 95 % interval."""
+class AccuracyGap:
+    """Accuracy of the best strategy minus that of another one, with its 95% interval."""
 
     other: str
-    more: float
+    difference: float
     low: float
     high: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyResult, ...]
     images: int
-    best: str  # the highest accuracy
-    gaps: tuple[Gap, ...]  # of the best to each of the others
-    take: str  # the quickest of those that are not measurably worse than the best
-    sentence: str
+    best: str  # highest accuracy
+    gaps: tuple[AccuracyGap, ...]  # of the best to each of the others
+    recommended: str  # the fastest strategy that is not significantly worse than the best
+    summary: str  # one sentence
 
 
-def verdict(ways: Sequence[Way], names: dict[str, str] | None = None) -> Verdict:
-    """`names`: what the sentence calls them."""
-    called = {way.name: (names or {}).get(way.name, way.name) for way in ways}
-    drawn = {way.name: draws_R for way, draws_R in zip(ways, resampled(ways), strict=True)}
-    rows = tuple(_row(way, drawn[way.name]) for way in ways)
+def rank_strategies(strategies: Sequence[Strategy], display_names: Mapping[str, str] | None = None) -> Verdict:
+    """Compare strategies and recommend one. `display_names` are used in the summary."""
+    names = {strategy.name: (display_names or {}).get(strategy.name, strategy.name) for strategy in strategies}
+    resampled = {
+        strategy.name: accuracies_R
+        for strategy, accuracies_R in zip(strategies, bootstrap_accuracies(strategies), strict=True)
+    }
+    rows = tuple(_strategy_result(strategy, resampled[strategy.name]) for strategy in strategies)
     by_name = {row.name: row for row in rows}
     best = max(rows, key=lambda row: (row.accuracy, -row.seconds))
     gaps = []
     for row in rows:
         if row is not best:
-            low, high = np.percentile(drawn[best.name] - drawn[row.name], [2.5, 97.5])
-            gaps.append(Gap(other=row.name, more=best.accuracy - row.accuracy, low=float(low), high=float(high)))
-    even = [gap for gap in gaps if gap.low <= 0]  # the draws leave it open which is better
-    quickest = min([best, *(by_name[gap.other] for gap in even)], key=lambda row: row.seconds)
+            low, high = np.percentile(resampled[best.name] - resampled[row.name], [2.5, 97.5])
+            difference = best.accuracy - row.accuracy
+            gaps.append(AccuracyGap(other=row.name, difference=difference, low=float(low), high=float(high)))
+    insignificant = [gap for gap in gaps if gap.low <= 0]
+    recommended = min([best, *(by_name[gap.other] for gap in insignificant)], key=lambda row: row.seconds)
     return Verdict(
         rows=rows,
-        images=ways[0].right.shape[1],
+        images=strategies[0].correct.shape[1],
         best=best.name,
         gaps=tuple(gaps),
-        take=quickest.name,
-        sentence=_sentence(best, quickest, gaps, even, by_name, called),
+        recommended=recommended.name,
+        summary=_summary(best, recommended, gaps, insignificant, by_name, names),
     )
 
 
-def resampled(ways: Sequence[Way]) -> list[Array]:
-    """R accuracies of each way, every draw with the same images for all."""
+def bootstrap_accuracies(strategies: Sequence[Strategy]) -> list[Array]:
+    """Accuracies (R,) of each strategy; every resample has the same images for all strategies."""
     random = np.random.RandomState(0)
-    M = ways[0].right.shape[1]
-    images_RM = random.multinomial(M, np.full(M, 1 / M), size=DRAWS) / M
-    found = []
-    for way in ways:
-        S = len(way.right)
-        seeds_RS = random.multinomial(S, np.full(S, 1 / S), size=DRAWS) / S
-        found.append(((images_RM @ way.right.T.astype(float)) * seeds_RS).sum(axis=1))
-    return found
+    M = strategies[0].correct.shape[1]
+    images_RM = random.multinomial(M, np.full(M, 1 / M), size=NUM_RESAMPLES) / M
+    accuracies = []
+    for strategy in strategies:
+        S = len(strategy.correct)
+        seeds_RS = random.multinomial(S, np.full(S, 1 / S), size=NUM_RESAMPLES) / S
+        accuracies.append(((images_RM @ strategy.correct.T.astype(float)) * seeds_RS).sum(axis=1))
+    return accuracies
 
 
-def _row(way: Way, drawn_R: Array) -> Row:
-    """Where all answers are right the draws all agree: Wilson's interval knows that more images could differ."""
-    accuracies = way.right.mean(axis=1)
-    accuracy, (low, high) = float(accuracies.mean()), np.percentile(drawn_R, [2.5, 97.5])
-    least, most = wilson(accuracy, way.right.shape[1])
-    return Row(
-        name=way.name,
-        seeds=len(way.right),
+def _strategy_result(strategy: Strategy, resampled_R: Array) -> StrategyResult:
+    """The interval is at least as wide as Wilson's: without errors, all resamples are equal."""
+    accuracies = strategy.correct.mean(axis=1)
+    accuracy, (low, high) = float(accuracies.mean()), np.percentile(resampled_R, [2.5, 97.5])
+    wilson_low, wilson_high = wilson_interval(accuracy, strategy.correct.shape[1])
+    return StrategyResult(
+        name=strategy.name,
+        seeds=len(strategy.correct),
         accuracy=accuracy,
-        low=min(float(low), least),
-        high=max(float(high), most),
+        low=min(float(low), wilson_low),
+        high=max(float(high), wilson_high),
         accuracies=tuple(accuracies.tolist()),
-        seconds=way.seconds,
+        seconds=strategy.seconds,
     )
 
 
-def _sentence(
-    best: Row, take: Row, gaps: Sequence[Gap], even: Sequence[Gap], rows: dict[str, Row], called: dict[str, str]
+def _summary(
+    best: StrategyResult,
+    recommended: StrategyResult,
+    gaps: Sequence[AccuracyGap],
+    insignificant: Sequence[AccuracyGap],
+    rows: Mapping[str, StrategyResult],
+    names: Mapping[str, str],
 ) -> str:
-    if take is not best:
-        gap = next(gap for gap in even if gap.other == take.name)
+    if recommended is not best:
+        gap = next(gap for gap in insignificant if gap.other == recommended.name)
         return (
-            f"Take {called[take.name]}: {called[best.name]} is not measurably better ({_points(gap)}), and costs "
-            f"{_time(best.seconds)} instead of {_time(take.seconds)}."
+            f"Use {names[recommended.name]}: {names[best.name]} is not significantly better ({_points(gap)}) and takes "
+            f"{_duration(best.seconds)} instead of {_duration(recommended.seconds)}."
         )
-    if even:
-        others = " and ".join(called[gap.other] for gap in even)
-        slower = ", ".join(_time(rows[gap.other].seconds) for gap in even)
-        return (
-            f"Take {called[best.name]}: {best.accuracy:.1%} in {_time(best.seconds)}; {others} may be as good, "
-            f"but took longer ({slower})."
-        )
+    accuracy = f"Use {names[best.name]}: {best.accuracy:.1%}"
+    if insignificant:
+        others = " and ".join(names[gap.other] for gap in insignificant)
+        slower = ", ".join(_duration(rows[gap.other].seconds) for gap in insignificant)
+        return f"{accuracy} in {_duration(best.seconds)}; {others} may be as accurate but took longer ({slower})."
     if not gaps:
-        return f"Take {called[best.name]}: {best.accuracy:.1%}."
-    nearest = min(gaps, key=lambda gap: gap.more)
-    return f"Take {called[best.name]}: {best.accuracy:.1%}, {_points(nearest)} than {called[nearest.other]}."
+        return f"{accuracy}."
+    nearest = min(gaps, key=lambda gap: gap.difference)
+    return f"{accuracy}, {_points(nearest)} compared with {names[nearest.other]}."
 
 
-def _points(gap: Gap) -> str:
-    return f"{100 * gap.more:.1f} points more, 95 % interval {100 * gap.low:.1f} to {100 * gap.high:.1f}"
+def _points(gap: AccuracyGap) -> str:
+    return f"+{100 * gap.difference:.1f} points, 95% interval {100 * gap.low:.1f} to {100 * gap.high:.1f}"
 
 
-def _time(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,4 +1,4 @@
-"""Several looks at one image, whose answers are averaged (test-time augmentation)."""
+"""Test-time augmentation (TTA): average the logits over several views of an image."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.data.lazy_images import Pixels
+from vitral.data.lazy_images import Images
 
-Views = Literal["one", "flip", "three", "six", "ten"]
-VIEWS: dict[Views, str] = {
-    "one": "",
-    "flip": "answers averaged over the image and its mirror image",
-    "three": "answers averaged over three views: moved by a pixel along the diagonal",
-    "six": "answers averaged over six views: mirrored, and moved by a pixel along the diagonal",
-    "ten": "answers averaged over ten views: mirrored, and moved by a pixel along both diagonals",
+TTA = Literal["none", "flip", "three", "six", "ten"]
+TTA_DESCRIPTIONS: dict[TTA, str] = {
+    "none": "",
+    "flip": "logits averaged over the image and its mirror image",
+    "three": "logits averaged over three views: shifted by one pixel along a diagonal",
+    "six": "logits averaged over six views: mirrored, and shifted by one pixel along a diagonal",
+    "ten": "logits averaged over ten views: mirrored, and shifted by one pixel along both diagonals",
 }
+BATCH_SIZE = 2048
 
 
-def answers(ask: Callable[[Pixels], Tensor], images_NCHW: Pixels, views: Views) -> Tensor:
-    """What `ask` says, N K, averaged over the views of each image."""
-    if views == "one":
-        return ask(images_NCHW)
-    return torch.cat([_averaged(ask, images, views) for images in images_NCHW.split(2048)])
+def tta_logits(forward: Callable[[Images], Tensor], images_NCHW: Images, tta: TTA) -> Tensor:
+    """Logits (N, K) of `forward`, averaged over the views of each image."""
+    if tta == "none":
+        return forward(images_NCHW)
+    return torch.cat([_average_views(forward, images, tta) for images in images_NCHW.split(BATCH_SIZE)])
 
 
-def _averaged(ask: Callable[[Tensor], Tensor], images_NCHW: Tensor, views: Views) -> Tensor:
-    """In place counts as much as two moves."""
+def _average_views(forward: Callable[[Images], Tensor], images_NCHW: Tensor, tta: TTA) -> Tensor:
+    """The unshifted image has twice the weight of a shifted one."""
 
-    def seen(images: Tensor) -> Tensor:
-        return ask(images) if views == "three" else (ask(images) + ask(images.flip(-1))) / 2
+    def with_mirror(images: Tensor) -> Tensor:
+        return forward(images) if tta == "three" else (forward(images) + forward(images.flip(-1))) / 2
 
-    if views == "flip":
-        return seen(images_NCHW)
+    if tta == "flip":
+        return with_mirror(images_NCHW)
     H, W = images_NCHW.shape[2:]
-    wide = F.pad(images_NCHW.float(), (1, 1, 1, 1), mode="replicate").to(images_NCHW.dtype)
-    corners = [(0, 0), (2, 2), *([(0, 2), (2, 0)] if views == "ten" else [])]
-    moved = sum(seen(wide[:, :, top : top + H, left : left + W]) for top, left in corners)
-    return (2 * seen(images_NCHW) + moved) / (2 + len(corners))
+    padded = F.pad(images_NCHW.float(), (1, 1, 1, 1), mode="replicate").to(images_NCHW.dtype)
+    corners = [(0, 0), (2, 2), *([(0, 2), (2, 0)] if tta == "ten" else [])]
+    shifted = sum(with_mirror(padded[:, :, top : top + H, left : left + W]) for top, left in corners)
+    return (2 * with_mirror(images_NCHW) + shifted) / (2 + len(corners))

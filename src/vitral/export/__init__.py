@@ -1,1 +1,1 @@
-"""A model for other programs, in one file, with the proof that it says the same."""
+"""Export a model to one file for other programs, checked against the model before it is kept."""

@@ -1,75 +1,94 @@
-"""`ship`: write, load back, compare, and only then give the file its name."""
+"""Write an exported file, load it back, compare it with the model, and only then give it its name."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.export import onnx_file, torch_file
-from vitral.export.parity import Agreement, Ask, check, compare, parting
-from vitral.export.wrapper import Exported, Precision
+from vitral.export.parity import ModelFn, ParityReport, check_parity, first_divergent_block, measure_parity
+from vitral.export.wrapper import ExportPrecision, ExportWrapper
 from vitral.inference.onnx_runtime import OnnxModel
-from vitral.models.vit import ViT
-from vitral.runs.run import ModelCard
+from vitral.inference.predictor import Predictor
 
 Target = Literal["onnx", "torch", "aoti"]
-ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "aoti": ".pt2"}
-BATCH = 8
-PARTED = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.05, "int8": 0.15}  # tokens that are this far off have parted
+SUFFIX_BY_TARGET = {"onnx": ".onnx", "torch": ".pt2", "aoti": ".pt2"}
+BATCH_SIZE = 8
+# Relative RMS error of the tokens from which a block counts as diverged.
+DIVERGENCE_TOLERANCE = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.05, "int8": 0.15}
 
 
-def ship(
-    model: ViT,
-    card: ModelCard,
+def export_model(
+    predictor: Predictor,
     out: Path,
     *,
     to: Target,
-    precision: Precision,
+    precision: ExportPrecision,
     preprocessing: bool,
-    learn_from: Tensor,
-    pictures: Sequence[Tensor],
+    calibration_images: Tensor,
+    images: Sequence[Tensor],
     labels: Tensor | None,
-) -> Agreement:
-    """The file `out`, and how it agrees with the model on `pictures`; where it does not, an error and no file.
+) -> ParityReport:
+    """Write `out` and compare it with the predictor. Raises a VitralError and writes nothing if they disagree.
 
-    `learn_from`: uint8 images as the model wants them, for the steps of int8. `pictures`: uint8, C H W, of any sizes.
+    Args:
+        predictor: must use the reference engine on the CPU.
+        calibration_images: uint8 (N, C, H, W) at the model's input size, for the int8 scales.
+        images: uint8 (C, H, W) of any sizes, to compare on.
+        labels: class indices of `images`, if known.
     """
     if preprocessing and to != "onnx":
-        raise VitralError("preprocessing goes into ONNX files only", "use --to onnx, or leave out --preprocessing")
-    if out.suffix != ENDINGS[to]:
-        raise VitralError(f"{out} must end in {ENDINGS[to]}", f"--out {out.with_suffix(ENDINGS[to])}")
-    with _beside(out) as file:
-        if to == "onnx":
-            onnx_file.write_onnx(file, model, card, precision, preprocessing, learn_from)
-            asked = _onnx(OnnxModel(file))
-        elif to == "torch":
-            torch_file.write_pt2(file, model, card, precision)
-            asked = torch_file.read_pt2(file)[0]
-        else:
-            torch_file.write_aoti(file, model, card, precision)
-            asked = torch_file.read_aoti(file)[0]
-        images = torch.stack([_as_wanted(picture, card) for picture in pictures])
-        given = [picture[None] for picture in pictures] if preprocessing else images.split(BATCH)
-        batches = list(zip(images.split(1 if preprocessing else BATCH), given, strict=True))
-        found = compare(_model(model, card), asked, batches, labels)
-        check(found, precision, lambda: where(model, card, to, precision, learn_from, images[:8]))
-    return found
+        raise VitralError("preprocessing can only be exported to ONNX", "use --to onnx, or omit --preprocessing")
+    suffix = SUFFIX_BY_TARGET[to]
+    if out.suffix != suffix:
+        raise VitralError(f"expected a file name that ends in {suffix}, got {out}", f"--out {out.with_suffix(suffix)}")
+    with _temporary_sibling(out) as file:
+        exported = _write(file, predictor, to, precision, preprocessing, calibration_images)
+        model_inputs = torch.stack([_decode(predictor, image) for image in images])
+        file_inputs = [image[None] for image in images] if preprocessing else model_inputs.split(BATCH_SIZE)
+        batches = list(zip(model_inputs.split(1 if preprocessing else BATCH_SIZE), file_inputs, strict=True))
+        parity = measure_parity(_predictor_fn(predictor), exported, batches, labels)
+        check_parity(
+            parity,
+            precision,
+            lambda: locate_divergence(predictor, to, precision, calibration_images, model_inputs[:BATCH_SIZE]),
+        )
+    return parity
+
+
+def _write(
+    file: Path,
+    predictor: Predictor,
+    to: Target,
+    precision: ExportPrecision,
+    preprocessing: bool,
+    calibration_images: Tensor,
+) -> ModelFn:
+    """Write the file and load it back."""
+    model, config = predictor.model, predictor.model_config
+    if to == "onnx":
+        onnx_file.write_onnx(file, model, config, precision, preprocessing, calibration_images)
+        return _onnx_fn(OnnxModel(file))
+    write, read = (
+        (torch_file.write_pt2, torch_file.read_pt2) if to == "torch" else (torch_file.write_aoti, torch_file.read_aoti)
+    )
+    write(file, model, config, precision)
+    return read(file)[0]
 
 
 @contextmanager
-def _beside(out: Path) -> Iterator[Path]:
-    """A file that gets its name when all went well; otherwise nothing is left."""
+def _temporary_sibling(out: Path) -> Iterator[Path]:
+    """A temporary file that is renamed to `out` when the block succeeds, and deleted otherwise."""
     out.parent.mkdir(parents=True, exist_ok=True)
     file = out.with_name(f".{out.stem}.{os.getpid()}{out.suffix}")
-    file.touch()  # a folder that cannot be written to is found before the work, not after it
+    file.touch()  # fail early if the folder is not writable
     try:
         yield file
         file.replace(out)
@@ -77,45 +96,49 @@ def _beside(out: Path) -> Iterator[Path]:
         file.unlink(missing_ok=True)
 
 
-def _as_wanted(picture_CHW: Tensor, card: ModelCard) -> Tensor:
-    """Scaled and cropped by Pillow, as `Predictor` does it."""
-    array = picture_CHW.permute(1, 2, 0).numpy()
-    shown = Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
-    return card.preprocessing.pixels(shown)
+def _decode(predictor: Predictor, image_CHW: Tensor) -> Tensor:
+    _, pixels = predictor.decode_image(image_CHW)
+    assert isinstance(pixels, Tensor), pixels
+    return pixels
 
 
-def _model(model: ViT, card: ModelCard) -> Ask:
-    whole = Exported(model, card).eval()
+def _predictor_fn(predictor: Predictor) -> ModelFn:
+    def run(images: Tensor) -> tuple[Tensor, Tensor]:
+        logits = predictor.logits(images)
+        return logits, predictor.model_config.calibration.probabilities(logits)
 
-    def ask(images: Tensor) -> tuple[Tensor, Tensor]:
-        logits, probabilities = whole(images)
-        return logits, probabilities
-
-    return ask
+    return run
 
 
-def _onnx(model: OnnxModel) -> Ask:
-    def ask(images: Tensor) -> tuple[Tensor, Tensor]:
+def _onnx_fn(model: OnnxModel) -> ModelFn:
+    def run(images: Tensor) -> tuple[Tensor, Tensor]:
         logits, probabilities = model.logits(images.numpy())
         return torch.from_numpy(logits), torch.from_numpy(probabilities)
 
-    return ask
+    return run
 
 
-def where(model: ViT, card: ModelCard, to: Target, precision: Precision, learn_from: Tensor, images: Tensor) -> str:
-    """In which block the exported numbers leave the model's. For ONNX, the graph is written again with a window in
-    each block."""
+def locate_divergence(
+    predictor: Predictor, to: Target, precision: ExportPrecision, calibration_images: Tensor, images: Tensor
+) -> str:
+    """Which block is the first to differ from the model. Exports the model again with the tokens of all blocks."""
+    model, config = predictor.model, predictor.model_config
+    run: Callable[[Tensor], Sequence[Tensor]]
+    if to != "onnx":
+        run = ExportWrapper(model, config, precision, blocks=True).eval()
+    else:
+        _, onnxruntime = onnx_file.require_onnx()
+        graph = (
+            onnx_file.quantize_graph(model, config, calibration_images, blocks=True)
+            if precision == "int8"
+            else onnx_file.build_graph(model, config, precision, blocks=True)
+        )
+        session = onnxruntime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+
+        def run(images: Tensor) -> Sequence[Tensor]:
+            return [torch.from_numpy(values) for values in session.run(None, {"images": images.numpy()})]
+
     with torch.inference_mode():
-        ours = list(Exported(model, card, blocks=True).eval()(images))
-        if to != "onnx":
-            theirs = list(Exported(model, card, precision, blocks=True).eval()(images))
-        else:
-            _, runtime = onnx_file.needed()
-            graph = (
-                onnx_file.in_bytes(model, card, learn_from, blocks=True)
-                if precision == "int8"
-                else onnx_file.whole_graph(model, card, precision, blocks=True)
-            )
-            session = runtime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
-            theirs = [torch.from_numpy(values) for values in session.run(None, {"images": images.numpy()})]
-    return parting(ours, theirs, PARTED[precision])
+        expected = list(ExportWrapper(model, config, blocks=True).eval()(images))
+        actual = list(run(images))
+    return first_divergent_block(expected, actual, DIVERGENCE_TOLERANCE[precision])

@@ -1,4 +1,4 @@
-"""ONNX: the graph by torch's exporter, scaling and cropping in front of it, number types, what it says about itself."""
+"""Export to ONNX: the graph of torch's exporter in fp32, fp16, bf16 or int8, with metadata."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib
 import io
 import json
 import logging
-import math
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -18,62 +17,76 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral import __version__
-from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.export.wrapper import Exported, Precision, balanced, captured, example
-from vitral.inference.engine import hidden_range
-from vitral.inference.int8_calibration import measure_ranges
-from vitral.inference.onnx_runtime import FORMAT, KEY
+from vitral.export.onnx_preprocessing import add_preprocessing
+from vitral.export.wrapper import (
+    ExportPrecision,
+    ExportWrapper,
+    capture_graph,
+    example_images,
+    export_metadata,
+    smooth_activations,
+)
+from vitral.inference.cpu_blocks import split_outlier_columns
+from vitral.inference.int8_calibration import ActivationRanges, collect_activation_ranges
+from vitral.inference.onnx_runtime import METADATA_FORMAT, METADATA_KEY
 from vitral.models.vit import ViT
-from vitral.runs.run import ModelCard
-from vitral.utils.serialization import to_plain
+from vitral.runs.model_io import ModelConfig
 
 OPSET = 20
+MIN_BF16_SIZE = 64  # smaller tensors are not worth a cast
+CALIBRATION_BATCH_SIZE = 16
+QUANTIZATION_BATCH_SIZE = 8
 
 
-def needed() -> tuple[Any, Any]:
-    """onnx and onnxruntime, or the line that installs them."""
+def require_onnx() -> tuple[Any, Any]:
+    """Import onnx and onnxruntime, or raise a VitralError with the install command."""
     try:
         importlib.import_module("onnxscript")
         return importlib.import_module("onnx"), importlib.import_module("onnxruntime")
     except ImportError as error:
-        raise VitralError(f"exporting to ONNX needs {error.name}", "pip install 'vitral[export]'") from error
+        raise VitralError(f"export to ONNX requires {error.name}", "pip install 'vitral[export]'") from error
 
 
 def write_onnx(
-    path: Path, model: ViT, card: ModelCard, precision: Precision, preprocessing: bool, learn_from: Tensor
+    path: Path,
+    model: ViT,
+    config: ModelConfig,
+    precision: ExportPrecision,
+    preprocessing: bool,
+    calibration_images: Tensor,
 ) -> None:
-    onnx, _ = needed()
-    graph = in_bytes(model, card, learn_from) if precision == "int8" else whole_graph(model, card, precision)
+    onnx, _ = require_onnx()
+    if precision == "int8":
+        onnx_model = quantize_graph(model, config, calibration_images)
+    else:
+        onnx_model = build_graph(model, config, precision)
     if preprocessing:
-        graph = with_scaling(graph, card.preprocessing)
-    about = {
-        "format": FORMAT,
-        "made_by": f"vitral {__version__}, torch {torch.__version__}",
-        "classes": list(card.classes),
-        "preprocessing": to_plain(card.preprocessing),
-        "preprocessing_inside": preprocessing,
-        "calibration": to_plain(card.calibration),
-        "precision": precision,
-        "trained_on": card.trained_on,
+        add_preprocessing(onnx, onnx_model, config.preprocessing)
+    metadata = {
+        "format": METADATA_FORMAT,
+        **export_metadata(config, precision),
+        "has_preprocessing": preprocessing,
     }
-    del graph.metadata_props[:]
-    onnx.helper.set_model_props(graph, {KEY: json.dumps(about)})
-    onnx.checker.check_model(graph)
-    onnx.save(graph, str(path))
+    del onnx_model.metadata_props[:]
+    onnx.helper.set_model_props(onnx_model, {METADATA_KEY: json.dumps(metadata)})
+    onnx.checker.check_model(onnx_model)
+    onnx.save(onnx_model, str(path))
 
 
-def whole_graph(model: ViT, card: ModelCard, precision: Precision, blocks: bool = False) -> Any:
-    """uint8 images of the model's size → logits, probabilities (or the tokens after each block, and logits)."""
-    onnx, _ = needed()
-    rounded = precision == "bf16"  # ONNX Runtime has no bf16 products for CPUs: weights are kept so, computed in fp32
-    module = Exported(model, card, "fp32" if rounded else precision, blocks)
-    images = example(card)
-    program = captured(module.eval(), images)
+def build_graph(model: ViT, config: ModelConfig, precision: ExportPrecision, blocks: bool = False) -> Any:
+    """ONNX model of the ExportWrapper: uint8 images to logits and probabilities (or tokens of all blocks and logits).
+
+    ONNX Runtime has no bf16 GEMMs for CPUs: bf16 weights are stored in bf16 and computed with in fp32.
+    """
+    onnx, _ = require_onnx()
+    is_bf16 = precision == "bf16"
+    module = ExportWrapper(model, config, "fp32" if is_bf16 else precision, blocks)
+    images = example_images(config)
+    program = capture_graph(module.eval(), images)
     depth = len(model.encoder.blocks)
     outputs = [*(f"tokens_{i}" for i in range(depth + 1)), "logits"] if blocks else ["logits", "probabilities"]
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
+    with _silence_exporter(), tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "graph.onnx"
         torch.onnx.export(
             program,
@@ -86,16 +99,16 @@ def whole_graph(model: ViT, card: ModelCard, precision: Precision, blocks: bool 
             external_data=False,
             verbose=False,
         )
-        graph = onnx.load(str(file))
-    _free_batch(graph)
-    if rounded:
-        _keep_in_bf16(graph)
-    return graph
+        onnx_model = onnx.load(str(file))
+    _make_batch_dynamic(onnx_model)
+    if is_bf16:
+        _store_weights_in_bf16(onnx_model)
+    return onnx_model
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter talks to whoever listens; what matters is checked afterwards."""
+def _silence_exporter() -> Iterator[None]:
+    """Suppress the exporter's logs, warnings and prints; the result is checked afterwards."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -105,159 +118,85 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _free_batch(graph: Any) -> None:
-    for value in (*graph.graph.input, *graph.graph.output):
+def _make_batch_dynamic(onnx_model: Any) -> None:
+    for value in (*onnx_model.graph.input, *onnx_model.graph.output):
         value.type.tensor_type.shape.dim[0].ClearField("dim_value")
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
 
 
-def _keep_in_bf16(graph: Any) -> None:
-    """Matrices stored in 16 bits, turned back where they are used: half the file, the rounding of bf16."""
-    onnx, _ = needed()
-    kept, casts = [], []
-    for tensor in graph.graph.initializer:
+def _store_weights_in_bf16(onnx_model: Any) -> None:
+    """Store matrices in bf16 and cast them to fp32 where they are used, which halves the file."""
+    onnx, _ = require_onnx()
+    graph = onnx_model.graph
+    initializers, casts = [], []
+    for tensor in graph.initializer:
         values = onnx.numpy_helper.to_array(tensor)
-        if tensor.data_type != onnx.TensorProto.FLOAT or values.ndim < 2 or values.size < 64:
-            kept.append(tensor)
+        if tensor.data_type != onnx.TensorProto.FLOAT or values.ndim < 2 or values.size < MIN_BF16_SIZE:
+            initializers.append(tensor)
             continue
-        rounded = torch.from_numpy(np.array(values)).bfloat16()
-        small = onnx.TensorProto(name=f"{tensor.name}_bf16", data_type=onnx.TensorProto.BFLOAT16, dims=values.shape)
-        small.raw_data = rounded.view(torch.int16).numpy().tobytes()
-        kept.append(small)
-        casts.append(onnx.helper.make_node("Cast", [small.name], [tensor.name], to=onnx.TensorProto.FLOAT))
-    del graph.graph.initializer[:]
-    graph.graph.initializer.extend(kept)
-    nodes = [*casts, *graph.graph.node]
-    del graph.graph.node[:]
-    graph.graph.node.extend(nodes)
+        bf16 = torch.from_numpy(np.array(values)).bfloat16()
+        stored = onnx.TensorProto(name=f"{tensor.name}_bf16", data_type=onnx.TensorProto.BFLOAT16, dims=values.shape)
+        stored.raw_data = bf16.view(torch.int16).numpy().tobytes()
+        initializers.append(stored)
+        casts.append(onnx.helper.make_node("Cast", [stored.name], [tensor.name], to=onnx.TensorProto.FLOAT))
+    del graph.initializer[:]
+    graph.initializer.extend(initializers)
+    nodes = [*casts, *graph.node]
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
-def in_bytes(model: ViT, card: ModelCard, learn_from: Tensor, blocks: bool = False) -> Any:
-    """8-bit products: a step for each row of a matrix, fixed steps for what it reads, learned from real images."""
-    onnx, _ = needed()
+def quantize_graph(model: ViT, config: ModelConfig, calibration_images: Tensor, blocks: bool = False) -> Any:
+    """ONNX model with int8 GEMMs: one scale per output channel of the weights, static scales for activations."""
+    onnx, _ = require_onnx()
     quantization = importlib.import_module("onnxruntime.quantization")
-    ranges = measure_ranges(model, learn_from.split(16), card.preprocessing)
-    graph = whole_graph(balanced(model, ranges), card, "fp32", blocks)
-    matrices = {tensor.name for tensor in graph.graph.initializer if len(tensor.dims) == 2}
-    products = [n for n in graph.graph.node if n.op_type in ("MatMul", "Gemm") and n.input[1] in matrices]
-    wanted = {node.name for node in products} - _too_wide(products, graph, ranges)
+    ranges = collect_activation_ranges(model, calibration_images.split(CALIBRATION_BATCH_SIZE), config.preprocessing)
+    onnx_model = build_graph(smooth_activations(model, ranges), config, "fp32", blocks)
+    graph = onnx_model.graph
+    weights = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
+    gemms = [node for node in graph.node if node.op_type in ("MatMul", "Gemm") and node.input[1] in weights]
+    quantized = {node.name for node in gemms} - _gemms_with_outliers(gemms, graph, ranges)
 
-    class Images(quantization.CalibrationDataReader):  # type: ignore[misc, name-defined]
+    class CalibrationReader(quantization.CalibrationDataReader):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
-            self.batches = iter(learn_from.split(8))
+            self.batches = iter(calibration_images.split(QUANTIZATION_BATCH_SIZE))
 
         def get_next(self) -> dict[str, Any] | None:
             images = next(self.batches, None)
             return None if images is None else {"images": images.numpy()}
 
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
-        before, after = Path(folder) / "fp32.onnx", Path(folder) / "int8.onnx"
-        onnx.save(graph, str(before))
+    with _silence_exporter(), tempfile.TemporaryDirectory() as folder:
+        fp32_file, int8_file = Path(folder) / "fp32.onnx", Path(folder) / "int8.onnx"
+        onnx.save(onnx_model, str(fp32_file))
         quantization.quantize_static(
-            str(before),
-            str(after),
-            Images(),
+            str(fp32_file),
+            str(int8_file),
+            CalibrationReader(),
             quant_format=quantization.QuantFormat.QDQ,
             per_channel=True,
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             op_types_to_quantize=["MatMul", "Gemm"],
-            nodes_to_quantize=sorted(wanted),
+            nodes_to_quantize=sorted(quantized),
             extra_options={"ActivationSymmetric": False, "QuantizeBias": False, "DedicatedQDQPair": False},
         )
-        return onnx.load(str(after))
+        return onnx.load(str(int8_file))
 
 
-def _too_wide(products: list[Any], graph: Any, ranges: dict[str, Tensor]) -> set[str]:
-    """The second products of those MLPs where a few hidden numbers are far larger than all others: they stay fp32."""
-    wide = set()
-    contracting = [node for node in products if _comes_from_gelu(node, graph)]
-    for index, node in enumerate(contracting):
-        found = ranges.get(f"blocks.{index}.mlp.contract")
-        if found is not None and len(hidden_range(*found)[0]):
-            wide.add(node.name)
-    return wide
+def _gemms_with_outliers(gemms: list[Any], graph: Any, ranges: ActivationRanges) -> set[str]:
+    """Names of the second GEMM of each MLP whose hidden activations have outlier columns. They stay in fp32."""
+    names = set()
+    contractions = [node for node in gemms if _follows_gelu(node, graph)]
+    for index, node in enumerate(contractions):
+        low_high = ranges.get(f"blocks.{index}.mlp.contract")
+        if low_high is not None and len(split_outlier_columns(low_high[0], low_high[1])[0]):
+            names.add(node.name)
+    return names
 
 
-def _comes_from_gelu(node: Any, graph: Any) -> bool:
-    makers = {output: other for other in graph.graph.node for output in other.output}
-    maker = makers.get(node.input[0])
-    while maker is not None and maker.op_type in ("Reshape", "Identity"):
-        maker = makers.get(maker.input[0])
-    return maker is not None and maker.op_type in ("Gelu", "Mul")
-
-
-def with_scaling(graph: Any, wanted: Preprocessing) -> Any:
-    """uint8 images of ANY size in front: scaled with antialiasing to cover the crop, its middle cut out.
-
-    The same arithmetic as vitral.data.resize_crop: sides rounded down, the corner to the nearest, halves to even.
-    """
-    onnx, _ = needed()
-    helper, tensors = onnx.helper, onnx.TensorProto
-    H, W = wanted.image_size
-    C = wanted.channels
-    least = {"H": math.floor(H / wanted.crop), "W": math.floor(W / wanted.crop)}
-    numbers = {"zero": [0], "one": [1], "two": [2], "three": [3], "four": [4], "axes": [2, 3], "half": [2.0]}
-    numbers |= {"least_H": [least["H"]], "least_W": [least["W"]], "size": [H, W], "channels": [C]}
-    constants = [
-        onnx.numpy_helper.from_array(np.array(v, np.float64 if name == "half" else np.int64), f"scaling_{name}")
-        for name, v in numbers.items()
-    ]
-    nodes: list[Any] = []
-
-    def node(kind: str, inputs: list[str], out: str, **more: Any) -> str:
-        given = [f"scaling_{name}" if name in numbers else name for name in inputs]
-        nodes.append(helper.make_node(kind, given, [f"scaling_{out}"], name=f"scaling_{out}", **more))
-        return f"scaling_{out}"
-
-    shape = node("Shape", ["pixels"], "shape")
-    h = node("Slice", [shape, "two", "three"], "h")
-    w = node("Slice", [shape, "three", "four"], "w")
-    tall, wide = node("Mul", ["least_H", w], "tall"), node("Mul", ["least_W", h], "wide")
-    by_height = node("GreaterOrEqual", [tall, wide], "by_height")
-    scaled_h = node("Where", [by_height, "least_H", node("Div", [wide, w], "from_width")], "scaled_h")
-    scaled_w = node("Where", [by_height, node("Div", [tall, h], "from_height"), "least_W"], "scaled_w")
-    scaled = node("Concat", [scaled_h, scaled_w], "scaled", axis=0)
-    batch = node("Slice", [shape, "zero", "one"], "batch")
-    sizes = node("Concat", [batch, "channels", scaled], "sizes", axis=0)
-    mode = {"bilinear": "linear", "bicubic": "cubic"}[wanted.interpolation]
-    resized = node(
-        "Resize",
-        ["pixels", "", "", sizes],
-        "resized",
-        mode=mode,
-        antialias=1,
-        coordinate_transformation_mode="half_pixel",
-        cubic_coeff_a=-0.5,
-    )
-    over = node("Sub", [scaled, "size"], "over")
-    halves = node("Div", [node("Cast", [over], "over_float", to=tensors.DOUBLE), "half"], "halves")
-    corner = node("Cast", [node("Round", [halves], "rounded")], "corner", to=tensors.INT64)
-    end = node("Add", [corner, "size"], "end")
-    cut = node("Slice", [resized, corner, end, "axes"], "cut")
-    nodes.append(helper.make_node("Identity", [cut], ["images"], name="scaling_images"))
-
-    inside = graph.graph
-    del inside.input[:]
-    inside.input.append(
-        helper.make_tensor_value_info("images_of_any_size", tensors.UINT8, ["batch", C, "height", "width"])
-    )
-    for made in nodes:
-        for place, name in enumerate(made.input):
-            if name == "pixels":
-                made.input[place] = "images_of_any_size"
-    everything = [*nodes, *inside.node]
-    del inside.node[:]
-    inside.node.extend(everything)
-    inside.initializer.extend(constants)
-    _rename(inside, {"images": "scaled_images", "images_of_any_size": "images"})
-    return graph
-
-
-def _rename(graph: Any, names: dict[str, str]) -> None:
-    for node in graph.node:
-        for places in (node.input, node.output):
-            for place, name in enumerate(places):
-                places[place] = names.get(name, name)
-    for value in (*graph.input, *graph.value_info):
-        value.name = names.get(value.name, value.name)
+def _follows_gelu(node: Any, graph: Any) -> bool:
+    producers = {output: other for other in graph.node for output in other.output}
+    producer = producers.get(node.input[0])
+    while producer is not None and producer.op_type in ("Reshape", "Identity"):
+        producer = producers.get(producer.input[0])
+    return producer is not None and producer.op_type in ("Gelu", "Mul")

@@ -1,4 +1,4 @@
-"""The exported file beside the model, on real images: how far apart, how often the same, how good, how fast."""
+"""Parity of an exported file with the model: agreement, accuracy and speed on real images."""
 
 from __future__ import annotations
 
@@ -10,83 +10,94 @@ import torch
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.export.wrapper import Precision
+from vitral.export.wrapper import ExportPrecision
 
-Ask = Callable[[Tensor], tuple[Tensor, Tensor]]  # uint8 images → logits, probabilities
-LEAST_SAME = {"fp32": 0.999, "fp16": 0.99, "bf16": 0.98, "int8": 0.9}  # share of equal first labels
-MOST_OFF = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.15, "int8": 0.5}  # of a probability
-MOST_LOST = 0.005  # of the accuracy
+ModelFn = Callable[[Tensor], tuple[Tensor, Tensor]]  # uint8 images (B, C, H, W) to logits and probabilities (B, K)
+MIN_TOP1_AGREEMENT = {"fp32": 0.999, "fp16": 0.99, "bf16": 0.98, "int8": 0.9}
+MAX_PROBABILITY_DIFF = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.15, "int8": 0.5}
+MAX_ACCURACY_DROP = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class ParityReport:
+    """Comparison of the model (first value of each pair) with the exported file (second value)."""
+
     images: int
-    largest_difference: float  # between two probabilities
-    same: float  # share of images with the same first label
-    accuracy: tuple[float, float] | None  # of the model, of the file; None without labels
+    max_abs_diff: float  # of the probabilities
+    top1_agreement: float
+    accuracy: tuple[float, float] | None  # None without labels
     images_per_second: tuple[float, float]
 
     def __str__(self) -> str:
-        right = f"   accuracy {self.accuracy[0]:.2%} → {self.accuracy[1]:.2%}" if self.accuracy else ""
-        speeds = f"{self.images_per_second[0]:,.0f} → {self.images_per_second[1]:,.0f} images/s"
-        return (
-            f"same first label on {self.same:.2%} of {self.images:,} images   "
-            f"probabilities within {self.largest_difference:.2g}{right}   {speeds}"
-        )
+        parts = [
+            f"top-1 agreement {self.top1_agreement:.2%} on {self.images:,} images",
+            f"probabilities within {self.max_abs_diff:.2g}",
+            f"{self.images_per_second[0]:,.0f} → {self.images_per_second[1]:,.0f} images/s",
+        ]
+        if self.accuracy is not None:
+            parts.insert(2, f"accuracy {self.accuracy[0]:.2%} → {self.accuracy[1]:.2%}")
+        return ", ".join(parts)
 
 
 @torch.inference_mode()
-def compare(model: Ask, file: Ask, batches: Sequence[tuple[Tensor, Tensor]], labels: Tensor | None) -> Agreement:
-    """Both are asked in turns, so that a busy moment meets both. A batch: for the model, and for the file."""
-    answers: tuple[list[Tensor], list[Tensor]] = ([], [])
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for ask, some in zip((model, file), batches[0], strict=True):
-        ask(some)
-    for both in batches:
-        for index, (ask, some) in enumerate(zip((model, file), both, strict=True)):
+def measure_parity(
+    model: ModelFn, exported: ModelFn, batches: Sequence[tuple[Tensor, Tensor]], labels: Tensor | None
+) -> ParityReport:
+    """Run both on pairs of batches (input of the model, input of the file), alternating so that load affects both."""
+    functions = (model, exported)
+    probabilities: tuple[list[Tensor], list[Tensor]] = ([], [])
+    seconds_per_image: tuple[list[float], list[float]] = ([], [])
+    for function, images in zip(functions, batches[0], strict=True):
+        function(images)  # warm-up
+    for batch in batches:
+        for index, (function, images) in enumerate(zip(functions, batch, strict=True)):
             start = time.perf_counter()
-            probabilities = ask(some)[1]
-            seconds[index].append((time.perf_counter() - start) / len(some))
-            answers[index].append(probabilities)
-    said = [torch.cat(parts).double() for parts in answers]
-    first = [probabilities.argmax(dim=1) for probabilities in said]
-    right = None
+            batch_probabilities = function(images)[1]
+            seconds_per_image[index].append((time.perf_counter() - start) / len(images))
+            probabilities[index].append(batch_probabilities)
+    expected, actual = (torch.cat(parts).double() for parts in probabilities)
+    top1 = expected.argmax(dim=1), actual.argmax(dim=1)
+    accuracy = None
     if labels is not None:
-        right = (float((first[0] == labels).double().mean()), float((first[1] == labels).double().mean()))
-    medians = [sorted(times)[len(times) // 2] for times in seconds]
-    return Agreement(
-        images=len(said[0]),
-        largest_difference=float((said[0] - said[1]).abs().nan_to_num(nan=float("inf")).max()),
-        same=float((first[0] == first[1]).double().mean()),
-        accuracy=right,
+        accuracy = (float((top1[0] == labels).double().mean()), float((top1[1] == labels).double().mean()))
+    medians = [sorted(times)[len(times) // 2] for times in seconds_per_image]
+    return ParityReport(
+        images=len(expected),
+        max_abs_diff=float((expected - actual).abs().nan_to_num(nan=float("inf")).max()),
+        top1_agreement=float((top1[0] == top1[1]).double().mean()),
+        accuracy=accuracy,
         images_per_second=(1 / medians[0], 1 / medians[1]),
     )
 
 
-def check(found: Agreement, precision: Precision, where: Callable[[], str]) -> None:
-    """An error that names the place where file and model part, unless they agree."""
-    one = 1 / found.images  # a single image may differ: of few images it is more than any share
-    faults = []
-    if found.same < min(LEAST_SAME[precision], 1 - one):
-        faults.append(f"only {found.same:.1%} of {found.images:,} images keep their first label")
-    if not found.largest_difference <= MOST_OFF[precision]:
-        faults.append(f"a probability differs by {found.largest_difference:.2g}")
-    if found.accuracy and found.accuracy[0] - found.accuracy[1] > max(MOST_LOST, one) + 1e-9:
-        faults.append(f"accuracy falls from {found.accuracy[0]:.2%} to {found.accuracy[1]:.2%}")
-    if faults:
+def check_parity(parity: ParityReport, precision: ExportPrecision, locate: Callable[[], str]) -> None:
+    """Raise a VitralError if file and model disagree. `locate` describes where they diverge."""
+    one_image = 1 / parity.images  # a single image may differ: with few images it exceeds any tolerance
+    failures = []
+    if parity.top1_agreement < min(MIN_TOP1_AGREEMENT[precision], 1 - one_image):
+        failures.append(f"top-1 agreement is {parity.top1_agreement:.1%} on {parity.images:,} images")
+    if not parity.max_abs_diff <= MAX_PROBABILITY_DIFF[precision]:
+        failures.append(f"a probability differs by {parity.max_abs_diff:.2g}")
+    if parity.accuracy and parity.accuracy[0] - parity.accuracy[1] > max(MAX_ACCURACY_DROP, one_image) + 1e-9:
+        failures.append(f"accuracy drops from {parity.accuracy[0]:.2%} to {parity.accuracy[1]:.2%}")
+    if failures:
         raise VitralError(
-            f"not exported: in {precision} the file does not say what the model says: {'; '.join(faults)}",
-            where() or "export in fp32",
+            f"not exported: the {precision} file does not agree with the model: {'; '.join(failures)}",
+            locate() or "export in fp32",
         )
 
 
-def parting(ours: list[Tensor], theirs: list[Tensor], bound: float) -> str:
-    """Where two lists of tokens, block by block, begin to differ."""
-    lines = []
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        off = float((a.float() - b.float()).square().mean().sqrt() / a.float().square().mean().sqrt().clamp_min(1e-9))
-        name = "the embedding" if index == 0 else "the logits" if index == len(ours) - 1 else f"block {index}"
-        lines.append((name, off))
-        if not off <= bound:
-            return f"they part at {name}: {off:.1%} off, {lines[-2][1]:.2%} before" if index else f"they part at {name}"
-    return f"block by block they are within {max(off for _, off in lines):.1%}"
+def first_divergent_block(expected: Sequence[Tensor], actual: Sequence[Tensor], tolerance: float) -> str:
+    """Describe the first block whose tokens differ by more than the tolerance (relative RMS error).
+
+    Both lists hold the tokens after the embedding and after each block, and the logits.
+    """
+    errors: list[float] = []
+    for index, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        error = (a.float() - b.float()).square().mean().sqrt() / a.float().square().mean().sqrt().clamp_min(1e-9)
+        errors.append(float(error))
+        if not errors[-1] <= tolerance:
+            name = "the embedding" if index == 0 else "the logits" if index == len(expected) - 1 else f"block {index}"
+            before = f": relative error {errors[-1]:.1%}, {errors[-2]:.2%} before" if index else ""
+            return f"they diverge at {name}{before}"
+    return f"the relative error of every block is at most {max(errors):.1%}"

@@ -1,4 +1,4 @@
-"""torch.export's .pt2, for any program with torch; and an AOTInductor package: compiled for this kind of machine."""
+"""Export to torch.export (.pt2), for programs with torch, and to AOTInductor, compiled for this kind of machine."""
 
 from __future__ import annotations
 
@@ -12,58 +12,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitral import __version__
 from vitral.errors import VitralError
-from vitral.export.wrapper import Exported, Precision, captured, example
+from vitral.export.wrapper import ExportPrecision, ExportWrapper, capture_graph, example_images, export_metadata
 from vitral.models.vit import ViT
-from vitral.runs.run import ModelCard
-from vitral.utils.serialization import to_plain
+from vitral.runs.model_io import ModelConfig
 
-KEY = "vitral.json"
-
-
-def about(card: ModelCard, precision: Precision) -> dict[str, Any]:
-    return {
-        "made_by": f"vitral {__version__}, torch {torch.__version__}",
-        "classes": list(card.classes),
-        "preprocessing": to_plain(card.preprocessing),
-        "calibration": to_plain(card.calibration),
-        "precision": precision,
-    }
+METADATA_FILE = "vitral.json"  # in a .pt2 archive
+AOTI_METADATA_KEY = "vitral"
+LoadedModel = tuple[Callable[[Tensor], tuple[Tensor, Tensor]], dict[str, Any]]  # the program and its metadata
 
 
-def check_precision(precision: Precision) -> None:
-    if precision == "int8":
-        raise VitralError("int8 is exported to ONNX only", "use --to onnx --precision int8, or --precision bf16")
+def write_pt2(path: Path, model: ViT, config: ModelConfig, precision: ExportPrecision) -> None:
+    metadata = json.dumps(export_metadata(config, precision))
+    torch.export.save(_capture(model, config, precision), path, extra_files={METADATA_FILE: metadata})
 
 
-def write_pt2(path: Path, model: ViT, card: ModelCard, precision: Precision) -> None:
-    check_precision(precision)
-    program = captured(Exported(model, card, precision).eval(), example(card))
-    torch.export.save(program, path, extra_files={KEY: json.dumps(about(card, precision))})
+def read_pt2(path: Path) -> LoadedModel:
+    """Load a .pt2 file. Load only files you trust: loading can execute code."""
+    extra_files = {METADATA_FILE: ""}
+    module = torch.export.load(path, extra_files=extra_files).module()
+    return module, json.loads(extra_files[METADATA_FILE])
 
 
-def read_pt2(path: Path) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], dict[str, Any]]:
-    """The program and what the file says about itself. Only files you made: loading one can run what is in it."""
-    extra = {KEY: ""}
-    module = torch.export.load(path, extra_files=extra).module()
-    return module, json.loads(extra[KEY])
-
-
-def write_aoti(path: Path, model: ViT, card: ModelCard, precision: Precision) -> None:
-    check_precision(precision)
+def write_aoti(path: Path, model: ViT, config: ModelConfig, precision: ExportPrecision) -> None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
-        raise VitralError("AOTInductor needs a C++ compiler", "install g++, or use --to torch")
-    program = captured(Exported(model, card, precision).eval(), example(card))
+        raise VitralError("AOTInductor requires a C++ compiler", "install g++, or use --to torch")
+    metadata = json.dumps(export_metadata(config, precision))
+    program = _capture(model, config, precision)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch._inductor.aoti_compile_and_package(
             program,
             package_path=str(path),
-            inductor_configs={"aot_inductor.metadata": {"vitral": json.dumps(about(card, precision))}},
+            inductor_configs={"aot_inductor.metadata": {AOTI_METADATA_KEY: metadata}},
         )
 
 
-def read_aoti(path: Path) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], dict[str, Any]]:
+def read_aoti(path: Path) -> LoadedModel:
     package = torch._inductor.aoti_load_package(str(path))
-    return package, json.loads(package.loader.get_metadata()["vitral"])
+    return package, json.loads(package.loader.get_metadata()[AOTI_METADATA_KEY])
+
+
+def _capture(model: ViT, config: ModelConfig, precision: ExportPrecision) -> torch.export.ExportedProgram:
+    if precision == "int8":
+        raise VitralError("int8 can only be exported to ONNX", "use --to onnx --precision int8, or --precision bf16")
+    return capture_graph(ExportWrapper(model, config, precision).eval(), example_images(config))

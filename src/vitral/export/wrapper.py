@@ -1,35 +1,56 @@
-"""What is exported: uint8 images in, logits and calibrated probabilities out; positions baked in for the size."""
+"""The exported computation: uint8 images to logits and calibrated probabilities, with fixed positions."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from vitral import __version__
 from vitral.errors import VitralError
-from vitral.inference.engine import cannot_be_arranged
-from vitral.inference.int8_calibration import Ranges
+from vitral.inference.cpu_engine import unsupported_reason
+from vitral.inference.int8_calibration import ActivationRanges
 from vitral.models.vit import EncoderBlock, ViT
-from vitral.runs.run import ModelCard
+from vitral.runs.model_io import ModelConfig
+from vitral.utils.serialization import to_dict
 
-Precision = Literal["fp32", "fp16", "bf16", "int8"]
+ExportPrecision = Literal["fp32", "fp16", "bf16", "int8"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
+MAX_BATCH_SIZE = 4096
 
 
-class Exported(nn.Module):
-    """The model between the pixels and the probabilities. With `blocks`, the tokens after each block come too."""
+def export_metadata(config: ModelConfig, precision: ExportPrecision) -> dict[str, Any]:
+    """What every exported file stores about itself, as JSON."""
+    return {
+        "versions": f"vitral {__version__}, torch {torch.__version__}",
+        "classes": list(config.classes),
+        "preprocessing": to_dict(config.preprocessing),
+        "calibration": to_dict(config.calibration),
+        "precision": precision,
+        "trained_on": config.trained_on,
+    }
+
+
+class ExportWrapper(nn.Module):
+    """uint8 images (B, C, H, W) to logits and probabilities, (B, K) each.
+
+    With `blocks`, returns the tokens after the embedding and after each block, and the logits instead.
+    """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: ViT, card: ModelCard, precision: Precision = "fp32", blocks: bool = False) -> None:
+    def __init__(
+        self, model: ViT, config: ModelConfig, precision: ExportPrecision = "fp32", blocks: bool = False
+    ) -> None:
         super().__init__()
-        self.dtype, self.temperature, self.blocks = DTYPES[precision], card.calibration.temperature, blocks
+        self.dtype, self.temperature, self.blocks = DTYPES[precision], config.calibration.temperature, blocks
         self.model = copy.deepcopy(model).eval().cpu().to(self.dtype)
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (card.preprocessing.mean, card.preprocessing.std))
+        preprocessing = config.preprocessing
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
 
@@ -42,57 +63,57 @@ class Exported(nn.Module):
         return *(tokens.float() for tokens in trace.tokens), trace.logits.float()
 
 
-def example(card: ModelCard, count: int = 2) -> Tensor:
-    """Images of the right shape: what they show does not matter for a graph."""
-    C, (H, W) = card.preprocessing.channels, card.preprocessing.image_size
-    if card.architecture.image_size != (H, W):
+def example_images(config: ModelConfig, count: int = 2) -> Tensor:
+    """Images with the shape of the model's input, for tracing."""
+    C, (H, W) = config.preprocessing.channels, config.preprocessing.image_size
+    if config.architecture.image_size != (H, W):
         raise VitralError(
-            f"the model was made for {card.architecture.image_size}, its preprocessing gives {(H, W)}",
-            "put image_size right in its config.json",
+            f"the architecture expects images of {config.architecture.image_size}, the preprocessing returns {(H, W)}",
+            "correct image_size in its config.json",
         )
     return (torch.arange(count * C * H * W) * 37 % 256).to(torch.uint8).view(count, C, H, W)
 
 
-def captured(module: Exported, images: Tensor) -> torch.export.ExportedProgram:
-    """The computation as one graph, for any number of images."""
-    batch = torch.export.Dim("batch", min=1, max=4096)
+def capture_graph(module: ExportWrapper, images: Tensor) -> torch.export.ExportedProgram:
+    """Trace the computation with torch.export, with a dynamic batch size."""
+    batch = torch.export.Dim("batch", min=1, max=MAX_BATCH_SIZE)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             return torch.export.export(module, (images,), dynamic_shapes={"images": {0: batch}})
     except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        message = (str(error).splitlines() or [type(error).__name__])[0]
         raise VitralError(
-            f"torch.export cannot follow {type(module.model).__name__}: {first}",
-            "other models of vitral can be exported",
+            f"torch.export cannot trace {type(module.model).__name__}: {message}",
+            "the standard ViT and most variants can be exported",
         ) from error
 
 
 @torch.no_grad()
-def balanced(model: ViT, ranges: Ranges) -> ViT:
-    """The same function, with columns of like size before each product: a step for all of them then fits each.
+def smooth_activations(model: ViT, ranges: ActivationRanges) -> ViT:
+    """An equivalent model whose activation columns are of similar magnitude, so that one int8 scale fits all of them.
 
-    Half of what a column is larger is moved from the layer norm (or v) into the matrix behind it (arXiv 2211.10438).
+    Half of a column's excess magnitude moves from the layer norm (or v) into the following weights (arXiv 2211.10438).
     """
-    if why := cannot_be_arranged(model):
-        raise VitralError(f"int8 is not possible: {why}", "use --precision fp32")
+    if reason := unsupported_reason(model):
+        raise VitralError(f"int8 export unavailable: {reason}", "use --precision fp32")
     model = copy.deepcopy(model)
     for index, block in enumerate(model.encoder.blocks):
         assert isinstance(block, EncoderBlock)
         attention, mlp, D = block.attention, block.mlp, block.norm1.normalized_shape[0]
-        moved = _moved(ranges[f"blocks.{index}.attention.project"], attention.project.weight)
-        attention.qkv.weight[2 * D :] /= moved[:, None]
+        factors = _smoothing_factors(ranges[f"blocks.{index}.attention.project"], attention.project.weight)
+        attention.qkv.weight[2 * D :] /= factors[:, None]
         if attention.qkv.bias is not None:
-            attention.qkv.bias[2 * D :] /= moved
-        attention.project.weight *= moved
+            attention.qkv.bias[2 * D :] /= factors
+        attention.project.weight *= factors
         pairs = (("attention.qkv", block.norm1, attention.qkv), ("mlp.expand", block.norm2, mlp.expand))
         for name, norm, layer in pairs:
-            moved = _moved(ranges[f"blocks.{index}.{name}"], layer.weight)
-            norm.weight.div_(moved)
-            norm.bias.div_(moved)
-            layer.weight.mul_(moved)
+            factors = _smoothing_factors(ranges[f"blocks.{index}.{name}"], layer.weight)
+            norm.weight.div_(factors)
+            norm.bias.div_(factors)
+            layer.weight.mul_(factors)
     return model
 
 
-def _moved(low_high_2K: Tensor, weight_NK: Tensor) -> Tensor:
+def _smoothing_factors(low_high_2K: Tensor, weight_NK: Tensor) -> Tensor:
     return (low_high_2K.abs().amax(dim=0).clamp_min(1e-5) / weight_NK.abs().amax(dim=0).clamp_min(1e-5)).sqrt()

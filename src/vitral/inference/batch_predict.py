@@ -1,8 +1,8 @@
-"""Answers for folders of any size, in one file: decoding and the model overlap, an interruption costs seconds.
+"""Predictions for any number of images, written to one file. Decoding overlaps with inference; runs can be resumed.
 
-While it works, `answers.parquet.parts/` holds what was answered: files that are whole or not there, each with some
-hundred answers. Whoever starts again reads their names and asks about the rest. At the end they become one file. Under
-torchrun an image belongs to the process that the hash of its name says.
+While it runs, `predictions.parquet.parts/` holds the predictions made so far, a few hundred per file, each file written
+atomically. A restart skips the images in them. At the end they are merged into one file. Under torchrun, the hash of
+an image's path decides which rank predicts it.
 """
 
 from __future__ import annotations
@@ -13,108 +13,121 @@ import hashlib
 import importlib
 import io
 import json
-import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vitral.data.decode import SUFFIXES
-from vitral.errors import VitralError, few
-from vitral.inference.prediction import COLUMNS, Prediction, plain, rows
-from vitral.inference.predictor import Predictor
-from vitral.runs.run import whole_or_not, write_atomically
+from vitral.data.files.walk import iter_images
+from vitral.errors import VitralError, truncate_list
+from vitral.inference.prediction import CSV_COLUMNS, Prediction, csv_rows, prediction_from_dict, prediction_to_dict
+from vitral.inference.predictor import READABLE_FORMATS, Predictor
+from vitral.utils.atomic import atomic_write, atomic_writer
 
-PART, SECONDS = 512, 10.0  # a part is written after so many answers, or so many seconds: what a power cut can cost
-NAMED = 3  # files that could not be read, and folders without pictures: at the end
-ENDINGS = (".parquet", ".csv", ".jsonl")
+PART_SIZE, PART_SECONDS = 512, 10.0  # a part is written after this many predictions or seconds
+MAX_LISTED = 3  # unreadable files and empty folders named in the summary
+SUFFIXES = (".parquet", ".csv", ".jsonl")
+ARROW_BATCH_SIZE = 10_000
 
 
-def harvest(predictor: Predictor, paths: Sequence[Path], out: Path, *, top: int = 3, quiet: bool = False) -> int:
-    """Every image in `paths` answered exactly once in `out`; the exit status: 1 where some could not be read."""
+def predict_to_file(
+    predictor: Predictor, paths: Sequence[Path], out: Path, *, top: int = 3, quiet: bool = False
+) -> int:
+    """Write exactly one prediction per image in `paths` to `out`. Returns 1 if some could not be read, otherwise 0."""
     world = predictor.hardware.world
     parts = out.with_name(out.name + ".parts")
-    world.tell(lambda: _prepare(predictor, paths, out, parts, top))
-    done = {_hash(answer["file"]) for answer in _kept(parts)}
-    show = _Progress(sum(1 for _ in walk(paths)), len(done), quiet or not world.first, world.size)
-    mine = (path for path in walk(paths) if (key := _hash(str(path))) not in done and key[0] % world.size == world.rank)
-    number = 1 + max((int(p.stem.rsplit("-", 1)[1]) for p in parts.glob(f"part-{world.rank}-*.jsonl")), default=0)
-    waiting: list[Prediction] = []
-    since = time.monotonic()
-    for answer in chain.from_iterable(predictor.answer(opened, top) for opened in predictor.open_ahead(mine)):
-        waiting.append(answer)
-        show.step()
-        if len(waiting) >= PART or time.monotonic() - since > SECONDS:
-            _write_part(parts / f"part-{world.rank}-{number:06}.jsonl", waiting)
-            waiting, number, since = [], number + 1, time.monotonic()
-    if waiting:
-        _write_part(parts / f"part-{world.rank}-{number:06}.jsonl", waiting)
-    world.gather([True])  # all have written their last part
-    failed, count = world.tell(lambda: _merge(parts, out))
-    if world.first and not quiet:
-        what = "an error" if len(failed) == 1 else "errors"
-        errors = f", {len(failed):,} of them {what}: {few(failed, NAMED)}; its column error says why" if failed else ""
-        show.end(f"{out}: {count:,} answer{'s' if count != 1 else ''}{errors}")
-        if empty := [str(path) for path in paths if path.is_dir() and next(walk([path]), None) is None]:
-            print(f"no images in {few(empty, NAMED)}", file=sys.stderr)
-    return 1 if failed else 0
+    world.broadcast_from_rank0(lambda: _prepare(predictor, paths, out, parts, top))
+    done = {_path_hash(record["file"]) for record in _read_parts(parts)}
+    progress = _Progress(sum(1 for _ in iter_images(paths)), len(done), quiet or not world.is_rank0, world.size)
+    remaining = (
+        path
+        for path in iter_images(paths)
+        if (key := _path_hash(str(path))) not in done and key[0] % world.size == world.rank
+    )
+    writer = _PartWriter(parts, world.rank)
+    batches = predictor.decode_batches(remaining)
+    for prediction in chain.from_iterable(predictor.predict_batch(batch, top) for batch in batches):
+        writer.add(prediction)
+        progress.step()
+    writer.flush()
+    world.all_gather_objects([True])  # wait until every rank has written its last part
+    unreadable, count = world.broadcast_from_rank0(lambda: _merge(parts, out))
+    if world.is_rank0 and not quiet:
+        errors = f", {len(unreadable):,} unreadable: {truncate_list(unreadable, MAX_LISTED)}" if unreadable else ""
+        progress.finish(f"{out}: {count:,} prediction{'s' if count != 1 else ''}{errors}")
+        empty = [str(path) for path in paths if path.is_dir() and next(iter_images([path]), None) is None]
+        if empty:
+            print(f"no images in {truncate_list(empty, MAX_LISTED)}", file=sys.stderr)
+    return 1 if unreadable else 0
 
 
-def walk(paths: Iterable[Path]) -> Iterator[Path]:
-    """Files as given, and the pictures in and below folders, folder by folder in order; hidden ones are passed over."""
-    for path in paths:
-        if not path.is_dir():
-            yield path
-            continue
-        for folder, below, files in os.walk(path):
-            below[:] = sorted(name for name in below if not name.startswith("."))
-            names = (n for n in files if Path(n).suffix.lower() in SUFFIXES and not n.startswith("."))
-            yield from (Path(folder) / name for name in sorted(names))
-
-
-def _hash(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=12).digest()
+def _path_hash(path: str) -> bytes:
+    return hashlib.blake2b(path.encode(errors="surrogateescape"), digest_size=12).digest()
 
 
 def _prepare(predictor: Predictor, paths: Sequence[Path], out: Path, parts: Path, top: int) -> None:
-    if out.suffix.lower() not in ENDINGS:
-        raise VitralError(f"answers cannot be written to {out.name}", f"Known endings: {', '.join(ENDINGS)}")
+    """Check the arguments, create the folder of parts, or check that an existing one belongs to the same job."""
+    if out.suffix.lower() not in SUFFIXES:
+        raise VitralError(f"cannot write predictions to {out.name}", f"supported suffixes: {', '.join(SUFFIXES)}")
     if out.suffix.lower() == ".parquet":
-        _arrow()
-    if next(walk(paths), None) is None:
-        raise VitralError(f"no images in {', '.join(map(str, paths))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read")
+        _import_pyarrow()
+    if next(iter_images(paths), None) is None:
+        raise VitralError(f"no images in {', '.join(map(str, paths))}", READABLE_FORMATS)
     if out.exists() and not parts.exists():
-        raise VitralError(f"{out} is already there", "choose another --out, or delete it")
+        raise VitralError(f"{out} already exists", "choose another --out, or delete it")
     parts.mkdir(parents=True, exist_ok=True)
-    for leftover in parts.glob(".part-*"):  # of a write that was cut short
+    for leftover in parts.glob(".part-*"):  # of an interrupted write
         leftover.unlink(missing_ok=True)
-    about = {"model": _fingerprint(predictor), "top": top, "classes": len(predictor.classes)}
-    said = parts / "about.json"
-    if said.exists() and json.loads(said.read_text()) != about:
+    job = {
+        "model": _weights_fingerprint(predictor),
+        "engine": predictor.engine.name,
+        "top": top,
+        "classes": len(predictor.classes),
+    }
+    job_file = parts / "job.json"
+    if job_file.exists() and json.loads(job_file.read_text()) != job:
         raise VitralError(
-            f"{parts} holds answers of another model, or with another --top",
-            f"delete it to begin again: rm -r {parts}",
+            f"{parts} holds predictions of another model or engine, or with another --top",
+            f"delete it to start over: rm -r {parts}",
         )
-    write_atomically(said, json.dumps(about))
+    atomic_write(job_file, json.dumps(job))
 
 
-def _fingerprint(predictor: Predictor) -> str:
-    """Of the weights: a sum of each tensor is enough to tell models apart."""
+def _weights_fingerprint(predictor: Predictor) -> str:
+    """Hash of the sums of all parameters, which is enough to tell models apart."""
     sums = torch.stack([p.detach().double().abs().sum().cpu() for p in predictor.model.parameters()])
     return hashlib.blake2b(sums.numpy().tobytes(), digest_size=12).hexdigest()
 
 
-def _write_part(path: Path, answers: list[Prediction]) -> None:
-    write_atomically(path, "".join(json.dumps(plain(answer)) + "\n" for answer in answers))
+class _PartWriter:
+    """Collects predictions and writes them as numbered part files of one rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        numbers = (int(part.stem.rsplit("-", 1)[1]) for part in folder.glob(f"part-{rank}-*.jsonl"))
+        self.number = 1 + max(numbers, default=0)
+        self.predictions: list[Prediction] = []
+        self.last_write = time.monotonic()
+
+    def add(self, prediction: Prediction) -> None:
+        self.predictions.append(prediction)
+        if len(self.predictions) >= PART_SIZE or time.monotonic() - self.last_write > PART_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.predictions:
+            lines = [json.dumps(prediction_to_dict(prediction)) + "\n" for prediction in self.predictions]
+            atomic_write(self.folder / f"part-{self.rank}-{self.number:06}.jsonl", "".join(lines))
+            self.number += 1
+        self.predictions, self.last_write = [], time.monotonic()
 
 
-def _kept(parts: Path) -> Iterator[dict[str, Any]]:
-    """All answers so far, one at a time."""
+def _read_parts(parts: Path) -> Iterator[dict[str, Any]]:
     for part in sorted(parts.glob("part-*.jsonl")):
         with part.open(encoding="utf-8") as lines:
             for line in lines:
@@ -122,110 +135,104 @@ def _kept(parts: Path) -> Iterator[dict[str, Any]]:
 
 
 def _merge(parts: Path, out: Path) -> tuple[list[str], int]:
-    """All parts as one file, then no parts. Files that are errors, and how many answers there are."""
-    failed, count = list[str](), 0
+    """Merge all parts into `out` and delete them. Returns the unreadable files and the number of predictions."""
+    unreadable, count = list[str](), 0
 
-    def counted() -> Iterator[dict[str, Any]]:
+    def records() -> Iterator[dict[str, Any]]:
         nonlocal count
-        for answer in _kept(parts):
-            if "error" in answer:
-                failed.append(answer["file"].encode(errors="backslashreplace").decode())  # to be told, in any terminal
+        for record in _read_parts(parts):
+            if "error" in record:
+                unreadable.append(_printable(record["file"]))
             count += 1
-            yield answer
+            yield record
 
-    with whole_or_not(out) as file:
-        {".parquet": _parquet, ".csv": _csv, ".jsonl": _jsonl}[out.suffix.lower()](counted(), file)
+    with atomic_writer(out) as file:
+        {".parquet": _write_parquet, ".csv": _write_csv, ".jsonl": _write_jsonl}[out.suffix.lower()](records(), file)
     shutil.rmtree(parts)
-    return failed, count
+    return unreadable, count
 
 
-def _jsonl(answers: Iterator[dict[str, Any]], file: Any) -> None:
-    for answer in answers:
-        file.write((json.dumps(answer) + "\n").encode())
+def _printable(path: str) -> str:
+    """A path as valid UTF-8: undecodable bytes of file names are escaped."""
+    return path.encode(errors="backslashreplace").decode()
 
 
-def _csv(answers: Iterator[dict[str, Any]], file: Any) -> None:
+def _write_jsonl(records: Iterator[dict[str, Any]], file: Any) -> None:
+    for record in records:
+        file.write((json.dumps(record) + "\n").encode())
+
+
+def _write_csv(records: Iterator[dict[str, Any]], file: Any) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="", write_through=True)
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for answer in answers:
-        writer.writerows(rows(_prediction(answer)))
+    writer.writerow(CSV_COLUMNS)
+    for record in records:
+        writer.writerows(csv_rows(prediction_from_dict(record)))
     text.flush()
     text.detach()
 
 
-def _prediction(answer: dict[str, Any]) -> Prediction:
-    from vitral.inference.prediction import Label
-
-    labels = tuple(Label(**label) for label in answer["labels"])
-    return Prediction(
-        source=answer["file"], labels=labels, unknown=answer.get("unknown", False), error=answer.get("error", "")
-    )
-
-
-def _arrow() -> tuple[Any, Any]:
+def _import_pyarrow() -> tuple[Any, Any]:
     try:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise VitralError(
-            "writing Parquet needs pyarrow", "pip install 'vitral[data]', or use .csv or .jsonl"
+            "writing Parquet requires pyarrow", "pip install 'vitral[data]', or write .csv or .jsonl"
         ) from error
 
 
-def _parquet(answers: Iterator[dict[str, Any]], file: Any) -> None:
-    """file, label, probability, labels, probabilities, unknown, error."""
-    arrow, parquet = _arrow()
+def _write_parquet(records: Iterator[dict[str, Any]], file: Any) -> None:
+    arrow, parquet = _import_pyarrow()
     schema = arrow.schema(
         [("file", arrow.string()), ("label", arrow.string()), ("probability", arrow.float32()),
          ("labels", arrow.list_(arrow.string())), ("probabilities", arrow.list_(arrow.float32())),
-         ("unknown", arrow.bool_()), ("error", arrow.string())]
+         ("ood", arrow.bool_()), ("error", arrow.string()), ("engine", arrow.string())]
     )  # fmt: skip
     with parquet.ParquetWriter(file, schema) as writer:
-        while some := [answer for answer, _ in zip(answers, range(10_000), strict=False)]:
-            writer.write_table(arrow.Table.from_pylist([_columns(answer) for answer in some], schema))
+        while batch := [record for record, _ in zip(records, range(ARROW_BATCH_SIZE), strict=False)]:
+            writer.write_table(arrow.Table.from_pylist([_parquet_row(record) for record in batch], schema))
 
 
-def _columns(answer: dict[str, Any]) -> dict[str, Any]:
-    first = answer["labels"][0] if answer["labels"] else {"name": None, "probability": None}
+def _parquet_row(record: dict[str, Any]) -> dict[str, Any]:
+    best = record["labels"][0] if record["labels"] else {"name": None, "probability": None}
     return {
-        "file": answer["file"].encode(errors="backslashreplace").decode(),  # Parquet's text is UTF-8
-        "label": first["name"],
-        "probability": first["probability"],
-        "labels": [label["name"] for label in answer["labels"]],
-        "probabilities": [label["probability"] for label in answer["labels"]],
-        "unknown": answer.get("unknown"),
-        "error": answer.get("error"),
+        "file": _printable(record["file"]),
+        "label": best["name"],
+        "probability": best["probability"],
+        "labels": [label["name"] for label in record["labels"]],
+        "probabilities": [label["probability"] for label in record["labels"]],
+        "ood": record.get("ood"),
+        "error": record.get("error"),
+        "engine": record.get("engine"),
     }
 
 
 class _Progress:
-    """One line on stderr that is written over, at most twice a second; on a file or a pipe, one line in ten seconds."""
+    """Progress on stderr: one line rewritten twice per second on a terminal, one line every 10 s elsewhere."""
 
-    def __init__(self, total: int, done: int, quiet: bool, processes: int) -> None:
-        self.total, self.before, self.count, self.quiet, self.processes = total, done, 0, quiet, processes
+    def __init__(self, total: int, done: int, quiet: bool, num_ranks: int) -> None:
+        self.total, self.resumed, self.count, self.quiet, self.num_ranks = total, done, 0, quiet, num_ranks
         self.start = self.last = time.monotonic()
-        self.terminal = sys.stderr.isatty()
+        self.is_terminal = sys.stderr.isatty()
         if done and not quiet:
-            print(f"going on: {done:,} of {total:,} images were answered before", file=sys.stderr)
+            print(f"resuming: {done:,} of {total:,} images are already predicted", file=sys.stderr)
 
     def step(self) -> None:
         self.count += 1
         now = time.monotonic()
-        if self.quiet or now - self.last < (0.5 if self.terminal else 10):
+        if self.quiet or now - self.last < (0.5 if self.is_terminal else 10):
             return
-        self.last, speed = now, self.count * self.processes / (now - self.start)
-        done = min(self.before + self.count * self.processes, self.total)  # the others are as far, more or less
-        left = time.strftime("%H:%M:%S", time.gmtime((self.total - done) / max(speed, 1e-9)))
+        self.last, speed = now, self.count * self.num_ranks / (now - self.start)
+        done = min(self.resumed + self.count * self.num_ranks, self.total)  # assumes that all ranks are equally fast
+        remaining = time.strftime("%H:%M:%S", time.gmtime((self.total - done) / max(speed, 1e-9)))
+        line = f"{done:,} of {self.total:,} images   {speed:,.0f} images/s   {remaining} remaining"
         with contextlib.suppress(OSError):
-            line = f"{done:,} of {self.total:,} images   {speed:,.0f}/s   {left} left"
-            print(
-                f"\r{line}   " if self.terminal else line,
-                end="" if self.terminal else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            if self.is_terminal:
+                print(f"\r{line}   ", end="", file=sys.stderr, flush=True)
+            else:
+                print(line, file=sys.stderr, flush=True)
 
-    def end(self, line: str) -> None:
-        if self.terminal:
+    def finish(self, summary: str) -> None:
+        if self.is_terminal:
             print("\r" + " " * 70 + "\r", end="", file=sys.stderr)
-        print(line)
+        print(summary)

@@ -1,11 +1,11 @@
-"""Every way to ask a model on this CPU, timed in turns: number type × threads × batch, and which one to take."""
+"""Benchmark of all CPU engines over threads and batch sizes, and a recommendation."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,174 +13,197 @@ from torch import Tensor
 
 from vitral import __version__
 from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import cpu_name, is_busy
+from vitral.device.cpu import busy_warning, cpu_name
 from vitral.errors import VitralError
-from vitral.inference.engine import Checked, Engine, cannot_be_arranged, margin_of
-from vitral.inference.engine_selection import Measured, Row, check_threads, possible, write_measured
-from vitral.inference.int8_calibration import measure_ranges, save_ranges
+from vitral.inference.cpu_engine import CpuEngine, supported_precisions, unsupported_reason
+from vitral.inference.engine import CascadeEngine, cascade_margin
+from vitral.inference.engine_selection import BenchResult, BenchRow, check_threads, save_bench_result
+from vitral.inference.int8_calibration import collect_activation_ranges, save_activation_ranges
 from vitral.models.vit import ViT
+from vitral.utils.progress import LogFn, no_log
 
-SAME = 0.999  # a way is recommended if so many images keep their first label
-LEAST_IMAGES = 16
-MOST_AT_ONCE = 4096
-SIMPLER = 1.2  # a way that is not this much quicker than fp32 is not worth being less plain
-Ways = dict[str, Engine | Checked]
+MIN_AGREEMENT = 0.999  # share of images with the same top-1 label as fp32 that a recommended engine must reach
+MIN_SPEEDUP = 1.2  # over fp32 that a recommended engine must reach
+MIN_IMAGES = 16
+MAX_BATCH_SIZE = 4096
+CALIBRATION_BATCH_SIZE = 16
+MIN_ROUNDS = 5
+CpuEngines = Mapping[str, CpuEngine | CascadeEngine]
 Margins = dict[str, float]
 
 
-def ways_of(model: ViT, preprocessing: Preprocessing, images_NCHW: Tensor, folder: Path | None) -> tuple[Ways, Margins]:
-    """All ways this CPU offers, and the margins of the checked ones, learned from these images.
+def build_engines(
+    model: ViT, preprocessing: Preprocessing, images_NCHW: Tensor, folder: Path | None
+) -> tuple[CpuEngines, Margins]:
+    """Build all engines that this CPU supports, and the margins of the cascades, calibrated on these images.
 
-    With a folder, what int8 needs to know about the model is kept there.
+    The activation ranges that int8 needs are stored in `folder`, if one is given.
     """
-    if why := cannot_be_arranged(model):
-        raise VitralError(f"there is nothing to choose: {why}", "the model is run as it is, in fp32")
-    fp32 = Engine(model, preprocessing, "fp32")
-    ways: dict[str, Engine] = {"fp32": fp32}
+    if reason := unsupported_reason(model):
+        raise VitralError(f"there is only the reference engine for this model: {reason}", "no benchmark is needed")
+    fp32 = CpuEngine(model, preprocessing, "fp32")
+    engines: dict[str, CpuEngine] = {"fp32": fp32}
     margins: Margins = {}
-    answers = in_batches(fp32, images_NCHW)
-    for number in possible()[1:]:
-        ranges = measure_ranges(model, images_NCHW.split(16), preprocessing) if number == "int8" else None
-        if ranges is not None and folder is not None:
-            save_ranges(folder, ranges)
-        ways[number] = quick = Engine(model, preprocessing, number, ranges)
-        margins[number] = margin_of(in_batches(quick, images_NCHW), answers)
-    return dict(ways) | checked(ways, margins), margins
+    fp32_logits = run_batched(fp32, images_NCHW)
+    for precision in supported_precisions()[1:]:
+        ranges = None
+        if precision == "int8":
+            ranges = collect_activation_ranges(model, images_NCHW.split(CALIBRATION_BATCH_SIZE), preprocessing)
+            if folder is not None:
+                save_activation_ranges(folder, ranges)
+        engines[precision] = CpuEngine(model, preprocessing, precision, ranges)
+        margins[precision] = cascade_margin(run_batched(engines[precision], images_NCHW), fp32_logits)
+    return engines | build_cascades(engines, margins), margins
 
 
-def checked(engines: dict[str, Engine], margins: Margins) -> dict[str, Checked]:
-    """int8 asks bf16 where it is in doubt, and that asks fp32."""
-    found: dict[str, Checked] = {}
-    for number, margin in margins.items():
-        sure = found.get("bf16-checked", engines["fp32"])
-        found[f"{number}-checked"] = Checked(engines[number], sure, margin)
-    return found
+def build_cascades(engines: Mapping[str, CpuEngine], margins: Margins) -> dict[str, CascadeEngine]:
+    """int8 falls back to the bf16 cascade, and bf16 to fp32."""
+    cascades: dict[str, CascadeEngine] = {}
+    for precision, margin in margins.items():
+        accurate = cascades.get("bf16-cascade", engines["fp32"])
+        cascades[f"{precision}-cascade"] = CascadeEngine(engines[precision], accurate, margin)
+    return cascades
 
 
-def in_batches(run: Callable[[Tensor], Tensor], images_NCHW: Tensor) -> Tensor:
-    return torch.cat([run(images) for images in images_NCHW.split(16)])
+def run_batched(engine: Callable[[Tensor], Tensor], images_NCHW: Tensor) -> Tensor:
+    return torch.cat([engine(images) for images in images_NCHW.split(CALIBRATION_BATCH_SIZE)])
 
 
-def bench(
+def run_bench(
     model: ViT,
     preprocessing: Preprocessing,
     images_NCHW: Tensor,
     folder: Path | None = None,
     *,
     threads: Sequence[int],
-    batches: Sequence[int] = (1, 8, 32),
+    batch_sizes: Sequence[int] = (1, 8, 32),
     seconds: float = 1.0,
-    say: Callable[[str], None] = lambda line: None,
-) -> Measured:
-    """Measured with uint8 images as the model wants them: half of them to learn from, the others to compare on.
+    log: LogFn = no_log,
+) -> BenchResult:
+    """Measure all engines on uint8 images of the model's input size.
 
-    `seconds` for each row of the table; the ways take turns, so that a busy moment meets all of them.
+    Every second image is used for calibration, the others for agreement and speed. The engines take turns, so that
+    background load affects all of them; each row takes about `seconds`. The result is stored in `folder`.
     """
-    if len(images_NCHW) < LEAST_IMAGES:
-        raise VitralError(f"{len(images_NCHW)} images are too few to measure with", f"at least {LEAST_IMAGES}")
-    check_threads(threads)
-    if not 0 < seconds < math.inf:
-        raise VitralError(f"seconds must be above 0, not {seconds}", "leave --seconds out for 1")
-    for batch in batches:
-        if not 1 <= batch <= MOST_AT_ONCE:
-            raise VitralError(f"batches must be from 1 to {MOST_AT_ONCE:,} images, not {batch}", "--batches 1 8 32")
-    before = torch.get_num_threads()
+    check_bench_arguments(len(images_NCHW), threads, batch_sizes, seconds)
+    threads_before = torch.get_num_threads()
     try:
         torch.set_num_threads(max(threads))
-        if busy := is_busy():
-            say(busy)
-        say(f"learning from {len(images_NCHW[::2])} images how large the numbers get")
-        ways, margins = ways_of(model, preprocessing, images_NCHW[::2], folder)
-        compared = images_NCHW[1::2]
-        answers = {name: in_batches(way, compared) for name, way in ways.items()}
-        said = {name: logits.argmax(dim=1) for name, logits in answers.items()}
-        agreement = {name: float((labels == said["fp32"]).double().mean()) for name, labels in said.items()}
-        again = {
-            name: float(way.close(answers[name.removesuffix("-checked")]).double().mean())
-            for name, way in ways.items()
-            if isinstance(way, Checked)
-        }
-        rows: list[Row] = []
-        for count in threads:
-            torch.set_num_threads(count)
-            for batch in batches:
-                say(f"{count} thread{'s' if count > 1 else ''}, {batch} image{'s' if batch > 1 else ''} at once")
-                times = _in_turns(ways, _repeated(compared, batch), batch, seconds)
+        if warning := busy_warning():
+            log(warning)
+        log(f"calibrating on {len(images_NCHW[::2])} images")
+        engines, margins = build_engines(model, preprocessing, images_NCHW[::2], folder)
+        test_images = images_NCHW[1::2]
+        agreement, recheck_rate = measure_agreement(engines, test_images)
+        rows: list[BenchRow] = []
+        for num_threads in threads:
+            torch.set_num_threads(num_threads)
+            for batch_size in batch_sizes:
+                log(f"{num_threads} thread{'s' if num_threads > 1 else ''}, batch size {batch_size}")
+                times = _time_in_turns(engines, _repeat_to(test_images, batch_size), batch_size, seconds)
                 rows += [
-                    _row(name, ways[name], count, batch, times[name], agreement[name], again.get(name, 0.0))
-                    for name in ways
+                    BenchRow(
+                        engine=name,
+                        threads=num_threads,
+                        batch_size=batch_size,
+                        **_speed(batch_size, times[name]),
+                        memory_mb=round(engine.nbytes / 1e6, 1),
+                        agreement=agreement[name],
+                        recheck_rate=recheck_rate.get(name, 0.0),
+                    )
+                    for name, engine in engines.items()
                 ]
     finally:
-        torch.set_num_threads(before)
-    best, why = recommend(rows, len(compared))
-    measured = Measured(
+        torch.set_num_threads(threads_before)
+    best, reason = recommend(rows, len(test_images))
+    result = BenchResult(
         cpu=cpu_name(),
-        made_by=f"vitral {__version__}, torch {torch.__version__}",
+        versions=f"vitral {__version__}, torch {torch.__version__}",
         date=time.strftime("%Y-%m-%d"),
-        images=len(compared),
+        images=len(test_images),
         rows=tuple(rows),
         margins=margins,
-        precision=best.precision,
+        engine=best.engine,
         threads=best.threads,
-        batch=best.batch,
-        why=why,
+        batch_size=best.batch_size,
+        reason=reason,
     )
     if folder is not None:
-        write_measured(folder, measured)
-    return measured
+        save_bench_result(folder, result)
+    return result
 
 
-def _repeated(images_NCHW: Tensor, least: int) -> Tensor:
-    return images_NCHW.repeat(-(-least // len(images_NCHW)), 1, 1, 1)
+def check_bench_arguments(num_images: int, threads: Sequence[int], batch_sizes: Sequence[int], seconds: float) -> None:
+    if num_images < MIN_IMAGES:
+        raise VitralError(f"{num_images} images are too few for a benchmark", f"at least {MIN_IMAGES} are needed")
+    check_threads(threads)
+    if not 0 < seconds < math.inf:
+        raise VitralError(f"seconds must be positive, got {seconds}", "the default is --seconds 1")
+    for batch_size in batch_sizes:
+        if not 1 <= batch_size <= MAX_BATCH_SIZE:
+            raise VitralError(
+                f"expected batch sizes between 1 and {MAX_BATCH_SIZE:,}, got {batch_size}",
+                "for example --batch-sizes 1 8 32",
+            )
 
 
-def _in_turns(ways: Ways, images_NCHW: Tensor, batch: int, seconds: float) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    places = range(0, len(images_NCHW) - batch + 1, batch)
-    turn, end = 0, time.perf_counter() + seconds * len(ways)
-    for way in ways.values():
-        way(images_NCHW[:batch])  # the first call of a shape makes oneDNN write its kernels
-    while turn < 5 or time.perf_counter() < end:
-        images = images_NCHW[places[turn % len(places)] :][:batch]  # others each time: what is close changes
-        for name, way in ways.items():
+def measure_agreement(engines: CpuEngines, images_NCHW: Tensor) -> tuple[dict[str, float], dict[str, float]]:
+    """Top-1 agreement of each engine with fp32, and the share of images that each cascade computes twice."""
+    logits = {name: run_batched(engine, images_NCHW) for name, engine in engines.items()}
+    top1 = {name: values.argmax(dim=1) for name, values in logits.items()}
+    agreement = {name: float((labels == top1["fp32"]).double().mean()) for name, labels in top1.items()}
+    recheck_rate = {
+        name: float(engine.is_ambiguous(logits[name.removesuffix("-cascade")]).double().mean())
+        for name, engine in engines.items()
+        if isinstance(engine, CascadeEngine)
+    }
+    return agreement, recheck_rate
+
+
+def _repeat_to(images_NCHW: Tensor, min_count: int) -> Tensor:
+    return images_NCHW.repeat(-(-min_count // len(images_NCHW)), 1, 1, 1)
+
+
+def _time_in_turns(engines: CpuEngines, images_NCHW: Tensor, batch_size: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds per batch of each engine."""
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    starts = range(0, len(images_NCHW) - batch_size + 1, batch_size)
+    round_index, end = 0, time.perf_counter() + seconds * len(engines)
+    for engine in engines.values():
+        engine(images_NCHW[:batch_size])  # oneDNN generates its kernels on the first call with a shape
+    while round_index < MIN_ROUNDS or time.perf_counter() < end:
+        # Other images in each round: the time of a cascade depends on how many of them are ambiguous.
+        images = images_NCHW[starts[round_index % len(starts)] :][:batch_size]
+        for name, engine in engines.items():
             start = time.perf_counter()
-            way(images)
+            engine(images)
             times[name].append(time.perf_counter() - start)
-        turn += 1
+        round_index += 1
     return times
 
 
-def _row(
-    name: str, way: Engine | Checked, threads: int, batch: int, times: list[float], agreement: float, again: float
-) -> Row:
-    cuts = statistics.quantiles(times, n=100, method="inclusive")
-    # A checked way is slower where it asks twice, so its speed is that of the mean, as is everybody's.
-    return Row(
-        precision=name,
-        threads=threads,
-        batch=batch,
-        p50_ms=round(cuts[49] * 1e3, 3),
-        p95_ms=round(cuts[94] * 1e3, 3),
-        p99_ms=round(cuts[98] * 1e3, 3),
-        images_per_second=round(batch / statistics.mean(times), 1),
-        memory_mb=round(way.nbytes / 1e6, 1),
-        agreement=agreement,
-        again=again,
-    )
+def _speed(batch_size: int, times: list[float]) -> dict[str, float]:
+    """Latency percentiles, and throughput from the mean, which includes the batches that a cascade computes twice."""
+    percentiles = statistics.quantiles(times, n=100, method="inclusive")
+    return {
+        "p50_ms": round(percentiles[49] * 1e3, 3),
+        "p95_ms": round(percentiles[94] * 1e3, 3),
+        "p99_ms": round(percentiles[98] * 1e3, 3),
+        "images_per_second": round(batch_size / statistics.mean(times), 1),
+    }
 
 
-def recommend(rows: Sequence[Row], images: int) -> tuple[Row, str]:
-    """The quickest way that keeps the first label of 999 images in a thousand, and the sentence that says so."""
-    plain = max((row for row in rows if row.precision == "fp32"), key=lambda row: row.images_per_second)
-    best = plain
+def recommend(rows: Sequence[BenchRow], num_images: int) -> tuple[BenchRow, str]:
+    """The fastest row with sufficient agreement and speedup, otherwise the fastest fp32 row; and the reason."""
+    fp32 = max((row for row in rows if row.engine == "fp32"), key=lambda row: row.images_per_second)
+    best = fp32
     for row in sorted(rows, key=lambda row: row.images_per_second):
-        if row.agreement >= SAME and row.images_per_second > SIMPLER * plain.images_per_second:
+        if row.agreement >= MIN_AGREEMENT and row.images_per_second > MIN_SPEEDUP * fp32.images_per_second:
             best = row
-    same = round(best.agreement * images)
-    faster = best.images_per_second / plain.images_per_second
-    why = (
-        f"{best.images_per_second:,.0f} images/s with {best.threads} thread{'s' if best.threads > 1 else ''}, "
-        + (f"{faster:.1f} × fp32; " if best is not plain else "nothing quicker agrees; ")
-        + f"the same first label on {same:,} of {images:,} images"
+    speedup = best.images_per_second / fp32.images_per_second
+    threads = f"{best.threads} thread{'s' if best.threads > 1 else ''}"
+    comparison = f"{speedup:.1f}x fp32" if best is not fp32 else "no faster engine agrees with fp32"
+    return best, (
+        f"{best.images_per_second:,.0f} images/s with {threads}, {comparison}; "
+        f"same top-1 label on {round(best.agreement * num_images):,} of {num_images:,} images"
     )
-    return best, why

@@ -1,27 +1,30 @@
-"""A ViT for asking on a GPU: weights in bf16, or FP8 for the large products; kernels of our own between these; and all
-kernels of a call launched as one, so that none waits for Python."""
+"""A ViT prepared for GPU inference: fp32, bf16 or FP8 weights, fused kernels where supported, CUDA graphs."""
 
 from __future__ import annotations
 
 import copy
 import threading
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import Hardware, Shared
+from vitral.device.cuda_graphs import GraphPool, capture_forward
+from vitral.device.memory import to_pinned_cpu
+from vitral.device.select import Hardware
 from vitral.errors import VitralError
 from vitral.models.vit import ViT
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batches are filled up to one of these: each is recorded once
-HIDDEN = 160_000_000  # of an MLP, for a whole batch: 256 images of B/16. More gain nothing, and need as much memory
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batches are padded to one of these; one graph is captured for each
+# Hidden MLP activations of a whole batch (256 images for B/16). Larger batches are not faster and use more memory.
+MAX_HIDDEN_ACTIVATIONS = 160_000_000
 
 
-class _Whole(nn.Module):
-    """From 8-bit pixels to logits."""
+class Uint8Model(nn.Module):
+    """Normalisation and forward pass in the engine's precision: uint8 images (B, C, H, W) to fp32 logits (B, K)."""
 
     mean: Tensor
     std: Tensor
@@ -33,55 +36,78 @@ class _Whole(nn.Module):
         self.register_buffer("std", std.to(hardware.device))
         self.dtype = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
         self.model = copy.deepcopy(model).eval().requires_grad_(False).to(hardware.device, self.dtype)
-        self.fused: Callable[[Tensor], Tensor] | None = None
-        self.why_not = ""  # fused
-        if hardware.fused:
-            from vitral.kernels import fused_model as fused
+        self.head: nn.Module | None = None
+        self.fused_features: Callable[[Tensor], Tensor] | None = None
+        self.fused_unsupported: str | None = None
+        if hardware.use_triton:
+            from vitral.kernels.encoder_checks import unsupported_reason
+            from vitral.kernels.inference import make_inference_forward
 
-            self.why_not = fused.why_not(self.model, hardware, learning=False)
-            if not self.why_not:
-                self.fused = fused.answering(self.model, preprocessing, hardware, self.seen)
+            self.fused_unsupported = unsupported_reason(self.model, hardware, training=False)
+            if self.fused_unsupported is None:
+                self.fused_features = make_inference_forward(self.model, preprocessing, hardware, self.normalise)
+                # The head is applied separately, so that features and logits share the fused forward pass.
+                self.head, self.model.head = self.model.head, nn.Identity()
             elif hardware.fp8:
-                raise VitralError(f"no FP8 products: {self.why_not}", "use --precision bf16, or auto")
+                raise VitralError(f"fp8 engine unavailable: {self.fused_unsupported}", "use --engine bf16 or auto")
 
-    def seen(self, images_BCHW: Tensor) -> Tensor:
-        """As the model takes them; pixels as fp32 would be the largest tensor of all."""
-        seen = torch.empty_like(images_BCHW, dtype=self.dtype)
-        torch.sub(images_BCHW, self.mean, out=seen)
-        return seen.div_(self.std)
+    def normalise(self, images_BCHW: Tensor) -> Tensor:
+        """uint8 to the engine's dtype without an fp32 copy, which would be the largest tensor of the forward pass."""
+        normalised = torch.empty_like(images_BCHW, dtype=self.dtype)
+        torch.sub(images_BCHW, self.mean, out=normalised)
+        return normalised.div_(self.std)
+
+    def features(self, images_BCHW: Tensor) -> Tensor:
+        if self.fused_features is not None:
+            return self.fused_features(images_BCHW).float()
+        return self.model.features(self.normalise(images_BCHW)).float()
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        return (self.model(self.seen(images_BCHW)) if self.fused is None else self.fused(images_BCHW)).float()
+        if self.fused_features is not None and self.head is not None:
+            return cast(Tensor, self.head(self.fused_features(images_BCHW))).float()
+        return cast(Tensor, self.model(self.normalise(images_BCHW))).float()
 
 
-class GpuEngine:
-    """`GpuEngine(model, preprocessing, hardware)(images)`: uint8 images, B C H W → logits, B K, on the CPU."""
+class CudaEngine:
+    """`CudaEngine(model, preprocessing, hardware)(images)`: uint8 images (B, C, H, W) to logits (B, K) on the CPU."""
 
     def __init__(self, model: ViT, preprocessing: Preprocessing, hardware: Hardware) -> None:
-        whole = _Whole(model, preprocessing, hardware).to(hardware.device)
+        self.model = Uint8Model(model, preprocessing, hardware).to(hardware.device)
         self.hardware = hardware
-        compiled = hardware.compile and whole.fused is None
-        without = f" (without fused kernels: {whole.why_not})" if whole.why_not else ""
-        self.how = ", fused kernels" if whole.fused else (", compiled" if compiled else "") + without
-        self.call: Callable[[Tensor], Tensor] = torch.compile(whole, dynamic=False) if compiled else whole
-        self.recorded: dict[int, Callable[[Tensor], Tensor]] = {}
-        self.memory = Shared(hardware.device)
+        is_fused = self.model.fused_features is not None
+        is_compiled = hardware.compile and not is_fused
+        self.description = "fused kernels" if is_fused else "compiled" if is_compiled else "PyTorch kernels"
+        if self.model.fused_unsupported is not None:
+            self.description += f" (no fused kernels: {self.model.fused_unsupported})"
+        self.forward: Callable[[Tensor], Tensor] = (
+            torch.compile(self.model, dynamic=False) if is_compiled else self.model
+        )
+        self.graphs: dict[int, Callable[[Tensor], Tensor]] = {}
+        self.pool = GraphPool(hardware.device)
         config = model.config
-        hidden = (config.prefix + config.grid[0] * config.grid[1]) * config.hidden_width
-        self.most = max(size for size in SIZES if size == 1 or size * hidden <= HIDDEN)
-        self.lock = threading.Lock()  # a recorded call has one place for its input
+        hidden = (config.num_prefix_tokens + config.grid[0] * config.grid[1]) * config.hidden_width
+        self.max_batch_size = max(size for size in BATCH_SIZES if size == 1 or size * hidden <= MAX_HIDDEN_ACTIVATIONS)
+        self.lock = threading.Lock()  # a captured graph has a single input buffer
 
     @torch.inference_mode()
     def __call__(self, images_BCHW: Tensor) -> Tensor:
-        parts = images_BCHW.split(self.most)
-        answers = [self._ask(part.to(self.hardware.device, non_blocking=True)) for part in parts]
-        return self.hardware.fetched(torch.cat(answers))
+        batches = images_BCHW.split(self.max_batch_size)
+        logits = [self._replay(batch.to(self.hardware.device, non_blocking=True)) for batch in batches]
+        return to_pinned_cpu(torch.cat(logits))
 
-    def _ask(self, images_BCHW: Tensor) -> Tensor:
-        B = len(images_BCHW)
-        size = next(size for size in SIZES if size >= B)
-        filled = images_BCHW if size == B else F.pad(images_BCHW, (0, 0) * 3 + (0, size - B))
+    @torch.inference_mode()
+    def features(self, images_BCHW: Tensor) -> Tensor:
+        """Computed by the same kernels as the logits, without CUDA graphs."""
+        batches = images_BCHW.split(self.max_batch_size)
         with self.lock:
-            if size not in self.recorded:
-                self.recorded[size] = self.hardware.replayed(self.call, torch.zeros_like(filled), self.memory)
-            return self.recorded[size](filled)[:B]
+            features = [self.model.features(batch.to(self.hardware.device)) for batch in batches]
+        return to_pinned_cpu(torch.cat(features))
+
+    def _replay(self, images_BCHW: Tensor) -> Tensor:
+        B = len(images_BCHW)
+        size = next(size for size in BATCH_SIZES if size >= B)
+        padded = images_BCHW if size == B else F.pad(images_BCHW, (0, 0) * 3 + (0, size - B))
+        with self.lock:
+            if size not in self.graphs:
+                self.graphs[size] = capture_forward(self.forward, torch.zeros_like(padded), self.pool)
+            return self.graphs[size](padded)[:B]

@@ -1,197 +1,285 @@
-"""Which numbers a model computes with, and why. What was measured is kept beside the weights, machine by machine."""
+"""Which engine computes a model's logits, and why. Benchmark results are stored next to the weights, per CPU."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from vitral import bundled as box
+from vitral import bundled
+from vitral.data.lazy_images import Images
 from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import Hardware, cores, cpu_name
-from vitral.errors import VitralError, typed
-from vitral.inference.cuda_engine import GpuEngine
-from vitral.inference.engine import Checked, Engine, Number, cannot_be_arranged, cannot_run_here
-from vitral.inference.int8_calibration import load_ranges
+from vitral.device.cpu import available_cpus, cpu_name
+from vitral.device.select import CompileOption, DeviceOption, Hardware, PrecisionOption, select_hardware
+from vitral.errors import VitralError, shell_quote
+from vitral.inference.cpu_engine import CpuEngine, CpuPrecision, cpu_unsupported_reason, unsupported_reason
+from vitral.inference.cuda_engine import CudaEngine
+from vitral.inference.engine import CascadeEngine, Engine, ReferenceEngine
+from vitral.inference.int8_calibration import load_activation_ranges
 from vitral.models.vit import ViT
-from vitral.runs.run import write_atomically
-from vitral.utils.serialization import from_plain, to_plain
+from vitral.utils.atomic import atomic_write
+from vitral.utils.progress import ProgressFn, no_progress
+from vitral.utils.serialization import from_dict, to_dict
 
-FILE = "speed.json"
-BATCH_GPU = 256
-BATCH = 16  # images at once where nothing was measured: enough for the matrices, little enough for the caches
+FILE_NAME = "bench.json"
+CUDA_BATCH_SIZE = 256
+CPU_BATCH_SIZE = 16  # without a benchmark: large enough for the GEMMs, small enough for the caches
+REFERENCE_BATCH_SIZE = 512
+FEATURE_BATCH_SIZE = 64  # features are also needed of models much larger than those served
 
-Wish = Literal["auto", "fp32", "bf16", "int8", "bf16-checked", "int8-checked", "fp8"]
-WISHES: tuple[Wish, ...] = get_args(Wish)
-Run = Callable[[Tensor], Tensor]
+EngineName = Literal["auto", "reference", "fp32", "bf16", "int8", "bf16-cascade", "int8-cascade", "fp8"]
+ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One way to compute, measured."""
+class BenchRow:
+    """Speed of one engine with one number of threads and one batch size."""
 
-    precision: str
+    engine: str
     threads: int
-    batch: int
-    p50_ms: float  # of a batch
+    batch_size: int
+    p50_ms: float  # latency of a batch
     p95_ms: float
     p99_ms: float
     images_per_second: float
-    memory_mb: float  # of the matrices
-    agreement: float  # share of images with the same first label as in fp32
-    again: float  # share of images that a checked way asks twice
+    memory_mb: float  # encoder weights
+    agreement: float  # share of images with the same top-1 label as fp32
+    recheck_rate: float  # share of images that a cascade computes twice
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What `vitral bench` found on one CPU."""
+class BenchResult:
+    """Result of `vitral bench` on one CPU."""
 
     cpu: str
-    made_by: str
+    versions: str
     date: str
-    images: int  # that the ways were compared on
-    rows: tuple[Row, ...]
-    margins: dict[str, float] = field(default_factory=dict)  # of the checked ways
-    precision: str = "fp32"  # recommended
+    images: int  # that the agreement was measured on
+    rows: tuple[BenchRow, ...]
+    margins: dict[str, float] = field(default_factory=dict)  # of the cascades, by precision of the fast engine
+    engine: str = "fp32"  # recommended
     threads: int = 1
-    batch: int = BATCH
-    why: str = ""
+    batch_size: int = CPU_BATCH_SIZE
+    reason: str = ""
 
 
-def read_measured(folder: Path) -> dict[str, Measured]:
-    """By CPU. A file that cannot be read is as if nothing had been measured: it only says what is quickest."""
+def load_bench_results(folder: Path) -> dict[str, BenchResult]:
+    """Results by CPU name. An unreadable file counts as no results: it affects speed only."""
     try:
-        machines = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        found = {}
-        for cpu, plain in machines.items():
-            margins = {name: float(margin) for name, margin in plain.pop("margins").items()}
-            rows = tuple(from_plain(Row, row) for row in plain.pop("rows"))
-            found[cpu] = Measured(rows=rows, margins=margins, **plain)
-        return found
+        values = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        results = {}
+        for cpu, result in values.items():
+            margins = {name: float(margin) for name, margin in result.pop("margins").items()}
+            rows = tuple(from_dict(BenchRow, row) for row in result.pop("rows"))
+            results[cpu] = BenchResult(rows=rows, margins=margins, **result)
+        return results
     except (OSError, ValueError, AttributeError, KeyError, TypeError, VitralError):
         return {}
 
 
-def write_measured(folder: Path, measured: Measured) -> None:
-    machines = read_measured(folder) | {measured.cpu: measured}
-    plain = {cpu: to_plain(each) | {"margins": each.margins, "rows": [to_plain(row) for row in each.rows]}
-             for cpu, each in machines.items()}  # fmt: skip
-    write_atomically(folder / FILE, json.dumps(plain, indent=1) + "\n")
+def save_bench_result(folder: Path, result: BenchResult) -> None:
+    results = load_bench_results(folder) | {result.cpu: result}
+    values = {cpu: to_dict(each) | {"margins": each.margins, "rows": [to_dict(row) for row in each.rows]}
+              for cpu, each in results.items()}  # fmt: skip
+    atomic_write(folder / FILE_NAME, json.dumps(values, indent=1) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class EngineChoice:
+    """The engine in use, how it is called and why it was selected."""
+
+    name: str
     precision: str
-    batch: int
-    why: str
-    run: Run | None  # None: the model as it is
+    device: str  # "cpu" or "cuda"
+    batch_size: int
+    reason: str
+    engine: Engine
+    threads: int | None = None  # CPU only
 
     def __str__(self) -> str:
-        return f"{self.precision} ({self.why})"
+        return f"{self.name} ({self.reason})"
+
+    def info(self) -> dict[str, Any]:
+        """What is recorded with every result."""
+        info = {"name": self.name, "precision": self.precision, "device": self.device, "threads": self.threads}
+        return {key: value for key, value in info.items() if value is not None}
+
+    def logits(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
+        """Logits (N, K) of uint8 images of the model's input size, in batches; N must not be 0."""
+        logits: list[Tensor] = []
+        for images in images_NCHW.split(self.batch_size):
+            if logits:
+                progress(sum(map(len, logits)))
+            logits.append(self.engine(images))
+        return torch.cat(logits)
+
+    def features(self, images_NCHW: Images) -> Tensor:
+        """Pooled features (N, D), the input of the head."""
+        return torch.cat([self.engine.features(batch) for batch in images_NCHW.split(FEATURE_BATCH_SIZE)])
 
 
-def choose(
-    model: ViT, preprocessing: Preprocessing, folder: Path | None, wish: Wish = "auto", threads: int | None = None
-) -> Choice:
-    """How to ask this model on this CPU: as wished, as measured here, or in fp32."""
-    if wish not in WISHES:
+def reference_engine(model: ViT, preprocessing: Preprocessing, hardware: Hardware, reason: str) -> EngineChoice:
+    """The module itself, on the hardware it is on."""
+    return EngineChoice(
+        name="reference",
+        precision=hardware.precision,
+        device=hardware.device.type,
+        threads=torch.get_num_threads() if hardware.device.type == "cpu" else None,
+        batch_size=REFERENCE_BATCH_SIZE,
+        reason=reason,
+        engine=ReferenceEngine(model, preprocessing, hardware),
+    )
+
+
+def select_engine(
+    model: ViT,
+    preprocessing: Preprocessing,
+    hardware: Hardware,
+    name: EngineName = "auto",
+    *,
+    folder: Path | None = None,
+    threads: int | None = None,
+    compile: CompileOption = "no",
+    throughput: bool = False,
+) -> EngineChoice:
+    """Select and build the engine of a model. `hardware` is the fp32 hardware that the module itself runs on."""
+    if name not in ENGINE_NAMES:
         raise VitralError(
-            f"precision must be one of {', '.join(WISHES)}, not {wish!r}", "auto: what vitral bench found, or fp32"
+            f"expected engine to be one of {', '.join(ENGINE_NAMES)}, got {name!r}",
+            "auto: what vitral bench recommends, or fp32",
         )
-    if wish == "fp8":
-        raise VitralError("there are no FP8 units on a CPU", "use --precision auto")
+    if hardware.device.type == "cpu":
+        return select_cpu_engine(model, preprocessing, hardware, folder, name, threads)
+    if name == "reference":
+        return reference_engine(model, preprocessing, hardware, "requested")
+    return select_cuda_engine(model, preprocessing, cuda_hardware("gpu", name, compile, throughput), name)
+
+
+def select_cpu_engine(
+    model: ViT,
+    preprocessing: Preprocessing,
+    hardware: Hardware,
+    folder: Path | None,
+    name: EngineName = "auto",
+    threads: int | None = None,
+) -> EngineChoice:
+    """The requested engine; for "auto" the one that `vitral bench` recommends on this CPU, or fp32.
+
+    `folder` holds the benchmark results and activation ranges. Sets the number of threads of the process to
+    `threads`, or to the recommended number unless OMP_NUM_THREADS is set.
+    """
+    if name == "fp8":
+        raise VitralError("fp8 engine unavailable: CPUs have no FP8 units", "use --engine auto")
     if threads is not None:
         check_threads((threads,))
-    measured = read_measured(folder).get(cpu_name()) if folder is not None else None
+    bench = load_bench_results(folder).get(cpu_name()) if folder is not None else None
     if threads is not None:
         torch.set_num_threads(threads)
-    elif measured is not None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(measured.threads)
-    batch = measured.batch if measured is not None else BATCH
-    if why := cannot_be_arranged(model):
-        if wish not in ("auto", "fp32"):
-            raise VitralError(f"{wish} is not possible: {why}", "use --precision fp32")
-        return Choice(precision="fp32", batch=batch, why=why, run=None)
-    if wish != "auto":
-        return Choice(
-            precision=wish, batch=batch, why="as asked", run=arrange(model, preprocessing, wish, folder, measured)
+    elif bench is not None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(bench.threads)
+    if name == "reference":
+        return reference_engine(model, preprocessing, hardware, "requested")
+    if reason := unsupported_reason(model):
+        if name not in ("auto", "fp32"):
+            raise VitralError(f"{name} engine unavailable: {reason}", "use --engine reference")
+        return reference_engine(model, preprocessing, hardware, reason)
+
+    def choice(selected: str, reason: str) -> EngineChoice:
+        engine = build_engine(model, preprocessing, selected, folder, bench)
+        return EngineChoice(
+            name=selected,
+            precision=selected.removesuffix("-cascade"),
+            device="cpu",
+            threads=torch.get_num_threads(),
+            batch_size=bench.batch_size if bench is not None else CPU_BATCH_SIZE,
+            reason=reason,
+            engine=engine,
         )
-    if measured is not None:
-        try:
-            run = arrange(model, preprocessing, measured.precision, folder, measured)
-            return Choice(precision=measured.precision, batch=batch, why=measured.why, run=run)
-        except VitralError as error:  # its ranges are gone, or torch is another
-            why = f"{measured.precision} was measured to be best, but {error.what}"
-    else:
-        why = "not measured on this CPU: vitral bench does"
-    return Choice(precision="fp32", batch=batch, why=why, run=arrange(model, preprocessing, "fp32", None, None))
 
-
-def choose_on_gpu(model: ViT, preprocessing: Preprocessing, hardware: Hardware, wish: Wish = "auto") -> Choice:
-    """bf16 weights where the GPU has the units, and calls that are recorded; the model as it is where that fails."""
-    if wish not in ("auto", "fp32", "bf16", "fp8"):
-        raise VitralError(f"{wish} is for CPUs; on a GPU models compute in bf16, fp8 or fp32", "use --precision bf16")
+    if name != "auto":
+        return choice(name, "requested")
+    if bench is None:
+        return choice("fp32", "no benchmark on this CPU; run vitral bench")
     try:
-        engine = GpuEngine(model, preprocessing, hardware)
+        return choice(bench.engine, bench.reason)
+    except VitralError as error:  # the activation ranges were deleted, or this build of torch lacks an operator
+        return choice("fp32", f"{bench.engine} was fastest, but {error.what}")
+
+
+def build_engine(
+    model: ViT, preprocessing: Preprocessing, name: str, folder: Path | None, bench: BenchResult | None
+) -> CpuEngine | CascadeEngine:
+    """Build the CPU engine with this name, or raise a VitralError that says what it needs."""
+    precision: CpuPrecision = name.removesuffix("-cascade")  # type: ignore[assignment]
+    if reason := cpu_unsupported_reason(precision):
+        raise VitralError(f"{name} engine unavailable: {reason}", "use --engine fp32")
+    ranges = load_activation_ranges(folder) if precision == "int8" and folder is not None else None
+    if precision == "int8" and ranges is None:
+        raise VitralError("int8 engine unavailable: its activation ranges have not been measured", _bench_hint(folder))
+    fast = CpuEngine(model, preprocessing, precision, ranges)
+    if name == precision:
+        return fast
+    margins = bench.margins if bench is not None else {}
+    if precision not in margins:
+        raise VitralError(f"{name} engine unavailable: no benchmark on this CPU", _bench_hint(folder))
+    accurate: CpuEngine | CascadeEngine = CpuEngine(model, preprocessing, "fp32")
+    if precision == "int8" and "bf16" in margins and cpu_unsupported_reason("bf16") is None:
+        accurate = CascadeEngine(CpuEngine(model, preprocessing, "bf16"), accurate, margins["bf16"])
+    return CascadeEngine(fast, accurate, margins[precision])
+
+
+def _bench_hint(folder: Path | None) -> str:
+    return f"vitral bench {'RUN' if folder is None else shell_quote(bundled.display_name(folder))} measures it"
+
+
+def cuda_hardware(device: DeviceOption, name: EngineName, compile: CompileOption, throughput: bool) -> Hardware:
+    """Hardware for a CUDA engine. `throughput` allows fused kernels, `compile` the kernels of torch.compile."""
+    precision: PrecisionOption = name if name in ("fp32", "bf16", "fp8") else "auto"
+    allow_kernels = throughput or precision == "fp8"
+    hardware = select_hardware(device=device, precision=precision, compile="auto" if allow_kernels else compile)
+    return replace(hardware, compile=False) if compile == "no" else hardware
+
+
+def select_cuda_engine(
+    model: ViT, preprocessing: Preprocessing, hardware: Hardware, name: EngineName = "auto"
+) -> EngineChoice:
+    """bf16 where the GPU supports it, captured as CUDA graphs; the reference engine if the capture fails."""
+    if name not in ("auto", "fp32", "bf16", "fp8"):
+        raise VitralError(f"{name} engine unavailable: it runs on CPUs only", "use --engine bf16, fp8 or fp32 on a GPU")
+    try:
+        engine = CudaEngine(model, preprocessing, hardware)
         C, (H, W) = preprocessing.channels, preprocessing.image_size
-        for images in (1, 16) if hardware.fused else (1,):  # our kernels differ where tokens are a multiple of 16
-            engine(torch.zeros(images, C, H, W, dtype=torch.uint8))
-    except RuntimeError as error:  # what cannot be recorded or compiled still runs as it is
-        said = (str(error).splitlines() or ["unknown"])[0]
+        # Fused kernels have a separate code path for token counts that are multiples of 16.
+        for batch_size in (1, 16) if hardware.use_triton else (1,):
+            engine(torch.zeros(batch_size, C, H, W, dtype=torch.uint8))
+    except RuntimeError as error:
+        message = (str(error).splitlines() or ["unknown error"])[0]
         if hardware.fp8:
-            raise VitralError(f"fp8 is not possible: {said}", "use --precision bf16, or auto") from error
-        return Choice(precision="fp32", batch=BATCH_GPU, why=f"as it is: recording failed ({said})", run=None)
-    why = hardware.reasons["precision"] + engine.how
-    number = "fp8" if hardware.fp8 else hardware.precision
-    return Choice(precision=number, batch=BATCH_GPU, why=f"{why}; recorded as one launch", run=engine)
-
-
-def arrange(
-    model: ViT, preprocessing: Preprocessing, precision: str, folder: Path | None, measured: Measured | None
-) -> Run:
-    """A function from uint8 images to logits in these numbers, or why there is none."""
-    number: Number = precision.removesuffix("-checked")  # type: ignore[assignment]
-    if why := cannot_run_here(number):
-        raise VitralError(f"{precision} is not possible: {why}", "use --precision fp32")
-    ranges = load_ranges(folder) if number == "int8" and folder is not None else None
-    if number == "int8" and ranges is None:
-        raise VitralError(
-            "int8 needs to know how large the activations get, and nobody has measured that for this model",
-            _bench(folder),
-        )
-    quick = Engine(model, preprocessing, number, ranges)
-    if precision == number:
-        return quick
-    margins = measured.margins if measured is not None else {}
-    if number not in margins:
-        raise VitralError(
-            f"{precision} needs to know how far {number} may be off, and nobody has measured that on this CPU",
-            _bench(folder),
-        )
-    sure: Engine | Checked = Engine(model, preprocessing, "fp32")
-    if number == "int8" and "bf16" in margins and not cannot_run_here("bf16"):
-        sure = Checked(Engine(model, preprocessing, "bf16"), sure, margins["bf16"])
-    return Checked(quick, sure, margins[number])
-
-
-def _bench(folder: Path | None) -> str:
-    return f"vitral bench {'RUN' if folder is None else typed(box.called(folder))} measures it"
+            raise VitralError(f"fp8 engine unavailable: {message}", "use --engine bf16 or auto") from error
+        fp32 = replace(hardware, precision="fp32", compile=False)
+        return reference_engine(model, preprocessing, fp32, f"CUDA graph capture failed: {message}")
+    precision = "fp8" if hardware.fp8 else hardware.precision
+    return EngineChoice(
+        name=precision,
+        precision=precision,
+        device=hardware.device.type,
+        batch_size=CUDA_BATCH_SIZE,
+        reason=f"{hardware.reasons['precision']}; {engine.description}; CUDA graphs",
+        engine=engine,
+    )
 
 
 def check_threads(counts: Iterable[int]) -> None:
-    """Thousands of threads are no faster, and starting them hangs."""
-    most = max(64, 2 * cores())
+    """Refuse thread counts far above the number of CPUs: they are not faster, and starting them can hang."""
+    limit = max(64, 2 * available_cpus())
     for threads in counts:
-        if not 1 <= threads <= most:
-            raise VitralError(f"threads must be from 1 to {most}, not {threads}", f"there are {cores()} cores here")
-
-
-def possible() -> tuple[Number, ...]:
-    """The number types that this CPU computes in."""
-    return ("fp32", *(n for n in ("bf16", "int8") if not cannot_run_here(n)))
+        if not 1 <= threads <= limit:
+            raise VitralError(
+                f"expected threads between 1 and {limit}, got {threads}", f"this machine has {available_cpus()} CPUs"
+            )

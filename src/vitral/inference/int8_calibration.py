@@ -1,8 +1,8 @@
-"""How large the numbers get that 8-bit products read: measured once on real images, kept beside the weights."""
+"""Activation ranges of the encoder's linear layers, measured once on real images and stored next to the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -14,29 +14,29 @@ from torch import Tensor, nn
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.models.vit import ViT
-from vitral.runs.run import write_atomically
+from vitral.utils.atomic import atomic_write
 
-FILE = "int8.safetensors"
-Ranges = dict[str, Tensor]  # name of a linear layer → lowest and highest value of each of its inputs, 2 K
+FILE_NAME = "int8.safetensors"
+ActivationRanges = dict[str, Tensor]  # linear layer name -> minimum and maximum of each input column, (2, K)
 
 
 @torch.inference_mode()
-def measure_ranges(model: ViT, batches: Iterable[Tensor], preprocessing: Preprocessing) -> Ranges:
-    """Of uint8 images as the model wants them, in batches: what each linear layer of the encoder reads."""
-    ranges: Ranges = {}
+def collect_activation_ranges(model: ViT, batches: Iterable[Tensor], preprocessing: Preprocessing) -> ActivationRanges:
+    """Observe the inputs of the encoder's linear layers on batches of uint8 images of the model's input size."""
+    ranges: ActivationRanges = {}
 
-    def watch(name: str) -> object:
-        def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def make_observer(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def observe(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x_MK = inputs[0].flatten(0, -2).float()
             low, high = x_MK.amin(dim=0), x_MK.amax(dim=0)
             if name in ranges:
                 low, high = torch.minimum(low, ranges[name][0]), torch.maximum(high, ranges[name][1])
             ranges[name] = torch.stack([low, high])
 
-        return look
+        return observe
 
     layers = {name: layer for name, layer in model.encoder.named_modules() if isinstance(layer, nn.Linear)}
-    hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]  # type: ignore[arg-type]
+    hooks = [layer.register_forward_pre_hook(make_observer(name)) for name, layer in layers.items()]
     try:
         for images in batches:
             model(preprocessing.normalise(images))
@@ -46,12 +46,14 @@ def measure_ranges(model: ViT, batches: Iterable[Tensor], preprocessing: Preproc
     return ranges
 
 
-def save_ranges(folder: Path, ranges: Ranges) -> None:
-    write_atomically(folder / FILE, to_safetensors({name: both.contiguous() for name, both in ranges.items()}))
+def save_activation_ranges(folder: Path, ranges: ActivationRanges) -> None:
+    tensors = {name: low_high.contiguous() for name, low_high in ranges.items()}
+    atomic_write(folder / FILE_NAME, to_safetensors(tensors))
 
 
-def load_ranges(folder: Path) -> Ranges | None:
+def load_activation_ranges(folder: Path) -> ActivationRanges | None:
+    path = folder / FILE_NAME
     try:
-        return load_file(folder / FILE) if (folder / FILE).is_file() else None
+        return load_file(path) if path.is_file() else None
     except (OSError, SafetensorError) as error:
-        raise VitralError(f"{folder / FILE} cannot be read: {error}", "delete it and run vitral bench again") from error
+        raise VitralError(f"cannot read {path}: {error}", "delete it and run vitral bench again") from error

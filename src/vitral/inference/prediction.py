@@ -1,15 +1,14 @@
-"""What a model says about a picture, and how that is written down: without torch, for every way to ask."""
+"""Predictions as values, dictionaries and table rows. Imports no torch, so that exported models can use it too."""
 
 from __future__ import annotations
 
-import csv
-import json
-import sys
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vitral.errors import VitralError
+
+CSV_COLUMNS = ("file", "rank", "label", "probability", "ood", "error", "engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,117 +19,77 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the model says about one picture, or why it could not be asked."""
+    """Ranked labels of one image, or the reason why it could not be read."""
 
-    source: str
+    source: str  # file name, or "image" for images passed in memory
     labels: tuple[Label, ...] = ()  # most probable first
-    unknown: bool = False  # it looks like nothing the model was trained on
-    exchanged: Label | None = None  # with light and dark exchanged, where they are other than in its training
-    error: str = ""
+    is_ood: bool = False  # out-of-distribution: the OOD score is below the calibrated threshold
+    inverted: Label | None = None  # best label of the negative, for a greyscale image with inverted brightness
+    error: str | None = None
+    engine: str | None = None  # name of the engine that computed the logits
 
     @property
     def best(self) -> Label:
         if not self.labels:
-            raise VitralError(f"there is no answer for {self.source}: {self.error}", "look at .error before .best")
+            raise VitralError(f"no prediction for {self.source}: {self.error}", "check .error before .best")
         return self.labels[0]
 
 
-def ranked(names: Sequence[str], probabilities: Sequence[float], top: int | None) -> tuple[Label, ...]:
-    order = sorted(zip(names, probabilities, strict=True), key=lambda item: -item[1])
+def rank_labels(classes: Sequence[str], probabilities: Sequence[float], top: int | None) -> tuple[Label, ...]:
+    """The `top` most probable labels (all if None), most probable first; ties keep the order of the classes."""
+    order = sorted(zip(classes, probabilities, strict=True), key=lambda item: -item[1])
     return tuple(Label(name=name, probability=probability) for name, probability in order[:top])
 
 
-def in_order(
-    waiting: Iterable[tuple[str, object]],
+def assemble_predictions(
+    images: Iterable[tuple[str, object]],
     rows: Iterable[tuple[Sequence[float], bool]],
-    names: Sequence[str],
+    classes: Sequence[str],
     top: int | None,
+    engine: str,
 ) -> Iterator[Prediction]:
-    """An answer for each picture that waited, by its name and pixels, or with a sentence instead of pixels.
+    """Combine decoded images with their probabilities.
 
-    `rows`: probabilities, and whether it is unknown, of those with pixels.
+    images: (source, pixels) pairs, with an error message in place of the pixels of an unreadable image.
+    rows: (probabilities, is_ood) of the readable images, in the same order.
     """
-    answered = iter(rows)
-    for source, pixels in waiting:
+    remaining_rows = iter(rows)
+    for source, pixels in images:
         if isinstance(pixels, str):
-            yield Prediction(source=source, error=pixels)
+            yield Prediction(source=source, error=pixels, engine=engine)
         else:
-            probabilities, unknown = next(answered)
-            yield Prediction(source=source, labels=ranked(names, probabilities, top), unknown=unknown)
+            probabilities, is_ood = next(remaining_rows)
+            labels = rank_labels(classes, probabilities, top)
+            yield Prediction(source=source, labels=labels, is_ood=is_ood, engine=engine)
 
 
-def in_words(labels: Sequence[Label], unknown: bool) -> str:
-    """glass 0.94 · plastic 0.04, most probable first; or that it does not know, and what comes nearest."""
-    said = [f"{label.name} {label.probability:.2f}" for label in labels]
-    return f"unsure: looks like nothing it was trained on (nearest: {said[0]})" if unknown else " · ".join(said)
+def prediction_to_dict(prediction: Prediction) -> dict[str, Any]:
+    """JSON form; `prediction_from_dict` is its inverse."""
+    result: dict[str, Any] = {"file": prediction.source, "labels": [vars(label) for label in prediction.labels]}
+    if prediction.inverted is not None:
+        result["inverted"] = vars(prediction.inverted)
+    result |= {"ood": prediction.is_ood} if prediction.error is None else {"error": prediction.error}
+    return result | ({"engine": prediction.engine} if prediction.engine is not None else {})
 
 
-def cells(text: str) -> int:
-    """How wide a text is on a terminal: Korean, Chinese and Japanese letters take two places."""
-    letters = unicodedata.normalize("NFC", text)
-    return sum(
-        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-        for letter in letters
+def prediction_from_dict(values: dict[str, Any]) -> Prediction:
+    return Prediction(
+        source=values["file"],
+        labels=tuple(Label(**label) for label in values["labels"]),
+        is_ood=values.get("ood", False),
+        inverted=Label(**values["inverted"]) if "inverted" in values else None,
+        error=values.get("error"),
+        engine=values.get("engine"),
     )
 
 
-def as_lines(answers: Sequence[Prediction]) -> None:
-    """bottle.jpg     glass 0.94 · plastic 0.04 · metal 0.01"""
-    width = max(cells(answer.source) for answer in answers)
-    for answer in answers:
-        if answer.error:
-            continue
-        labels = in_words(answer.labels, answer.unknown)
-        if answer.exchanged is not None:
-            labels += f"; with light and dark exchanged: {answer.exchanged.name} {answer.exchanged.probability:.2f}"
-        print(f"{answer.source}{' ' * (width - cells(answer.source))}   {labels}")
-
-
-def as_json(answers: Sequence[Prediction]) -> None:
-    for answer in answers:
-        print(json.dumps(plain(answer)))
-
-
-def plain(answer: Prediction) -> dict[str, object]:
-    labels = [{"name": label.name, "probability": label.probability} for label in answer.labels]
-    answered: dict[str, object] = {"file": answer.source, "labels": labels}
-    if answer.exchanged is not None:
-        answered["exchanged"] = {"name": answer.exchanged.name, "probability": answer.exchanged.probability}
-    return answered | ({"error": answer.error} if answer.error else {"unknown": answer.unknown})
-
-
-COLUMNS = ("file", "rank", "label", "probability", "unknown", "error")
-
-
-def rows(answer: Prediction) -> list[list[str]]:
-    """As columns: one row a label, or one with the error."""
-    if answer.error:
-        return [[answer.source, "", "", "", "", answer.error]]
-    unknown = "yes" if answer.unknown else "no"
+def csv_rows(prediction: Prediction) -> list[list[str]]:
+    """Rows of CSV_COLUMNS: one per label, or a single row with the error."""
+    engine = prediction.engine or ""
+    if prediction.error is not None:
+        return [[prediction.source, "", "", "", "", prediction.error, engine]]
+    ood = "true" if prediction.is_ood else "false"
     return [
-        [answer.source, str(rank), label.name, f"{label.probability:.6f}", unknown, ""]
-        for rank, label in enumerate(answer.labels, start=1)
+        [prediction.source, str(rank), label.name, f"{label.probability:.6f}", ood, "", engine]
+        for rank, label in enumerate(prediction.labels, start=1)
     ]
-
-
-def as_csv(answers: Sequence[Prediction]) -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for answer in answers:
-        writer.writerows(rows(answer))
-
-
-def show(answers: Sequence[Prediction], form: str) -> int:
-    """Print what could be read to stdout, what could not to stderr; the exit status."""
-    {"json": as_json, "csv": as_csv}.get(form, as_lines)(answers)
-    failed = [answer for answer in answers if answer.error]
-    for answer in failed:
-        print(f"error: {answer.error}", file=sys.stderr)
-    return exit_status(len(failed), len(answers))
-
-
-def exit_status(failed: int, asked: int) -> int:
-    """Of a command that was asked about so many files; how many failed is said."""
-    if failed:
-        print(f"       {failed} of {asked} files could not be read", file=sys.stderr)
-    return 1 if failed else 0

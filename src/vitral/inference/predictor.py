@@ -1,261 +1,310 @@
-"""Predictor: the one door from an image to ranked labels."""
+"""Predictor: the single path from an image to a prediction.
+
+image → decode → preprocess → engine → logits → calibration → Prediction
+"""
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from vitral import bundled as box
-from vitral import weights
+from vitral import bundled, weights
 from vitral.data.datasets import Split
-from vitral.data.decode import NotAnImage, image_files
-from vitral.data.lazy_images import Pixels
-from vitral.data.preprocess import adapt
-from vitral.data.sequence import picture_of
-from vitral.device.hardware import Compile, Device, Hardware, Precision, choose, cores
-from vitral.errors import VitralError, reason
-from vitral.evaluation.metrics import Heard, Metrics, check_images, logits_of, logits_together, measure, unheard
-from vitral.evaluation.probe import features_of
-from vitral.inference.engine_selection import Choice, Wish, choose_on_gpu
-from vitral.inference.engine_selection import choose as choose_numbers
+from vitral.data.decode import ImageDecodeError, decode_image
+from vitral.data.files.walk import find_images
+from vitral.data.lazy_images import Images, SubsetImages
+from vitral.data.preprocess import to_model_input
+from vitral.device.cpu import available_cpus
+from vitral.device.select import CompileOption, DeviceOption, Hardware, select_hardware
+from vitral.distributed.world import init_distributed
+from vitral.errors import VitralError, error_reason
+from vitral.inference.engine_selection import EngineChoice, EngineName, reference_engine, select_engine
+from vitral.inference.forward import check_images, padded_shard
 from vitral.inference.prediction import Label as Label
 from vitral.inference.prediction import Prediction as Prediction
-from vitral.inference.prediction import in_order, ranked
+from vitral.inference.prediction import assemble_predictions, rank_labels
 from vitral.models.vit import ViT
-from vitral.runs.run import ModelCard, check_heads, load_model, model_folder
+from vitral.runs.model_io import ModelConfig, check_heads, find_model_dir, load_model
+from vitral.utils.progress import ProgressFn, no_progress
 
-Picture = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor  # arrays: see data.sequence.picture_of
-DARK_SET, LIGHT = 0.45, 0.6  # as the page has it: mean of dark training images, rim of a picture that is ink on paper
+if TYPE_CHECKING:
+    from vitral.evaluation.metrics import Metrics
 
-
-def is_checkpoint(path: Path | str) -> bool:
-    """Whether a name means weights of some library, not a folder of vitral's own."""
-    place = Path(path)
-    ours = (place / "recipe.toml").is_file() or (place / "model").is_dir() or (place / "weights.safetensors").is_file()
-    return str(path).startswith("hf:") or place.is_file() or (place.is_dir() and not ours and any(place.iterdir()))
-
-
-def read_labels(path: Path, count: int) -> tuple[str, ...]:
-    try:
-        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise VitralError(
-            f"cannot read the labels in {path}: {reason(error)}", "a text file, one name a line"
-        ) from error
-    if len(names) != count:
-        raise VitralError(
-            f"{path} has {len(names)} names; the model has {count} classes",
-            "one name a line, in the order of the classes",
-        )
-    return names
-
-
-def _on_gpu(device: Device, wish: Wish, compile: Compile, many: bool) -> Hardware:
-    number: Precision = wish if wish in ("fp32", "bf16", "fp8") else "auto"
-    chosen = choose(device=device, precision=number, compile="auto" if many or number == "fp8" else compile)
-    return replace(chosen, compile=False) if compile == "no" else chosen  # what our kernels cannot do stays as it is
+ImageInput = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor  # arrays: see data.sequence.decode_image
+DecodedImage = tuple[str, Tensor | str]  # source, and uint8 pixels (C, H, W) or an error message
+READABLE_FORMATS = "supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
+# Thresholds for `predict_inverted`, shared with the web page: mean pixel of a training set of bright strokes on a dark
+# background, and border brightness of an image with dark strokes on a bright background.
+DARK_MEAN, BRIGHT_BORDER = 0.45, 0.6
 
 
 class Predictor:
-    """A trained model, with the preprocessing and the class names it was trained with."""
+    """A trained model with its preprocessing, class names, calibration and inference engine."""
 
     def __init__(
-        self, model: ViT, card: ModelCard, hardware: Hardware, path: Path | None = None, choice: Choice | None = None
+        self,
+        model: ViT,
+        model_config: ModelConfig,
+        hardware: Hardware,
+        path: Path | None = None,
+        engine: EngineChoice | None = None,
     ) -> None:
-        self.model, self.card, self.hardware, self.path = model.to(hardware.device).eval(), card, hardware, path
-        self.notes: tuple[str, ...] = ()  # how its name, and a checkpoint of another library, were understood
-        self.choice = choice or Choice(precision=hardware.precision, batch=64, why="the model as it is", run=None)
+        self.model, self.model_config = model.to(hardware.device).eval(), model_config
+        self.hardware, self.path = hardware, path
+        self.notes: tuple[str, ...] = ()  # how the name or the format of the checkpoint was interpreted
+        self.engine = engine or reference_engine(self.model, model_config.preprocessing, hardware, "default")
 
     @classmethod
     def load(
         cls,
         path: Path | str,
-        device: Device = "auto",
+        device: DeviceOption = "auto",
         labels: Path | None = None,
         heads: int | None = None,
-        precision: Wish = "auto",
+        engine: EngineName = "auto",
         threads: int | None = None,
-        compile: Compile = "no",
-        many: bool = False,
+        compile: CompileOption = "no",
+        throughput: bool = False,
     ) -> Predictor:
-        """From a run folder, a model folder, any checkpoint that vitral reads, or the name of a model in the box.
+        """Load a run folder, a model folder, a checkpoint of a supported library, or a bundled model by its name.
 
-        `labels`: a file, one name a line; `heads`: for a checkpoint whose tensors do not tell. `precision` and
-        `threads` (of the whole process): what `vitral bench` found best on this machine, if it was asked;
-        `Predictor.choice` says what was chosen and why. `compile` and `many`, on a GPU: a minute at the start for the
-        compiler's kernels, or some seconds for our own, which answer sooner from then on.
+        Args:
+            labels: text file with one class name per line, for a checkpoint without class names.
+            heads: number of attention heads, for a checkpoint whose tensors do not determine it.
+            engine: "auto" uses what `vitral bench` recommends on this CPU, or fp32; bf16 on a GPU. "reference" is the
+                plain fp32 module. `Predictor.engine` says which engine is in use and why.
+            threads: CPU threads of the process.
+            compile: on a GPU, use torch.compile where there are no fused kernels; takes about a minute.
+            throughput: on a GPU, use the fused kernels, which take a few seconds to start.
         """
-        place, notes = box.find(path), list(box.notes(path))
-        if is_checkpoint(place):
-            checkpoint = weights.read(place, heads=heads)
+        source, notes = bundled.resolve(path), list(bundled.shadowing_notes(path))
+        if is_checkpoint(source):
+            checkpoint = weights.read(source, heads=heads)
             notes = checkpoint.notes
-            model, card, folder = checkpoint.build(), checkpoint.card, None
+            model, model_config, folder = checkpoint.build(), checkpoint.card, None
         else:
-            model, card = load_model(place)
-            check_heads(path, heads, card)
-            folder = box.kept(model_folder(Path(place)))
+            model, model_config = load_model(source)
+            check_heads(path, heads, model_config)
+            folder = bundled.measurement_dir(find_model_dir(Path(source)))
         if labels is not None:
-            card = replace(card, classes=read_labels(labels, card.architecture.classes))
-        hardware = choose(device=device, precision="fp32", compile="no")
-        if hardware.device.type == "cpu":
-            choice = choose_numbers(model, card.preprocessing, folder, precision, threads)
-        else:
-            choice = choose_on_gpu(model, card.preprocessing, _on_gpu(device, precision, compile, many), precision)
-        predictor = cls(model, card, hardware, Path(place), choice)
+            classes = read_class_names(labels, model_config.architecture.num_classes)
+            model_config = replace(model_config, classes=classes)
+        hardware = select_hardware(device=device, precision="fp32", compile="no")
+        init_distributed(hardware.world, hardware.device)
+        model = model.to(hardware.device).eval()
+        choice = select_engine(
+            model,
+            model_config.preprocessing,
+            hardware,
+            engine,
+            folder=folder,
+            threads=threads,
+            compile=compile,
+            throughput=throughput,
+        )
+        predictor = cls(model, model_config, hardware, Path(source), choice)
         predictor.notes = tuple(notes)
         return predictor
 
+    def reference(self) -> Predictor:
+        """A copy on the CPU with the reference engine, to compare other implementations with."""
+        if self.engine.name == "reference" and self.hardware.device.type == "cpu":
+            return self
+        hardware = select_hardware(device="cpu", precision="fp32", compile="no")
+        return Predictor(copy.deepcopy(self.model).cpu(), self.model_config, hardware, self.path)
+
     def __repr__(self) -> str:
-        H, W = self.card.preprocessing.image_size
-        where = f"{str(self.path)!r}, " if self.path is not None else ""
-        return f"Predictor({where}{len(self.classes)} classes, {H}×{W} pixels, trained on {self.card.trained_on!r})"
+        H, W = self.model_config.preprocessing.image_size
+        path = f"{str(self.path)!r}, " if self.path is not None else ""
+        trained_on = self.model_config.trained_on
+        return f"Predictor({path}{len(self.classes)} classes, {H}×{W} pixels, trained on {trained_on!r})"
 
     @property
     def classes(self) -> tuple[str, ...]:
-        return self.card.classes
+        return self.model_config.classes
 
-    def predict(self, picture: Picture, top: int | None = None) -> Prediction:
-        """The answer for one picture; what cannot be read is an error."""
-        answer = next(iter(self.predict_many([picture], top=top)))
-        if answer.error:
-            raise NotAnImage(answer.error)
-        return answer
+    def predict(self, image: ImageInput, top: int | None = None) -> Prediction:
+        """Predict one image. Raises ImageDecodeError if it cannot be read."""
+        prediction = next(iter(self.predict_many([image], top=top)))
+        if prediction.error is not None:
+            raise ImageDecodeError(prediction.error)
+        return prediction
 
     def predict_many(
-        self, pictures: Iterable[Picture], top: int | None = None, batch: int = 64
-    ) -> Iterable[Prediction]:
-        """An answer for each picture, in order. One that cannot be read gets an error and stops nothing."""
+        self, images: Iterable[ImageInput], top: int | None = None, batch_size: int = 64
+    ) -> Iterator[Prediction]:
+        """Yield one prediction per image, in order. An unreadable image yields a Prediction with `error` set."""
         if top is not None and top < 1:
-            raise VitralError(f"top must be at least 1, not {top}", "None: all labels")
-        waiting: list[tuple[str, Tensor | str]] = []
-        for picture in pictures:
-            waiting.append(self.open(picture))
-            if len(waiting) == batch:
-                yield from self.answer(waiting, top)
-                waiting = []
-        yield from self.answer(waiting, top)
+            raise VitralError(f"top must be at least 1, got {top}", "None returns all labels")
+        batch: list[DecodedImage] = []
+        for image in images:
+            batch.append(self.decode_image(image))
+            if len(batch) == batch_size:
+                yield from self.predict_batch(batch, top)
+                batch = []
+        yield from self.predict_batch(batch, top)
 
     def predict_files(self, paths: Sequence[Path | str], top: int | None = None) -> list[Prediction]:
-        """Files, and the pictures in folders."""
-        files = image_files([Path(path) for path in paths])
+        """Predict image files, and all images in folders."""
+        files = find_images([Path(path) for path in paths])
         if not files:
-            raise VitralError(
-                f"no images in {', '.join(map(str, paths))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read"
-            )
+            raise VitralError(f"no images in {', '.join(map(str, paths))}", READABLE_FORMATS)
         return list(self.predict_many(files, top=top))
 
     def embed_files(self, paths: Sequence[Path | str]) -> tuple[list[str], Tensor, list[str]]:
-        """Names and features, N D, of the images that could be read, and what was wrong with the others."""
+        """File names and features (N, D) of the readable images, and error messages of the others."""
         names: list[str] = []
         features: list[Tensor] = []
-        troubles: list[str] = []
-        for opened in self.open_ahead(iter(image_files([Path(path) for path in paths]))):
-            images = [pixels for _, pixels in opened if isinstance(pixels, Tensor)]
-            names += [name for name, pixels in opened if isinstance(pixels, Tensor)]
+        errors: list[str] = []
+        for batch in self.decode_batches(iter(find_images([Path(path) for path in paths]))):
+            images = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
+            names += [name for name, pixels in batch if isinstance(pixels, Tensor)]
             features += [self.features(torch.stack(images))] if images else []
-            troubles += [pixels for _, pixels in opened if isinstance(pixels, str)]
+            errors += [pixels for _, pixels in batch if isinstance(pixels, str)]
         if not names:
-            what = troubles[0] if len(troubles) == 1 else f"no readable images in {', '.join(map(str, paths))}"
-            raise VitralError(what, "JPEG, PNG, WebP, BMP, GIF and TIFF are read")
-        return names, torch.cat(features), troubles
+            what = errors[0] if len(errors) == 1 else f"no readable images in {', '.join(map(str, paths))}"
+            raise VitralError(what, READABLE_FORMATS)
+        return names, torch.cat(features), errors
 
-    def features(self, images_NCHW: Pixels) -> Tensor:
-        """What the head sees of uint8 images as the model wants them → N D."""
-        return features_of(self.model, images_NCHW, self.card.preprocessing, self.hardware)
+    def features(self, images_NCHW: Images) -> Tensor:
+        """uint8 images of the model's input size to pooled features (N, D), the input of the head."""
+        if not len(images_NCHW):
+            raise VitralError(
+                "no images to compute features of",
+                "very small or very similar sets have no validation split: add images, or create a folder named val",
+            )
+        return self.engine.features(images_NCHW)
 
     @torch.inference_mode()
-    def logits(self, images_BCHW: Pixels) -> Tensor:
-        """uint8 images as the model wants them → B K, fp32. Threads may call it side by side."""
-        check_images(images_BCHW, self.card.preprocessing)
-        if self.choice.run is not None and len(images_BCHW):
-            return torch.cat([self.choice.run(images) for images in images_BCHW.split(self.choice.batch)])
-        return logits_of(self.model, images_BCHW, self.card.preprocessing, self.hardware).cpu()
+    def logits(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
+        """uint8 images of the model's input size to logits (N, K), fp32, on the CPU. Thread-safe."""
+        check_images(images_NCHW, self.model_config.preprocessing)
+        return self.engine.logits(images_NCHW, progress)
 
-    def logits_together(self, images_BCHW: Pixels, heard: Heard = unheard) -> Tensor:
-        """The same from all processes that were started together, each computing its share; every one must ask."""
-        seen = self.card.preprocessing
-        return logits_together(self.model, images_BCHW, seen, self.hardware, heard=heard).cpu()
+    @torch.inference_mode()
+    def logits_distributed(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
+        """Logits (N, K) computed by all ranks together. Every rank must call it and receives all logits."""
+        world, N = self.hardware.world, len(images_NCHW)
+        if world.size == 1 or not N:
+            return self.logits(images_NCHW, progress)
+        indices = padded_shard(N, world.rank, world.size)
+        shard = images_NCHW[indices] if isinstance(images_NCHW, Tensor) else SubsetImages(images_NCHW, indices)
+        logits = self.logits(shard, progress).to(self.hardware.device)
+        return world.all_gather(logits)[:N].cpu()
 
-    def probabilities(self, images_BCHW: Pixels) -> Tensor:
-        """uint8 images as the model wants them → calibrated, B K."""
-        return self.card.calibration.probabilities(self.logits(images_BCHW))
+    def probabilities(self, images_NCHW: Images) -> Tensor:
+        """uint8 images of the model's input size to calibrated probabilities (N, K)."""
+        return self.model_config.calibration.probabilities(self.logits(images_NCHW))
 
     def evaluate(self, split: Split) -> Metrics:
-        """Loss, accuracy, per-class figures and confusion on labelled images."""
+        """Loss, accuracy, per-class metrics and confusion matrix on labelled images."""
+        from vitral.evaluation.metrics import compute_metrics
+
         if not isinstance(split, Split):
             raise VitralError(
-                f"evaluate takes labelled images, such as vitral.data.load('mnist').test, not {split!r}",
-                "a set or folder by its name: vitral.evaluate(model, data=NAME)",
+                f"expected labelled images such as vitral.data.load('mnist').test, got {split!r}",
+                "to evaluate on a dataset or folder by name: vitral.evaluate(model, data=NAME)",
             )
-        images = adapt(split.images, self.card.preprocessing)
-        logits = self.logits(images)
-        return measure(logits, split.labels, self.classes)
+        images = to_model_input(split.images, self.model_config.preprocessing)
+        return compute_metrics(self.logits(images), split.labels, self.classes)
 
-    def open(self, picture: Picture) -> tuple[str, Tensor | str]:
-        """A name for the picture, with its pixels or with what is wrong with it."""
-        name = str(picture) if isinstance(picture, str | Path) else "image"
+    def decode_image(self, image: ImageInput) -> DecodedImage:
+        """Decode, resize and crop one image."""
+        name = str(image) if isinstance(image, str | Path) else "image"
         try:
-            return name, self.card.preprocessing.pixels(picture_of(picture))
-        except NotAnImage as error:
+            return name, self.model_config.preprocessing.resize_and_crop(decode_image(image))
+        except ImageDecodeError as error:
             return name, error.what
 
-    def open_ahead(self, files: Iterator[Path]) -> Iterator[list[tuple[str, Tensor | str]]]:
-        """Batch by batch. Threads decode ahead, a bounded number, while the model is busy: Pillow and torch let others
-        run."""
-        batch = max(self.choice.batch, 8)
-        ahead: deque[Future[tuple[str, Tensor | str]]] = deque()
-        with ThreadPoolExecutor(max(2, cores()), thread_name_prefix="decode") as pool:
+    def decode_batches(self, images: Iterator[ImageInput]) -> Iterator[list[DecodedImage]]:
+        """Yield decoded batches. Threads decode a bounded number of images ahead: Pillow releases the GIL."""
+        batch_size = max(self.engine.batch_size, 8)
+        pending: deque[Future[DecodedImage]] = deque()
+        with ThreadPoolExecutor(max(2, available_cpus()), thread_name_prefix="decode") as pool:
             try:
                 while True:
-                    while len(ahead) < 4 * batch and (file := next(files, None)) is not None:
-                        ahead.append(pool.submit(self.open, file))
-                    if not ahead:
+                    while len(pending) < 4 * batch_size and (image := next(images, None)) is not None:
+                        pending.append(pool.submit(self.decode_image, image))
+                    if not pending:
                         return
-                    yield [ahead.popleft().result() for _ in range(min(batch, len(ahead)))]
+                    yield [pending.popleft().result() for _ in range(min(batch_size, len(pending)))]
             finally:
-                for future in ahead:
+                for future in pending:
                     future.cancel()
 
-    def answer(self, waiting: list[tuple[str, Tensor | str]], top: int | None) -> Iterable[Prediction]:
-        readable = [pixels for _, pixels in waiting if isinstance(pixels, Tensor)]
-        images = torch.stack(readable) if readable else torch.empty(0, *self.card.preprocessing.shape).byte()
-        logits = self.logits(images) if readable else torch.empty(0, len(self.classes))
-        exchanged = iter(self.exchanged(images))
-        for answer in in_order(waiting, self._rows(logits), self.classes, top):
-            yield answer if answer.error else replace(answer, exchanged=next(exchanged))
+    def predict_batch(self, batch: Sequence[DecodedImage], top: int | None) -> Iterator[Prediction]:
+        """Predict decoded images."""
+        readable = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
+        if readable:
+            images = torch.stack(readable)
+            rows, inverted = self.calibrated_rows(self.logits(images)), iter(self.predict_inverted(images))
+        else:
+            rows, inverted = iter(()), iter(())
+        for prediction in assemble_predictions(batch, rows, self.classes, top, self.engine.name):
+            yield prediction if prediction.error is not None else replace(prediction, inverted=next(inverted))
 
-    def exchanged(self, images_BCHW: Tensor) -> list[Label | None]:
-        """What a gray model says of the negatives of pictures that are ink on paper where it learned chalk on slate, or
-        the other way round. None for the others, and where it does not know the negative either."""
-        found: list[Label | None] = [None] * len(images_BCHW)
-        mean = self.card.preprocessing.mean
-        if len(mean) > 1 or 1 - DARK_SET >= mean[0] >= DARK_SET:
-            return found
-        rims = rim(images_BCHW)
-        turned = (rims > LIGHT if mean[0] < DARK_SET else rims < 1 - LIGHT).nonzero().flatten()
-        if len(turned):
-            rows = self._rows(self.logits(255 - images_BCHW[turned]))
-            for index, (probabilities, unknown) in zip(turned.tolist(), rows, strict=True):
-                found[index] = None if unknown else ranked(self.classes, probabilities, 1)[0]
-        return found
+    def predict_inverted(self, images_BCHW: Tensor) -> list[Label | None]:
+        """Best label of the negative of each image whose brightness is inverted with respect to the training set.
 
-    def _rows(self, logits_BK: Tensor) -> Iterator[tuple[list[float], bool]]:
-        """Probabilities, and whether it is unknown, of each."""
-        calibration = self.card.calibration
-        return zip(calibration.probabilities(logits_BK).tolist(), calibration.unknown(logits_BK).tolist(), strict=True)
+        Applies to greyscale models trained on bright strokes on a dark background (MNIST) or the reverse. None for
+        all other images, and where the negative is out-of-distribution too.
+        """
+        labels: list[Label | None] = [None] * len(images_BCHW)
+        mean = self.model_config.preprocessing.mean
+        if len(mean) > 1 or 1 - DARK_MEAN >= mean[0] >= DARK_MEAN:
+            return labels
+        border = border_brightness(images_BCHW)
+        is_inverted = border > BRIGHT_BORDER if mean[0] < DARK_MEAN else border < 1 - BRIGHT_BORDER
+        indices = is_inverted.nonzero().flatten()
+        if len(indices):
+            rows = self.calibrated_rows(self.logits(255 - images_BCHW[indices]))
+            for index, (probabilities, is_ood) in zip(indices.tolist(), rows, strict=True):
+                labels[index] = None if is_ood else rank_labels(self.classes, probabilities, 1)[0]
+        return labels
+
+    def calibrated_rows(self, logits_BK: Tensor) -> Iterator[tuple[list[float], bool]]:
+        """Calibrated probabilities and OOD decision of each image."""
+        calibration = self.model_config.calibration
+        return zip(calibration.probabilities(logits_BK).tolist(), calibration.is_ood(logits_BK).tolist(), strict=True)
 
 
-def rim(images_BCHW: Tensor) -> Tensor:
-    """B numbers in 0…1: how light the outermost pixels are."""
-    inside = images_BCHW[:, :, 1:-1, 1:-1]
-    total, middle = (images.double().sum(dim=(1, 2, 3)) for images in (images_BCHW, inside))
-    return (total - middle) / (255 * (images_BCHW.shape[1:].numel() - inside.shape[1:].numel()))
+def is_checkpoint(path: Path | str) -> bool:
+    """Whether a path is a checkpoint of another library rather than a run or model folder of vitral."""
+    folder = Path(path)
+    is_vitral = (
+        (folder / "recipe.toml").is_file() or (folder / "model").is_dir() or (folder / "weights.safetensors").is_file()
+    )
+    is_foreign_folder = folder.is_dir() and not is_vitral and any(folder.iterdir())
+    return str(path).startswith("hf:") or folder.is_file() or is_foreign_folder
+
+
+def read_class_names(path: Path, num_classes: int) -> tuple[str, ...]:
+    try:
+        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise VitralError(
+            f"cannot read class names from {path}: {error_reason(error)}", "expected a text file with one name per line"
+        ) from error
+    if len(names) != num_classes:
+        raise VitralError(
+            f"{path} has {len(names)} names, but the model has {num_classes} classes",
+            "write one name per line, in the order of the classes",
+        )
+    return names
+
+
+def border_brightness(images_BCHW: Tensor) -> Tensor:
+    """Mean of the outermost pixels of each image, (B,), in [0, 1]."""
+    interior = images_BCHW[:, :, 1:-1, 1:-1]
+    total, interior_sum = (images.double().sum(dim=(1, 2, 3)) for images in (images_BCHW, interior))
+    return (total - interior_sum) / (255 * (images_BCHW.shape[1:].numel() - interior.shape[1:].numel()))

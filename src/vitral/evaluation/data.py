@@ -1,0 +1,249 @@
+"""Which images a model is evaluated on: a split of its training dataset, or of another dataset or folder."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitral.data.classes import class_indices
+from vitral.data.datasets import Dataset, Split
+from vitral.data.datasets import load as load_builtin_dataset
+from vitral.data.files.file_dataset import SEQUENCE_PREFIX, is_file_dataset, list_images, load_file_dataset
+from vitral.data.files.listing import DatasetListing
+from vitral.data.files.packed import is_packed
+from vitral.data.files.shards import is_shard_pattern
+from vitral.data.files.unreadable import check_unreadable_fraction
+from vitral.data.files.worker import read_location
+from vitral.data.files.workers import ImageLocation
+from vitral.data.lazy_images import LazyImages
+from vitral.data.preprocess import to_model_input
+from vitral.data.registry.sources import BUILTIN_DATASETS
+from vitral.device.cpu import available_cpus
+from vitral.errors import VitralError, truncate_list
+from vitral.inference.engine_selection import EngineName
+from vitral.inference.predictor import Predictor
+from vitral.recipes.schema import Recipe, read_recipe
+from vitral.weights.io import FAMILIES
+
+SplitName = Literal["test", "validation", "train"]
+DEFAULT_FILE_VALIDATION = 0.15  # share of a folder without splits that is held out, as in training
+MAX_UNREADABLE = 0.01  # share of unreadable files above which an evaluation would be misleading
+MAX_BYTES_IN_MEMORY = 2 * 2**30  # larger splits are decoded into a temporary file
+
+
+class FileImages(LazyImages):
+    """Images of a folder, list or shards, decoded by the predictor exactly as for a prediction."""
+
+    def __init__(
+        self, locations: Sequence[ImageLocation], predictor: Predictor, max_unreadable: float = MAX_UNREADABLE
+    ) -> None:
+        self.locations, self.predictor, self.max_unreadable = locations, predictor, max_unreadable
+        C, H, W = predictor.model_config.preprocessing.shape
+        self.shape = (len(locations), C, H, W)
+
+    def batches(self, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
+        for indices in chosen:
+            images, errors = self.decode(indices)
+            if errors:
+                raise VitralError(next(iter(errors.values())), "remove or replace the file")
+            yield images
+
+    def decode(self, indices: Tensor) -> tuple[Tensor, dict[int, str]]:
+        """uint8 images (N, C, H, W), and error messages by position. Unreadable images are black."""
+        count = len(indices)
+        images = _uint8_buffer((count, *self.shape[1:]))
+        errors: dict[int, str] = {}
+
+        def decode_one(position: int, location: ImageLocation) -> None:
+            try:
+                source = read_location(*location)
+            except (OSError, VitralError) as error:
+                errors[position] = str(error)
+                return
+            _, pixels = self.predictor.decode_image(source)
+            if isinstance(pixels, str):
+                errors[position] = pixels if isinstance(source, Path) else f"{location}: {pixels}"
+            else:
+                images[position] = pixels
+
+        with ThreadPoolExecutor(max(2, available_cpus()), thread_name_prefix="decode") as pool:
+            for _ in pool.map(decode_one, range(count), (self.locations[index] for index in indices.tolist())):
+                pass
+        return images, errors
+
+
+def _uint8_buffer(shape: tuple[int, ...]) -> Tensor:
+    if math.prod(shape) <= MAX_BYTES_IN_MEMORY:
+        return torch.zeros(shape, dtype=torch.uint8)
+    with tempfile.TemporaryFile() as file:  # the mapping keeps the unlinked file alive
+        return torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="w+", shape=shape))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvalTarget:
+    """A model and the images to evaluate it on, at the model's input size and with the model's class indices."""
+
+    predictor: Predictor
+    recipe: Recipe | None  # None for a model folder without its run, or a checkpoint of another library
+    dataset: Dataset
+    split_name: str
+    split: Split
+
+    @cached_property
+    def validation_split(self) -> Split:
+        """Validation images of the training dataset; may be empty. Thresholds are chosen on them."""
+        name = training_dataset_name(self.predictor, "thresholds are chosen on its validation images")
+        dataset = self.dataset if self.dataset.name == name else load_dataset_for(name, self.predictor, self.recipe)
+        return load_split(dataset.validation, self.predictor, classes=dataset.classes)
+
+
+def load_eval_target(
+    model: str | Path | Predictor,
+    data: str | None = None,
+    split: SplitName | None = None,
+    *,
+    engine: EngineName = "auto",
+    dataset: Dataset | None = None,
+) -> EvalTarget:
+    """Load a model and a split of its training dataset, or of another dataset or folder with the same classes.
+
+    `split` defaults to the test images, or the validation images if there are none. If another folder has no such
+    split, all of its images are used. `dataset` is the training dataset, if it is already loaded; images of files are
+    decoded again, because training may decode them at a reduced size.
+    """
+    predictor = model if isinstance(model, Predictor) else Predictor.load(model, engine=engine)
+    recipe = run_recipe(predictor)
+    if dataset is None or (is_file_dataset(dataset.name) and not dataset.name.startswith(SEQUENCE_PREFIX)):
+        if not data and dataset is None:
+            check_training_data_exists(predictor)
+        name = data or (dataset.name if dataset is not None else training_dataset_name(predictor))
+        dataset = load_dataset_for(name, predictor, recipe)
+    check_classes(dataset, predictor)
+    if split is None:
+        split = "test" if data or len(dataset.test) else "validation"
+    labelled: Split = getattr(dataset, split)
+    if not len(labelled) and not data:
+        raise VitralError(f"{dataset.name} has no {split} images", "omit --split, or name another folder with --data")
+    parts = (labelled,) if len(labelled) else (dataset.train, dataset.validation)
+    loaded = [load_split(part, predictor, classes=dataset.classes) for part in parts if len(part)]
+    images = loaded[0].images if len(loaded) == 1 else torch.cat([part.images[:] for part in loaded])
+    labels = torch.cat([part.labels for part in loaded])
+    return EvalTarget(
+        predictor=predictor,
+        recipe=recipe,
+        dataset=dataset,
+        split_name=split,
+        split=Split(images=images, labels=labels),
+    )
+
+
+def load_split(
+    split: Split, predictor: Predictor, *, classes: tuple[str, ...] | None = None, indices: Tensor | None = None
+) -> Split:
+    """A split, or the images of it at `indices`, at the model's input size. Unreadable files are left out.
+
+    `classes` are the class names of the labels, which are converted to the model's class indices.
+    """
+    labels = split.labels if indices is None else split.labels[indices]
+    if classes is not None:
+        labels = class_indices(classes, predictor.classes)[labels]
+    if isinstance(split.images, FileImages):
+        images, errors = split.images.decode(torch.arange(len(split)) if indices is None else indices)
+        check_unreadable_fraction(errors.values(), len(images), split.images.max_unreadable)
+        if errors:
+            readable = torch.tensor([position not in errors for position in range(len(images))])
+            images, labels = images[readable], labels[readable]
+        return Split(images=images, labels=labels)
+    selected = split.images if indices is None else split.images[indices]
+    return Split(images=to_model_input(selected, predictor.model_config.preprocessing), labels=labels)
+
+
+def check_classes(dataset: Dataset, predictor: Predictor) -> None:
+    unknown = [name for name in dataset.classes if name not in predictor.classes]
+    if not unknown:
+        return
+    suggestions = [
+        f"{name} → {match[0]}" for name in unknown if (match := get_close_matches(name, predictor.classes, n=1))
+    ]
+    raise VitralError(
+        f"{dataset.name} has classes that the model does not have: {truncate_list(unknown)}",
+        (f"did you mean {truncate_list(suggestions)}? " if suggestions else "")
+        + f"The model has {truncate_list(predictor.classes)}; class names for a checkpoint without any: --labels FILE",
+    )
+
+
+def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None) -> Dataset:
+    """A built-in dataset, or a person's files, with the same validation split as in the training run."""
+    preprocessing = predictor.model_config.preprocessing
+    if not is_file_dataset(name):
+        if recipe is None:
+            return load_builtin_dataset(name)
+        return load_builtin_dataset(name, validation=recipe.data.validation)
+    if name.startswith(SEQUENCE_PREFIX) or is_packed(Path(name)):
+        return load_file_dataset(name, preprocessing)
+    if recipe is None:
+        return dataset_from_listing(list_images(name, DEFAULT_FILE_VALIDATION), predictor, MAX_UNREADABLE)
+    listing = list_images(name, recipe.data.validation)
+    return dataset_from_listing(listing, predictor, recipe.data.read_options.unreadable)
+
+
+def dataset_from_listing(listing: DatasetListing, predictor: Predictor, max_unreadable: float) -> Dataset:
+    """A dataset whose images are decoded by the predictor when they are read."""
+
+    def split(name: str) -> Split:
+        items = listing.splits[name]
+        labels = torch.tensor([label for _, label in items], dtype=torch.int64)
+        images = FileImages([location for location, _ in items], predictor, max_unreadable)
+        return Split(images=images, labels=labels)
+
+    return Dataset(
+        name=listing.name,
+        classes=listing.classes,
+        train=split("train"),
+        validation=split("validation"),
+        source=listing.source,
+        fingerprint="",
+        load_test=lambda: split("test"),
+    )
+
+
+def run_recipe(predictor: Predictor) -> Recipe | None:
+    """Recipe of the run that the model is from; None for a model folder or a checkpoint of another library."""
+    file = predictor.path / "recipe.toml" if predictor.path is not None else None
+    return read_recipe(file) if file is not None and file.is_file() else None
+
+
+def training_dataset_name(predictor: Predictor, hint: str = "name a dataset or folder with --data") -> str:
+    """Name of the dataset or folder that the model was trained on. Unknown for checkpoints of other libraries."""
+    name = predictor.model_config.trained_on
+    if not name or name.partition(": ")[0] in FAMILIES:
+        model = f"{predictor.path}, a checkpoint of another library," if predictor.path else "the model"
+        raise VitralError(f"{model} does not record what it was trained on", hint)
+    return name
+
+
+def check_training_data_exists(predictor: Predictor) -> None:
+    """A run refers to its images by the path they had during training, which may be relative or gone."""
+    name = training_dataset_name(predictor)
+    is_remote = name in BUILTIN_DATASETS or name.startswith(SEQUENCE_PREFIX) or is_shard_pattern(name)
+    if not is_remote and not Path(name).exists():
+        raise VitralError(
+            f"{predictor.path or 'the model'} was trained on {name}, which does not exist here",
+            "name the images with --data, or run vitral in the folder where the training was started",
+        )
+
+
+def evenly_spaced_indices(count: int, max_count: int) -> Tensor:
+    """At most `max_count` indices, evenly spaced over `count` items."""
+    return torch.arange(min(count, max_count)) * count // max(min(count, max_count), 1)
