@@ -217,8 +217,11 @@ def _add_status_routes(app: FastAPI, models: Sequence[ServedModel], state: Serve
         status = "draining" if state.draining else "ready" if state.ready else "warming_up"
         return json_response({"status": status}, 200 if status == "ready" else 503)
 
-    @app.get("/metrics", include_in_schema=False)
+    plain_text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
+
+    @app.get("/metrics", response_class=Response, responses=plain_text | _error_responses(401))
     async def metrics() -> Response:
+        """Prometheus metrics."""
         gauges = state.metrics
         for model in models:
             gauges.queued_images.labels(model.name).set(model.batcher.pending)
