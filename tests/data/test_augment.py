@@ -15,7 +15,7 @@ from PIL import Image
 from scipy import stats
 from torch import Generator, Tensor
 
-from vitral.data.augment import Augment, _beta, cutmix, erase, mixup
+from vitral.data.augment import AugmentConfig, _beta, cutmix, erase, mixup
 
 BORDERS = ("edge", "black")
 
@@ -34,9 +34,9 @@ def coordinates(B: int, H: int, W: int) -> Tensor:
     return torch.stack([x, y]).float().expand(B, 2, H, W).clone()
 
 
-def map_of(augment: Augment, B: int, H: int, W: int, seed: int) -> np.ndarray[Any, Any]:
+def map_of(augment: AugmentConfig, B: int, H: int, W: int, seed: int) -> np.ndarray[Any, Any]:
     """B 2 3: the affine map from an output pixel's centre to the place it was read from, fitted to the inner pixels."""
-    moved = augment.move(coordinates(B, H, W), seeded(seed))
+    moved = augment.transform(coordinates(B, H, W), seeded(seed))
     y, x = np.mgrid[:H, :W]
     found = []
     for read_x, read_y in moved.numpy():
@@ -59,9 +59,9 @@ def by_slicing(image: np.ndarray[Any, Any], down: int, right: int, flip: bool, b
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("flip", [False, True])
 def test_a_shift_and_a_flip_are_those_of_numpy_slices(border: Any, flip: bool) -> None:
-    augment, B, H, W = Augment(shift=3, flip=flip, border=border), 64, 9, 13
+    augment, B, H, W = AugmentConfig(shift=3, flip=flip, border=border), 64, 9, 13
     images = noise(B, 3, H, W)
-    moved = augment.move(images, seeded(5)).numpy()
+    moved = augment.transform(images, seeded(5)).numpy()
     every = [(d, r, f) for d in range(-3, 4) for r in range(-3, 4) for f in ([False, True] if flip else [False])]
     used = set()
     for before, after in zip(images.numpy(), moved, strict=True):
@@ -73,7 +73,7 @@ def test_a_shift_and_a_flip_are_those_of_numpy_slices(border: Any, flip: bool) -
 
 def test_a_shift_is_the_one_of_pillow() -> None:
     images = noise(16, 1, 12, 8)
-    moved = Augment(shift=2, border="black").move(images, seeded(3))
+    moved = AugmentConfig(shift=2, border="black").transform(images, seeded(3))
     for before, after in zip(images, moved, strict=True):
         picture = Image.fromarray(before[0].numpy())
         ways = [
@@ -86,8 +86,8 @@ def test_a_shift_is_the_one_of_pillow() -> None:
 
 def test_a_shift_larger_than_the_image_leaves_only_border() -> None:
     images = noise(200, 1, 3, 3)
-    black = Augment(shift=40, border="black").move(images, seeded())
-    edge = Augment(shift=40).move(images, seeded())
+    black = AugmentConfig(shift=40, border="black").transform(images, seeded())
+    edge = AugmentConfig(shift=40).transform(images, seeded())
     gone = black.flatten(1).sum(dim=1) == 0
     assert gone.float().mean() > 0.8
     assert (edge > 0).all()
@@ -97,7 +97,7 @@ def test_shifts_are_uniform_up_to_and_with_the_bound() -> None:
     B, S = 7000, 3
     marked = torch.zeros(B, 1, 9, 9, dtype=torch.uint8)
     marked[:, :, 4, 4] = 1
-    places = Augment(shift=S, border="black").move(marked, seeded(11)).flatten(1).argmax(dim=1).numpy()
+    places = AugmentConfig(shift=S, border="black").transform(marked, seeded(11)).flatten(1).argmax(dim=1).numpy()
     counts = np.zeros((9, 9))
     np.add.at(counts, (places // 9, places % 9), 1)
     assert counts[4 - S : 5 + S, 4 - S : 5 + S].sum() == B
@@ -106,13 +106,13 @@ def test_shifts_are_uniform_up_to_and_with_the_bound() -> None:
 
 def test_half_of_the_images_are_mirrored() -> None:
     images = coordinates(4000, 1, 5)[:, :1]
-    mirrored = Augment(flip=True).move(images, seeded(2))[:, 0, 0, 0] == 4
+    mirrored = AugmentConfig(flip=True).transform(images, seeded(2))[:, 0, 0, 0] == 4
     assert 0.47 < mirrored.float().mean() < 0.53
 
 
 @pytest.mark.parametrize(("H", "W"), [(24, 24), (16, 40), (40, 16)])
 def test_rotation_and_scaling_turn_about_the_centre_by_no_more_than_asked(H: int, W: int) -> None:
-    maps = map_of(Augment(rotate=30, scale=0.2), 300, H, W, seed=4)
+    maps = map_of(AugmentConfig(rotate=30, scale=0.2), 300, H, W, seed=4)
     linear, offset = maps[:, :, :2], maps[:, :, 2]
     centre = np.array([(W - 1) / 2, (H - 1) / 2])
     assert np.allclose(linear @ centre + offset, centre, atol=1e-3)
@@ -129,10 +129,10 @@ def test_rotation_and_scaling_turn_about_the_centre_by_no_more_than_asked(H: int
 
 @pytest.mark.parametrize(("H", "W"), [(20, 20), (14, 30), (30, 14)])
 def test_a_rotation_is_the_one_of_pillow(H: int, W: int) -> None:
-    augment, B = Augment(rotate=45, border="black"), 12
-    maps = map_of(Augment(rotate=45), B, H, W, seed=8)
+    augment, B = AugmentConfig(rotate=45, border="black"), 12
+    maps = map_of(AugmentConfig(rotate=45), B, H, W, seed=8)
     images = smooth(B, H, W)
-    moved = augment.move(images, seeded(8)).numpy()[:, 0]
+    moved = augment.transform(images, seeded(8)).numpy()[:, 0]
     for (x_row, _), before, after in zip(maps, images.numpy()[:, 0], moved, strict=True):
         degrees = math.degrees(math.atan2(-x_row[1], x_row[0]))
         wanted = np.asarray(Image.fromarray(before).rotate(degrees, Image.Resampling.BILINEAR))
@@ -144,10 +144,10 @@ def test_a_rotation_is_the_one_of_pillow(H: int, W: int) -> None:
 
 @pytest.mark.parametrize("border", BORDERS)
 def test_all_of_affine_together_is_one_transform_of_pillow(border: Any) -> None:
-    augment, B, H, W = Augment(rotate=20, scale=0.3, shift=4, flip=True, border=border), 16, 22, 34
-    maps = map_of(Augment(rotate=20, scale=0.3, shift=4, flip=True), B, H, W, seed=9)
+    augment, B, H, W = AugmentConfig(rotate=20, scale=0.3, shift=4, flip=True, border=border), 16, 22, 34
+    maps = map_of(AugmentConfig(rotate=20, scale=0.3, shift=4, flip=True), B, H, W, seed=9)
     images = smooth(B, H, W)
-    moved = augment.move(images, seeded(9)).numpy()[:, 0]
+    moved = augment.transform(images, seeded(9)).numpy()[:, 0]
     for ((a, b, c), (d, e, f)), before, after in zip(maps, images.numpy()[:, 0], moved, strict=True):
         # Pillow's map is between corners, ours between pixel centres.
         corners = (a, b, c - 0.5 * (a + b) + 0.5, d, e, f - 0.5 * (d + e) + 0.5)
@@ -171,29 +171,29 @@ def smooth(B: int, H: int, W: int) -> Tensor:
 
 
 def test_an_affine_shift_goes_all_four_ways_up_to_its_bound_and_no_further() -> None:
-    offsets = map_of(Augment(scale=1e-6, shift=3), 400, 16, 24, seed=3)[:, :, 2]
+    offsets = map_of(AugmentConfig(scale=1e-6, shift=3), 400, 16, 24, seed=3)[:, :, 2]
     for values in offsets.T:
         assert stats.kstest(values, "uniform", args=(-3, 6)).pvalue > 0.01
 
 
-EVERYTHING = Augment(shift=2, flip=True, rotate=10, scale=0.1, erase=0.5, mixup=0.4, cutmix=1.0)
+EVERYTHING = AugmentConfig(shift=2, flip=True, rotate=10, scale=0.1, erase=0.5, mixup=0.4, cutmix=1.0)
 SOME = [
-    Augment(shift=2, flip=True),
-    Augment(rotate=15),
-    Augment(erase=0.5),
-    Augment(mixup=0.4),
-    Augment(cutmix=1.0),
+    AugmentConfig(shift=2, flip=True),
+    AugmentConfig(rotate=15),
+    AugmentConfig(erase=0.5),
+    AugmentConfig(mixup=0.4),
+    AugmentConfig(cutmix=1.0),
     EVERYTHING,
 ]
 
 
-def both(augment: Augment, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+def both(augment: AugmentConfig, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
     targets = torch.eye(5)[torch.arange(len(images)) % 5]
-    return augment.mix(augment.move(images, generator).float(), targets, generator)
+    return augment.erase_and_mix(augment.transform(images, generator).float(), targets, generator)
 
 
 @pytest.mark.parametrize("augment", SOME)
-def test_the_draws_come_from_the_generator_alone(augment: Augment) -> None:
+def test_the_draws_come_from_the_generator_alone(augment: AugmentConfig) -> None:
     images, generator = noise(8, 3, 12, 10), seeded(1)
     generator.manual_seed(77)
     before = generator.get_state()
@@ -209,7 +209,7 @@ def test_the_draws_come_from_the_generator_alone(augment: Augment) -> None:
 
 
 @pytest.mark.parametrize("augment", SOME)
-def test_the_images_of_a_batch_are_drawn_for_one_by_one(augment: Augment) -> None:
+def test_the_images_of_a_batch_are_drawn_for_one_by_one(augment: AugmentConfig) -> None:
     images = noise(5, 1, 16, 16)[torch.arange(50) % 5]  # ten times the same five, with the same neighbours
     changed = both(augment, images, seeded(3))[0]
     assert len(changed.unique(dim=0)) > 15
@@ -218,8 +218,8 @@ def test_the_images_of_a_batch_are_drawn_for_one_by_one(augment: Augment) -> Non
 def test_zeros_leave_everything_as_it_is_and_draw_nothing() -> None:
     images, targets, generator = noise(4, 1, 6, 6), torch.eye(4), seeded(3)
     state = generator.get_state()
-    assert Augment().move(images, generator) is images
-    mixed, still = Augment().mix(images, targets, generator)
+    assert AugmentConfig().transform(images, generator) is images
+    mixed, still = AugmentConfig().erase_and_mix(images, targets, generator)
     assert mixed is images
     assert still is targets
     assert torch.equal(generator.get_state(), state)
@@ -229,14 +229,14 @@ def test_zeros_leave_everything_as_it_is_and_draw_nothing() -> None:
 def test_whole_pixel_moves_keep_the_number_type_and_resampling_makes_floats(border: Any) -> None:
     images, generator = noise(4, 3, 8, 8), seeded()
     for kind in (torch.uint8, torch.float32, torch.bfloat16):
-        assert Augment(shift=1, flip=True, border=border).move(images.to(kind), generator).dtype == kind
-        assert Augment(rotate=5, border=border).move(images.to(kind), generator).dtype == torch.float32
+        assert AugmentConfig(shift=1, flip=True, border=border).transform(images.to(kind), generator).dtype == kind
+        assert AugmentConfig(rotate=5, border=border).transform(images.to(kind), generator).dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("augment", SOME[2:5])
-def test_mixing_keeps_the_number_types_of_images_and_targets(augment: Augment, kind: torch.dtype) -> None:
-    images, targets = augment.mix(noise(6, 1, 8, 8).to(kind), torch.eye(6, dtype=kind), seeded())
+def test_mixing_keeps_the_number_types_of_images_and_targets(augment: AugmentConfig, kind: torch.dtype) -> None:
+    images, targets = augment.erase_and_mix(noise(6, 1, 8, 8).to(kind), torch.eye(6, dtype=kind), seeded())
     assert images.dtype == targets.dtype == kind
     assert images.isfinite().all()
     torch.testing.assert_close(targets.float().sum(dim=1), torch.ones(6), atol=1e-2, rtol=0)
@@ -300,7 +300,7 @@ def test_the_targets_of_cutmix_are_the_counted_pixels() -> None:
 def test_mixup_and_cutmix_together_give_each_image_one_of_the_two() -> None:
     B, H, W = 600, 12, 12
     images = torch.arange(B).float().view(B, 1, 1, 1).expand(B, 1, H, W)
-    mixed, targets = Augment(mixup=1.0, cutmix=1.0).mix(images, torch.eye(B), seeded(4))
+    mixed, targets = AugmentConfig(mixup=1.0, cutmix=1.0).erase_and_mix(images, torch.eye(B), seeded(4))
     torch.testing.assert_close(targets.sum(dim=1), torch.ones(B))
     blended = torch.tensor([not set(image.unique().tolist()) <= {i, (i - 1) % B} for i, image in enumerate(mixed)])
     assert 0.42 < blended.float().mean() < 0.58
@@ -312,7 +312,7 @@ def test_mixup_and_cutmix_together_give_each_image_one_of_the_two() -> None:
 def test_the_share_of_images_that_get_cutmix_can_be_said(switch: float) -> None:
     B = 600
     images = torch.arange(B).float().view(B, 1, 1, 1).expand(B, 1, 12, 12)
-    mixed, _ = Augment(mixup=1.0, cutmix=1.0, switch=switch).mix(images, torch.eye(B), seeded(4))
+    mixed, _ = AugmentConfig(mixup=1.0, cutmix=1.0, cutmix_prob=switch).erase_and_mix(images, torch.eye(B), seeded(4))
     pasted = torch.tensor([set(image.unique().tolist()) <= {i, (i - 1) % B} for i, image in enumerate(mixed)])
     assert abs(pasted.float().mean() - switch) < 0.06
 
@@ -343,16 +343,16 @@ def test_mixing_shares_follow_the_beta_distribution(alpha: float) -> None:
 def test_images_of_any_shape_keep_it_and_stay_in_their_range(
     B: int, C: int, H: int, W: int, shift: int, flip: bool, rotate: float, scale: float, border: Any, seed: int
 ) -> None:
-    augment = Augment(
+    augment = AugmentConfig(
         shift=shift, flip=flip, rotate=rotate, scale=scale, border=border, erase=0.5, mixup=0.5, cutmix=0.5
     )
     images = noise(B, C, H, W, seed=seed)
-    moved = augment.move(images, seeded(seed))
+    moved = augment.transform(images, seeded(seed))
     assert moved.shape == images.shape
     assert moved.float().isfinite().all()
     assert moved.max() <= images.max().float() + 1e-2
     assert moved.min() >= (0 if border == "black" else images.min().float() - 1e-2)
-    mixed, targets = augment.mix(moved.float(), torch.eye(3)[torch.arange(B) % 3], seeded(seed))
+    mixed, targets = augment.erase_and_mix(moved.float(), torch.eye(3)[torch.arange(B) % 3], seeded(seed))
     assert mixed.shape == images.shape
     torch.testing.assert_close(targets.sum(dim=1), torch.ones(B))
 
@@ -366,13 +366,13 @@ def test_images_of_any_shape_keep_it_and_stay_in_their_range(
 )
 def test_a_setting_that_makes_no_sense_is_refused_by_name(setting: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"augment\.{setting} .*{value}"):
-        Augment(**{setting: value})
+        AugmentConfig(**{setting: value})
 
 
 def test_a_share_of_the_images_is_mixed() -> None:
     images, targets = torch.randn(4000, 1, 4, 4), torch.eye(10).repeat(400, 1)
     draws = torch.Generator().manual_seed(0)
-    mixed, blended = Augment(mixup=1.0, mixed=0.3).mix(images, targets, draws)
+    mixed, blended = AugmentConfig(mixup=1.0, mix_prob=0.3).erase_and_mix(images, targets, draws)
     untouched = (mixed == images).flatten(1).all(dim=1)
     assert torch.equal(blended[untouched], targets[untouched])
     assert untouched.float().mean().item() == pytest.approx(0.7, abs=0.03)
@@ -381,6 +381,6 @@ def test_a_share_of_the_images_is_mixed() -> None:
 def test_nothing_is_mixed_where_mixing_is_over() -> None:
     images, targets = torch.randn(64, 1, 4, 4), torch.eye(8).repeat(8, 1)
     for mixing in (True, False):
-        mixed, blended = Augment(cutmix=1.0).mix(images, targets, seeded(), torch.tensor(mixing))
+        mixed, blended = AugmentConfig(cutmix=1.0).erase_and_mix(images, targets, seeded(), torch.tensor(mixing))
         assert torch.equal(mixed, images) != mixing
         assert torch.equal(blended, targets) != mixing

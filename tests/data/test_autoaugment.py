@@ -13,12 +13,21 @@ from PIL import Image, ImageEnhance, ImageOps
 from scipy import stats
 from torch import Generator, Tensor
 
-from vitral.data.augment import Augment
-from vitral.data.autoaugment import OPERATIONS, Policy, apply, as_augreg, change, increasing, jitter, trivial
+from vitral.data.augment import AugmentConfig
+from vitral.data.autoaugment import (
+    AutoAugmentPolicy,
+    augreg_space,
+    color_jitter,
+    increasing_space,
+    trivialaugment_space,
+)
+from vitral.data.image_ops import OPS, apply_ops, update_where
 
-DEIT = Policy(name="randaugment", layers=2, magnitude=9, spread=0.5, increasing=True, probability=0.5)
-AUGREG = Policy(name="randaugment", layers=2, magnitude=15)
-TRIVIAL = Policy(name="trivialaugment")
+DEIT = AutoAugmentPolicy(
+    name="randaugment", num_ops=2, magnitude=9, magnitude_std=0.5, increasing=True, probability=0.5
+)
+AUGREG = AutoAugmentPolicy(name="randaugment", num_ops=2, magnitude=15)
+TRIVIAL = AutoAugmentPolicy(name="trivialaugment")
 
 
 def seeded(seed: int = 0) -> Generator:
@@ -77,7 +86,7 @@ ARGUMENTS |= {"posterize": (1, 2, 4, 7, 8), "solarize": (0, 1, 100, 255, 256, 38
 
 def done(images: Tensor, name: str, argument: float) -> Tensor:
     B = len(images)
-    return apply(images, torch.full((B,), OPERATIONS.index(name)), torch.full((B,), float(argument)))
+    return apply_ops(images, torch.full((B,), OPS.index(name)), torch.full((B,), float(argument)))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -121,7 +130,7 @@ def test_cutout_is_a_gray_square_around_its_place() -> None:
     images = photographs(6)
     places = torch.tensor([[0.0, 0.5, 0.99, 0.3, 0.5, 0.5], [0.0, 0.5, 0.99, 0.8, 0.5, 0.5]])
     half = torch.tensor([5.0, 5, 5, 5, 0, 100])
-    found = apply(images, torch.full((6,), OPERATIONS.index("cutout")), half, places)
+    found = apply_ops(images, torch.full((6,), OPS.index("cutout")), half, places)
     for image, was, h, (down, right) in zip(found, images, half.int().tolist(), places.T.tolist(), strict=True):
         y, x = int(down * 37), int(right * 52)
         wanted = was.clone()
@@ -130,10 +139,10 @@ def test_cutout_is_a_gray_square_around_its_place() -> None:
 
 
 def test_each_image_gets_its_own_operation_whatever_stands_beside_it() -> None:
-    names = [name for name in OPERATIONS if name != "cutout"]
+    names = [name for name in OPS if name != "cutout"]
     images = photographs(len(names))
     arguments = torch.linspace(0.5, 4, len(names))
-    together = apply(images, torch.tensor([OPERATIONS.index(name) for name in names]), arguments)
+    together = apply_ops(images, torch.tensor([OPS.index(name) for name in names]), arguments)
     for image, name, argument, found in zip(images, names, arguments.tolist(), together, strict=True):
         assert torch.equal(done(image[None], name, argument)[0], found), name
 
@@ -155,11 +164,11 @@ def test_a_gpu_that_computes_all_and_keeps_some_gets_the_same(monkeypatch: pytes
                 return Elsewhere()
 
         real = images.as_subclass(Pretending)
-        change(real, which, lambda part, *v: how(part.as_subclass(torch.Tensor), *v), *values)
+        update_where(real, which, lambda part, *v: how(part.as_subclass(torch.Tensor), *v), *values)
 
     monkeypatch.setattr(policy, "change", on_gpu)
     monkeypatch.setattr(policy, "AT_ONCE", 5)
-    monkeypatch.setattr(policy, "APART", (policy.LOOKED_UP,))
+    monkeypatch.setattr(policy, "APART", (policy.LOOKUP_OPS,))
     other = [chosen(images, seeded(3)) for chosen in (DEIT, AUGREG, TRIVIAL)]
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -187,7 +196,7 @@ def test_the_increasing_space_is_timms(monkeypatch: pytest.MonkeyPatch) -> None:
         for coin in (0.0, 1.0):
             monkeypatch.setattr(random, "random", lambda coin=coin: coin)
             sign = torch.tensor([theirs._randomly_negate(1.0)])
-            ours = increasing(torch.tensor([level / 10]), sign, (100, 200))
+            ours = increasing_space(torch.tensor([level / 10]), sign, (100, 200))
             assert set(ours) == set(TIMM.values())
             for name, mine in TIMM.items():
                 to_argument = theirs.LEVEL_TO_ARG[name]
@@ -204,10 +213,10 @@ def test_the_space_that_does_not_increase_is_timms_too_where_timm_has_it() -> No
 
     theirs = timm.data.auto_augment.LEVEL_TO_ARG
     for level in (0.0, 5.0, 10.0):
-        ours = as_augreg(torch.tensor([level / 10]), torch.ones(1), (224, 224))
+        ours = augreg_space(torch.tensor([level / 10]), torch.ones(1), (224, 224))
         for name, mine in PLAIN.items():
             assert abs(ours[mine].item()) == pytest.approx(abs(theirs[name](level, {})[0]), abs=1e-4), (name, level)
-    strong = as_augreg(torch.tensor([2.0]), torch.ones(1), (224, 224))
+    strong = augreg_space(torch.tensor([2.0]), torch.ones(1), (224, 224))
     assert {name: strong[name].item() for name in ("rotate", "translate_x", "cutout", "posterize", "color")} == {
         "rotate": 60, "translate_x": pytest.approx(200), "cutout": 80, "posterize": 8, "color": pytest.approx(3.7),
     }  # fmt: skip
@@ -226,7 +235,7 @@ def test_the_wide_space_is_torchvisions() -> None:
     }  # fmt: skip
     assert set(theirs) == set(names)
     m = torch.arange(31) / 30
-    up, down = trivial(m, torch.ones(31)), trivial(m, -torch.ones(31))
+    up, down = trivialaugment_space(m, torch.ones(31)), trivialaugment_space(m, -torch.ones(31))
     assert set(up) == set(names.values())
     for name, mine in names.items():
         magnitudes, signed = theirs[name]
@@ -245,7 +254,7 @@ def test_the_wide_space_is_torchvisions() -> None:
 
 
 @pytest.mark.parametrize("chosen", [DEIT, AUGREG, TRIVIAL], ids=["deit", "augreg", "trivial"])
-def test_images_stay_images_draws_differ_and_repeat_with_the_generator(chosen: Policy) -> None:
+def test_images_stay_images_draws_differ_and_repeat_with_the_generator(chosen: AutoAugmentPolicy) -> None:
     images = photographs(1).expand(48, -1, -1, -1)
     found = chosen(images, seeded(7))
     assert found.dtype == torch.uint8
@@ -257,27 +266,27 @@ def test_images_stay_images_draws_differ_and_repeat_with_the_generator(chosen: P
 
 @pytest.mark.parametrize("chosen", [DEIT, AUGREG, TRIVIAL], ids=["deit", "augreg", "trivial"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 1, 2, 7), (2, 4, 9, 2), (5, 3, 8, 8)])
-def test_images_of_any_shape_keep_it(chosen: Policy, shape: tuple[int, ...]) -> None:
+def test_images_of_any_shape_keep_it(chosen: AutoAugmentPolicy, shape: tuple[int, ...]) -> None:
     images = torch.randint(0, 256, shape, generator=seeded(), dtype=torch.uint8)
     for seed in range(20):
         assert chosen(images, seeded(seed)).shape == shape
 
 
-def drawn(chosen: Policy, monkeypatch: pytest.MonkeyPatch, B: int = 4000) -> tuple[Tensor, Tensor]:
+def drawn(chosen: AutoAugmentPolicy, monkeypatch: pytest.MonkeyPatch, B: int = 4000) -> tuple[Tensor, Tensor]:
     """Operations and arguments of one layer."""
     from vitral.data import autoaugment as policy
 
     calls: list[tuple[Tensor, Tensor]] = []
     monkeypatch.setattr(policy, "apply", lambda images, op, argument, place: calls.append((op, argument)) or images)  # type: ignore[func-returns-value]
     chosen(torch.zeros(B, 1, 2, 2, dtype=torch.uint8), seeded(5))
-    assert len(calls) == (1 if chosen.name == "trivialaugment" else chosen.layers)
+    assert len(calls) == (1 if chosen.name == "trivialaugment" else chosen.num_ops)
     return calls[0]
 
 
 def test_operations_are_drawn_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
     for chosen, count in ((AUGREG, 16), (TRIVIAL, 14)):
         operation, _ = drawn(chosen, monkeypatch)
-        counts = torch.bincount(operation, minlength=len(OPERATIONS))
+        counts = torch.bincount(operation, minlength=len(OPS))
         assert (counts > 0).sum() == count
         assert stats.chisquare(counts[counts > 0].numpy()).pvalue > 0.01
 
@@ -286,7 +295,7 @@ def test_probability_spread_and_bounds_of_the_magnitude_are_the_asked_ones(monke
     operation, argument = drawn(DEIT, monkeypatch)
     share = (operation == 0).float().mean()
     assert abs(share - 0.5) < 0.03
-    turned = argument[operation == OPERATIONS.index("rotate")]
+    turned = argument[operation == OPS.index("rotate")]
     levels = turned.abs() / 3
     assert abs((turned > 0).float().mean() - 0.5) < 0.15
     assert levels.max() <= 10
@@ -309,7 +318,7 @@ def test_jitter_is_pillows_three_enhancers_with_factors_in_the_asked_range(monke
     factors: list[Tensor] = []
     rand = torch.rand
     monkeypatch.setattr(torch, "rand", lambda *n, **how: factors.append(rand(*n, **how)) or factors[-1])  # type: ignore[func-returns-value]
-    found = jitter(images, 0.3, seeded(1))
+    found = color_jitter(images, 0.3, seeded(1))
     monkeypatch.undo()
     for index, (image, after) in enumerate(zip(images, found, strict=True)):
         one = picture(image)
@@ -324,11 +333,11 @@ def test_jitter_is_pillows_three_enhancers_with_factors_in_the_asked_range(monke
 @pytest.mark.parametrize("before", [{}, {"crop": 0.3}, {"shift": 2, "flip": True}, {"rotate": 10.0, "scale": 0.1}])
 def test_colours_come_after_moving_and_are_done_on_whole_values(before: dict[str, Any]) -> None:
     images = photographs(16)
-    plain, generator = Augment(**before), seeded(3)
-    moved = plain.move(images, generator)
+    plain, generator = AugmentConfig(**before), seeded(3)
+    moved = plain.transform(images, generator)
     whole = moved.float().round().clamp(0, 255).to(torch.uint8)
-    wanted = jitter(AUGREG(whole, generator), 0.2, generator)
-    found = Augment(**before, policy=AUGREG, jitter=0.2).move(images, seeded(3))
+    wanted = color_jitter(AUGREG(whole, generator), 0.2, generator)
+    found = AugmentConfig(**before, policy=AUGREG, jitter=0.2).transform(images, seeded(3))
     assert torch.equal(found, wanted)
     assert found.dtype == torch.uint8
 
@@ -339,4 +348,4 @@ def test_colours_come_after_moving_and_are_done_on_whole_values(before: dict[str
 )
 def test_a_setting_that_makes_no_sense_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"augment\.policy\.{name} .*{value}"):
-        Policy(**{name: value})
+        AutoAugmentPolicy(**{name: value})

@@ -1,4 +1,4 @@
-"""Files of every kind, whole and broken, made here with Pillow."""
+"""Image decoding: formats, orientation, colour modes, corrupt files and arrays."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitral.data import decode as module
-from vitral.data.decode import NotAnImage, decode, image_files
+from vitral.data import decode
+from vitral.data.decode import ImageDecodeError, ImageTooLargeError, decode_image, read_header
 
 Array = np.ndarray[Any, Any]
 
 
-def photograph(H: int = 12, W: int = 20) -> Array:
-    """H W 3, smooth, and different in each corner and channel."""
+def gradient(H: int = 12, W: int = 20) -> Array:
+    """uint8 (H, W, 3): smooth, and different in each corner and channel."""
     y, x = np.mgrid[:H, :W]
     return np.stack([30 + 200 * x // W, 30 + 200 * y // H, 220 - 100 * x // W - 60 * y // H], axis=-1).astype(np.uint8)
 
 
-def encoded(picture: Image.Image, format: str, **settings: Any) -> bytes:
+def encode(image: Image.Image, format: str, **settings: Any) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, format, **settings)
+    image.save(buffer, format, **settings)
     return buffer.getvalue()
 
 
@@ -48,43 +48,43 @@ def encoded(picture: Image.Image, format: str, **settings: Any) -> bytes:
         ("GIF", {}, 12),
     ],
 )
-def test_each_format_comes_out_as_the_rgb_that_went_in(
+def test_every_format_decodes_to_the_encoded_rgb(
     tmp_path: Path, format: str, settings: dict[str, Any], tolerance: int
 ) -> None:
-    content = encoded(Image.fromarray(photograph()), format, **settings)
+    content = encode(Image.fromarray(gradient()), format, **settings)
     file = tmp_path / f"a.{format.lower()}"
     file.write_bytes(content)
     for source in (content, file, str(file)):
-        picture = decode(source)
-        assert picture.mode == "RGB"
-        assert np.abs(np.asarray(picture).astype(int) - photograph()).max() <= tolerance
+        image = decode_image(source)
+        assert image.mode == "RGB"
+        assert np.abs(np.asarray(image).astype(int) - gradient()).max() <= tolerance
 
 
 def test_grayscale_stays_grayscale() -> None:
-    gray = photograph()[..., 0]
+    gray = gradient()[..., 0]
     for format in ("PNG", "BMP", "TIFF"):
-        picture = decode(encoded(Image.fromarray(gray), format))
-        assert picture.mode == "L"
-        assert np.array_equal(np.asarray(picture), gray)
-    assert decode(encoded(Image.fromarray(gray), "JPEG")).mode == "L"
+        image = decode_image(encode(Image.fromarray(gray), format))
+        assert image.mode == "L"
+        assert np.array_equal(np.asarray(image), gray)
+    assert decode_image(encode(Image.fromarray(gray), "JPEG")).mode == "L"
 
 
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF"])
-def test_of_an_animation_the_first_frame_is_read(format: str) -> None:
+def test_first_frame_of_an_animation_is_decoded(format: str) -> None:
     frames = [Image.new("RGB", (8, 6), color) for color in ("red", "blue", "lime")]
-    picture = decode(encoded(frames[0], format, save_all=True, append_images=frames[1:]))
-    red, green, blue = np.asarray(picture.convert("RGB"))[3, 3]
+    image = decode_image(encode(frames[0], format, save_all=True, append_images=frames[1:]))
+    red, green, blue = np.asarray(image.convert("RGB"))[3, 3]
     assert red > 250
     assert max(green, blue) < 5
 
 
-def test_a_phones_jpeg_with_several_pictures_inside_is_read() -> None:
+def test_first_image_of_a_multi_picture_jpeg_is_decoded() -> None:
     frames = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
-    picture = decode(encoded(frames[0], "MPO", save_all=True, append_images=frames[1:]))
-    assert np.asarray(picture)[8, 8, 0] > 250
+    image = decode_image(encode(frames[0], "MPO", save_all=True, append_images=frames[1:]))
+    assert np.asarray(image)[8, 8, 0] > 250
 
 
-# What a camera held that way stores of the upright picture, and so what has to be undone (EXIF 2.3, tag 0x0112).
+# How a camera stores an upright image for each orientation (EXIF 2.3, tag 0x0112).
 STORED = {
     1: lambda a: a,
     2: lambda a: a[:, ::-1],
@@ -99,104 +99,104 @@ STORED = {
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "TIFF", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_every_exif_orientation_comes_out_upright(orientation: int, format: str) -> None:
+def test_every_exif_orientation_is_made_upright(orientation: int, format: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](photograph(16, 32))))
+    stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](gradient(16, 32))))
     lossless = {"lossless": True} if format == "WEBP" else {"quality": 98} if format == "JPEG" else {}
-    content = encoded(stored, format, exif=exif, **lossless)
+    content = encode(stored, format, exif=exif, **lossless)
     for source in (content, Image.open(io.BytesIO(content))):
-        picture = decode(source)
-        assert picture.size == (32, 16)
-        assert np.abs(np.asarray(picture).astype(int) - photograph(16, 32)).max() <= (8 if format == "JPEG" else 0)
+        image = decode_image(source)
+        assert image.size == (32, 16)
+        assert np.abs(np.asarray(image).astype(int) - gradient(16, 32)).max() <= (8 if format == "JPEG" else 0)
 
 
-def test_an_orientation_that_does_not_exist_is_ignored() -> None:
+def test_invalid_orientation_is_ignored() -> None:
     exif = Image.Exif()
     exif[0x0112] = 77
-    assert np.array_equal(np.asarray(decode(encoded(Image.fromarray(photograph()), "PNG", exif=exif))), photograph())
+    assert np.array_equal(np.asarray(decode_image(encode(Image.fromarray(gradient()), "PNG", exif=exif))), gradient())
 
 
 @pytest.mark.parametrize("format", ["JPEG", "TIFF"])
-def test_cmyk_becomes_the_rgb_of_its_inks(format: str) -> None:
+def test_cmyk_is_converted_to_rgb(format: str) -> None:
     for cmyk, rgb in (((0, 0, 0, 0), (255, 255, 255)), ((0, 255, 255, 0), (255, 0, 0)), ((0, 0, 0, 255), (0, 0, 0))):
-        picture = decode(encoded(Image.new("CMYK", (8, 8), cmyk), format))
-        assert picture.mode == "RGB"
-        assert np.abs(np.asarray(picture)[4, 4].astype(int) - rgb).max() <= 3
+        image = decode_image(encode(Image.new("CMYK", (8, 8), cmyk), format))
+        assert image.mode == "RGB"
+        assert np.abs(np.asarray(image)[4, 4].astype(int) - rgb).max() <= 3
 
 
-def test_a_palette_becomes_its_colours() -> None:
+def test_palette_is_converted_to_rgb() -> None:
     indexed = Image.new("P", (2, 1))
     indexed.putpalette([10, 20, 30, 200, 100, 50])
     indexed.putdata([1, 0])
     for format in ("PNG", "GIF", "BMP", "TIFF"):
-        assert np.asarray(decode(encoded(indexed, format))).tolist() == [[[200, 100, 50], [10, 20, 30]]]
+        assert np.asarray(decode_image(encode(indexed, format))).tolist() == [[[200, 100, 50], [10, 20, 30]]]
 
 
 @pytest.mark.parametrize("format", ["PNG", "GIF"])
-def test_the_transparent_colour_of_a_palette_becomes_white(format: str) -> None:
+def test_transparent_palette_colour_becomes_white(format: str) -> None:
     indexed = Image.new("P", (2, 1))
     indexed.putpalette([10, 20, 30, 200, 100, 50])
     indexed.putdata([1, 0])
-    content = encoded(indexed, format, transparency=0)
-    assert np.asarray(decode(content)).tolist() == [[[200, 100, 50], [255, 255, 255]]]
+    content = encode(indexed, format, transparency=0)
+    assert np.asarray(decode_image(content)).tolist() == [[[200, 100, 50], [255, 255, 255]]]
 
 
-def test_a_palette_of_half_transparent_colours_is_laid_over_white() -> None:
+def test_translucent_palette_is_composited_over_white() -> None:
     indexed = Image.new("P", (2, 1))
     indexed.putpalette([0, 0, 0, 200, 100, 50])
     indexed.putdata([0, 1])
-    content = encoded(indexed, "PNG", transparency=bytes([128, 255]))
-    assert np.asarray(decode(content)).tolist() == [[[127, 127, 127], [200, 100, 50]]]
+    content = encode(indexed, "PNG", transparency=bytes([128, 255]))
+    assert np.asarray(decode_image(content)).tolist() == [[[127, 127, 127], [200, 100, 50]]]
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF", "WEBP"])
-def test_alpha_is_laid_over_white(format: str) -> None:
+def test_alpha_is_composited_over_white(format: str) -> None:
     rgba = np.array([[[255, 0, 0, 255], [255, 0, 0, 0], [0, 0, 0, 128], [0, 0, 0, 51]]], dtype=np.uint8)
     lossless = {"lossless": True} if format == "WEBP" else {}
-    picture = decode(encoded(Image.fromarray(rgba), format, **lossless))
+    image = decode_image(encode(Image.fromarray(rgba), format, **lossless))
     alpha = rgba[..., 3:] / 255
-    wanted = rgba[..., :3] * alpha + 255 * (1 - alpha)
-    assert picture.mode == "RGB"
-    assert np.abs(np.asarray(picture) - wanted).max() <= 1
+    expected = rgba[..., :3] * alpha + 255 * (1 - alpha)
+    assert image.mode == "RGB"
+    assert np.abs(np.asarray(image) - expected).max() <= 1
 
 
-def test_gray_with_alpha_is_laid_over_white() -> None:
+def test_gray_with_alpha_is_composited_over_white() -> None:
     la = np.array([[[0, 255], [0, 0], [100, 128]]], dtype=np.uint8)
-    picture = decode(encoded(Image.fromarray(la, "LA"), "PNG"))
-    wanted = [255 * (1 - a / 255) + value * a / 255 for value, a in la[0].tolist()]
-    assert np.abs(np.asarray(picture.convert("L"))[0] - wanted).max() <= 1
+    image = decode_image(encode(Image.fromarray(la, "LA"), "PNG"))
+    expected = [255 * (1 - a / 255) + value * a / 255 for value, a in la[0].tolist()]
+    assert np.abs(np.asarray(image.convert("L"))[0] - expected).max() <= 1
 
 
-def test_a_transparent_gray_and_a_transparent_rgb_value_become_white() -> None:
-    gray = decode(encoded(Image.fromarray(np.array([[0, 90]], dtype=np.uint8)), "PNG", transparency=90))
+def test_transparent_gray_or_rgb_value_becomes_white() -> None:
+    gray = decode_image(encode(Image.fromarray(np.array([[0, 90]], dtype=np.uint8)), "PNG", transparency=90))
     assert np.asarray(gray.convert("L")).tolist() == [[0, 255]]
     colour = Image.fromarray(np.array([[[1, 2, 3], [4, 5, 6]]], dtype=np.uint8))
-    assert np.asarray(decode(encoded(colour, "PNG", transparency=(4, 5, 6)))).tolist() == [[[1, 2, 3], [255] * 3]]
+    assert np.asarray(decode_image(encode(colour, "PNG", transparency=(4, 5, 6)))).tolist() == [[[1, 2, 3], [255] * 3]]
 
 
 @pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "GIF"])
-def test_one_bit_pictures_are_black_and_white(format: str) -> None:
+def test_1_bit_images_become_black_and_white(format: str) -> None:
     bits = np.array([[True, False, True], [False, False, True]])
-    picture = decode(encoded(Image.fromarray(bits), format))
-    assert np.asarray(picture.convert("L")).tolist() == (bits * 255).tolist()
+    image = decode_image(encode(Image.fromarray(bits), format))
+    assert np.asarray(image.convert("L")).tolist() == (bits * 255).tolist()
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])
-def test_sixteen_bits_are_divided_by_257(format: str) -> None:
+def test_16_bit_values_are_divided_by_257(format: str) -> None:
     values = np.array([[0, 1, 128, 129, 256, 257, 32767, 32768, 65406, 65535]], dtype=np.uint16)
-    picture = decode(encoded(Image.fromarray(values), format))
-    assert picture.mode == "L"
-    assert np.asarray(picture).tolist() == np.round(values / 257).astype(int).tolist()
+    image = decode_image(encode(Image.fromarray(values), format))
+    assert image.mode == "L"
+    assert np.asarray(image).tolist() == np.round(values / 257).astype(int).tolist()
 
 
-def test_a_dark_sixteen_bit_picture_stays_dark() -> None:
-    picture = decode(encoded(Image.fromarray(np.full((2, 2), 200, dtype=np.uint16)), "PNG"))
-    assert np.asarray(picture).max() == 1
+def test_dark_16_bit_image_stays_dark() -> None:
+    image = decode_image(encode(Image.fromarray(np.full((2, 2), 200, dtype=np.uint16)), "PNG"))
+    assert np.asarray(image).max() == 1
 
 
 @pytest.mark.parametrize(
-    ("values", "top"),
+    ("values", "max_value"),
     [
         (np.array([[0, 10, 255]], dtype=np.int32), 255),
         (np.array([[0, 1000, 65535]], dtype=np.int32), 65535),
@@ -205,77 +205,77 @@ def test_a_dark_sixteen_bit_picture_stays_dark() -> None:
         (np.array([[0.0, 3000.0, 65535.0]], dtype=np.float32), 65535),
     ],
 )
-def test_32_bit_whole_and_floating_pictures_are_scaled_by_the_range_they_use(values: Array, top: float) -> None:
-    picture = decode(encoded(Image.fromarray(values), "TIFF"))
-    assert picture.mode == "L"
-    assert np.abs(np.asarray(picture) - values / top * 255).max() <= 0.5
+def test_32_bit_integers_and_floats_are_scaled_by_their_range(values: Array, max_value: float) -> None:
+    image = decode_image(encode(Image.fromarray(values), "TIFF"))
+    assert image.mode == "L"
+    assert np.abs(np.asarray(image) - values / max_value * 255).max() <= 0.5
 
 
-def test_pixels_that_are_no_numbers_are_black_and_do_not_spoil_the_others() -> None:
+def test_non_finite_pixels_become_black() -> None:
     values = np.array([[np.nan, np.inf, -np.inf, 0.5, 1.0, -3.0]], dtype=np.float32)
-    assert np.asarray(decode(encoded(Image.fromarray(values), "TIFF"))).tolist() == [[0, 0, 0, 128, 255, 0]]
+    assert np.asarray(decode_image(encode(Image.fromarray(values), "TIFF"))).tolist() == [[0, 0, 0, 128, 255, 0]]
 
 
-def test_a_picture_that_pillow_opened_comes_out_like_its_file_and_is_left_as_it_was() -> None:
+def test_pillow_image_is_converted_and_left_unchanged() -> None:
     rgba = Image.new("RGBA", (3, 3), (0, 0, 0, 0))
-    assert np.asarray(decode(rgba)).min() == 255
+    assert np.asarray(decode_image(rgba)).min() == 255
     assert rgba.mode == "RGBA"
-    assert np.asarray(decode(Image.fromarray(np.full((2, 2), 32768, dtype=np.uint16)))).max() == 128
+    assert np.asarray(decode_image(Image.fromarray(np.full((2, 2), 32768, dtype=np.uint16)))).max() == 128
 
 
-def test_a_picture_that_pillow_opened_lazily_and_that_is_broken_is_an_error() -> None:
-    content = encoded(Image.fromarray(photograph(64, 64)), "PNG")
-    with pytest.raises(NotAnImage, match="the image: broken"):
-        decode(Image.open(io.BytesIO(content[: len(content) // 2])))
+def test_truncated_pillow_image_is_an_error() -> None:
+    content = encode(Image.fromarray(gradient(64, 64)), "PNG")
+    with pytest.raises(ImageDecodeError, match="the image: corrupt"):
+        decode_image(Image.open(io.BytesIO(content[: len(content) // 2])))
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"])
-def test_a_truncated_file_is_named_and_called_broken(tmp_path: Path, format: str) -> None:
+def test_truncated_file_is_an_error_with_its_name(tmp_path: Path, format: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     file = tmp_path / "half.img"
-    content = encoded(Image.fromarray(noise), format)
+    content = encode(Image.fromarray(noise), format)
     file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(NotAnImage, match=r"half\.img: (broken or truncated|not an image)"):
-        decode(file)
+    with pytest.raises(ImageDecodeError, match=r"half\.img: (corrupt or truncated|not an image)"):
+        decode_image(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"hello, this is a text\n" * 20, b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"])
-def test_what_is_no_image_is_said_to_be_none(tmp_path: Path, content: bytes) -> None:
+def test_other_content_is_an_error(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "text.png"
     file.write_bytes(content)
     for source, name in ((file, "text.png"), (str(file), "text.png"), (content, "the image")):
-        said = "(not an image|broken)" if content else "an empty file"
-        with pytest.raises(NotAnImage, match=f"{name}: {said}") as caught:
-            decode(source)
+        reason = "(not an image|corrupt)" if content else "empty file"
+        with pytest.raises(ImageDecodeError, match=f"{name}: {reason}") as caught:
+            decode_image(source)
         assert "\n" not in caught.value.what
 
 
-def test_formats_that_pillow_opens_with_the_help_of_other_programs_are_not_read() -> None:
-    postscript = encoded(Image.new("RGB", (4, 4)), "EPS")
-    with pytest.raises(NotAnImage, match="not an image"):
-        decode(postscript)
+def test_formats_that_start_external_programs_are_not_decoded() -> None:
+    postscript = encode(Image.new("RGB", (4, 4)), "EPS")
+    with pytest.raises(ImageDecodeError, match="not an image"):
+        decode_image(postscript)
 
 
-def test_a_folder_and_a_missing_file_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(NotAnImage, match="a folder without images"):
-        decode(tmp_path)
-    with pytest.raises(NotAnImage, match="no such file"):
-        decode(tmp_path / "gone.png")
-    with pytest.raises(NotAnImage):
-        decode("with\0null.png")
+def test_folder_and_missing_file_are_different_errors(tmp_path: Path) -> None:
+    with pytest.raises(ImageDecodeError, match="a folder without images"):
+        decode_image(tmp_path)
+    with pytest.raises(ImageDecodeError, match="no such file"):
+        decode_image(tmp_path / "gone.png")
+    with pytest.raises(ImageDecodeError):
+        decode_image("with\0null.png")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_says_so(tmp_path: Path) -> None:
+def test_file_without_read_permission_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "locked.png"
-    file.write_bytes(encoded(Image.new("L", (2, 2)), "PNG"))
+    file.write_bytes(encode(Image.new("L", (2, 2)), "PNG"))
     file.chmod(0)
-    with pytest.raises(NotAnImage, match="no permission"):
-        decode(file)
+    with pytest.raises(ImageDecodeError, match="permission denied"):
+        decode_image(file)
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of some hundred bytes that declares a size it does not have."""
+    """A PNG of a few hundred bytes with a false size in its header."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -287,119 +287,100 @@ def bomb(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("side", [11_000, 30_000])
-def test_a_decompression_bomb_is_refused_before_it_is_decoded(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
-    with pytest.raises(NotAnImage, match=r"more than vitral reads|more pixels than vitral reads"):
-        decode(bomb(side, side))
+def test_decompression_bomb_is_rejected_before_decoding(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(ImageTooLargeError, match=r"more than the limit|too many pixels"):
+        decode_image(bomb(side, side))
 
 
-def test_pictures_up_to_the_limit_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PIXELS", 240)
-    assert decode(encoded(Image.fromarray(photograph(12, 20)), "PNG")).size == (20, 12)
-    with pytest.raises(NotAnImage, match="21×12 pixels"):
-        decode(encoded(Image.fromarray(photograph(12, 21)), "PNG"))
+def test_images_up_to_the_pixel_limit_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MAX_PIXELS", 240)
+    assert decode_image(encode(Image.fromarray(gradient(12, 20)), "PNG")).size == (20, 12)
+    with pytest.raises(ImageDecodeError, match="21×12 pixels"):
+        decode_image(encode(Image.fromarray(gradient(12, 21)), "PNG"))
 
 
-WHOLE = {
-    format: encoded(Image.fromarray(photograph(24, 24)), format, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0\0\0")
+INTACT = {
+    format: encode(Image.fromarray(gradient(24, 24)), format, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0\0\0")
     for format in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 }
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    format=st.sampled_from(sorted(WHOLE)),
+    format=st.sampled_from(sorted(INTACT)),
     changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8),
     keep=st.floats(0.2, 1),
     early=st.booleans(),
 )
-def test_a_damaged_file_is_a_picture_or_a_clear_error_and_nothing_else(
+def test_corrupt_file_decodes_or_raises_image_decode_error(
     format: str, changes: list[tuple[float, int]], keep: float, early: bool
 ) -> None:
-    content = bytearray(WHOLE[format])
-    for place, value in changes:
-        content[int(place * (min(64, len(content)) if early else len(content)))] = value
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(NotAnImage):
-        patch.setattr(module, "MOST_PIXELS", 1_000_000)  # damage may make a small picture a large one
-        assert decode(bytes(content[: int(len(content) * keep) + 1])).mode in ("L", "RGB")
+    content = bytearray(INTACT[format])
+    for position, value in changes:
+        content[int(position * (min(64, len(content)) if early else len(content)))] = value
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImageDecodeError):
+        patch.setattr(decode, "MAX_PIXELS", 1_000_000)  # a corrupt header may claim any size
+        assert decode_image(bytes(content[: int(len(content) * keep) + 1])).mode in ("L", "RGB")
 
 
-def test_damage_to_metadata_alone_does_not_cost_the_picture() -> None:
+def test_corrupt_metadata_does_not_prevent_decoding() -> None:
     for exif in (
         b"Exif\0\0MM\0*\0\0\0\x08\xff\xff",
         b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\xff\xff",
         b"nonsense",
     ):
-        picture = decode(encoded(Image.fromarray(photograph()), "PNG", exif=exif))
-        assert np.array_equal(np.asarray(picture), photograph())
+        image = decode_image(encode(Image.fromarray(gradient()), "PNG", exif=exif))
+        assert np.array_equal(np.asarray(image), gradient())
 
 
-def lay_out(root: Path, *names: str) -> None:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(b"")
-
-
-def test_hidden_files_folders_and_checkpoints_are_passed_over_and_the_order_is_stable(tmp_path: Path) -> None:
-    seen = ["a/2.JPG", "a/b/deep.tiff", "b.png", "c d/ünï códe 猫.webp", "z.Gif"]
-    unseen = [
-        ".hidden.png",
-        ".git/x.png",
-        "a/.ipynb_checkpoints/2-checkpoint.jpg",
-        "__MACOSX/._2.jpg",
-        "a/notes.txt",
-        "a/jpg",
-        "labels.csv",
-    ]
-    lay_out(tmp_path, *reversed(seen), *unseen)
-    (tmp_path / "folder.png").mkdir()
-    found = image_files([tmp_path])
-    assert [path.relative_to(tmp_path).as_posix() for path in found] == seen
-    assert image_files([tmp_path]) == found
-
-
-def test_a_hidden_folder_that_was_asked_for_is_searched(tmp_path: Path) -> None:
-    lay_out(tmp_path, ".cache/photos/a.png")
-    assert image_files([tmp_path / ".cache"]) == [tmp_path / ".cache/photos/a.png"]
-
-
-def test_files_are_taken_as_given_whatever_they_are_called(tmp_path: Path) -> None:
-    lay_out(tmp_path, "folder/1.png", "folder/0.png", "photo.unknown")
-    given_paths = [tmp_path / "photo.unknown", tmp_path / "missing.png", tmp_path / "folder", tmp_path / "folder/1.png"]
-    assert [path.name for path in image_files(given_paths)] == [
-        "photo.unknown",
-        "missing.png",
-        "0.png",
-        "1.png",
-        "1.png",
-    ]
-
-
-def test_names_with_unicode_and_spaces_are_read(tmp_path: Path) -> None:
+def test_path_may_contain_unicode_and_spaces(tmp_path: Path) -> None:
     file = tmp_path / "mein Foto – 猫 (1).png"
-    Image.fromarray(photograph()).save(file)
-    assert decode(file).size == (20, 12)
+    Image.fromarray(gradient()).save(file)
+    assert decode_image(file).size == (20, 12)
 
 
-def test_what_telephones_write_and_addresses_are_called_what_they_are(tmp_path: Path) -> None:
+def test_heic_files_and_urls_have_specific_errors(tmp_path: Path) -> None:
     heic = b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic"
     (tmp_path / "IMG_1.jpg").write_bytes(heic)
     for source in (heic, tmp_path / "IMG_1.jpg"):
-        with pytest.raises(NotAnImage, match="HEIC, AVIF or a film, not an image that vitral reads; save it as JPEG"):
-            decode(source)
+        with pytest.raises(ImageDecodeError, match="HEIC, AVIF or video, which is not supported"):
+            decode_image(source)
     for source in ("https://example.org/a.jpg", Path("https://example.org/a.jpg")):
-        with pytest.raises(NotAnImage, match=r"example\.org/a\.jpg: an address, not a file"):
-            decode(source)
+        with pytest.raises(ImageDecodeError, match=r"example\.org/a\.jpg: a URL, not a file"):
+            decode_image(source)
 
 
-def test_a_folder_without_images_among_others_is_told_and_alone_is_nothing(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "full").mkdir()
-    Image.new("L", (4, 4)).save(tmp_path / "full" / "a.png")
+def test_folder_is_an_error(tmp_path: Path) -> None:
     empty, full = tmp_path / "empty", tmp_path / "full"
-    assert image_files([full, empty, full / "a.png"]) == [full / "a.png", empty, full / "a.png"]
-    assert image_files([empty]) == image_files([empty, empty]) == []
-    with pytest.raises(NotAnImage, match="empty: a folder without images"):
-        decode(empty)
-    with pytest.raises(NotAnImage, match="full: a folder, not an image"):
-        decode(full)
+    empty.mkdir()
+    full.mkdir()
+    Image.new("L", (4, 4)).save(full / "a.png")
+    with pytest.raises(ImageDecodeError, match="empty: a folder without images"):
+        decode_image(empty)
+    with pytest.raises(ImageDecodeError, match="full: a folder, not an image"):
+        decode_image(full)
+
+
+def test_header_is_read_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = encode(Image.new("L", (20, 12)), "PNG")
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    assert read_header(content) == (20, 12, "L", 1)
+    assert read_header(bomb(11_000, 11_000))[:2] == (11_000, 11_000)
+    with pytest.raises(ImageTooLargeError):
+        read_header(bomb(30_000, 30_000))
+    with pytest.raises(ImageDecodeError, match="not an image"):
+        read_header(b"text")
+
+
+def test_large_jpeg_may_be_decoded_at_reduced_size() -> None:
+    content = encode(Image.fromarray(gradient(400, 640)), "JPEG", quality=98)
+    assert decode_image(content, min_size=(40, 60)).size == (640, 400)
+    reduced = decode_image(content, min_size=(40, 60), allow_reduced_jpeg=True)
+    assert 60 <= min(reduced.size) < 400
+    assert decode_image(content, min_size=(300, 300), allow_reduced_jpeg=True).size == (640, 400)
+
+
+def test_errors_use_the_given_name() -> None:
+    with pytest.raises(ImageDecodeError, match=r"a\.tar at byte 512: not an image"):
+        decode_image(b"text", name="a.tar at byte 512")

@@ -1,4 +1,4 @@
-"""Batches gathered ahead for a device: the right pixels, in order, and nothing left behind when something stops."""
+"""Prefetching: the right pixels in order, no buffer overwritten too early, and no threads left behind."""
 
 from __future__ import annotations
 
@@ -10,100 +10,106 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitral.data import prefetch as feed
-from vitral.data.lazy_images import Images
+from vitral.data.lazy_images import LazyImages
+from vitral.data.prefetch import prefetch_to_device
 from vitral.errors import VitralError
 
 
-class Pretend:
-    """As vitral.device.hardware.Staging, on a CPU. A buffer that is written too early spoils what the device still reads."""
+class CpuStagingBuffers:
+    """StagingBuffers without a device: the "device" reads the host buffers, so early overwrites become visible."""
 
     def __init__(self, shape: tuple[int, ...], count: int = 3) -> None:
-        self.here = [torch.zeros(shape, dtype=torch.uint8) for _ in range(count)]
-        self.said: list[tuple[str, int]] = []
+        self.host = [torch.zeros(shape, dtype=torch.uint8) for _ in range(count)]
+        self.calls: list[tuple[str, int]] = []
 
-    def send(self, place: int) -> Tensor:
-        self.said.append(("send", place))
-        return self.here[place]
+    def copy_to_device(self, slot: int) -> Tensor:
+        self.calls.append(("copy", slot))
+        return self.host[slot]
 
-    def used(self, place: int) -> None:
-        self.said.append(("used", place))
+    def mark_consumed(self, slot: int) -> None:
+        self.calls.append(("consumed", slot))
 
-    def wait(self, place: int) -> int:
-        self.said.append(("wait", place))
-        return place
+    def wait_until_copied(self, slot: int) -> int:
+        self.calls.append(("wait", slot))
+        return slot
 
 
-class Read(Images):
-    """Images that come one batch at a time, until one does not."""
+class FailingImages(LazyImages):
+    """Lazy images that raise an error at batch `fail_at`."""
 
-    def __init__(self, images: Tensor, breaks_at: int = 1000) -> None:
-        self.images, self.shape, self.breaks_at, self.closed = images, tuple(images.shape), breaks_at, False
+    def __init__(self, images: Tensor, fail_at: int = 1000) -> None:
+        self.images, self.shape, self.fail_at, self.is_closed = images, tuple(images.shape), fail_at, False
 
-    def batches(self, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
+    def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
         try:
-            for count, rows in enumerate(chosen):
-                if count == self.breaks_at:
+            for count, rows in enumerate(batch_indices):
+                if count == self.fail_at:
                     raise VitralError("a worker died", "try again")
                 yield self.images[rows]
         finally:
-            self.closed = True
+            self.is_closed = True
 
 
 IMAGES = torch.randint(0, 256, (97, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-ROWS = [torch.randperm(97, generator=torch.Generator().manual_seed(seed))[:11] for seed in range(20)]
+BATCH_INDICES = [torch.randperm(97, generator=torch.Generator().manual_seed(seed))[:11] for seed in range(20)]
 
 
-def fed(images: Any, staging: Pretend | None = None) -> Iterator[Tensor]:
-    return feed.fed(images, ROWS, staging or Pretend((11, 3, 5, 7)))  # type: ignore[arg-type]
+def prefetch(images: Any, staging: CpuStagingBuffers | None = None) -> Iterator[Tensor]:
+    staging = staging or CpuStagingBuffers((11, *images.shape[1:]))
+    return prefetch_to_device(images, BATCH_INDICES, staging)  # type: ignore[arg-type]
 
 
-def threads() -> set[str]:
-    return {thread.name.split("_")[0] for thread in threading.enumerate()} & {"feed", "gather"}
+def running_threads() -> set[str]:
+    return {thread.name.split("_")[0] for thread in threading.enumerate()} & {"prefetch", "gather"}
 
 
-@pytest.mark.parametrize("images", [IMAGES, IMAGES.flip(3)[:, :, :, ::1], Read(IMAGES)], ids=["mapped", "view", "read"])
-def test_each_row_becomes_its_images_in_order(images: Any) -> None:
-    whole = images.images if isinstance(images, Read) else images
-    for rows, batch in zip(ROWS, fed(images), strict=True):
-        assert torch.equal(batch, whole[rows])
-    assert not threads()
+@pytest.mark.parametrize(
+    "images", [IMAGES, IMAGES.flip(3)[:, :, :, ::1], FailingImages(IMAGES)], ids=["tensor", "view", "lazy"]
+)
+def test_batches_come_in_order(images: Any) -> None:
+    tensor = images.images if isinstance(images, LazyImages) else images
+    for rows, batch in zip(BATCH_INDICES, prefetch(images), strict=True):
+        assert torch.equal(batch, tensor[rows])
+    assert not running_threads()
 
 
-def test_a_cut_out_of_a_larger_picture_is_read_where_it_lies() -> None:
-    for rows, batch in zip(ROWS, feed.fed(IMAGES[:, :, 1:4, 2:6], ROWS, Pretend((11, 3, 3, 4))), strict=True):  # type: ignore[arg-type]
+def test_crop_of_a_larger_tensor_is_read_without_a_copy() -> None:
+    for rows, batch in zip(BATCH_INDICES, prefetch(IMAGES[:, :, 1:4, 2:6]), strict=True):
         assert torch.equal(batch, IMAGES[rows][:, :, 1:4, 2:6])
 
 
-def test_a_buffer_is_written_again_only_after_its_batch_has_left_it() -> None:
-    staging = Pretend((11, 3, 5, 7))
-    for rows, batch in zip(ROWS, fed(IMAGES, staging), strict=True):
+def test_buffer_is_reused_only_after_its_batch_was_copied() -> None:
+    staging = CpuStagingBuffers((11, 3, 5, 7))
+    for rows, batch in zip(BATCH_INDICES, prefetch(IMAGES, staging), strict=True):
         assert torch.equal(batch, IMAGES[rows])
-        threading.Event().wait(0.002)  # the threads fill whatever they were given
+        threading.Event().wait(0.002)  # time for the threads to fill every free buffer
         assert torch.equal(batch, IMAGES[rows])
-    sent: set[int] = set()
-    for what, place in staging.said:
-        assert (place in sent) == (what != "send")
-        (sent.add if what == "send" else sent.discard if what == "wait" else lambda _: None)(place)
-    assert [what for what, _ in staging.said].count("used") == len(ROWS)
+    in_flight: set[int] = set()
+    for call, slot in staging.calls:
+        assert (slot in in_flight) == (call != "copy")
+        if call == "copy":
+            in_flight.add(slot)
+        elif call == "wait":
+            in_flight.discard(slot)
+    assert [call for call, _ in staging.calls].count("consumed") == len(BATCH_INDICES)
 
 
-def test_an_error_of_the_reader_reaches_who_asks_and_ends_the_threads() -> None:
-    images = Read(IMAGES, breaks_at=4)
-    batches = fed(images)
+def test_error_in_the_reader_is_raised_and_ends_the_threads() -> None:
+    images = FailingImages(IMAGES, fail_at=4)
+    batches = prefetch(images)
     for _ in range(4):
         next(batches)
     with pytest.raises(VitralError, match="a worker died"):
         next(batches)
-    assert images.closed
-    assert not threads()
+    assert images.is_closed
+    assert not running_threads()
 
 
-def test_who_stops_early_leaves_no_thread_behind() -> None:
-    images = Read(IMAGES)
-    batches = fed(images)
+def test_abandoned_iteration_leaves_no_threads() -> None:
+    images = FailingImages(IMAGES)
+    batches = prefetch(images)
     next(batches)
-    assert threads()
+    assert running_threads()
     batches.close()  # type: ignore[attr-defined]
-    assert images.closed
-    assert not threads()
+    assert images.is_closed
+    assert not running_threads()

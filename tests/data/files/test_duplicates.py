@@ -1,4 +1,4 @@
-"""Copies are found, different pictures are not, and no copy stands on the other side of a split."""
+"""Duplicates are detected, different images are not, and copies stay in one split."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
-from vitral.data.datasets import stratified
+from vitral.data.datasets import stratified_holdout
 from vitral.data.files import duplicates
-from vitral.data.files.duplicates import copies, exact_groups, grouped, near_pairs, signatures, thumbnail
-from vitral.data.files.listing import listing
+from vitral.data.files.duplicates import (
+    connected_groups,
+    duplicate_groups,
+    exact_groups,
+    near_duplicate_pairs,
+    signatures,
+    thumbnail,
+)
+from vitral.data.files.folders import list_folder
 
 
 def scene(seed: int, width: int = 240, height: int = 180) -> Image.Image:
-    """Something like a photograph: blobs of all sizes, as nature's spectrum has them."""
+    """A synthetic photograph: blobs of all sizes, with a spectrum like that of natural images."""
     random = np.random.default_rng(seed)
     total = np.zeros((height, width, 3))
     for size, strength in ((3, 60), (6, 40), (12, 25), (48, 15)):
@@ -30,16 +37,16 @@ def scene(seed: int, width: int = 240, height: int = 180) -> Image.Image:
     return Image.fromarray((128 + total / 70).clip(0, 255).astype(np.uint8))
 
 
-def recompressed(picture: Image.Image, quality: int) -> Image.Image:
-    bytes_ = io.BytesIO()
-    picture.save(bytes_, "JPEG", quality=quality)
-    return Image.open(bytes_)
+def recompressed(image: Image.Image, quality: int) -> Image.Image:
+    content = io.BytesIO()
+    image.save(content, "JPEG", quality=quality)
+    return Image.open(content)
 
 
-def cropped(picture: Image.Image, keep: float, seed: int) -> Image.Image:
-    width, height = int(picture.width * keep), int(picture.height * keep)
-    left, top = np.random.default_rng(seed).integers(0, [picture.width - width + 1, picture.height - height + 1])
-    return picture.crop((left, top, left + width, top + height))
+def cropped(image: Image.Image, keep: float, seed: int) -> Image.Image:
+    width, height = int(image.width * keep), int(image.height * keep)
+    left, top = np.random.default_rng(seed).integers(0, [image.width - width + 1, image.height - height + 1])
+    return image.crop((left, top, left + width, top + height))
 
 
 CHANGES = {
@@ -47,8 +54,8 @@ CHANGES = {
     "twice the size": lambda p, _: p.resize((p.width * 2, p.height * 2)),
     "JPEG quality 20": lambda p, _: recompressed(p, 20),
     "brighter": lambda p, _: p.point(lambda v: min(int(v * 1.12), 255)),
-    "a little blurred": lambda p, _: p.filter(ImageFilter.GaussianBlur(1)),
-    "5 % cropped off": lambda p, seed: cropped(p, 0.95, seed),
+    "slightly blurred": lambda p, _: p.filter(ImageFilter.GaussianBlur(1)),
+    "cropped by 5%": lambda p, seed: cropped(p, 0.95, seed),
 }
 
 
@@ -58,29 +65,29 @@ def scenes() -> list[Image.Image]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_copies_are_found_and_different_scenes_are_not(scenes, change):
-    pictures = [*scenes, *(CHANGES[change](picture, seed) for seed, picture in enumerate(scenes))]
-    pairs = near_pairs(np.stack([thumbnail(picture) for picture in pictures]))
+def test_modified_copies_are_detected_and_different_scenes_are_not(scenes, change):
+    images = [*scenes, *(CHANGES[change](image, seed) for seed, image in enumerate(scenes))]
+    pairs = near_duplicate_pairs(np.stack([thumbnail(image) for image in images]))
     assert {(i, j) for i, j in pairs.tolist()} == {(i, i + 60) for i in range(60)}
 
 
-def test_flat_pictures_are_alike_without_being_copies():
+def test_flat_images_are_not_duplicates():
     random = np.random.default_rng(0)
     flat = np.repeat(random.integers(0, 256, (50, 1, 1, 3)), 32, axis=1).repeat(32, axis=2)
     noisy = (flat + random.integers(-3, 4, (50, 32, 32, 3))).clip(0, 255).astype(np.uint8)
-    assert len(near_pairs(noisy)) == 0
-    assert len(near_pairs(np.zeros((0, 32, 32, 3), dtype=np.uint8))) == 0
+    assert len(near_duplicate_pairs(noisy)) == 0
+    assert len(near_duplicate_pairs(np.zeros((0, 32, 32, 3), dtype=np.uint8))) == 0
 
 
-def test_another_colour_is_another_picture():
+def test_images_of_different_colour_are_not_duplicates():
     random = np.random.default_rng(0)
     shape = np.asarray(scene(1).resize((32, 32)).convert("L"), dtype=float)
     tints = random.uniform(0.2, 1, (6, 3))
-    assert len(near_pairs((shape[None, :, :, None] * tints[:, None, None]).astype(np.uint8))) == 0
+    assert len(near_duplicate_pairs((shape[None, :, :, None] * tints[:, None, None]).astype(np.uint8))) == 0
 
 
-def test_among_pictures_alike_by_nature_only_the_same_ones_count(monkeypatch):
-    """Strokes on black, like digits: close to one another, and yet 80 different pictures."""
+def test_among_similar_images_only_equal_ones_are_duplicates(monkeypatch):
+    """Strokes on black, like digits: 80 similar but different images."""
     random = np.random.default_rng(0)
     y, x = np.mgrid[:32, :32]
     strokes = [
@@ -89,38 +96,37 @@ def test_among_pictures_alike_by_nature_only_the_same_ones_count(monkeypatch):
     ]
     small = (np.stack(strokes)[..., None] * [255, 255, 255]).astype(np.uint8)
     with_copy = np.concatenate([small, small[:1]])
-    pairs = near_pairs(with_copy)
+    pairs = near_duplicate_pairs(with_copy)
     assert [0, 80] in pairs.tolist()
-    monkeypatch.setattr(duplicates, "MOST_CLOSE", 1000)
-    assert len(pairs) < len(near_pairs(with_copy)) / 3
+    monkeypatch.setattr(duplicates, "MAX_CANDIDATES_PER_IMAGE", 1000)
+    assert len(pairs) < len(near_duplicate_pairs(with_copy)) / 3
 
 
-def test_signatures_are_differences_of_the_means_of_cells():
+def test_signatures_are_brightness_differences_between_grid_cells():
     ramp = np.broadcast_to(np.arange(32, dtype=np.uint8)[None, :, None] * 8, (32, 32, 3))[None]
-    found = signatures(np.ascontiguousarray(ramp))[0]
-    assert torch.allclose(found[64:], torch.zeros(64), atol=1e-5), "nothing changes downwards"
-    assert torch.allclose(found[9:15], found[9:10].expand(6), atol=5e-3), "evenly brighter to the right"
-    assert found.norm() == pytest.approx(1)
+    signature = signatures(np.ascontiguousarray(ramp))[0]
+    assert torch.allclose(signature[64:], torch.zeros(64), atol=1e-5), "no vertical differences"
+    assert torch.allclose(signature[9:15], signature[9:10].expand(6), atol=5e-3), "constant horizontal differences"
+    assert signature.norm() == pytest.approx(1)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.tuples(*[st.integers(0, n - 1)] * 2)))))
-def test_groups_are_the_components_of_the_pairs(case):
+def test_groups_are_connected_components(case):
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
     count, pairs = case
     array = np.array(pairs).reshape(-1, 2)
-    found = grouped(count, array)
+    groups = connected_groups(count, array)
     edges = coo_array((np.ones(len(array)), (array[:, 0], array[:, 1])), shape=(count, count))
     _, expected = connected_components(edges, directed=False)
-    assert (
-        len(set(zip(found.tolist(), expected.tolist(), strict=True))) == len(set(found.tolist())) == expected.max() + 1
-    )
-    assert all(found[group] == group for group in found), "named after its lowest member"
+    matches = set(zip(groups.tolist(), expected.tolist(), strict=True))
+    assert len(matches) == len(set(groups.tolist())) == expected.max() + 1
+    assert all(groups[group] == group for group in groups), "numbered by the lowest member"
 
 
-def test_equal_bytes_are_found_by_their_digest(tmp_path):
+def test_exact_copies_are_detected_by_their_bytes(tmp_path):
     for name, content in (("a", b"xy"), ("b", b"yx"), ("c", b"xy"), ("d", b"xyz"), ("e", b"xy")):
         (tmp_path / name).write_bytes(content)
     files = [tmp_path / name for name in "abcde"]
@@ -133,13 +139,13 @@ def test_equal_bytes_are_found_by_their_digest(tmp_path):
     fraction=st.floats(0.05, 0.5),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_group_is_never_split_and_each_class_gives_its_share(sizes, fraction, seed):
+def test_groups_stay_in_one_split_and_classes_contribute_their_share(sizes, fraction, seed):
     labels = np.repeat([label for label, _ in sizes], [size for _, size in sizes])
     groups = np.repeat(np.arange(len(sizes)), [size for _, size in sizes])
     shuffled = np.random.RandomState(seed).permutation(len(labels))
     labels, groups = labels[shuffled], groups[shuffled]
-    held_out = stratified(labels, fraction, seed=seed, groups=groups)
-    assert np.array_equal(held_out, stratified(labels, fraction, seed=seed, groups=groups))
+    held_out = stratified_holdout(labels, fraction, seed=seed, groups=groups)
+    assert np.array_equal(held_out, stratified_holdout(labels, fraction, seed=seed, groups=groups))
     for group in np.unique(groups):
         assert len(set(held_out[groups == group].tolist())) == 1
     largest = max(size for _, size in sizes)
@@ -148,55 +154,60 @@ def test_a_group_is_never_split_and_each_class_gives_its_share(sizes, fraction, 
         assert share - largest - 1 < held_out[labels == label].sum() < share + 1
 
 
-def test_groups_across_classes_stay_whole_too():
+def test_groups_across_classes_stay_in_one_split():
     labels, groups = np.arange(400) % 4, np.arange(400) // 2
-    held_out = stratified(labels, 0.25, seed=1, groups=groups)
+    held_out = stratified_holdout(labels, 0.25, seed=1, groups=groups)
     assert (held_out[::2] == held_out[1::2]).all()
     assert Counter(labels[held_out].tolist()) == dict.fromkeys(range(4), 25)
 
 
-def test_without_copies_the_split_is_what_it_always_was():
+def test_without_duplicates_groups_do_not_change_the_holdout():
     labels = np.arange(100) % 7
-    assert np.array_equal(stratified(labels, 0.2, seed=3, groups=np.arange(100)), stratified(labels, 0.2, seed=3))
+    with_groups = stratified_holdout(labels, 0.2, seed=3, groups=np.arange(100))
+    assert np.array_equal(with_groups, stratified_holdout(labels, 0.2, seed=3))
 
 
-def test_a_folder_keeps_near_duplicates_on_one_side(scenes, tmp_path: Path):
-    for index, picture in enumerate(scenes[:40]):
+def test_near_duplicates_in_a_folder_stay_in_one_split(scenes, tmp_path: Path):
+    for index, image in enumerate(scenes[:40]):
         folder = tmp_path / "photos" / ("ants" if index % 2 else "bees")
         folder.mkdir(parents=True, exist_ok=True)
-        picture.save(folder / f"{index}.jpg")
+        image.save(folder / f"{index}.jpg")
         if index < 20:
-            picture.resize((120, 90)).save(folder / f"{index}-small.jpg", quality=60)
-    found = listing(tmp_path / "photos", validation=0.25)
-    assert "20 near-duplicates kept on one side" in found.source
-    assert len(found.validation) == 15
-    sides = {}
-    for side, items in (("train", found.train), ("validation", found.validation)):
-        for file, _ in items:
-            sides.setdefault(file.stem.split("-")[0], set()).add(side)
-    assert all(len(both) == 1 for both in sides.values())
-    again = listing(tmp_path / "photos", validation=0.25)
-    assert again == found
+            image.resize((120, 90)).save(folder / f"{index}-small.jpg", quality=60)
+    listing = list_folder(tmp_path / "photos", validation=0.25)
+    assert "20 near-duplicates kept in one split" in listing.source
+    assert len(listing.splits["validation"]) == 15
+    splits: dict[str, set[str]] = {}
+    for split in ("train", "validation"):
+        for location, _ in listing.splits[split]:
+            splits.setdefault(Path(location.path).stem.split("-")[0], set()).add(split)
+    assert all(len(names) == 1 for names in splits.values())
+    assert list_folder(tmp_path / "photos", validation=0.25) == listing
 
 
-def test_the_search_is_remembered_until_a_file_changes(scenes, tmp_path, monkeypatch):
-    for index, picture in enumerate(scenes[:8]):
+def test_duplicate_search_is_cached_until_a_file_changes(scenes, tmp_path, monkeypatch):
+    for index, image in enumerate(scenes[:8]):
         (tmp_path / "photos" / "ab"[index % 2]).mkdir(parents=True, exist_ok=True)
-        picture.save(tmp_path / "photos" / "ab"[index % 2] / f"{index}.png")
-    asked = []
-    monkeypatch.setattr("vitral.data.files.listing.copies", lambda files, *_: asked.append(len(files)) or copies(files))
-    listing(tmp_path / "photos", validation=0.25)
-    listing(tmp_path / "photos", validation=0.25)
-    assert asked == [8]
+        image.save(tmp_path / "photos" / "ab"[index % 2] / f"{index}.png")
+    searches = []
+
+    def counted(files, *_):
+        searches.append(len(files))
+        return duplicate_groups(files)
+
+    monkeypatch.setattr("vitral.data.files.folders.duplicate_groups", counted)
+    list_folder(tmp_path / "photos", validation=0.25)
+    list_folder(tmp_path / "photos", validation=0.25)
+    assert searches == [8]
     scenes[9].save(tmp_path / "photos" / "a" / "0.png")
-    listing(tmp_path / "photos", validation=0.25)
-    assert asked == [8, 8]
+    list_folder(tmp_path / "photos", validation=0.25)
+    assert searches == [8, 8]
 
 
-def test_ten_thousand_are_compared_in_seconds():
+def test_ten_thousand_images_are_compared_in_seconds():
     random = torch.nn.functional.normalize(torch.randn(10_000, 128, generator=torch.Generator().manual_seed(0)))
     start = time.process_time()
-    pairs = duplicates.close_pairs(torch.cat([random, random[:100]]), 0.72)
+    pairs = duplicates.similar_pairs(torch.cat([random, random[:100]]), 0.72)
     assert pairs is not None
     assert pairs.tolist() == [[i, 10_000 + i] for i in range(100)]
     assert time.process_time() - start < 20

