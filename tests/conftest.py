@@ -1,4 +1,4 @@
-"""What all tests share: one thread, a cache of their own, no network, and a set that is learned in a second."""
+"""Shared fixtures: one thread, an isolated cache, no network, and a dataset that a model learns within a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child processes inherit it
 if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is: a GPU's kernels run on the CPU, in Python
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: runs its kernels on the CPU
 
 import pytest
 import torch
@@ -23,20 +23,21 @@ from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.device.select import Hardware
 from vitral.models.vit import ViTConfig
 from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
-from vitral.runs.run import Run, atomic_write
+from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
-from vitral.training.trainer import fit
+from vitral.training.trainer import Trainer
+from vitral.utils.atomic import atomic_write
 
 torch.set_num_threads(1)
 
 
 def pytest_configure() -> None:
-    """While modules are imported nothing becomes garbage: looking for it takes a third of the time."""
+    """Disable garbage collection while test modules are imported, which saves a third of the time."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported stays
+    gc.freeze()  # imported modules are never collected
     gc.enable()
 
 
@@ -46,30 +47,30 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or fills the person's cache."""
+def isolated_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tests away from the user's cache."""
     monkeypatch.setenv("VITRAL_HOME", str(tmp_path_factory.getbasetemp() / "vitral-home"))
     monkeypatch.delenv("VITRAL_DATA", raising=False)
 
 
 @pytest.fixture
 def network() -> None:
-    """Ask for this to be let out of the machine."""
+    """Request this fixture to allow connections to other machines."""
 
 
 @pytest.fixture(autouse=True)
 def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only this machine answers, unless the test asks for `network`."""
+    """Refuse connections to other machines, unless the test requests `network`."""
     if "network" in request.fixturenames:
         return
     connect = socket.socket.connect
 
-    def only_here(self: socket.socket, address: Any) -> None:
+    def connect_locally(self: socket.socket, address: Any) -> None:
         if isinstance(address, tuple) and str(address[0]) not in ("127.0.0.1", "::1", "localhost"):
-            raise OSError(f"a test wanted to reach {address[0]}")
+            raise OSError(f"a test tried to connect to {address[0]}")
         connect(self, address)
 
-    monkeypatch.setattr(socket.socket, "connect", only_here)
+    monkeypatch.setattr(socket.socket, "connect", connect_locally)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def dataset() -> Dataset:
         classes=("rows", "columns", "chequerboard", "plain"),
         train=textures(96, seed=1),
         validation=textures(40, seed=2),
-        source="made by a test",
+        source="synthetic",
         fingerprint="0123456789abcdef",
         load_test=lambda: textures(40, seed=3),
     )
@@ -87,7 +88,7 @@ def dataset() -> Dataset:
 
 @pytest.fixture
 def recipe() -> Recipe:
-    """Six steps an epoch, four epochs, a fraction of a second."""
+    """Six steps per epoch, four epochs, a fraction of a second."""
     return Recipe(
         name="tiny",
         data=DataConfig(name="textures"),
@@ -115,53 +116,53 @@ def preprocessing(dataset: Dataset, recipe: Recipe) -> Preprocessing:
 
 @pytest.fixture
 def train_tiny(tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing, cpu: Hardware) -> Fit:
-    """`train_tiny("name", watch=…, dataset=…, **changes of the recipe)`: fit in the run folder of that name."""
+    """`train_tiny(name, callback, dataset=..., **overrides)` trains in the run folder `name`, resuming it if it exists."""
 
-    def run_it(
+    def train(
         name: str = "run",
-        watch: Callback | None = None,
+        callback: Callback | None = None,
         dataset: Dataset = dataset,
         preprocessing: Preprocessing = preprocessing,
         recipe: Recipe = recipe,
-        **changes: Any,
+        **overrides: Any,
     ) -> Run:
         path = tmp_path / name
         run = Run(path) if path.exists() else Run.create(tmp_path, name, path)
-        plan = recipe.with_overrides(changes)
-        atomic_write(run.recipe_file, plan.to_toml())
-        fit(plan, dataset, preprocessing, run, cpu, watch)
+        resolved = recipe.with_overrides(overrides)
+        atomic_write(run.recipe_file, resolved.to_toml())
+        Trainer(resolved, dataset, preprocessing, run, cpu, callbacks=[callback] if callback else []).fit()
         return run
 
-    return run_it
+    return train
 
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings of this test end without figures and page: those have tests of their own, and take seconds."""
+    """Skip figures and HTML report after training: they take seconds and have their own tests."""
     leave_out_pictures(monkeypatch)
 
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command in this process: exit status, what it printed, what it complained about."""
+    """Run a vitral command in this process; returns exit status, stdout and stderr."""
 
-    def run_it(*words: object) -> tuple[int, str, str]:
+    def run(*words: object) -> tuple[int, str, str]:
         code = 0
         try:
             cli.main([str(word) for word in words])
         except SystemExit as stop:
             code = int(stop.code or 0)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
-    return run_it
+    return run
 
 
 @pytest.fixture
-def unread(dataset: Dataset) -> Dataset:
-    """The same set, with a test split that nobody may read."""
+def dataset_without_test(dataset: Dataset) -> Dataset:
+    """The dataset with a test split that raises when it is read."""
 
-    def read_test() -> Split:
+    def load_test() -> Split:
         raise AssertionError("the test set was read")
 
-    return replace(dataset, read_test=read_test)
+    return replace(dataset, load_test=load_test)

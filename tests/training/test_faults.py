@@ -32,13 +32,14 @@ from vitral import api as workshop
 from vitral import api_train as making
 from vitral.cli import main as cli
 from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import choose
+from vitral.device.select import select_hardware
 from vitral.errors import VitralError
-from vitral.runs.run import Run, load_weights
+from vitral.runs.model_io import load_weights
+from vitral.runs.run import Run
 from vitral.training import checkpoint
 from vitral.training import trainer as loop
-from vitral.training.callbacks import Watch
-from vitral.training.provenance import note_precision
+from vitral.training.callbacks import Callback
+from vitral.training.provenance import record_precision
 from vitral.training.signals import Interrupted
 
 # Fifteen steps of some milliseconds, with a checkpoint after each, and everything that draws random numbers or carries
@@ -76,7 +77,7 @@ def bits(path: Path) -> bytes:
 
 
 def told(run: Run) -> list[dict[str, Any]]:
-    timeless = [dict(row, seconds=0, training_seconds=0, images_per_second=0) for row in run.metrics()]
+    timeless = [dict(row, seconds=0, training_seconds=0, images_per_second=0) for row in run.load_metrics()]
     assert timeless
     return timeless
 
@@ -195,7 +196,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_whole(train_tiny: Fit, 
     straight = train_tiny("straight")
     checkpoints = tmp_path / "run" / "checkpoints"
 
-    class Fill(Watch):
+    class Fill(Callback):
         def __init__(self) -> None:
             self.limit = files_no_larger_than(10**9)
 
@@ -278,14 +279,14 @@ def test_the_state_before_a_divergence_is_kept_and_named(
     with pytest.raises(VitralError, match=what) as caught:
         train_tiny("run", ema=ema)
     run = Run.open(tmp_path / "run")
-    newest = checkpoint.newest(run.checkpoints)
-    assert newest == run.checkpoints / "step-000000006.pt"
+    newest = checkpoint.newest(run.checkpoint_dir)
+    assert newest == run.checkpoint_dir / "step-000000006.pt"
     assert str(newest) in caught.value.hint
     assert finite(newest)
-    assert [row["epoch"] for row in run.metrics()] == [1]
-    assert all(math.isfinite(row["validation_loss"]) for row in run.metrics())
+    assert [row["epoch"] for row in run.load_metrics()] == [1]
+    assert all(math.isfinite(row["validation_loss"]) for row in run.load_metrics())
     monkeypatch.setattr(loop, "learning_rate", lambda *_: 1e-2)
-    assert train_tiny("run", ema=ema).finished
+    assert train_tiny("run", ema=ema).has_model
 
 
 def test_an_image_that_is_not_a_number_stops_the_first_step(
@@ -304,13 +305,13 @@ def test_a_diverged_state_is_not_saved_though_nobody_looked_yet(
     explode_at(7, monkeypatch)
     look = loop.check_finite
 
-    def seldom(state: loop.State) -> None:
+    def seldom(state: loop.TrainState) -> None:
         if sys._getframe(1).f_code.co_name != "fit":
             look(state)
 
     monkeypatch.setattr(loop, "check_finite", seldom)
 
-    class Press(Watch):
+    class Press(Callback):
         def step(self, epoch: int, step: int, *_: Any) -> None:
             if (epoch, step) == (2, 5):
                 signal.raise_signal(signal.SIGINT)
@@ -332,7 +333,7 @@ def poison(name: str, kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> 
         return None
 
     def hooked(*given: Any) -> None:
-        state: loop.State = given[1]
+        state: loop.TrainState = given[1]
         if state.step == step:
             state.model.get_submodule(name).register_forward_hook(spoil)
         train_step(*given)
@@ -348,14 +349,14 @@ def test_the_module_that_broke_first_is_named_and_no_weight_was_moved_by_it(
     train_tiny: Fit, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, optimizer: str
 ) -> None:
     """Though nobody looks for a while, as on a GPU: the weights stay those before the bad step."""
-    states: list[loop.State] = []
-    begin = loop.begin
+    states: list[loop.TrainState] = []
+    begin = loop.init_state
     monkeypatch.setattr(loop, "begin", lambda *given: states.append(begin(*given)) or states[0])  # type: ignore[func-returns-value]
     poison(name, kind, 7, monkeypatch)
     look = loop.check_finite
     kept: dict[int, dict[str, Tensor]] = {}
 
-    def seldom(state: loop.State) -> None:
+    def seldom(state: loop.TrainState) -> None:
         kept[state.step] = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
         if state.step > 10:
             look(state)
@@ -366,8 +367,8 @@ def test_the_module_that_broke_first_is_named_and_no_weight_was_moved_by_it(
     state = states[0]
     assert not identical(kept[7], kept[6])
     assert identical(kept[11], kept[7])
-    assert state.averaged is not None
-    assert all(bool(tensor.isfinite().all()) for tensor in state.averaged.model.state_dict().values())
+    assert state.ema is not None
+    assert all(bool(tensor.isfinite().all()) for tensor in state.ema.model.state_dict().values())
     assert all(parameter.grad is None for parameter in state.model.parameters())
 
 
@@ -389,7 +390,7 @@ def test_a_loss_out_of_all_proportion_stops_too(train_tiny: Fit, monkeypatch: py
 # ── rolling back ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Notes(Watch):
+class Notes(Callback):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -415,9 +416,9 @@ def test_a_rollback_goes_on_from_the_last_checkpoint_at_half_the_rate(
     assert len(watch.notes) == 1
     assert "the loss is not finite at step 10, first in " in watch.notes[0]
     assert watch.notes[0].endswith("back to step 6, with 1/2 of the learning rate")
-    assert [row["step"] for row in run.metrics()] == [6, 12, 18, 24]
-    assert [row["lr"] for row in run.metrics()] == [1e-2, *[pytest.approx(0.5e-2)] * 3]
-    assert run.metrics()[-1]["validation_top1"] > 0.9
+    assert [row["step"] for row in run.load_metrics()] == [6, 12, 18, 24]
+    assert [row["lr"] for row in run.load_metrics()] == [1e-2, *[pytest.approx(0.5e-2)] * 3]
+    assert run.load_metrics()[-1]["validation_top1"] > 0.9
 
 
 @pytest.mark.parametrize("at", [0, 2, 11])
@@ -429,8 +430,8 @@ def test_a_rollback_finds_a_state_in_the_first_epoch_and_after_a_bad_validation(
     run = train_tiny("run", watch=watch, on_nan="rollback", keep=1)
     assert len(watch.notes) == 2
     assert f"back to step {0 if at < 6 else 6}, with 1/4 of" in watch.notes[1]
-    assert run.finished
-    assert len(run.metrics()) == 4
+    assert run.has_model
+    assert len(run.load_metrics()) == 4
 
 
 def test_a_checkpoint_that_does_not_help_is_given_up_for_the_one_before(
@@ -445,7 +446,7 @@ def test_a_checkpoint_that_does_not_help_is_given_up_for_the_one_before(
         return save(folder, step, *rest) if step in (0, 6, 9) or step % 6 == 0 else folder
 
     monkeypatch.setattr(checkpoint, "save", only_some)
-    assert train_tiny("run", watch=watch, on_nan="rollback", keep=5, checkpoint_minutes=0.0).finished
+    assert train_tiny("run", watch=watch, on_nan="rollback", keep=5, checkpoint_minutes=0.0).has_model
     assert [note.split(": ")[-1].split(",")[0] for note in watch.notes] == ["back to step 9", "back to step 6"]
 
 
@@ -455,7 +456,7 @@ def test_what_never_goes_well_stops_after_some_rollbacks(
     watch = Notes()
     with pytest.raises(VitralError, match="first in the images") as caught:
         train_tiny("run", watch=watch, on_nan="rollback", preprocessing=replace(preprocessing, mean=(math.nan,)))
-    assert len(watch.notes) == loop.MOST_ROLLBACKS
+    assert len(watch.notes) == loop.MAX_ROLLBACKS
     assert "1/32 of the learning rate did not help either" in caught.value.hint
 
 
@@ -465,7 +466,7 @@ def test_a_process_that_dies_right_after_a_rollback_has_lowered_the_rate(
     too_fast(monkeypatch, at=8, bearable=0.6)
     straight = train_tiny("straight", on_nan="rollback")
 
-    class Die(Watch):
+    class Die(Callback):
         def said(self, what: str) -> None:
             raise MemoryError(what)
 
@@ -481,7 +482,7 @@ def test_a_lowered_rate_survives_an_interruption(train_tiny: Fit, monkeypatch: p
     too_fast(monkeypatch, at=8, bearable=0.6)
     straight = train_tiny("straight", on_nan="rollback")
 
-    class Press(Watch):
+    class Press(Callback):
         steps = 0
 
         def step(self, *_: Any) -> None:
@@ -495,7 +496,7 @@ def test_a_lowered_rate_survives_an_interruption(train_tiny: Fit, monkeypatch: p
     if after != 7:  # Ctrl-C leaves a checkpoint of its own: then step 7 is gone back to, not 6
         assert bits(again.path) == bits(straight.path)
         assert told(again) == told(straight)
-    assert again.metrics()[-1]["lr"] == pytest.approx(0.5e-2)
+    assert again.load_metrics()[-1]["lr"] == pytest.approx(0.5e-2)
 
 
 # ── resuming what cannot be resumed ────────────────────────────────────────────────────────────────────────────
@@ -505,7 +506,7 @@ def test_a_lowered_rate_survives_an_interruption(train_tiny: Fit, monkeypatch: p
 def stopped(train_tiny: Fit, tmp_path: Path) -> Path:
     """A run that Ctrl-C stopped in its second epoch."""
 
-    class Press(Watch):
+    class Press(Callback):
         def step(self, epoch: int, step: int, *_: Any) -> None:
             if (epoch, step) == (2, 3):
                 signal.raise_signal(signal.SIGINT)
@@ -522,7 +523,7 @@ def half_digits(tmp_path: Path, undisturbed: Run) -> Path:
     for name in ("recipe.toml", "environment.json", "metrics.jsonl", "checkpoints/best.safetensors"):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes((undisturbed.path / name).read_bytes())
-    for file in undisturbed.checkpoints.glob("step-*.pt"):
+    for file in undisturbed.checkpoint_dir.glob("step-*.pt"):
         (path / "checkpoints" / file.name).write_bytes(file.read_bytes())
     return path
 
@@ -664,9 +665,9 @@ def test_a_run_that_stopped_for_a_nan_goes_on_by_the_line_it_printed(
     _, second = complaint(capsys)
     vitral(*second.split("or: vitral ")[1].split())
     run = Run.open(tmp_path / "run")
-    assert run.finished
+    assert run.has_model
     assert 'on_nan = "rollback"' in run.recipe_file.read_text()
-    assert run.metrics()[-1]["lr"] == pytest.approx(0.25e-2)  # the one after the throw did not help
+    assert run.load_metrics()[-1]["lr"] == pytest.approx(0.25e-2)  # the one after the throw did not help
 
 
 @pytest.mark.parametrize(("began", "fp8"), [("bf16", False), ("fp8", True), (None, False)])
@@ -677,20 +678,22 @@ def test_a_run_goes_on_in_the_numbers_it_began_with(
     file, asked = half_digits / "environment.json", list[Any]()
     known = json.loads(file.read_text())
     file.write_text("{" if began is None else json.dumps(known | {"precision": began}))
-    monkeypatch.setattr(making, "choose", lambda **wishes: asked.append(wishes.get("scratch")) or choose(**wishes))
+    monkeypatch.setattr(
+        making, "choose", lambda **wishes: asked.append(wishes.get("scratch")) or select_hardware(**wishes)
+    )
     vitral("train", "--resume", half_digits)
     assert [wish for wish in asked if wish is not None] == [fp8]
 
 
 def test_a_run_that_could_not_have_fp8_says_so(half_digits: Path) -> None:
     run, known = Run(half_digits), json.loads((half_digits / "environment.json").read_text())
-    hardware = choose(device="cpu", precision="bf16")
-    note_precision(run, replace(hardware, fp8=True, yields=True).without_fp8("no units"))
+    hardware = select_hardware(device="cpu", precision="bf16")
+    record_precision(run, replace(hardware, fp8=True, yields=True).without_fp8("no units"))
     noted = json.loads(run.environment_file.read_text())
     reasons = known["reasons"] | {"precision": "without products in FP8: no units"}
     assert noted == known | {"precision": "bf16", "reasons": reasons}
     run.environment_file.write_text("{")
-    note_precision(run, hardware)
+    record_precision(run, hardware)
     assert run.environment_file.read_text() == "{", "what is broken is no reason to stop a training"
 
 
@@ -740,10 +743,10 @@ def test_the_best_weights_gone_from_the_checkpoints_are_missed(
 
 def test_weights_and_metrics_of_the_undisturbed_run_are_sound(undisturbed: Run) -> None:
     """What all others are compared with did learn something, and kept its best epoch."""
-    table = undisturbed.metrics()
+    table = undisturbed.load_metrics()
     assert len(table) == 3
     assert table[-1]["train_loss"] < table[0]["train_loss"]
     assert identical(
-        load_weights(undisturbed.model / "weights.safetensors"),
-        load_weights(undisturbed.checkpoints / "best.safetensors"),
+        load_weights(undisturbed.model_dir / "weights.safetensors"),
+        load_weights(undisturbed.checkpoint_dir / "best.safetensors"),
     )

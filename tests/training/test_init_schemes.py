@@ -10,7 +10,7 @@ import torch
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig, patchify
 from vitral.recipes.builtin import cifar10, cifar10_94, cifar10_patch
-from vitral.training.init_schemes import OFFSETS, start_as
+from vitral.training.init_schemes import OFFSETS, apply_init_schemes
 
 CIFAR: dict[str, Any] = {
     "image_size": (32, 32), "patch_size": 4, "classes": 10, "width": 256, "depth": 6, "heads": 4, "pooling": "mean",
@@ -25,7 +25,7 @@ def a_model(**changes: Any) -> ViT:
 
 def test_identity_leaves_the_tokens_as_they_are() -> None:
     model = a_model()
-    start_as(("identity",), model)
+    apply_init_schemes(("identity",), model)
     tokens = model.trace(torch.randn(2, 3, 32, 32)).tokens
     assert all(torch.equal(after, tokens[0]) for after in tokens)
 
@@ -36,7 +36,7 @@ def test_local_heads_look_at_their_neighbours(heads: int) -> None:
     model = a_model(heads=heads)
     images = torch.randn(8, 3, 32, 32)
     before = model.trace(images).attention
-    start_as(("local",), model)
+    apply_init_schemes(("local_heads",), model)
     for layer, attention in enumerate(model.trace(images).attention):
         for head in range(heads):
             down, across = OFFSETS[(layer + head // 4) % 4][head % 4]
@@ -50,7 +50,7 @@ def test_local_heads_look_at_their_neighbours(heads: int) -> None:
 def test_alike_keys_resemble_queries_and_keep_their_size() -> None:
     model = a_model()
     sizes = [block.get_parameter("attention.qkv.weight").chunk(3)[1].std() for block in model.encoder.blocks]
-    start_as(("alike",), model)
+    apply_init_schemes(("qk_similar",), model)
     for block, size in zip(model.encoder.blocks, sizes, strict=True):
         q, k, _ = (part.detach().flatten() for part in block.get_parameter("attention.qkv.weight").chunk(3))
         assert torch.corrcoef(torch.stack([q, k]))[0, 1] == pytest.approx(0.5, abs=0.02)
@@ -70,7 +70,7 @@ def test_whitened_patches_have_no_favourite_direction(width: int) -> None:
         return values[: min(width, 48)]
 
     before = directions()
-    start_as(("whitened",), model, images)
+    apply_init_schemes(("whitened_patches",), model, images)
     after = directions()
     assert before[0] / before[-1] > 5
     assert after[0] / after[-1] < 1.5
@@ -87,10 +87,10 @@ def test_whitened_patches_have_no_favourite_direction(width: int) -> None:
 )
 def test_a_start_that_cannot_be_is_refused(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(VitralError, match=reason):
-        cifar10().changed(change)
+        cifar10().with_overrides(change)
 
 
 def test_whitened_is_for_pixels() -> None:
     with pytest.raises(VitralError, match="patches of pixels"):
-        cifar10_94().changed({"start": ("whitened",)})
-    assert "whitened" in cifar10_patch().start
+        cifar10_94().with_overrides({"init_schemes": ("whitened_patches",)})
+    assert "whitened_patches" in cifar10_patch().init_schemes

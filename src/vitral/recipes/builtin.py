@@ -1,6 +1,6 @@
-"""Named recipes: plain functions, each complete, with what it was measured to reach in its docstring.
+"""Built-in recipes: one function per recipe, whose docstring states the measured accuracy and time.
 
-Ours are here, the papers' in papers.py.
+Recipes from papers are in papers.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 
 
 def digits() -> Recipe:
-    """scikit-learn's digits, 8×8 pixels: about a minute on two cores."""
+    """scikit-learn's digits, 8x8 pixels: about a minute on two CPU cores."""
     return Recipe(
         name="digits",
         data=DataConfig(name="digits", validation=0.1),
@@ -35,7 +35,7 @@ def digits() -> Recipe:
 
 
 def mnist() -> Recipe:
-    """MNIST, to 99.4 %: some minutes on two cores."""
+    """MNIST, 99.4%: a few minutes on two CPU cores."""
     return Recipe(
         name="mnist",
         data=DataConfig(name="mnist", validation=1 / 12),
@@ -50,7 +50,7 @@ def mnist() -> Recipe:
 
 
 def mnist_quick() -> Recipe:
-    """MNIST, to more than 98 % in half a minute on two cores: what `vitral demo` trains."""
+    """MNIST, above 98%: half a minute on two CPU cores. Used by `vitral demo`."""
     return Recipe(
         name="mnist-quick",
         data=DataConfig(name="mnist", validation=1 / 12),
@@ -64,7 +64,7 @@ def mnist_quick() -> Recipe:
 
 
 def fashion_mnist() -> Recipe:
-    """Fashion-MNIST, to 93 %: minutes on a GPU, most of an hour on two cores."""
+    """Fashion-MNIST, 93%: minutes on a GPU, most of an hour on two CPU cores."""
     return Recipe(
         name="fashion-mnist",
         data=DataConfig(name="fashion-mnist", validation=1 / 12),
@@ -79,7 +79,7 @@ def fashion_mnist() -> Recipe:
 
 
 def cifar10() -> Recipe:
-    """CIFAR-10 from scratch with 4×4 patches: a minute on a large GPU. Not measured yet."""
+    """CIFAR-10 from scratch with 4x4 patches: a minute on a large GPU. Accuracy not measured yet."""
     return Recipe(
         name="cifar10",
         data=DataConfig(name="cifar10", validation=0.1),
@@ -108,7 +108,7 @@ def cifar10() -> Recipe:
 
 
 def cifar10_94() -> Recipe:
-    """CIFAR-10 to 94.0 % against the clock: 7.1 s on an H200. Three small convolutions, then 4 blocks."""
+    """CIFAR-10 speed run, 94.0%: 7.1 s on an H200. Three small convolutions, then 4 blocks."""
     base = cifar10()
     plain = {field.name: getattr(base.model, field.name) for field in fields(base.model)}
     stem = ConvStemConfig(widths=(32, 128, 256), strides=(1, 2, 2), same_padding=False)  # 49 tokens
@@ -128,7 +128,7 @@ def cifar10_94() -> Recipe:
 
 
 def cifar10_95() -> Recipe:
-    """CIFAR-10 to 95.0 %: 14.9 s on an H200. cifar10-94 for longer, with a fifth block."""
+    """CIFAR-10 speed run, 95.0%: 14.9 s on an H200. cifar10-94 with more epochs and a fifth block."""
     base = cifar10_94()
     return replace(
         base,
@@ -141,7 +141,7 @@ def cifar10_95() -> Recipe:
 
 
 def cifar10_96() -> Recipe:
-    """CIFAR-10 to 96.05 %: 39.8 s on an H200. cifar10-95 for longer, with a sixth block."""
+    """CIFAR-10 speed run, 96.05%: 39.8 s on an H200. cifar10-95 with more epochs and a sixth block."""
     base = cifar10_95()
     return replace(
         base,
@@ -154,7 +154,7 @@ def cifar10_96() -> Recipe:
 
 
 def cifar10_97() -> Recipe:
-    """CIFAR-10 to 97.2 %: 4 minutes on an H200. cifar10-96 for longer, wider, with RandAugment."""
+    """CIFAR-10, 97.2%: 4 minutes on an H200. cifar10-96 with more epochs, more width and RandAugment."""
     base = cifar10_96()
     policy = AutoAugmentPolicy(name="randaugment", num_ops=1, magnitude=6.0, increasing=True, probability=0.6)
     return replace(
@@ -167,7 +167,7 @@ def cifar10_97() -> Recipe:
 
 
 def cifar10_patch() -> Recipe:
-    """CIFAR-10 to 94.4 % without any convolution: 14.2 s on an H200. 4×4 patches, 6 blocks."""
+    """CIFAR-10 speed run without convolutions, 94.4%: 14.2 s on an H200. 4x4 patches, 6 blocks."""
     fast = cifar10_94()
     return replace(
         fast,
@@ -180,7 +180,7 @@ def cifar10_patch() -> Recipe:
 
 
 def mnist_99_5() -> Recipe:
-    """MNIST to 99.56 % against the clock: 1.5 s on an H200."""
+    """MNIST speed run, 99.56%: 1.5 s on an H200."""
     fast = cifar10_patch()
     return replace(
         fast,
@@ -194,7 +194,7 @@ def mnist_99_5() -> Recipe:
 
 
 def fashion_mnist_94() -> Recipe:
-    """Fashion-MNIST to 94.2 % against the clock: 3.9 s on an H200."""
+    """Fashion-MNIST speed run, 94.2%: 3.9 s on an H200."""
     fast = cifar10_94()
     return replace(
         fast,
@@ -207,7 +207,7 @@ def fashion_mnist_94() -> Recipe:
 
 
 def cifar100() -> Recipe:
-    """CIFAR-100 from scratch, like CIFAR-10: for a GPU. Its accuracy has not been measured yet."""
+    """CIFAR-100 from scratch, like cifar10, for a GPU. Accuracy not measured yet."""
     base = cifar10()
     return replace(
         base,
@@ -218,11 +218,11 @@ def cifar100() -> Recipe:
 
 
 def folder_finetune() -> Recipe:
-    """Photographs in class folders, from a checkpoint: a few minutes on two cores for a few hundred."""
+    """Fine-tune a checkpoint on images in class folders: minutes on two CPU cores for a few hundred images."""
     return Recipe(
         name="folder-finetune",
         data=DataConfig(name="photos", validation=0.15),
-        model=ViTConfig(drop_path=0.05),  # its shape becomes the checkpoint's
+        model=ViTConfig(drop_path=0.05),  # the architecture becomes the checkpoint's
         augment=AugmentConfig(crop=0.4, flip=True),
         optim=OptimConfig(lr=1e-3, weight_decay=0.05, layer_decay=0.75),
         epochs=10,
@@ -233,7 +233,7 @@ def folder_finetune() -> Recipe:
 
 
 def folder_scratch() -> Recipe:
-    """Photographs in class folders, from scratch: needs thousands of images; with fewer, give --init."""
+    """Train from scratch on images in class folders. Needs thousands of images; with fewer, use --init-from."""
     return Recipe(
         name="folder-scratch",
         data=DataConfig(name="photos", validation=0.15, crop=0.9),
@@ -250,13 +250,13 @@ def folder_scratch() -> Recipe:
 
 
 def gray(**settings: Any) -> ViTConfig:
-    """A ViT for small gray images of ten kinds."""
+    """A ViT for small grey-scale images of ten classes."""
     shared: dict[str, Any] = {"image_size": (28, 28), "channels": 1, "num_classes": 10}
     return ViTConfig(**shared | settings)
 
 
 GROUPS: dict[str, dict[str, Callable[[], Recipe]]] = {
-    "Known sets": {
+    "Built-in datasets": {
         "digits": digits,
         "mnist": mnist,
         "mnist-quick": mnist_quick,
@@ -264,7 +264,7 @@ GROUPS: dict[str, dict[str, Callable[[], Recipe]]] = {
         "cifar10": cifar10,
         "cifar100": cifar100,
     },
-    "Against the clock": {
+    "Speed runs": {
         "cifar10-94": cifar10_94,
         "cifar10-95": cifar10_95,
         "cifar10-96": cifar10_96,
@@ -273,7 +273,7 @@ GROUPS: dict[str, dict[str, Callable[[], Recipe]]] = {
         "mnist-99.5": mnist_99_5,
         "fashion-mnist-94": fashion_mnist_94,
     },
-    "Your photographs": {
+    "Your own images": {
         "folder-finetune": folder_finetune,
         "folder-scratch": folder_scratch,
     },

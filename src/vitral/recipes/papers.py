@@ -1,7 +1,8 @@
-"""The papers' recipes: plain functions, each with its source and the result that was published with it.
+"""Recipes from papers: one function per recipe, with its source and the published result.
 
-They are written for ImageNet. `vitral train FOLDER --recipe deit` points one at any folder, `--preset S/16` changes the
-model and `--accumulate 8` makes a large batch fit. None of them was run to its end here: the figures are the papers'.
+They are written for ImageNet. `vitral train FOLDER --recipe deit` uses one for any folder, `--preset S/16` changes the
+model, and `--grad-accum 8` makes a large batch fit into memory. None of them has been run to completion here; the
+accuracies are the papers'.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 
 IMAGENET = DataConfig(
     name="imagenet",
-    validation=0.01,  # big_vision's: 99 % to train on
+    validation=0.01,  # as in big_vision, which trains on 99%
     mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),  # pixels from -1 to 1
-    crop=0.875,  # 256 pixels, of which the middle 224
+    std=(0.5, 0.5, 0.5),  # pixels in [-1, 1]
+    crop=0.875,  # resize to 256 pixels, crop the central 224
 )
-INCEPTION = AugmentConfig(crop=0.05, flip=True)  # a part of 5 to 100 % of the area, left and right exchanged
+INCEPTION = AugmentConfig(crop=0.05, flip=True)  # random crops of 5% to 100% of the area, mirrored
 
-# RandAugment's layers and magnitude, mixup's α (arXiv 2106.10270, big_vision's vit_i1k).
+# RandAugment operations and magnitude, mixup alpha (arXiv 2106.10270, vit_i1k in big_vision).
 AUGREG_LEVELS: dict[str, tuple[int, float, float]] = {
     "light1": (2, 0.0, 0.0),
     "light2": (2, 10.0, 0.2),
@@ -31,13 +32,13 @@ AUGREG_LEVELS: dict[str, tuple[int, float, float]] = {
     "strong1": (2, 20.0, 0.5),
     "strong2": (2, 20.0, 0.8),
 }
-AUGREG_LEVEL_OF: dict[str, str] = {"Ti/16": "light1", "S/32": "medium1"}  # the others: medium2
+AUGREG_LEVEL_OF: dict[str, str] = {"Ti/16": "light1", "S/32": "medium1"}  # other sizes: medium2
 
 
 def vit_in1k() -> Recipe:
     """ViT from scratch on ImageNet: "An Image is Worth 16x16 Words" (arXiv 2010.11929), table 3.
 
-    Fine-tuned at 384 pixels it then has (table 5): B/16 77.91 %, B/32 73.38, L/16 76.53, L/32 71.16.
+    Published accuracy after fine-tuning at 384 pixels (table 5): B/16 77.91%, B/32 73.38%, L/16 76.53%, L/32 71.16%.
     """
     return Recipe(
         name="vit-in1k",
@@ -51,10 +52,10 @@ def vit_in1k() -> Recipe:
 
 
 def vit_in21k() -> Recipe:
-    """ViT from scratch on ImageNet-21k (arXiv 2010.11929, table 3): for L/16 30 or 90 epochs.
+    """ViT from scratch on ImageNet-21k (arXiv 2010.11929, table 3). The paper uses 30 or 90 epochs for L/16.
 
-    Fine-tuned on ImageNet at 384 pixels (table 5): B/16 83.97 %, B/32 81.28, L/16 85.15, L/32 80.99, H/14 85.13; on
-    CIFAR-10 B/16 98.95.
+    Published accuracy after fine-tuning on ImageNet at 384 pixels (table 5): B/16 83.97%, B/32 81.28%, L/16 85.15%,
+    L/32 80.99%, H/14 85.13%; on CIFAR-10: B/16 98.95%.
     """
     return Recipe(
         name="vit-in21k",
@@ -70,11 +71,11 @@ def vit_in21k() -> Recipe:
 
 
 def vit_finetune() -> Recipe:
-    """A pretrained ViT at 384 pixels (arXiv 2010.11929, table 4): give --init, a checkpoint.
+    """Fine-tuning of a pretrained ViT at 384 pixels (arXiv 2010.11929, table 4); needs --init-from.
 
-    The paper tries learning rates .003, .01, .03 and .06 on ImageNet, 20,000 steps, which are these 8 epochs; .001,
-    .003, .01 and .03 on CIFAR (10,000 steps), Pets and Flowers (500). The warm-up of 500 steps is that of the authors'
-    code (vit_jax/configs/common.py). B/16 from ImageNet-21k: ImageNet 83.97 %.
+    The paper tries learning rates of 0.003, 0.01, 0.03 and 0.06 for 20,000 steps (8 epochs) on ImageNet; 0.001, 0.003,
+    0.01 and 0.03 on CIFAR (10,000 steps), Pets and Flowers (500). The warm-up of 500 steps is from the authors' code
+    (vit_jax/configs/common.py). Published accuracy of B/16 from ImageNet-21k: ImageNet 83.97%.
     """
     return Recipe(
         name="vit-finetune",
@@ -89,12 +90,12 @@ def vit_finetune() -> Recipe:
 
 
 def deit() -> Recipe:
-    """DeiT from scratch on ImageNet, without a teacher (arXiv 2012.12877, table 9): B/16 81.8 %.
+    """DeiT from scratch on ImageNet, without a teacher (arXiv 2012.12877, table 9): B/16 81.8%.
 
-    Ti/16 72.2 %, S/16 79.9. The learning rate is 5e-4 for each 512 images of a batch and follows --batch. Mixup and
-    cutmix are drawn for each image, not once a batch. The script's colour jitter of 0.3 is left out: timm does not
-    apply it beside RandAugment. Hard distillation from a RegNetY-16GF (α 0.5; 74.5, 81.2, 83.4 %) needs that teacher
-    and is not part of this recipe.
+    Ti/16 72.2%, S/16 79.9%. The learning rate is 5e-4 per 512 images and scales with --batch-size. Mixup and CutMix
+    parameters are drawn per image instead of per batch. The script's colour jitter of 0.3 is omitted, because timm does
+    not apply it together with RandAugment. Hard distillation from a RegNetY-16GF (alpha 0.5; 74.5%, 81.2%, 83.4%) needs
+    that teacher and is not part of this recipe.
     """
     return Recipe(
         name="deit",
@@ -123,9 +124,9 @@ def deit() -> Recipe:
 
 
 def deit_384() -> Recipe:
-    """DeiT fine-tuned at 384 pixels: give --init, a DeiT (arXiv 2012.12877). The authors' B/16: 82.9 %.
+    """Fine-tuning of a DeiT at 384 pixels (arXiv 2012.12877); needs --init-from. The authors' B/16: 82.9%.
 
-    Rate, decay, epochs and batch are those of the command in their README_deit.md, where that figure stands too.
+    Learning rate, weight decay, epochs and batch size are from the command in their README_deit.md, as is the accuracy.
     """
     base = deit()
     return replace(
@@ -143,10 +144,11 @@ def deit_384() -> Recipe:
 
 
 def plain_s16() -> Recipe:
-    """S/16 of "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580): 76.5 % after 90 epochs.
+    """S/16 of "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580): 76.5% after 90 epochs.
 
-    78.5 % after 150, 80.0 after 300; 90 take 6 to 7 hours on a TPUv3-8. big_vision's weight decay of 1e-4 is not
-    multiplied by the learning rate; here it is, so 1e-4 / 1e-3 = 0.1 is the same. It falls on matrices alone in both.
+    78.5% after 150 epochs, 80.0% after 300. 90 epochs take 6 to 7 hours on a TPUv3-8. big_vision does not multiply its
+    weight decay of 1e-4 by the learning rate; AdamW does, so the equivalent here is 1e-4 / 1e-3 = 0.1. Both decay only
+    matrices.
     """
     return Recipe(
         name="plain-s16",
@@ -162,9 +164,9 @@ def plain_s16() -> Recipe:
 def augreg_in1k(size: str = "B/16", level: str | None = None) -> Recipe:
     """B/16 of "How to train your ViT?" (arXiv 2106.10270) on ImageNet: sigmoid loss, level "medium2".
 
-    Each size has its level of augmentation (AUGREG_LEVELS): Ti/16 light1, S/32 medium1, the others medium2; another is
-    `augreg_in1k("S/32")` in Python. Weight decay as in plain-s16. The paper publishes 50,000 models and no one figure
-    for this one; its table of checkpoints is the place to look.
+    Each size has its own augmentation level (AUGREG_LEVELS): light1 for Ti/16, medium1 for S/32, medium2 for others.
+    In Python, `augreg_in1k("S/32")` gives the recipe for another size. Weight decay as in plain-s16. The paper
+    publishes 50,000 models and no single accuracy for this one; see its table of checkpoints.
     """
     layers, magnitude, mixup = AUGREG_LEVELS[level or AUGREG_LEVEL_OF.get(size, "medium2")]
     return Recipe(

@@ -28,7 +28,7 @@ from vitral.training.init_schemes import InitScheme, unsupported_reason
 from vitral.training.loss import LossName
 from vitral.utils.serialization import from_dict, to_dict
 
-# Fields that may change when a run is resumed: how it is computed and what is kept on disk, not its result.
+# Fields that may change when a run is resumed: computation and disk usage, not the result.
 RESUMABLE_FIELDS = (
     "device", "precision", "compile", "parallel", "grad_accum", "activation_checkpointing", "tta", "checkpoint_epochs",
     "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard",

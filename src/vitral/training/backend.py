@@ -1,8 +1,8 @@
 """The computations of a training step: augmentation, forward pass, loss and optimizer update.
 
 `ReferenceBackend` is plain PyTorch and defines what is correct. On an NVIDIA GPU `make_backend` wraps it in
-`vitral.kernels.backend.TritonBackend`, which replaces what it can compute faster after checking it against the
-reference. No other code asks whether there is a kernel for something.
+`vitral.kernels.backend.TritonBackend`, which overrides the computations it has faster kernels for, after checking them
+against the reference. No other code asks whether there is a kernel for something.
 
 Shapes: B images, C channels, H x W pixels, K classes.
 """
@@ -150,10 +150,9 @@ def make_backend(
 ) -> Backend:
     """The fastest backend for this hardware. `log` receives the reason for each kernel that cannot be used."""
     reference = ReferenceBackend(model, recipe, preprocessing, hardware, parallel, class_weights_K)
+    forward_unsupported = None if parallel.mode == "single" else parallel.reason
     if recipe.activation_checkpointing:
         forward_unsupported = "activation checkpointing is enabled"
-    else:
-        forward_unsupported = None if parallel.mode == "single" else parallel.reason
     if not can_run_triton(hardware.device):
         reference.hardware = fallback_from_fp8(hardware, forward_unsupported or "FP8 needs Triton kernels", log)
         return reference

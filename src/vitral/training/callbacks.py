@@ -18,7 +18,7 @@ class Callback:
         """A one-line message for the user, such as a fallback and its reason."""
 
     def on_restore(self, epoch: int) -> None:
-        """Training starts or continues after `epoch` completed epochs. Forget what was recorded of later ones."""
+        """Training starts or continues after `epoch` completed epochs. Discard records of later epochs."""
 
     def on_step(self, epoch: int, batch: int, loss: float, images_per_second: float, seconds_left: float) -> None:
         """`batch` batches of `epoch` (both counted from 1) are done. On a GPU not called after every step."""

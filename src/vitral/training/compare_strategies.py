@@ -57,7 +57,7 @@ class StrategyComparison:
     evaluated_on: str  # such as "360 test images"
     descriptions: dict[str, str]  # strategy to model and training in a few words
     model_folders: dict[str, str]  # strategy to the folder of one of its models
-    notes: tuple[str, ...] = ()  # what was adapted when the checkpoint was loaded
+    notes: tuple[str, ...] = ()  # adaptations of the checkpoint's weights
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = to_dict(self)
@@ -107,7 +107,8 @@ def compare_strategies(
 ) -> StrategyComparison:
     """Train and evaluate all strategies. Parts that `out` already holds are not repeated.
 
-    `scratch_recipe`: by default the recipe that would be used for this data without a checkpoint. `on_part` receives the label of each part before it starts, `log` its result, `callbacks` its training.
+    `scratch_recipe`: by default the recipe that would be used for this data without a checkpoint. `on_part` receives
+    the label of each part before it starts, `log` its result, `callbacks` its training.
     """
     check_comparison(finetune_recipe, seeds)
     recipes: dict[str, Recipe] = {
@@ -203,7 +204,8 @@ def split_for_evaluation(setup: TrainingSetup) -> EvaluationSplit:
         setup=setup,
         dataset=replace(dataset, train=train, validation=selection),
         evaluation=dataset.validation,
-        description=f"{len(dataset.validation):,} validation images; {len(selection)} training images selected the epoch",
+        description=f"{len(dataset.validation):,} validation images; "
+        f"{len(selection)} training images selected the epoch",
     )
 
 
@@ -255,9 +257,9 @@ def fit_probe(split: EvaluationSplit, folder: Path) -> tuple[ViT, float]:
     model.load_state_dict(split.setup.initial_weights)
     hardware = select_hardware(device=recipe.device, precision="fp32", compile="no")
     model.to(hardware.device)
-    known = [resize_split(dataset.train, preprocessing), dataset.validation]
-    features = torch.cat([compute_features(model, one.images, preprocessing, hardware) for one in known])
-    labels = torch.cat([one.labels for one in known])
+    fit_splits = [resize_split(dataset.train, preprocessing), dataset.validation]
+    features = torch.cat([compute_features(model, one.images, preprocessing, hardware) for one in fit_splits])
+    labels = torch.cat([one.labels for one in fit_splits])
     set_head(model.cpu(), *fit_linear_head((features, labels), len(dataset.classes)))
     config = ModelConfig(
         architecture=recipe.model,

@@ -20,12 +20,12 @@ from vitral.training.callbacks import Callback
 HEADER = (
     f"{'Epoch':>5}   {'Train loss':>10} {'Acc.':>8}   {'Val. loss':>9} {'Acc.':>8}   {'Images/s':>9}   {'Remaining':>9}"
 )
-LOG_INTERVAL = 60.0  # seconds between lines within an epoch, where there is no progress bar
+LOG_INTERVAL = 60.0  # seconds between lines within an epoch, without a progress bar
 BAR_WIDTH = 30
 
 
 class ProgressTable(Callback):
-    """Use as a context: `with ProgressTable(console, steps_per_epoch) as progress: Trainer(..., callbacks=[progress])`."""
+    """A callback and a context: `with ProgressTable(console, steps_per_epoch) as progress: ...`."""
 
     def __init__(self, console: Console, steps_per_epoch: int) -> None:
         self.console, self.steps_per_epoch = console, steps_per_epoch

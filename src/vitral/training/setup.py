@@ -71,7 +71,7 @@ def resolve_recipe(
 
 
 def with_dataset(recipe: Recipe, data: str) -> Recipe:
-    """Use a recipe for another dataset. A built-in one brings its channels and, if patches divide it, its image size."""
+    """Use a recipe for another dataset. A built-in one sets channels and, if patches divide it, the image size."""
     recipe = replace(recipe, data=replace(recipe.data, name=data, mean=None, std=None))
     if is_file_dataset(data):
         return recipe
@@ -131,7 +131,7 @@ class TrainingSetup:
     dataset: Dataset  # resized to the model's image size, except training images that are cropped at random
     preprocessing: Preprocessing
     initial_weights: dict[str, Tensor] | None  # None: drawn at random
-    notes: tuple[str, ...]  # what was adapted when the checkpoint was loaded, one sentence each
+    notes: tuple[str, ...]  # adaptations of the checkpoint's weights, one sentence each
 
     @property
     def steps_per_epoch(self) -> int:

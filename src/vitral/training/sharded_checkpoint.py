@@ -1,7 +1,7 @@
 """A checkpoint folder to which every rank writes its shards, through torch.distributed.checkpoint.
 
-Shards are safetensors; everything else is one file. Reading it executes no code. Any number of ranks can read it, each
-only what it needs.
+Shards are safetensors; everything else is one file. Reading it executes no code. Any number of ranks can read it, and
+each reads only its own part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vitral.distributed.world import World
 from vitral.utils.atomic import fsync_path
 
 METADATA = "metadata.pt"  # everything but the sharded tensors, written last
-REFERENCE_KEY = "sharded_tensor"  # key of a dictionary that stands for a sharded tensor in the metadata
+REFERENCE_KEY = "sharded_tensor"  # key of the dictionary that replaces a sharded tensor in the metadata
 
 PlacementFn = Callable[[str], Tensor | None]  # tensor path to an existing tensor that is sharded as it should be
 

@@ -11,12 +11,12 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from vitral.training.optim.build import EMA, learning_rate, make_optimizers, restore_optimizer, set_learning_rate
 
 from vitral.models.variants.distilled import DistilledViT
 from vitral.models.vit import ViT, ViTConfig
-from vitral.recipes.schema import Optim
+from vitral.recipes.schema import OptimConfig
 from vitral.training.optim import muon
-from vitral.training.optim.build import Averaged, learning_rate, make_optimizers, restore_optimizer, set_learning_rate
 from vitral.training.optim.muon import Muon, orthogonalise
 
 SMALL = {"image_size": (8, 8), "patch_size": 4, "channels": 1, "classes": 3, "width": 16, "depth": 2, "heads": 2}
@@ -48,7 +48,7 @@ def test_decay_falls_on_linear_maps_alone_and_each_parameter_moves_exactly_once(
     models: list[nn.Module] = [ViT(config) for config in CONFIGS]
     models.append(DistilledViT(ViTConfig(**SMALL)))  # type: ignore[arg-type]
     for model in models:
-        optimizers = make_optimizers(model, Optim(name=name, weight_decay=0.3))  # type: ignore[arg-type]
+        optimizers = make_optimizers(model, OptimConfig(name=name, weight_decay=0.3))  # type: ignore[arg-type]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         moved = [id(parameter) for group in groups for parameter in group["params"]]
         assert sorted(moved) == sorted(id(parameter) for parameter in model.parameters())
@@ -61,7 +61,7 @@ def test_decay_falls_on_linear_maps_alone_and_each_parameter_moves_exactly_once(
 def test_muon_moves_the_encoders_matrices_and_adamw_the_rest() -> None:
     for config in CONFIGS:
         model = ViT(config)
-        first, second = make_optimizers(model, Optim(name="muon"))
+        first, second = make_optimizers(model, OptimConfig(name="muon"))
         assert isinstance(first, Muon)
         assert isinstance(second, torch.optim.AdamW)
         in_blocks = {id(p) for p in model.encoder.blocks.parameters() if p.ndim == 2}
@@ -70,11 +70,11 @@ def test_muon_moves_the_encoders_matrices_and_adamw_the_rest() -> None:
 
 def test_the_settings_of_a_recipe_reach_the_optimizer() -> None:
     model = ViT(CONFIGS[0])
-    (adamw,) = make_optimizers(model, Optim(lr=0.3, betas=(0.8, 0.7)))
+    (adamw,) = make_optimizers(model, OptimConfig(lr=0.3, betas=(0.8, 0.7)))
     assert all((g["lr"], g["betas"]) == (0.3, (0.8, 0.7)) for g in adamw.param_groups)
-    (sgd,) = make_optimizers(model, Optim(name="sgd", lr=0.2, momentum=0.6))
+    (sgd,) = make_optimizers(model, OptimConfig(name="sgd", lr=0.2, momentum=0.6))
     assert all((g["lr"], g["momentum"]) == (0.2, 0.6) for g in sgd.param_groups)
-    both = make_optimizers(model, Optim(name="muon"))
+    both = make_optimizers(model, OptimConfig(name="muon"))
     set_learning_rate(both, 0.125)
     assert {group["lr"] for optimizer in both for group in optimizer.param_groups} == {0.125}
 
@@ -84,7 +84,7 @@ def test_the_settings_of_a_recipe_reach_the_optimizer() -> None:
 
 @pytest.mark.parametrize("warmup", [0.1, 10.0])
 def test_warm_up_is_a_straight_climb_whether_a_share_or_steps(warmup: float) -> None:
-    optim = Optim(lr=2.0, warmup=warmup)
+    optim = OptimConfig(lr=2.0, warmup=warmup)
     for step in range(10):
         assert learning_rate(step, 100, optim) == pytest.approx(2.0 * (step + 1) / 11)
     assert learning_rate(10, 100, optim) == 2.0
@@ -96,7 +96,7 @@ def test_the_schedules_are_their_closed_forms() -> None:
         forms = {"cosine": (1 + math.cos(math.pi * share)) / 2, "linear": 1 - share, "constant": 1.0}
         for schedule, form in forms.items():
             for final in (0.0, 0.1, 1.0):
-                optim = Optim(lr=0.5, warmup=0.2, schedule=schedule, final_lr=final)  # type: ignore[arg-type]
+                optim = OptimConfig(lr=0.5, warmup=0.2, schedule=schedule, final_lr=final)  # type: ignore[arg-type]
                 assert learning_rate(step, 100, optim) == pytest.approx(0.5 * (final + (1 - final) * form))
 
 
@@ -106,7 +106,7 @@ def test_the_schedules_are_their_closed_forms() -> None:
 def test_the_learning_rate_peaks_at_lr_never_jumps_and_is_never_negative(
     schedule: str, warmup: float, steps: int
 ) -> None:
-    optim = Optim(lr=0.25, warmup=warmup, schedule=schedule)  # type: ignore[arg-type]
+    optim = OptimConfig(lr=0.25, warmup=warmup, schedule=schedule)  # type: ignore[arg-type]
     rates = [learning_rate(step, steps, optim) for step in range(steps + 1)]
     assert all(rate >= 0 for rate in rates)
     climb = round(warmup * steps) if warmup < 1 else int(warmup)
@@ -125,7 +125,7 @@ def test_the_learning_rate_peaks_at_lr_never_jumps_and_is_never_negative(
 
 def test_the_last_rate_is_the_final_share_of_the_peak() -> None:
     for schedule in ("cosine", "linear"):
-        optim = Optim(lr=0.5, schedule=schedule, final_lr=0.1)
+        optim = OptimConfig(lr=0.5, schedule=schedule, final_lr=0.1)
         assert learning_rate(300, 300, optim) == pytest.approx(0.05)
 
 
@@ -146,7 +146,7 @@ class Single(nn.Module):
 
 def test_weights_that_stay_are_their_own_average() -> None:
     model = Single(0.3)
-    averaged = Averaged(model, 0.1, 1000)
+    averaged = EMA(model, 0.1, 1000)
     for step in range(100):
         averaged.update(torch.tensor(step))
     assert averaged.model.value.item() == pytest.approx(0.3, abs=1e-12)  # type: ignore[operator]
@@ -155,7 +155,7 @@ def test_weights_that_stay_are_their_own_average() -> None:
 def test_the_average_of_a_ramp_lags_by_the_memory() -> None:
     """Of a value that grows by 1 a step, an average with memory m is m - 1 behind."""
     model = Single(0.0)
-    averaged = Averaged(model, 0.02, 1000)
+    averaged = EMA(model, 0.02, 1000)
     for step in range(1000):
         model.set(float(step))
         averaged.update(torch.tensor(step))
@@ -165,7 +165,7 @@ def test_the_average_of_a_ramp_lags_by_the_memory() -> None:
 
 def test_the_first_steps_are_followed_closely() -> None:
     model = Single(100.0)
-    averaged = Averaged(model, 0.5, 10_000)
+    averaged = EMA(model, 0.5, 10_000)
     for step in range(20):
         model.set(0.0)
         averaged.update(torch.tensor(step))
@@ -175,7 +175,7 @@ def test_the_first_steps_are_followed_closely() -> None:
 def test_after_a_short_run_nothing_of_the_random_start_is_left() -> None:
     for share in (0.02, 0.1, 0.3, 0.9):
         model = Single(1000.0)
-        averaged = Averaged(model, share, 50)
+        averaged = EMA(model, share, 50)
         for step in range(50):
             model.set(1.0)
             averaged.update(torch.tensor(step))
@@ -184,7 +184,7 @@ def test_after_a_short_run_nothing_of_the_random_start_is_left() -> None:
 
 def test_the_average_is_a_model_of_its_own() -> None:
     model = ViT(CONFIGS[0])
-    averaged = Averaged(model, 0.1, 100)
+    averaged = EMA(model, 0.1, 100)
     assert not any(parameter.requires_grad for parameter in averaged.model.parameters())
     assert not averaged.model.training
     assert model.training
@@ -263,14 +263,14 @@ def test_a_gradient_of_zeros_moves_nothing_but_decay() -> None:
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4), ()])
 def test_muon_refuses_what_is_not_a_matrix(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="Muon moves matrices"):
+    with pytest.raises(ValueError, match="Muon needs 2-D parameters"):
         Muon([nn.Parameter(torch.zeros(shape))], lr=0.1, weight_decay=0.0)
 
 
 def test_an_optimizer_that_begins_early_goes_when_nobody_holds_it() -> None:
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     muon = Muon([parameter], lr=0.1, weight_decay=0.0)
-    muon.begin_early()
+    muon.overlap_with_backward()
     gone = [weakref.ref(muon), weakref.ref(parameter)]
     del muon, parameter
     gc.collect()
@@ -304,7 +304,7 @@ def test_queries_keys_and_values_are_three_maps() -> None:
     start, gradient = (torch.randn(24, 8, generator=draws) for _ in range(2))
     together = nn.Parameter(start.clone())
     together.grad = gradient.clone()
-    Muon([{"params": [together], "parts": 3}], lr=0.1, weight_decay=0.1).step()
+    Muon([{"params": [together], "num_matrices": 3}], lr=0.1, weight_decay=0.1).step()
     apart = [nn.Parameter(part.clone()) for part in start.chunk(3)]
     for part, its in zip(apart, gradient.chunk(3), strict=True):
         part.grad = its.clone()
@@ -312,8 +312,8 @@ def test_queries_keys_and_values_are_three_maps() -> None:
     torch.testing.assert_close(together.detach(), torch.cat([part.detach() for part in apart]))
     model = ViT(ViTConfig(**SMALL))  # type: ignore[arg-type]
     parts = {
-        id(p): group["parts"]
-        for group in make_optimizers(model, Optim(name="muon"))[0].param_groups
+        id(p): group["num_matrices"]
+        for group in make_optimizers(model, OptimConfig(name="muon"))[0].param_groups
         for p in group["params"]
     }
     for name, parameter in model.named_parameters():
@@ -325,7 +325,7 @@ def test_a_learning_rate_on_the_device_moves_weights_as_a_number_does(name: str)
     def moved(on_device: torch.device | None) -> list[Tensor]:
         torch.manual_seed(0)
         model = ViT(ViTConfig(**SMALL))  # type: ignore[arg-type]
-        optimizers = make_optimizers(model, Optim(name=name, layer_decay=0.8), on_device)  # type: ignore[arg-type]
+        optimizers = make_optimizers(model, OptimConfig(name=name, layer_decay=0.8), on_device)  # type: ignore[arg-type]
         for step in range(3):
             set_learning_rate(optimizers, 0.01 * (step + 1))
             for parameter in model.parameters():

@@ -1,0 +1,86 @@
+"""Helpers for tests that train with the `train_tiny` fixture."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.common import Fit
+from vitral.models.vit import ViT
+from vitral.recipes.schema import Recipe
+from vitral.runs.model_io import load_weights
+from vitral.runs.run import Run
+from vitral.training import checkpoint
+from vitral.training.callbacks import Callback
+from vitral.training.signals import Interrupted
+
+TIMING_KEYS = ("seconds", "training_seconds", "images_per_second")
+
+# Everything that draws random numbers or carries state from step to step.
+ALL_RANDOMNESS: dict[str, Any] = {
+    "epochs": 3,
+    "ema": 0.2,
+    "label_smoothing": 0.1,
+    "model.dropout": 0.1,
+    "model.dropout_attention": 0.1,
+    "model.dropout_embedding": 0.1,
+    "model.drop_path": 0.3,
+    "augment.shift": 1,
+    "augment.rotate": 15.0,
+    "augment.erase": 0.3,
+    "augment.mixup": 0.4,
+    "augment.cutmix": 0.5,
+}
+
+
+class RaiseSigint(Callback):
+    """Send SIGINT to this process after `after` steps."""
+
+    def __init__(self, after: int, times: int = 1) -> None:
+        self.after, self.times, self.steps = after, times, 0
+
+    def on_step(self, *_: Any) -> None:
+        self.steps += 1
+        if self.steps == self.after:
+            for _time in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+
+
+def final_weights(run: Run) -> dict[str, Tensor]:
+    return load_weights(run.model_dir / "weights.safetensors")
+
+
+def metrics_without_timing(run: Run) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in TIMING_KEYS} for row in run.load_metrics()]
+
+
+def load_newest_checkpoint(run: Run) -> dict[str, Any]:
+    path = checkpoint.newest(run.checkpoint_dir)
+    assert path is not None
+    return checkpoint.load(path)
+
+
+def model_with_weights(recipe: Recipe, state_dict: dict[str, Tensor]) -> ViT:
+    model = ViT(recipe.model)
+    model.load_state_dict(state_dict)
+    return model.eval()
+
+
+def interrupt_and_resume(train_tiny: Fit, name: str, after: list[int], **overrides: Any) -> Run:
+    """Interrupt a run after the given numbers of steps, drawing random numbers in between; then finish it."""
+    for num_steps in after:
+        with pytest.raises(Interrupted) as error:
+            train_tiny(name, RaiseSigint(num_steps), **overrides)
+        assert "--resume" in error.value.hint
+        torch.manual_seed(999)
+        torch.rand(17)
+    return train_tiny(name, **overrides)
+
+
+def set_epoch_learning_rates(monkeypatch: pytest.MonkeyPatch, *rates: float) -> None:
+    """Replace the schedule by one learning rate per epoch of six steps."""
+    monkeypatch.setattr("vitral.training.step.learning_rate", lambda step, total_steps, optim: rates[step // 6])

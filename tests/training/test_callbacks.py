@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from support.common import Fit
+from vitral.errors import VitralError
+from vitral.runs.run import Run
+from vitral.training.callbacks import Callback, CallbackList, MetricsFile
+
+
+def test_metrics_file_discards_epochs_after_a_restore(tmp_path: object, train_tiny: Fit) -> None:
+    run: Run = train_tiny(epochs=3)
+    metrics_file = MetricsFile(run)
+    metrics_file.on_restore(1)
+    assert [row["epoch"] for row in run.load_metrics()] == [1]
+    metrics_file.on_epoch_end({"epoch": 2, "train_loss": 0.5}, 0.0)
+    assert [row["epoch"] for row in run.load_metrics()] == [1, 2]
+
+
+def test_a_callback_list_forwards_every_event_in_order() -> None:
+    events: list[tuple[object, ...]] = []
+
+    class Record(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_message(self, message: str) -> None:
+            events.append((self.name, message))
+
+        def on_restore(self, epoch: int) -> None:
+            events.append((self.name, epoch))
+
+    callbacks = CallbackList([Record("a"), Record("b")])
+    callbacks.on_message("hello")
+    callbacks.on_restore(3)
+    callbacks.on_step(1, 1, 0.5, 10.0, 1.0)
+    callbacks.on_epoch_end({}, 0.0)
+    assert events == [("a", "hello"), ("b", "hello"), ("a", 3), ("b", 3)]
+
+
+def test_tensorboard_receives_the_metrics_of_each_epoch(train_tiny: Fit) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = train_tiny(epochs=2, tensorboard=True)
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    for name in ("train_loss", "train_top1", "validation_loss", "validation_top1", "lr"):
+        written = [(event.step, event.value) for event in events.Scalars(name)]
+        assert written == [(row["epoch"], pytest.approx(row[name], rel=1e-6)) for row in run.load_metrics()]
+
+
+def test_tensorboard_is_off_by_default(train_tiny: Fit) -> None:
+    assert not (train_tiny(epochs=1).path / "tensorboard").exists()
+
+
+def test_missing_tensorboard_names_the_install_command(train_tiny: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(VitralError, match="TensorBoard is not installed") as error:
+        train_tiny(tensorboard=True)
+    assert "vitral[tensorboard]" in error.value.hint
