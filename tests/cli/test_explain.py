@@ -17,7 +17,7 @@ from vitral.cli.main import load_command
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
-from vitral.evaluation.calibration import Calibration
+from vitral.models.calibration import Calibration
 from vitral.explain import METHODS, explain, faithfulness
 from vitral.inference.predictor import Predictor
 from vitral.reporting.figures import heatmaps

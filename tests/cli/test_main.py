@@ -110,14 +110,15 @@ def test_train_writes_a_complete_run_folder(run):
 
 
 def test_train_prints_the_result_and_next_commands_that_work_when_copied(vitral, tmp_path):
-    out = tmp_path / "my [2nd] run"  # to be quoted for the shell, and no markup
+    out = tmp_path / "my [2nd] run"  # needs quotes in a shell and must not be read as markup
     code, printed, _ = vitral("train", "digits", "--epochs", 1, "--model.depth", 1, "--out", out)
     test = json.loads((out / "test.json").read_text())
     assert code == 0
     assert f"{test['top1']:.2%}" in printed
-    for text in ("epoch", "confusion.png", "attention.png", str(out), "Next:"):
+    for text in ("Epoch", "confusion.png", "attention.png", str(out), "Next steps"):
         assert text in printed
-    copied = [shlex.split(line.removeprefix("Next:")) for line in printed[printed.index("Next:") :].splitlines()]
+    next_steps = printed.partition("Next steps\n")[2].splitlines()
+    copied = [shlex.split(line.strip().split("    ")[0]) for line in next_steps]
     assert [words[1] for words in copied] == ["predict", "walk", "evaluate", "train"]
     assert copied[0][2:] == [str(out), str(out / "figures" / "example.png")]
     assert copied[3][2:] == ["digits", "--recipe", str(out / "recipe.toml"), "--epochs", "2"]

@@ -233,7 +233,7 @@ def test_fields_read_from_source_match_the_imported_class(module: str, name: str
 
 def test_shared_choices_match_the_types_of_the_library() -> None:
     from vitral.device.select import DeviceOption
-    from vitral.evaluation.evaluate import SplitName
+    from vitral.evaluation.data import SplitName
     from vitral.inference.engine_selection import EngineName
 
     assert set(typing.get_args(options.DeviceFlag)) == set(typing.get_args(DeviceOption))

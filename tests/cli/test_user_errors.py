@@ -127,7 +127,7 @@ def test_explain_and_walk_print_checkpoint_notes(command, photos, tmp_path, caps
         (("--heads", "abc"), "--heads: expected an integer, got 'abc'"),
         (("--epochs", "abc"), "--epochs: expected an integer, got 'abc'"),
         (("--optim.lr", "abc"), "--optim.lr: expected a number, got 'abc'"),
-        (("--epochs", "1", "--freeze", "99"), "freeze must be at most 6, the blocks of the model, not 99"),
+        (("--epochs", "1", "--freeze", "99"), "freeze must be at most 6"),
         (("more",), "unexpected argument 'more'"),
         (("--compare",), "--compare needs a checkpoint"),
     ],
@@ -147,7 +147,7 @@ def test_too_few_images_for_validation_create_no_run(tmp_path, capsys):
 
 def test_run_folder_must_not_be_a_file(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(VitralError, match=r"notes\.txt is a file; a run is a folder"):
+    with pytest.raises(VitralError, match=r"notes\.txt is a file"):
         Run.check_available(tmp_path / "notes.txt")
 
 
@@ -186,8 +186,8 @@ def run(tmp_path: Path) -> Path:
         (("predict", "run", "photos", "--out", "notes.txt/answers.csv"), "Not a directory"),
         (("probe", "photos", "--init-from", "run", "--out", "probe.xyz"), "Supported formats: .png"),
         (("data", "pack", "photos", "--out", "notes.txt/pack"), "Not a directory"),
-        (("predict", "run", "photos", "--threads", "100000"), "threads must be from 1 to"),
-        (("summary", "B/16", "--image-size", "99999984"), "patches are more than any model has"),
+        (("predict", "run", "photos", "--threads", "100000"), "got 100000"),
+        (("summary", "B/16", "--image-size", "99999984"), "6249999x6249999 patches"),
     ],
 )
 def test_impossible_paths_and_values_are_refused(words, message, run, photos, tmp_path, capsys, monkeypatch):
@@ -221,5 +221,5 @@ def test_ascii_terminals_and_non_unicode_file_names_work(run, tmp_path):
 def test_class_names_that_are_not_unicode_are_refused_before_training(photos, tmp_path, capsys):
     (photos / "bees").rename(photos / "b\udcffes")
     err = refused(capsys, "train", str(photos), "--epochs", "1", "--out", str(tmp_path / "run"))
-    assert "is no Unicode" in err
+    assert "not valid Unicode" in err
     assert not (tmp_path / "run").exists()
