@@ -17,9 +17,9 @@ from vitral.cli.main import load_command
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
-from vitral.models.calibration import Calibration
 from vitral.explain import METHODS, explain, faithfulness
 from vitral.inference.predictor import Predictor
+from vitral.models.calibration import Calibration
 from vitral.reporting.figures import heatmaps
 from vitral.runs.model_io import ModelConfig, save_model
 

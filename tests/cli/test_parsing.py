@@ -133,7 +133,7 @@ def test_words_after_two_dashes_are_arguments() -> None:
         ("photos --model.image-size 1,2,3", "--model.image-size: expected 2 values, got 3"),
         ("photos --code=yes", "--code takes no value; use --code or --no-code"),
         ("--top 3", "missing argument DATA: data"),
-        ("photos -x", "no flag '-x'."),
+        ("photos -x", "no flag '-x'"),
     ],
 )
 def test_mistakes_are_named(line: str, message: str) -> None:
@@ -162,7 +162,7 @@ def test_misspelt_flags_are_corrected(given: str, suggested: str) -> None:
 
 
 def test_an_unrelated_flag_gets_no_suggestion() -> None:
-    assert usage_error("photos --zzz") == "no flag '--zzz'."
+    assert usage_error("photos --zzz") == "no flag '--zzz'"
 
 
 def test_a_required_flag_is_named() -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vitral import __version__, bundled
+from vitral.cli.parsing import add_suggestion
 from vitral.errors import VitralError, did_you_mean
 
 # task -> (name, arguments, summary)
@@ -109,9 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_command(words: Sequence[str]) -> int:
     """Run `words[0]` with the other words and return its exit status."""
     if words[0] not in COMMANDS:
-        raise VitralError(
-            f"no command '{words[0]}'.{did_you_mean(words[0], COMMANDS)}", f"Commands: {', '.join(COMMANDS)}"
-        )
+        message = add_suggestion(f"no command '{words[0]}'", did_you_mean(words[0], COMMANDS))
+        raise VitralError(message, f"Commands: {', '.join(COMMANDS)}")
     if any(re.fullmatch(r"(--[\w.-]+=)?", word) for word in words):
         raise VitralError("an argument is empty", "Check whether a shell variable in the command is unset")
     return int(load_command(words[0])(words[1:]))

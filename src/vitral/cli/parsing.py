@@ -168,10 +168,15 @@ class CommandGroup:
             return 0
         if words and not words[0].startswith("-"):
             raise VitralError(
-                f"no command '{self.name} {words[0]}'.{did_you_mean(words[0], self.commands)}",
+                add_suggestion(f"no command '{self.name} {words[0]}'", did_you_mean(words[0], self.commands)),
                 f"Commands of vitral {self.name}: {', '.join(self.commands)}",
             )
         return self.commands[self.default][0](words)
+
+
+def add_suggestion(message: str, suggestion: str) -> str:
+    """`no flag '--epoch'. Did you mean '--epochs'?`; without a suggestion, the message has no full stop."""
+    return f"{message}.{suggestion}" if suggestion else message
 
 
 class _HelpRequested(Exception):
@@ -224,7 +229,8 @@ def _parse_words(flags: Sequence[Flag], words: Sequence[str]) -> dict[str, Any]:
             continue
         name, equals, value = word.partition("=")
         if (flag := by_name.get(name) or by_negative_name.get(name)) is None:
-            raise _UsageError(f"no flag '{name}'.{_suggest_flag(name, [*by_name, *by_negative_name])}")
+            suggestion = _suggest_flag(name, [*by_name, *by_negative_name])
+            raise _UsageError(add_suggestion(f"no flag '{name}'", suggestion))
         if flag.is_switch:
             if equals:
                 raise _UsageError(f"{name} takes no value; use {flag.name} or {flag.negative_name}")
@@ -297,7 +303,8 @@ def _convert_one(flag: Flag, word: str) -> Any:
     if flag.choices:
         if word not in flag.choices:
             suggestion = did_you_mean(word, flag.choices)
-            raise _UsageError(f"{flag.name}: expected one of {', '.join(flag.choices)}, got {word!r}.{suggestion}")
+            message = f"{flag.name}: expected one of {', '.join(flag.choices)}, got {word!r}"
+            raise _UsageError(add_suggestion(message, suggestion))
         return word
     try:
         return flag.item_type(word)

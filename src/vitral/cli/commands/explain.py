@@ -101,7 +101,7 @@ def explain_file(
     except ImageDecodeError as error:
         print(f"error: {error.what}", file=sys.stderr)
         return False
-    written = heatmaps.write_explanation(explanation, args.out, name, args.colormap, each=args.overlays, npy=args.npy)
+    written = heatmaps.write_explanation(explanation, args.out, name, args.colormap, overlays=args.overlays, npy=args.npy)
     if args.json:
         print(json.dumps(heatmaps.explanation_to_dict(explanation, predictor, written)))
     else:
@@ -140,7 +140,8 @@ def method_options(args: ExplainArgs) -> dict[str, Any]:
 def measure_faithfulness(args: ExplainArgs) -> int:
     from vitral.evaluation.data import load_eval_target
     from vitral.explain import faithfulness, open_to_look_inside
-    from vitral.reporting.html import faithfulness_table
+    from vitral.reporting.figures.faithfulness import plot_faithfulness
+    from vitral.reporting.terminal.faithfulness import faithfulness_to_dict, print_faithfulness
 
     if options := method_options(args):
         raise VitralError(
@@ -168,11 +169,11 @@ def measure_faithfulness(args: ExplainArgs) -> int:
             watch=lambda name: log(f"Testing {name}"),
         )
     if args.json:
-        print(json.dumps(faithfulness_table.faithfulness_to_dict(result)))
+        print(json.dumps(faithfulness_to_dict(result)))
         return 0
-    faithfulness_table.print_faithfulness(result)
+    print_faithfulness(result)
     args.out.mkdir(parents=True, exist_ok=True)
-    print(f"\nCurves: {faithfulness_table.plot_faithfulness(result, args.out / 'faithfulness.png')}")
+    print(f"\nCurves: {plot_faithfulness(result, args.out / 'faithfulness.png')}")
     return 0
 
 

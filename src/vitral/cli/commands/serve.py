@@ -42,7 +42,9 @@ def serve(args: ServeArgs) -> int:
     from vitral.serve.limits import Limits
 
     if not args.models:
-        raise VitralError("no model given", bundled.missing_model_hint(other_hint="For example: vitral serve runs/mnist"))
+        raise VitralError(
+            "no model given", bundled.missing_model_hint(other_hint="For example: vitral serve runs/mnist")
+        )
     try:
         limits = Limits(**args.limits)
     except ValueError as error:
