@@ -1,143 +1,149 @@
-"""Shares that are each thing once; and two real processes that tell each other things."""
+"""Collectives on two real ranks, sharding, and the environment variables of torchrun."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.processes import Process
+from support.processes import run_ranks
 from vitral.cli import main as cli
-from vitral.distributed.world import ALONE, Agreement, World, from_environment
+from vitral.distributed.world import SINGLE_PROCESS, AsyncFlags, World, init_distributed, world_from_env
 from vitral.errors import VitralError
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-TALK = """
+COLLECTIVES = """
 import json, sys, torch
 from pathlib import Path
 from vitral.errors import VitralError
-from vitral.device.hardware import choose
-from vitral.distributed.world import Agreement
+from vitral.device.select import select_hardware
+from vitral.distributed.world import AsyncFlags, init_distributed
 
-world = choose(device="cpu").world
-out = Path(sys.argv[1]) / f"{world.rank}.json"
-said = {"share": list(world.share(5)), "gather": world.gather([world.rank] * (1 + world.rank))}
-said["tell"] = world.tell(lambda: f"made by {world.rank}")
-said["sum"] = world.sum(torch.tensor([1.0 + world.rank])).tolist()
-said["stack"] = world.stack(torch.tensor([[world.rank], [world.rank]])).flatten().tolist()
+folder = Path(sys.argv[1])
+hardware = select_hardware(device="cpu")
+assert not torch.distributed.is_initialized(), "selecting hardware has no side effects"
+init_distributed(hardware.world, hardware.device)
+world = hardware.world
+results = {
+    "shard_range": list(world.shard_range(5)),
+    "all_gather_objects": world.all_gather_objects([world.rank] * (1 + world.rank)),
+    "broadcast": world.broadcast_from_rank0(lambda: f"from rank {world.rank}"),
+    "all_reduce_sum": world.all_reduce_sum(torch.tensor([1.0 + world.rank])).tolist(),
+    "all_gather": world.all_gather(torch.tensor([[world.rank], [world.rank]])).flatten().tolist(),
+}
 
 def fail():
-    raise VitralError("no luck", "try again")
+    raise VitralError("what failed", "what to do")
 
-def fail_on_second():
-    if world.rank == 1:
-        fail()
-
-for name, attempt in (("tell", lambda: world.tell(fail)), ("each", lambda: world.each(fail))):
+for name, collective in (("broadcast", world.broadcast_from_rank0), ("run_on_all", world.run_on_all)):
     try:
-        attempt()
+        collective(fail)
     except VitralError as error:
-        said[f"failed {name}"] = [error.what, error.hint]
-order = Path(sys.argv[1]) / "order"
-def look():
-    found = order.exists()
-    order.touch()
-    return found
-said["each"] = world.each(look)
-agreement = Agreement(world, 2)
-said["flags"] = [agreement.known(world.rank == 1 and step == 2, step == 4) for step in range(5)]
-said["flags"].append(agreement.finish(world.rank == 0, False))
-out.write_text(json.dumps(said))
+        results[f"failed {name}"] = [error.what, error.hint]
+
+marker = folder / "marker"
+def marker_existed():
+    existed = marker.exists()
+    marker.touch()
+    return existed
+results["run_on_all"] = world.run_on_all(marker_existed)
+
+flags = AsyncFlags(world, 2)
+results["flags"] = [flags.exchange(world.rank == 1 and step == 2, step == 4) for step in range(5)]
+results["flags"].append(flags.flush(world.rank == 0, False))
+(folder / f"{world.rank}.json").write_text(json.dumps(results))
 """
 
-
-def both_run(script: Path, *words: object) -> None:
-    """Two processes with the environment that torchrun gives them, to their end."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    processes = []
-    for rank in (0, 1):
-        mine = {name: str(value) for name, value in (there | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        processes.append(Process(*words, script=script, environment=os.environ | mine))
-    try:
-        for process in processes:
-            _, said = process.communicate(240)
-            assert process.returncode == 0, said[-4000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+Results = list[dict[str, object]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """What each of two processes was told."""
-    place = tmp_path_factory.mktemp("talk")
-    (place / "talk.py").write_text(TALK)
-    both_run(place / "talk.py", place)
-    return [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What the collectives returned, per rank."""
+    folder = tmp_path_factory.mktemp("collectives")
+    (folder / "collectives.py").write_text(COLLECTIVES)
+    run_ranks(folder / "collectives.py", folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_all_are_told_the_same(told: list[dict[str, object]]) -> None:
-    for said in told:
-        assert said["gather"] == [0, 1, 1]
-        assert said["tell"] == "made by 0"
-        assert said["sum"] == [3.0]
-        assert said["stack"] == [0, 0, 1, 1]
+def test_collectives_return_the_same_on_every_rank(results: Results) -> None:
+    for rank_results in results:
+        assert rank_results["all_gather_objects"] == [0, 1, 1]
+        assert rank_results["broadcast"] == "from rank 0"
+        assert rank_results["all_reduce_sum"] == [3.0]
+        assert rank_results["all_gather"] == [0, 0, 1, 1]
 
 
-def test_a_failure_of_one_is_the_failure_of_all(told: list[dict[str, object]]) -> None:
-    for said in told:
-        assert said["failed tell"] == said["failed each"] == ["no luck", "try again"]
+def test_failure_on_one_rank_is_raised_on_all(results: Results) -> None:
+    for rank_results in results:
+        assert rank_results["failed broadcast"] == rank_results["failed run_on_all"] == ["what failed", "what to do"]
 
 
-def test_the_first_of_a_machine_goes_first(told: list[dict[str, object]]) -> None:
-    assert [said["each"] for said in told] == [False, True]
+def test_run_on_all_calls_local_rank_0_first(results: Results) -> None:
+    assert [rank_results["run_on_all"] for rank_results in results] == [False, True]
 
 
-def test_a_flag_is_known_to_all_one_step_later(told: list[dict[str, object]]) -> None:
-    for said in told:
-        flags = [False, False], [False, False], [False, False], [True, False], [False, False], [True, True]
-        assert said["flags"] == list(flags)
+def test_async_flag_is_visible_on_all_ranks_one_step_later(results: Results) -> None:
+    expected = [[False, False], [False, False], [False, False], [True, False], [False, False], [True, True]]
+    for rank_results in results:
+        assert rank_results["flags"] == expected
 
 
-def test_parts_of_the_work(told: list[dict[str, object]]) -> None:
-    assert [said["share"] for said in told] == [[0, 1], [2, 3, 4]]
+def test_shard_range_of_each_rank(results: Results) -> None:
+    assert [rank_results["shard_range"] for rank_results in results] == [[0, 1], [2, 3, 4]]
 
 
 @given(count=st.integers(0, 1000), size=st.integers(1, 70))
-def test_shares_are_each_thing_once_and_even(count: int, size: int) -> None:
-    shares = [World(rank=rank, size=size).share(count) for rank in range(size)]
-    assert [thing for share in shares for thing in share] == list(range(count))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+def test_shards_partition_the_items_evenly(count: int, size: int) -> None:
+    shards = [World(rank=rank, size=size).shard_range(count) for rank in range(size)]
+    assert [item for shard in shards for item in shard] == list(range(count))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
-def test_alone_everything_is_as_it_is() -> None:
-    assert ALONE.first
-    assert list(ALONE.share(3)) == [0, 1, 2]
-    assert ALONE.gather([1, 2]) == [1, 2]
-    assert ALONE.tell(lambda: 5) == ALONE.each(lambda: 5) == 5
-    assert Agreement(ALONE, 2).known(True, False) == (True, False)
+def test_failing_rank_shows_the_output_of_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(
+        "import os, sys\n"
+        "print('stdout of rank', os.environ['RANK'])\n"
+        "sys.exit('rank 1 gives up' if os.environ['RANK'] == '1' else 0)\n"
+    )
+    with pytest.raises(AssertionError) as failure:
+        run_ranks(tmp_path / "fail.py")
+    for text in ("rank 0: exit status 0", "stdout of rank 0", "rank 1: exit status 1", "rank 1 gives up"):
+        assert text in str(failure.value)
+
+
+def test_single_process_collectives_are_identities() -> None:
+    assert SINGLE_PROCESS.is_rank0
+    assert list(SINGLE_PROCESS.shard_range(3)) == [0, 1, 2]
+    assert SINGLE_PROCESS.all_gather_objects([1, 2]) == [1, 2]
+    assert SINGLE_PROCESS.broadcast_from_rank0(lambda: 5) == SINGLE_PROCESS.run_on_all(lambda: 5) == 5
+    assert AsyncFlags(SINGLE_PROCESS, 2).exchange(True, False) == (True, False)
+
+
+def test_init_distributed_uses_nccl_on_the_local_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
+    monkeypatch.setattr("vitral.distributed.world.rendezvous", lambda *_, **__: iter([(None, 7, 8)]))
+    monkeypatch.setattr("vitral.distributed.world.PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: calls.append(backend))
+    init_distributed(World(rank=7, size=8, local_rank=3), torch.device("cuda", 3))
+    assert calls == ["cuda:3", "cpu:gloo,cuda:nccl"]
 
 
 @pytest.mark.parametrize(("size", "rank"), [("2", ""), ("2", "2"), ("2", "-1"), ("two", "0"), ("2", "x")])
-def test_a_strange_environment_is_named(monkeypatch: pytest.MonkeyPatch, size: str, rank: str) -> None:
+def test_invalid_torchrun_environment_is_refused(monkeypatch: pytest.MonkeyPatch, size: str, rank: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(VitralError, match=r"WORLD_SIZE|RANK"):
-        from_environment()
+        world_from_env()
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_mistake_is_said_by_the_first_process_and_told_to_torchrun_by_all(
+def test_error_is_printed_by_rank_0_and_reported_to_torchrun_by_all(
     rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "error.json"
@@ -149,6 +155,6 @@ def test_a_mistake_is_said_by_the_first_process_and_told_to_torchrun_by_all(
         cli.main(["trian"])
     assert stop.value.code == 2
     if rank != "0":
-        sys.stdout.close()  # the one that goes nowhere
-    assert ("Did you mean train?" in capfd.readouterr().err) == (rank == "0")
-    assert "Did you mean train?" in json.loads(report.read_text())["message"]["message"]
+        sys.stdout.close()  # replaced by a stream that discards its input
+    assert ("Did you mean 'train'?" in capfd.readouterr().err) == (rank == "0")
+    assert "Did you mean 'train'?" in json.loads(report.read_text())["message"]["message"]

@@ -1,7 +1,7 @@
-"""Trainings that test_parallel.py starts with torchrun: those that a JSON file lists, one after the other.
+"""Trainings that tests/distributed/test_parallel.py runs on two ranks: the jobs of jobs.json, one after the other.
 
-One of them: {"name": …, "changes": {…}, "stop": step, "goes_on_with": the run to copy first, "alone": by one process}.
-What came out is compared there.
+A job is {"name": ..., "overrides": {...}, "stop_at": step, "resume_from": run to copy first, "single": on rank 0 only}.
+Each rank writes the outcomes to outcomes-<rank>.json.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import torch
 
 from support.common import textures
 from vitral.data.datasets import Dataset
-from vitral.data.preprocess import Preprocessing, measure
-from vitral.device.hardware import choose
-from vitral.distributed.world import ALONE
+from vitral.data.preprocess import Preprocessing, channel_stats
+from vitral.device.select import select_hardware
+from vitral.distributed.world import SINGLE_PROCESS, init_distributed
 from vitral.errors import VitralError
 from vitral.models.vit import ViTConfig
-from vitral.recipes.schema import Data, Optim, Recipe
-from vitral.runs.run import Run, write_atomically
-from vitral.training.callbacks import Watch
-from vitral.training.trainer import fit
+from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
+from vitral.runs.run import Run
+from vitral.training.callbacks import Callback
+from vitral.training.trainer import Trainer
+from vitral.utils.atomic import atomic_write
 
 RECIPE = Recipe(
     name="tiny",
-    data=Data(name="textures"),
-    model=ViTConfig(image_size=(8, 8), patch_size=4, channels=1, classes=4, width=16, depth=2, heads=2),
-    optim=Optim(lr=1e-2),
+    data=DataConfig(name="textures"),
+    model=ViTConfig(image_size=(8, 8), patch_size=4, channels=1, num_classes=4, width=16, depth=2, heads=2),
+    optim=OptimConfig(lr=1e-2),
     epochs=3,
-    batch=16,
+    batch_size=16,
     ema=0.2,
     device="cpu",
     precision="fp32",
@@ -45,49 +46,52 @@ DATASET = Dataset(
     classes=("rows", "columns", "chequerboard", "plain"),
     train=textures(96, seed=1),
     validation=textures(41, seed=2),
-    source="made by a test",
+    source="generated",
     fingerprint="0123456789abcdef",
-    read_test=lambda: textures(40, seed=3),
+    load_test=lambda: textures(40, seed=3),
 )
-MEAN, STD = measure(DATASET.train.images)
+MEAN, STD = channel_stats(DATASET.train.images)
 PREPROCESSING = Preprocessing(image_size=(8, 8), channels=1, mean=MEAN, std=STD)
 
 
-class Stop(Watch):
-    """Interrupts one process alone, before a step; the others must hear of it."""
+class InterruptAt(Callback):
+    """Sends SIGTERM to this process after a step. Only one rank does; the others must learn of it."""
 
-    def __init__(self, at: int | None, mine: bool) -> None:
-        self.at, self.mine, self.steps = at, mine, 0
+    def __init__(self, step: int | None) -> None:
+        self.step, self.completed = step, 0
 
-    def step(self, *_: Any) -> None:
-        self.steps += 1
-        if self.mine and self.steps == self.at:
+    def on_step(self, *_: Any) -> None:
+        self.completed += 1
+        if self.completed == self.step:
             signal.raise_signal(signal.SIGTERM)
 
 
 def train(
     folder: Path,
     name: str,
-    changes: dict[str, Any],
-    stop: int | None = None,
-    goes_on_with: str | None = None,
-    alone: bool = False,
+    overrides: dict[str, Any],
+    stop_at: int | None = None,
+    resume_from: str | None = None,
+    single: bool = False,
 ) -> dict[str, Any]:
-    recipe = RECIPE.changed(changes)
-    hardware = choose(device="cpu", precision=recipe.precision, compile="no")
-    if goes_on_with is not None:
-        hardware.world.tell(lambda: shutil.copytree(folder / goes_on_with, folder / name))
-    if alone:
-        if not hardware.world.first:
+    """Train `RECIPE` with overrides in folder/name; returns {"error": [what, hint] or None}."""
+    recipe = RECIPE.with_overrides(overrides)
+    hardware = select_hardware(device="cpu", precision=recipe.precision, compile="no")
+    world = hardware.world
+    if resume_from is not None:
+        world.broadcast_from_rank0(lambda: shutil.copytree(folder / resume_from, folder / name))
+    if single:
+        if not world.is_rank0:
             return {"error": None}
-        hardware = replace(hardware, world=ALONE)
+        world = SINGLE_PROCESS
+        hardware = replace(hardware, world=world)
     run = Run(folder / name)
-    if not run.path.exists() or not run.recipe_file.exists():
-        run = Run(hardware.world.tell(lambda: Run.create(folder, name, folder / name).path))
-    hardware.world.tell(lambda: write_atomically(run.recipe_file, recipe.to_toml()))
-    dataset = replace(DATASET, train=textures(changes.get("images", 96), seed=1))
+    if resume_from is None:
+        world.broadcast_from_rank0(lambda: Run.create(folder, name, folder / name).path)
+    world.broadcast_from_rank0(lambda: atomic_write(run.recipe_file, recipe.to_toml()))
+    interrupt = InterruptAt(stop_at if world.rank == world.size - 1 else None)
     try:
-        fit(recipe, dataset, PREPROCESSING, run, hardware, Stop(stop, hardware.world.rank == hardware.world.size - 1))
+        Trainer(recipe, DATASET, PREPROCESSING, run, hardware, callbacks=[interrupt]).fit()
     except VitralError as error:
         return {"error": [error.what, error.hint]}
     return {"error": None}
@@ -96,9 +100,10 @@ def train(
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    rank = choose(device="cpu").world.rank
-    answers = [train(folder, **asked) for asked in json.loads((folder / "asked.json").read_text())]
-    (folder / f"answers-{rank}.json").write_text(json.dumps(answers))
+    hardware = select_hardware(device="cpu")
+    init_distributed(hardware.world, hardware.device)
+    outcomes = [train(folder, **job) for job in json.loads((folder / "jobs.json").read_text())]
+    (folder / f"outcomes-{hardware.world.rank}.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

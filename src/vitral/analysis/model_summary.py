@@ -1,4 +1,4 @@
-"""A model layer by layer: shapes, parameters, arithmetic, memory. Tensors have shapes and no values."""
+"""A model's layers, parameters, FLOPs and activation memory, computed without allocating tensors."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from vitral.errors import VitralError
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViTConfig
 
-MOST_PATCHES = 2**20  # of an image 16,384 pixels wide and high, in patches of 16
+MAX_PATCHES = 2**20  # an image of 16,384x16,384 pixels with patch size 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
-    table: str  # torchinfo's, a line a layer
+class ModelSummary:
+    table: str  # torchinfo's table, one line per layer
     parameters: int
-    multiply_adds: int  # of one image, forward; a multiplication and an addition count as one
+    multiply_adds: int  # MACs of one forward pass with one image
     weight_bytes: int  # fp32
-    activation_bytes: int  # kept for the backward pass of one image, fp32
+    activation_bytes: int  # saved for the backward pass of one image, fp32
 
     def __str__(self) -> str:
         prefix, unit = ("G", 1e9) if self.multiply_adds >= 1e8 else ("M", 1e6)
         return (
             f"{self.table}\n"
-            f"parameters          {self.parameters:,} ({self.weight_bytes / 2**20:,.1f} MiB in fp32)\n"
-            f"one image forward   {self.multiply_adds / unit:,.2f} {prefix}MACs = "
+            f"Parameters        {self.parameters:,} ({self.weight_bytes / 2**20:,.1f} MiB in fp32)\n"
+            f"Forward, 1 image  {self.multiply_adds / unit:,.2f} {prefix}MACs = "
             f"{2 * self.multiply_adds / unit:,.2f} {prefix}FLOPs\n"
-            f"one image training  {self.activation_bytes / 2**20:,.1f} MiB of activations in fp32, besides "
-            f"{4 * self.weight_bytes / 2**20:,.1f} MiB of weights, gradients and AdamW's averages"
+            f"Training memory   {4 * self.weight_bytes / 2**20:,.1f} MiB for weights, gradients and AdamW state, plus "
+            f"{self.activation_bytes / 2**20:,.1f} MiB of activations per image (fp32)"
         )
 
 
-def summarise(config: ViTConfig, depth: int = 3, variant: str = "plain") -> Summary:
-    """Everything about one image's way through the model."""
+def summarise(config: ViTConfig, depth: int = 3, variant: str = "plain") -> ModelSummary:
+    """Summarise a model; `depth` is the number of module levels in the table."""
     shape = (1, config.channels, *config.image_size)
-    if config.grid[0] * config.grid[1] > MOST_PATCHES:
-        raise VitralError(f"{config.grid[0]}×{config.grid[1]} patches are more than any model has", "a smaller image")
+    if config.grid[0] * config.grid[1] > MAX_PATCHES:
+        raise VitralError(
+            f"the image has {config.grid[0]}x{config.grid[1]} patches, at most {MAX_PATCHES:,} are supported",
+            "Use a smaller image or larger patches",
+        )
     with torch.device("meta"):
         model = VARIANTS[variant](config)
         table = torchinfo.summary(
@@ -55,32 +58,32 @@ def summarise(config: ViTConfig, depth: int = 3, variant: str = "plain") -> Summ
             row_settings=("var_names",),
             col_width=22,
         )
-    with FakeTensorMode():  # shapes without values, but with the kernels that a CPU would use
+    with FakeTensorMode():  # unlike the meta device, dispatches to the kernels of a CPU
         model = VARIANTS[variant](config)
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts the GPU's kernels only
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # missing in FlopCounterMode
         counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
-        kept: dict[int, int] = {}
+        saved_bytes: dict[int, int] = {}  # by storage
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
+        def record(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            kept[storage._cdata] = storage.nbytes()
+            saved_bytes[storage._cdata] = storage.nbytes()
             return tensor
 
         weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with counter, torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
             logits = model(torch.empty(shape))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     del logits
     lines = str(table).splitlines()
     end = next((i for i, line in enumerate(lines) if line.startswith("Total params")), len(lines))
-    return Summary(
+    return ModelSummary(
         table="\n".join(lines[: end - 1]),
         parameters=parameters,
         multiply_adds=counter.get_total_flops() // 2,
         weight_bytes=4 * parameters,
-        activation_bytes=sum(size for storage, size in kept.items() if storage not in weights),
+        activation_bytes=sum(size for storage, size in saved_bytes.items() if storage not in weights),
     )
 
 
-def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *rest: Any, **more: Any) -> int:
+def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *args: Any, **kwargs: Any) -> int:
     return sdpa_flop_count(q, k, v)

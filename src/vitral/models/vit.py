@@ -27,6 +27,7 @@ Positions = Literal["learned", "sincos", "rotary", "learned+rotary", "none"]
 Head = Literal["linear", "mlp"]
 Gelu = Literal["exact", "tanh"]
 Grid = tuple[int, int]  # patches down, patches across
+LEARNED_VECTORS = ("token", "table", "registers", "probe")  # last parts of the names of tokens and positions
 RopeTable = Tensor  # cosines and sines of the rotary position angles, 2 T d/2
 
 
@@ -470,7 +471,7 @@ def initialise(model: ViT) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or name.endswith("head.out.weight"):
             nn.init.zeros_(parameter)
-        elif name.endswith(("token", "table", "registers", "probe")):
+        elif name.endswith(LEARNED_VECTORS):
             nn.init.normal_(parameter, std=0.02)
         elif name.startswith("patch_embedding") or name.endswith("head.hidden.weight"):
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)

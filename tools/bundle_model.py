@@ -1,6 +1,6 @@
 """A finished run becomes a model that comes with vitral: src/vitral/box/NAME, weights in bf16, with a card.
 
-    python tools/box.py runs/cifar10-97-1116-a3 [--unknown cifar100]
+    python tools/bundled.py runs/cifar10-97-1116-a3 [--unknown cifar100]
 
 NAME is that of the set it was trained on. Nothing is typed by hand: what the card says was recorded by the run, or is
 measured here, on the whole test set, with the weights that are shipped. There is no new model where rounding moved the
@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from vitral import __version__
-from vitral import bundled as box
-from vitral.errors import VitralError, unknown
+from vitral import bundled
+from vitral.errors import VitralError, unknown_name_error
 from vitral.evaluation import evaluate as judge
-from vitral.evaluation.calibration import calibrate
-from vitral.evaluation.report import Evaluation, assess
-from vitral.evaluation.tta import VIEWS
+from vitral.evaluation.calibration import fit_calibration
+from vitral.evaluation.data import load_eval_target
+from vitral.evaluation.report import EvaluationReport, build_report
+from vitral.evaluation.tta import TTA_DESCRIPTIONS
 from vitral.recipes.schema import read_recipe
-from vitral.reporting.hub.model_card import Told, results, training
-from vitral.runs.run import Run, load_model, model_folder, read_card, save_weights, write_atomically, write_card
+from vitral.reporting.hub.model_card import RunRecord, results_section, training_section
+from vitral.runs.model_io import find_model_dir, load_model, load_model_config, save_model_config, save_weights
+from vitral.runs.run import Run
+from vitral.utils.atomic import atomic_write
 from vitral.weights.checkpoint import described
 from vitral.weights.preprocessing import seen
 
@@ -92,13 +95,13 @@ ABOUT = {
 class Found:
     """What the test images said of the weights that are shipped."""
 
-    all: Evaluation
-    apart: Evaluation  # on images that temperature and threshold were not fitted to
+    all: EvaluationReport
+    apart: EvaluationReport  # on images that temperature and threshold were not fitted to
     fitted_on: str
     exact: float  # accuracy before rounding
     changed: int  # answers, by rounding
     recorded: dict[str, Any]  # by the run
-    false_alarms: float  # share of `apart` that is called unknown
+    false_positive_rate: float  # share of `apart` that is called unknown
     others: str = ""  # images of other things,
     other_images: int = 0  # so many,
     noticed: float = 0.0  # and the share of them that is called unknown
@@ -108,25 +111,25 @@ def make(run: Run, against: str | None = None) -> tuple[Path, str]:
     """The folder of the new model, and what happened in a few lines."""
     plan = read_recipe(run.recipe_file)
     if (name := plan.data.name) not in ABOUT:
-        raise unknown("set with something known about its source and its licence", name, ABOUT)
-    if not run.finished or not run.test_file.is_file():
+        raise unknown_name_error("set with something known about its source and its licence", name, ABOUT)
+    if not run.has_model or not run.test_file.is_file():
         raise VitralError(f"{run} is not finished", f"vitral train --resume {run}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / name
         round_to_bf16(run, folder)
-        write_atomically(folder / "recipe.toml", plan.changed({"device": "auto"}).to_toml())
-        write_atomically(folder / "environment.json", json.dumps(environment(run), indent=2) + "\n")
-        write_atomically(folder / "metrics.jsonl", run.metrics_file.read_bytes())
+        atomic_write(folder / "recipe.toml", plan.with_overrides({"device": "auto"}).to_toml())
+        atomic_write(folder / "environment.json", json.dumps(environment(run), indent=2) + "\n")
+        atomic_write(folder / "metrics.jsonl", run.metrics_file.read_bytes())
         found = measure(run, folder, against)
-        write_atomically(folder / "test.json", json.dumps(as_dict(found), indent=1) + "\n")
-        write_atomically(folder / "README.md", card(name, folder, found))
-        size = sum(size_of(box.ROOM / other) for other in box.names() if other != name) + size_of(folder)
+        atomic_write(folder / "test.json", json.dumps(as_dict(found), indent=1) + "\n")
+        atomic_write(folder / "README.md", card(name, folder, found))
+        size = sum(size_of(bundled.BUNDLED_DIR / other) for other in bundled.model_names() if other != name) + size_of(folder)
         if size > MOST_BYTES:
             raise VitralError(
                 f"with this model the box holds {size / 1e6:.1f} MB; the most is {MOST_BYTES / 1e6:.0f}",
                 "train a narrower or shallower one",
             )
-        place = box.ROOM / name
+        place = bundled.BUNDLED_DIR / name
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(folder, place)
     return place, (
@@ -138,10 +141,10 @@ def make(run: Run, against: str | None = None) -> tuple[Path, str]:
 
 def measure(run: Run, folder: Path, against: str | None) -> Found:
     """Ask both models the whole test set. Where nothing was held out, half of it sets the probabilities right."""
-    before, after = (judge.question(path, None, "test") for path in (run.path, folder))
+    before, after = (load_eval_target(path, None, "test") for path in (run.path, folder))
     predictor, labels = after.predictor, after.split.labels
-    exact_logits = before.predictor.logits_together(before.split.images)
-    logits = predictor.logits_together(after.split.images)
+    exact_logits = before.predictor.logits_distributed(before.split.images)
+    logits = predictor.logits_distributed(after.split.images)
     exact = float((exact_logits.argmax(dim=1) == labels).double().mean())
     recorded = summary_of(json.loads(run.test_file.read_text(encoding="utf-8")))
     most = MOVED if recorded["views"] == "one" else OTHER_VIEWS
@@ -149,21 +152,21 @@ def measure(run: Run, folder: Path, against: str | None) -> Found:
     rounded = float((logits.argmax(dim=1) == labels).double().mean())
     check(f"{run}: rounded to bf16, against fp32", rounded, exact, MOVED)
     apart, fitted_on = slice(None), "the validation images"
-    calibration = predictor.card.calibration
+    calibration = predictor.model_config.calibration
     if not len(after.dataset.validation):
-        calibration = replace(calibrate(logits[::2], labels[::2]), fitted_on="every other test image")
+        calibration = replace(fit_calibration(logits[::2], labels[::2]), fitted_on="every other test image")
         apart, fitted_on = slice(1, None, 2), f"{calibration.fitted_on}; calibration is judged on the rest"
-        write_card(folder / "model", replace(predictor.card, calibration=calibration))
-    strange = judge.strange_images(against, predictor) if against is not None else logits.new_empty(0)
-    called = calibration.unknown(predictor.logits(strange)) if len(strange) else logits.new_zeros(1)
+        save_model_config(folder / "model", replace(predictor.model_config, calibration=calibration))
+    strange = judge.load_ood_images(against, predictor) if against is not None else logits.new_empty(0)
+    called = calibration.is_ood(predictor.logits(strange)) if len(strange) else logits.new_zeros(1)
     return Found(
-        all=assess(logits, labels, predictor.classes, calibration),
-        apart=assess(logits[apart], labels[apart], predictor.classes, calibration),
+        all=build_report(logits, labels, predictor.classes, calibration),
+        apart=build_report(logits[apart], labels[apart], predictor.classes, calibration),
         fitted_on=fitted_on,
         exact=exact,
         changed=int((exact_logits.argmax(dim=1) != logits.argmax(dim=1)).sum()),
         recorded=recorded,
-        false_alarms=float(calibration.unknown(logits[apart]).double().mean()),
+        false_positive_rate=float(calibration.is_ood(logits[apart]).double().mean()),
         others=against or "",
         other_images=len(strange),
         noticed=float(called.double().mean()),
@@ -181,7 +184,7 @@ def round_to_bf16(run: Run, folder: Path) -> None:
     (folder / "model").mkdir(parents=True)
     weights = {name: t.bfloat16() if t.is_floating_point() else t for name, t in model.state_dict().items()}
     save_weights(folder / "model" / "weights.safetensors", weights)
-    write_card(folder / "model", found)
+    save_model_config(folder / "model", found)
 
 
 def check(what: str, found: float, wanted: float, most: float) -> None:
@@ -224,8 +227,8 @@ def command(told: str) -> str:
 
 def card(name: str, folder: Path, found: Found) -> str:
     """README.md."""
-    about, model = ABOUT[name], read_card(model_folder(folder) / "config.json")
-    told = Told.by(folder)
+    about, model = ABOUT[name], load_model_config(find_model_dir(folder) / "config.json")
+    told = RunRecord.load(folder)
     where = f'"$(vitral box where {name})/recipe.toml"'
     typed = told.environment.get("command")
     repeat = [f"- begun with `{typed}`" if typed else "", f"- repeat it: `vitral train --recipe {where}`"]
@@ -239,9 +242,9 @@ def card(name: str, folder: Path, found: Found) -> str:
         f"    vitral explain {name} photo.jpg",
         f"    vitral serve {name}",
         "",
-        *results(told),
+        *results_section(told),
         *measured(found),
-        *training(model, told, "recipe.toml")[:-1],
+        *training_section(model, told, "recipe.toml")[:-1],
         *filter(None, repeat),
         "",
         "## The model",
@@ -267,11 +270,11 @@ def card(name: str, folder: Path, found: Found) -> str:
 def measured(found: Found) -> list[str]:
     """Calibration, unknown images, rounding."""
     ece, recorded = found.apart.headline.ece, found.recorded
-    views = VIEWS[recorded["views"]]
+    views = TTA_DESCRIPTIONS[recorded["views"]]
     lines = [
-        f"- calibration error {ece.value:.2%} ({ece.low:.2%} – {ece.high:.2%}), {found.apart.raw.ece:.2%} before its "
+        f"- calibration error {ece.value:.2%} ({ece.low:.2%} – {ece.high:.2%}), {found.apart.uncalibrated.ece:.2%} before its "
         f"probabilities were set right: temperature {found.all.temperature:.3f}, fitted on {found.fitted_on}",
-        f"- it calls {found.false_alarms:.1%} of {found.apart.images:,} test images unknown",
+        f"- it calls {found.false_positive_rate:.1%} of {found.apart.images:,} test images unknown",
     ]
     if found.others:
         lines[-1] += f", and {found.noticed:.1%} of {found.other_images:,} images of {found.others}"
