@@ -1,13 +1,16 @@
-"""Every kernel that a training asks for, compiled for GPUs that need not be there: `python compile_kernels.py 80 90`.
+"""Compile every kernel that training and inference launch, for GPUs that need not exist: `compile_kernels.py 80 90`.
 
-A training is gone through with kernels that only note what they were asked; then each variant is compiled. Muon's must
-not spill registers, nor attention's but where it is told to do with few.
+Training steps and forward passes run on the CPU with launches that are only recorded. Then each recorded
+specialisation is compiled. Kernels of Muon, attention and the stem must not spill registers, unless they limit them.
+Prints the number of specialisations.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -18,49 +21,44 @@ os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
-from vitral.data.augment import Augment
-from vitral.data.autoaugment import Policy
+import vitral.kernels
+from vitral.data.augment import AugmentConfig
+from vitral.data.autoaugment import AutoAugmentPolicy
 from vitral.data.preprocess import Preprocessing
-from vitral.kernels import encoder
-from vitral.kernels import linear as weights
-from vitral.kernels import ops as launch
-from vitral.kernels.adamw import kernel as adamw_kernels
-from vitral.kernels.attention import kernel as attention
-from vitral.kernels.augment import autoaugment_kernel as policy_kernels
-from vitral.kernels.augment import kernel as vary_kernels
-from vitral.kernels.augment import op as vary
-from vitral.kernels.block import kernel as rows_kernels
-from vitral.kernels.conv_stem import kernel as stem_kernels
-from vitral.kernels.conv_stem import op as stem
-from vitral.kernels.cross_entropy import kernel as judge_kernels
-from vitral.kernels.cross_entropy import op as judge
-from vitral.kernels.embed import kernel as embed_kernels
-from vitral.kernels.embed import op as embed
-from vitral.kernels.fp8_wgrad import kernel as columns_kernels
-from vitral.kernels.fp8_wgrad import op as columns
-from vitral.kernels.layernorm_gelu import kernel as kernels
-from vitral.kernels.muon import kernel as muon_kernels
+from vitral.kernels.adamw import op as adamw_op
+from vitral.kernels.augment.op import fused_augment
+from vitral.kernels.block.op import expand_gelu_supports, post_attention_supports
+from vitral.kernels.conv_stem.op import FusedConvStem
+from vitral.kernels.cross_entropy.op import fused_cross_entropy
+from vitral.kernels.embed.op import InferenceEmbedding, embed_patches, token_offsets, unfold_patches
+from vitral.kernels.encoder import FusedEncoder
+from vitral.kernels.linear import FP8_WGRAD_MIN_WIDTH
+from vitral.kernels.muon import op as muon_op
 from vitral.models.variants.hybrid import ConvStem, ConvStemConfig
 from vitral.models.vit import ViT, ViTConfig
 from vitral.training.optim import muon
 from vitral.training.optim.adamw import AdamW
 
-TYPES = {
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, positional and keyword arguments
+
+POINTER_TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
-KERNELS = ("norm", "norm_back", "act", "act_back", "turn", "turn_back", "short", "short_back", "totals", "shrink")
-OF_COLUMNS = ("turned", "normed", "gelu_back", "shares")
-OF_ATTENTION = ("attend", "queries_back", "keys_back", "cast")
-OF_MUON = ("look_ahead", "normalise", "move")
-OF_STEM = ("patches", "norm_relu", "norm_relu_back")
-OF_EMBEDDING = ("embed", "unfold")
-OF_ROWS = ("rows", "expand")
-VARIED = [Augment(shift=2, flip=True, cutmix=1.0, mixed=0.4), Augment(shift=2, border="black"), Augment(cutmix=1.0)]
-VARIED += [Augment(shift=2, policy=Policy(name="randaugment"), cutmix=1.0), Augment(jitter=0.2)]
+NO_SPILL_PACKAGES = ("muon", "attention", "conv_stem")
+FP8_PACKAGES = ("fp8_wgrad",)  # some of its kernels convert to FP8 without an FP8 argument
+AUGMENTATIONS = [
+    AugmentConfig(shift=2, flip=True, cutmix=1.0, mix_prob=0.4),
+    AugmentConfig(shift=2, border="black"),
+    AugmentConfig(cutmix=1.0),
+    AugmentConfig(shift=2, policy=AutoAugmentPolicy(name="randaugment"), cutmix=1.0),
+    AugmentConfig(jitter=0.2),
+]
 MODELS: list[dict[str, Any]] = [
     {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "gelu": "tanh", "drop_path": 0.2},
     {"pooling": "mean"},
@@ -75,175 +73,187 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-class Noting:
-    """In a kernel's place: what it was asked with."""
-
-    def __init__(self, kernel: Any, calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
-        self.kernel, self.calls = kernel, calls
-
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *given, **named: self.calls.append((self.kernel, given, named))
-
-
-def train(fp8: bool, spare: int, **changes: Any) -> None:
-    sizes = {"image_size": (32, 32), "patch_size": 4, "classes": 10, "width": 256, "depth": 2, "heads": 4}
+def train_encoder(fp8: bool, recompute_threshold: int, **changes: Any) -> None:
+    sizes = {"image_size": (32, 32), "patch_size": 4, "num_classes": 10, "width": 256, "depth": 2, "heads": 4}
     model = ViT(ViTConfig(**sizes | changes)).train()
     tokens = model.embed(torch.zeros(4, 3, *model.config.image_size), model.config.grid).detach().requires_grad_()
-    front, wide = model.config.pooling == "class", fp8 and model.config.width >= weights.WIDE
-    fused = encoder.FusedEncoder(model.encoder, fp8, spare=spare, front=front, columns=wide)
-    fused(tokens, model.config.grid).sum().backward()
+    encoder = FusedEncoder(
+        model.encoder,
+        fp8,
+        recompute_threshold=recompute_threshold,
+        cls_only=model.config.pooling == "class",
+        fp8_wgrad=fp8 and model.config.width >= FP8_WGRAD_MIN_WIDTH,
+    )
+    encoder(tokens, model.config.grid).sum().backward()
     with torch.no_grad():
-        fused(tokens, model.config.grid)
+        encoder(tokens, model.config.grid)
 
 
 @torch.no_grad()
-def answer(width: int, heads: int, gelu: str) -> None:
-    """With what only answers have: tokens from pixels, and blocks in one kernel where they are narrow."""
-    config = ViTConfig(image_size=(224, 224), patch_size=16, classes=10, width=width, heads=heads, depth=2, gelu=gelu)
-    model = ViT(config).bfloat16().eval()
-    seen = Preprocessing(image_size=(224, 224), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    tokens = embed.Embed(model, seen)(torch.zeros(1, 3, 224, 224, dtype=torch.uint8))
-    embed.unfolded(torch.zeros(1, 3, 224, 224).bfloat16(), 16, 1)
-    embed.tokens_of(
-        torch.zeros(1, 3, 224, 224).bfloat16(), model.patch_embedding.project.weight, *embed.parts(model), 16
+def run_inference(width: int, heads: int, gelu: Any) -> None:
+    """With the kernels that only inference uses: the embedding of bytes, and whole blocks in narrow models."""
+    config = ViTConfig(
+        image_size=(224, 224), patch_size=16, num_classes=10, width=width, heads=heads, depth=2, gelu=gelu
     )
-    many = 0 if launch.narrow(width, 4 * width) else None
-    blocks = encoder.FusedEncoder(model.encoder, front=True, spare=0, rows=many)
-    blocks(tokens, config.grid)
-    blocks.there_and_back(tokens, config.grid)
-    if launch.expands(width, 4 * width):
-        encoder.FusedEncoder(model.encoder, fp8=True, front=True, rows=0)(tokens, config.grid)
+    model = ViT(config).bfloat16().eval()
+    preprocessing = Preprocessing(image_size=(224, 224), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    tokens = InferenceEmbedding(model, preprocessing)(torch.zeros(1, 3, 224, 224, dtype=torch.uint8))
+    images = torch.zeros(1, 3, 224, 224).bfloat16()
+    unfold_patches(images, 16, 1)
+    embed_patches(images, model.patch_embedding.project.weight, *token_offsets(model), 16)
+    min_tokens = 0 if post_attention_supports(width, 4 * width) else None
+    encoder = FusedEncoder(model.encoder, cls_only=True, recompute_threshold=0, fused_block_min_tokens=min_tokens)
+    encoder(tokens, config.grid)
+    encoder.forward_backward(tokens, config.grid)
+    if expand_gelu_supports(width, 4 * width):
+        FusedEncoder(model.encoder, fp8=True, cls_only=True, fused_block_min_tokens=0)(tokens, config.grid)
 
 
-def step_of_adamw(halting: bool) -> None:
+def train_stem(widths: tuple[int, ...]) -> None:
+    stem = ConvStem(ConvStemConfig(widths=widths, strides=(1, 2, 2)), 3, 1e-6)
+    FusedConvStem(stem)(torch.zeros(4, 3, 32, 32)).sum().backward()
+
+
+def step_adamw(with_found_inf: bool) -> None:
     tensors = [torch.zeros(256, 128, 3, 3), *(torch.zeros(256) for _ in range(50)), torch.zeros(10)]
     optimizer = AdamW(tensors, lr=torch.tensor(0.1), fused=True)
-    optimizer.found_inf = torch.zeros(()) if halting else None
+    optimizer.found_inf = torch.zeros(()) if with_found_inf else None
     for tensor in tensors:
         tensor.grad = torch.zeros_like(tensor)
-    optimizer.step()
-    with torch.no_grad():
-        optimizer.step_with_kernel(optimizer.moving())
+    optimizer.step()  # creates the state
+    optimizer.launch_kernels(adamw_op)
 
 
-def step_of_muon(width: int, depth: int, halting: bool) -> None:
+def step_muon(width: int, depth: int, with_found_inf: bool) -> None:
     shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     matrices = [torch.empty(shape) for _ in range(depth) for shape in shapes]
     for matrix in matrices:
         matrix.grad = torch.empty_like(matrix)
     groups: list[dict[str, Any]] = [
-        {"params": matrices[index::4], "parts": 3 if index == 0 else 1, "lr": torch.ones(())} for index in range(4)
+        {"params": matrices[index::4], "num_matrices": 3 if index == 0 else 1, "lr": torch.ones(())}
+        for index in range(4)
     ]
     optimizer = muon.Muon(groups, lr=0.0, weight_decay=0.1)
-    optimizer.found_inf = torch.zeros(()) if halting else None
-    optimizer.step_with_kernels([(group, group["params"]) for group in optimizer.param_groups])
+    optimizer.found_inf = torch.zeros(()) if with_found_inf else None
+    optimizer.launch_kernels(muon_op)
 
 
-def vary_images(augment: Augment, mixing: torch.Tensor | None) -> None:
+def augment(config: AugmentConfig, mix_enabled: Tensor | None) -> None:
     images, labels = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
-    vary.vary(augment, torch.zeros(3, 256).bfloat16(), 10, images, labels, torch.Generator(), mixing)
+    fused_augment(config, torch.zeros(3, 256).bfloat16(), 10, images, labels, torch.Generator(), mix_enabled)
 
 
-def type_of(value: Any) -> str:
-    return TYPES[value.dtype] if isinstance(value, torch.Tensor) else {int: "i32", float: "fp32"}[type(value)]
+def run_everything() -> None:
+    for fp8, threshold, changes in itertools.product((False, True), (0, 2**25), MODELS):
+        train_encoder(fp8, threshold, **changes)
+    for width, heads, gelu in ((192, 3, "exact"), (256, 4, "tanh"), (384, 6, "exact"), (768, 12, "exact")):
+        run_inference(width, heads, gelu)
+    for widths in ((64, 128, 256), (48, 96, 192)):
+        train_stem(widths)
+    for config, mix_enabled in itertools.product(AUGMENTATIONS, (None, torch.ones((), dtype=torch.bool))):
+        augment(config, mix_enabled)
+    for dtype, label_smoothing in itertools.product((torch.bfloat16, torch.float32), (0.0, 0.1)):
+        fused_cross_entropy(torch.zeros(256, 10, dtype=dtype), torch.zeros(256, 10), torch.arange(256), label_smoothing)
+    for with_found_inf in (True, False):
+        step_adamw(with_found_inf)
+    for width, depth, with_found_inf in (
+        (256, 6, True), (256, 6, False), (768, 12, True), (192, 12, True), (20, 1, True),
+    ):  # fmt: skip
+        step_muon(width, depth, with_found_inf)
 
 
-def divides(value: Any) -> bool:
-    """By 16, as addresses do."""
-    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+def record_launches() -> list[Launch]:
+    """Run everything on the CPU, with GEMMs that the CPU lacks or does slowly replaced by empty results."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((kernel, args, kwargs))
+
+    def scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, **_: Any) -> Tensor:
+        return torch.zeros(len(a), b.shape[1], dtype=out_dtype)
+
+    JITFunction.run = record
+    torch._scaled_mm = scaled_mm  # type: ignore[assignment]
+    muon.bf16_is_faster = lambda *_: True
+    muon.newton_schulz = lambda x_NAB, steps=5: x_NAB
+    run_everything()
+    return launches
 
 
-def described(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The types of its arguments, those that are known when it is compiled, and what divides by 16."""
+def all_kernels() -> set[str]:
+    """Names of all kernels in vitral.kernels; functions they inline start with an underscore."""
+    names = set()
+    for module_info in pkgutil.walk_packages(vitral.kernels.__path__, "vitral.kernels."):
+        if module_info.name.endswith("kernel"):
+            module = importlib.import_module(module_info.name)
+            names |= {name for name, value in vars(module).items() if is_kernel(name, value)}
+    return names
+
+
+def is_kernel(name: str, value: Any) -> bool:
+    return isinstance(value, JITFunction) and name.endswith("_kernel")
+
+
+def argument_type(value: Any) -> str:
+    return POINTER_TYPES[value.dtype] if isinstance(value, Tensor) else {int: "i32", float: "fp32"}[type(value)]
+
+
+def is_divisible_by_16(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
+def specialisation(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ASTSource: types, compile-time constants and divisibility, as Triton would derive them."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for index, name in enumerate(kernel.arg_names):
-        value = given[index] if index < len(given) else named[name]
-        if index >= len(given) or value is None or (isinstance(value, int) and value == 1):
+        value = args[index] if index < len(args) else kwargs[name]
+        if index >= len(args) or value is None or (isinstance(value, int) and value == 1):
             signature[name], constants[index,] = "constexpr", value
             continue
         if isinstance(value, tuple):
-            signature[name] = tuple(type_of(one) for one in value)
-            aligned = [at for at, one in enumerate(value) if divides(one)]
-            attributes |= {(index, at): [["tt.divisibility", 16]] for at in aligned}
+            signature[name] = tuple(argument_type(item) for item in value)
+            divisible = [position for position, item in enumerate(value) if is_divisible_by_16(item)]
+            attributes |= {(index, position): [["tt.divisibility", 16]] for position in divisible}
             continue
-        signature[name] = type_of(value)
-        if divides(value):
+        signature[name] = argument_type(value)
+        if is_divisible_by_16(value):
             attributes[index,] = [["tt.divisibility", 16]]
     return {"fn": kernel, "signature": signature, "constexprs": constants, "attrs": attributes}
 
 
-def spilled(cubin: bytes) -> int:
-    """Bytes beside the registers, which did not suffice."""
+def spilled_bytes(cubin: bytes) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    stack, local = re.findall(r"STACK:(\d+)", said), re.findall(r"LOCAL:(\d+)", said)
-    assert stack, said
-    return max(int(number) for number in stack + local)
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack, local = re.findall(r"STACK:(\d+)", output), re.findall(r"LOCAL:(\d+)", output)
+    assert stack, output
+    return max(int(size) for size in stack + local)
 
 
 def main(capabilities: list[int]) -> None:
-    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    of_modules = (
-        (kernels, KERNELS), (attention, OF_ATTENTION), (stem_kernels, OF_STEM), (columns_kernels, OF_COLUMNS),
-    )  # fmt: skip
-    for module, names in of_modules:
-        for name in names:
-            setattr(module, name, Noting(getattr(module, name), calls))
-    weights.scaled = lambda x, w, bias=None, out=None: (
-        x.norms.new_zeros(len(x.numbers), len(w.numbers)).bfloat16(),
-        (x.norms, w.norms),
-    )
-    columns.product = lambda dy, x, *scales: torch.zeros(len(dy), len(x))
-    for fp8, spare, changes in itertools.product((False, True), (0, 2**25), MODELS):
-        train(fp8, spare, **changes)
-    for widths in ((64, 128, 256), (48, 96, 192)):
-        plain = ConvStem(ConvStemConfig(widths=widths, strides=(1, 2, 2)), 3, 1e-6)
-        stem.FusedStem(plain)(torch.zeros(4, 3, 32, 32)).sum().backward()
-    for module, names in ((rows_kernels, OF_ROWS), (embed_kernels, OF_EMBEDDING)):
-        for name in names:
-            setattr(module, name, Noting(getattr(module, name), calls))
-    for width, heads, gelu in ((192, 3, "exact"), (256, 4, "tanh"), (384, 6, "exact"), (768, 12, "exact")):
-        answer(width, heads, gelu)
-    vary_kernels.vary = Noting(vary_kernels.vary, calls)
-    policy_kernels.operate = Noting(policy_kernels.operate, calls)
-    for augment, mixing in itertools.product(VARIED, (None, torch.ones((), dtype=torch.bool))):
-        vary_images(augment, mixing)
-    judge_kernels.judge = Noting(judge_kernels.judge, calls)
-    adamw_kernels.adamw = Noting(adamw_kernels.adamw, calls)
-    for number, smoothing in itertools.product((torch.bfloat16, torch.float32), (0.0, 0.1)):
-        judge.Judged.apply(torch.zeros(256, 10, dtype=number), torch.zeros(256, 10), torch.arange(256), smoothing)
-    for halting in (True, False):
-        step_of_adamw(halting)
-    for name in OF_MUON:
-        setattr(muon_kernels, name, Noting(getattr(muon_kernels, name), calls))
-    muon.bf16_is_faster = lambda *_: True
-    muon.newton_schulz = lambda x: x
-    for width, depth, halting in ((256, 6, True), (256, 6, False), (768, 12, True), (192, 12, True), (20, 1, True)):
-        step_of_muon(width, depth, halting)
-    assert {kernel.__name__ for kernel, _, _ in calls} == {
-        *KERNELS, *OF_ATTENTION, *OF_COLUMNS, *OF_MUON, *OF_STEM, "vary", "operate", "judge", "adamw",
-        *OF_ROWS, *OF_EMBEDDING,
-    }  # fmt: skip
-    done = set()
-    for kernel, given, named in calls:
-        options = {name: named[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion") if name in named}
-        source = described(kernel, given, named)
-        if (variant := f"{kernel.__name__} {source} {options}") in done:
+    launches = record_launches()
+    assert {kernel.__name__ for kernel, _, _ in launches} == all_kernels()
+    compiled = set()
+    for kernel, args, kwargs in launches:
+        options = {name: kwargs[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion") if name in kwargs}
+        source = specialisation(kernel, args, kwargs)
+        if (variant := f"{kernel.__name__} {source} {options}") in compiled:
             continue
-        done.add(variant)
+        compiled.add(variant)
+        package = kernel.fn.__module__.split(".")[2]
+        needs_fp8 = "*fp8e4nv" in source["signature"].values() or package in FP8_PACKAGES
         for capability in capabilities:
-            of_fp8 = "*fp8e4nv" in source["signature"].values() or kernel.__name__ in OF_COLUMNS[:3]
-            if capability >= 89 or not of_fp8:
-                made = triton.compile(ASTSource(**source), target=GPUTarget("cuda", capability, 32), options=options)
-                fits = kernel.__name__ in OF_MUON + OF_ATTENTION + OF_STEM and "maxnreg" not in options
-                assert not (fits and spilled(made.asm["cubin"])), variant
-    print(len(done))
+            if needs_fp8 and capability < 89:
+                continue
+            binary = triton.compile(ASTSource(**source), target=GPUTarget("cuda", capability, 32), options=options)
+            if package in NO_SPILL_PACKAGES and "maxnreg" not in options:
+                assert spilled_bytes(binary.asm["cubin"]) == 0, variant
+    print(len(compiled))
 
 
 if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]])
+    main([int(capability) for capability in sys.argv[1:]])

@@ -1,7 +1,7 @@
-"""Whether a rehearsal asks for every kernel that follows, for a GPU that need not be there: `python compile_ahead.py`.
+"""Check that a dry run compiles every kernel that the real run launches, for a GPU that need not exist.
 
-Kernels are compiled in earnest, but what would launch them does nothing. Prints how many were compiled, in how many
-threads, and which were missing afterwards.
+Kernels are really compiled, but launching them does nothing. Prints how many kernels were compiled, by how many threads,
+and the names of those that the dry runs missed.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import Hardware
-from vitral.kernels import encoder
-from vitral.kernels import fused_model as fused
-from vitral.kernels import linear as weights
-from vitral.kernels import precompile as ahead
-from vitral.kernels.embed import op as embed
+from vitral.device.select import Hardware
+from vitral.kernels import encoder as fused_encoder
+from vitral.kernels import encoder_checks, precompile, self_check
+from vitral.kernels import training as kernel_training
+from vitral.kernels.block import op as block_op
+from vitral.kernels.embed import op as embed_op
+from vitral.kernels.inference import make_inference_forward
+from vitral.kernels.muon import op as muon_op
 from vitral.models.vit import ViT, ViTConfig
 from vitral.training.optim import muon
 
 CPU = torch.device("cpu")
 
 
-class Driver:
-    """Of a GPU that is not there."""
-
+class FakeDriver:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
@@ -43,87 +45,100 @@ class Driver:
         return 0
 
     def launcher_cls(self, source: Any, metadata: Any) -> None:
-        launchers.append(threading.get_ident())
+        launcher_threads.append(threading.get_ident())
 
 
-compiled: list[int] = []  # by which thread
-launchers: list[int] = []
-missing: list[str] = []
+compile_threads: list[int] = []
+launcher_threads: list[int] = []
+missed: list[str] = []
 
 
-def compiles(*, src: Any, cache_hit: bool, **_: Any) -> None:
+def on_compile(*, src: Any, cache_hit: bool, **_: Any) -> None:
     if not cache_hit:
-        compiled.append(threading.get_ident())
+        compile_threads.append(threading.get_ident())
         if threading.current_thread() is threading.main_thread():
-            missing.append(src.name)
+            missed.append(src.name)
 
 
-def trains(batch: int, fp8: bool, **changes: Any) -> None:
-    model = a_model(**changes).train()
-    assert fused.why_not(model, a_gpu(fp8), batch=batch) == ""
+def train(batch_size: int, fp8: bool, **changes: Any) -> None:
+    model = make_model(**changes).train()
+    assert encoder_checks.unsupported_reason(model, make_hardware(fp8), batch_size=batch_size) is None
     assert model.training
-    fused.forward(model, a_gpu(fp8), print, batch)(torch.zeros(batch, 3, 32, 32)).sum().backward()
+    forward = kernel_training.make_training_forward(model, make_hardware(fp8), print, batch_size)
+    forward(torch.zeros(batch_size, 3, 32, 32)).sum().backward()
 
 
-def answers(fp8: bool = False, **changes: Any) -> None:
-    model = a_model(**changes).eval().bfloat16().requires_grad_(False)
-    fused.why_not(model, a_gpu(fp8), learning=False)
-    seen = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    answer = fused.answering(model, seen, a_gpu(fp8), lambda images: seen.normalise(images).bfloat16())
+def run_inference(fp8: bool = False, **changes: Any) -> None:
+    model = make_model(**changes).eval().bfloat16().requires_grad_(False)
+    encoder_checks.unsupported_reason(model, make_hardware(fp8), training=False)
+    preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    forward = make_inference_forward(
+        model, preprocessing, make_hardware(fp8), lambda images: preprocessing.normalise(images).bfloat16()
+    )
     with torch.inference_mode():
-        for images in (1, 2, 4, 8, 16, 32):
-            answer(torch.zeros(images, 3, 32, 32, dtype=torch.uint8))
+        for batch_size in (1, 2, 4, 8, 16, 32):
+            forward(torch.zeros(batch_size, 3, 32, 32, dtype=torch.uint8))
 
 
-def steps_with_muon() -> None:
+def step_muon() -> None:
     matrices = [torch.zeros(shape) for shape in ((96, 32), (32, 32), (128, 32), (32, 128), (96, 32))]
     for matrix in matrices:
         matrix.grad = torch.zeros_like(matrix)
-    optimizer = muon.Muon([{"params": matrices[:1], "parts": 3}, {"params": matrices[1:]}], 0.1, 0.1)
+    optimizer = muon.Muon([{"params": matrices[:1], "num_matrices": 3}, {"params": matrices[1:]}], 0.1, 0.1)
     optimizer.found_inf = torch.zeros(())
+    precompile.precompile(lambda: optimizer.launch_kernels(muon_op))
+    optimizer.kernels = muon_op
     optimizer.step()
-    optimizer.step_with_kernels([(group, group["params"]) for group in optimizer.param_groups])
 
 
-def a_model(**changes: Any) -> ViT:
-    sizes = {"image_size": (32, 32), "patch_size": 4, "classes": 10, "width": 128, "depth": 3, "heads": 2}
+def make_model(**changes: Any) -> ViT:
+    sizes = {"image_size": (32, 32), "patch_size": 4, "num_classes": 10, "width": 128, "depth": 3, "heads": 2}
     return ViT(ViTConfig(**sizes | changes))
 
 
-def a_gpu(fp8: bool) -> Hardware:
-    return Hardware(device=CPU, reasons={}, precision="bf16", compile=False, fused=True, fp8=fp8)
+def make_hardware(fp8: bool) -> Hardware:
+    return Hardware(device=CPU, reasons={}, precision="bf16", compile=False, use_triton=True, fp8=fp8)
+
+
+def scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, **_: Any) -> Tensor:
+    return torch.zeros(len(a), b.shape[1], dtype=out_dtype)
+
+
+def pass_self_check(compare: Callable[[], float], tolerance: float) -> None:
+    """Nothing is launched, so every comparison would fail; run it for the kernels that it compiles."""
+    compare()
+
+
+def patch_triton(cache: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = cache
+    triton.runtime.driver.set_active(FakeDriver())
+    triton.knobs.compilation.listener = on_compile
+    triton.compiler.CompiledKernel.launch_metadata = lambda *_: None
+    triton.compiler.CompiledKernel.run = property(lambda kernel: lambda *_: None)
 
 
 def main(cache: str) -> None:
-    os.environ["TRITON_CACHE_DIR"] = cache
-    triton.runtime.driver.set_active(Driver())
-    triton.knobs.compilation.listener = compiles
-    triton.compiler.CompiledKernel.launch_metadata = lambda *_: None
-    triton.compiler.CompiledKernel.run = property(lambda kernel: lambda *_: None)
-    weights.scaled = lambda x, w, bias=None, out=None: (
-        x.norms.new_zeros(len(x.numbers), len(w.numbers)).bfloat16(),
-        (x.norms, w.norms),
-    )
-    muon.runs_triton = lambda device: True
-    ahead.cores = lambda: 4
-    for module in (fused, embed):  # nothing is launched, so that all trials would fail
-        module.reason_against = lambda compare, most: (compare(), "")[1]
-    fused.MANY = fused.ENOUGH = 0
-    trains(48, False)
-    for batch, pooling in ((48, "class"), (50, "mean")):  # so large that little is kept, and blocks are one kernel
-        fused.SPARE = encoder.SPARE = 1000
-        trains(batch, False, patch_size=8, pooling=pooling, width=192, heads=3)
-    fused.SPARE = encoder.SPARE = 2**25
-    trains(50, True, pooling="mean", drop_path=0.2, qk_norm=True, positions="rotary")
-    answers()
-    answers(patch_size=8, width=192, heads=3)
-    answers(fp8=True, patch_size=8, width=192, heads=3)
-    answers(fp8=True, pooling="mean")
-    steps_with_muon()
-    assert len(compiled) == len(launchers)
-    print(len(compiled), len(set(compiled)), *missing)
+    patch_triton(cache)
+    torch._scaled_mm = scaled_mm  # type: ignore[assignment]
+    precompile.available_cpus = lambda: 4
+    for module in (encoder_checks, kernel_training, embed_op, self_check):
+        module.self_check_failure = pass_self_check  # type: ignore[attr-defined]
+    block_op.MIN_BLOCK_TOKENS = block_op.MIN_EXPAND_TOKENS = 0
+    train(48, False)
+    fused_encoder.RECOMPUTE_THRESHOLD = 1000  # as for a large batch: activations are recomputed, blocks are one kernel
+    for batch_size, pooling in ((48, "class"), (50, "mean")):
+        train(batch_size, False, patch_size=8, pooling=pooling, width=192, heads=3)
+    fused_encoder.RECOMPUTE_THRESHOLD = 2**25
+    train(50, True, pooling="mean", drop_path=0.2, qk_norm=True, positions="rotary")
+    run_inference()
+    run_inference(patch_size=8, width=192, heads=3)
+    run_inference(fp8=True, patch_size=8, width=192, heads=3)
+    run_inference(fp8=True, pooling="mean")
+    step_muon()
+    assert len(compile_threads) == len(launcher_threads)
+    print(len(compile_threads), len(set(compile_threads)), *missed)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as cache:
-        main(cache)
+    with tempfile.TemporaryDirectory() as cache_folder:
+        main(cache_folder)
