@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vitral import data as data
     from vitral import explain as explain
     from vitral import weights as weights
+    from vitral.api import bench as bench
     from vitral.api import calibrate as calibrate
     from vitral.api import compare as compare
     from vitral.api import compare_models as compare_models
@@ -45,6 +46,7 @@ _MODULE_OF = {
     "Recipe": "recipes.schema",
     "ViT": "models.vit",
     "ViTConfig": "models.vit",
+    "bench": "api",
     "calibrate": "api",
     "compare": "api",
     "compare_models": "api",

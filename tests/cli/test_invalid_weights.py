@@ -148,7 +148,7 @@ def test_unusable_checkpoints_are_refused_in_two_lines(command, make, what, phot
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        (["--model.image-size", 36], "image height 36 is not a multiple of patch_size 8; 32 and 40 are"),
+        (["--model.image-size", 36], "image height 36 is not divisible by the patch size 8"),
         (["--model.depth", 2], "the checkpoint has depth 1, the recipe 2"),
         (["--heads", 5], "cannot be shared by 5 heads"),
         (["--heads", "many"], "--heads"),

@@ -101,7 +101,9 @@ def explain_file(
     except ImageDecodeError as error:
         print(f"error: {error.what}", file=sys.stderr)
         return False
-    written = heatmaps.write_explanation(explanation, args.out, name, args.colormap, overlays=args.overlays, npy=args.npy)
+    written = heatmaps.write_explanation(
+        explanation, args.out, name, args.colormap, overlays=args.overlays, npy=args.npy
+    )
     if args.json:
         print(json.dumps(heatmaps.explanation_to_dict(explanation, predictor, written)))
     else:
