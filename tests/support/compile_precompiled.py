@@ -1,6 +1,6 @@
 """Check that a dry run compiles every kernel that the real run launches, for a GPU that need not exist.
 
-Kernels are really compiled, but launching them does nothing. Prints how many kernels were compiled, by how many threads,
+Kernels are compiled but not launched. Prints how many kernels were compiled, by how many threads,
 and the names of those that the dry runs missed.
 """
 
