@@ -1,5 +1,8 @@
-"""Augmentation against Pillow and NumPy. The draws are not known here: a picture of coordinates tells where each pixel
-came from, and the reference is then asked to do the same."""
+"""Augmentation compared with Pillow and NumPy.
+
+The random draws are recovered from the output: an image of coordinates shows where each pixel was read, and the
+reference then applies the same transform.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from PIL import Image
 from scipy import stats
 from torch import Generator, Tensor
 
-from vitral.data.augment import AugmentConfig, _beta, cutmix, erase, mixup
+from vitral.data.augment import AugmentConfig, _sample_beta, cutmix, erase, mixup
 
 BORDERS = ("edge", "black")
 
@@ -25,101 +28,105 @@ def seeded(seed: int = 0) -> Generator:
 
 
 def noise(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(1, 256, shape, generator=seeded(seed), dtype=torch.uint8)  # no zero: black is the border
+    return torch.randint(
+        1, 256, shape, generator=seeded(seed), dtype=torch.uint8
+    )  # no zeros, so that black border pixels are recognisable
 
 
 def coordinates(B: int, H: int, W: int) -> Tensor:
-    """B 2 H W: column and row of each pixel."""
+    """(B, 2, H, W): column and row of each pixel."""
     y, x = torch.meshgrid(torch.arange(H), torch.arange(W), indexing="ij")
     return torch.stack([x, y]).float().expand(B, 2, H, W).clone()
 
 
-def map_of(augment: AugmentConfig, B: int, H: int, W: int, seed: int) -> np.ndarray[Any, Any]:
-    """B 2 3: the affine map from an output pixel's centre to the place it was read from, fitted to the inner pixels."""
+def fitted_maps(augment: AugmentConfig, B: int, H: int, W: int, seed: int) -> np.ndarray[Any, Any]:
+    """(B, 2, 3): the affine map from output to source coordinates, fitted to the inner pixels."""
     moved = augment.transform(coordinates(B, H, W), seeded(seed))
     y, x = np.mgrid[:H, :W]
-    found = []
+    maps = []
     for read_x, read_y in moved.numpy():
         inner = (read_x > 0.01) & (read_x < W - 1.01) & (read_y > 0.01) & (read_y < H - 1.01)
-        at = np.stack([x[inner], y[inner], np.ones(inner.sum())], axis=1)
-        found.append([np.linalg.lstsq(at, read[inner], rcond=None)[0] for read in (read_x, read_y)])
-    return np.array(found)
+        points = np.stack([x[inner], y[inner], np.ones(inner.sum())], axis=1)
+        maps.append([np.linalg.lstsq(points, read[inner], rcond=None)[0] for read in (read_x, read_y)])
+    return np.array(maps)
 
 
-def by_slicing(image: np.ndarray[Any, Any], down: int, right: int, flip: bool, border: str) -> np.ndarray[Any, Any]:
-    """Mirror, then shift, by padding and cutting."""
+def shift_by_slicing(
+    image: np.ndarray[Any, Any], down: int, right: int, flip: bool, border: str
+) -> np.ndarray[Any, Any]:
+    """Flip, then shift, by padding and slicing."""
     _, H, W = image.shape
     image = image[:, :, ::-1] if flip else image
-    room = max(abs(down), abs(right))
+    margin = max(abs(down), abs(right))
     mode: Any = "edge" if border == "edge" else "constant"
-    padded = np.pad(image, ((0, 0), (room, room), (room, room)), mode=mode)
-    return padded[:, room - down : room - down + H, room - right : room - right + W]
+    padded = np.pad(image, ((0, 0), (margin, margin), (margin, margin)), mode=mode)
+    return padded[:, margin - down : margin - down + H, margin - right : margin - right + W]
 
 
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("flip", [False, True])
-def test_a_shift_and_a_flip_are_those_of_numpy_slices(border: Any, flip: bool) -> None:
+def test_shift_and_flip_match_numpy_slicing(border: Any, flip: bool) -> None:
     augment, B, H, W = AugmentConfig(shift=3, flip=flip, border=border), 64, 9, 13
     images = noise(B, 3, H, W)
     moved = augment.transform(images, seeded(5)).numpy()
-    every = [(d, r, f) for d in range(-3, 4) for r in range(-3, 4) for f in ([False, True] if flip else [False])]
+    draws = [(d, r, f) for d in range(-3, 4) for r in range(-3, 4) for f in ([False, True] if flip else [False])]
     used = set()
     for before, after in zip(images.numpy(), moved, strict=True):
-        fitting = [way for way in every if np.array_equal(by_slicing(before, *way, border), after)]
-        assert len(fitting) == 1
-        used.add(fitting[0])
-    assert len(used) > 30, "each image must have a draw of its own"
+        matches = [draw for draw in draws if np.array_equal(shift_by_slicing(before, *draw, border), after)]
+        assert len(matches) == 1
+        used.add(matches[0])
+    assert len(used) > 30, "independent draws per image"
 
 
-def test_a_shift_is_the_one_of_pillow() -> None:
+def test_shift_matches_pillow() -> None:
     images = noise(16, 1, 12, 8)
     moved = AugmentConfig(shift=2, border="black").transform(images, seeded(3))
     for before, after in zip(images, moved, strict=True):
-        picture = Image.fromarray(before[0].numpy())
-        ways = [
-            np.asarray(picture.transform(picture.size, Image.Transform.AFFINE, (1, 0, -right, 0, 1, -down)))
+        image = Image.fromarray(before[0].numpy())
+        candidates = [
+            np.asarray(image.transform(image.size, Image.Transform.AFFINE, (1, 0, -right, 0, 1, -down)))
             for down in range(-2, 3)
             for right in range(-2, 3)
         ]
-        assert sum(np.array_equal(way, after[0].numpy()) for way in ways) == 1
+        assert sum(np.array_equal(candidate, after[0].numpy()) for candidate in candidates) == 1
 
 
-def test_a_shift_larger_than_the_image_leaves_only_border() -> None:
+def test_shift_larger_than_the_image_leaves_only_border() -> None:
     images = noise(200, 1, 3, 3)
     black = AugmentConfig(shift=40, border="black").transform(images, seeded())
     edge = AugmentConfig(shift=40).transform(images, seeded())
-    gone = black.flatten(1).sum(dim=1) == 0
-    assert gone.float().mean() > 0.8
+    is_black = black.flatten(1).sum(dim=1) == 0
+    assert is_black.float().mean() > 0.8
     assert (edge > 0).all()
 
 
-def test_shifts_are_uniform_up_to_and_with_the_bound() -> None:
+def test_shifts_are_uniform_including_the_bounds() -> None:
     B, S = 7000, 3
     marked = torch.zeros(B, 1, 9, 9, dtype=torch.uint8)
     marked[:, :, 4, 4] = 1
-    places = AugmentConfig(shift=S, border="black").transform(marked, seeded(11)).flatten(1).argmax(dim=1).numpy()
+    positions = AugmentConfig(shift=S, border="black").transform(marked, seeded(11)).flatten(1).argmax(dim=1).numpy()
     counts = np.zeros((9, 9))
-    np.add.at(counts, (places // 9, places % 9), 1)
+    np.add.at(counts, (positions // 9, positions % 9), 1)
     assert counts[4 - S : 5 + S, 4 - S : 5 + S].sum() == B
     assert stats.chisquare(counts[4 - S : 5 + S, 4 - S : 5 + S].ravel()).pvalue > 0.01
 
 
-def test_half_of_the_images_are_mirrored() -> None:
+def test_half_of_the_images_are_flipped() -> None:
     images = coordinates(4000, 1, 5)[:, :1]
-    mirrored = AugmentConfig(flip=True).transform(images, seeded(2))[:, 0, 0, 0] == 4
-    assert 0.47 < mirrored.float().mean() < 0.53
+    flipped = AugmentConfig(flip=True).transform(images, seeded(2))[:, 0, 0, 0] == 4
+    assert 0.47 < flipped.float().mean() < 0.53
 
 
 @pytest.mark.parametrize(("H", "W"), [(24, 24), (16, 40), (40, 16)])
-def test_rotation_and_scaling_turn_about_the_centre_by_no_more_than_asked(H: int, W: int) -> None:
-    maps = map_of(AugmentConfig(rotate=30, scale=0.2), 300, H, W, seed=4)
+def test_rotation_and_scaling_are_about_the_centre_and_uniform_within_bounds(H: int, W: int) -> None:
+    maps = fitted_maps(AugmentConfig(rotate=30, scale=0.2), 300, H, W, seed=4)
     linear, offset = maps[:, :, :2], maps[:, :, 2]
     centre = np.array([(W - 1) / 2, (H - 1) / 2])
     assert np.allclose(linear @ centre + offset, centre, atol=1e-3)
     size = 1 / np.sqrt(np.linalg.det(linear))
-    turned = linear * size[:, None, None]
-    assert np.allclose(turned @ turned.transpose(0, 2, 1), np.eye(2), atol=1e-3), "a rotation must not shear"
-    angle = np.degrees(np.arctan2(turned[:, 1, 0], turned[:, 0, 0]))
+    rotation = linear * size[:, None, None]
+    assert np.allclose(rotation @ rotation.transpose(0, 2, 1), np.eye(2), atol=1e-3), "orthogonal: no shear"
+    angle = np.degrees(np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0]))
     for values, low, high in ((angle, -30, 30), (size, 0.8, 1.2)):
         assert values.min() >= low - 1e-2
         assert values.max() <= high + 1e-2
@@ -128,154 +135,154 @@ def test_rotation_and_scaling_turn_about_the_centre_by_no_more_than_asked(H: int
 
 
 @pytest.mark.parametrize(("H", "W"), [(20, 20), (14, 30), (30, 14)])
-def test_a_rotation_is_the_one_of_pillow(H: int, W: int) -> None:
+def test_rotation_matches_pillow(H: int, W: int) -> None:
     augment, B = AugmentConfig(rotate=45, border="black"), 12
-    maps = map_of(AugmentConfig(rotate=45), B, H, W, seed=8)
+    maps = fitted_maps(AugmentConfig(rotate=45), B, H, W, seed=8)
     images = smooth(B, H, W)
     moved = augment.transform(images, seeded(8)).numpy()[:, 0]
     for (x_row, _), before, after in zip(maps, images.numpy()[:, 0], moved, strict=True):
         degrees = math.degrees(math.atan2(-x_row[1], x_row[0]))
-        wanted = np.asarray(Image.fromarray(before).rotate(degrees, Image.Resampling.BILINEAR))
+        expected = np.asarray(Image.fromarray(before).rotate(degrees, Image.Resampling.BILINEAR))
         inner = Image.fromarray(np.pad(np.ones((H - 4, W - 4), dtype=np.uint8), 2))
-        inside = np.asarray(inner.rotate(degrees)) > 0  # Pillow and PyTorch fade differently into the border
+        inside = np.asarray(inner.rotate(degrees)) > 0  # Pillow and PyTorch interpolate differently at the border
         assert inside.mean() > 0.3
-        assert np.abs(wanted - after)[inside].max() < 0.5
+        assert np.abs(expected - after)[inside].max() < 0.5
 
 
 @pytest.mark.parametrize("border", BORDERS)
-def test_all_of_affine_together_is_one_transform_of_pillow(border: Any) -> None:
+def test_combined_affine_transform_matches_pillow(border: Any) -> None:
     augment, B, H, W = AugmentConfig(rotate=20, scale=0.3, shift=4, flip=True, border=border), 16, 22, 34
-    maps = map_of(AugmentConfig(rotate=20, scale=0.3, shift=4, flip=True), B, H, W, seed=9)
+    maps = fitted_maps(AugmentConfig(rotate=20, scale=0.3, shift=4, flip=True), B, H, W, seed=9)
     images = smooth(B, H, W)
     moved = augment.transform(images, seeded(9)).numpy()[:, 0]
     for ((a, b, c), (d, e, f)), before, after in zip(maps, images.numpy()[:, 0], moved, strict=True):
-        # Pillow's map is between corners, ours between pixel centres.
+        # Pillow maps pixel corners, `fitted_maps` maps pixel centres.
         corners = (a, b, c - 0.5 * (a + b) + 0.5, d, e, f - 0.5 * (d + e) + 0.5)
-        picture = Image.fromarray(before)
-        wanted = np.asarray(picture.transform((W, H), Image.Transform.AFFINE, corners, Image.Resampling.BILINEAR))
+        image = Image.fromarray(before)
+        expected = np.asarray(image.transform((W, H), Image.Transform.AFFINE, corners, Image.Resampling.BILINEAR))
         y, x = np.mgrid[:H, :W]
         read_x, read_y = a * x + b * y + c, d * x + e * y + f
         inside = (read_x > 0) & (read_x < W - 1) & (read_y > 0) & (read_y < H - 1)
         outside = (read_x < -1.01) | (read_x > W + 0.01) | (read_y < -1.01) | (read_y > H + 0.01)
         assert inside.mean() > 0.3
-        assert np.abs(wanted - after)[inside].max() < 0.5
+        assert np.abs(expected - after)[inside].max() < 0.5
         assert (after[outside] == 0).all() if border == "black" else (after > 0).all()
     signs = np.sign(np.linalg.det(maps[:, :, :2]))
     assert set(signs) == {-1, 1}
 
 
 def smooth(B: int, H: int, W: int) -> Tensor:
-    """Low frequencies, 40 to 250: interpolation by different libraries agrees on them."""
+    """Low-frequency images with values from 40 to 250, on which different interpolation implementations agree."""
     coarse = torch.rand(B, 1, 4, 5, generator=seeded(6)) * 210 + 40
     return torch.nn.functional.interpolate(coarse, size=(H, W), mode="bilinear")
 
 
-def test_an_affine_shift_goes_all_four_ways_up_to_its_bound_and_no_further() -> None:
-    offsets = map_of(AugmentConfig(scale=1e-6, shift=3), 400, 16, 24, seed=3)[:, :, 2]
+def test_affine_shift_is_uniform_within_bounds() -> None:
+    offsets = fitted_maps(AugmentConfig(scale=1e-6, shift=3), 400, 16, 24, seed=3)[:, :, 2]
     for values in offsets.T:
         assert stats.kstest(values, "uniform", args=(-3, 6)).pvalue > 0.01
 
 
-EVERYTHING = AugmentConfig(shift=2, flip=True, rotate=10, scale=0.1, erase=0.5, mixup=0.4, cutmix=1.0)
-SOME = [
+ALL_AUGMENTATIONS = AugmentConfig(shift=2, flip=True, rotate=10, scale=0.1, erase=0.5, mixup=0.4, cutmix=1.0)
+CONFIGS = [
     AugmentConfig(shift=2, flip=True),
     AugmentConfig(rotate=15),
     AugmentConfig(erase=0.5),
     AugmentConfig(mixup=0.4),
     AugmentConfig(cutmix=1.0),
-    EVERYTHING,
+    ALL_AUGMENTATIONS,
 ]
 
 
-def both(augment: AugmentConfig, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+def augment_images(augment: AugmentConfig, images: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
     targets = torch.eye(5)[torch.arange(len(images)) % 5]
     return augment.erase_and_mix(augment.transform(images, generator).float(), targets, generator)
 
 
-@pytest.mark.parametrize("augment", SOME)
-def test_the_draws_come_from_the_generator_alone(augment: AugmentConfig) -> None:
+@pytest.mark.parametrize("augment", CONFIGS)
+def test_randomness_comes_only_from_the_generator(augment: AugmentConfig) -> None:
     images, generator = noise(8, 3, 12, 10), seeded(1)
     generator.manual_seed(77)
-    before = generator.get_state()
+    state = generator.get_state()
     torch.manual_seed(1)
-    first = both(augment, images, generator)
-    other = both(augment, images, generator)
+    first = augment_images(augment, images, generator)
+    second = augment_images(augment, images, generator)
     torch.manual_seed(2)
-    again = both(augment, images, generator.set_state(before))
-    assert torch.equal(first[0], again[0])
-    assert torch.equal(first[1], again[1])
-    assert not torch.equal(first[0], other[0])
-    assert not torch.equal(first[0], both(augment, images, seeded(78))[0])
+    repeated = augment_images(augment, images, generator.set_state(state))
+    assert torch.equal(first[0], repeated[0])
+    assert torch.equal(first[1], repeated[1])
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], augment_images(augment, images, seeded(78))[0])
 
 
-@pytest.mark.parametrize("augment", SOME)
-def test_the_images_of_a_batch_are_drawn_for_one_by_one(augment: AugmentConfig) -> None:
-    images = noise(5, 1, 16, 16)[torch.arange(50) % 5]  # ten times the same five, with the same neighbours
-    changed = both(augment, images, seeded(3))[0]
-    assert len(changed.unique(dim=0)) > 15
+@pytest.mark.parametrize("augment", CONFIGS)
+def test_every_image_of_a_batch_has_its_own_draws(augment: AugmentConfig) -> None:
+    images = noise(5, 1, 16, 16)[torch.arange(50) % 5]  # five images ten times, with the same neighbours
+    augmented = augment_images(augment, images, seeded(3))[0]
+    assert len(augmented.unique(dim=0)) > 15
 
 
-def test_zeros_leave_everything_as_it_is_and_draw_nothing() -> None:
+def test_default_config_changes_nothing_and_draws_nothing() -> None:
     images, targets, generator = noise(4, 1, 6, 6), torch.eye(4), seeded(3)
     state = generator.get_state()
     assert AugmentConfig().transform(images, generator) is images
-    mixed, still = AugmentConfig().erase_and_mix(images, targets, generator)
+    mixed, same_targets = AugmentConfig().erase_and_mix(images, targets, generator)
     assert mixed is images
-    assert still is targets
+    assert same_targets is targets
     assert torch.equal(generator.get_state(), state)
 
 
 @pytest.mark.parametrize("border", BORDERS)
-def test_whole_pixel_moves_keep_the_number_type_and_resampling_makes_floats(border: Any) -> None:
+def test_shift_and_flip_keep_the_dtype_and_resampling_returns_fp32(border: Any) -> None:
     images, generator = noise(4, 3, 8, 8), seeded()
-    for kind in (torch.uint8, torch.float32, torch.bfloat16):
-        assert AugmentConfig(shift=1, flip=True, border=border).transform(images.to(kind), generator).dtype == kind
-        assert AugmentConfig(rotate=5, border=border).transform(images.to(kind), generator).dtype == torch.float32
+    for dtype in (torch.uint8, torch.float32, torch.bfloat16):
+        assert AugmentConfig(shift=1, flip=True, border=border).transform(images.to(dtype), generator).dtype == dtype
+        assert AugmentConfig(rotate=5, border=border).transform(images.to(dtype), generator).dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("augment", SOME[2:5])
-def test_mixing_keeps_the_number_types_of_images_and_targets(augment: AugmentConfig, kind: torch.dtype) -> None:
-    images, targets = augment.erase_and_mix(noise(6, 1, 8, 8).to(kind), torch.eye(6, dtype=kind), seeded())
-    assert images.dtype == targets.dtype == kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("augment", CONFIGS[2:5])
+def test_mixing_keeps_the_dtype_of_images_and_targets(augment: AugmentConfig, dtype: torch.dtype) -> None:
+    images, targets = augment.erase_and_mix(noise(6, 1, 8, 8).to(dtype), torch.eye(6, dtype=dtype), seeded())
+    assert images.dtype == targets.dtype == dtype
     assert images.isfinite().all()
     torch.testing.assert_close(targets.float().sum(dim=1), torch.ones(6), atol=1e-2, rtol=0)
 
 
-def test_erasing_covers_one_rectangle_of_two_to_thirty_three_percent_in_the_asked_share_of_images() -> None:
+def test_erased_area_is_one_rectangle_within_bounds_in_the_given_fraction_of_images() -> None:
     B, H, W = 3000, 40, 56
-    gone = erase(torch.full((B, 1, H, W), 99.0), 0.3, seeded(2))[:, 0] != 99
-    area = gone.float().mean(dim=(1, 2))
-    touched = area > 0
-    assert 0.27 < touched.float().mean() < 0.33
-    assert area[touched].min() > 0.02 * 0.8  # sides are rounded to whole pixels
-    assert area[touched].max() < 0.33 * 1.1
-    assert 0.16 < area[touched].mean() < 0.19
-    rows, columns = gone.any(dim=2), gone.any(dim=1)
-    assert torch.equal(gone, rows[:, :, None] & columns[:, None, :])
-    for line in (rows[touched], columns[touched]):
+    erased = erase(torch.full((B, 1, H, W), 99.0), 0.3, seeded(2))[:, 0] != 99
+    area = erased.float().mean(dim=(1, 2))
+    has_box = area > 0
+    assert 0.27 < has_box.float().mean() < 0.33
+    assert area[has_box].min() > 0.02 * 0.8  # sides are rounded to whole pixels
+    assert area[has_box].max() < 0.33 * 1.1
+    assert 0.16 < area[has_box].mean() < 0.19
+    rows, columns = erased.any(dim=2), erased.any(dim=1)
+    assert torch.equal(erased, rows[:, :, None] & columns[:, None, :])
+    for line in (rows[has_box], columns[has_box]):
         steps = torch.nn.functional.pad(line.int(), (1, 1)).diff(dim=1)
-        assert (steps.abs().sum(dim=1) == 2).all(), "it must be in one piece"
-    ratio = torch.log(rows[touched].sum(1) / H / (columns[touched].sum(1) / W))
+        assert (steps.abs().sum(dim=1) == 2).all(), "one contiguous interval"
+    ratio = torch.log(rows[has_box].sum(1) / H / (columns[has_box].sum(1) / W))
     assert ratio.abs().max() < math.log(3.3) * 1.3
     assert abs(ratio.mean()) < 0.1
-    for line in (rows[touched], columns[touched]):
+    for line in (rows[has_box], columns[has_box]):
         first, last = line[:, 0].float().mean(), line[:, -1].float().mean()
-        assert 0.02 < first < 0.1, "the borders must be within reach"
-        assert abs(first - last) < 0.03, "no side may be favoured"
+        assert 0.02 < first < 0.1, "boxes may touch the border"
+        assert abs(first - last) < 0.03, "no side is preferred"
 
 
-def test_erasing_all_or_none_of_the_images_is_possible_and_fills_with_normal_noise() -> None:
+def test_erasing_fills_with_normal_noise_in_all_or_no_images() -> None:
     images = torch.full((500, 1, 32, 32), 99.0)
     assert torch.equal(erase(images, 0.0, seeded()), images)
     erased = erase(images, 1.0, seeded())
     assert (erased != 99).flatten(1).any(dim=1).all()
-    filling = erased[erased != 99]
-    assert abs(filling.mean()) < 0.02
-    assert abs(filling.std() - 1) < 0.02
+    fill = erased[erased != 99]
+    assert abs(fill.mean()) < 0.02
+    assert abs(fill.std() - 1) < 0.02
 
 
-def test_the_targets_of_mixup_are_the_shares_of_the_pixels() -> None:
+def test_mixup_targets_equal_the_blend_of_the_pixels() -> None:
     B = 64
     mixed, targets = mixup(torch.eye(B)[:, :, None, None], torch.eye(B), 0.8, seeded(4))
     torch.testing.assert_close(mixed[:, :, 0, 0], targets)
@@ -284,7 +291,7 @@ def test_the_targets_of_mixup_are_the_shares_of_the_pixels() -> None:
     assert targets.diag().unique().numel() > 50
 
 
-def test_the_targets_of_cutmix_are_the_counted_pixels() -> None:
+def test_cutmix_targets_equal_the_pixel_counts() -> None:
     B, H, W = 200, 11, 17
     images = torch.arange(B).float().view(B, 1, 1, 1).expand(B, 3, H, W)
     mixed, targets = cutmix(images, torch.eye(B), 1.0, seeded(4))
@@ -292,34 +299,35 @@ def test_the_targets_of_cutmix_are_the_counted_pixels() -> None:
     for image, target in zip(mixed[:, 0].long(), targets, strict=True):
         shares = torch.bincount(image.flatten(), minlength=B) / (H * W)
         torch.testing.assert_close(target, shares)
-    kept = targets.diag()
-    assert kept.min() < 0.1
-    assert kept.max() > 0.9
+    own_share = targets.diag()
+    assert own_share.min() < 0.1
+    assert own_share.max() > 0.9
 
 
-def test_mixup_and_cutmix_together_give_each_image_one_of_the_two() -> None:
+def test_each_image_gets_either_mixup_or_cutmix() -> None:
     B, H, W = 600, 12, 12
     images = torch.arange(B).float().view(B, 1, 1, 1).expand(B, 1, H, W)
     mixed, targets = AugmentConfig(mixup=1.0, cutmix=1.0).erase_and_mix(images, torch.eye(B), seeded(4))
     torch.testing.assert_close(targets.sum(dim=1), torch.ones(B))
     blended = torch.tensor([not set(image.unique().tolist()) <= {i, (i - 1) % B} for i, image in enumerate(mixed)])
     assert 0.42 < blended.float().mean() < 0.58
-    numbers = torch.arange(B).float()
-    torch.testing.assert_close(mixed.mean(dim=(1, 2, 3)), targets @ numbers, rtol=1e-4, atol=1e-2)
+    values = torch.arange(B).float()
+    torch.testing.assert_close(mixed.mean(dim=(1, 2, 3)), targets @ values, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize("switch", [0.0, 0.2, 1.0])
-def test_the_share_of_images_that_get_cutmix_can_be_said(switch: float) -> None:
+@pytest.mark.parametrize("cutmix_prob", [0.0, 0.2, 1.0])
+def test_cutmix_prob_is_the_fraction_of_images_with_cutmix(cutmix_prob: float) -> None:
     B = 600
     images = torch.arange(B).float().view(B, 1, 1, 1).expand(B, 1, 12, 12)
-    mixed, _ = AugmentConfig(mixup=1.0, cutmix=1.0, cutmix_prob=switch).erase_and_mix(images, torch.eye(B), seeded(4))
+    augment = AugmentConfig(mixup=1.0, cutmix=1.0, cutmix_prob=cutmix_prob)
+    mixed, _ = augment.erase_and_mix(images, torch.eye(B), seeded(4))
     pasted = torch.tensor([set(image.unique().tolist()) <= {i, (i - 1) % B} for i, image in enumerate(mixed)])
-    assert abs(pasted.float().mean() - switch) < 0.06
+    assert abs(pasted.float().mean() - cutmix_prob) < 0.06
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0, 4.0])
-def test_mixing_shares_follow_the_beta_distribution(alpha: float) -> None:
-    shares = _beta(alpha, 40_000, seeded(3), torch.device("cpu")).double().numpy()
+def test_mixing_coefficients_follow_the_beta_distribution(alpha: float) -> None:
+    shares = _sample_beta(alpha, 40_000, seeded(3), torch.device("cpu")).double().numpy()
     assert np.isfinite(shares).all()
     expected = stats.beta(alpha, alpha)
     assert abs(shares.mean() - 0.5) < 0.01
@@ -340,7 +348,7 @@ def test_mixing_shares_follow_the_beta_distribution(alpha: float) -> None:
     border=st.sampled_from(BORDERS),
     seed=st.integers(0, 9),
 )
-def test_images_of_any_shape_keep_it_and_stay_in_their_range(
+def test_shape_and_value_range_are_preserved(
     B: int, C: int, H: int, W: int, shift: int, flip: bool, rotate: float, scale: float, border: Any, seed: int
 ) -> None:
     augment = AugmentConfig(
@@ -358,29 +366,30 @@ def test_images_of_any_shape_keep_it_and_stay_in_their_range(
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("field", "value"),
     [(name, -1) for name in ("shift", "rotate", "scale", "erase", "mixup", "cutmix")]
     + [(name, math.nan) for name in ("rotate", "scale", "erase", "mixup", "cutmix")]
     + [("rotate", math.inf), ("mixup", math.inf), ("scale", 1.0), ("erase", 1.01), ("shift", 1.5), ("border", "white")]
-    + [("jitter", 1.5), ("jitter", -0.1), ("switch", 2.0), ("repeat", 0)],
+    + [("jitter", 1.5), ("jitter", -0.1), ("cutmix_prob", 2.0), ("repeat", 0)],
 )
-def test_a_setting_that_makes_no_sense_is_refused_by_name(setting: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"augment\.{setting} .*{value}"):
-        AugmentConfig(**{setting: value})
+def test_invalid_value_is_an_error_with_the_field_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"augment\.{field} .*{value}"):
+        AugmentConfig(**{field: value})
 
 
-def test_a_share_of_the_images_is_mixed() -> None:
+def test_mix_prob_is_the_fraction_of_mixed_images() -> None:
     images, targets = torch.randn(4000, 1, 4, 4), torch.eye(10).repeat(400, 1)
-    draws = torch.Generator().manual_seed(0)
-    mixed, blended = AugmentConfig(mixup=1.0, mix_prob=0.3).erase_and_mix(images, targets, draws)
+    generator = torch.Generator().manual_seed(0)
+    mixed, mixed_targets = AugmentConfig(mixup=1.0, mix_prob=0.3).erase_and_mix(images, targets, generator)
     untouched = (mixed == images).flatten(1).all(dim=1)
-    assert torch.equal(blended[untouched], targets[untouched])
+    assert torch.equal(mixed_targets[untouched], targets[untouched])
     assert untouched.float().mean().item() == pytest.approx(0.7, abs=0.03)
 
 
-def test_nothing_is_mixed_where_mixing_is_over() -> None:
+def test_mixing_can_be_disabled_with_a_tensor() -> None:
     images, targets = torch.randn(64, 1, 4, 4), torch.eye(8).repeat(8, 1)
-    for mixing in (True, False):
-        mixed, blended = AugmentConfig(cutmix=1.0).erase_and_mix(images, targets, seeded(), torch.tensor(mixing))
-        assert torch.equal(mixed, images) != mixing
-        assert torch.equal(blended, targets) != mixing
+    for enabled in (True, False):
+        augment = AugmentConfig(cutmix=1.0)
+        mixed, mixed_targets = augment.erase_and_mix(images, targets, seeded(), torch.tensor(enabled))
+        assert torch.equal(mixed, images) != enabled
+        assert torch.equal(mixed_targets, targets) != enabled

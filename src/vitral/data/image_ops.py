@@ -66,13 +66,21 @@ def update_where(images_BCHW: Tensor, mask_B: Tensor, transform: Callable[..., T
     """Transform the images selected by `mask_B` in place.
 
     A CPU computes only the selected images. On a GPU, finding out which ones are selected would synchronise with the
-    host, so all images are computed and the selected results are copied, in chunks to bound memory.
+    host, so all images are computed and the selected results are copied.
     """
-    if images_BCHW.device.type == "cpu":
-        selected = mask_B.nonzero().flatten()
-        for rows in selected.split(CPU_CHUNK) if len(selected) else ():
-            images_BCHW[rows] = transform(images_BCHW[rows].float(), *(arg[rows] for arg in args_B)).to(torch.uint8)
-        return
+    update = update_selected if images_BCHW.device.type == "cpu" else update_all
+    update(images_BCHW, mask_B, transform, *args_B)
+
+
+def update_selected(images_BCHW: Tensor, mask_B: Tensor, transform: Callable[..., Tensor], *args_B: Tensor) -> None:
+    """Compute only the selected images, in chunks that keep intermediates in the cache."""
+    selected = mask_B.nonzero().flatten()
+    for rows in selected.split(CPU_CHUNK) if len(selected) else ():
+        images_BCHW[rows] = transform(images_BCHW[rows].float(), *(arg[rows] for arg in args_B)).to(torch.uint8)
+
+
+def update_all(images_BCHW: Tensor, mask_B: Tensor, transform: Callable[..., Tensor], *args_B: Tensor) -> None:
+    """Compute all images and keep the selected results, in chunks that bound memory."""
     for images, mask, *args in zip(*(x.split(GPU_CHUNK) for x in (images_BCHW, mask_B, *args_B)), strict=True):
         images.copy_(torch.where(mask[:, None, None, None], transform(images.float(), *args).to(torch.uint8), images))
 
