@@ -40,7 +40,7 @@ class ImageTooLargeError(ImageDecodeError):
 
 
 class ImageHeader(NamedTuple):
-    """What a file says about itself before it is decoded."""
+    """Properties of an image file that are known without decoding it."""
 
     width: int
     height: int

@@ -27,7 +27,7 @@ OPS = (
 )  # fmt: skip
 GEOMETRIC_OPS = OPS[1:6]
 LOOKUP_OPS = OPS[6:14]
-CPU_LOOKUP_GROUPS = (("brightness", *OPS[8:12]), ("contrast",), OPS[12:14])  # by what they compute from the image
+CPU_LOOKUP_GROUPS = (("brightness", *OPS[8:12]), ("contrast",), OPS[12:14])  # by the image statistics they need
 FILL_VALUE = 128  # for pixels from outside the image, as in AugReg; DeiT uses the mean colour
 GPU_CHUNK, CPU_CHUNK = 128, 8  # images per chunk: bounds memory on a GPU, keeps intermediates in cache on a CPU
 

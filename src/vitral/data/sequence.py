@@ -89,10 +89,10 @@ def load_sequence(
     images: Images
     if len(labels) * int(np.prod(stored.shape)) <= MAX_IN_MEMORY_BYTES:
         with progress_bars(progress, "images") as report_progress:
-            array, small, errors = _decode_all(data, stored, partial(report_progress, "reading"))
+            array, thumbnails, errors = _decode_all(data, stored, partial(report_progress, "reading"))
         check_unreadable_fraction(errors.values(), len(labels), read_options.unreadable)
         labels = replace_or_drop_unreadable(array, labels, errors, replace=True)
-        groups = connected_groups(len(labels), near_duplicate_pairs(small))
+        groups = connected_groups(len(labels), near_duplicate_pairs(thumbnails))
         images, note = torch.from_numpy(array), f"{len(errors)} unreadable replaced" if errors else ""
         digest = hashlib.sha256(array.data)
     else:
@@ -166,16 +166,16 @@ def _decode_all(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], dict[int, str]]:
     """All images resized for storage, their thumbnails, and the errors of unreadable images by index."""
     images = np.zeros((len(data), *stored.shape), dtype=np.uint8)
-    small = np.zeros((len(data), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
+    thumbnails = np.zeros((len(data), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
     errors = {}
     for index in range(len(data)):
         try:
             image = decode_image(split_item(data[index])[0])
-            images[index], small[index] = stored.resize_and_crop(image), thumbnail(image)
+            images[index], thumbnails[index] = stored.resize_and_crop(image), thumbnail(image)
         except ImageDecodeError as error:
             errors[index] = f"item {index}: {error.what}"
         report_progress(index + 1, len(data))
-    return images, small, errors
+    return images, thumbnails, errors
 
 
 def split_item(item: Any) -> tuple[Any, Any]:
@@ -249,5 +249,5 @@ def _declared_class_names(data: ItemSequence) -> tuple[str, ...] | None:
 
 def _class_names_from_labels(labels: Sequence[int | str]) -> tuple[str, ...]:
     """Sorted integers, then sorted strings."""
-    numbers = sorted({label for label in labels if isinstance(label, int)})
-    return (*map(str, numbers), *sorted({label for label in labels if isinstance(label, str)}))
+    integers = sorted({label for label in labels if isinstance(label, int)})
+    return (*map(str, integers), *sorted({label for label in labels if isinstance(label, str)}))

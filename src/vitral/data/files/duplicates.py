@@ -75,26 +75,26 @@ def thumbnails(
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Array:
     """Thumbnails uint8 (N, 32, 32, 3); black, which is similar to nothing, for unreadable files."""
-    small = np.zeros((len(files), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
+    array = np.zeros((len(files), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
 
     def fill(index: int) -> None:
         try:
             size = (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
-            small[index] = thumbnail(decode_image(read(files[index]), min_size=size, allow_reduced_jpeg=True))
+            array[index] = thumbnail(decode_image(read(files[index]), min_size=size, allow_reduced_jpeg=True))
         except ImageDecodeError:
             return
 
     with ThreadPoolExecutor(max_workers=available_cpus()) as pool:
         for num_done, _ in enumerate(pool.map(fill, range(len(files))), start=1):
             report_progress(num_done, len(files))
-    return small
+    return array
 
 
-def signatures(small_N: Array) -> Tensor:
+def signatures(thumbnails_N: Array) -> Tensor:
     """Unit vectors (N, 128) of brightness differences in an 8×8 grid; zeros for images with almost no contrast."""
     blocks = [torch.zeros(0, 128)]
-    for start in range(0, len(small_N), BLOCK):
-        gray = torch.from_numpy(small_N[start : start + BLOCK]).float() @ torch.tensor([0.299, 0.587, 0.114])
+    for start in range(0, len(thumbnails_N), BLOCK):
+        gray = torch.from_numpy(thumbnails_N[start : start + BLOCK]).float() @ torch.tensor([0.299, 0.587, 0.114])
         across = F.interpolate(gray[:, None], size=(8, 9), mode="area").diff(dim=3)
         down = F.interpolate(gray[:, None], size=(9, 8), mode="area").diff(dim=2)
         differences = torch.cat([across.flatten(1), down.flatten(1)], dim=1)
@@ -117,17 +117,17 @@ def similar_pairs(signatures_N: Tensor, min_similarity: float, max_pairs: float 
     return torch.cat(blocks)
 
 
-def near_duplicate_pairs(small_N: Array) -> Array:
+def near_duplicate_pairs(thumbnails_N: Array) -> Array:
     """Pairs (P, 2) with i < j of thumbnails that show the same image."""
-    signature_N = signatures(small_N)
-    max_pairs = MAX_CANDIDATES_PER_IMAGE * max(len(small_N), 50) / 2
+    signature_N = signatures(thumbnails_N)
+    max_pairs = MAX_CANDIDATES_PER_IMAGE * max(len(thumbnails_N), 50) / 2
     pairs = similar_pairs(signature_N, MIN_SIGNATURE_SIMILARITY, max_pairs)
     if pairs is None:
         pairs = similar_pairs(signature_N, EXACT_SIMILARITY)
         assert pairs is not None
     is_duplicate = [torch.zeros(0, dtype=torch.bool)]
     for chunk in pairs.split(1024) if len(pairs) else ():
-        first, second = (torch.from_numpy(small_N[side.numpy()]).permute(0, 3, 1, 2).float() for side in chunk.T)
+        first, second = (torch.from_numpy(thumbnails_N[side.numpy()]).permute(0, 3, 1, 2).float() for side in chunk.T)
         is_duplicate.append(correlation(first, second) >= MIN_CORRELATION)
     duplicates: Array = pairs[torch.cat(is_duplicate)].numpy()
     return duplicates

@@ -168,5 +168,5 @@ def _file_version(path: Path) -> str:
 
 
 def _duplicate_groups(locations: Sequence[ImageLocation]) -> np.ndarray[Any, Any]:
-    small = thumbnails(locations, read=lambda location: read_location(*location))
-    return connected_groups(len(locations), near_duplicate_pairs(small))
+    thumbnails_N = thumbnails(locations, read=lambda location: read_location(*location))
+    return connected_groups(len(locations), near_duplicate_pairs(thumbnails_N))

@@ -48,7 +48,7 @@ def is_verified(path: Path, file: ChecksummedFile, *, recheck: bool) -> bool:
 def mark_verified(path: Path, file: ChecksummedFile) -> None:
     """Remember that `path` was verified. If two processes write at once, one entry is lost and hashed again later."""
     with suppress(OSError):  # with a read-only cache, files are hashed every time
-        stamps = {known: stamp for known, stamp in _read_stamps().items() if Path(known).exists()}
+        stamps = {name: stamp for name, stamp in _read_stamps().items() if Path(name).exists()}
         stamps[str(path.resolve())] = _stamp(path, file)
         cache_dir().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=cache_dir(), prefix="verified-", delete=False) as out:

@@ -50,7 +50,7 @@ def download_and_unpack(
 
 
 def download(url: str, partial: Path, *, limit: int, report_progress: ProgressBarFn) -> None:
-    """Download `url` to `partial`, continuing what is already there; at most `limit` bytes."""
+    """Download `url` to `partial`, resuming an earlier partial download; at most `limit` bytes."""
     for _ in range(MAX_ATTEMPTS):
         size_before = file_size(partial)
         try:

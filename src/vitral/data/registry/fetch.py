@@ -25,7 +25,7 @@ from vitral.data.registry.fetchers import DatasetFiles, FileSplit, local_fetcher
 from vitral.data.registry.sources import BUILTIN_DATASETS, DATASET_FILES
 from vitral.errors import VitralError, did_you_mean
 
-Failure = tuple[str, str, str]  # (description of the source, what was tried, why it failed)
+Failure = tuple[str, str, str]  # (description of the fetcher, its address, reason)
 
 
 @dataclass(frozen=True, kw_only=True)
