@@ -116,7 +116,7 @@ def preprocessing(dataset: Dataset, recipe: Recipe) -> Preprocessing:
 
 @pytest.fixture
 def train_tiny(tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: Preprocessing, cpu: Hardware) -> Fit:
-    """`train_tiny(name, callback, dataset=..., **overrides)` trains in the run folder `name`, resuming it if it exists."""
+    """`train_tiny(name, callback, dataset=..., **overrides)` trains in the run folder `name`, or resumes it."""
 
     def train(
         name: str = "run",
@@ -124,13 +124,14 @@ def train_tiny(tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: 
         dataset: Dataset = dataset,
         preprocessing: Preprocessing = preprocessing,
         recipe: Recipe = recipe,
+        trainer_class: type[Trainer] = Trainer,
         **overrides: Any,
     ) -> Run:
         path = tmp_path / name
         run = Run(path) if path.exists() else Run.create(tmp_path, name, path)
         resolved = recipe.with_overrides(overrides)
         atomic_write(run.recipe_file, resolved.to_toml())
-        Trainer(resolved, dataset, preprocessing, run, cpu, callbacks=[callback] if callback else []).fit()
+        trainer_class(resolved, dataset, preprocessing, run, cpu, callbacks=[callback] if callback else []).fit()
         return run
 
     return train

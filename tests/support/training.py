@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from support.common import Fit
+from vitral.cli import main as cli
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import load_weights
@@ -35,6 +37,35 @@ ALL_RANDOMNESS: dict[str, Any] = {
     "augment.mixup": 0.4,
     "augment.cutmix": 0.5,
 }
+
+# Fifteen steps of a few milliseconds with a checkpoint after each, and everything that carries state between steps.
+TRAIN_COMMAND = [
+    "train", "digits", "--data.validation", "0.5", "--epochs", "3", "--batch-size", "128", "--model.width", "16",
+    "--model.depth", "2", "--model.heads", "2", "--model.dropout", "0.1", "--model.drop-path", "0.1",
+    "--augment.mixup", "0.3", "--augment.repeat", "2", "--augment.jitter", "0.2", "--augment.policy.name",
+    "randaugment", "--grad-accum", "3", "--activation-checkpointing", "--sampling", "balanced", "--loss", "sigmoid",
+    "--device", "cpu", "--checkpoint-minutes", "0",
+]  # fmt: skip
+
+
+def run_vitral(*words: str | Path, expect: int = 0) -> None:
+    """Run a vitral command in this process and check its exit status."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(word) for word in words])
+    assert stop.value.code == expect
+
+
+def error_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines on stderr: "error: ..." and an indented hint."""
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert all(line.startswith("       ") for line in lines[1:])
+    assert "Traceback" not in "".join(lines)
+    return lines
+
+
+def weight_bytes(path: Path) -> bytes:
+    return (path / "model" / "weights.safetensors").read_bytes()
 
 
 class RaiseSigint(Callback):

@@ -147,7 +147,17 @@ def command(*words: object) -> int:
 
 
 def test_compare_trains_all_ways_and_does_not_repeat_what_is_there(place, small_scratch, capsys):
-    words = ["train", place / "photos", "--init", place / "source", "--compare", "--epochs", 1, "--out", place / "all"]
+    words = [
+        "train",
+        place / "photos",
+        "--init-from",
+        place / "source",
+        "--compare",
+        "--epochs",
+        1,
+        "--out",
+        place / "all",
+    ]
     assert command(*words, "--seeds", 1) == 0
     said = capsys.readouterr().out
     for name in ("scratch", "probe", "fine-tune", "95 % interval", "Take ", "judged on 6 validation images"):

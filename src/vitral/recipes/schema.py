@@ -21,11 +21,9 @@ from vitral.data.loader import Sampling
 from vitral.data.preprocess import Interpolation
 from vitral.device.select import CompileOption, DeviceOption, PrecisionOption
 from vitral.errors import VitralError, error_reason
-from vitral.evaluation.tta import TTA
 from vitral.models.variants import check_variant, config_class
 from vitral.models.vit import ViTConfig
-from vitral.training.init_schemes import InitScheme, unsupported_reason
-from vitral.training.loss import LossName
+from vitral.recipes.options import TTA, InitScheme, LossName, init_scheme_unsupported_reason
 from vitral.utils.serialization import from_dict, to_dict
 
 # Fields that may change when a run is resumed: computation and disk usage, not the result.
@@ -134,7 +132,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_variant(self.variant, self.model)
-        if reason := unsupported_reason(self.init_schemes, self.variant, self.model):
+        if reason := init_scheme_unsupported_reason(self.init_schemes, self.variant, self.model):
             raise ValueError(reason)
         if self.freeze not in ("", "backbone") and not self.freeze.isdigit():
             raise ValueError(f"freeze must be 'backbone' or a number of blocks, not {self.freeze!r}")
@@ -172,6 +170,15 @@ class Recipe:
         fields = {name: value for name, value in to_dict(self).items() if name not in RESUMABLE_FIELDS}
         data = {name: value for name, value in fields["data"].items() if name not in to_dict(ReadOptions())}
         return {**fields, "data": data}
+
+    def has_result_fields(self, saved: Mapping[str, Any]) -> bool:
+        """Whether the `result_fields` of a checkpoint equal this recipe's. Fields added since count as their defaults."""
+        values = to_dict(self)
+        try:
+            recipe = recipe_from_dict({**values, **saved, "data": {**values["data"], **saved["data"]}})
+        except VitralError:
+            return False
+        return recipe.result_fields() == self.result_fields()
 
     def to_toml(self) -> str:
         """Every field, except those that are None, which TOML cannot represent."""

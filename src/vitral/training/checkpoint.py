@@ -55,7 +55,7 @@ def _write_errors(path: Path) -> Iterator[None]:
         remaining = f"the previous checkpoint {previous.name} is intact" if previous else "no checkpoint exists yet"
         raise VitralError(
             f"cannot write the checkpoint {path}: {getattr(cause, 'strerror', None) or error}",
-            f"free some disk space; {remaining}",
+            f"Free some disk space; {remaining}",
         ) from error
 
 
@@ -82,13 +82,13 @@ def load(path: Path, placement: PlacementFn = lambda _: None, world: World = SIN
     except Exception as error:
         raise VitralError(
             f"cannot read the checkpoint {path} ({type(error).__name__})",
-            "delete it to resume from the previous one",
+            "Delete it to resume from the previous one",
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found_format = state.get("format") if isinstance(state, dict) else None
         raise VitralError(
             f"the checkpoint {path} has format {found_format}; this version of vitral reads format {FORMAT}",
-            "resume with the version of vitral that wrote it",
+            "Resume with the version of vitral that wrote it",
         )
     return state
 

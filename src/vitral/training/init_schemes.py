@@ -6,15 +6,13 @@ Each scheme changes the weights of a freshly initialised ViT in place; a recipe 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from vitral.models.vit import ViT, ViTConfig, patchify
+from vitral.models.vit import ViT, patchify
+from vitral.recipes.options import InitScheme
 from vitral.training.optim.param_groups import HEAD_OUTPUT, RESIDUAL_OUTPUT
-
-InitScheme = Literal["identity", "local_heads", "qk_similar", "whitened_patches"]
 
 
 @torch.no_grad()
@@ -29,15 +27,6 @@ def apply_init_schemes(schemes: tuple[InitScheme, ...], model: ViT, images_NCHW:
             qk_similar(model)
         elif images_NCHW is not None:
             whitened_patches(model, images_NCHW)
-
-
-def unsupported_reason(schemes: tuple[InitScheme, ...], variant: str, config: ViTConfig) -> str | None:
-    """Why these schemes cannot be used with this model; None if they can."""
-    if "local_heads" in schemes and not ("rotary" in config.positions and config.qk_norm and config.qkv_bias):
-        return "init scheme 'local_heads' needs a model with rotary positions, qk_norm and qkv_bias"
-    if "whitened_patches" in schemes and variant != "plain":
-        return f"init scheme 'whitened_patches' needs pixel patches, which the variant {variant!r} does not have"
-    return None
 
 
 @torch.no_grad()

@@ -6,13 +6,12 @@ Shapes: B images, K classes.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LossName = Literal["softmax", "sigmoid"]
+from vitral.recipes.options import LossName
 
 
 def per_image_losses(

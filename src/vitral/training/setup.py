@@ -30,8 +30,8 @@ from vitral.device.select import Hardware, select_hardware
 from vitral.errors import VitralError
 from vitral.models.variants import resolve_preset
 from vitral.recipes.builtin import RECIPES, get_recipe
+from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
-from vitral.training.init_schemes import unsupported_reason
 from vitral.weights.adapt import transfer
 
 REGULARISATION = ("dropout", "dropout_attention", "dropout_embedding", "drop_path")  # model fields a recipe decides
@@ -93,7 +93,7 @@ def with_preset(recipe: Recipe, name: str) -> Recipe:
     variant, model = resolve_preset(name, **from_recipe)
     height, width = (-(-side // model.patch_size) * model.patch_size for side in recipe.model.image_size)
     model = replace(model, image_size=(height, width))
-    schemes = tuple(scheme for scheme in recipe.init_schemes if unsupported_reason((scheme,), variant, model) is None)
+    schemes = tuple(scheme for scheme in recipe.init_schemes if init_scheme_unsupported_reason((scheme,), variant, model) is None)
     return replace(recipe, variant=variant, model=model, init_schemes=schemes)
 
 

@@ -134,6 +134,7 @@ class Trainer:
         self.context = StepContext(recipe, self.backend, mix_off_step)
         self.step_runner = StepRunner(self.state, self.context, self.total_steps)
         self.flags = AsyncFlags(self.world, 2)
+        self.sync_every = 1 if hardware.device.type == "cpu" else SYNC_EVERY
         self.rng_snapshots: deque[RngSnapshot] = deque(maxlen=SYNC_EVERY)
 
     def resume(self) -> None:
@@ -142,7 +143,7 @@ class Trainer:
         if (path := checkpoint.newest(self.run.checkpoint_dir)) is not None:
             try:
                 saved = checkpoint.load(path, self.state.tensor_like, self.world)
-                if saved["recipe"] != self.recipe.result_fields():
+                if not self.recipe.has_result_fields(saved["recipe"]):
                     raise ValueError("the recipe has changed")
                 self.state.load_state_dict(saved, self.hardware)
             except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -172,7 +173,7 @@ class Trainer:
         for images, labels in self.loader.epoch(state.epoch, start=state.batch_in_epoch):
             self.train_step(images, labels)
             is_last = state.batch_in_epoch == self.loader.steps_per_epoch
-            if self.hardware.device.type == "cpu" or state.step % SYNC_EVERY == 0 or is_last:
+            if state.step % self.sync_every == 0 or is_last:
                 self.check_finite()
                 self.report_step()
             is_due = self.clock.checkpoint_is_due(self.recipe.checkpoint_minutes)
