@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.triton_interpreter import interpreted
+from support.triton_interpreter import requires_interpreter
 from vitral.kernels.adamw import op as kernels
 from vitral.kernels.muon import op as muon_op
 from vitral.training.optim import adamw as adamw_module
 from vitral.training.optim.adamw import AdamW, fits_kernels
 
-pytestmark = interpreted
+pytestmark = requires_interpreter
 SHAPES = [(3, 5), (2100,), (), (1,), (40, 60), (7,)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator
 
-from support.triton_interpreter import interpreted
+from support.triton_interpreter import requires_interpreter
 from vitral.data.augment import AugmentConfig, augment_batch
 from vitral.data.autoaugment import AutoAugmentPolicy
 from vitral.data.image_ops import GEOMETRIC_OPS, OPS, apply_ops
@@ -20,7 +20,7 @@ from vitral.kernels.augment.op import fused_apply_ops, fused_augment, normalizat
 from vitral.kernels.self_check import relative_error
 from vitral.recipes.builtin import RECIPES
 
-pytestmark = interpreted
+pytestmark = requires_interpreter
 CPU = torch.device("cpu")
 
 

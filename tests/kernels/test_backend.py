@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from support.triton_interpreter import a_gpu, interpreted
+from support.triton_interpreter import fake_gpu, requires_interpreter
 from vitral.data.augment import AugmentConfig
 from vitral.data.autoaugment import AutoAugmentPolicy
 from vitral.data.preprocess import Preprocessing
@@ -29,8 +29,8 @@ from vitral.training.optim.adamw import AdamW
 from vitral.training.optim.builder import make_optimizers
 from vitral.training.optim.muon import Muon
 
-pytestmark = interpreted
-GPU = a_gpu(precision="fp32")
+pytestmark = requires_interpreter
+GPU = fake_gpu(precision="fp32")
 MODEL = ViTConfig(image_size=(8, 8), patch_size=4, channels=3, num_classes=5, width=16, depth=1, heads=2)
 RECIPE = Recipe(
     name="tiny",
@@ -227,7 +227,7 @@ def test_optimizers_keep_the_reference_if_a_kernel_is_faulty(fault: str, monkeyp
 
 
 def test_automatic_fp8_falls_back_to_bf16_and_requested_fp8_raises() -> None:
-    fp8 = a_gpu(precision="bf16", fp8=True)
+    fp8 = fake_gpu(precision="bf16", fp8=True)
     backend, messages = make_backend(replace(fp8, fp8_is_auto=True))
     assert not backend.hardware.fp8
     assert not backend.reference.hardware.fp8

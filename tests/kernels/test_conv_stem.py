@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.triton_interpreter import a_gpu, interpreted
+from support.triton_interpreter import fake_gpu, requires_interpreter
 from vitral.kernels.attention import op as attention_op
 from vitral.kernels.conv_stem import op
 from vitral.kernels.conv_stem.op import FusedConvStem
@@ -16,8 +16,8 @@ from vitral.kernels.short_attention import op as short_attention_op
 from vitral.kernels.training import make_fused_stem, make_training_forward
 from vitral.models.variants.hybrid import ConvStem, ConvStemConfig, HybridConfig, HybridViT
 
-pytestmark = interpreted
-GPU = a_gpu(precision="bf16")
+pytestmark = requires_interpreter
+GPU = fake_gpu(precision="bf16")
 
 
 def make_stem(widths: tuple[int, ...], strides: tuple[int, ...], channels: int, same_padding: bool) -> ConvStem:

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.triton_interpreter import interpreted
+from support.triton_interpreter import requires_interpreter
 from vitral.kernels.cross_entropy import op
 from vitral.kernels.cross_entropy.op import fused_cross_entropy
 from vitral.training.loss import loss_and_correct
 
-pytestmark = interpreted
+pytestmark = requires_interpreter
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,8 +1,7 @@
-"""Gradients of weights as products of FP8, in Triton's interpreter: which rounds some numbers badly, a GPU does not."""
+"""Weight gradients as FP8 GEMMs, in Triton's interpreter (which truncates some e4m3 values that a GPU rounds)."""
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import numpy as np
@@ -11,102 +10,104 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.triton_interpreter import a_gpu, a_model, interpreted, products_in_fp32
-from vitral.kernels import encoder
-from vitral.kernels import fused_model as fused
-from vitral.kernels import ops as launch
-from vitral.kernels.fp8_wgrad import op as columns
+from support.triton_interpreter import emulate_fp8_gemms, requires_interpreter, small_model
+from vitral.kernels.encoder import FusedEncoder
+from vitral.kernels.fp8.op import Fp8Tensor
+from vitral.kernels.fp8_wgrad import op
+from vitral.kernels.layernorm_gelu.op import LayerNormParams, add_layernorm
+from vitral.kernels.reduce.op import ColumnSums
 from vitral.models.vit import ViT
 
-pytestmark = interpreted
+pytestmark = requires_interpreter
 
 
-def small(matrix: torch.Tensor) -> launch.Small:
-    """Each row as FP8, as PyTorch rounds it."""
+def quantize_rows(matrix: torch.Tensor) -> Fp8Tensor:
     scales = matrix.norm(dim=1, keepdim=True) / 448
-    return launch.Small((matrix / scales).to(torch.float8_e4m3fn), scales, scales)
+    return Fp8Tensor((matrix / scales).to(torch.float8_e4m3fn), scales, scales)
 
 
 @settings(max_examples=30, deadline=None)
-@given(M=st.integers(1, 3000), spread=st.floats(0, 12), seed=st.integers(0, 99))
-def test_a_token_s_share_is_a_power_of_two_and_the_rest(M: int, spread: float, seed: int) -> None:
-    draws = torch.Generator().manual_seed(seed)
-    scales = 10 ** (-spread * torch.rand(M, 1, generator=draws))
-    shares = columns.shares_of(scales)
-    assert shares.top == scales.max()
-    assert torch.allclose(shares.whole, (scales / scales.max()).squeeze(1))
-    assert torch.allclose(shares.root * shares.rest, shares.whole)
-    assert (torch.frexp(shares.root).mantissa == 0.5).all()
-    assert ((shares.rest <= 1.001 * shares.root) & (shares.root <= 4.001 * shares.rest) & (shares.root <= 1)).all()
+@given(M=st.integers(1, 3000), decades=st.floats(0, 12), seed=st.integers(0, 99))
+def test_relative_scales_split_into_a_power_of_two_and_a_remainder(M: int, decades: float, seed: int) -> None:
+    scales = 10 ** (-decades * torch.rand(M, 1, generator=torch.Generator().manual_seed(seed)))
+    split = op.relative_scales(scales)
+    assert split.max_scale == scales.max()
+    assert torch.allclose(split.relative, (scales / scales.max()).squeeze(1))
+    assert torch.allclose(split.pow2_root * split.remainder, split.relative)
+    assert (torch.frexp(split.pow2_root).mantissa == 0.5).all()
+    assert (split.remainder <= 1.001 * split.pow2_root).all()
+    assert (split.pow2_root <= 4.001 * split.remainder).all()
+    assert (split.pow2_root <= 1).all()
 
 
 @pytest.mark.parametrize(("M", "N"), [(16, 16), (48, 80), (208, 144)])
-def test_numbers_turned_are_the_same_numbers(M: int, N: int) -> None:
+def test_transpose_keeps_the_values(M: int, N: int) -> None:
     torch.manual_seed(0)
-    rows = small(torch.randn(M, N) * torch.logspace(-3, 3, M)[:, None])
-    found = columns.turned(rows)
-    assert found.shape == (N, M)
-    assert torch.equal(found.float(), rows.numbers.float().t())
-    root = torch.exp2(-(torch.arange(M) % 3.0))
-    found, wanted = columns.turned(rows, root).float(), (rows.numbers.float() * root[:, None]).t()
-    assert torch.equal(found[wanted.abs() >= 2**-6], wanted[wanted.abs() >= 2**-6])  # smaller ones have fewer bits
-    assert torch.allclose(found, wanted, rtol=0, atol=2**-9)
+    x = quantize_rows(torch.randn(M, N) * torch.logspace(-3, 3, M)[:, None])
+    transposed = op.transpose_fp8(x)
+    assert transposed.shape == (N, M)
+    assert torch.equal(transposed.float(), x.data.float().t())
+    factor = torch.exp2(-(torch.arange(M) % 3.0))
+    transposed, expected = op.transpose_fp8(x, factor).float(), (x.data.float() * factor[:, None]).t()
+    is_normal = expected.abs() >= 2**-6  # subnormal values have fewer bits
+    assert torch.equal(transposed[is_normal], expected[is_normal])
+    assert torch.allclose(transposed, expected, rtol=0, atol=2**-9)
 
 
 @pytest.mark.parametrize("tanh", [False, True])
-def test_gelu_and_its_gradient_by_columns(tanh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "PROGRAMS", 3)
+def test_gelu_backward_returns_row_major_and_transposed_operands(tanh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitral.kernels.reduce.op.MAX_PROGRAMS", 3)
     torch.manual_seed(0)
     M, N = 80, 144
-    h, bias, dg = (3 * torch.randn(M, N)).requires_grad_(), torch.randn(N), torch.randn(M, N)
-    given, rest = 0.01 + torch.rand(M, 1), torch.rand(M)
-    steep, scale, later = torch.tensor(1.3), torch.tensor(20 / 448), launch.Sums()
+    h, bias, grad_gelu = (3 * torch.randn(M, N)).requires_grad_(), torch.randn(N), torch.randn(M, N)
+    grad_scales, factor = 0.01 + torch.rand(M, 1), torch.rand(M)
+    scale_ratio, gelu_scale, sums = torch.tensor(1.3), torch.tensor(20 / 448), ColumnSums()
     with np.errstate(over="ignore"):
-        dh8, dh, g, summed = columns.gelu_back(h.detach(), bias, dg, tanh, given, steep, rest, scale, later)
-    later.take()
-    wanted = F.gelu(h + bias, approximate="tanh" if tanh else "none")
-    (gradient,) = torch.autograd.grad(wanted, h, dg)
-    assert torch.allclose(dh8.scales, given * steep)
-    assert torch.equal(dh.float(), dh8.numbers.float().t())
-    assert (dh8.numbers.float() * dh8.scales - gradient).norm() < 0.1 * gradient.norm()
-    assert (g.float().t() * scale - wanted * rest[:, None]).norm() < 0.1 * wanted.norm()
-    assert torch.allclose(summed, gradient.sum(0), atol=1e-3)
+        grad_h, grad_h_t, gelu_t, grad_bias = op.gelu_backward_fp8(
+            h.detach(), bias, grad_gelu, tanh, grad_scales, scale_ratio, factor, gelu_scale, sums
+        )
+    sums.compute()
+    expected = F.gelu(h + bias, approximate="tanh" if tanh else "none")
+    (expected_grad,) = torch.autograd.grad(expected, h, grad_gelu)
+    assert torch.allclose(grad_h.scales, grad_scales * scale_ratio)
+    assert torch.equal(grad_h_t.float(), grad_h.data.float().t())
+    assert (grad_h.data.float() * grad_h.scales - expected_grad).norm() < 0.1 * expected_grad.norm()
+    assert (gelu_t.float().t() * gelu_scale - expected * factor[:, None]).norm() < 0.1 * expected.norm()
+    assert torch.allclose(grad_bias, expected_grad.sum(0), atol=1e-3)
 
 
-def test_a_norm_by_columns() -> None:
+def test_layernorm_transposed_recomputes_the_norm() -> None:
     torch.manual_seed(0)
     M, N = 64, 80
-    norm = (torch.rand(N) + 0.5, torch.randn(N), 1e-6)
-    was = launch.add_norm(torch.randn(M, N), None, None, None, norm, False)
-    assert was.plain is not None
-    share, scale = torch.rand(M), torch.tensor(0.03)
-    found = columns.normed(was, norm, share, scale).float().t() * scale
-    assert (found - was.plain * share[:, None]).norm() < 0.1 * was.plain.norm()
+    norm = LayerNormParams(torch.rand(N) + 0.5, torch.randn(N), 1e-6)
+    saved = add_layernorm(torch.randn(M, N), None, None, None, norm, fp8=False)
+    assert saved.normed is not None
+    factor, scale = torch.rand(M), torch.tensor(0.03)
+    out = op.layernorm_transposed(saved, norm, factor, scale).float().t() * scale
+    assert (out - saved.normed * factor[:, None]).norm() < 0.1 * saved.normed.norm()
 
 
-def test_the_product_itself() -> None:
-    dy, x = torch.randn(32, 160).to(torch.float8_e4m3fn), torch.randn(48, 160).to(torch.float8_e4m3fn)
-    found = columns.product(dy, x, torch.tensor(0.5), torch.tensor(3.0))
-    assert found.dtype == torch.float32
-    assert torch.allclose(found, 1.5 * dy.float() @ x.float().t(), atol=1e-3)
+def test_wgrad_gemm_returns_fp32() -> None:
+    grad_out_t, x_t = torch.randn(32, 160).to(torch.float8_e4m3fn), torch.randn(48, 160).to(torch.float8_e4m3fn)
+    out = op.wgrad_gemm(grad_out_t, x_t, torch.tensor(0.5), torch.tensor(3.0))
+    assert out.dtype == torch.float32
+    assert torch.allclose(out, 1.5 * grad_out_t.float() @ x_t.float().t(), atol=1e-3)
 
 
-def gradients(model: ViT, tokens: torch.Tensor, apart: float, columns: bool) -> list[torch.Tensor]:
-    """With the same branches left out, and an image whose gradient is that much smaller."""
+def param_grads(model: ViT, tokens: torch.Tensor, grad_ratio: float, fp8_wgrad: bool) -> list[torch.Tensor]:
+    """Parameter gradients; the output gradient of the second image is multiplied by `grad_ratio`."""
     torch.manual_seed(3)
-    own = encoder.FusedEncoder(
-        model.encoder, True, torch.float32, front=model.config.pooling == "class", columns=columns
-    )
-    out = own(tokens, model.config.grid)
-    dy = torch.randn_like(out)
-    dy[1] *= apart
-    return list(torch.autograd.grad(out, own.parameters, dy))
+    cls_only = model.config.pooling == "class"
+    encoder = FusedEncoder(model.encoder, fp8=True, dtype=torch.float32, cls_only=cls_only, fp8_wgrad=fp8_wgrad)
+    out = encoder(tokens, model.config.grid)
+    grad_out = torch.randn_like(out)
+    grad_out[1] *= grad_ratio
+    return list(torch.autograd.grad(out, encoder.parameters, grad_out))
 
 
 @pytest.mark.parametrize(
-    ("changes", "apart"),
+    ("overrides", "grad_ratio"),
     [
         ({"qk_norm": True}, 1e-3),
         pytest.param({}, 1e-3, marks=pytest.mark.slow),
@@ -115,100 +116,28 @@ def gradients(model: ViT, tokens: torch.Tensor, apart: float, columns: bool) -> 
     ],
     ids=str,
 )
-def test_with_fp8_weights_of_wide_models_have_gradients_of_fp8(
-    changes: dict[str, Any], apart: float, monkeypatch: pytest.MonkeyPatch
+def test_fp8_weight_gradients_agree_with_bf16(
+    overrides: dict[str, Any], grad_ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = products_in_fp32(monkeypatch)
-    front = changes.get("pooling") != "mean"
-    model, tokens = a_model(32, depth=2, registers=15 if front else 16, **changes)
+    gemms = emulate_fp8_gemms(monkeypatch)
+    cls_only = overrides.get("pooling") != "mean"
+    model, tokens = small_model(32, depth=2, registers=15 if cls_only else 16, **overrides)
     with torch.no_grad():
         for block in model.encoder.blocks:
             block.mlp.contract.weight *= 8  # type: ignore[union-attr]
     assert tokens.shape[:2] == (2, 80)
-    found = gradients(model, tokens, apart, columns=True)
-    products = [(48, 160, 64), (64, 160, 48), (144, 160, 48)]  # of a block, on the way back
-    assert [one for one in seen if one in products] == (products[2:] if front else products) + products
-    for got, wanted in zip(found, gradients(model, tokens, apart, columns=False), strict=True):
-        assert (got - wanted).norm() <= (0.2 if got.ndim == 2 else 1e-3) * wanted.norm().clamp_min(0.01)
+    grads = param_grads(model, tokens, grad_ratio, fp8_wgrad=True)
+    block_wgrads = [(48, 160, 64), (64, 160, 48), (144, 160, 48)]  # contract, expand, qkv
+    last_block_wgrads = block_wgrads[2:] if cls_only else block_wgrads
+    assert [gemm for gemm in gemms if gemm in block_wgrads] == last_block_wgrads + block_wgrads
+    for grad, expected in zip(grads, param_grads(model, tokens, grad_ratio, fp8_wgrad=False), strict=True):
+        assert (grad - expected).norm() <= (0.2 if grad.ndim == 2 else 1e-3) * expected.norm().clamp_min(0.01)
 
 
-def test_a_number_of_tokens_that_no_product_of_fp8_can_sum_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = products_in_fp32(monkeypatch)
-    model, tokens = a_model(32)  # 2·65
-    found, wanted = (gradients(model, tokens, 1.0, columns) for columns in (True, False))
-    assert all(map(torch.equal, found, wanted))
-    assert all(product[0] == 130 for product in seen)
-
-
-@pytest.mark.parametrize(("image", "changes"), [(16, {}), (32, {}), (68, {}), (32, {"width": 80, "heads": 1})], ids=str)
-def test_answers_in_fp8_need_no_other_weights(
-    image: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever way attention goes: for 17 tokens, 65 and 290, and with heads of 80 columns."""
-    products_in_fp32(monkeypatch)
-    model, tokens = a_model(image, depth=2, **changes)
-    own, held = encoder.FusedEncoder(model.encoder, True, torch.float32, front=True), list[int]()
-    with torch.no_grad():
-        before = own(tokens, model.config.grid)
-        own.weights.let_go(
-            lambda small: (
-                held.append(len(own.weights.rounded)),
-                a_gpu().gather([*model.parameters(), *small]),
-            )
-        )
-        assert held == [0], "while they are held, their memory is not given back"
-        for weight, rounded in own.weights.rounded.items():
-            assert rounded.data_ptr() == weight.data_ptr(), "the old ones would be held"
-        assert torch.equal(own(tokens, model.config.grid), before)
-    left = [name for name, weight in model.encoder.named_parameters() if weight.ndim == 2 and weight.numel()]
-    assert left == ["blocks.0.attention.project.weight"] + [
-        f"blocks.1.{name}.weight" for name in ("attention.project", "mlp.expand", "mlp.contract")
-    ]
-
-
-def test_they_are_tried_in_wide_models_and_left_to_bf16_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, said = products_in_fp32(monkeypatch), list[str]()
-    model = a_model(16)[0]
-    gpu = a_gpu(precision="fp32", fp8=True)
-    assert not fused.columns_agree(model, gpu, 16, said.append), "too narrow"
-    assert seen == []
-    monkeypatch.setattr(fused, "WIDE", 48)
-    assert not fused.columns_agree(model, gpu, 9, said.append), "153 tokens"
-    assert "multiples of 16" in said.pop()
-    assert fused.columns_agree(model, gpu, 16, said.append)
-    assert said == []
-    assert model.training
-    real = columns.normed
-    monkeypatch.setattr(columns, "normed", lambda *given: torch.zeros_like(real(*given)))
-    assert not fused.columns_agree(model, gpu, 16, said.append)
-    assert said[0].startswith("gradients of weights are products of bf16: its kernels are off by 100%")
-
-
-def test_an_answer_needs_the_widest_matrix_once_and_the_tokens_four_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Normed, what attention gives, what is added, and the sums, which stay where they are."""
-    monkeypatch.setattr(launch, "launcher", lambda kernel, grid: lambda *given, **named: None)
-    model, tokens = a_model(32, depth=3, mlp_width=768)
-    own = encoder.FusedEncoder(model.encoder, number=torch.float32)
-    with torch.no_grad(), Alive([*model.parameters(), tokens]) as alive:
-        own(tokens, model.config.grid)
-    wide = tokens.shape[0] * tokens.shape[1] * 768 * 4
-    assert alive.most < wide + 4.2 * tokens.numel() * 4
-
-
-class Alive(TorchDispatchMode):
-    """The most bytes at a time of all that was made meanwhile."""
-
-    def __init__(self, before: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in before}
-        self.most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        made = function(*given, **(named or {}))
-        if isinstance(made, torch.Tensor) and (place := made.untyped_storage()._cdata) not in self.sizes:
-            self.sizes[place] = made.untyped_storage().nbytes()
-            self.most = max(self.most, sum(self.sizes.values()))
-            weakref.finalize(made.untyped_storage(), self.sizes.pop, place, None)
-        return made
+def test_weight_gradients_are_not_in_fp8_if_tokens_are_not_a_multiple_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemms = emulate_fp8_gemms(monkeypatch)
+    model, tokens = small_model(32)
+    assert tokens.shape[:2] == (2, 65)
+    grads, expected = (param_grads(model, tokens, 1.0, fp8_wgrad) for fp8_wgrad in (True, False))
+    assert all(map(torch.equal, grads, expected))
+    assert all(gemm[0] == 130 for gemm in gemms)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from support.triton_interpreter import interpreted
+from support.triton_interpreter import requires_interpreter
 from vitral.kernels.muon import op as kernels
 from vitral.training.optim import muon
 from vitral.training.optim.muon import Muon, fits_kernels
 
-pytestmark = interpreted
+pytestmark = requires_interpreter
 
 # Tall, wide and square; smaller and larger than a tile, also not multiples of it; several of one size and single ones.
 GROUPS: list[dict[str, Any]] = [

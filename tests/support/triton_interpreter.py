@@ -1,57 +1,116 @@
-"""What the tests of Triton kernels share: they run on a CPU, in Triton's interpreter, and pretend that it is a GPU."""
+"""Run Triton kernels on the CPU: in Triton's interpreter, with a Hardware that claims to be a GPU."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from vitral.device.hardware import Hardware
+from vitral.device.select import Hardware
 from vitral.models.vit import ViT, ViTConfig
 
-pytest.importorskip("triton", reason="Triton comes with PyTorch's builds for GPUs, and with the dev extra on Linux")
+pytest.importorskip("triton", reason="Triton is part of PyTorch's CUDA builds, and of the dev extra on Linux")
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="in the interpreter, where there is no GPU; tests/test_gpu.py has one",
+requires_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1; test_gpu.py runs on a GPU"
 )
 
 
-def a_gpu(**changes: Any) -> Hardware:
-    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
-    settings: dict[str, Any] = {"precision": "bf16", "compile": False, "fused": True} | changes
+def fake_gpu(**overrides: Any) -> Hardware:
+    """Hardware on the CPU that uses Triton kernels."""
+    reasons = {"device": "test", "precision": "test", "compile": "test"}
+    settings: dict[str, Any] = {"precision": "bf16", "compile": False, "use_triton": True} | overrides
     return Hardware(device=torch.device("cpu"), reasons=reasons, **settings)
 
 
-def a_model(image: int, **changes: Any) -> tuple[ViT, Tensor]:
-    """And tokens for it."""
-    settings = {"image_size": (image, image), "patch_size": 4, "classes": 2, "width": 48, "heads": 2, "mlp_width": 64}
+def small_model(image_size: int, **overrides: Any) -> tuple[ViT, Tensor]:
+    """A model without trivial weights (no bias is 0, no norm weight is 1), and tokens (2, T, D) for its encoder."""
+    settings: dict[str, Any] = {
+        "image_size": (image_size, image_size), "patch_size": 4, "num_classes": 2, "width": 48, "heads": 2,
+        "mlp_width": 64, "depth": 1,
+    }  # fmt: skip
     torch.manual_seed(0)
-    model = ViT(ViTConfig(**settings | {"depth": 1} | changes))
+    model = ViT(ViTConfig(**settings | overrides))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    return model, model.embed(torch.randn(2, 3, image, image), model.config.grid).detach()
+    return model, model.embed(torch.randn(2, 3, image_size, image_size), model.config.grid).detach()
 
 
-def products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Products of FP8 need a GPU: here they are of the same numbers in fp32. Which of them there were."""
-    seen: list[tuple[int, ...]] = []
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp_min(1e-4)).item()
 
-    def scaled(x: Any, w: Any, bias: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Any]:
-        seen.append((*x.numbers.shape, len(w.numbers)))
-        product = (x.numbers.float() * x.scales) @ (w.numbers.float() * w.scales).t()
+
+def use_pytorch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For bf16: the interpreter cannot multiply bf16 matrices."""
+    monkeypatch.setattr("vitral.kernels.short_attention.op.MAX_SHORT_TOKENS", 1)
+    monkeypatch.setattr("vitral.kernels.attention.op.MAX_TOKENS", 1)
+
+
+def emulate_fp8_gemms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Compute FP8 GEMMs, which need a GPU, in fp32 on the same values. Returns the list of their shapes (M, K, N)."""
+    shapes: list[tuple[int, ...]] = []
+
+    def fp8_linear(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Any]:
+        shapes.append((*x.data.shape, len(weight.data)))
+        product = (x.data.float() * x.scales) @ (weight.data.float() * weight.scales).t()
         product = product if bias is None else product + bias
-        return product if out is None else out.copy_(product), (x.norms, w.norms)
+        return product if out is None else out.copy_(product), (x.row_norms, weight.bound)
 
-    def by_columns(dy: Tensor, x: Tensor, scale_dy: Tensor, scale_x: Tensor) -> Tensor:
-        seen.append((len(dy), dy.shape[1], len(x)))
-        assert not any(scale.data_ptr() % 16 for scale in (scale_dy, scale_x)), "as GPUs' products read them"
-        return (dy.float() * scale_dy) @ (x.float() * scale_x).t()
+    def wgrad_gemm(grad_out_t: Tensor, x_t: Tensor, grad_out_scale: Tensor, x_scale: Tensor) -> Tensor:
+        shapes.append((len(grad_out_t), grad_out_t.shape[1], len(x_t)))
+        aligned = not any(scale.data_ptr() % 16 for scale in (grad_out_scale, x_scale))
+        assert aligned, "GEMMs on a GPU read scales at multiples of 16 bytes"
+        return (grad_out_t.float() * grad_out_scale) @ (x_t.float() * x_scale).t()
 
-    monkeypatch.setattr("vitral.kernels.linear.scaled", scaled)
-    monkeypatch.setattr("vitral.kernels.fp8_wgrad.op.product", by_columns)
-    return seen
+    monkeypatch.setattr("vitral.kernels.linear.fp8_linear", fp8_linear)
+    monkeypatch.setattr("vitral.kernels.fp8_wgrad.op.wgrad_gemm", wgrad_gemm)
+    return shapes
+
+
+class KernelSpy:
+    """Stands in for a kernel: counts its launches and the variants requested in dry runs, then launches it."""
+
+    def __init__(self, kernel: Any, run: bool = True) -> None:
+        self.kernel, self.run = kernel, run
+        self.launches = self.variants = 0
+
+    def warmup(self, *args: Any, grid: Any, **kwargs: Any) -> None:
+        self.variants += 1
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        self.launches += 1
+        return self.kernel[grid] if self.run else lambda *args, **kwargs: None
+
+
+def spy_on(monkeypatch: pytest.MonkeyPatch, package: str, kernel: str, run: bool = True) -> KernelSpy:
+    """Count the launches of `vitral.kernels.<package>.kernel.<kernel>`; with `run=False`, launch nothing."""
+    spy = KernelSpy(getattr(import_module(f"vitral.kernels.{package}.kernel"), kernel), run)
+    _replace_kernel(monkeypatch, package, kernel, spy)
+    return spy
+
+
+def break_kernel(monkeypatch: pytest.MonkeyPatch, package: str, kernel: str, launch: Callable[..., Any]) -> None:
+    """Replace a kernel by `launch(*args, **kwargs)`: a GPU on which it fails or computes something else."""
+    _replace_kernel(monkeypatch, package, kernel, BrokenKernel(launch))
+
+
+def _replace_kernel(monkeypatch: pytest.MonkeyPatch, package: str, kernel: str, replacement: Any) -> None:
+    for module in ("kernel", "op"):  # `op` may have imported the kernel by its name
+        monkeypatch.setattr(f"vitral.kernels.{package}.{module}.{kernel}", replacement, raising=module == "kernel")
+
+
+class BrokenKernel:
+    def __init__(self, launch: Callable[..., Any]) -> None:
+        self.launch = launch
+
+    def warmup(self, *args: Any, grid: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return self.launch
