@@ -328,7 +328,7 @@ def test_pack_command_makes_the_pack_that_training_uses_and_that_can_be_moved(
     assert other.model_config.preprocessing.image_size == (48, 48)
     save_photo(photos / "a" / "0.jpg", COLOURS["ants"], 1)
     save_photo(photos / "b" / "0.jpg", COLOURS["bees"], 1)
-    with pytest.raises(VitralError, match=r"mine\.pack exists already"):
+    with pytest.raises(VitralError, match=r"mine\.pack already exists"):
         setup.pack_dataset(setup.resolve_recipe(str(photos), None), tmp_path / "mine.pack")
 
 
