@@ -1,7 +1,8 @@
-"""Which device, numbers and compilation are chosen, and that each choice says why."""
+"""Selection of device, precision and compilation, with a reason for each choice."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,198 +10,207 @@ import pytest
 import torch
 from torch import nn
 
-from vitral.device import hardware
-from vitral.device.hardware import STEPS_WORTH_COMPILING, WIDTH_WORTH_BF16, Hardware, bf16_is_faster, choose
+from vitral.device import select
+from vitral.device.select import MIN_STEPS_TO_COMPILE, MIN_WIDTH_BF16, Hardware, bf16_is_faster, select_hardware
 from vitral.errors import VitralError
+
+FakeMachine = Callable[..., None]
+requires_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`machine(gpu=…, gpu_bf16=…, cpu_bf16=…)`: what PyTorch will say is there."""
+def fake_machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    """`fake_machine(gpu=..., gpu_bf16=..., cpu_bf16=..., capability=...)` sets what PyTorch reports."""
 
-    def is_like(*, gpu: bool = False, gpu_bf16: bool = True, cpu_bf16: bool = True) -> None:
+    def configure(
+        *,
+        gpu: bool = False,
+        gpu_bf16: bool = True,
+        cpu_bf16: bool = True,
+        capability: tuple[int, int] = (9, 0),
+        gpu_name: str = "H200",
+    ) -> None:
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: gpu_bf16)
-        monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: cpu_bf16)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu_name)
+        monkeypatch.setattr(select, "cpu_has_bf16", lambda: cpu_bf16)
 
-    return is_like
+    return configure
 
 
-def test_a_gpu_is_used_where_there_is_one(machine: Any) -> None:
-    machine(gpu=True)
-    chosen = choose(width=64, steps=STEPS_WORTH_COMPILING)
-    assert (chosen.device, chosen.precision, chosen.compile) == (torch.device("cuda", 0), "bf16", True)
-    assert chosen.reasons == {
+def test_gpu_is_selected_if_available(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=True)
+    hardware = select_hardware(width=64, steps=MIN_STEPS_TO_COMPILE)
+    assert (hardware.device, hardware.precision, hardware.compile) == (torch.device("cuda", 0), "bf16", True)
+    has_triton = find_spec("triton") is not None
+    assert hardware.reasons == {
         "device": "GPU found",
-        "precision": "the GPU has bf16 units",
-        "compile": "the compiler's kernels",
-        "graph": "a step is one graph that the GPU replays without Python",
-    } | ({"fused": "one kernel for all that stands between two matrix products"} if find_spec("triton") else {})
-    assert (chosen.fused, chosen.fp8) == (find_spec("triton") is not None, False)
+        "precision": "supported by the GPU",
+        "compile": "faster kernels from torch.compile",
+        "cuda_graphs": "each step is one replayed CUDA graph",
+    } | ({"triton": "fused Triton kernels"} if has_triton else {})
+    assert (hardware.use_triton, hardware.fp8) == (has_triton, False)
 
 
-def test_fp8_is_bf16_with_large_products_in_eight_bits(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(gpu=True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+def test_fp8_request_means_bf16_with_fp8_gemms(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=True)
     if find_spec("triton") is None:
         with pytest.raises(VitralError, match="Triton"):
-            choose(precision="fp8")
+            select_hardware(precision="fp8")
         return
-    chosen = choose(precision="fp8")
-    assert (chosen.precision, chosen.fp8, chosen.fused) == ("bf16", True, True)
-    assert "FP8" in chosen.reasons["precision"]
+    hardware = select_hardware(precision="fp8")
+    assert (hardware.precision, hardware.fp8, hardware.use_triton) == ("bf16", True, True)
+    assert "FP8" in hardware.reasons["precision"]
     with pytest.raises(VitralError, match="--compile auto or yes"):
-        choose(precision="fp8", compile="no")
+        select_hardware(precision="fp8", compile="no")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="kernels of our own are Triton's")
-def test_wide_models_learn_from_scratch_with_fp8_on_a_gpu_that_has_it(
-    machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(gpu=True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
-    chosen = choose(width=768, scratch=True)
-    assert (chosen.precision, chosen.fp8, chosen.yields) == ("bf16", True, True)
-    assert "bf16 (with large products in FP8: faster, and at width 768 it learned as much)" in str(chosen)
-    for others in (
+@requires_triton
+def test_fp8_is_selected_automatically_for_wide_models_trained_from_scratch(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=True)
+    hardware = select_hardware(width=768, from_scratch=True)
+    assert (hardware.precision, hardware.fp8, hardware.fp8_is_auto) == ("bf16", True, True)
+    assert "bf16 (large GEMMs in FP8: faster, same accuracy at width 768)" in str(hardware)
+    assert not select_hardware(precision="fp8", width=768, from_scratch=True).fp8_is_auto
+    other_options: tuple[dict[str, Any], ...] = (
         {"width": 384},
-        {"width": 768, "scratch": False},
+        {"width": 768, "from_scratch": False},
         {"width": 768, "precision": "bf16"},
         {"width": 768, "compile": "no"},
         {},
-    ):
-        assert not choose(**{"scratch": True} | others).fp8
-    assert not choose(precision="fp8", width=768, scratch=True).yields, "whoever asks for it is told if it cannot be"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    assert not choose(width=768, scratch=True).fp8
+    )
+    for options in other_options:
+        assert not select_hardware(**{"from_scratch": True} | options).fp8
+    fake_machine(gpu=True, capability=(8, 9))
+    assert not select_hardware(width=768, from_scratch=True).fp8
 
 
-def test_fp8_where_there_is_none_is_refused(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine()
-    with pytest.raises(VitralError, match="no FP8 units on a CPU"):
-        choose(precision="fp8")
-    machine(gpu=True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
-    with pytest.raises(VitralError, match="no FP8 units on the A100"):
-        choose(precision="fp8")
+@requires_triton
+def test_without_fp8_records_why(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=True)
+    hardware = select_hardware(width=768, from_scratch=True).without_fp8("the self-check failed")
+    assert (hardware.fp8, hardware.fp8_is_auto, hardware.precision) == (False, False, "bf16")
+    assert hardware.reasons["precision"] == "FP8 is unavailable: the self-check failed"
 
 
-def test_each_process_of_a_group_takes_its_own_gpu(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(gpu=True)
-    met: list[str] = []
+def test_fp8_request_without_fp8_support_is_refused(fake_machine: FakeMachine) -> None:
+    fake_machine()
+    with pytest.raises(VitralError, match="FP8 is not supported on a CPU"):
+        select_hardware(precision="fp8")
+    fake_machine(gpu=True, capability=(8, 0), gpu_name="A100")
+    with pytest.raises(VitralError, match="FP8 is not supported on the A100"):
+        select_hardware(precision="fp8")
+
+
+def test_each_rank_selects_its_local_gpu_without_joining(
+    fake_machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_machine(gpu=True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: met.append(str(device)))
-    monkeypatch.setattr(hardware, "join", lambda world, backend: met.append(backend))
     for name, value in (("WORLD_SIZE", "8"), ("RANK", "7"), ("LOCAL_RANK", "3")):
         monkeypatch.setenv(name, value)
-    chosen = choose()
-    assert chosen.device == torch.device("cuda", 3)
-    assert (chosen.world.rank, chosen.world.size, chosen.world.first) == (7, 8, False)
-    assert met == ["cuda:3", "cpu:gloo,cuda:nccl"]
-    assert chosen.reasons["world"] == "8 processes, which talk through nccl"
+    hardware = select_hardware()
+    assert hardware.device == torch.device("cuda", 3)
+    assert (hardware.world.rank, hardware.world.size, hardware.world.is_rank0) == (7, 8, False)
+    assert hardware.reasons["world"] == "8 processes over nccl"
+    assert not torch.distributed.is_initialized()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(VitralError, match="process 3 on this machine has no GPU of its own: PyTorch sees 2"):
-        choose()
+    with pytest.raises(VitralError, match="no GPU for local rank 3: PyTorch finds 2"):
+        select_hardware()
 
 
-def test_an_old_gpu_computes_in_fp32(machine: Any) -> None:
-    machine(gpu=True, gpu_bf16=False)
-    chosen = choose()
-    assert (chosen.precision, chosen.reasons["precision"]) == ("fp32", "the GPU has no bf16 units")
+def test_gpu_without_bf16_uses_fp32(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=True, gpu_bf16=False)
+    hardware = select_hardware()
+    assert (hardware.precision, hardware.reasons["precision"]) == ("fp32", "the GPU does not support bf16")
 
 
-def test_without_a_gpu_the_cpu_computes_and_says_so(machine: Any) -> None:
-    machine(gpu=False)
-    chosen = choose(steps=10**9)
-    assert (chosen.device, chosen.compile) == (torch.device("cpu"), False)
-    assert chosen.reasons["device"] == "no GPU found, computing on the CPU"
-    assert "compiling takes longer" in chosen.reasons["compile"]
+def test_cpu_is_selected_without_a_gpu(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=False)
+    hardware = select_hardware(steps=10**9)
+    assert (hardware.device, hardware.compile) == (torch.device("cpu"), False)
+    assert hardware.reasons["device"] == "no GPU found"
+    assert "takes longer than it saves" in hardware.reasons["compile"]
 
 
-def test_a_gpu_that_is_not_wanted_is_left_alone(machine: Any) -> None:
-    machine(gpu=True)
-    chosen = choose(device="cpu")
-    assert (chosen.device, chosen.reasons["device"]) == (torch.device("cpu"), "on the CPU, as asked")
+def test_cpu_request_ignores_the_gpu(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=True)
+    hardware = select_hardware(device="cpu")
+    assert (hardware.device, hardware.reasons["device"]) == (torch.device("cpu"), "--device cpu")
 
 
-def test_asking_for_a_gpu_where_there_is_none_is_an_error_with_a_way_out(machine: Any) -> None:
-    machine(gpu=False)
-    with pytest.raises(VitralError, match="no GPU") as caught:
-        choose(device="gpu")
-    assert "--device cpu" in caught.value.hint
+def test_gpu_request_without_a_gpu_is_refused_with_a_hint(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=False)
+    with pytest.raises(VitralError, match="no GPU") as error:
+        select_hardware(device="gpu")
+    assert "--device cpu" in error.value.hint
 
 
 @pytest.mark.parametrize(
     ("cpu_bf16", "width", "precision", "reason"),
     [
-        (False, WIDTH_WORTH_BF16, "fp32", "the CPU has no bf16 instructions"),
-        (True, WIDTH_WORTH_BF16 - 1, "fp32", f"at width {WIDTH_WORTH_BF16 - 1} a CPU is faster in fp32"),
-        (True, WIDTH_WORTH_BF16, "bf16", "the CPU has bf16 instructions"),
+        (False, MIN_WIDTH_BF16, "fp32", "the CPU has no bf16 instructions"),
+        (True, MIN_WIDTH_BF16 - 1, "fp32", f"faster than bf16 at width {MIN_WIDTH_BF16 - 1}"),
+        (True, MIN_WIDTH_BF16, "bf16", "the CPU has bf16 instructions"),
         (True, None, "bf16", "the CPU has bf16 instructions"),
     ],
 )
-def test_a_cpu_uses_bf16_only_where_it_is_faster(
-    cpu_bf16: bool, width: int | None, precision: str, reason: str, machine: Any
+def test_cpu_uses_bf16_only_where_it_is_faster(
+    cpu_bf16: bool, width: int | None, precision: str, reason: str, fake_machine: FakeMachine
 ) -> None:
-    machine(cpu_bf16=cpu_bf16)
-    chosen = choose(width=width)
-    assert (chosen.precision, chosen.reasons["precision"]) == (precision, reason)
+    fake_machine(cpu_bf16=cpu_bf16)
+    hardware = select_hardware(width=width)
+    assert (hardware.precision, hardware.reasons["precision"]) == (precision, reason)
 
 
-def test_matrices_are_orthogonalised_in_bf16_where_it_is_faster(machine: Any) -> None:
-    machine(cpu_bf16=True)
+def test_bf16_is_faster_on_gpus_and_for_wide_matrices(fake_machine: FakeMachine) -> None:
+    fake_machine(cpu_bf16=True)
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert [bf16_is_faster(cpu, width) for width in (WIDTH_WORTH_BF16 - 1, WIDTH_WORTH_BF16)] == [False, True]
+    assert [bf16_is_faster(cpu, width) for width in (MIN_WIDTH_BF16 - 1, MIN_WIDTH_BF16)] == [False, True]
     assert bf16_is_faster(gpu, 1)
-    machine(cpu_bf16=False)
+    fake_machine(cpu_bf16=False)
     assert not bf16_is_faster(cpu, 10_000)
 
 
-@pytest.mark.parametrize("steps", [1, STEPS_WORTH_COMPILING - 1])
-def test_a_short_run_is_not_compiled(steps: int, machine: Any) -> None:
-    machine(gpu=True)
-    chosen = choose(steps=steps)
-    assert (chosen.compile, chosen.reasons["compile"]) == (False, f"{steps} steps are too few to earn it back")
-    assert choose(steps=STEPS_WORTH_COMPILING).compile
+@pytest.mark.parametrize("steps", [1, MIN_STEPS_TO_COMPILE - 1])
+def test_short_run_is_not_compiled(steps: int, fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=True)
+    hardware = select_hardware(steps=steps)
+    assert not hardware.compile
+    assert hardware.reasons["compile"] == f"{steps} steps are too few to amortise compilation"
+    assert select_hardware(steps=MIN_STEPS_TO_COMPILE).compile
 
 
-def test_what_is_asked_for_is_done_and_noted(machine: Any) -> None:
-    machine(gpu=False, cpu_bf16=False)
-    chosen = choose(precision="bf16", compile="yes", width=8, steps=1)
-    assert (chosen.precision, chosen.compile) == ("bf16", True)
-    assert chosen.reasons["precision"] == chosen.reasons["compile"] == "as asked"
-    assert not choose(compile="no").compile
+def test_explicit_options_win_and_are_the_reason(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=False, cpu_bf16=False)
+    hardware = select_hardware(precision="bf16", compile="yes", width=8, steps=1)
+    assert (hardware.precision, hardware.compile) == ("bf16", True)
+    assert (hardware.reasons["precision"], hardware.reasons["compile"]) == ("--precision bf16", "--compile yes")
+    assert not select_hardware(compile="no").compile
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_autocast_computes_in_the_numbers_it_names(precision: Any, dtype: torch.dtype) -> None:
-    chosen = choose(device="cpu", precision=precision)
+def test_autocast_computes_in_the_selected_precision(precision: Any, dtype: torch.dtype) -> None:
+    hardware = select_hardware(device="cpu", precision=precision)
     layer = nn.Linear(4, 4)
-    with chosen.autocast():
+    with hardware.autocast():
         assert layer(torch.ones(1, 4)).dtype == dtype
     assert layer.weight.dtype == torch.float32
 
 
-def test_the_random_state_comes_back_as_it_was(cpu: Hardware) -> None:
-    state = cpu.random_state()
-    first = torch.rand(5)
-    cpu.set_random_state(state)
-    assert torch.equal(first, torch.rand(5))
+def test_rng_state_round_trip(cpu: Hardware) -> None:
+    state = cpu.rng_state()
+    expected = torch.rand(5)
+    cpu.set_rng_state(state)
+    assert torch.equal(torch.rand(5), expected)
 
 
-def test_a_person_reads_what_is_used_and_why(machine: Any) -> None:
-    machine(gpu=False, cpu_bf16=True)
-    chosen = choose(width=16)
-    assert str(chosen) == "1 core, fp32 (at width 16 a CPU is faster in fp32) · no GPU found, computing on the CPU"
-    chosen.synchronize()
-
-
-def test_tensors_that_are_gathered_stay_what_they_are() -> None:
-    layer, plain = torch.nn.Linear(3, 4), torch.arange(5.0)
-    wanted = [tensor.detach().clone() for tensor in (*layer.parameters(), plain)]
-    choose(device="cpu").gather([*layer.parameters(), plain])
-    assert all(map(torch.equal, (*layer.parameters(), plain), wanted))
-    assert layer.weight.requires_grad
+def test_hardware_prints_what_is_used_and_why(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=False, cpu_bf16=True)
+    hardware = select_hardware(width=16)
+    assert str(hardware).replace("cores", "core") == (
+        f"{torch.get_num_threads()} CPU core, fp32 (faster than bf16 at width 16); no GPU found"
+    )
+    hardware.synchronize()

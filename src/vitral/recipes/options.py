@@ -1,0 +1,20 @@
+"""Values of recipe fields that other packages implement, and which of them a model supports."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from vitral.models.vit import ViTConfig
+
+InitScheme = Literal["identity", "local_heads", "qk_similar", "whitened_patches"]  # vitral.training.init_schemes
+LossName = Literal["softmax", "sigmoid"]  # vitral.training.loss
+TTA = Literal["none", "flip", "three", "six", "ten"]  # vitral.evaluation.tta
+
+
+def init_scheme_unsupported_reason(schemes: tuple[InitScheme, ...], variant: str, config: ViTConfig) -> str | None:
+    """Why these schemes cannot be used with this model; None if they can."""
+    if "local_heads" in schemes and not ("rotary" in config.positions and config.qk_norm and config.qkv_bias):
+        return "init scheme 'local_heads' needs a model with rotary positions, qk_norm and qkv_bias"
+    if "whitened_patches" in schemes and variant != "plain":
+        return f"init scheme 'whitened_patches' needs pixel patches, which the variant {variant!r} does not have"
+    return None
