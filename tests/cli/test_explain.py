@@ -44,13 +44,13 @@ def test_methods_and_classes_are_drawn_side_by_side(folder: Path, capsys: pytest
     assert COMMAND(words.split()) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [Path(record["file"]).name for record in records] == ["photo.png", "photo.png"]
-    assert [(m["method"], m["class"]) for m in records[0]["maps"]][2:4] == [
+    assert [(m["method"], m["class"]) for m in records[0]["heatmaps"]][2:4] == [
         ("occlusion", "bee"),
         ("rollout", "T-shirt/top"),
     ]
     values = np.load("out/photo-relevance-bee.npy")
     assert values.shape == (8, 12)
-    patches = np.array(records[0]["maps"][1]["patches"])
+    patches = np.array(records[0]["heatmaps"][1]["patches"])
     assert patches.shape == (2, 3)
     assert patches.mean() == pytest.approx(values.mean(), rel=1e-5)
     assert {*map(str, Path("out").iterdir())} == {file for record in records for file in record["files"]}
@@ -86,7 +86,7 @@ def test_ood_images_are_reported_as_unknown(folder: Path, capsys: pytest.Capture
             "unknown (unlike anything in the training set; closest class: " in capsys.readouterr().out
         ) is is_unknown
         assert COMMAND([model, "a/photo.png", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["unknown"] is is_unknown
+        assert json.loads(capsys.readouterr().out)["ood"] is is_unknown
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_ood_images_are_reported_as_unknown(folder: Path, capsys: pytest.Capture
         ("a --method attention --layer 3", "there is no layer 3: the model has 2"),
         ("a --method attention --head 7", "there is no head 7: the model has 2"),
         ("a --target hornet", "no class named 'hornet'"),
-        ("a --method relevence", "Did you mean relevance"),
+        ("a --method relevence", "Did you mean 'relevance'"),
         ("a --top 0", "--top must be at least 1"),
         ("a --layer 1", "no option of rollout, relevance named 'layer'"),
         ("empty", "no images in empty"),
-        ("a --out a/photo.png", "cannot write into a/photo.png"),
+        ("a --out a/photo.png", "cannot write to a/photo.png"),
         ("--faithfulness photos --layer 1 --method attention", "--faithfulness cannot be combined with --layer"),
     ],
 )
@@ -137,7 +137,7 @@ def test_faithfulness_command(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert COMMAND(words) == 0
     out, err = capsys.readouterr()
     assert " test images of photos" in err
-    assert all(name in out for name in ("rollout", "gradcam", "random", "For this model:", "4 images"))
+    assert all(name in out for name in ("rollout", "gradcam", "random", "Recommended for this model:", "4 images"))
     assert max(map(len, out.splitlines())) <= 80 or "…" not in out
     assert (folder / "explained" / "faithfulness.png").is_file()
     assert COMMAND([*words, "--json"]) == 0
@@ -155,7 +155,7 @@ def test_class_independent_heatmaps_are_drawn_once(
     predictor, drawn = Predictor(alive(variant, config), model_config, cpu), list[str]()
     explanation = explain(predictor, Image.new("RGB", (60, 20), "gray"), ["rollout", "relevance"], ["a", "b", "c"])
     real = heatmaps.render_heatmap
-    monkeypatch.setattr(heatmaps, "overlay", lambda *given: drawn.append(given[1].method.name) or real(*given))
+    monkeypatch.setattr(heatmaps, "render_heatmap", lambda *given: drawn.append(given[1].method.name) or real(*given))
     heatmaps.plot_explanation(explanation, tmp_path / "sheet.png")
     assert sorted(drawn) == ["relevance"] * 3 + ["rollout"]
 
@@ -169,12 +169,12 @@ def test_overlay_is_dark_outside_the_crop_and_bright_on_important_regions(cpu: H
     explanation = explain(
         Predictor(alive(variant, config), model_config, cpu), Image.new("RGB", (60, 20), "gray"), ["rollout"]
     )
-    over = np.asarray(heatmaps.render_heatmap(explanation.picture, explanation.heats[0])).astype(int).sum(axis=2)
+    over = np.asarray(heatmaps.render_heatmap(explanation.image, explanation.heatmaps[0])).astype(int).sum(axis=2)
     left, _, right, _ = explanation.crop
     assert (left, right) == (15, 45)
     assert (over[:, :left] == over[0, 0]).all()
     assert over[0, 0] < over[:, left:right].min()
-    heat = explanation.heats[0].shown[:, left:right]
+    heat = explanation.heatmaps[0].display[:, left:right]
     assert over[:, left:right].flat[heat.argmax()] > over[:, left:right].flat[heat.argmin()]
 
 
@@ -189,6 +189,6 @@ def test_positive_and_negative_evidence_have_different_colours() -> None:
 def test_every_method_documents_its_unit() -> None:
     for name, method in METHODS.items():
         assert method.name == name
-        assert ("any sign" in method.unit) == method.signed
-        assert method.about
+        assert ("any sign" in method.unit) == method.is_signed
+        assert method.summary
     assert torch.is_tensor(METHODS["rollout"](alive(*KINDS["class"]), torch.zeros(3, 8, 12)))

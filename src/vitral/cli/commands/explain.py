@@ -60,7 +60,7 @@ def explain(args: ExplainArgs) -> int:
     if not args.files:
         raise missing_images_error("explain", args.model)
     from vitral.data.files.walk import find_images
-    from vitral.explain import open_to_look_inside
+    from vitral.explain import load_explainable
     from vitral.reporting.figures import heatmaps
 
     if args.top is not None and (args.target or args.top < 1):
@@ -69,7 +69,7 @@ def explain(args: ExplainArgs) -> int:
             "--top 3 explains the three most probable classes, --target NAME explains one class",
         )
     methods, options = selected_methods(args), method_options(args)
-    predictor = open_to_look_inside(args.model, args.labels)
+    predictor = load_explainable(args.model, args.labels)
     print_notes(predictor.notes)
     files = find_images(list(args.files))
     if not files:
@@ -107,7 +107,7 @@ def explain_file(
     if args.json:
         print(json.dumps(heatmaps.explanation_to_dict(explanation, predictor, written)))
     else:
-        text = prediction_text(explanation.answer[:3], explanation.unknown)
+        text = prediction_text(explanation.prediction[:3], explanation.is_ood)
         print(f"{pad(str(file), width)}   {text}   {written[0]}")
     if prediction.inverted is not None:
         print_notes([f"{file}: with inverted brightness, as in the training set: {label_text(prediction.inverted)}"])
@@ -120,7 +120,7 @@ def selected_methods(args: ExplainArgs) -> list[str]:
 
     methods = list(args.method or DEFAULT)
     if args.method == ("all",):
-        methods = [name for name, method in METHODS.items() if not method.slow]
+        methods = [name for name, method in METHODS.items() if not method.is_slow]
         slow = " and ".join(METHODS.keys() - set(methods))
         print_notes([f"all methods except {slow}, which needs hundreds of forward passes (use --method {slow})"])
     for name in methods:
@@ -141,7 +141,7 @@ def method_options(args: ExplainArgs) -> dict[str, Any]:
 
 def measure_faithfulness(args: ExplainArgs) -> int:
     from vitral.evaluation.data import load_eval_target
-    from vitral.explain import faithfulness, open_to_look_inside
+    from vitral.explain import faithfulness, load_explainable
     from vitral.reporting.figures.faithfulness import plot_faithfulness
     from vitral.reporting.terminal.faithfulness import faithfulness_to_dict, print_faithfulness
 
@@ -151,7 +151,7 @@ def measure_faithfulness(args: ExplainArgs) -> int:
             "It tests the methods with their default options; select methods with --method",
         )
     methods = selected_methods(args)
-    predictor = open_to_look_inside(args.model, args.labels)
+    predictor = load_explainable(args.model, args.labels)
     print_notes(predictor.notes)
     announce_downloads(args.faithfulness)
     target = load_eval_target(predictor, args.faithfulness, args.split)
@@ -162,7 +162,7 @@ def measure_faithfulness(args: ExplainArgs) -> int:
         [f"{min(args.images, available):,} of {available:,} {target.split_name} images of {target.dataset.name}"]
     )
     with status_line() as log:
-        result = faithfulness.measure(
+        result = faithfulness.measure_faithfulness(
             target.predictor,
             target.split,
             methods,

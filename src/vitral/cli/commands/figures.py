@@ -24,12 +24,12 @@ class FiguresArgs:
 
 
 def figures(args: FiguresArgs) -> int:
-    from vitral.explain import open_to_look_inside
+    from vitral.explain import load_explainable
     from vitral.reporting.figures import paper
 
     if args.count < 1:
         raise VitralError(f"--count must be at least 1, got {args.count}", "The default is 32")
-    predictor = open_to_look_inside(args.model, args.labels)
+    predictor = load_explainable(args.model, args.labels)
     print_notes(predictor.notes)
     images = (
         paper.load_sample_images(predictor, args.images, args.count)

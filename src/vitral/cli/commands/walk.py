@@ -36,7 +36,7 @@ def walk(args: WalkArgs) -> int:
     if args.out is not None and args.out.suffix.lower() not in (".html", ".htm", ".md"):
         raise VitralError(f"--out must end in .html or .md, got {args.out}", "For example: --out walk.html")
     from vitral.data.decode import decode_image
-    from vitral.explain import open_to_look_inside
+    from vitral.explain import load_explainable
     from vitral.inference.prediction import Label
     from vitral.reporting.walk import terminal
     from vitral.reporting.walk.steps import walk as build_walk
@@ -44,7 +44,7 @@ def walk(args: WalkArgs) -> int:
     # Without --model, decode first: an unreadable image is reported before a model is chosen.
     image: Any = args.image if args.model else decode_image(args.image)
     source = args.model or default_model(args.image)
-    predictor = open_to_look_inside(source, args.labels)
+    predictor = load_explainable(source, args.labels)
     print_notes(predictor.notes if args.model else [f"using {source}; choose another model with --model"])
     steps = build_walk(predictor, image, args.lang, args.layer, args.head)
     if args.out is None:
@@ -52,7 +52,7 @@ def walk(args: WalkArgs) -> int:
         return 0
     write_walk(steps, args.out)
     best = [Label(name=answer.name, probability=answer.probability) for answer in steps.top_classes[:1]]
-    print(f"{args.image}   {prediction_text(best, steps.unknown)}")
+    print(f"{args.image}   {prediction_text(best, steps.is_ood)}")
     print(f"Wrote {args.out} ({len(steps.steps)} steps)")
     return 0
 
