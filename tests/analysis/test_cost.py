@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vitral.analysis import cost as estimate
-from vitral.analysis.cost import GB, GIB, GPUS, Plan
+from vitral.analysis.cost import GB, GIB, GPUS, CostEstimate
 from vitral.analysis.model_summary import summarise
 from vitral.cli.main import main
 from vitral.models.presets import PRESETS, preset
@@ -57,7 +57,7 @@ def kept(config: ViTConfig, bf16: bool) -> int:
 
 def outside(config: ViTConfig) -> int:
     """What the estimate counts and the model does not keep: the image itself, and the loss's two rows."""
-    return 4 * config.channels * config.image_size[0] * config.image_size[1] + 8 * config.classes
+    return 4 * config.channels * config.image_size[0] * config.image_size[1] + 8 * config.num_classes
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -76,7 +76,7 @@ def outside(config: ViTConfig) -> int:
 )
 def test_activations_are_what_autograd_keeps(extra: dict[str, Any], bf16: bool) -> None:
     config = ViTConfig(**SMALL | extra)
-    said = B * (estimate.activations(config, "bf16" if bf16 else "fp32", "cpu").plain - outside(config))
+    said = B * (estimate.activation_bytes(config, "bf16" if bf16 else "fp32", "cpu").total - outside(config))
     assert said == pytest.approx(kept(config, bf16), rel=0.005)
 
 
@@ -93,14 +93,14 @@ def test_activations_of_any_size(rows: int, width: int, heads: int, depth: int, 
     config = ViTConfig(
         image_size=(4 * rows, 8),
         patch_size=4,
-        classes=7,
+        num_classes=7,
         width=width,
         heads=heads,
         depth=depth,
         mlp_width=hidden,
         pooling=pooling,
     )
-    said = B * (estimate.activations(config, "fp32", "cpu").plain - outside(config))
+    said = B * (estimate.activation_bytes(config, "fp32", "cpu").total - outside(config))
     assert said == pytest.approx(kept(config, bf16=False), rel=0.005)
 
 
@@ -123,17 +123,17 @@ def test_checkpointed_activations_are_what_checkpointed_blocks_keep() -> None:
         model(torch.rand(B, config.channels, *config.image_size))
     for parameter in model.parameters():
         found.pop(parameter.untyped_storage().data_ptr(), None)
-    said = estimate.activations(config, "fp32", "cpu")
-    without_a_block = said.checkpointed - (said.block - said.block_input) - outside(config)
+    said = estimate.activation_bytes(config, "fp32", "cpu")
+    without_a_block = said.total_with_checkpointing - (said.block - said.block_input) - outside(config)
     assert sum(found.values()) == pytest.approx(B * without_a_block, rel=0.005)
-    assert said.checkpointed < said.plain
+    assert said.total_with_checkpointing < said.total
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_those_of_the_real_model(name: str) -> None:
     with torch.device("meta"):
         model = ViT(preset(name))
-    found = estimate.count(preset(name))
+    found = estimate.count_parameters(preset(name))
     assert found.total == sum(p.numel() for p in model.parameters())
     assert found.matrices == sum(p.numel() for n, p in model.named_parameters() if "blocks" in n and p.ndim == 2)
 
@@ -150,23 +150,23 @@ def test_arithmetic_with_attention_pooling() -> None:
 
 def test_memory_of_a_published_measurement() -> None:
     """timm 1.0.29's B/16, batch 256, bf16, AdamW, compiled, on one H200: 17.4 GiB were allocated."""
-    plan = Plan(config=preset("B/16"), gpus=1, batch=256, ema=False, gpu=GPUS["H200"])
+    plan = CostEstimate(config=preset("B/16"), gpus=1, batch_size=256, ema=False, gpu=GPUS["H200"])
     assert plan.memory("ddp").total / GIB == pytest.approx(17.4, rel=0.05)
 
 
-def a_plan(**changes: Any) -> Plan:
-    return replace(Plan(config=preset("H/14"), gpus=64, batch=4096, gpu=GPUS["H100"]), **changes)
+def a_plan(**changes: Any) -> CostEstimate:
+    return replace(CostEstimate(config=preset("H/14"), gpus=64, batch_size=4096, gpu=GPUS["H100"]), **changes)
 
 
 def test_state_of_the_optimizers_is_what_they_hold() -> None:
     """Real optimizers after a real step, on a small model; averaged weights as large as the model."""
-    from vitral.recipes.schema import Optim
+    from vitral.recipes.schema import OptimConfig
     from vitral.training.optim.build import make_optimizers
 
     config = ViTConfig(**SMALL)
     for name in ("adamw", "sgd", "muon"):
         model = ViT(config)
-        optimizers = make_optimizers(model, Optim(name=name))  # type: ignore[arg-type]
+        optimizers = make_optimizers(model, OptimConfig(name=name))  # type: ignore[arg-type]
         model(torch.rand(2, 2, 28, 14)).square().sum().backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -179,7 +179,7 @@ def test_state_of_the_optimizers_is_what_they_hold() -> None:
         )
         plan = a_plan(config=config, optimizer=name)
         assert plan.memory("ddp").optimizer == held
-        assert plan.memory("ddp").weights == sum(p.nbytes for p in model.parameters()) == plan.memory("ddp").averaged
+        assert plan.memory("ddp").weights == sum(p.nbytes for p in model.parameters()) == plan.memory("ddp").ema
         assert plan.memory("fsdp").optimizer == held / 64
 
 
@@ -192,13 +192,13 @@ def test_fsdp_divides_what_ddp_repeats() -> None:
 
 def test_communication_is_that_of_the_rings() -> None:
     """All-reduce: 2(n-1)/n of the gradients. fsdp in fp32: gather twice but for the root, reduce-scatter once."""
-    P = estimate.count(preset("H/14"))
+    P = estimate.count_parameters(preset("H/14"))
     for n in (1, 2, 8, 64):
         plan = a_plan(gpus=n, precision="fp32")
         assert plan.communication("ddp").total == pytest.approx(2 * (n - 1) / n * 4 * P.total)
         sharded = plan.communication("fsdp")
         assert sharded.reduce_scatter == pytest.approx((n - 1) / n * 4 * P.total)
-        assert sharded.all_gather == pytest.approx((n - 1) / n * 4 * (2 * P.total - P.rest))
+        assert sharded.all_gather == pytest.approx((n - 1) / n * 4 * (2 * P.total - P.outside_blocks))
     half = a_plan().communication("fsdp").all_gather
     assert half == pytest.approx(a_plan(precision="fp32").communication("fsdp").all_gather / 2)
     assert a_plan(accumulate=4).communication("fsdp").all_gather == pytest.approx(4 * half)
@@ -229,22 +229,22 @@ def test_time_follows_from_the_arithmetic() -> None:
 
 def test_what_fits_is_chosen_and_what_costs_least_first() -> None:
     def choice(**changes: Any) -> tuple[str, bool]:
-        return a_plan(**changes).choice()[:2]
+        return a_plan(**changes).recommend()[:2]
 
     assert choice() == ("ddp", False)
     assert choice(gpu=replace(GPUS["H100"], memory=38 * GB)) == ("fsdp", False)
     assert choice(gpu=replace(GPUS["H100"], memory=24 * GB)) == ("ddp", True)
     assert choice(gpu=replace(GPUS["H100"], memory=12 * GB)) == ("fsdp", True)
-    kind, recomputed, reason = a_plan(gpu=replace(GPUS["H100"], memory=3 * GB)).choice()
+    kind, recomputed, reason = a_plan(gpu=replace(GPUS["H100"], memory=3 * GB)).recommend()
     assert (kind, recomputed, reason) == ("fsdp", True, "it does not fit")
-    assert a_plan(gpus=1, batch=8).choice()[0] == "ddp"
-    assert a_plan().choice("fsdp")[0] == "fsdp"
+    assert a_plan(gpus=1, batch=8).recommend()[0] == "ddp"
+    assert a_plan().recommend("fsdp")[0] == "fsdp"
 
 
 @pytest.mark.parametrize("memory", [16, 24, 40, 80])
 def test_the_smallest_number_fits_and_half_of_it_does_not(memory: int) -> None:
     plan = a_plan(gpu=replace(GPUS["H100"], memory=memory * GB))
-    least = plan.smallest()
+    least = plan.min_gpus()
     assert least is not None
     gpus, kind, recomputed = least
     assert replace(plan, gpus=gpus).fits(kind, recomputed)
@@ -255,7 +255,7 @@ def test_the_smallest_number_fits_and_half_of_it_does_not(memory: int) -> None:
 
 def test_a_largest_share_fits_and_one_more_does_not() -> None:
     plan = a_plan(gpus=1, batch=1)
-    room = plan.largest_share("ddp", False)
+    room = plan.max_micro_batch("ddp", False)
     assert replace(plan, batch=room).fits("ddp")
     assert not replace(plan, batch=room + 1).fits("ddp")
 
@@ -268,20 +268,20 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_command_says_it_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "H/14", "--gpus", "64", "--batch", "4096")
-    for figure in ("632.0 M parameters", "all-reduce", "4.98", "strategy   ddp", "with checkpointing"):
+    text = said(capsys, "H/14", "--gpus", "64", "--batch-size", "4096")
+    for figure in ("632.0 M parameters", "all-reduce", "4.98", "Strategy   DDP", "with checkpointing"):
         assert figure in text
-    found = json.loads(said(capsys, "H/14", "--gpus", "64", "--batch", "4096", "--json"))
+    found = json.loads(said(capsys, "H/14", "--gpus", "64", "--batch-size", "4096", "--json"))
     assert found["memory"]["ddp"]["total"] == a_plan().memory("ddp").total
     assert found["communication"]["fsdp"]["total"] == a_plan().communication("fsdp").total
-    tight = said(capsys, "G/14", "--batch", "4096", "--image-size", "518")
-    assert "it does not fit" in tight
-    assert "--accumulate" in tight
-    assert "strategy   fsdp" in said(capsys, "G/14", "--batch", "64", "--memory", "24")
+    tight = said(capsys, "G/14", "--batch-size", "4096", "--image-size", "518")
+    assert "does not fit" in tight
+    assert "--grad-accum" in tight
+    assert "Strategy   FSDP" in said(capsys, "G/14", "--batch-size", "64", "--gpu-memory", "24")
 
 
 def test_the_command_refuses_what_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpus must be at least 1" in said(capsys, "B/16", "--gpus", "0")
-    assert "Did you mean H100" in said(capsys, "B/16", "--gpu", "h1")
+    assert "Did you mean 'H100'" in said(capsys, "B/16", "--gpu", "h1")
     assert "mfu must be" in said(capsys, "B/16", "--mfu", "1.5")
-    assert "which model?" in said(capsys)
+    assert "missing argument PRESET" in said(capsys)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from vitral.analysis.cost import GB, GIB, GPUS, Plan
+from vitral.analysis.cost import GB, GIB, GPUS, CostEstimate
 from vitral.cli import main as cli
 from vitral.models.presets import preset
 
@@ -27,7 +27,7 @@ def rows() -> list[str]:
     head = f"| | M parameters | {memory_names} | all-reduce (ddp) | gather + scatter (fsdp) | step |"
     lines = [head, "|---" * 9 + "|"]
     for name in ("B/16", "L/16", "H/14", "g/14"):
-        plan = Plan(config=preset(name), gpus=64, batch=4096, gpu=GPUS["H100"])
+        plan = CostEstimate(config=preset(name), gpus=64, batch_size=4096, gpu=GPUS["H100"])
         memory = [plan.memory(kind, again).total / GIB for kind in ("ddp", "fsdp") for again in (False, True)]  # type: ignore[arg-type]
         sharded = plan.communication("fsdp")
         low, high = (f"{seconds * 1000:.0f}" for seconds in plan.step_seconds("ddp"))
@@ -108,6 +108,6 @@ def test_the_job_for_kubernetes_is_one_that_the_operator_starts() -> None:
 
 def test_the_plan_in_the_text_says_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["plan", "B/16", "--gpus", "1", "--batch", "256", "--no-ema"])
-    together = next(line for line in capsys.readouterr().out.splitlines() if "together" in line)
-    assert f"says {float(together.split()[1]):.1f}." in TEXT
+        cli.main(["plan", "B/16", "--gpus", "1", "--batch-size", "256", "--no-ema"])
+    total = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  total"))
+    assert f"says {float(total.split()[1]):.1f}." in TEXT

@@ -212,7 +212,7 @@ def run_program(
 
 
 def exit_process(code: object) -> NoReturn:
-    """Like `sys.exit`, without the interpreter's final cleanup, in which threads of libraries may abort after a fork."""
+    """Like `sys.exit`, without the final cleanup of the interpreter, in which library threads may abort."""
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
