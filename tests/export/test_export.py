@@ -1,4 +1,4 @@
-"""Exports agree with the model, say what they are, and leave nothing behind where they do not."""
+"""Exported files agree with the model, carry its metadata, and are not left behind if they disagree."""
 
 from __future__ import annotations
 
@@ -13,290 +13,271 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
-from inference.test_engine import KINDS, SMALL, made
+from support.models import (
+    ANIMALS,
+    MODEL_KINDS,
+    SMALL_CONFIG,
+    build_calibrated_model,
+    images_of_many_sizes,
+    reference_logits,
+    reference_predictor,
+)
+from support.training import run_vitral
 from vitral.errors import VitralError
-from vitral.evaluation.calibration import Calibration
 from vitral.export import onnx_file, torch_file
-from vitral.export.export import ENDINGS, ship
-from vitral.export.parity import Agreement, check, compare, parting
-from vitral.export.wrapper import Exported, balanced
-from vitral.inference import onnx_runtime as runtime
-from vitral.inference.int8_calibration import measure_ranges
+from vitral.export.export import SUFFIX_BY_TARGET, export_model
+from vitral.export.parity import ModelFn, ParityReport, check_parity, first_divergent_block, measure_parity
+from vitral.export.wrapper import ExportWrapper, smooth_activations
+from vitral.inference.int8_calibration import collect_activation_ranges
 from vitral.inference.onnx_runtime import OnnxModel
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT
-from vitral.runs.run import ModelCard, save_model
+from vitral.runs.model_io import ModelConfig, save_model
 
-CLASSES = ("ant", "bee", "cat", "dog", "eel")
+CLASSES = ANIMALS[:5]
 
 
-def carded(kind: str = "class", **more: Any) -> tuple[ViT, ModelCard]:
-    model, preprocessing = made(kind, **more)
-    calibration = Calibration(temperature=1.7, unknown_below=0.5)
-    variant = KINDS[kind][0]
-    card = ModelCard(
-        architecture=model.config,
-        preprocessing=replace(preprocessing, crop=0.9, interpolation="bicubic"),
-        classes=CLASSES,
-        trained_on="nothing",
-        epoch=1,
-        variant=variant,
-        calibration=calibration,
+def to_model_input(model_config: ModelConfig, images: list[Tensor]) -> Tensor:
+    pictures = [Image.fromarray(image.permute(1, 2, 0).squeeze(2).numpy()) for image in images]
+    return torch.stack([model_config.preprocessing.resize_and_crop(picture) for picture in pictures])
+
+
+def export(path: Path, model_and_config: tuple[ViT, ModelConfig] | None = None, **options: Any) -> ParityReport:
+    model, model_config = model_and_config or build_calibrated_model()
+    images = images_of_many_sizes(24, model_config.preprocessing.channels)
+    return export_model(
+        reference_predictor(model, model_config),
+        path,
+        **{"to": "onnx", "precision": "fp32", "preprocessing": False} | options,
+        calibration_images=to_model_input(model_config, images[:12]),
+        images=images,
+        labels=None,
     )
-    return model, card
 
 
-def photographs(count: int, channels: int = 3) -> list[torch.Tensor]:
-    """Smooth pictures of many sizes, as uint8 C H W."""
-    found = []
-    for seed in range(count):
-        draws = np.random.default_rng(seed)
-        coarse = Image.fromarray(draws.integers(0, 256, (5, 5, 3), dtype=np.uint8))
-        picture = coarse.resize((20 + 7 * (seed % 9), 18 + 5 * (seed % 7)), Image.Resampling.BICUBIC)
-        array = np.array(picture.convert({1: "L", 3: "RGB"}[channels])).reshape(picture.height, picture.width, channels)
-        found.append(torch.from_numpy(array).permute(2, 0, 1).contiguous())
-    return found
-
-
-def wanted(card: ModelCard, pictures: list[torch.Tensor]) -> torch.Tensor:
-    shown = [Image.fromarray(p.permute(1, 2, 0).squeeze(2).numpy()) for p in pictures]
-    return torch.stack([card.preprocessing.pixels(picture) for picture in shown])
-
-
-def shipped(path: Path, made: tuple[ViT, ModelCard] | None = None, **how: Any) -> Agreement:
-    model, card = made or carded()
-    pictures = photographs(24, card.preprocessing.channels)
-    plan = {"to": "onnx", "precision": "fp32", "preprocessing": False} | how
-    return ship(model, card, path, learn_from=wanted(card, pictures[:12]), pictures=pictures, labels=None, **plan)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_every_kind_of_model_exports_to_onnx(tmp_path: Path, kind: str) -> None:
-    """One block: writing a graph takes as long as it is deep."""
-    model, card = carded(kind, depth=1)
-    found = shipped(tmp_path / "model.onnx", (model, card))
-    assert found.same == 1
-    assert found.largest_difference < 1e-4
-    asked = OnnxModel(tmp_path / "model.onnx")
-    pixels = wanted(card, photographs(5, card.preprocessing.channels))  # another batch than it was written with
-    logits, probabilities = asked.logits(pixels.numpy())
-    with torch.inference_mode():
-        ours = model(card.preprocessing.normalise(pixels))
-    np.testing.assert_allclose(logits, ours.numpy(), atol=2e-4)
-    np.testing.assert_allclose(probabilities, (ours / 1.7).softmax(1).numpy(), atol=1e-4)
-    assert np.array_equal(asked.unknown(logits), card.calibration.unknown(ours).numpy())
+    model, model_config = build_calibrated_model(kind, depth=1)  # tracing time is proportional to the depth
+    parity = export(tmp_path / "model.onnx", (model, model_config))
+    assert parity.top1_agreement == 1
+    assert parity.max_abs_diff < 1e-4
+    exported = OnnxModel(tmp_path / "model.onnx")
+    # A batch size other than that of the traced example.
+    images = to_model_input(model_config, images_of_many_sizes(5, model_config.preprocessing.channels))
+    logits, probabilities = exported.logits(images.numpy())
+    expected = reference_logits(model, model_config.preprocessing, images)
+    np.testing.assert_allclose(logits, expected.numpy(), atol=2e-4)
+    np.testing.assert_allclose(probabilities, (expected / 1.7).softmax(1).numpy(), atol=1e-4)
+    assert np.array_equal(exported.is_ood(logits), model_config.calibration.is_ood(expected).numpy())
 
 
-def test_preprocessing_inside_takes_pictures_of_any_size(tmp_path: Path) -> None:
-    found = shipped(tmp_path / "model.onnx", preprocessing=True)
-    assert found.same == 1
-    assert found.largest_difference < 1e-3
-    asked = OnnxModel(tmp_path / "model.onnx")
-    assert asked.scales_itself
-    model, card = carded()
+def test_exported_preprocessing_accepts_images_of_any_size(tmp_path: Path) -> None:
+    parity = export(tmp_path / "model.onnx", preprocessing=True)
+    assert parity.top1_agreement == 1
+    assert parity.max_abs_diff < 1e-3
+    exported = OnnxModel(tmp_path / "model.onnx")
+    assert exported.has_preprocessing
+    model, model_config = build_calibrated_model()
     for height, width in ((16, 24), (15, 200), (333, 40), (64, 65)):
         picture = Image.fromarray(np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8))
-        pixels = card.preprocessing.pixels(picture)[None]
-        with torch.inference_mode():
-            ours = (model(card.preprocessing.normalise(pixels)) / 1.7).softmax(1)[0]
-        said = {label.name: label.probability for label in asked.predict(picture).labels}
-        np.testing.assert_allclose([said[name] for name in CLASSES], ours.numpy(), atol=0.01)
+        pixels = model_config.preprocessing.resize_and_crop(picture)[None]
+        expected = (reference_logits(model, model_config.preprocessing, pixels) / 1.7).softmax(1)[0]
+        probabilities = {label.name: label.probability for label in exported.predict(picture).labels}
+        np.testing.assert_allclose([probabilities[name] for name in CLASSES], expected.numpy(), atol=0.01)
+
+
+ExportFn = Callable[[str], tuple[Path, ParityReport]]
 
 
 @pytest.fixture(scope="module")
-def in_numbers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Agreement]]:
-    """The same model in numbers of a kind, exported when first asked for."""
-    place = tmp_path_factory.mktemp("numbers")
+def export_as(tmp_path_factory: pytest.TempPathFactory) -> ExportFn:
+    """Export the same model in a precision, once per precision."""
+    folder = tmp_path_factory.mktemp("precisions")
 
     @cache
-    def exported(precision: str) -> tuple[Path, Agreement]:
-        file = place / f"{precision}.onnx"
-        return file, shipped(file, precision=precision)
+    def export_once(precision: str) -> tuple[Path, ParityReport]:
+        file = folder / f"{precision}.onnx"
+        return file, export(file, precision=precision)
 
-    return exported
-
-
-@pytest.mark.parametrize(("precision", "bound"), [("fp16", 0.02), ("bf16", 0.1), ("int8", 0.3)])
-def test_smaller_numbers_export_and_make_smaller_files(in_numbers, precision: str, bound: float) -> None:
-    (large, exact), (small, found) = in_numbers("fp32"), in_numbers(precision)
-    assert exact.largest_difference < 1e-4
-    assert found.same >= 0.9
-    assert 0 < found.largest_difference < bound
-    assert small.stat().st_size < large.stat().st_size
-    assert OnnxModel(small).about["precision"] == precision
+    return export_once
 
 
-def test_int8_matrices_have_a_step_for_each_row(in_numbers) -> None:
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 0.02), ("bf16", 0.1), ("int8", 0.3)])
+def test_lower_precisions_make_smaller_files(export_as: ExportFn, precision: str, tolerance: float) -> None:
+    (fp32_file, fp32_parity), (file, parity) = export_as("fp32"), export_as(precision)
+    assert fp32_parity.max_abs_diff < 1e-4
+    assert parity.top1_agreement >= 0.9
+    assert 0 < parity.max_abs_diff < tolerance
+    assert file.stat().st_size < fp32_file.stat().st_size
+    assert OnnxModel(file).metadata["precision"] == precision
+
+
+def test_int8_weights_have_one_scale_per_output_channel(export_as: ExportFn) -> None:
     onnx = pytest.importorskip("onnx")
-    graph = onnx.load(in_numbers("int8")[0]).graph
-    bytes_ = [t for t in graph.initializer if t.data_type == onnx.TensorProto.INT8 and len(t.dims) == 2]
-    assert len(bytes_) >= 4 * SMALL["depth"]
-    steps = {len(t.dims) and t.dims[0] for t in graph.initializer if t.name.endswith("_scale") and t.dims}
-    assert 3 * SMALL["width"] in steps
+    graph = onnx.load(export_as("int8")[0]).graph
+    weights = [t for t in graph.initializer if t.data_type == onnx.TensorProto.INT8 and len(t.dims) == 2]
+    assert len(weights) >= 4 * SMALL_CONFIG["depth"]
+    scale_sizes = {t.dims[0] for t in graph.initializer if t.name.endswith("_scale") and t.dims}
+    assert 3 * SMALL_CONFIG["width"] in scale_sizes
 
 
-@pytest.mark.parametrize("kind", ["class", "rotary, normed queries", "layer scale, tanh", "distilled"])
-def test_balancing_columns_changes_no_answer(kind: str) -> None:
-    model, card = carded(kind)
-    images = wanted(card, photographs(8))
-    ranges = measure_ranges(model, [images], card.preprocessing)
-    other = balanced(model, ranges)
-    with torch.inference_mode():
-        a, b = (m(card.preprocessing.normalise(images)) for m in (model, other))
-    torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-    assert not torch.equal(model.encoder.blocks[0].norm1.weight, other.encoder.blocks[0].norm1.weight)
+@pytest.mark.parametrize("kind", ["class", "rotary, qk norm", "layer scale, tanh", "distilled"])
+def test_smoothing_activations_does_not_change_the_logits(kind: str) -> None:
+    model, model_config = build_calibrated_model(kind)
+    preprocessing = model_config.preprocessing
+    images = to_model_input(model_config, images_of_many_sizes(8))
+    smoothed = smooth_activations(model, collect_activation_ranges(model, [images], preprocessing))
+    expected, actual = (reference_logits(m, preprocessing, images) for m in (model, smoothed))
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(model.encoder.blocks[0].norm1.weight, smoothed.encoder.blocks[0].norm1.weight)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_torch_program_is_written_and_read_back(tmp_path: Path, precision: str) -> None:
-    found = shipped(tmp_path / "model.pt2", to="torch", precision=precision)
-    assert found.same >= 0.95
-    program, about = torch_file.read_pt2(tmp_path / "model.pt2")
-    assert about["classes"] == list(CLASSES)
-    assert about["calibration"]["temperature"] == 1.7
-    _, card = carded()
-    assert program(wanted(card, photographs(7)))[1].shape == (7, 5)
+def test_a_torch_export_can_be_loaded_with_its_metadata(tmp_path: Path, precision: str) -> None:
+    parity = export(tmp_path / "model.pt2", to="torch", precision=precision)
+    assert parity.top1_agreement >= 0.95
+    program, metadata = torch_file.read_pt2(tmp_path / "model.pt2")
+    assert metadata["classes"] == list(CLASSES)
+    assert metadata["calibration"]["temperature"] == 1.7
+    _, model_config = build_calibrated_model()
+    assert program(to_model_input(model_config, images_of_many_sizes(7)))[1].shape == (7, 5)
 
 
 @pytest.mark.slow
-def test_an_aotinductor_package_is_written_and_read_back(tmp_path: Path) -> None:
-    found = shipped(tmp_path / "model.pt2", to="aoti")
-    assert found.same == 1
+def test_an_aotinductor_package_can_be_loaded_with_its_metadata(tmp_path: Path) -> None:
+    parity = export(tmp_path / "model.pt2", to="aoti")
+    assert parity.top1_agreement == 1
     assert torch_file.read_aoti(tmp_path / "model.pt2")[1]["classes"] == list(CLASSES)
 
 
-def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
-    for how, said in (
-        ({"to": "torch", "preprocessing": True}, "ONNX files only"),
-        ({"to": "torch", "precision": "int8"}, "ONNX only"),
-        ({"to": "onnx"}, "must end in .onnx"),
-    ):
-        with pytest.raises(VitralError, match=said):
-            shipped(tmp_path / "model.pt2", **how)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "torch", "preprocessing": True}, "preprocessing can only be exported to ONNX"),
+        ({"to": "torch", "precision": "int8"}, "int8 can only be exported to ONNX"),
+        ({"to": "onnx"}, r"ends in \.onnx"),
+    ],
+)
+def test_unsupported_combinations_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(VitralError, match=message):
+        export(tmp_path / "model.pt2", **options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_says_other_things_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil = onnx_file.whole_graph
+def test_a_file_that_disagrees_with_the_model_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_graph = onnx_file.build_graph
 
-    def spoiled(model: ViT, card: ModelCard, *rest: Any, **more: Any) -> Any:
-        broken = carded()[0]
+    def build_wrong_graph(model: ViT, *arguments: Any, **keywords: Any) -> Any:
+        wrong, _ = build_calibrated_model()
         with torch.no_grad():
-            broken.encoder.blocks[1].mlp.contract.weight.mul_(-3)
-        return spoil(broken, card, *rest, **more)
+            wrong.encoder.blocks[1].mlp.contract.weight.mul_(-3)
+        return build_graph(wrong, *arguments, **keywords)
 
-    monkeypatch.setattr(onnx_file, "whole_graph", spoiled)
-    with pytest.raises(VitralError, match="not exported: in fp32 the file does not say") as error:
-        shipped(tmp_path / "model.onnx")
-    assert "they part at block 2" in error.value.hint
+    monkeypatch.setattr(onnx_file, "build_graph", build_wrong_graph)
+    with pytest.raises(VitralError, match="not exported: the fp32 file does not agree with the model") as caught:
+        export(tmp_path / "model.onnx")
+    assert "they diverge at block 2" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("to", ["onnx", "torch"])
-def test_a_folder_that_cannot_be_written_to_is_found_before_the_work(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    def work(*_: object) -> None:
-        raise AssertionError("it began")
+def test_an_unwritable_folder_is_detected_before_tracing(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("tracing has started")
 
-    monkeypatch.setattr("vitral.export.onnx_file.write_onnx", work)
-    monkeypatch.setattr("vitral.export.torch_file.write_pt2", work)
+    monkeypatch.setattr("vitral.export.onnx_file.write_onnx", fail)
+    monkeypatch.setattr("vitral.export.torch_file.write_pt2", fail)
     with pytest.raises(OSError, match="model"):
-        shipped(Path("/proc") / f"model{ENDINGS[to]}", to=to)
+        export(Path("/proc") / f"model{SUFFIX_BY_TARGET[to]}", to=to)
 
 
-def test_the_proof_counts_what_it_says() -> None:
-    images = torch.zeros(40, 1, 2, 2, dtype=torch.uint8)
-    ours = torch.eye(4).repeat(10, 1) * 0.9 + 0.025
-    theirs = ours.clone()
-    theirs[:2] = theirs[:2].roll(1, dims=1)  # two of forty
-    at = {"a": 0, "b": 0}
+def indexed_model(probabilities: Tensor) -> ModelFn:
+    """A model whose input pixels are row indices into `probabilities`."""
 
-    def ask(name: str, answers: torch.Tensor) -> Any:
-        def one(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            place = at[name] % 40
-            at[name] += len(some) if at[name] or place or getattr(one, "warm", False) else 0
-            one.warm = True  # type: ignore[attr-defined]
-            return answers[place : place + len(some)], answers[place : place + len(some)]
+    def run(images: Tensor) -> tuple[Tensor, Tensor]:
+        rows = probabilities[images[:, 0, 0, 0].long()]
+        return rows, rows
 
-        return one
+    return run
 
-    batches = [(part, part) for part in images.split(10)]
-    found = compare(ask("a", ours), ask("b", theirs), batches, torch.arange(4).repeat(10))
-    assert found.images == 40
-    assert found.same == pytest.approx(38 / 40)
-    assert found.accuracy == pytest.approx((1.0, 38 / 40))
-    assert found.largest_difference == pytest.approx(0.9)
-    with pytest.raises(VitralError, match=r"only 95.0% of 40 images.*accuracy falls from 100.00% to 95.00%"):
-        check(found, "fp32", lambda: "here")
-    fine = replace(found, same=39 / 40, accuracy=(1.0, 39 / 40), largest_difference=1e-5)
-    check(fine, "fp32", lambda: "one image of forty may differ")
+
+def test_parity_counts_agreement_accuracy_and_difference() -> None:
+    images = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1)
+    expected = torch.eye(4).repeat(10, 1) * 0.9 + 0.025
+    actual = expected.clone()
+    actual[:2] = actual[:2].roll(1, dims=1)  # two of forty images differ
+    batches = [(batch, batch) for batch in images.split(10)]
+    labels = torch.arange(4).repeat(10)
+    parity = measure_parity(indexed_model(expected), indexed_model(actual), batches, labels)
+    assert parity.images == 40
+    assert parity.top1_agreement == pytest.approx(38 / 40)
+    assert parity.accuracy == pytest.approx((1.0, 38 / 40))
+    assert parity.max_abs_diff == pytest.approx(0.9)
+    with pytest.raises(VitralError, match=r"agreement is 95.0% on 40 images.*accuracy drops from 100.00% to 95.00%"):
+        check_parity(parity, "fp32", lambda: "here")
+    one_differs = replace(parity, top1_agreement=39 / 40, accuracy=(1.0, 39 / 40), max_abs_diff=1e-5)
+    check_parity(one_differs, "fp32", lambda: "a single image may differ")
     with pytest.raises(VitralError, match="a probability differs by inf"):
-        check(replace(fine, largest_difference=float("inf")), "int8", lambda: "")
+        check_parity(replace(one_differs, max_abs_diff=float("inf")), "int8", lambda: "")
 
 
-def test_parting_names_the_block() -> None:
-    ours = [torch.ones(2, 3) for _ in range(5)]
-    theirs = [t.clone() for t in ours]
-    assert parting(ours, theirs, 0.01) == "block by block they are within 0.0%"
-    theirs[2] += 0.5
-    assert parting(ours, theirs, 0.01).startswith("they part at block 2: 50.0% off")
+def test_the_first_divergent_block_is_named() -> None:
+    expected = [torch.ones(2, 3) for _ in range(5)]
+    actual = [tokens.clone() for tokens in expected]
+    assert first_divergent_block(expected, actual, 0.01) == "the relative error of every block is at most 0.0%"
+    actual[2] += 0.5
+    assert first_divergent_block(expected, actual, 0.01).startswith("they diverge at block 2: relative error 50.0%")
 
 
-def test_the_command_exports_and_predicts_as_the_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from vitral.cli import main as cli
-
-    model, card = carded()
-    save_model(tmp_path / "mine" / "model", model, card)
-    (tmp_path / "photos").mkdir()
-    for index, picture in enumerate(photographs(20)):
-        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(tmp_path / "photos" / f"{index:02}.png")
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["export", str(tmp_path / "mine"), "--data", str(tmp_path / "photos")])
-    assert stop.value.code == 0
-    said = capsys.readouterr().out
-    assert "exported" in said
-    assert "same first label on 100.00% of 10 images" in said
-    file = tmp_path / "mine" / "exports" / "model.onnx"
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["predict", str(file), str(tmp_path / "photos"), "--json", "--top", "5"])
-    assert stop.value.code == 0
-    theirs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    ours = Predictor.load(tmp_path / "mine", device="cpu").predict_files([tmp_path / "photos"])
-    assert [a["file"] for a in theirs] == [a.source for a in ours]
-    for a, b in zip(theirs, ours, strict=True):
-        assert a["unknown"] == b.unknown
-        probabilities = {label["name"]: label["probability"] for label in a["labels"]}
-        for label in b.labels:
-            assert probabilities[label.name] == pytest.approx(label.probability, abs=1e-4)
+def test_the_exported_file_predicts_what_the_model_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "run" / "model", *build_calibrated_model())
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for index, image in enumerate(images_of_many_sizes(20)):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(photos / f"{index:02}.png")
+    run_vitral("export", tmp_path / "run", "--data", photos)
+    assert "top-1 agreement 100.00% on 10 images" in capsys.readouterr().out
+    run_vitral("predict", tmp_path / "run" / "exports" / "model.onnx", photos, "--json", "--top", "5")
+    exported = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    predictions = Predictor.load(tmp_path / "run", device="cpu").predict_files([photos])
+    assert [prediction["file"] for prediction in exported] == [prediction.source for prediction in predictions]
+    for actual, expected in zip(exported, predictions, strict=True):
+        assert actual["ood"] == expected.is_ood
+        probabilities = {label["name"]: label["probability"] for label in actual["labels"]}
+        assert probabilities == pytest.approx({x.name: x.probability for x in expected.labels}, abs=1e-4)
 
 
-def test_a_file_that_vitral_did_not_write_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_vitral_did_not_export_are_refused(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    helper, float_type = onnx.helper, onnx.TensorProto.FLOAT
     graph = helper.make_graph(
         [helper.make_node("Identity", ["x"], ["y"])],
         "g",
-        [helper.make_tensor_value_info("x", kind, [1])],
-        [helper.make_tensor_value_info("y", kind, [1])],
+        [helper.make_tensor_value_info("x", float_type, [1])],
+        [helper.make_tensor_value_info("y", float_type, [1])],
     )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / "o.onnx")
-    with pytest.raises(VitralError, match="was not written by vitral"):
-        OnnxModel(tmp_path / "o.onnx")
-    (tmp_path / "rubbish.onnx").write_bytes(b"rubbish")
+    other = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(other, tmp_path / "other.onnx")
+    with pytest.raises(VitralError, match="was not exported by vitral"):
+        OnnxModel(tmp_path / "other.onnx")
+    helper.set_model_props(other, {"vitral": json.dumps({"format": 1})})
+    onnx.save(other, tmp_path / "old.onnx")
+    with pytest.raises(VitralError, match="has metadata format 1"):
+        OnnxModel(tmp_path / "old.onnx")
+    (tmp_path / "corrupt.onnx").write_bytes(b"corrupt")
     with pytest.raises(VitralError, match="cannot read"):
-        OnnxModel(tmp_path / "rubbish.onnx")
-    with pytest.raises(VitralError, match="there is no file"):
-        OnnxModel(tmp_path / "none.onnx")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(VitralError, match="no images in"):
-        runtime.main([str(tmp_path / "rubbish.onnx"), str(tmp_path / "empty")])
+        OnnxModel(tmp_path / "corrupt.onnx")
+    with pytest.raises(VitralError, match="no such file"):
+        OnnxModel(tmp_path / "missing.onnx")
 
 
-def test_exported_module_is_the_model_between_pixels_and_probabilities() -> None:
-    model, card = carded()
-    images = wanted(card, photographs(3))
-    logits, probabilities = Exported(model, card).eval()(images)
-    torch.testing.assert_close(probabilities, card.calibration.probabilities(logits))
-    tokens = Exported(model, card, blocks=True).eval()(images)
-    assert len(tokens) == SMALL["depth"] + 2
-    torch.testing.assert_close(tokens[-1], logits, atol=1e-4, rtol=1e-4)
+def test_the_export_wrapper_maps_pixels_to_logits_and_probabilities() -> None:
+    model, model_config = build_calibrated_model()
+    images = to_model_input(model_config, images_of_many_sizes(3))
+    logits, probabilities = ExportWrapper(model, model_config).eval()(images)
+    torch.testing.assert_close(probabilities, model_config.calibration.probabilities(logits))
+    *tokens, last = ExportWrapper(model, model_config, blocks=True).eval()(images)
+    assert len(tokens) == SMALL_CONFIG["depth"] + 1
+    torch.testing.assert_close(last, logits, atol=1e-4, rtol=1e-4)

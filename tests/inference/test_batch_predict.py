@@ -1,4 +1,4 @@
-"""Answers for whole folders: each image once, through kills and torchrun, in every format."""
+"""Batch prediction: every image exactly once, across kills and ranks, in every file format."""
 
 from __future__ import annotations
 
@@ -12,42 +12,52 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from inference.test_predictor import model_folder
+from support.models import save_random_model
 from vitral.errors import VitralError
-from vitral.inference import batch_predict as harvesting
-from vitral.inference.batch_predict import harvest, walk
-from vitral.inference.predictor import Predictor
+from vitral.inference import batch_predict
+from vitral.inference.batch_predict import predict_to_file
+from vitral.inference.prediction import Prediction
+from vitral.inference.predictor import DecodedImage, Predictor
+
+NUM_IMAGES = 120
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("harvest") / "model")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("batch") / "model")
+
+
+@pytest.fixture
+def predictor(model_dir: Path) -> Predictor:
+    return Predictor.load(model_dir, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """120 small pictures in folders, two broken, some hidden."""
-    folder = tmp_path_factory.mktemp("pictures")
-    for index in range(118):
-        place = folder / f"{index % 3}" / f"{index:03} ü.png"
-        place.parent.mkdir(exist_ok=True)
-        draws = np.random.default_rng(index)
-        Image.fromarray(draws.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(place)
-    for name in ("broken.png", "1/empty.jpg"):
-        (folder / name).write_bytes(b"" if "empty" in name else b"no picture")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 small images in folders, two of them unreadable, and hidden files, which are skipped."""
+    folder = tmp_path_factory.mktemp("images")
+    for index in range(NUM_IMAGES - 2):
+        path = folder / f"{index % 3}" / f"{index:03} ü.png"
+        path.parent.mkdir(exist_ok=True)
+        pixels = np.random.default_rng(index).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    (folder / "broken.png").write_bytes(b"not an image")
+    (folder / "1" / "empty.jpg").write_bytes(b"")
     (folder / ".hidden").mkdir()
     Image.new("L", (4, 4)).save(folder / ".hidden" / "x.png")
-    (folder / "notes.txt").write_text("not a picture")
+    (folder / "notes.txt").write_text("not an image")
     return folder
 
 
-def names(out: Path) -> list[str]:
+def predicted_files(out: Path) -> list[str]:
     if out.suffix == ".jsonl":
         return [json.loads(line)["file"] for line in out.read_text().splitlines()]
     if out.suffix == ".csv":
@@ -58,167 +68,179 @@ def names(out: Path) -> list[str]:
     return pyarrow.parquet.read_table(out).column("file").to_pylist()
 
 
-def expected(folder: Path) -> list[str]:
-    found = [str(p) for p in folder.rglob("*") if p.suffix in (".png", ".jpg") and ".hidden" not in p.parts]
-    assert len(found) == 120
-    return sorted(found)
+def image_files(folder: Path) -> list[str]:
+    files = [str(p) for p in folder.rglob("*") if p.suffix in (".png", ".jpg") and ".hidden" not in p.parts]
+    assert len(files) == NUM_IMAGES
+    return sorted(files)
 
 
-@pytest.mark.parametrize("ending", [".parquet", ".csv", ".jsonl"])
-def test_every_image_is_answered_once(
-    model: Path, folder: Path, tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
+def test_every_image_is_predicted_exactly_once(
+    predictor: Predictor, images: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    predictor, out = Predictor.load(model, device="cpu"), tmp_path / f"answers{ending}"
-    (empty := folder.parent / "nothing").mkdir(exist_ok=True)
-    assert harvest(predictor, [folder, empty], out, top=2) == 1  # two could not be read
-    assert sorted(names(out)) == expected(folder)
-    said = capsys.readouterr()
-    told = re.search(r"120 answers, 2 of them errors: (\S+), (\S+); its column error says why", said.out)
-    assert told is not None
-    assert {told[1], told[2]} < set(expected(folder))
-    assert f"no images in {empty}" in said.err
+    out = tmp_path / f"predictions{suffix}"
+    (empty := images.parent / "nothing").mkdir(exist_ok=True)
+    assert predict_to_file(predictor, [images, empty], out, top=2) == 1  # two are unreadable
+    assert sorted(predicted_files(out)) == image_files(images)
+    captured = capsys.readouterr()
+    summary = re.search(r"120 predictions, 2 unreadable: (\S+), (\S+)", captured.out)
+    assert summary is not None
+    assert {summary[1], summary[2]} < set(image_files(images))
+    assert f"no images in {empty}" in captured.err
     assert list(tmp_path.iterdir()) == [out]
-    with pytest.raises(VitralError, match="is already there"):
-        harvest(predictor, [folder], out)
+    with pytest.raises(VitralError, match="already exists"):
+        predict_to_file(predictor, [images], out)
 
 
-def test_the_answers_are_the_predictors(model: Path, folder: Path, tmp_path: Path) -> None:
+def test_predictions_in_the_file_are_those_of_the_predictor(predictor: Predictor, images: Path, tmp_path: Path) -> None:
     import pyarrow.parquet
 
-    predictor, out = Predictor.load(model, device="cpu"), tmp_path / "answers.parquet"
-    harvest(predictor, [folder], out, top=6, quiet=True)
+    out = tmp_path / "predictions.parquet"
+    predict_to_file(predictor, [images], out, top=6, quiet=True)
     rows = {row["file"]: row for row in pyarrow.parquet.read_table(out).to_pylist()}
-    for answer in predictor.predict_files([folder]):
-        row = rows[answer.source]
-        assert row["error"] == (answer.error or None)
-        assert row["labels"] == [label.name for label in answer.labels]
-        assert row["label"] == (answer.labels[0].name if answer.labels else None)
-        assert row["probabilities"] == pytest.approx([label.probability for label in answer.labels], abs=1e-4)
+    for prediction in predictor.predict_files([images]):
+        row = rows[prediction.source]
+        assert row["error"] == prediction.error
+        assert row["engine"] == predictor.engine.name
+        assert row["labels"] == [label.name for label in prediction.labels]
+        assert row["label"] == (prediction.labels[0].name if prediction.labels else None)
+        assert row["probabilities"] == pytest.approx([label.probability for label in prediction.labels], abs=1e-4)
 
 
-def test_it_goes_on_where_it_stopped_and_asks_nothing_twice(
-    model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(harvesting, "PART", 16)
-    predictor, out = Predictor.load(model, device="cpu"), tmp_path / "answers.jsonl"
-    asked: list[str] = []
-    answer = predictor.answer
+class RecordingPredictor(Predictor):
+    """Records the files that it predicts; raises KeyboardInterrupt after a number of batches."""
 
-    def failing(waiting: list, top: int | None) -> object:  # type: ignore[type-arg]
-        if len(asked) > 60:
+    max_batches: int | None = None
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.__dict__.update(predictor.__dict__)
+        self.predicted: list[str] = []
+        self.num_batches = 0
+
+    def predict_batch(self, batch: Sequence[DecodedImage], top: int | None) -> Iterator[Prediction]:
+        if self.num_batches == self.max_batches:
             raise KeyboardInterrupt
-        asked.extend(name for name, _ in waiting)
-        return answer(waiting, top)
+        self.num_batches += 1
+        self.predicted += [name for name, _ in batch]
+        return super().predict_batch(batch, top)
 
-    monkeypatch.setattr(predictor, "answer", failing)
+
+def test_an_interrupted_run_resumes_without_repeating_predictions(
+    predictor: Predictor,
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(batch_predict, "PART_SIZE", 10)
+    out, parts = tmp_path / "predictions.jsonl", tmp_path / "predictions.jsonl.parts"
+    interrupted = RecordingPredictor(predictor)
+    interrupted.max_batches = 4
     with pytest.raises(KeyboardInterrupt):
-        harvest(predictor, [folder], out)
-    kept = [row["file"] for row in harvesting._kept(tmp_path / "answers.jsonl.parts")]
-    assert 0 < len(kept) <= len(asked)
-    asked.clear()
-    monkeypatch.setattr(predictor, "answer", lambda w, t: (asked.extend(n for n, _ in w), answer(w, t))[1])
-    harvest(predictor, [folder], out)
-    assert not {*asked} & {*kept}
-    assert sorted(names(out)) == expected(folder)
-    assert f"going on: {len(kept)} of 120 images were answered before" in capsys.readouterr().err
+        predict_to_file(interrupted, [images], out)
+    stored = {json.loads(line)["file"] for part in parts.glob("part-*") for line in part.read_text().splitlines()}
+    assert 0 < len(stored) <= len(interrupted.predicted)
+    resumed = RecordingPredictor(predictor)
+    predict_to_file(resumed, [images], out)
+    assert not {*resumed.predicted} & stored
+    assert sorted(predicted_files(out)) == image_files(images)
+    assert f"resuming: {len(stored)} of 120 images are already predicted" in capsys.readouterr().err
 
 
-def test_parts_of_another_model_are_not_mixed_in(model: Path, folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "answers.csv"
-    (tmp_path / "answers.csv.parts").mkdir()
-    (tmp_path / "answers.csv.parts" / "about.json").write_text('{"model": "another"}')
-    with pytest.raises(VitralError, match="another model") as error:
-        harvest(Predictor.load(model, device="cpu"), [folder], out)
-    assert "rm -r" in error.value.hint
+@pytest.mark.parametrize("difference", ["model", "engine", "top"])
+def test_predictions_of_another_job_are_not_mixed_in(
+    model_dir: Path, images: Path, tmp_path: Path, difference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "predictions.csv"
+    first = RecordingPredictor(Predictor.load(model_dir, device="cpu"))
+    first.max_batches = 1
+    with pytest.raises(KeyboardInterrupt):
+        predict_to_file(first, [images], out)
+    arguments: dict[str, Any] = {"engine": "reference"} if difference == "engine" else {}
+    second = Predictor.load(model_dir, device="cpu", **arguments)
+    if difference == "model":
+        second.model.head.out.bias.data += 1
+    with pytest.raises(VitralError, match="another model or engine") as caught:
+        predict_to_file(second, [images], out, top=2 if difference == "top" else 3)
+    assert "rm -r" in caught.value.hint
 
 
-def test_mistakes_are_told_before_the_work(model: Path, folder: Path, tmp_path: Path) -> None:
-    predictor = Predictor.load(model, device="cpu")
-    with pytest.raises(VitralError, match=r"Known endings: .parquet, .csv, .jsonl"):
-        harvest(predictor, [folder], tmp_path / "answers.xls")
+def test_invalid_arguments_are_refused_before_any_work(predictor: Predictor, images: Path, tmp_path: Path) -> None:
+    with pytest.raises(VitralError, match=r"supported suffixes: .parquet, .csv, .jsonl"):
+        predict_to_file(predictor, [images], tmp_path / "predictions.xls")
     (tmp_path / "empty").mkdir()
     with pytest.raises(VitralError, match="no images in"):
-        harvest(predictor, [tmp_path / "empty"], tmp_path / "answers.csv")
-    assert {p.name for p in tmp_path.iterdir()} == {"empty"}
+        predict_to_file(predictor, [tmp_path / "empty"], tmp_path / "predictions.csv")
+    assert {path.name for path in tmp_path.iterdir()} == {"empty"}
 
 
-def test_only_a_bounded_number_of_pictures_is_decoded_ahead(
-    model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    predictor = Predictor.load(model, device="cpu")
-    opened, answered, most = 0, 0, 0
-    open_, answer = predictor.open, predictor.answer
+def test_a_bounded_number_of_images_is_decoded_ahead(predictor: Predictor, images: Path, tmp_path: Path) -> None:
+    class CountingPredictor(RecordingPredictor):
+        decoded = max_ahead = 0
 
-    def counting(picture: object) -> object:
-        nonlocal opened, most
-        opened += 1
-        most = max(most, opened - answered)
-        return open_(picture)  # type: ignore[arg-type]
+        def decode_image(self, image: Any) -> DecodedImage:
+            self.decoded += 1
+            self.max_ahead = max(self.max_ahead, self.decoded - len(self.predicted))
+            return super().decode_image(image)
 
-    def slowly(waiting: list, top: int | None) -> object:  # type: ignore[type-arg]
-        nonlocal answered
-        time.sleep(0.02)
-        answered += len(waiting)
-        return answer(waiting, top)
+        def predict_batch(self, batch: Sequence[DecodedImage], top: int | None) -> Iterator[Prediction]:
+            time.sleep(0.02)
+            return super().predict_batch(batch, top)
 
-    monkeypatch.setattr(predictor, "open", counting)
-    monkeypatch.setattr(predictor, "answer", slowly)
-    harvest(predictor, [folder], tmp_path / "a.jsonl", quiet=True)
-    assert answered == 120
-    assert most <= 5 * predictor.choice.batch
+    counting = CountingPredictor(predictor)
+    predict_to_file(counting, [images], tmp_path / "predictions.jsonl", quiet=True)
+    assert len(counting.predicted) == NUM_IMAGES
+    assert counting.max_ahead <= 5 * predictor.engine.batch_size
 
 
-def test_walk_is_in_order_and_takes_files_as_they_are(folder: Path) -> None:
-    assert sorted(map(str, walk([folder]))) == expected(folder)
-    assert list(walk([folder / "notes.txt"])) == [folder / "notes.txt"]
-    assert list(walk([folder])) == list(walk([folder]))
-
-
-COMMAND = """
+PREDICT_SCRIPT = """
 import sys
 from pathlib import Path
-from vitral import harvest as h
-from vitral.predict import Predictor
-h.PART = 4
-sys.exit(h.harvest(Predictor.load(sys.argv[1], device="cpu"), [Path(sys.argv[2])], Path(sys.argv[3]), quiet=True))
+from vitral.inference import batch_predict
+from vitral.inference.predictor import Predictor
+batch_predict.PART_SIZE = 4
+predictor = Predictor.load(sys.argv[1], device="cpu")
+sys.exit(batch_predict.predict_to_file(predictor, [Path(sys.argv[2])], Path(sys.argv[3]), quiet=True))
 """
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_lose_and_repeat_nothing(model: Path, folder: Path, tmp_path: Path) -> None:
-    draws, kills = random.Random(5), 0
-    for number in range(20):  # a quick machine is done with a folder after a kill or two
-        out = tmp_path / f"answers-{number}.jsonl"
-        kills += killed(out, model, folder, draws)
-        assert Counter(names(out)) == Counter(expected(folder))
-        if kills >= 5:
+def test_sigkill_at_random_moments_neither_loses_nor_repeats_predictions(
+    model_dir: Path, images: Path, tmp_path: Path
+) -> None:
+    rng, num_kills = random.Random(5), 0
+    for attempt in range(20):  # a fast machine finishes the folder after one or two kills
+        out = tmp_path / f"predictions-{attempt}.jsonl"
+        num_kills += predict_with_kills(out, model_dir, images, rng)
+        assert Counter(predicted_files(out)) == Counter(image_files(images))
+        if num_kills >= 5:
             return
-    raise AssertionError(f"only {kills} kills hit a running process")
+    raise AssertionError(f"only {num_kills} kills hit a running process")
 
 
-def killed(out: Path, model: Path, folder: Path, draws: random.Random) -> int:
-    """Answers for the folder, by processes that are killed until one gets through: how many of them were."""
-    words = [sys.executable, "-c", COMMAND, str(model), str(folder), str(out)]
-    parts, kills = out.with_name(f"{out.name}.parts"), 0
+def predict_with_kills(out: Path, model_dir: Path, images: Path, rng: random.Random) -> int:
+    """Start processes and kill them until one finishes. Returns the number of killed processes."""
+    command = [sys.executable, "-c", PREDICT_SCRIPT, str(model_dir), str(images), str(out)]
+    parts, num_kills = out.with_name(f"{out.name}.parts"), 0
     while not (out.exists() and not parts.exists()):
-        process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        if kills < 8:  # once it has begun, at any moment
-            before = len(list(parts.glob("part-*"))) if parts.exists() else 0
-            while process.poll() is None and len(list(parts.glob("part-*"))) <= before + draws.randrange(4):
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if num_kills < 8:
+            parts_before = len(list(parts.glob("part-*"))) if parts.exists() else 0
+            while process.poll() is None and len(list(parts.glob("part-*"))) <= parts_before + rng.randrange(4):
                 time.sleep(0.002)
-            time.sleep(draws.random() * 0.05)
+            time.sleep(rng.random() * 0.05)
             process.send_signal(signal.SIGKILL)
-        kills += process.wait(timeout=120) == -signal.SIGKILL
-    return kills
+        num_kills += process.wait(timeout=120) == -signal.SIGKILL
+    return num_kills
 
 
 @pytest.mark.slow
-def test_under_torchrun_each_image_is_answered_once(model: Path, folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "answers.parquet"
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vitral", "predict"]
-    done = subprocess.run(
-        [sys.executable, *words, str(model), str(folder), "--out", str(out)],
+def test_two_ranks_predict_every_image_exactly_once(model_dir: Path, images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "predictions.parquet"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vitral", "predict"]
+    result = subprocess.run(
+        [sys.executable, *launcher, str(model_dir), str(images), "--out", str(out)],
         capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
-    assert out.is_file(), done.stderr
-    assert Counter(names(out)) == Counter(expected(folder))
+    assert out.is_file(), result.stdout + result.stderr
+    assert Counter(predicted_files(out)) == Counter(image_files(images))

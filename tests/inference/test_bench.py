@@ -1,4 +1,4 @@
-"""`vitral bench`: every way measured, the best of those that agree recommended and used."""
+"""Benchmark: every engine is measured, and the fastest that agrees with fp32 is recommended and used."""
 
 from __future__ import annotations
 
@@ -8,115 +8,111 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+import vitral
 from support.common import Fit
-from vitral import api_ship as shipping
-from vitral.cli import main as cli
-from vitral.device import hardware
+from support.training import run_vitral
+from vitral.data.datasets import Dataset
+from vitral.device import cpu as cpu_info
 from vitral.errors import VitralError
-from vitral.evaluation.calibration_images import sample
-from vitral.evaluation.evaluate import spread
+from vitral.evaluation.calibration_images import load_calibration_images
+from vitral.evaluation.data import evenly_spaced_indices
 from vitral.inference.bench import recommend
-from vitral.inference.engine_selection import Measured, Row, possible, read_measured
+from vitral.inference.cpu_engine import supported_precisions
+from vitral.inference.engine_selection import BenchRow, load_bench_results
 from vitral.inference.predictor import Predictor
-from vitral.reporting.terminal.bench import show_measured
 
-pytestmark = pytest.mark.skipif(not hardware.cpu_packs_matrices(), reason="this build of PyTorch has no oneDNN")
+pytestmark = pytest.mark.skipif(not cpu_info.cpu_has_packed_linear(), reason="this build of PyTorch has no oneDNN")
 
 
-def row(precision: str, speed: float, agreement: float = 1.0, batch: int = 8) -> Row:
-    return Row(precision=precision, threads=2, batch=batch, p50_ms=1, p95_ms=1, p99_ms=1, images_per_second=speed,
-               memory_mb=1, agreement=agreement, again=0)  # fmt: skip
+def bench_row(engine: str, images_per_second: float, agreement: float = 1.0, batch_size: int = 8) -> BenchRow:
+    return BenchRow(
+        engine=engine, threads=2, batch_size=batch_size, p50_ms=1, p95_ms=1, p99_ms=1,
+        images_per_second=images_per_second, memory_mb=1, agreement=agreement, recheck_rate=0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("rows", "best"),
+    ("rows", "expected"),
     [
-        ([row("fp32", 10), row("bf16", 20), row("int8", 40, 0.99)], "bf16"),  # int8 says other things
-        ([row("fp32", 10), row("bf16", 20, 0.9985), row("int8", 40, 0.9989)], "fp32"),
-        ([row("fp32", 10), row("bf16", 20), row("int8", 40, 0.9995), row("int8-checked", 30)], "int8"),
-        ([row("fp32", 10), row("bf16", 11.5)], "fp32"),  # not worth it
-        ([row("fp32", 10), row("fp32", 30, batch=32), row("bf16", 20)], "fp32"),
+        ([bench_row("fp32", 10), bench_row("bf16", 20), bench_row("int8", 40, 0.99)], "bf16"),
+        ([bench_row("fp32", 10), bench_row("bf16", 20, 0.9985), bench_row("int8", 40, 0.9989)], "fp32"),
+        ([bench_row("fp32", 10), bench_row("int8", 40, 0.9995), bench_row("int8-cascade", 30)], "int8"),
+        ([bench_row("fp32", 10), bench_row("bf16", 11.5)], "fp32"),  # less than the minimum speedup
+        ([bench_row("fp32", 10), bench_row("fp32", 30, batch_size=32), bench_row("bf16", 20)], "fp32"),
     ],
 )
-def test_the_quickest_way_that_says_the_same_is_recommended(rows: list[Row], best: str) -> None:
-    found, why = recommend(rows, 1000)
-    assert found.precision == best
-    assert f"{found.images_per_second:.0f} images/s" in why
-    fp32 = max(r.images_per_second for r in rows if r.precision == "fp32")
-    assert found.images_per_second >= fp32
+def test_the_fastest_engine_that_agrees_with_fp32_is_recommended(rows: list[BenchRow], expected: str) -> None:
+    best, reason = recommend(rows, 1000)
+    assert best.engine == expected
+    assert f"{best.images_per_second:.0f} images/s" in reason
+    assert best.images_per_second >= max(row.images_per_second for row in rows if row.engine == "fp32")
 
 
-def test_bench_measures_keeps_and_prints_what_predict_then_uses(
-    train_tiny: Fit, dataset: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = train_tiny()
-    monkeypatch.setattr("vitral.evaluation.evaluate.load_dataset", lambda name, **kw: dataset)
-    before = torch.get_num_threads()
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", str(run), "--seconds", "0.01", "--batches", "1", "4", "--threads", "1", "--json"])
-    assert stop.value.code == 0
-    assert torch.get_num_threads() == before
-    said = json.loads(capsys.readouterr().out)
-    ways = [*possible(), *(f"{n}-checked" for n in possible()[1:])]
-    assert [(r["precision"], r["batch"]) for r in said["rows"]] == [(w, b) for b in (1, 4) for w in ways]
-    for r in said["rows"]:
-        assert 0 < r["p50_ms"] <= r["p95_ms"] <= r["p99_ms"]
-        assert 0 <= r["again"] <= 1
-        assert r["agreement"] >= (0.999 if r["precision"] in ("fp32", "int8-checked") else 0.7)
-    kept = read_measured(run.model)[hardware.cpu_name()]
-    assert (kept.precision, kept.why, kept.images) == (said["precision"], said["why"], 20)
-    predictor = Predictor.load(run.path, device="cpu")
-    assert str(predictor.choice) == f"{kept.precision} ({kept.why})"
-    with pytest.raises(SystemExit):
-        cli.main(["bench", str(run), "--seconds", "0.01", "--batches", "2", "--threads", "1"])
-    shown = capsys.readouterr().out
-    assert "images/s" in shown
-    assert "predict and serve use it on this CPU" in shown
+@pytest.fixture
+def trained(train_tiny: Fit, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder whose training dataset can be loaded again."""
+    monkeypatch.setattr("vitral.evaluation.data.load_builtin_dataset", lambda name, **_: dataset)
+    return train_tiny().path
 
 
-def test_images_to_measure_with_come_from_the_set_another_folder_or_nowhere(
-    train_tiny: Fit, dataset: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from PIL import Image
-
-    run = train_tiny()
-    monkeypatch.setattr("vitral.evaluation.evaluate.load_dataset", lambda name, **kw: dataset)
-    predictor = Predictor.load(run.path, device="cpu")
-    own = sample(predictor, None, 10)
-    assert own.images.shape == (10, 1, 8, 8)
-    assert own.labels is not None
-    learn, compare = own.halves()
-    assert torch.equal(torch.stack([learn.images, compare.images], dim=1).flatten(0, 1), own.images)
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    for shade in (0, 100, 200):
-        Image.new("L", (20, 12), shade).save(flat / f"{shade}.png")
-    (flat / "broken.png").write_bytes(b"no picture")
-    found = sample(predictor, str(flat), 99)
-    assert found.labels is None
-    assert found.images[:, 0, 0, 0].tolist() == [0, 100, 200]
-    with pytest.raises(VitralError, match="too few to measure"):
-        shipping.bench(run.path, data=str(flat))
-    predictor.card = replace(predictor.card, trained_on="")
-    with pytest.raises(VitralError, match="does not say what it was trained on"):
-        sample(predictor, None, 9)
+def test_the_recommended_engine_is_stored_and_used(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads_before = torch.get_num_threads()
+    run_vitral("bench", trained, "--seconds", "0.01", "--batch-sizes", "1", "4", "--threads", "1", "--json")
+    assert torch.get_num_threads() == threads_before
+    result = json.loads(capsys.readouterr().out)
+    engines = [*supported_precisions(), *(f"{precision}-cascade" for precision in supported_precisions()[1:])]
+    measured = [(row["engine"], row["batch_size"]) for row in result["rows"]]
+    assert measured == [(engine, batch_size) for batch_size in (1, 4) for engine in engines]
+    for row in result["rows"]:
+        assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
+        assert 0 <= row["recheck_rate"] <= 1
+        assert row["agreement"] >= (0.999 if row["engine"] in ("fp32", "int8-cascade") else 0.7)
+    stored = load_bench_results(trained / "model")[cpu_info.cpu_name()]
+    assert (stored.engine, stored.reason, stored.images) == (result["engine"], result["reason"], 20)
+    assert str(Predictor.load(trained, device="cpu").engine) == f"{stored.engine} ({stored.reason})"
 
 
-def test_the_table_of_a_large_model_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = tuple(
-        Row(precision=name, threads=16, batch=32, p50_ms=1234.5, p95_ms=1234.5, p99_ms=1234.5, images_per_second=1234,
-            memory_mb=330.2, agreement=1.0, again=0.123)
-        for name in ("fp32", "bf16-checked")
-    )  # fmt: skip
-    show_measured(Measured(cpu="a CPU", made_by="vitral", date="", images=256, rows=rows, why="quickest"))
-    table = [line for line in capsys.readouterr().out.splitlines() if "numbers" in line or "checked" in line]
-    assert table[0].split()[-3:] == ["as", "fp32", "twice"]
-    assert table[1].split()[-2:] == ["100.0%", "12.3%"]
-    assert all(len(line) <= 80 for line in table)
+def test_calibration_images_default_to_the_validation_split(trained: Path) -> None:
+    images = load_calibration_images(Predictor.load(trained, device="cpu"), None, 10)
+    assert images.images.shape == (10, 1, 8, 8)
+    assert images.labels is not None
+    calibration, comparison = images.halves()
+    interleaved = torch.stack([calibration.images, comparison.images], dim=1).flatten(0, 1)
+    assert torch.equal(interleaved, images.images)
 
 
-def test_spread_takes_from_all_over() -> None:
-    assert spread(10, 5).tolist() == [0, 2, 4, 6, 8]
-    assert spread(3, 10).tolist() == [0, 1, 2]
-    assert spread(0, 10).tolist() == []
+def test_calibration_images_of_a_flat_folder_have_no_labels(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "flat"
+    folder.mkdir()
+    for grey in (0, 100, 200):
+        Image.new("L", (20, 12), grey).save(folder / f"{grey}.png")
+    (folder / "broken.png").write_bytes(b"not an image")
+    images = load_calibration_images(Predictor.load(trained, device="cpu"), str(folder), 99)
+    assert images.labels is None
+    assert images.images[:, 0, 0, 0].tolist() == [0, 100, 200]
+    with pytest.raises(VitralError, match="3 images are too few for a benchmark"):
+        vitral.api.bench(trained, data=str(folder))
+
+
+def test_large_photographs_are_reduced_before_they_are_kept(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    folder.mkdir()
+    Image.new("RGB", (4000, 1000), (255, 0, 0)).save(folder / "a.png")
+    Image.new("RGB", (300, 200), (0, 0, 255)).save(folder / "b.png")
+    images = load_calibration_images(Predictor.load(trained, device="cpu"), str(folder), 2)
+    assert [tuple(original.shape) for original in images.originals] == [(1, 256, 1024), (1, 200, 300)]
+
+
+def test_a_model_of_unknown_origin_needs_a_dataset(trained: Path) -> None:
+    predictor = Predictor.load(trained, device="cpu")
+    predictor.model_config = replace(predictor.model_config, trained_on="")
+    with pytest.raises(VitralError, match="does not record what it was trained on"):
+        load_calibration_images(predictor, None, 9)
+
+
+def test_evenly_spaced_indices_cover_the_whole_range() -> None:
+    assert evenly_spaced_indices(10, 5).tolist() == [0, 2, 4, 6, 8]
+    assert evenly_spaced_indices(3, 10).tolist() == [0, 1, 2]
+    assert evenly_spaced_indices(0, 10).tolist() == []

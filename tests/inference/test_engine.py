@@ -1,8 +1,9 @@
-"""Engines: the same answers as the model they were made of, in each number type, for each kind of model."""
+"""Engines: the logits of the model they were built from, in every precision, for every kind of model."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,322 +12,383 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.models import (
+    MODEL_KINDS,
+    SMALL_CONFIG,
+    build_model,
+    cpu_fp32,
+    randomize_weights,
+    reference_logits,
+    relative_error,
+    smooth_images,
+)
 from vitral.data.preprocess import Preprocessing
-from vitral.device import hardware
+from vitral.device import cpu as cpu_info
+from vitral.device.select import Hardware
 from vitral.errors import VitralError
-from vitral.inference import engine_selection as choice
-from vitral.inference.cuda_engine import GpuEngine
-from vitral.inference.engine import Checked, Engine, Number, margin_of
-from vitral.inference.engine_selection import Measured, Row, arrange, choose, read_measured, write_measured
-from vitral.inference.int8_calibration import load_ranges, measure_ranges, save_ranges
-from vitral.inference.linear import ByteProduct, FloatProduct, to_bytes
+from vitral.inference import engine_selection
+from vitral.inference.cpu_blocks import Int8Block
+from vitral.inference.cpu_engine import CpuEngine, CpuPrecision, supported_precisions
+from vitral.inference.cuda_engine import CudaEngine
+from vitral.inference.engine import CascadeEngine, ReferenceEngine, cascade_margin
+from vitral.inference.engine_selection import (
+    BenchResult,
+    BenchRow,
+    build_engine,
+    cuda_hardware,
+    load_bench_results,
+    save_bench_result,
+    select_cpu_engine,
+    select_cuda_engine,
+    select_engine,
+)
+from vitral.inference.int8_calibration import collect_activation_ranges, load_activation_ranges, save_activation_ranges
+from vitral.inference.linear import Int8Linear, PackedLinear, to_uint8
 from vitral.inference.predictor import Predictor
 from vitral.models.variants import VARIANTS
 from vitral.models.variants.hybrid import ConvStemConfig, HybridConfig
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import ModelCard, save_model
+from vitral.runs.model_io import ModelConfig, save_model
 
-needs_onednn = pytest.mark.skipif(not hardware.cpu_packs_matrices(), reason="this build of PyTorch has no oneDNN")
-needs_bf16 = pytest.mark.skipif(not hardware.cpu_has_bf16(), reason="this CPU has no bf16 instructions")
-needs_int8 = pytest.mark.skipif(not hardware.cpu_has_int8(), reason="this CPU has no 8-bit dot products")
-pytestmark = needs_onednn
-
-SMALL: dict[str, Any] = {"image_size": (16, 24), "patch_size": 8, "classes": 5, "width": 32, "depth": 2, "heads": 2}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "class": ("plain", {}),
-    "mean, no positions": ("plain", {"pooling": "mean", "positions": "none"}),
-    "attention pooling": ("plain", {"pooling": "attention", "positions": "sincos"}),
-    "rotary, registers": ("plain", {"positions": "learned+rotary", "registers": 2}),
-    "rotary, normed queries": ("plain", {"pooling": "mean", "positions": "rotary", "qk_norm": True}),
-    "layer scale, tanh": ("plain", {"layer_scale": 0.3, "gelu": "tanh", "head": "mlp", "qkv_bias": False}),
-    "gray": ("plain", {"channels": 1}),
-    "distilled": ("distilled", {}),
-    "late norm": ("late-norm", {"pooling": "mean"}),
-    "patch norm": ("patch-norm", {}),
-    "class and mean": ("class-and-mean", {}),
-}
+needs_bf16 = pytest.mark.skipif(not cpu_info.cpu_has_bf16(), reason="this CPU has no bf16 instructions")
+needs_int8 = pytest.mark.skipif(not cpu_info.cpu_has_int8(), reason="this CPU has no 8-bit dot products")
+pytestmark = pytest.mark.skipif(not cpu_info.cpu_has_packed_linear(), reason="this build of PyTorch has no oneDNN")
+PRECISIONS = [
+    ("fp32", 1e-4),
+    pytest.param("bf16", 0.05, marks=needs_bf16),
+    pytest.param("int8", 0.15, marks=needs_int8),
+]
 
 
-@torch.no_grad()
-def lively(model: ViT, seed: int = 0) -> ViT:
-    """Weights with which every part matters."""
-    draws = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=draws)
-        size = parameter.shape[1] ** -0.5 if parameter.ndim == 2 else 0.3
-        parameter.copy_(noise * size + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
-    return model.eval()
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+@pytest.mark.parametrize(("precision", "tolerance"), PRECISIONS)
+def test_engine_logits_agree_with_the_model(kind: str, precision: CpuPrecision, tolerance: float) -> None:
+    model, preprocessing = build_model(kind)
+    images = smooth_images(24, model.config.channels)
+    expected = reference_logits(model, preprocessing, images)
+    calibration_images = smooth_images(32, model.config.channels, seed=1)
+    ranges = collect_activation_ranges(model, calibration_images.split(16), preprocessing)
+    engine = CpuEngine(model, preprocessing, precision, ranges)
+    assert relative_error(engine(images), expected) < tolerance
+    one_by_one = torch.cat([engine(image) for image in images.split(1)])
+    assert relative_error(one_by_one, engine(images)) < tolerance
+    assert torch.equal(reference_logits(model, preprocessing, images), expected)  # the model is unchanged
 
 
-def made(kind: str, **more: Any) -> tuple[ViT, Preprocessing]:
-    variant, changes = KINDS[kind]
-    config = ViTConfig(**SMALL | changes | more)
-    C = config.channels
-    mean, std = (0.4, 0.5, 0.6)[:C], (0.2, 0.3, 0.25)[:C]
-    return lively(VARIANTS[variant](config)), Preprocessing(image_size=(16, 24), channels=C, mean=mean, std=std)
-
-
-def pictures(count: int, channels: int = 3, seed: int = 0) -> Tensor:
-    draws = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(count, channels, 4, 6, generator=draws) * 255
-    return torch.nn.functional.interpolate(coarse, size=(16, 24), mode="bilinear").round().to(torch.uint8)
-
-
-def reference(model: ViT, preprocessing: Preprocessing, images: Tensor) -> Tensor:
+@pytest.mark.parametrize(("precision", "tolerance"), PRECISIONS)
+def test_engine_features_agree_with_the_model(precision: CpuPrecision, tolerance: float) -> None:
+    model, preprocessing = build_model("class")
+    images = smooth_images(24)
+    ranges = collect_activation_ranges(model, [smooth_images(32, seed=1)], preprocessing)
+    engine = CpuEngine(model, preprocessing, precision, ranges)
     with torch.inference_mode():
-        return model(preprocessing.normalise(images))
+        expected = model.features(preprocessing.normalise(images))
+    assert relative_error(engine.features(images), expected) < tolerance
+    torch.testing.assert_close(engine.head(engine.features(images)), engine(images), rtol=0, atol=0)
 
 
-def off(answer: Tensor, wanted: Tensor) -> float:
-    """Error over the size of what is to be told apart."""
-    return float((answer - wanted).square().mean().sqrt() / (wanted - wanted.mean(dim=0)).square().mean().sqrt())
+def test_the_reference_engine_is_bit_identical_to_the_module() -> None:
+    model, preprocessing = build_model("class")
+    images = smooth_images(24)
+    engine = ReferenceEngine(model, preprocessing, cpu_fp32())
+    assert torch.equal(engine(images), reference_logits(model, preprocessing, images))
+    with torch.inference_mode():
+        assert torch.equal(engine.features(images), model.features(preprocessing.normalise(images)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("number", "bound"),
-    [("fp32", 1e-4), pytest.param("bf16", 0.05, marks=needs_bf16), pytest.param("int8", 0.15, marks=needs_int8)],
-)
-def test_an_engine_answers_as_its_model_does(kind: str, number: Number, bound: float) -> None:
-    model, preprocessing = made(kind)
-    images = pictures(24, model.config.channels)
-    before = reference(model, preprocessing, images)
-    ranges = measure_ranges(model, pictures(32, model.config.channels, seed=1).split(16), preprocessing)
-    engine = Engine(model, preprocessing, number, ranges)
-    assert off(engine(images), before) < bound
-    alone = torch.cat([engine(one) for one in images.split(1)])
-    assert off(alone, engine(images)) < bound
-    torch.testing.assert_close(reference(model, preprocessing, images), before, rtol=0, atol=0)  # left as it was
-
-
-def test_a_hybrid_keeps_its_own_way_to_tokens() -> None:
-    config = HybridConfig(**SMALL | {"image_size": (32, 32)}, conv=ConvStemConfig(widths=(8,), strides=(2,)))
-    model = lively(VARIANTS["hybrid"](config))
+def test_a_hybrid_keeps_its_own_patch_embedding() -> None:
+    config = HybridConfig(**SMALL_CONFIG | {"image_size": (32, 32)}, conv=ConvStemConfig(widths=(8,), strides=(2,)))
+    model = randomize_weights(VARIANTS["hybrid"](config))
     preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
-    engine = Engine(model, preprocessing, "fp32")
-    torch.testing.assert_close(engine(images), reference(model, preprocessing, images), atol=1e-4, rtol=1e-4)
+    engine = CpuEngine(model, preprocessing, "fp32")
+    torch.testing.assert_close(engine(images), reference_logits(model, preprocessing, images), atol=1e-4, rtol=1e-4)
 
 
-def test_only_the_tokens_that_the_pooling_reads_are_computed_in_the_last_block() -> None:
-    read = {kind: Engine(*made(kind), "fp32").read for kind in KINDS}
-    assert {kind for kind, tokens in read.items() if tokens == 1} == {
-        "class", "rotary, registers", "layer scale, tanh", "gray", "patch norm",
+def test_the_last_block_computes_only_the_pooled_tokens() -> None:
+    counts = {kind: CpuEngine(*build_model(kind), "fp32").num_pooled_tokens for kind in MODEL_KINDS}
+    assert {kind for kind, count in counts.items() if count == 1} == {
+        "class", "rotary, registers", "layer scale, tanh", "greyscale", "patch norm",
     }  # fmt: skip
-    assert read["distilled"] == 2
-    assert {read[kind] for kind in ("mean, no positions", "attention pooling", "late norm", "class and mean")} == {0}
+    assert counts["distilled"] == 2
+    pools_all = ("mean, no positions", "attention pooling", "late norm", "class and mean")
+    assert all(counts[kind] is None for kind in pools_all)
 
 
-def test_threads_get_the_answers_to_their_own_images() -> None:
-    model, preprocessing = made("class")
-    engine = Engine(model, preprocessing, "fp32")
-    batches = pictures(64).split(4)
-    wanted = [engine(images) for images in batches]
+def test_concurrent_calls_return_the_logits_of_their_own_images() -> None:
+    engine = CpuEngine(*build_model("class"), "fp32")
+    batches = smooth_images(64).split(4)
+    expected = [engine(images) for images in batches]
     with ThreadPoolExecutor(4) as pool:
-        for answer, want in zip(pool.map(engine, batches), wanted, strict=True):
-            torch.testing.assert_close(answer, want, rtol=0, atol=0)
+        for actual, wanted in zip(pool.map(engine, batches), expected, strict=True):
+            assert torch.equal(actual, wanted)
 
 
 @needs_int8
-def test_one_huge_hidden_column_does_not_spoil_the_others() -> None:
-    model, preprocessing = made("class")
-    with torch.no_grad():  # what trained ViTs do: one hidden number of hundreds, where others are below five
+def test_an_outlier_column_of_the_hidden_layer_stays_in_fp32() -> None:
+    model, preprocessing = build_model("class")
+    with torch.no_grad():  # as in trained ViTs: one hidden activation in the hundreds, the others below five
         model.encoder.blocks[1].mlp.expand.bias[7] = 300.0
         model.encoder.blocks[1].mlp.contract.weight[:, 7] *= 0.01
-    images = pictures(24)
-    ranges = measure_ranges(model, [pictures(32, seed=1)], preprocessing)
+    images = smooth_images(24)
+    ranges = collect_activation_ranges(model, [smooth_images(32, seed=1)], preprocessing)
     assert ranges["blocks.1.mlp.contract"][1].max() > 290
-    engine = Engine(model, preprocessing, "int8", ranges)
-    assert engine.blocks[1].apart is not None
-    assert engine.blocks[0].apart is None
-    assert off(engine(images), reference(model, preprocessing, images)) < 0.15
+    engine = CpuEngine(model, preprocessing, "int8", ranges)
+    has_outliers = [isinstance(block, Int8Block) and block.outlier_weights is not None for block in engine.blocks]
+    assert has_outliers == [False, True]
+    assert relative_error(engine(images), reference_logits(model, preprocessing, images)) < 0.15
 
 
-def test_products_are_what_they_say() -> None:
-    draws = torch.Generator().manual_seed(0)
-    x, z = torch.randn(7, 32, generator=draws), torch.randn(7, 24, generator=draws)
-    weight, bias = torch.randn(24, 32, generator=draws), torch.randn(24, generator=draws)
-    product = FloatProduct(weight, bias, torch.float32)
-    plain = x @ weight.T + bias
-    torch.testing.assert_close(product(x), plain)
-    torch.testing.assert_close(product.gelu(x, "none"), torch.nn.functional.gelu(plain), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(product.add_to(z.clone(), x), z + plain)
+def test_packed_linear_computes_linear_gelu_and_residual() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, z = torch.randn(7, 32, generator=generator), torch.randn(7, 24, generator=generator)
+    weight, bias = torch.randn(24, 32, generator=generator), torch.randn(24, generator=generator)
+    linear = PackedLinear(weight, bias, torch.float32)
+    expected = x @ weight.T + bias
+    torch.testing.assert_close(linear(x), expected)
+    torch.testing.assert_close(linear.gelu(x, "none"), torch.nn.functional.gelu(expected), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(linear.add_to(z.clone(), x), z + expected)
 
 
 @needs_int8
-def test_products_of_bytes_are_exact_in_the_integers() -> None:
-    draws = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (9, 32), generator=draws, dtype=torch.uint8)
-    weight = torch.randint(-127, 128, (24, 32), generator=draws).float()
-    weight[:, 0] = 127  # so that a step is 1
-    bias, z = torch.arange(24).float(), torch.randn(9, 24, generator=draws)
-    product = ByteProduct(weight, bias, 1.0, 128)
+def test_int8_linear_is_exact_for_integers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (9, 32), generator=generator, dtype=torch.uint8)
+    weight = torch.randint(-127, 128, (24, 32), generator=generator).float()
+    weight[:, 0] = 127  # so that every weight scale is 1
+    bias, z = torch.arange(24).float(), torch.randn(9, 24, generator=generator)
+    linear = Int8Linear(weight, bias, 1.0, 128)
     exact = (x.double() - 128) @ weight.T.double() + bias.double()
-    torch.testing.assert_close(product(x).double(), exact, rtol=1e-6, atol=1e-3)
-    torch.testing.assert_close(product.add_to(z.clone(), x).double(), z + exact, rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(linear(x).double(), exact, rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(linear.add_to(z.clone(), x).double(), z + exact, rtol=1e-6, atol=1e-3)
 
 
-def test_to_bytes_rounds_and_saturates() -> None:
-    steps = torch.tensor([-1000.0, -128.4, -0.6, 0.0, 0.4, 1.5, 2.5, 126.7, 500.0])
-    assert to_bytes(steps).tolist() == [0, 0, 127, 128, 128, 130, 130, 255, 255]
+def test_to_uint8_rounds_and_saturates() -> None:
+    values = torch.tensor([-1000.0, -128.4, -0.6, 0.0, 0.4, 1.5, 2.5, 126.7, 500.0])
+    assert to_uint8(values).tolist() == [0, 0, 127, 128, 128, 130, 130, 255, 255]
 
 
-def test_a_checked_engine_asks_again_where_the_lead_is_small() -> None:
-    model, preprocessing = made("class")
-    sure = Engine(model, preprocessing, "fp32")
-    asked: list[int] = []
+class RolledEngine:
+    """The logits of another engine with the classes rotated by one: wrong for every image."""
 
-    def wrong(images: Tensor) -> Tensor:
-        return sure(images).roll(1, dims=1)
+    def __init__(self, engine: CpuEngine) -> None:
+        self.engine, self.nbytes = engine, engine.nbytes
 
-    def right(images: Tensor) -> Tensor:
-        asked.append(len(images))
-        return sure(images)
+    def __call__(self, images: Tensor) -> Tensor:
+        return self.engine(images).roll(1, dims=1)
 
-    images = pictures(24)
-    lead = wrong(images).topk(2).values.diff(dim=1).abs().flatten()
+    def features(self, images: Tensor) -> Tensor:
+        return self.engine.features(images) * -1
+
+    def head(self, features: Tensor) -> Tensor:
+        return self.engine.head(-features).roll(1, dims=1)
+
+
+def test_a_cascade_recomputes_only_ambiguous_images() -> None:
+    accurate = CpuEngine(*build_model("class"), "fp32")
+    fast, images = RolledEngine(accurate), smooth_images(24)
+    lead = fast(images).topk(2).values.diff(dim=1).abs().flatten()
     margin = float(lead.median()) + 1e-6
-    checked = Checked(wrong, right, margin)  # type: ignore[arg-type]
-    close = lead < margin
-    answers = checked(images)
-    assert asked == [int(close.sum())]
-    assert 0 < asked[0] < 24
-    torch.testing.assert_close(answers[close], sure(images)[close])
-    torch.testing.assert_close(answers[~close], wrong(images)[~close], rtol=0, atol=0)
-    assert torch.equal(Checked(wrong, right, 0.0)(images), wrong(images))  # type: ignore[arg-type]
+    ambiguous = lead < margin
+    assert 0 < int(ambiguous.sum()) < 24
+    cascade = CascadeEngine(fast, accurate, margin)
+    for actual, right, wrong in (
+        (cascade(images), accurate(images), fast(images)),
+        (cascade.features(images), accurate.features(images), fast.features(images)),
+    ):
+        torch.testing.assert_close(actual[ambiguous], right[ambiguous])
+        assert torch.equal(actual[~ambiguous], wrong[~ambiguous])
+    assert torch.equal(CascadeEngine(fast, accurate, 0.0)(images), fast(images))
 
 
-def test_the_margin_covers_errors_of_their_size() -> None:
-    draws = torch.Generator().manual_seed(0)
-    sure = torch.randn(4000, 10, generator=draws)
-    quick = sure + 0.05 * torch.randn(4000, 10, generator=draws)
-    margin = margin_of(quick, sure)
-    assert margin == pytest.approx(3.5 * 0.05 * 2**0.5, rel=0.05)  # the lead is a difference of two
-    best = quick.topk(2)
-    sure_of_it = best.values[:, 0] - best.values[:, 1] >= margin
-    assert torch.equal(quick.argmax(1)[sure_of_it], sure.argmax(1)[sure_of_it])
-    assert margin_of(quick[:, :1], sure[:, :1]) == 0
+def test_the_cascade_margin_covers_the_errors_of_the_fast_engine() -> None:
+    generator = torch.Generator().manual_seed(0)
+    accurate = torch.randn(4000, 10, generator=generator)
+    fast = accurate + 0.05 * torch.randn(4000, 10, generator=generator)
+    margin = cascade_margin(fast, accurate)
+    assert margin == pytest.approx(3.5 * 0.05 * 2**0.5, rel=0.05)  # a difference of two logits
+    top2 = fast.topk(2).values
+    unambiguous = top2[:, 0] - top2[:, 1] >= margin
+    assert torch.equal(fast.argmax(1)[unambiguous], accurate.argmax(1)[unambiguous])
+    assert cascade_margin(fast[:, :1], accurate[:, :1]) == 0
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    model, preprocessing = made("class")
-    names = tuple("abcde")
-    card = ModelCard(
-        architecture=model.config, preprocessing=preprocessing, classes=names, trained_on="nothing", epoch=1
+def model_dir(tmp_path: Path) -> Path:
+    model, preprocessing = build_model("class")
+    model_config = ModelConfig(
+        architecture=model.config, preprocessing=preprocessing, classes=tuple("abcde"), trained_on="nothing", epoch=1
     )
-    save_model(tmp_path / "model", model, card)
+    save_model(tmp_path / "model", model, model_config)
     return tmp_path / "model"
 
 
-def measured(precision: str, cpu: str | None = None) -> Measured:
-    row = Row(precision=precision, threads=1, batch=8, p50_ms=1, p95_ms=2, p99_ms=3, images_per_second=9, memory_mb=1,
-              agreement=1, again=0)  # fmt: skip
-    return Measured(cpu=cpu or hardware.cpu_name(), made_by="a test", date="today", images=9, rows=(row,),
-                    margins={"bf16": 0.5, "int8": 1.0}, precision=precision, batch=8, why="quickest")  # fmt: skip
+def bench_result(engine: str, cpu: str | None = None) -> BenchResult:
+    row = BenchRow(
+        engine=engine, threads=1, batch_size=8, p50_ms=1, p95_ms=2, p99_ms=3, images_per_second=9, memory_mb=1,
+        agreement=1, recheck_rate=0,
+    )  # fmt: skip
+    return BenchResult(
+        cpu=cpu or cpu_info.cpu_name(), versions="a test", date="today", images=9, rows=(row,),
+        margins={"bf16": 0.5, "int8": 1.0}, engine=engine, batch_size=8, reason="fastest",
+    )  # fmt: skip
 
 
-def test_nothing_measured_means_fp32_and_says_so(folder: Path) -> None:
-    predictor = Predictor.load(folder, device="cpu")
-    assert str(predictor.choice) == "fp32 (not measured on this CPU: vitral bench does)"
+def test_without_a_benchmark_the_engine_is_fp32(model_dir: Path) -> None:
+    engine = Predictor.load(model_dir, device="cpu").engine
+    assert str(engine) == "fp32 (no benchmark on this CPU; run vitral bench)"
+    assert engine.info() == {
+        "name": "fp32", "precision": "fp32", "device": "cpu", "threads": torch.get_num_threads(),
+    }  # fmt: skip
+
+
+def test_the_reference_engine_can_be_requested(model_dir: Path) -> None:
+    save_bench_result(model_dir, bench_result("bf16"))
+    predictor = Predictor.load(model_dir, device="cpu", engine="reference")
+    assert (predictor.engine.name, predictor.engine.precision) == ("reference", "fp32")
+    images = smooth_images(20)
+    expected = reference_logits(predictor.model, predictor.model_config.preprocessing, images)
+    assert torch.equal(predictor.logits(images), expected)
 
 
 @needs_bf16
-def test_what_was_measured_here_is_used_and_what_was_measured_elsewhere_is_not(folder: Path) -> None:
-    write_measured(folder, measured("bf16", cpu="another CPU, 64 cores"))
-    assert Predictor.load(folder, device="cpu").choice.precision == "fp32"
-    write_measured(folder, measured("bf16"))
-    assert {*read_measured(folder)} == {"another CPU, 64 cores", hardware.cpu_name()}
-    predictor = Predictor.load(folder, device="cpu")
-    assert (predictor.choice.precision, predictor.choice.batch, predictor.choice.why) == ("bf16", 8, "quickest")
-    images = pictures(20)
-    wanted = reference(predictor.model, predictor.card.preprocessing, images)
-    assert 0 < off(predictor.logits(images), wanted) < 0.05
-    checked = Predictor.load(folder, device="cpu", precision="bf16-checked")
-    assert isinstance(checked.choice.run, Checked)
-    assert checked.choice.run.margin == 0.5
+def test_auto_uses_the_benchmark_of_this_cpu_only(model_dir: Path) -> None:
+    save_bench_result(model_dir, bench_result("bf16", cpu="another CPU, 64 cores"))
+    assert Predictor.load(model_dir, device="cpu").engine.name == "fp32"
+    save_bench_result(model_dir, bench_result("bf16"))
+    assert {*load_bench_results(model_dir)} == {"another CPU, 64 cores", cpu_info.cpu_name()}
+    predictor = Predictor.load(model_dir, device="cpu")
+    assert (predictor.engine.name, predictor.engine.batch_size, predictor.engine.reason) == ("bf16", 8, "fastest")
+    images = smooth_images(20)
+    expected = reference_logits(predictor.model, predictor.model_config.preprocessing, images)
+    assert 0 < relative_error(predictor.logits(images), expected) < 0.05
+    cascade = Predictor.load(model_dir, device="cpu", engine="bf16-cascade").engine
+    assert isinstance(cascade.engine, CascadeEngine)
+    assert (cascade.name, cascade.precision, cascade.engine.margin) == ("bf16-cascade", "bf16", 0.5)
 
 
 @needs_int8
-def test_int8_needs_its_ranges_and_uses_them(folder: Path) -> None:
-    with pytest.raises(VitralError, match="how large the activations get") as error:
-        Predictor.load(folder, device="cpu", precision="int8")
-    assert "vitral bench" in error.value.hint
-    write_measured(folder, measured("int8"))  # recommended, but the ranges were lost on the way
-    assert Predictor.load(folder, device="cpu").choice.why.startswith("int8 was measured to be best, but")
-    fp32 = Predictor.load(folder, device="cpu", precision="fp32")
-    ranges = measure_ranges(fp32.model, [pictures(16)], fp32.card.preprocessing)
-    save_ranges(folder, ranges)
-    again = load_ranges(folder)
-    assert again is not None
-    assert again.keys() == ranges.keys()
-    assert Predictor.load(folder, device="cpu").choice.precision == "int8"
-    (folder / "int8.safetensors").write_bytes(b"rubbish")
-    with pytest.raises(VitralError, match="cannot be read"):
-        Predictor.load(folder, device="cpu", precision="int8")
+def test_int8_needs_activation_ranges(model_dir: Path) -> None:
+    with pytest.raises(VitralError, match="activation ranges have not been measured") as caught:
+        Predictor.load(model_dir, device="cpu", engine="int8")
+    assert "vitral bench" in caught.value.hint
+    save_bench_result(model_dir, bench_result("int8"))  # recommended, but the ranges are missing
+    assert Predictor.load(model_dir, device="cpu").engine.reason.startswith("int8 was fastest, but int8 engine")
+    fp32 = Predictor.load(model_dir, device="cpu", engine="fp32")
+    ranges = collect_activation_ranges(fp32.model, [smooth_images(16)], fp32.model_config.preprocessing)
+    save_activation_ranges(model_dir, ranges)
+    loaded = load_activation_ranges(model_dir)
+    assert loaded is not None
+    assert loaded.keys() == ranges.keys()
+    assert Predictor.load(model_dir, device="cpu").engine.name == "int8"
+    (model_dir / "int8.safetensors").write_bytes(b"corrupt")
+    with pytest.raises(VitralError, match="cannot read"):
+        Predictor.load(model_dir, device="cpu", engine="int8")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', '{"x": {"margins": {}, "rows": [{"a": 1}]}}'])
-def test_a_broken_file_of_speeds_is_as_good_as_none(folder: Path, text: str) -> None:
-    (folder / choice.FILE).write_text(text)
-    assert read_measured(folder) == {}
-    Predictor.load(folder, device="cpu")
-    write_measured(folder, measured("fp32"))
-    assert json.loads((folder / choice.FILE).read_text())[hardware.cpu_name()]["margins"] == {"bf16": 0.5, "int8": 1.0}
+def test_a_corrupt_benchmark_file_is_ignored_and_replaced(model_dir: Path, text: str) -> None:
+    file = model_dir / engine_selection.FILE_NAME
+    file.write_text(text)
+    assert load_bench_results(model_dir) == {}
+    Predictor.load(model_dir, device="cpu")
+    save_bench_result(model_dir, bench_result("fp32"))
+    assert json.loads(file.read_text())[cpu_info.cpu_name()]["margins"] == {"bf16": 0.5, "int8": 1.0}
 
 
-def test_a_number_type_that_this_cpu_lacks_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitral.inference.engine.cpu_has_bf16", lambda: False)
-    monkeypatch.setattr("vitral.inference.engine.cpu_has_int8", lambda: False)
-    assert choice.possible() == ("fp32",)
-    for wish, said in (("bf16", "no bf16 instructions"), ("int8-checked", "no 8-bit dot products")):
-        with pytest.raises(VitralError, match=said):
-            Predictor.load(folder, device="cpu", precision=wish)  # type: ignore[arg-type]
-    with pytest.raises(VitralError, match="no FP8 units on a CPU"):
-        Predictor.load(folder, device="cpu", precision="fp8")
-    with pytest.raises(VitralError, match="precision must be one of auto, fp32"):
-        Predictor.load(folder, device="cpu", precision="fp16")  # type: ignore[arg-type]
+def test_unsupported_precisions_are_refused_with_the_reason(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitral.inference.cpu_engine.cpu_has_bf16", lambda: False)
+    monkeypatch.setattr("vitral.inference.cpu_engine.cpu_has_int8", lambda: False)
+    assert supported_precisions() == ("fp32",)
+    for engine, reason in (
+        ("bf16", "no bf16 instructions"),
+        ("int8-cascade", "no 8-bit dot products"),
+        ("fp8", "CPUs have no FP8 units"),
+        ("fp16", "expected engine to be one of auto, reference, fp32"),
+    ):
+        with pytest.raises(VitralError, match=reason):
+            Predictor.load(model_dir, device="cpu", engine=engine)  # type: ignore[arg-type]
 
 
-def test_a_model_with_a_way_of_its_own_is_run_as_it_is(tmp_path: Path) -> None:
-    class Own(ViT):
+def test_a_model_with_its_own_forward_pass_uses_the_reference_engine() -> None:
+    class CustomViT(ViT):
         def features(self, images_BCHW: Tensor) -> Tensor:
             return super().features(images_BCHW) * 2
 
-    model, preprocessing = lively(Own(ViTConfig(**SMALL))), made("class")[1]
-    chosen = choose(model, preprocessing, None)
-    assert chosen.run is None
-    assert "Own computes its features in its own way" in chosen.why
-    with pytest.raises(VitralError, match="in its own way"):
-        choose(model, preprocessing, None, "bf16")
-    with pytest.raises(VitralError, match="in its own way"):
-        arrange(model, preprocessing, "fp32", None, None)
+    model, preprocessing = randomize_weights(CustomViT(ViTConfig(**SMALL_CONFIG))), build_model("class")[1]
+    choice = select_engine(model, preprocessing, cpu_fp32())
+    assert choice.name == "reference"
+    assert choice.reason == "CustomViT overrides the forward pass"
+    with pytest.raises(VitralError, match="overrides the forward pass"):
+        select_cpu_engine(model, preprocessing, cpu_fp32(), None, "bf16")
+    with pytest.raises(VitralError, match="overrides the forward pass"):
+        build_engine(model, preprocessing, "fp32", None, None)
 
 
-def test_the_engine_for_gpus_fills_batches_up_and_answers_the_same() -> None:
-    model, preprocessing = made("class")
+def fake_gpu(**fields: Any) -> Hardware:
+    """Hardware that CudaEngine accepts, on the CPU."""
     reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
-    cpu = hardware.Hardware(device=torch.device("cpu"), precision="fp32", compile=False, reasons=reasons)
-    engine = GpuEngine(model, preprocessing, cpu)
-    images = pictures(11)
-    torch.testing.assert_close(engine(images), reference(model, preprocessing, images), atol=1e-5, rtol=1e-4)
-    assert [*engine.recorded] == [16]
+    defaults: dict[str, Any] = {"device": torch.device("cpu"), "precision": "fp32", "compile": False}
+    return Hardware(**defaults | fields, reasons=reasons)
+
+
+def test_the_cuda_engine_pads_batches_and_agrees_with_the_model() -> None:
+    model, preprocessing = build_model("class")
+    engine = CudaEngine(model, preprocessing, fake_gpu())
+    images = smooth_images(11)
+    expected = reference_logits(model, preprocessing, images)
+    torch.testing.assert_close(engine(images), expected, atol=1e-5, rtol=1e-4)
+    assert [*engine.graphs] == [16]
     assert engine(images[:1]).shape == (1, 5)
-    assert [*engine.recorded] == [16, 1]
-    chosen = choice.choose_on_gpu(model, preprocessing, cpu)
-    assert str(chosen) == "fp32 (a test; recorded as one launch)"
-    with pytest.raises(VitralError, match="int8 is for CPUs"):
-        choice.choose_on_gpu(model, preprocessing, cpu, "int8")
+    assert [*engine.graphs] == [16, 1]
+    with torch.inference_mode():
+        features = model.features(preprocessing.normalise(images))
+    torch.testing.assert_close(engine.features(images), features, atol=1e-5, rtol=1e-4)
 
 
-def test_a_gpu_that_cannot_record_runs_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: object, function: object, example: object, shared: object) -> object:
-        raise RuntimeError("no capture today\nand more")
+def test_a_gpu_uses_cuda_graphs_and_has_no_int8() -> None:
+    model, preprocessing = build_model("class")
+    choice = select_cuda_engine(model, preprocessing, fake_gpu())
+    assert str(choice) == "fp32 (a test; PyTorch kernels; CUDA graphs)"
+    with pytest.raises(VitralError, match="int8 engine unavailable: it runs on CPUs only"):
+        select_cuda_engine(model, preprocessing, fake_gpu(), "int8")
 
-    monkeypatch.setattr(hardware.Hardware, "replayed", fails)
-    model, preprocessing = made("class")
-    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
-    cpu = hardware.Hardware(device=torch.device("cpu"), precision="fp32", compile=False, reasons=reasons)
-    chosen = choice.choose_on_gpu(model, preprocessing, cpu)
-    assert chosen.run is None
-    assert "no capture today" in chosen.why
+
+def test_a_failed_graph_capture_falls_back_to_the_reference_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(function: object, example: object, pool: object) -> Callable[[Tensor], Tensor]:
+        raise RuntimeError("capture is not permitted\nand more")
+
+    monkeypatch.setattr("vitral.inference.cuda_engine.capture_forward", fail)
+    model, preprocessing = build_model("class")
+    choice = select_cuda_engine(model, preprocessing, fake_gpu())
+    assert choice.name == "reference"
+    assert choice.reason == "CUDA graph capture failed: capture is not permitted"
+    images = smooth_images(5)
+    assert torch.equal(choice.logits(images), reference_logits(model, preprocessing, images))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected_compile", "is_compiled"),
+    [
+        ({}, "no", False),
+        ({"throughput": True}, "auto", False),  # fused kernels, but not those of torch.compile
+        ({"name": "fp8"}, "auto", False),
+        ({"compile": "auto"}, "auto", True),
+    ],
+)
+def test_gpu_kernels_are_used_for_throughput_fp8_or_on_request(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected_compile: str, is_compiled: bool
+) -> None:
+    requested: dict[str, Any] = {}
+
+    def select_hardware(**arguments: Any) -> Hardware:
+        requested.update(arguments)
+        allowed = arguments["compile"] != "no"
+        return fake_gpu(precision="bf16", compile=allowed, use_triton=allowed)
+
+    monkeypatch.setattr(engine_selection, "select_hardware", select_hardware)
+    arguments: dict[str, Any] = {"name": "auto", "compile": "no", "throughput": False} | options
+    hardware = cuda_hardware(**arguments)
+    precision = {"fp8": "fp8"}.get(arguments["name"], "auto")
+    assert requested == {"device": "gpu", "precision": precision, "compile": expected_compile}
+    assert (hardware.compile, hardware.use_triton) == (is_compiled, expected_compile == "auto")

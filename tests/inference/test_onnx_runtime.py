@@ -1,4 +1,4 @@
-"""An exported model in an environment without torch says what the Predictor says."""
+"""An exported model predicts without torch what the Predictor predicts."""
 
 from __future__ import annotations
 
@@ -7,76 +7,87 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from export.test_export import carded, photographs
-from vitral.export.export import ship
+from support.models import build_calibrated_model, images_of_many_sizes, reference_predictor, smooth_images
+from vitral.export.export import export_model
 from vitral.inference.predictor import Predictor
-from vitral.runs.run import save_model
+from vitral.runs.model_io import save_model
 
 ROOT = Path(__file__).parents[2]
-BLOCKED = {"torch", "tyro", "rich", "safetensors", "matplotlib", "sklearn", "filelock"}
+BLOCKED = {"torch", "rich", "safetensors", "matplotlib", "sklearn", "filelock"}
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, its export, and pictures."""
-    place = tmp_path_factory.mktemp("runtime")
-    model, card = carded()
-    save_model(place / "model", model, card)
-    (place / "photos").mkdir()
-    for index, picture in enumerate(photographs(12)):
-        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(place / "photos" / f"{index:02}.png")
-    learn = Predictor.load(place / "model", device="cpu").card.preprocessing.pixels(Image.new("RGB", (9, 9)))[None]
-    how = {"precision": "fp32", "learn_from": learn, "pictures": photographs(8), "labels": None}
-    ship(model, card, place / "model.onnx", to="onnx", preprocessing=False, **how)  # type: ignore[arg-type]
-    return place
+    """A folder with a model (model/), its export (model.onnx) and images (photos/)."""
+    folder = tmp_path_factory.mktemp("runtime")
+    model, model_config = build_calibrated_model()
+    save_model(folder / "model", model, model_config)
+    (folder / "photos").mkdir()
+    for index, image in enumerate(images_of_many_sizes(12)):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / "photos" / f"{index:02}.png")
+    export_model(
+        reference_predictor(model, model_config),
+        folder / "model.onnx",
+        to="onnx",
+        precision="fp32",
+        preprocessing=False,
+        calibration_images=smooth_images(1),
+        images=images_of_many_sizes(8),
+        labels=None,
+    )
+    return folder
 
 
-def said(answer: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
-    assert answer.returncode == 0, answer.stderr
-    return [json.loads(line) for line in answer.stdout.splitlines()]
+def parse_predictions(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def agrees(answers: list[dict[str, object]], place: Path) -> None:
-    ours = Predictor.load(place / "model", device="cpu").predict_files([place / "photos"])
-    assert [a["file"] for a in answers] == [a.source for a in ours]
-    for theirs, our in zip(answers, ours, strict=True):
-        assert theirs["unknown"] == our.unknown
-        found = {label["name"]: label["probability"] for label in theirs["labels"]}  # type: ignore[attr-defined]
-        assert found == pytest.approx({label.name: label.probability for label in our.labels}, abs=1e-4)
+def check_agreement(predictions: list[dict[str, Any]], folder: Path) -> None:
+    expected = Predictor.load(folder / "model", device="cpu").predict_files([folder / "photos"])
+    assert [prediction["file"] for prediction in predictions] == [prediction.source for prediction in expected]
+    for actual, prediction in zip(predictions, expected, strict=True):
+        assert actual["ood"] == prediction.is_ood
+        assert actual["engine"] == "onnxruntime"
+        probabilities = {label["name"]: label["probability"] for label in actual["labels"]}
+        assert probabilities == pytest.approx({x.name: x.probability for x in prediction.labels}, abs=1e-4)
 
 
-def test_predicting_with_an_onnx_file_imports_no_torch(exported: Path) -> None:
-    code = (
+def test_predicting_with_an_onnx_file_does_not_import_torch(exported: Path) -> None:
+    script = (
         f"import sys\nfor name in {sorted(BLOCKED)!r}: sys.modules[name] = None\n"
         "from vitral.cli.main import main\nmain(sys.argv[1:])"
     )
-    words = ["predict", str(exported / "model.onnx"), str(exported / "photos"), "--json", "--top", "5"]
-    agrees(said(subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)), exported)
+    command = ["predict", str(exported / "model.onnx"), str(exported / "photos"), "--json", "--top", "5"]
+    result = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
+    check_agreement(parse_predictions(result), exported)
 
 
 @pytest.mark.slow
-def test_a_clean_environment_without_torch_is_enough(exported: Path, tmp_path: Path, network: None) -> None:
-    """As docs say: pip install --no-deps vitral, and numpy, pillow, onnxruntime."""
+def test_a_clean_environment_without_torch_can_predict(exported: Path, tmp_path: Path, network: None) -> None:
+    """As documented: pip install --no-deps vitral, and numpy, pillow, onnxruntime."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
 
-    def pip(*words: str) -> None:
-        done = subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words],
+    def pip_install(*arguments: str) -> None:
+        result = subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments],
             capture_output=True,
             text=True,
             timeout=280,
         )
-        assert done.returncode == 0, done.stderr
+        assert result.returncode == 0, result.stderr
 
-    pip("-c", str(ROOT / "constraints.txt"), "numpy", "pillow", "onnxruntime")
-    pip("--no-deps", str(ROOT))
-    there = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True)
-    assert "No module named 'torch'" in there.stderr
-    words = ["predict", str(exported / "model.onnx"), str(exported / "photos"), "--json", "--top", "5"]
+    pip_install("-c", str(ROOT / "constraints.txt"), "numpy", "pillow", "onnxruntime")
+    pip_install("--no-deps", str(ROOT))
+    torch_import = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True)
+    assert "No module named 'torch'" in torch_import.stderr
+    command = ["predict", str(exported / "model.onnx"), str(exported / "photos"), "--json", "--top", "5"]
     vitral = tmp_path / "env" / "bin" / "vitral"
-    agrees(said(subprocess.run([vitral, *words], capture_output=True, text=True, cwd=tmp_path)), exported)
+    result = subprocess.run([vitral, *command], capture_output=True, text=True, cwd=tmp_path)
+    check_agreement(parse_predictions(result), exported)

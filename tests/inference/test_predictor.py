@@ -1,12 +1,9 @@
-"""Predictor: from pictures of every kind to ranked labels, with a tiny random model."""
+"""Predictor: images of every kind to ranked labels, with a small random model."""
 
 from __future__ import annotations
 
-import csv
 import io
-import json
-import unicodedata
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,307 +12,265 @@ import pytest
 import torch
 from PIL import Image
 
+from support.models import ANIMALS, reference_logits, save_random_model, smooth_photo
 from vitral.data.datasets import Split
-from vitral.data.decode import NotAnImage
-from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import Hardware
+from vitral.data.decode import ImageDecodeError
 from vitral.errors import VitralError
-from vitral.inference import prediction as answers
-from vitral.inference import predictor as predict
-from vitral.inference.predictor import Label, Prediction, Predictor
-from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import ModelCard, save_model
-
-CLASSES = ("ant", "bee", "cat", "dog", "eel", "fox")
-
-
-def model_folder(folder: Path, channels: int = 3, image_size: tuple[int, int] = (16, 24)) -> Path:
-    """A model of random weights that is of different minds about different pictures."""
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=image_size, patch_size=8, channels=channels, classes=len(CLASSES), width=16, depth=2, heads=2
-    )
-    model = ViT(config)
-    torch.nn.init.normal_(model.head.out.weight)
-    card = ModelCard(
-        architecture=config,
-        preprocessing=Preprocessing(
-            image_size=image_size, channels=channels, mean=(0.5,) * channels, std=(0.25,) * channels
-        ),
-        classes=CLASSES,
-        trained_on="nothing",
-        epoch=1,
-    )
-    save_model(folder, model, card)
-    return folder
+from vitral.inference.prediction import (
+    CSV_COLUMNS,
+    Label,
+    Prediction,
+    csv_rows,
+    prediction_from_dict,
+    prediction_to_dict,
+    rank_labels,
+)
+from vitral.inference.predictor import Predictor
 
 
 @pytest.fixture(scope="module")
-def colour(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
-    return Predictor.load(model_folder(tmp_path_factory.mktemp("colour")), device="cpu")
+def rgb_predictor(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    return Predictor.load(save_random_model(tmp_path_factory.mktemp("rgb")), device="cpu")
 
 
 @pytest.fixture(scope="module")
-def gray(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
-    return Predictor.load(model_folder(tmp_path_factory.mktemp("gray"), channels=1), device="cpu")
-
-
-def photograph(seed: int, height: int = 30, width: int = 40) -> Image.Image:
-    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+def grey_predictor(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    return Predictor.load(save_random_model(tmp_path_factory.mktemp("grey"), channels=1), device="cpu")
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Five pictures of different sizes and formats, in a folder with one below."""
+    """Five images of different sizes and formats, two of them in a subfolder."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     for seed, name in enumerate(("a.png", "b.bmp", "c.tiff", "more/d e.png", "more/ü.webp")):
         lossless = {"lossless": True} if name.endswith("webp") else {}
-        photograph(seed, 20 + 7 * seed, 50 - 5 * seed).save(folder / name, **lossless)
+        smooth_photo(seed, 20 + 7 * seed, 50 - 5 * seed).save(folder / name, **lossless)
     return folder
 
 
-def same(one: Prediction, other: Prediction) -> bool:
-    near = np.allclose([x.probability for x in one.labels], [x.probability for x in other.labels], atol=1e-5)
-    return near and [x.name for x in one.labels] == [x.name for x in other.labels]
+def same_labels(one: Prediction, other: Prediction) -> bool:
+    close = np.allclose([x.probability for x in one.labels], [x.probability for x in other.labels], atol=1e-5)
+    return close and [x.name for x in one.labels] == [x.name for x in other.labels]
 
 
-def test_probabilities_are_those_of_the_model_ranked_and_sum_to_one(colour: Predictor) -> None:
-    picture = photograph(1)
-    answer = colour.predict(picture)
-    preprocessing = colour.card.preprocessing
-    with torch.no_grad():
-        wanted = colour.model(preprocessing.normalise(preprocessing.pixels(picture)[None])).softmax(dim=1)[0]
-    chances = [label.probability for label in answer.labels]
-    assert sum(chances) == pytest.approx(1, abs=1e-5)
-    assert chances == sorted(chances, reverse=True)
-    assert {label.name: label.probability for label in answer.labels} == pytest.approx(
-        dict(zip(CLASSES, wanted.tolist(), strict=True)), abs=1e-5
+def test_labels_are_the_softmax_of_the_logits_in_descending_order(rgb_predictor: Predictor) -> None:
+    photo = smooth_photo(1)
+    prediction = rgb_predictor.predict(photo)
+    preprocessing = rgb_predictor.model_config.preprocessing
+    logits = reference_logits(rgb_predictor.model, preprocessing, preprocessing.resize_and_crop(photo)[None])
+    expected = logits.softmax(dim=1)[0]
+    probabilities = [label.probability for label in prediction.labels]
+    assert sum(probabilities) == pytest.approx(1, abs=1e-5)
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert {label.name: label.probability for label in prediction.labels} == pytest.approx(
+        dict(zip(ANIMALS, expected.tolist(), strict=True)), abs=1e-5
     )
-    assert answer.best == answer.labels[0]
-    assert answer.best.name == CLASSES[int(wanted.argmax())]
+    assert prediction.best == prediction.labels[0]
+    assert prediction.best.name == ANIMALS[int(expected.argmax())]
+    assert prediction.engine == rgb_predictor.engine.name
 
 
-def test_different_pictures_get_different_answers(colour: Predictor) -> None:
-    assert len({colour.predict(photograph(seed)).best.name for seed in range(20)}) > 1
+def test_predictions_differ_between_images(rgb_predictor: Predictor) -> None:
+    assert len({rgb_predictor.predict(smooth_photo(seed)).best.name for seed in range(20)}) > 1
 
 
 @pytest.mark.parametrize("top", [1, 3, 6, 99, None])
-def test_top_is_the_number_of_labels(colour: Predictor, top: int | None) -> None:
-    whole, cut = colour.predict(photograph(1)), colour.predict(photograph(1), top=top)
-    assert cut.labels == whole.labels[: top or 6]
-    assert len(cut.labels) == min(top or 6, 6)
+def test_top_limits_the_number_of_labels(rgb_predictor: Predictor, top: int | None) -> None:
+    all_labels = rgb_predictor.predict(smooth_photo(1)).labels
+    labels = rgb_predictor.predict(smooth_photo(1), top=top).labels
+    assert labels == all_labels[: top or 6]
+    assert len(labels) == min(top or 6, 6)
 
 
 @pytest.mark.parametrize("top", [0, -1])
-def test_a_top_below_one_is_refused(colour: Predictor, photos: Path, top: int) -> None:
-    with pytest.raises(VitralError, match=f"top must be at least 1, not {top}"):
-        colour.predict(photograph(1), top=top)
+def test_top_below_one_is_refused(rgb_predictor: Predictor, photos: Path, top: int) -> None:
+    with pytest.raises(VitralError, match=f"top must be at least 1, got {top}"):
+        rgb_predictor.predict(smooth_photo(1), top=top)
     with pytest.raises(VitralError, match="top"):
-        colour.predict_files([photos], top=top)
+        rgb_predictor.predict_files([photos], top=top)
 
 
-def test_a_file_its_name_its_bytes_and_its_picture_get_the_same_answer(colour: Predictor, photos: Path) -> None:
+def test_path_string_bytes_and_pil_image_give_the_same_prediction(rgb_predictor: Predictor, photos: Path) -> None:
     file = photos / "a.png"
-    answers = [colour.predict(source) for source in (file, str(file), file.read_bytes(), Image.open(file))]
-    assert all(same(answer, answers[0]) for answer in answers)
-    assert [answer.source for answer in answers] == [str(file), str(file), "image", "image"]
+    inputs = (file, str(file), file.read_bytes(), Image.open(file))
+    predictions = [rgb_predictor.predict(image) for image in inputs]
+    assert all(same_labels(prediction, predictions[0]) for prediction in predictions)
+    assert [prediction.source for prediction in predictions] == [str(file), str(file), "image", "image"]
 
 
-def test_an_array_gets_the_answer_of_the_picture_that_it_is_of(colour: Predictor, photos: Path) -> None:
+def test_arrays_and_tensors_give_the_prediction_of_the_image(rgb_predictor: Predictor, photos: Path) -> None:
     picture = Image.open(next(photos.glob("*.png"))).convert("RGB")
-    wanted, values = colour.predict(picture).labels, np.asarray(picture)
+    expected, values = rgb_predictor.predict(picture).labels, np.asarray(picture)
     chw = torch.from_numpy(values.copy()).permute(2, 0, 1)
     for array in (values, values / 255, chw, chw.float() / 255):
-        assert colour.predict(array).labels == wanted
-    assert colour.predict(np.asarray(picture.convert("L"))).labels == colour.predict(picture.convert("L")).labels
-    for wrong, what in ((3, "int is no image"), (np.zeros((2, 3, 4, 5)), "an array of shape 2×3×4×5")):
-        with pytest.raises(NotAnImage, match=what):
-            colour.predict(wrong)  # type: ignore[arg-type]
-    with pytest.raises(VitralError, match="normalised already"):
-        colour.predict(chw.float() - 100)
+        assert rgb_predictor.predict(array).labels == expected
+    grey = picture.convert("L")
+    assert rgb_predictor.predict(np.asarray(grey)).labels == rgb_predictor.predict(grey).labels
 
 
-@pytest.mark.parametrize("kind", ["rgba", "palette", "16 bits", "turned"])
-def test_a_picture_that_pillow_opened_gets_the_answer_of_its_file(colour: Predictor, kind: str) -> None:
-    picture, buffer, exif = photograph(3), io.BytesIO(), Image.Exif()
+@pytest.mark.parametrize("value", [3, np.zeros((2, 3, 4, 5)), -100 * np.ones((8, 8))])
+def test_values_that_are_not_images_are_refused(rgb_predictor: Predictor, value: Any) -> None:
+    with pytest.raises(VitralError):
+        rgb_predictor.predict(value)
+
+
+@pytest.mark.parametrize("kind", ["rgba", "palette", "16 bit", "exif orientation"])
+def test_an_opened_pil_image_gives_the_prediction_of_its_file(rgb_predictor: Predictor, kind: str) -> None:
+    picture, buffer, exif = smooth_photo(3), io.BytesIO(), Image.Exif()
     if kind == "rgba":
         picture.putalpha(Image.fromarray(np.tile(np.arange(40, dtype=np.uint8) * 6, (30, 1))))
     elif kind == "palette":
         picture = picture.quantize(8)
-    elif kind == "16 bits":
+    elif kind == "16 bit":
         picture = Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257)
     else:
         exif[0x0112] = 6
     picture.save(buffer, "PNG", exif=exif)
-    assert same(colour.predict(Image.open(buffer)), colour.predict(buffer.getvalue()))
+    assert same_labels(rgb_predictor.predict(Image.open(buffer)), rgb_predictor.predict(buffer.getvalue()))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 5, 64])
-def test_a_batch_of_files_gets_the_answers_of_one_by_one(colour: Predictor, photos: Path, batch: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 64])
+def test_predictions_do_not_depend_on_the_batch_size(rgb_predictor: Predictor, photos: Path, batch_size: int) -> None:
     files = sorted(photos.rglob("*.*"))
-    together = list(colour.predict_many(files, batch=batch))
-    assert [answer.source for answer in together] == [str(file) for file in files]
-    assert all(same(answer, colour.predict(file)) for answer, file in zip(together, files, strict=True))
+    predictions = list(rgb_predictor.predict_many(files, batch_size=batch_size))
+    assert [prediction.source for prediction in predictions] == [str(file) for file in files]
+    for prediction, file in zip(predictions, files, strict=True):
+        assert same_labels(prediction, rgb_predictor.predict(file))
 
 
-def test_answers_come_as_soon_as_a_batch_is_full(colour: Predictor) -> None:
-    opened: list[int] = []
+def test_predictions_are_yielded_after_each_batch(rgb_predictor: Predictor) -> None:
+    consumed: list[int] = []
 
-    def pictures() -> Any:
+    def images() -> Iterator[Image.Image]:
         for seed in range(10):
-            opened.append(seed)
-            yield photograph(seed)
+            consumed.append(seed)
+            yield smooth_photo(seed)
 
-    next(iter(colour.predict_many(pictures(), batch=4)))
-    assert opened == [0, 1, 2, 3]
+    next(rgb_predictor.predict_many(images(), batch_size=4))
+    assert consumed == [0, 1, 2, 3]
 
 
-def test_a_file_that_cannot_be_read_is_reported_in_its_place_and_the_others_are_answered(
-    colour: Predictor, photos: Path
+def test_unreadable_files_are_reported_in_place_and_the_others_predicted(
+    rgb_predictor: Predictor, photos: Path
 ) -> None:
-    (photos / "b.bmp").write_text("no picture")
+    (photos / "b.bmp").write_text("not an image")
     (photos / "c.tiff").write_bytes((photos / "c.tiff").read_bytes()[:300])
-    answers = colour.predict_files([photos, photos / "gone.png"])
-    assert [Path(answer.source).name for answer in answers] == [
-        "a.png", "b.bmp", "c.tiff", "d e.png", "ü.webp", "gone.png",
-    ]  # fmt: skip
-    assert [bool(answer.error) for answer in answers] == [False, True, True, False, False, True]
-    assert all(bool(answer.labels) != bool(answer.error) for answer in answers)
-    assert same(answers[3], colour.predict(photos / "more/d e.png"))
-    assert "not an image" in answers[1].error
-    assert "no such file" in answers[5].error
-    with pytest.raises(VitralError, match=r"no answer for .*b\.bmp"):
-        _ = answers[1].best
+    predictions = rgb_predictor.predict_files([photos, photos / "gone.png"])
+    errors = {Path(prediction.source).name: prediction.error for prediction in predictions}
+    assert [*errors] == ["a.png", "b.bmp", "c.tiff", "d e.png", "ü.webp", "gone.png"]
+    assert [name for name, error in errors.items() if error is not None] == ["b.bmp", "c.tiff", "gone.png"]
+    assert all(bool(prediction.labels) == (prediction.error is None) for prediction in predictions)
+    assert same_labels(predictions[3], rgb_predictor.predict(photos / "more/d e.png"))
+    with pytest.raises(VitralError, match=r"no prediction for .*b\.bmp"):
+        _ = predictions[1].best
 
 
-def test_nothing_but_unreadable_files_is_no_crash(colour: Predictor, tmp_path: Path) -> None:
-    answers = list(colour.predict_many([tmp_path / "x.png", b"", tmp_path], batch=2))
-    assert [bool(answer.error) for answer in answers] == [True] * 3
-    assert list(colour.predict_many([])) == []
+def test_only_unreadable_inputs_give_only_errors(rgb_predictor: Predictor, tmp_path: Path) -> None:
+    predictions = list(rgb_predictor.predict_many([tmp_path / "x.png", b"", tmp_path], batch_size=2))
+    assert all(prediction.error is not None for prediction in predictions)
+    assert len(predictions) == 3
+    assert list(rgb_predictor.predict_many([])) == []
 
 
-def test_one_picture_that_cannot_be_read_is_an_error(colour: Predictor, tmp_path: Path) -> None:
-    with pytest.raises(NotAnImage, match=r"gone\.png: no such file"):
-        colour.predict(tmp_path / "gone.png")
+def test_predicting_one_unreadable_image_raises(rgb_predictor: Predictor, tmp_path: Path) -> None:
+    with pytest.raises(ImageDecodeError, match=r"gone\.png"):
+        rgb_predictor.predict(tmp_path / "gone.png")
 
 
-def test_a_folder_gives_its_pictures_in_order(colour: Predictor, photos: Path) -> None:
-    names = [Path(answer.source).name for answer in colour.predict_files([str(photos)])]
+def test_a_folder_is_predicted_in_sorted_order(rgb_predictor: Predictor, photos: Path) -> None:
+    names = [Path(prediction.source).name for prediction in rgb_predictor.predict_files([str(photos)])]
     assert names == ["a.png", "b.bmp", "c.tiff", "d e.png", "ü.webp"]
 
 
-def test_a_folder_without_pictures_is_an_error(colour: Predictor, tmp_path: Path) -> None:
+def test_a_folder_without_images_is_refused(rgb_predictor: Predictor, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(VitralError, match="no images in") as caught:
-        colour.predict_files([tmp_path])
+        rgb_predictor.predict_files([tmp_path])
     assert "PNG" in caught.value.hint
 
 
-def test_a_gray_model_sees_a_colour_photograph_as_pillow_would_print_it(gray: Predictor) -> None:
-    assert same(gray.predict(photograph(2)), gray.predict(photograph(2).convert("L")))
+def test_a_greyscale_model_converts_colour_images_as_pillow_does(grey_predictor: Predictor) -> None:
+    photo = smooth_photo(2)
+    assert same_labels(grey_predictor.predict(photo), grey_predictor.predict(photo.convert("L")))
 
 
-def test_a_colour_model_takes_a_gray_picture(colour: Predictor) -> None:
-    picture = photograph(2).convert("L")
-    assert same(colour.predict(picture), colour.predict(picture.convert("RGB")))
+def test_an_rgb_model_accepts_greyscale_images(rgb_predictor: Predictor) -> None:
+    photo = smooth_photo(2).convert("L")
+    assert same_labels(rgb_predictor.predict(photo), rgb_predictor.predict(photo.convert("RGB")))
 
 
-def test_a_model_for_two_channels_says_that_pictures_have_none_such(tmp_path: Path) -> None:
-    with pytest.raises(VitralError, match="this model wants 2"):
-        Predictor.load(model_folder(tmp_path, channels=2), device="cpu").predict(photograph(1))
+def test_a_model_with_two_channels_cannot_predict_images(tmp_path: Path) -> None:
+    with pytest.raises(VitralError, match="2"):
+        Predictor.load(save_random_model(tmp_path, channels=2), device="cpu").predict(smooth_photo(1))
 
 
-def test_loading_twice_gives_the_same_model_in_the_same_mood(colour: Predictor) -> None:
-    assert colour.path is not None
-    again = Predictor.load(str(colour.path), device="cpu")
-    assert again.classes == CLASSES
+def test_loading_twice_gives_the_same_predictions(rgb_predictor: Predictor) -> None:
+    assert rgb_predictor.path is not None
+    again = Predictor.load(str(rgb_predictor.path), device="cpu")
+    assert again.classes == ANIMALS
     assert not again.model.training
-    assert again.predict(photograph(5)) == colour.predict(photograph(5))
-    assert repr(again) == f"Predictor('{colour.path}', 6 classes, 16×24 pixels, trained on 'nothing')"
+    assert again.predict(smooth_photo(5)) == rgb_predictor.predict(smooth_photo(5))
+    assert repr(again) == f"Predictor('{rgb_predictor.path}', 6 classes, 16×24 pixels, trained on 'nothing')"
 
 
-def test_evaluating_adapts_the_images_and_counts_right_answers(colour: Predictor) -> None:
-    images = torch.stack([torch.from_numpy(np.array(photograph(seed, 16, 24))).permute(2, 0, 1) for seed in range(12)])
-    said = [CLASSES.index(colour.predict(photograph(seed, 16, 24)).best.name) for seed in range(12)]
-    labels = torch.tensor(said)
+def test_evaluate_converts_images_and_counts_correct_predictions(rgb_predictor: Predictor) -> None:
+    photos = [smooth_photo(seed, 16, 24) for seed in range(12)]
+    images = torch.stack([torch.from_numpy(np.array(photo)).permute(2, 0, 1) for photo in photos])
+    labels = torch.tensor([ANIMALS.index(rgb_predictor.predict(photo).best.name) for photo in photos])
     labels[:3] = (labels[:3] + 1) % 6
-    assert colour.evaluate(Split(images=images, labels=labels)).top1 == pytest.approx(0.75)
-    grays = Split(images=images[:, :1, ::2, ::2], labels=labels)
-    assert colour.evaluate(grays).images == 12
+    assert rgb_predictor.evaluate(Split(images=images, labels=labels)).top1 == pytest.approx(0.75)
+    small_greyscale = Split(images=images[:, :1, ::2, ::2], labels=labels)
+    assert rgb_predictor.evaluate(small_greyscale).images == 12
 
 
-def test_evaluating_on_labels_the_model_does_not_know_is_an_error(colour: Predictor) -> None:
-    strange = Split(images=torch.zeros(2, 3, 16, 24, dtype=torch.uint8), labels=torch.tensor([0, 6]))
-    with pytest.raises(VitralError, match="outside the model's 6 classes: 6"):
-        colour.evaluate(strange)
+def test_evaluate_refuses_labels_outside_the_classes(rgb_predictor: Predictor) -> None:
+    split = Split(images=torch.zeros(2, 3, 16, 24, dtype=torch.uint8), labels=torch.tensor([0, 6]))
+    with pytest.raises(VitralError, match="labels outside the model's 6 classes: 6"):
+        rgb_predictor.evaluate(split)
 
 
-ANSWERS = [
+def test_evaluate_refuses_a_dataset_name(grey_predictor: Predictor) -> None:
+    with pytest.raises(VitralError, match=r"expected labelled images.*got 'photos'") as caught:
+        grey_predictor.evaluate("photos")  # type: ignore[arg-type]
+    assert "vitral.evaluate(model, data=NAME)" in caught.value.hint
+
+
+def test_the_reference_predictor_runs_the_module_itself(rgb_predictor: Predictor) -> None:
+    reference = rgb_predictor.reference()
+    images = torch.randint(0, 256, (7, 3, 16, 24), dtype=torch.uint8)
+    expected = reference_logits(rgb_predictor.model, rgb_predictor.model_config.preprocessing, images)
+    assert reference.engine.name == "reference"
+    assert torch.equal(reference.logits(images), expected)
+    assert reference.reference() is reference
+
+
+def test_rank_labels_keeps_the_class_order_of_ties() -> None:
+    labels = rank_labels(("a", "b", "c"), (0.25, 0.5, 0.25), None)
+    assert [label.name for label in labels] == ["b", "a", "c"]
+
+
+PREDICTIONS = [
     Prediction(
-        source="a.png", labels=(Label(name="cat", probability=0.75), Label(name='a "dog", or so', probability=0.25))
+        source="a.png",
+        labels=(Label(name="cat", probability=0.75), Label(name='a "dog"', probability=0.25)),
+        is_ood=True,
+        inverted=Label(name="cat", probability=0.5),
+        engine="fp32",
     ),
-    Prediction(source="broken, I fear.png", error="broken, I fear.png: not an image"),
+    Prediction(source="b.png", error="b.png: not an image", engine="fp32"),
+    Prediction(source="c.png", labels=(Label(name="cat", probability=1.0),)),
 ]
 
 
-def test_answers_as_lines_stand_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    answers.as_lines([ANSWERS[0], replace(ANSWERS[0], source="longer name.png"), ANSWERS[1]])
-    out = capsys.readouterr().out.splitlines()
-    assert len(out) == 2
-    assert out[0].split() == ["a.png", "cat", "0.75", "·", "a", '"dog",', "or", "so", "0.25"]
-    assert out[0].index("cat") == out[1].index("cat")
-    decomposed = unicodedata.normalize("NFD", "개미.png")  # as a Mac names its files
-    answers.as_lines([replace(ANSWERS[0], source=name) for name in ("개미.png", decomposed, "12345678")])
-    out = [unicodedata.normalize("NFC", line) for line in capsys.readouterr().out.splitlines()]
-    assert [line.index("cat") for line in out] == [9, 9, 11]  # two letters of double width before it
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_predictions_survive_the_round_trip_through_a_dictionary(prediction: Prediction) -> None:
+    assert prediction_from_dict(prediction_to_dict(prediction)) == prediction
 
 
-def test_answers_as_json_and_csv_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:
-    answers.as_json(ANSWERS)
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first["labels"][1] == {"name": 'a "dog", or so', "probability": 0.25}
-    assert second == {"file": "broken, I fear.png", "labels": [], "error": "broken, I fear.png: not an image"}
-    answers.as_csv(ANSWERS)
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [row["label"] for row in rows] == ["cat", 'a "dog", or so', ""]
-    assert rows[2]["error"] == "broken, I fear.png: not an image"
-
-
-@pytest.mark.parametrize(
-    ("how", "compile", "compiled"),
-    [
-        ({}, "no", False),
-        ({"many": True}, "auto", False),  # our kernels, not the compiler's
-        ({"precision": "fp8"}, "auto", False),
-        ({"compile": "auto"}, "auto", True),
-        ({"precision": "int8"}, "no", False),
-    ],
-)
-def test_on_a_gpu_our_kernels_are_for_many_answers_and_the_compilers_for_whoever_asks(
-    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], compile: str, compiled: bool
-) -> None:
-    asked: dict[str, Any] = {}
-    reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
-
-    def choose(**wishes: Any) -> Hardware:
-        asked.update(wishes)
-        chosen = wishes["compile"] != "no"
-        return Hardware(device=torch.device("cpu"), precision="bf16", compile=chosen, reasons=reasons, fused=chosen)
-
-    monkeypatch.setattr(predict, "choose", choose)
-    usual: dict[str, Any] = {"precision": "auto", "compile": "no", "many": False}
-    chosen = predict._on_gpu("gpu", *(usual | how).values())
-    assert asked == {
-        "device": "gpu",
-        "precision": {"fp8": "fp8"}.get(how.get("precision", ""), "auto"),
-        "compile": compile,
-    }
-    assert (chosen.compile, chosen.fused) == (compiled, compile == "auto")
-
-
-def test_a_name_is_not_labelled_images_and_that_is_said(gray: Predictor) -> None:
-    with pytest.raises(VitralError, match=r"evaluate takes labelled images.*not 'photos'") as told:
-        gray.evaluate("photos")  # type: ignore[arg-type]
-    assert "vitral.evaluate(model, data=NAME)" in told.value.hint
+def test_csv_has_one_row_per_label_or_error() -> None:
+    rows = [dict(zip(CSV_COLUMNS, row, strict=True)) for p in PREDICTIONS for row in csv_rows(p)]
+    assert [row["label"] for row in rows] == ["cat", 'a "dog"', "", "cat"]
+    assert [row["ood"] for row in rows] == ["true", "true", "", "false"]
+    assert [row["error"] for row in rows] == ["", "", "b.png: not an image", ""]
+    assert [row["engine"] for row in rows] == ["fp32", "fp32", "fp32", ""]

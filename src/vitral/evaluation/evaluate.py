@@ -31,9 +31,10 @@ from vitral.evaluation.ood import Mahalanobis, OODResult, evaluate_score
 from vitral.evaluation.report import EvaluationReport, build_report
 from vitral.evaluation.robustness import NUM_CORRUPTIONS, Robustness, measure_robustness
 from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate_threshold
-from vitral.evaluation.tta import TTA, tta_logits
+from vitral.evaluation.tta import tta_logits
 from vitral.inference.predictor import Predictor, is_checkpoint
 from vitral.models.calibration import Calibration, LogitScore, id_score
+from vitral.recipes.options import TTA
 from vitral.runs.model_io import find_model_dir, save_model_config
 from vitral.utils.progress import LogFn, no_log
 

@@ -31,8 +31,8 @@ from vitral.evaluation.selective_prediction import (
     risk_coverage,
     sort_by_confidence,
 )
-from vitral.evaluation.tta import TTA
 from vitral.models.calibration import Calibration
+from vitral.recipes.options import TTA
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.data.lazy_images import Images
+from vitral.recipes.options import TTA
 
-TTA = Literal["none", "flip", "three", "six", "ten"]
 TTA_DESCRIPTIONS: dict[TTA, str] = {
     "none": "",
     "flip": "logits averaged over the image and its mirror image",

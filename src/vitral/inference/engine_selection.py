@@ -16,7 +16,7 @@ from vitral import bundled
 from vitral.data.lazy_images import Images
 from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import available_cpus, cpu_name
-from vitral.device.select import CompileOption, DeviceOption, Hardware, PrecisionOption, select_hardware
+from vitral.device.select import CompileOption, Hardware, PrecisionOption, select_hardware
 from vitral.errors import VitralError, shell_quote
 from vitral.inference.cpu_engine import CpuEngine, CpuPrecision, cpu_unsupported_reason, unsupported_reason
 from vitral.inference.cuda_engine import CudaEngine
@@ -158,7 +158,7 @@ def select_engine(
         return select_cpu_engine(model, preprocessing, hardware, folder, name, threads)
     if name == "reference":
         return reference_engine(model, preprocessing, hardware, "requested")
-    return select_cuda_engine(model, preprocessing, cuda_hardware("gpu", name, compile, throughput), name)
+    return select_cuda_engine(model, preprocessing, cuda_hardware(name, compile, throughput), name)
 
 
 def select_cpu_engine(
@@ -238,11 +238,11 @@ def _bench_hint(folder: Path | None) -> str:
     return f"vitral bench {'RUN' if folder is None else shell_quote(bundled.display_name(folder))} measures it"
 
 
-def cuda_hardware(device: DeviceOption, name: EngineName, compile: CompileOption, throughput: bool) -> Hardware:
+def cuda_hardware(name: EngineName, compile: CompileOption, throughput: bool) -> Hardware:
     """Hardware for a CUDA engine. `throughput` allows fused kernels, `compile` the kernels of torch.compile."""
     precision: PrecisionOption = name if name in ("fp32", "bf16", "fp8") else "auto"
     allow_kernels = throughput or precision == "fp8"
-    hardware = select_hardware(device=device, precision=precision, compile="auto" if allow_kernels else compile)
+    hardware = select_hardware(device="gpu", precision=precision, compile="auto" if allow_kernels else compile)
     return replace(hardware, compile=False) if compile == "no" else hardware
 
 
