@@ -218,7 +218,7 @@ def cifar100() -> Recipe:
 
 
 def folder_finetune() -> Recipe:
-    """Fine-tune a checkpoint on images in class folders: minutes on two CPU cores for a few hundred images."""
+    """Fine-tune a checkpoint on images in class folders: minutes on two CPU cores for a few hundred."""
     return Recipe(
         name="folder-finetune",
         data=DataConfig(name="photos", validation=0.15),
@@ -233,7 +233,7 @@ def folder_finetune() -> Recipe:
 
 
 def folder_scratch() -> Recipe:
-    """Train from scratch on images in class folders. Needs thousands of images; with fewer, use --init-from."""
+    """Train from scratch on images in class folders. Needs thousands; with fewer, use --init-from."""
     return Recipe(
         name="folder-scratch",
         data=DataConfig(name="photos", validation=0.15, crop=0.9),
