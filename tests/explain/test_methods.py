@@ -12,17 +12,17 @@ from torch import Tensor
 
 import vitral.models.vit
 from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import Hardware
+from vitral.device.select import Hardware
 from vitral.errors import VitralError
-from vitral.explain import METHODS, explain, scaled
-from vitral.explain.api import place
+from vitral.explain import METHODS, explain, rescale_for_display
+from vitral.explain.api import project_to_image
 from vitral.inference.predictor import Predictor
 from vitral.models.variants import VARIANTS, HybridConfig
 from vitral.models.variants.hybrid import ConvStemConfig
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import ModelCard
+from vitral.runs.model_io import ModelConfig
 
-TINY: dict[str, Any] = {"image_size": (8, 12), "patch_size": 4, "classes": 5, "width": 16, "depth": 2, "heads": 2}
+TINY: dict[str, Any] = {"image_size": (8, 12), "patch_size": 4, "num_classes": 5, "width": 16, "depth": 2, "heads": 2}
 KINDS: dict[str, tuple[str, ViTConfig]] = {
     "class": ("plain", ViTConfig(**TINY)),
     "mean, rotary": ("plain", ViTConfig(**TINY, pooling="mean", positions="rotary")),
@@ -61,13 +61,13 @@ def test_every_method_explains_every_kind_of_vit(kind: str, method: str) -> None
     assert heat.dtype == torch.float32
     assert heat.isfinite().all()
     assert not heat.requires_grad
-    if not METHODS[method].signed:
+    if not METHODS[method].is_signed:
         assert heat.min() >= 0
     assert not image.requires_grad
     assert torch.equal(METHODS[method](model, image, 3), heat), "the same every time"
     each = torch.stack([METHODS[method](model, image, target) for target in range(5)])
     assert each.std() > 0  # Grad-CAM of a class that everything speaks against is empty
-    assert bool((each == each[0]).all()) == (not METHODS[method].by_class)
+    assert bool((each == each[0]).all()) == (not METHODS[method].is_class_specific)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -75,7 +75,7 @@ def test_a_batch_gives_what_its_images_give(method: str) -> None:
     model = alive(*KINDS["class"])
     images = torch.randn(3, 3, 8, 12)
     images[1] *= images.abs().max() / images[1].abs().max()  # the noise of smoothed gradients follows the range
-    if method in ("smooth-gradient", "shapley"):
+    if method in ("smoothgrad", "shapley"):
         pytest.skip("draws its samples for the whole batch")
     both = METHODS[method](model, images, torch.tensor([0, 1, 2]))
     for index, image in enumerate(images):
@@ -188,7 +188,7 @@ def test_gradcam_of_a_linear_model_is_known() -> None:
     """Without norms and with even attention the logit is w·(z_0 + mean of all x): every patch has the slope w/T, so
     patch n shines with (w·x_n/T)⁺."""
     model: Any = ViT(
-        ViTConfig(image_size=(1, 3), patch_size=1, channels=1, classes=2, width=4, depth=1, heads=1)
+        ViTConfig(image_size=(1, 3), patch_size=1, channels=1, num_classes=2, width=4, depth=1, heads=1)
     ).eval()
     torch.manual_seed(0)
     block, w = model.encoder.blocks[0], torch.randn(4)
@@ -312,8 +312,8 @@ def test_weights_made_in_inference_mode_have_no_gradients_and_it_says_so() -> No
 
 def test_scaling_for_a_drawing() -> None:
     heat = torch.tensor([[[1.0, 3.0]], [[2.0, 2.0]]])
-    assert scaled(heat).tolist() == [[[0.0, 1.0]], [[0.0, 0.0]]]
-    assert scaled(torch.tensor([[[-4.0, 2.0]]]), signed=True).tolist() == [[[-1.0, 0.5]]]
+    assert rescale_for_display(heat).tolist() == [[[0.0, 1.0]], [[0.0, 0.0]]]
+    assert rescale_for_display(torch.tensor([[[-4.0, 2.0]]]), signed=True).tolist() == [[[-1.0, 0.5]]]
 
 
 # ── pictures ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -324,7 +324,7 @@ def predictor(cpu: Hardware) -> Predictor:
     config = ViTConfig(**{**TINY, "image_size": (16, 16)})
     seen = Preprocessing(image_size=(16, 16), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3, crop=0.8)
     names = ("ant", "bee", "tench, Tinca tinca", "7", "Wasp")
-    card = ModelCard(architecture=config, preprocessing=seen, classes=names, trained_on="x", epoch=1)
+    card = ModelConfig(architecture=config, preprocessing=seen, classes=names, trained_on="x", epoch=1)
     return Predictor(alive("plain", config), card, cpu)
 
 
@@ -333,11 +333,11 @@ def test_a_map_is_laid_back_where_it_belongs() -> None:
     seen = Preprocessing(image_size=(16, 16), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3, crop=0.8)
     values = np.zeros((16, 16), dtype=np.float32)
     values[4, 9] = 1
-    placed = place(values, seen, (40, 20), (40, 20))
+    placed = project_to_image(values, seen, (40, 20), (40, 20))
     assert placed.shape == (20, 40)
     assert np.argwhere(placed == 1).tolist() == [[6, 21]]
     assert np.isnan(placed).sum() == 20 * 40 - 16 * 16
-    larger = place(values, seen, (400, 200), (400, 200))
+    larger = project_to_image(values, seen, (400, 200), (400, 200))
     peak = np.unravel_index(np.nanargmax(larger), larger.shape)
     assert (abs(peak[0] - 64.5), abs(peak[1] - 214.5)) < (2, 2)
     assert np.nansum(larger) == pytest.approx(100, rel=0.02)
@@ -346,24 +346,24 @@ def test_a_map_is_laid_back_where_it_belongs() -> None:
 def test_a_picture_is_explained_for_several_classes_and_methods(predictor: Predictor) -> None:
     picture = Image.effect_noise((90, 60), 90).convert("RGB")
     found = explain(predictor, picture, ["rollout", "relevance", "attention"], ["bee", 0, "tench"], {"layer": 1})
-    asked = [(heat.method.name, heat.label.name) for heat in found.heats]
+    asked = [(heat.method.name, heat.label.name) for heat in found.heatmaps]
     assert asked[:3] == [("rollout", "bee"), ("relevance", "bee"), ("attention", "bee")]
     assert [name for _, name in asked[3::3]] == ["ant", "tench, Tinca tinca"]
-    assert all(heat.values.shape == (16, 16) and heat.placed.shape == (60, 90) for heat in found.heats)
-    assert np.nanmax(found.heats[1].shown) == pytest.approx(1, abs=0.05)
+    assert all(heat.values.shape == (16, 16) and heat.on_image.shape == (60, 90) for heat in found.heatmaps)
+    assert np.nanmax(found.heatmaps[1].display) == pytest.approx(1, abs=0.05)
     chances = predictor.predict(picture)
-    assert found.answer == chances.labels
-    pixels = predictor.card.preprocessing.pixels(picture)
-    image = predictor.card.preprocessing.normalise(pixels[None])[0]
+    assert found.prediction == chances.labels
+    pixels = predictor.model_config.preprocessing.resize_and_crop(picture)
+    image = predictor.model_config.preprocessing.normalise(pixels[None])[0]
     wanted = METHODS["relevance"](predictor.model, image, 1)
-    assert np.array_equal(found.heats[1].values, wanted.numpy())
+    assert np.array_equal(found.heatmaps[1].values, wanted.numpy())
 
 
 def test_a_large_picture_is_explained_at_a_size_one_can_look_at(predictor: Predictor) -> None:
     found = explain(predictor, Image.new("RGB", (4000, 3000)), ["rollout"])
-    assert found.picture.size == (1024, 768)
-    assert found.heats[0].placed.shape == (768, 1024)
-    assert found.heats[0].label == found.answer[0]
+    assert found.image.size == (1024, 768)
+    assert found.heatmaps[0].on_image.shape == (768, 1024)
+    assert found.heatmaps[0].label == found.prediction[0]
 
 
 @pytest.mark.parametrize(
@@ -383,4 +383,4 @@ def test_what_is_not_there_is_named(predictor: Predictor, arguments: dict[str, A
 def test_a_class_is_found_by_its_name_before_its_index(predictor: Predictor) -> None:
     picture = Image.new("RGB", (20, 20))
     for target, name in (("7", "7"), ("wasp", "Wasp"), ("1", "bee"), (2, "tench, Tinca tinca")):
-        assert explain(predictor, picture, ["rollout"], [target]).heats[0].label.name == name
+        assert explain(predictor, picture, ["rollout"], [target]).heatmaps[0].label.name == name

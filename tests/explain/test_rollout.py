@@ -8,19 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitral.explain import METHODS, scaled
+from vitral.explain import METHODS, rescale_for_display
 from vitral.models.vit import Trace, ViT, ViTConfig
 
 
 def rollout(model: ViT, images_BCHW: Tensor, **options: Any) -> Tensor:
-    return scaled(METHODS["rollout"](model, images_BCHW, **options))
+    return rescale_for_display(METHODS["rollout"](model, images_BCHW, **options))
 
 
 def model_that_looked(monkeypatch: pytest.MonkeyPatch, attention: list[Tensor], **settings: Any) -> ViT:
     """A model of one row of three pixels, each a patch, whose blocks are said to have looked like this."""
     config = ViTConfig(image_size=(1, 3), patch_size=1, channels=1, width=4, depth=1, heads=1, **settings)
     model = ViT(config)
-    trace = Trace(grid=(1, 3), prefix=config.prefix, patches=torch.zeros(1), tokens=[], attention=attention)
+    trace = Trace(
+        grid=(1, 3), num_prefix_tokens=config.num_prefix_tokens, patches=torch.zeros(1), tokens=[], attention=attention
+    )
     monkeypatch.setattr(model, "trace", lambda images: trace)
     return model
 

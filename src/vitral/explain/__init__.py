@@ -1,13 +1,22 @@
-"""What the model looked at: one method a file, one signature for all, and pictures explained as a whole.
+"""Heatmaps of what a prediction depends on: one method per file, one signature for all.
 
-METHODS["relevance"](model, image, target)              one map, as a tensor
-explain(predictor, "bee.jpg", methods=["relevance"])    maps laid back onto the picture
+METHODS["relevance"](model, image, target)              one heatmap as a tensor
+explain(predictor, "bee.jpg", methods=["relevance"])    heatmaps projected onto the original image
 """
 
 from __future__ import annotations
 
-from vitral.explain.api import Explanation, Heat, explain, open_to_look_inside
-from vitral.explain.method import Method, scaled
+from vitral.explain.api import Explanation, Heatmap, explain, load_explainable
+from vitral.explain.method import Method, rescale_for_display
 from vitral.explain.registry import DEFAULT, METHODS
 
-__all__ = ["DEFAULT", "METHODS", "Explanation", "Heat", "Method", "explain", "open_to_look_inside", "scaled"]
+__all__ = [
+    "DEFAULT",
+    "METHODS",
+    "Explanation",
+    "Heatmap",
+    "Method",
+    "explain",
+    "load_explainable",
+    "rescale_for_display",
+]

@@ -1,24 +1,24 @@
-"""Where one layer, or one head of it, looked."""
+"""Attention weights of one layer or head."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from vitral.explain.method import chosen, readout, to_pixels, traced
+from vitral.explain.method import index_from_one, readout_weights, to_pixels, trace_with_grad
 from vitral.models.vit import ViT
 
 
 def attention(
     model: ViT, images_BCHW: Tensor, targets_B: Tensor, *, layer: int | None = None, head: int | None = None
 ) -> Tensor:
-    """The attention of the token that is read (or the mean of several) to each patch: B H W, shares of 1.
+    """Attention from the pooled token (or the mean over pooled tokens) to each patch, (B, H, W), in [0, 1].
 
-    `layer` and `head` count from 1; without them it is the last layer and the mean of its heads.
+    `layer` and `head` count from 1. The default is the last layer, averaged over its heads.
     """
-    trace = traced(model, images_BCHW)
-    index = chosen("layer", layer, len(trace.attention))
-    looked_BhTT = trace.attention[-1 if index is None else index].float()
-    which = chosen("head", head, looked_BhTT.shape[1])
-    looked_BTT = looked_BhTT.mean(dim=1) if which is None else looked_BhTT[:, which]
-    row_BT = (readout(model, trace)[:, None] @ looked_BTT)[:, 0]
-    return to_pixels(row_BT[:, trace.prefix :], trace.grid, images_BCHW, trace.margin)
+    trace = trace_with_grad(model, images_BCHW)
+    index = index_from_one("layer", layer, len(trace.attention))
+    attn_BhTT = trace.attention[-1 if index is None else index].float()
+    head_index = index_from_one("head", head, attn_BhTT.shape[1])
+    attn_BTT = attn_BhTT.mean(dim=1) if head_index is None else attn_BhTT[:, head_index]
+    row_BT = (readout_weights(model, trace)[:, None] @ attn_BTT)[:, 0]
+    return to_pixels(row_BT[:, trace.num_prefix_tokens :], trace.grid, images_BCHW, trace.margin)

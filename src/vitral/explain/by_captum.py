@@ -1,4 +1,4 @@
-"""What captum already does well, through it: `pip install 'vitral[explain]'`."""
+"""Methods from captum, which the extra `explain` installs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.explain.method import Model, grid_of
-from vitral.explain.occlusion import nearest_pixels
+from vitral.explain.method import Model, patch_grid
+from vitral.explain.occlusion import patch_masks_to_pixels
 
-AT_ONCE = 64  # images in one pass
+MAX_BATCH_SIZE = 64  # images per forward pass
 
 
 def captum() -> Any:
@@ -23,21 +23,23 @@ def captum() -> Any:
 
 
 def integrated_gradients(model: Model, images_BCHW: Tensor, targets_B: Tensor, *, steps: int = 32) -> Tensor:
-    """Gradients summed on the way from the mean colour to the picture (arXiv 1703.01365): B H W, in logits.
+    """Gradients integrated from the mean colour to the image (arXiv 1703.01365), (B, H, W), in logits.
 
-    Over all pixels they add up to the logit's difference between the picture and the mean colour.
+    Their sum is the difference of the logit between the image and the mean colour.
     """
-    way = captum().IntegratedGradients(model)
-    heat = way.attribute(images_BCHW.requires_grad_(), target=targets_B, n_steps=steps, internal_batch_size=AT_ONCE)
+    attributor = captum().IntegratedGradients(model)
+    heat = attributor.attribute(
+        images_BCHW.requires_grad_(), target=targets_B, n_steps=steps, internal_batch_size=MAX_BATCH_SIZE
+    )
     return heat.sum(dim=1)
 
 
-def smooth_gradient(
+def smoothgrad(
     model: Model, images_BCHW: Tensor, targets_B: Tensor, *, samples: int = 16, noise: float = 0.15
 ) -> Tensor:
-    """How steeply the logit changes with each pixel, averaged over noisy copies (arXiv 1706.03825): B H W, from 0 up.
+    """Gradient magnitude averaged over noisy copies (arXiv 1706.03825), (B, H, W), non-negative.
 
-    `noise` is its deviation as a share of the picture's range.
+    `noise` is the standard deviation relative to the range of the image.
     """
     attr = captum()
     span = float(images_BCHW.max() - images_BCHW.min())
@@ -48,21 +50,21 @@ def smooth_gradient(
             target=targets_B,
             nt_type="smoothgrad",
             nt_samples=samples,
-            nt_samples_batch_size=max(AT_ONCE // len(images_BCHW), 1),
+            nt_samples_batch_size=max(MAX_BATCH_SIZE // len(images_BCHW), 1),
             stdevs=max(noise * span, 1e-6),
         )
     return heat.sum(dim=1)
 
 
 def shapley(model: Model, images_BCHW: Tensor, targets_B: Tensor, *, samples: int = 8) -> Tensor:
-    """Each patch's fair share of the logit (Shapley values by sampling orders): B H W, in logits a patch.
+    """Shapley values of the patches by permutation sampling, (B, H, W), in logits per patch.
 
-    Patches are shown one after the other, the rest in the mean colour, in `samples` random orders; what the logit
-    gains is the patch's. The patches' shares add up to the logit's difference, as with integrated gradients.
+    Patches are revealed one after the other in `samples` random orders; the gain of the logit is attributed to the
+    revealed patch. As with integrated gradients, the values sum to the difference of the logit.
     """
-    grid = grid_of(model, images_BCHW)
-    patches_NHW = nearest_pixels(torch.eye(grid[0] * grid[1]), grid, images_BCHW)
-    which_1HW = patches_NHW.long().argmax(dim=0)[None]
+    grid = patch_grid(model, images_BCHW)
+    patches_NHW = patch_masks_to_pixels(torch.eye(grid[0] * grid[1]), grid, images_BCHW)
+    patch_index_1HW = patches_NHW.long().argmax(dim=0)[None]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         heat = (
@@ -72,9 +74,9 @@ def shapley(model: Model, images_BCHW: Tensor, targets_B: Tensor, *, samples: in
                 images_BCHW,
                 baselines=0.0,
                 target=targets_B,
-                feature_mask=which_1HW[None],
+                feature_mask=patch_index_1HW[None],
                 n_samples=samples,
-                perturbations_per_eval=max(AT_ONCE // len(images_BCHW), 1),
+                perturbations_per_eval=max(MAX_BATCH_SIZE // len(images_BCHW), 1),
             )
         )
     return heat[:, 0]

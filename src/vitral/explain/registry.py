@@ -1,9 +1,9 @@
-"""The methods by name."""
+"""All methods by name."""
 
 from __future__ import annotations
 
 from vitral.explain.attention import attention
-from vitral.explain.by_captum import integrated_gradients, shapley, smooth_gradient
+from vitral.explain.by_captum import integrated_gradients, shapley, smoothgrad
 from vitral.explain.gradcam import gradcam
 from vitral.explain.method import Method
 from vitral.explain.occlusion import occlusion
@@ -13,70 +13,70 @@ from vitral.explain.rollout import rollout
 METHODS: dict[str, Method] = {
     "attention": Method(
         name="attention",
-        about="where one layer, or one head of it, looked",
-        heat=attention,
-        unit="share of attention, 0…1",
+        summary="attention of one layer or head",
+        function=attention,
+        unit="attention weight, 0 to 1",
         needs="trace",
-        by_class=False,
+        is_class_specific=False,
     ),
     "rollout": Method(
         name="rollout",
-        about="attention of all layers multiplied",
-        heat=rollout,
-        unit="share of the answer, 0…1",
+        summary="product of the attention of all layers",
+        function=rollout,
+        unit="share of the pooled feature, 0 to 1",
         needs="trace",
-        by_class=False,
+        is_class_specific=False,
     ),
     "relevance": Method(
         name="relevance",
-        about="attention of all layers, where it raised the class's logit",
-        heat=relevance,
-        unit="relevance, from 0 up",
+        summary="attention of all layers that raised the class's logit",
+        function=relevance,
+        unit="relevance, 0 or more",
         needs="gradients",
     ),
     "gradcam": Method(
         name="gradcam",
-        about="the last layer's patches in the direction that raises the class's logit",
-        heat=gradcam,
-        unit="weighted activation, from 0 up",
+        summary="patches of the last layer, weighted by the gradient of the class's logit",
+        function=gradcam,
+        unit="weighted activation, 0 or more",
         needs="gradients",
     ),
     "occlusion": Method(
         name="occlusion",
-        about="what the class loses against the others when a part is covered",
-        heat=occlusion,
-        unit="log-odds lost, any sign",
-        needs="answers",
-        signed=True,
+        summary="drop of the class's log-odds when a region is covered",
+        function=occlusion,
+        unit="drop of the log-odds, any sign",
+        needs="logits",
+        is_signed=True,
     ),
     "integrated-gradients": Method(
         name="integrated-gradients",
-        about="gradients on the way from gray to the picture (captum)",
-        heat=integrated_gradients,
-        by_captum=True,
-        unit="logits a pixel, any sign; they add up to the logit's difference from gray",
+        summary="gradients integrated from a gray image to the image (captum)",
+        function=integrated_gradients,
+        needs_captum=True,
+        unit="logits per pixel, any sign; their sum is the difference of the logit from a gray image",
         needs="gradients",
-        fine=True,
-        signed=True,
+        is_pixelwise=True,
+        is_signed=True,
     ),
-    "smooth-gradient": Method(
-        name="smooth-gradient",
-        about="how steeply the logit changes with each pixel (captum)",
-        heat=smooth_gradient,
-        by_captum=True,
-        unit="slope, from 0 up",
+    "smoothgrad": Method(
+        name="smoothgrad",
+        summary="gradient magnitude averaged over noisy copies (captum)",
+        function=smoothgrad,
+        needs_captum=True,
+        unit="gradient magnitude, 0 or more",
         needs="gradients",
-        fine=True,
+        is_pixelwise=True,
     ),
     "shapley": Method(
         name="shapley",
-        about="each patch's fair share of the logit, by sampling (captum)",
-        heat=shapley,
-        by_captum=True,
-        unit="logits a patch, any sign; over the patches they add up to the logit's difference from gray",
-        needs="answers",
-        signed=True,
-        slow=True,
+        summary="Shapley value of each patch, by sampling (captum)",
+        function=shapley,
+        needs_captum=True,
+        unit="logits per patch, any sign; their sum is the difference of the logit from a gray image",
+        needs="logits",
+        is_signed=True,
+        is_slow=True,
     ),
 }
-DEFAULT = ("rollout", "relevance")  # quick, and the second knows the class
+DEFAULT = ("rollout", "relevance")  # both are fast, and relevance depends on the class
