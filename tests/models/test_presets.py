@@ -1,4 +1,4 @@
-"""The papers' tables: sizes to the last parameter, names as people type them."""
+"""Presets: parameter counts of the published models, names and overrides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitral.errors import VitralError
-from vitral.models.presets import PRESETS, PUBLISHED, preset
+from vitral.models.presets import PRESETS, PUBLISHED_ACCURACY, preset
 from vitral.models.variants.distilled import DistilledViT
 from vitral.models.vit import ViT, ViTConfig
 
@@ -33,72 +33,73 @@ PARAMETERS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
-def parameters(model: torch.nn.Module) -> int:
+def count_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("name", "changes", "count"), PARAMETERS)
-def test_a_preset_has_the_parameters_of_the_published_model(name: str, changes: dict[str, Any], count: int) -> None:
+@pytest.mark.parametrize(("name", "overrides", "count"), PARAMETERS)
+def test_preset_has_the_published_number_of_parameters(name: str, overrides: dict[str, Any], count: int) -> None:
     with torch.device("meta"):
-        assert parameters(ViT.from_preset(name, **changes)) == count
+        assert count_parameters(ViT.from_preset(name, **overrides)) == count
 
 
 @pytest.mark.parametrize(("name", "count"), [("Ti/16", 5_910_800), ("S/16", 22_436_432), ("B/16", 87_338_192)])
-def test_a_distilled_preset_has_the_parameters_of_the_published_model(name: str, count: int) -> None:
+def test_distilled_preset_has_the_published_number_of_parameters(name: str, count: int) -> None:
     with torch.device("meta"):
-        assert parameters(DistilledViT.from_preset(name)) == count
+        assert count_parameters(DistilledViT.from_preset(name)) == count
 
 
-def test_every_preset_is_held_to_its_count_and_published_results_belong_to_presets() -> None:
+def test_every_preset_has_an_expected_parameter_count() -> None:
     assert {name for name, _, _ in PARAMETERS} == {*PRESETS}
-    assert {*PUBLISHED} < {*PRESETS}
-    assert "77.91" in PUBLISHED["B/16"]
+    assert {*PUBLISHED_ACCURACY} < {*PRESETS}
+    assert "77.91" in PUBLISHED_ACCURACY["B/16"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_number_behind_the_slash_is_the_patch_size(name: str) -> None:
+def test_name_ends_with_the_patch_size(name: str) -> None:
     assert preset(name).patch_size == int(name.split("/")[1])
     assert preset(name) == PRESETS[name]
 
 
-def test_changes_are_made_to_a_copy() -> None:
-    changed = preset("S/16", image_size=(32, 32), patch_size=4, classes=10, dropout=0.1)
-    assert changed == ViTConfig(image_size=(32, 32), patch_size=4, classes=10, dropout=0.1, width=384, heads=6)
-    assert PRESETS["S/16"].classes == 1000
-    assert ViT.from_preset("Ti/16", depth=1, classes=10)(torch.zeros(1, 3, 224, 224)).shape == (1, 10)
+def test_overrides_do_not_change_the_preset() -> None:
+    config = preset("S/16", image_size=(32, 32), patch_size=4, num_classes=10, dropout=0.1)
+    assert config == ViTConfig(image_size=(32, 32), patch_size=4, num_classes=10, dropout=0.1, width=384, heads=6)
+    assert PRESETS["S/16"].num_classes == 1000
+    assert ViT.from_preset("Ti/16", depth=1, num_classes=10)(torch.zeros(1, 3, 224, 224)).shape == (1, 10)
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("b/16", "B/16"), ("TI/16", "Ti/16"), ("Plain-s/16", "plain-S/16")])
-def test_case_does_not_matter(typed: str, meant: str) -> None:
-    assert preset(typed) is not None
-    assert preset(typed) == PRESETS[meant]
+@pytest.mark.parametrize(("name", "expected"), [("b/16", "B/16"), ("TI/16", "Ti/16"), ("Plain-s/16", "plain-S/16")])
+def test_names_are_case_insensitive(name: str, expected: str) -> None:
+    assert preset(name) == PRESETS[expected]
 
 
-def test_little_g_and_big_g_are_told_apart() -> None:
+def test_lower_and_upper_case_g_are_distinct() -> None:
     assert (preset("g/14").width, preset("G/14").width) == (1408, 1664)
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("S/61", "S/16"), ("B16", "B/16"), ("plain-S16", "plain-S/16")])
-def test_an_unknown_preset_is_refused_with_the_nearest_name_and_the_whole_table(typed: str, meant: str) -> None:
-    with pytest.raises(VitralError) as refused:
-        preset(typed)
-    assert refused.value.what == f"no preset named {typed!r}. Did you mean {meant}?"
-    assert refused.value.hint == f"Known: {', '.join(PRESETS)}"
+@pytest.mark.parametrize(("name", "expected"), [("S/61", "S/16"), ("B16", "B/16"), ("plain-S16", "plain-S/16")])
+def test_unknown_preset_suggests_the_closest_name(name: str, expected: str) -> None:
+    with pytest.raises(VitralError) as error:
+        preset(name)
+    assert error.value.what == f"no preset named {name!r}. Did you mean '{expected}'?"
+    assert error.value.hint == f"Available: {', '.join(PRESETS)}"
 
 
-def test_a_name_like_no_preset_gets_no_suggestion() -> None:
-    with pytest.raises(VitralError, match=r"^no preset named 'resnet50'\.\nKnown"):
+def test_unknown_preset_without_a_close_name() -> None:
+    with pytest.raises(VitralError, match=r"^no preset named 'resnet50'\.\nAvailable"):
         preset("resnet50")
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("clases", "classes"), ("patchsize", "patch_size"), ("head_s", "heads")])
-def test_an_unknown_setting_is_refused_with_the_nearest_name(typed: str, meant: str) -> None:
-    with pytest.raises(VitralError) as refused:
-        preset("S/16", **{typed: 10})
-    assert refused.value.what == f"a ViT has no setting {typed!r}. Did you mean {meant}?"
-    assert "image_size" in refused.value.hint
+@pytest.mark.parametrize(
+    ("name", "expected"), [("num_clases", "num_classes"), ("patchsize", "patch_size"), ("head_s", "heads")]
+)
+def test_unknown_override_suggests_the_closest_field(name: str, expected: str) -> None:
+    with pytest.raises(VitralError) as error:
+        preset("S/16", **{name: 10})
+    assert error.value.what == f"no field of ViTConfig named {name!r}. Did you mean '{expected}'?"
+    assert "image_size" in error.value.hint
 
 
-def test_a_change_that_does_not_fit_is_refused_with_its_field() -> None:
-    with pytest.raises(ValueError, match="image height 324 is not a multiple of patch_size 16; 320 and 336 are"):
+def test_invalid_override_names_the_field() -> None:
+    with pytest.raises(ValueError, match="image height 324 is not divisible by the patch size 16; try 320 or 336"):
         preset("B/16", image_size=(324, 324))

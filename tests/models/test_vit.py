@@ -1,4 +1,4 @@
-"""The model against the paper's equations, the notes' mistakes, and itself: fast, traced, compiled, exported."""
+"""The ViT against the paper's equations and against itself: traced, compiled, exported, in bf16."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from vitral.models.vit import (
     RotaryPosition,
     ViT,
     ViTConfig,
+    patch_coordinates,
     patchify,
-    places,
     resample_positions,
     unpatchify,
 )
 
-TINY: dict[str, Any] = {"image_size": (12, 8), "patch_size": 4, "classes": 5, "width": 16, "depth": 2, "heads": 2}
+TINY: dict[str, Any] = {"image_size": (12, 8), "patch_size": 4, "num_classes": 5, "width": 16, "depth": 2, "heads": 2}
 POOLINGS, POSITIONS = get_args(Pooling), get_args(Positions)
 
 
-def lively(model_class: Any = ViT, **settings: Any) -> Any:
-    """A small model in which nothing is zero, one, or too faint to be noticed: the head starts at zero, biases too."""
+def random_model(model_class: Any = ViT, **settings: Any) -> Any:
+    """A small model with noise added to all parameters, so that none is zero or one."""
     torch.manual_seed(1)
     model = model_class(ViTConfig(**TINY | settings))
     with torch.no_grad():
@@ -56,27 +56,27 @@ def images(batch: int = 2, channels: int = 3, size: tuple[int, int] = (12, 8), s
 
 
 def fill(model: nn.Module) -> None:
-    """Weights without a random generator: the same on every machine and in every version of torch."""
+    """Set weights without a random generator: equal on every machine and in every version of PyTorch."""
     with torch.no_grad():
         for i, (name, parameter) in enumerate(model.named_parameters()):
-            waves = (torch.arange(parameter.numel(), dtype=torch.float64) * (0.7 + 0.01 * i) + i).sin()
-            around = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_((around + 0.4 * waves).view(parameter.shape))
+            wave = (torch.arange(parameter.numel(), dtype=torch.float64) * (0.7 + 0.01 * i) + i).sin()
+            offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.copy_((offset + 0.4 * wave).view(parameter.shape))
 
 
 @contextmanager
-def warns_of_resampling(was: str, now: str) -> Iterator[None]:
-    text = f"positions resampled from {was} to {now} patches: quality needs fine-tuning"
+def warns_of_resampling(old: str, new: str) -> Iterator[None]:
+    text = f"positions resampled from {old} to {new} patches; fine-tune for best accuracy"
     with pytest.warns(UserWarning, match=f"^{text}$") as caught:
         yield
     assert len(caught) == 1
 
 
-# The notes: three patch embeddings, their configurations, their mistakes
+# Embedding and blocks
 
 
 @pytest.mark.parametrize("size", [(28, 28), (14, 21)])
-def test_a_strided_convolution_an_unfold_and_a_rearrangement_are_the_same_patch_embedding(
+def test_patch_embedding_equals_strided_convolution_unfold_and_einops(
     size: tuple[int, int],
 ) -> None:
     P, C, D = 7, 3, 10
@@ -102,7 +102,7 @@ def test_a_strided_convolution_an_unfold_and_a_rearrangement_are_the_same_patch_
         pytest.param(3, 32, 4, 96, 2, 3, 10, 65, id="CIFAR-10"),
     ],
 )
-def test_the_notes_configurations_build_and_run(
+def test_documented_configurations_run(
     channels: int, side: int, patch: int, width: int, depth: int, heads: int, classes: int, tokens: int
 ) -> None:
     config = ViTConfig(
@@ -112,23 +112,23 @@ def test_the_notes_configurations_build_and_run(
         width=width,
         depth=depth,
         heads=heads,
-        classes=classes,
+        num_classes=classes,
     )
     model, x = ViT(config).eval(), images(2, channels, (side, side))
     with torch.no_grad():
         assert model.embed(x, config.grid).shape == (2, tokens, width)
         features = model.features(x)
-        assert features.std(dim=1).min() > 0.5  # what a layer norm leaves: something went through
+        assert features.std(dim=1).min() > 0.5  # the output of a layer norm, not zeros
         assert model.head(features).shape == (2, classes)
 
 
-def test_base_is_the_papers() -> None:
+def test_defaults_are_vit_b16_of_the_paper() -> None:
     config = ViTConfig()
     assert (config.patch_size, config.width, config.depth, config.heads, config.hidden_width) == (16, 768, 12, 12, 3072)
     assert math.prod(config.grid) == 196
 
 
-def test_mistake_1_the_residual_carries_the_raw_input() -> None:
+def test_block_is_equations_2_and_3_with_residuals_before_the_norm() -> None:
     torch.manual_seed(0)
     block = EncoderBlock(ViTConfig(**TINY), drop_path=0.0).double()
     for parameter in block.parameters():
@@ -154,53 +154,53 @@ def test_mistake_1_the_residual_carries_the_raw_input() -> None:
     torch.testing.assert_close(block(z), mlp(norm(between, block.norm2)) + between)
 
 
-def test_mistake_2_a_size_that_does_not_divide_is_refused_when_the_model_is_built() -> None:
-    with pytest.raises(ValueError, match="image height 324 is not a multiple of patch_size 16; 320 and 336 are"):
-        ViTConfig(image_size=(324, 324), width=768, depth=6, heads=4, classes=10)
-    with pytest.raises(ValueError, match="image width 31 is not a multiple of patch_size 4; 28 and 32 are"):
+def test_config_refuses_an_image_size_not_divisible_by_the_patch_size() -> None:
+    with pytest.raises(ValueError, match="image height 324 is not divisible by the patch size 16; try 320 or 336"):
+        ViTConfig(image_size=(324, 324), width=768, depth=6, heads=4, num_classes=10)
+    with pytest.raises(ValueError, match="image width 31 is not divisible by the patch size 4; try 28 or 32"):
         ViTConfig(**TINY | {"image_size": (32, 31)})
-    with pytest.raises(ValueError, match="image height 3 is not a multiple of patch_size 4; 4 is"):
+    with pytest.raises(ValueError, match="image height 3 is not divisible by the patch size 4; try 4"):
         ViTConfig(**TINY | {"image_size": (3, 8)})
 
 
-def test_mistake_2_images_of_a_size_that_does_not_divide_are_refused_the_same_way() -> None:
-    with pytest.raises(ValueError, match="image width 10 is not a multiple of patch_size 4; 8 and 12 are"):
-        lively()(images(size=(12, 10)))
+def test_forward_refuses_images_not_divisible_by_the_patch_size() -> None:
+    with pytest.raises(ValueError, match="image width 10 is not divisible by the patch size 4; try 8 or 12"):
+        random_model()(images(size=(12, 10)))
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_mistake_3_a_batch_of_one_keeps_its_dimension(pooling: str) -> None:
-    model, x = lively(pooling=pooling, classes=1), images(3)
+def test_batch_of_one_keeps_its_dimension(pooling: str) -> None:
+    model, x = random_model(pooling=pooling, num_classes=1), images(3)
     assert model(x[:1]).shape == (1, 1)
     assert model.features(x[:1]).shape == (1, 16)
     torch.testing.assert_close(model(x[:1]), model(x)[:1])
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
-def test_mistake_4_each_token_gets_the_row_of_its_own_place_whatever_the_batch(batch: int) -> None:
-    model, x = lively(), images(batch)
+def test_each_token_gets_the_embedding_of_its_position(batch: int) -> None:
+    model, x = random_model(), images(batch)
     assert model.class_token is not None
     assert model.position_embedding is not None
     tokens, table = model.embed(x, (3, 2)), model.position_embedding.table
     torch.testing.assert_close(tokens[:, 0], (model.class_token.token[0] + table[0, :1]).expand(batch, -1))
     patches = model.patch_embedding(x)
-    for place in range(6):
-        torch.testing.assert_close(tokens[:, 1 + place], patches[:, place] + table[0, 1 + place])
+    for i in range(6):
+        torch.testing.assert_close(tokens[:, 1 + i], patches[:, i] + table[0, 1 + i])
 
 
 @pytest.mark.parametrize("name", ["dropout_embedding", "dropout_attention", "dropout", "drop_path"])
-def test_mistake_5_each_dropout_is_used_in_training_and_only_there(name: str) -> None:
-    plain, dropping, x = lively(), lively(**{name: 0.5}), images(4)
-    torch.testing.assert_close(dropping(x), plain(x), rtol=0, atol=0)
-    torch.testing.assert_close(plain.train()(x), plain.eval()(x))
-    dropping.train()
-    once, again = dropping(x), dropping(x)
-    assert not torch.allclose(once, again, atol=1e-3)
-    assert not torch.allclose(once, plain(x), atol=1e-3)
-    assert not torch.allclose(dropping.trace(x).logits, dropping.trace(x).logits, atol=1e-3)
+def test_dropout_is_active_only_in_training(name: str) -> None:
+    reference, model, x = random_model(), random_model(**{name: 0.5}), images(4)
+    torch.testing.assert_close(model(x), reference(x), rtol=0, atol=0)
+    torch.testing.assert_close(reference.train()(x), reference.eval()(x))
+    model.train()
+    first, second = model(x), model(x)
+    assert not torch.allclose(first, second, atol=1e-3)
+    assert not torch.allclose(first, reference(x), atol=1e-3)
+    assert not torch.allclose(model.trace(x).logits, model.trace(x).logits, atol=1e-3)
 
 
-def test_mistake_5_dropout_stands_after_the_attention_projection_and_after_both_of_the_mlp() -> None:
+def test_dropout_follows_the_attention_projection_and_both_mlp_layers() -> None:
     torch.manual_seed(0)
     config = ViTConfig(**TINY | {"mlp_width": 16, "dropout": 0.5})
     x = torch.randn(200, 6, 16)
@@ -212,51 +212,51 @@ def test_mistake_5_dropout_stands_after_the_attention_projection_and_after_both_
     assert (mlp(x) == 0).float().mean() == pytest.approx(0.75, abs=0.02)
 
 
-def test_mistake_5_attention_dropout_keeps_the_mean_on_the_fast_and_on_the_traced_path() -> None:
+def test_attention_dropout_preserves_the_mean_with_and_without_trace() -> None:
     torch.manual_seed(0)
     attention = MultiHeadAttention(ViTConfig(**TINY | {"dropout_attention": 0.3}))
     x = torch.randn(1, 6, 16)
-    want = attention.eval()(x)
+    expected = attention.eval()(x)
     attention.train()
-    many = x.expand(20_000, -1, -1)
-    record: list[Tensor] = []
-    for got in (attention(many), attention(many, None, record)):
-        torch.testing.assert_close(got.mean(0, keepdim=True), want, rtol=0, atol=0.02)
-    torch.testing.assert_close(record[0].sum(-1), torch.ones(20_000, 2, 6))
+    batch = x.expand(20_000, -1, -1)
+    attentions: list[Tensor] = []
+    for output in (attention(batch), attention(batch, None, attentions)):
+        torch.testing.assert_close(output.mean(0, keepdim=True), expected, rtol=0, atol=0.02)
+    torch.testing.assert_close(attentions[0].sum(-1), torch.ones(20_000, 2, 6))
 
 
 @pytest.mark.parametrize(("gelu", "approximate"), [("exact", "none"), ("tanh", "tanh")])
-def test_the_two_kinds_of_gelu_are_told_apart(gelu: Any, approximate: str) -> None:
+def test_gelu_is_exact_or_tanh_as_configured(gelu: Any, approximate: str) -> None:
     mlp = FeedForward(ViTConfig(**TINY | {"gelu": gelu})).double()
     x = torch.linspace(-6, 6, 16, dtype=torch.float64).view(1, 1, 16)
-    want = F.linear(F.gelu(mlp.expand(x), approximate=approximate), mlp.contract.weight, mlp.contract.bias)
-    torch.testing.assert_close(mlp(x), want, rtol=1e-12, atol=1e-12)
+    expected = F.linear(F.gelu(mlp.expand(x), approximate=approximate), mlp.contract.weight, mlp.contract.bias)
+    torch.testing.assert_close(mlp(x), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["patch_sizem", "attn_drop", "atten_drop", "drop_out", "num_classes"])
-def test_mistake_6_a_misspelt_setting_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["patch_sizem", "attn_drop", "atten_drop", "drop_out", "n_classes"])
+def test_misspelt_field_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=name):
         ViTConfig(**{name: 1})  # type: ignore[arg-type]
 
 
-def test_mistake_6_parts_are_found_under_the_names_of_the_notes() -> None:
+def test_model_consists_of_the_documented_modules() -> None:
     import vitral.models.vit as vit
 
     names = "PatchEmbedding ClassToken PositionEmbedding MultiHeadAttention Residual FeedForward EncoderBlock Encoder"
     for name in [*names.split(), "ClassificationHead", "ViT"]:
         assert issubclass(getattr(vit, name), nn.Module)
-    modules = {type(module).__name__ for module in lively().modules()}
+    modules = {type(module).__name__ for module in random_model().modules()}
     assert {*names.split(), "ClassificationHead"} <= modules
 
 
 # Configuration
 
 
-WRONG: list[tuple[str, Any]] = [
+INVALID: list[tuple[str, Any]] = [
     *[("image_size", size) for size in (224, (224,), (32, 32, 3), [32, 32], (32.0, 32), None)],
     *[
         (name, n)
-        for name in ("patch_size", "channels", "classes", "width", "depth", "heads")
+        for name in ("patch_size", "channels", "num_classes", "width", "depth", "heads")
         for n in (0, -1, 1.5, "2")
     ],
     *[("mlp_width", n) for n in (0, 64.0, "64")],
@@ -273,34 +273,34 @@ WRONG: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_wrong_value_is_refused_with_the_name_of_its_field_and_the_value(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must be .*, not {re.escape(repr(value))}$"):
+@pytest.mark.parametrize(("name", "value"), INVALID)
+def test_invalid_value_is_refused_with_field_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be .*, got {re.escape(repr(value))}$"):
         ViTConfig(**TINY | {name: value})
 
 
-def test_every_field_of_the_configuration_has_a_wrong_value_that_is_refused() -> None:
-    assert {name for name, _ in WRONG} == {field.name for field in dataclasses.fields(ViTConfig)}
+def test_invalid_values_cover_every_field() -> None:
+    assert {name for name, _ in INVALID} == {field.name for field in dataclasses.fields(ViTConfig)}
 
 
 @pytest.mark.parametrize(
     ("positions", "width", "heads", "multiple"),
     [("learned", 64, 3, 3), ("sincos", 64, 3, 12), ("sincos", 6, 1, 4), ("rotary", 24, 4, 16), ("none", 5, 2, 2)],
 )
-def test_a_width_that_heads_or_positions_do_not_divide_is_refused_with_the_step_that_works(
+def test_width_must_be_a_multiple_required_by_heads_and_positions(
     positions: Any, width: int, heads: int, multiple: int
 ) -> None:
     with pytest.raises(
-        ValueError, match=rf"^width must be a multiple of {multiple} \(heads, positions\), not {width}$"
+        ValueError, match=rf"^width must be a multiple of {multiple} \(heads, positions\), got {width}$"
     ):
         ViTConfig(positions=positions, width=width, heads=heads)
     ViTConfig(positions=positions, width=4 * multiple, heads=heads)
 
 
 @pytest.mark.parametrize("shape", [(3, 12, 8), (2, 1, 12, 8), (2, 12, 8, 3)])
-def test_images_of_another_shape_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"(batch, 3, height, width), not {shape}")):
-        lively()(torch.zeros(shape))
+def test_images_with_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"(batch, 3, height, width), got {shape}")):
+        random_model()(torch.zeros(shape))
 
 
 # Positions
@@ -308,15 +308,15 @@ def test_images_of_another_shape_are_refused_with_both_shapes(shape: tuple[int, 
 
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_the_order_of_patches_matters_with_positions_and_only_then(pooling: str, positions: str) -> None:
-    model, x = lively(pooling=pooling, positions=positions, registers=1), images(2)
+def test_patch_order_matters_only_with_positions(pooling: str, positions: str) -> None:
+    model, x = random_model(pooling=pooling, positions=positions, registers=1), images(2)
     shuffled = unpatchify(patchify(x, 4)[:, [4, 2, 0, 5, 1, 3]], (3, 2), 4)
     same = torch.allclose(model(x), model(shuffled), atol=1e-4)
     assert same == (positions == "none")
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_sincos_positions_are_the_formula_of_the_paper(pooling: Any) -> None:
+def test_sincos_table_matches_the_formula(pooling: Any) -> None:
     width, grid = 24, (3, 5)
     config = ViTConfig(image_size=(12, 20), patch_size=4, width=width, heads=2, positions="sincos", pooling=pooling)
     table = PositionEmbedding(config).table[0]
@@ -325,67 +325,69 @@ def test_sincos_positions_are_the_formula_of_the_paper(pooling: Any) -> None:
         table = table[1:]
     for y, x in itertools.product(range(grid[0]), range(grid[1])):
         omegas = [1 / 10_000 ** (i / 5) for i in range(6)]
-        want = [wave(place * omega) for place in (x, y) for wave in (math.sin, math.cos) for omega in omegas]
-        torch.testing.assert_close(table[y * grid[1] + x], torch.tensor(want))
+        expected = [wave(axis * omega) for axis in (x, y) for wave in (math.sin, math.cos) for omega in omegas]
+        torch.testing.assert_close(table[y * grid[1] + x], torch.tensor(expected))
 
 
-def test_sincos_positions_are_no_parameters_and_not_in_the_weights() -> None:
-    model = lively(positions="sincos")
+def test_sincos_table_is_not_in_the_state_dict() -> None:
+    model = random_model(positions="sincos")
     assert not any("position" in name for name in [*model.state_dict(), *dict(model.named_parameters())])
 
 
-def test_places_are_measured_in_patches_of_the_trained_grid() -> None:
-    torch.testing.assert_close(places((2, 3), (2, 3)), torch.tensor([[y, x] for y in (0.0, 1) for x in (0.0, 1, 2)]))
-    finer = places((4, 1), (2, 3))
+def test_patch_coordinates_are_in_units_of_the_trained_grid() -> None:
+    torch.testing.assert_close(
+        patch_coordinates((2, 3), (2, 3)), torch.tensor([[y, x] for y in (0.0, 1) for x in (0.0, 1, 2)])
+    )
+    finer = patch_coordinates((4, 1), (2, 3))
     torch.testing.assert_close(finer, torch.tensor([[-0.25, 1], [0.25, 1], [0.75, 1], [1.25, 1]]))
 
 
-def test_fixed_positions_are_evaluated_at_the_places_of_the_new_grid() -> None:
+def test_sincos_table_is_evaluated_at_the_new_coordinates() -> None:
     config = ViTConfig(**TINY | {"positions": "sincos"})
     embedding = PositionEmbedding(config)
-    torch.testing.assert_close(embedding.rows((6, 4)), embedding.waves((6, 4), 16))
-    assert embedding.rows((6, 4)).shape == (1, 25, 16)
+    torch.testing.assert_close(embedding.table_for((6, 4)), embedding.sincos_table((6, 4), 16))
+    assert embedding.table_for((6, 4)).shape == (1, 25, 16)
     frequency = 10_000 ** -(torch.arange(4) / 3)
-    torch.testing.assert_close(embedding.rows((6, 4))[0, 1, :4], (-0.25 * frequency).sin())
+    torch.testing.assert_close(embedding.table_for((6, 4))[0, 1, :4], (-0.25 * frequency).sin())
 
 
-def test_rotary_positions_are_evaluated_at_the_places_of_the_new_grid() -> None:
+def test_rope_table_is_evaluated_at_the_new_coordinates() -> None:
     rotary = RotaryPosition(ViTConfig(**TINY | {"positions": "rotary", "registers": 2}))
     cos, sin = rotary((6, 4))
     assert cos.shape == sin.shape == (3 + 24, 4)
     torch.testing.assert_close(cos[:3], torch.ones(3, 4))
     torch.testing.assert_close(sin[:3], torch.zeros(3, 4))
     frequency = torch.tensor([math.pi, math.pi / 10])
-    place = torch.tensor([0.75, -0.25])  # the third row and first column of a grid twice as fine as the trained one
-    torch.testing.assert_close(sin[3 + 2 * 4], (place[:, None] * frequency).flatten().sin())
+    coordinate = torch.tensor([0.75, -0.25])  # third row, first column of a grid twice as fine as the trained one
+    torch.testing.assert_close(sin[3 + 2 * 4], (coordinate[:, None] * frequency).flatten().sin())
 
 
-def test_rotary_positions_of_a_bf16_model_are_as_exact_as_bf16_numbers() -> None:
+def test_rope_table_of_a_bf16_model_is_accurate_to_bf16() -> None:
     config = ViTConfig(positions="rotary", width=64, heads=4, depth=1)
     exact, rounded = RotaryPosition(config)((14, 14)), RotaryPosition(config).bfloat16()((14, 14))
     torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=2**-8)
 
 
-def test_resampling_to_the_same_grid_changes_nothing() -> None:
-    rows = torch.randn(1, 6, 16)
-    torch.testing.assert_close(resample_positions(rows, (3, 2), (3, 2)), rows)
-    model = lively()
+def test_resampling_to_the_same_grid_is_the_identity() -> None:
+    table = torch.randn(1, 6, 16)
+    torch.testing.assert_close(resample_positions(table, (3, 2), (3, 2)), table)
+    model = random_model()
     assert model.position_embedding is not None
-    assert model.position_embedding.rows((3, 2)) is model.position_embedding.table
+    assert model.position_embedding.table_for((3, 2)) is model.position_embedding.table
 
 
-def test_a_constant_table_stays_constant_and_the_class_token_keeps_its_row() -> None:
-    model = lively()
+def test_resampling_keeps_constants_and_the_class_token() -> None:
+    model = random_model()
     assert model.position_embedding is not None
     table = model.position_embedding.table
     with torch.no_grad():
         table[:, 1:] = torch.arange(16.0)
-    rows = model.position_embedding.rows((5, 7))
-    torch.testing.assert_close(rows[:, 1:], torch.arange(16.0).expand(1, 35, 16))
-    torch.testing.assert_close(rows[:, :1], table[:, :1], rtol=0, atol=0)
+    resampled = model.position_embedding.table_for((5, 7))
+    torch.testing.assert_close(resampled[:, 1:], torch.arange(16.0).expand(1, 35, 16))
+    torch.testing.assert_close(resampled[:, :1], table[:, :1], rtol=0, atol=0)
 
 
-def test_resampling_keeps_rows_and_columns_apart() -> None:
+def test_resampling_does_not_mix_rows_and_columns() -> None:
     by_row = torch.arange(4.0).repeat_interleave(3).view(1, 12, 1)  # 4 down, 3 across; the value is the row
     finer = resample_positions(by_row, (4, 3), (8, 2)).view(8, 2)
     assert (finer.diff(dim=0) > 0).all()
@@ -393,8 +395,8 @@ def test_resampling_keeps_rows_and_columns_apart() -> None:
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_images_of_another_size_are_answered_with_a_warning_where_positions_are_resampled(positions: str) -> None:
-    model, x = lively(positions=positions), images(size=(16, 12))
+def test_another_image_size_warns_if_positions_are_resampled(positions: str) -> None:
+    model, x = random_model(positions=positions), images(size=(16, 12))
     if positions == "none":
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -406,22 +408,22 @@ def test_images_of_another_size_are_answered_with_a_warning_where_positions_are_
 
 
 @pytest.mark.parametrize("positions", ["learned+rotary", "sincos"])
-def test_positions_of_another_size_are_on_the_device_of_the_model(positions: str) -> None:
+def test_resampled_positions_stay_on_the_device(positions: str) -> None:
     with torch.device("meta"):
         model, x = ViT(ViTConfig(**TINY | {"positions": positions})), torch.ones(1, 3, 16, 16)
     with warns_of_resampling("3×2", "4×4"):
         assert model(x).device.type == "meta"
 
 
-def test_registers_get_no_position_and_stand_between_class_token_and_patches() -> None:
-    model, bare, x = lively(registers=2), lively(), images()
+def test_registers_follow_the_class_token_and_have_no_position() -> None:
+    model, without_registers, x = random_model(registers=2), random_model(), images()
     assert isinstance(model.registers, nn.Parameter)
-    kept = {name: value for name, value in model.state_dict().items() if name != "registers"}
-    bare.load_state_dict(kept)
-    tokens, without = model.embed(x, (3, 2)), bare.embed(x, (3, 2))
+    weights = {name: value for name, value in model.state_dict().items() if name != "registers"}
+    without_registers.load_state_dict(weights)
+    tokens, expected = model.embed(x, (3, 2)), without_registers.embed(x, (3, 2))
     torch.testing.assert_close(tokens[:, 1:3], model.registers.expand(2, -1, -1), rtol=0, atol=0)
-    torch.testing.assert_close(torch.cat([tokens[:, :1], tokens[:, 3:]], 1), without, rtol=0, atol=0)
-    assert model.trace(x).prefix == model.config.prefix == 3
+    torch.testing.assert_close(torch.cat([tokens[:, :1], tokens[:, 3:]], 1), expected, rtol=0, atol=0)
+    assert model.trace(x).num_prefix_tokens == model.config.num_prefix_tokens == 3
 
 
 # Trace
@@ -432,10 +434,12 @@ def test_registers_get_no_position_and_stand_between_class_token_and_patches() -
 @pytest.mark.parametrize("registers", [0, 2])
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_the_traced_path_gives_the_logits_of_the_fast_one(
+def test_trace_has_the_logits_of_forward(
     pooling: str, positions: str, registers: int, qk_norm: bool, layer_scale: float | None
 ) -> None:
-    model = lively(pooling=pooling, positions=positions, registers=registers, qk_norm=qk_norm, layer_scale=layer_scale)
+    model = random_model(
+        pooling=pooling, positions=positions, registers=registers, qk_norm=qk_norm, layer_scale=layer_scale
+    )
     for x in (images(), images(size=(8, 12))):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "positions resampled from 3×2 to 2×3 patches")
@@ -448,26 +452,26 @@ def test_the_traced_path_gives_the_logits_of_the_fast_one(
         for attention in trace.attention:
             torch.testing.assert_close(attention.sum(-1), torch.ones(2, 2, T))
         assert trace.grid == (x.shape[2] // 4, x.shape[3] // 4)
-        assert trace.prefix == T - 6
+        assert trace.num_prefix_tokens == T - 6
 
 
-def test_a_trace_of_another_size_warns_with_both_grids() -> None:
+def test_trace_of_another_image_size_warns() -> None:
     with warns_of_resampling("3×2", "2×5"):
-        trace = lively().trace(images(size=(8, 20)))
+        trace = random_model().trace(images(size=(8, 20)))
     assert trace.grid == (2, 5)
     assert trace.attention[0].shape == (2, 2, 11, 11)
 
 
-def test_a_trace_holds_pixels_then_tokens_with_positions_then_tokens_after_each_block() -> None:
-    model, x = lively(positions="rotary"), images()
+def test_trace_holds_patches_and_tokens_of_each_block() -> None:
+    model, x = random_model(positions="rotary"), images()
     trace = model.trace(x)
     torch.testing.assert_close(unpatchify(trace.patches, trace.grid, 4), x, rtol=0, atol=0)
     z = model.embed(x, (3, 2))
     torch.testing.assert_close(trace.tokens[0], z)
     assert model.encoder.rotary_position is not None
-    turn = model.encoder.rotary_position((3, 2))
+    rope = model.encoder.rotary_position((3, 2))
     for block, after in zip(model.encoder.blocks, trace.tokens[1:], strict=True):
-        z = block(z, turn)
+        z = block(z, rope)
         torch.testing.assert_close(after, z)
     torch.testing.assert_close(trace.pooled, model.encoder.norm(z)[:, 0])
 
@@ -475,9 +479,9 @@ def test_a_trace_holds_pixels_then_tokens_with_positions_then_tokens_after_each_
 @torch.no_grad()
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_traced_attention_is_what_one_computes_by_hand(rotary: bool, qk_norm: bool) -> None:
+def test_traced_attention_matches_scalar_computation(rotary: bool, qk_norm: bool) -> None:
     settings = {"image_size": (4, 8), "depth": 1, "width": 8, "heads": 2, "qk_norm": qk_norm}
-    model = lively(**settings, positions="learned+rotary" if rotary else "learned").double()
+    model = random_model(**settings, positions="learned+rotary" if rotary else "learned").double()
     x = images(size=(4, 8)).double()
     trace, block = model.trace(x), model.encoder.blocks[0]
     normed = block.norm1(trace.tokens[0])
@@ -494,36 +498,36 @@ def test_traced_attention_is_what_one_computes_by_hand(rotary: bool, qk_norm: bo
             if qk_norm:
                 q = block.attention.norm_q(torch.tensor(q, dtype=torch.float64)).tolist()
                 k = block.attention.norm_k(torch.tensor(k, dtype=torch.float64)).tolist()
-            if rotary:  # one row of two patches: the second is turned by π, in the pair of the column
+            if rotary:  # one row of two patches: the column pair of the second is rotated by π
                 q, k = ([v[0], -v[1], v[2], -v[3]] if token == 2 else v for v, token in ((q, i), (k, j)))
             weights.append(math.exp(sum(a * b for a, b in zip(q, k, strict=True)) / 4**0.5))
-        want = torch.tensor(weights, dtype=torch.float64) / sum(weights)
-        torch.testing.assert_close(trace.attention[0][image, head, i], want, rtol=1e-5, atol=1e-6)
+        expected = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+        torch.testing.assert_close(trace.attention[0][image, head, i], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_flow_through_traced_attention() -> None:
-    model = lively()
+    model = random_model()
     trace = model.trace(images())
-    found = torch.autograd.grad(trace.logits[:, 1].sum(), trace.attention)
-    assert all(gradient.abs().max() > 0 for gradient in found)
+    gradients = torch.autograd.grad(trace.logits[:, 1].sum(), trace.attention)
+    assert all(gradient.abs().max() > 0 for gradient in gradients)
 
 
-def test_a_distilled_model_traces_its_second_token_and_answers_with_the_mean_of_both_heads() -> None:
-    model, x = lively(DistilledViT), images()
+def test_distilled_model_averages_the_logits_of_both_heads() -> None:
+    model, x = random_model(DistilledViT), images()
     trace = model.trace(x)
-    assert (trace.prefix, trace.attention[0].shape) == (2, (2, 2, 8, 8))
+    assert (trace.num_prefix_tokens, trace.attention[0].shape) == (2, (2, 2, 8, 8))
     table = model.distillation_token + model.distillation_position_table
     torch.testing.assert_close(trace.tokens[0][:, 1:2], table.expand(2, -1, -1))
     label, teacher = model.encoder.norm(trace.tokens[-1])[:, :2].unbind(1)
-    want = (model.head.label_head(label) + model.head.teacher_head(teacher)) / 2
-    torch.testing.assert_close(model(x), want)
-    torch.testing.assert_close(trace.logits, want)
+    expected = (model.head.label_head(label) + model.head.teacher_head(teacher)) / 2
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(trace.logits, expected)
 
 
 @pytest.mark.parametrize("settings", [{"pooling": "mean"}, {"positions": "sincos"}, {"registers": 1}])
-def test_a_distilled_model_that_the_paper_does_not_know_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="distilled ViT has pooling 'class', positions 'learned' and registers 0"):
-        lively(DistilledViT, **settings)
+def test_unsupported_distilled_configurations_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="'distilled' requires pooling 'class', positions 'learned' and registers 0"):
+        random_model(DistilledViT, **settings)
 
 
 # Training
@@ -548,14 +552,14 @@ def test_a_distilled_model_that_the_paper_does_not_know_is_refused(settings: dic
     ids=str,
 )
 def test_gradient_reaches_every_parameter(settings: dict[str, Any]) -> None:
-    reaches_every_parameter(lively(**settings))
+    assert_gradient_reaches_every_parameter(random_model(**settings))
 
 
 def test_gradient_reaches_every_parameter_of_a_distilled_model() -> None:
-    reaches_every_parameter(lively(DistilledViT, head="mlp", layer_scale=0.1))
+    assert_gradient_reaches_every_parameter(random_model(DistilledViT, head="mlp", layer_scale=0.1))
 
 
-def reaches_every_parameter(model: ViT) -> None:
+def assert_gradient_reaches_every_parameter(model: ViT) -> None:
     model.train()
     F.cross_entropy(model(images(8)), torch.arange(8) % 5).backward()
     for name, parameter in model.named_parameters():
@@ -569,13 +573,13 @@ BOTH_CLASSES = [*[(ViT, pooling) for pooling in POOLINGS], (DistilledViT, "class
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])
 @pytest.mark.parametrize(("model_class", "pooling"), BOTH_CLASSES)
-def test_training_starts_from_equal_odds_for_each_class(model_class: type[ViT], pooling: Any, head: Any) -> None:
+def test_initial_loss_is_that_of_uniform_predictions(model_class: type[ViT], pooling: Any, head: Any) -> None:
     model = model_class(ViTConfig(**TINY | {"head": head, "pooling": pooling}))
     loss = F.cross_entropy(model(images(4)), torch.tensor([0, 1, 2, 3]))
     assert loss.item() == pytest.approx(math.log(5), rel=1e-6)
 
 
-def test_initial_weights_are_drawn_as_the_paper_does() -> None:
+def test_initial_weights_have_the_documented_distributions() -> None:
     torch.manual_seed(0)
     config = ViTConfig(
         image_size=(64, 64), width=96, depth=2, heads=4, registers=4, head="mlp", pooling="attention", qk_norm=True
@@ -598,13 +602,13 @@ def test_initial_weights_are_drawn_as_the_paper_does() -> None:
                 assert part.std().item() == pytest.approx(bound / 3**0.5, rel=0.05), name
 
 
-def test_drop_path_grows_linearly_from_nothing_at_the_first_block() -> None:
-    blocks = lively(depth=5, drop_path=0.2).encoder.blocks
+def test_drop_path_grows_linearly_from_zero() -> None:
+    blocks = random_model(depth=5, drop_path=0.2).encoder.blocks
     assert [block.residual1.drop for block in blocks] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
     assert [block.residual2.drop for block in blocks] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
 
 
-def test_stochastic_depth_drops_whole_images_and_keeps_the_mean() -> None:
+def test_stochastic_depth_drops_per_image_and_preserves_the_mean() -> None:
     torch.manual_seed(0)
     residual = Residual(ViTConfig(**TINY), drop=0.25)
     z, f = torch.full((20_000, 2, 16), 3.0), torch.ones(20_000, 2, 16)
@@ -614,62 +618,62 @@ def test_stochastic_depth_drops_whole_images_and_keeps_the_mean() -> None:
     torch.testing.assert_close(residual.eval()(z, f), z + f, rtol=0, atol=0)
 
 
-def test_layer_scale_starts_at_its_value_and_scales_the_branch() -> None:
+def test_layer_scale_multiplies_the_branch() -> None:
     model: Any = ViT(ViTConfig(**TINY | {"layer_scale": 1e-5}))
     for block in model.encoder.blocks:
         for residual in (block.residual1, block.residual2):
             torch.testing.assert_close(residual.scale.data, torch.full((16,), 1e-5))
     residual.scale.data = torch.arange(16.0)
     torch.testing.assert_close(residual(torch.ones(1, 2, 16), torch.ones(1, 2, 16))[0, 0], 1 + torch.arange(16.0))
-    assert not any("scale" in name for name in lively().state_dict())
+    assert not any("scale" in name for name in random_model().state_dict())
 
 
-# Shapes, number types, compilers
+# Shapes, dtypes, compilers
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4])
 @pytest.mark.parametrize("size", [(4, 4), (8, 20), (20, 8)])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_any_channels_any_shape_any_batch(channels: int, size: tuple[int, int], batch: int) -> None:
-    model = lively(channels=channels, image_size=size)
+def test_any_number_of_channels_image_shape_and_batch_size(channels: int, size: tuple[int, int], batch: int) -> None:
+    model = random_model(channels=channels, image_size=size)
     assert model(images(batch, channels, size)).shape == (batch, 5)
     assert model.config.grid == (size[0] // 4, size[1] // 4)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_bf16_gives_nearly_the_logits_of_fp32(positions: str, pooling: str) -> None:
-    model = lively(positions=positions, pooling=pooling, registers=1, qk_norm=True, layer_scale=0.5)
+def test_bf16_logits_are_close_to_fp32(positions: str, pooling: str) -> None:
+    model = random_model(positions=positions, pooling=pooling, registers=1, qk_norm=True, layer_scale=0.5)
     x = images()
-    want = model(x)
+    expected = model(x)
     with torch.autocast("cpu", torch.bfloat16):
-        automatic, traced = model(x), model.trace(x).logits
-    halved = copy.deepcopy(model).bfloat16()(x.bfloat16())
-    for got in (automatic, traced, halved):
-        assert got.dtype == torch.bfloat16
-        assert (got.float() - want).norm() < 0.04 * want.norm()
+        autocast, traced = model(x), model.trace(x).logits
+    converted = copy.deepcopy(model).bfloat16()(x.bfloat16())
+    for logits in (autocast, traced, converted):
+        assert logits.dtype == torch.bfloat16
+        assert (logits.float() - expected).norm() < 0.04 * expected.norm()
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos", "rotary"])
-def test_a_bf16_model_stays_bf16_at_another_size(positions: str) -> None:
+def test_resampled_positions_stay_bf16(positions: str) -> None:
     with warns_of_resampling("3×2", "4×4"):
-        logits = lively(positions=positions).bfloat16()(images(size=(16, 16)).bfloat16())
+        logits = random_model(positions=positions).bfloat16()(images(size=(16, 16)).bfloat16())
     assert logits.dtype == torch.bfloat16
     assert logits.isfinite().all()
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_a_compiled_model_gives_the_same_logits() -> None:
-    model = lively(positions="learned+rotary", depth=1, qk_norm=True)
+def test_compiled_model_has_the_same_logits() -> None:
+    model = random_model(positions="learned+rotary", depth=1, qk_norm=True)
     compiled: Any = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(images()), model(images()))
 
 
 @pytest.mark.parametrize(("model_class", "pooling"), BOTH_CLASSES)
-def test_an_exported_model_takes_any_batch_and_gives_the_same_logits(model_class: type[ViT], pooling: str) -> None:
-    more: dict[str, Any] = {"registers": 1, "positions": "learned+rotary"} if model_class is ViT else {}
-    model = lively(model_class, pooling=pooling, **more)
+def test_exported_model_accepts_any_batch_size(model_class: type[ViT], pooling: str) -> None:
+    settings: dict[str, Any] = {"registers": 1, "positions": "learned+rotary"} if model_class is ViT else {}
+    model = random_model(model_class, pooling=pooling, **settings)
     batch = torch.export.Dim("batch")
     program: Any = torch.export.export(model, (images(2),), dynamic_shapes=({0: batch},))
     exported = program.module()
@@ -677,15 +681,15 @@ def test_an_exported_model_takes_any_batch_and_gives_the_same_logits(model_class
         torch.testing.assert_close(exported(images(size)), model(images(size)))
 
 
-def test_weights_survive_a_round_trip_through_a_state_dict() -> None:
-    source = lively(positions="learned+rotary", registers=1, head="mlp")
+def test_state_dict_round_trip() -> None:
+    source = random_model(positions="learned+rotary", registers=1, head="mlp")
     target = ViT(source.config)
     target.load_state_dict(source.state_dict())
     torch.testing.assert_close(target.eval()(images()), source(images()), rtol=0, atol=0)
 
 
-GOLDEN: list[tuple[dict[str, Any], list[list[float]]]] = [
-    # The first also came out of forty lines of NumPy that know nothing of vitral.
+REFERENCE_LOGITS: list[tuple[dict[str, Any], list[list[float]]]] = [
+    # The first was also computed by an independent implementation in NumPy.
     ({}, [[-0.291357, 1.339394, 0.204911], [-0.371858, 1.10378, 0.353975]]),
     (
         {"pooling": "mean", "positions": "sincos", "head": "mlp", "gelu": "tanh", "registers": 1},
@@ -698,9 +702,9 @@ GOLDEN: list[tuple[dict[str, Any], list[list[float]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "want"), GOLDEN, ids=["the paper's", "plain", "modern"])
-def test_logits_of_micro_models_stay_what_they_were(settings: dict[str, Any], want: list[list[float]]) -> None:
-    model = ViT(ViTConfig(image_size=(4, 6), patch_size=2, classes=3, width=8, depth=2, heads=2, **settings)).eval()
+@pytest.mark.parametrize(("settings", "expected"), REFERENCE_LOGITS, ids=["paper", "simple", "modern"])
+def test_logits_match_the_reference_values(settings: dict[str, Any], expected: list[list[float]]) -> None:
+    model = ViT(ViTConfig(image_size=(4, 6), patch_size=2, num_classes=3, width=8, depth=2, heads=2, **settings)).eval()
     fill(model)
     x = torch.linspace(-1, 1, 2 * 3 * 4 * 6, dtype=torch.float64).mul(9).cos().float().view(2, 3, 4, 6)
-    torch.testing.assert_close(model(x), torch.tensor(want), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(x), torch.tensor(expected), rtol=1e-4, atol=1e-5)

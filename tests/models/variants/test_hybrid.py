@@ -1,4 +1,4 @@
-"""The hybrid against timm's, against the plain ViT's contract, and through a model folder."""
+"""The hybrid ViT against timm, against the behaviour of the plain ViT, and through a model folder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from support.common import identical, textures
 from support.references import answers, lively, pictures, timm
 from vitral.data.datasets import Split
 from vitral.data.preprocess import Preprocessing
-from vitral.device.hardware import Hardware
+from vitral.device.select import Hardware
 from vitral.errors import VitralError
-from vitral.explain import api as pictures_of
 from vitral.explain import faithfulness
-from vitral.explain.pair import beside
+from vitral.explain.api import explain
+from vitral.explain.pair import widen_for_pair
 from vitral.inference.predictor import Predictor
-from vitral.models.variants import VARIANTS, variant_of
+from vitral.models.variants import VARIANTS, variant_name
 from vitral.models.variants.hybrid import (
     HYBRIDS,
     ConvStem,
@@ -33,27 +33,27 @@ from vitral.models.variants.hybrid import (
     HybridConfig,
     HybridViT,
     ResNetConfig,
-    StandardConv,
-    hybrid,
+    StdConv,
+    hybrid_preset,
 )
 from vitral.models.vit import ViTConfig, patchify
-from vitral.recipes.schema import Optim
+from vitral.recipes.schema import OptimConfig
 from vitral.reporting.figures import heatmaps
-from vitral.runs.run import ModelCard, load_model, save_model
-from vitral.serve.explain_payload import Wish, look_inside
-from vitral.training.optim.build import make_optimizers
+from vitral.runs.model_io import ModelConfig, load_model, save_model
+from vitral.serve.explain_payload import ExplainRequest, explain_image
+from vitral.training.optim.builder import make_optimizers
 
-SMALL: dict[str, Any] = {"classes": 5, "width": 32, "depth": 2, "heads": 2}
+SMALL: dict[str, Any] = {"num_classes": 5, "width": 32, "depth": 2, "heads": 2}
 RESNET = HybridConfig(
     image_size=(32, 48), patch_size=16, resnet=ResNetConfig(blocks=(1, 2, 1), width=32), positions="learned", **SMALL
 )
 CONV = HybridConfig(image_size=(8, 12), patch_size=4, conv=ConvStemConfig(widths=(8, 16), strides=(2, 2)), **SMALL)
-WIDE = replace(CONV, image_size=(16, 24), patch_size=8)  # patches of 2×2 on the feature map
-LESS = replace(CONV, image_size=(12, 16), conv=ConvStemConfig(widths=(8, 16), strides=(2, 2), whole=False))
-STEMS = {"resnet": RESNET, "conv": CONV, "patches on the map": WIDE, "not whole": LESS}
+MAP_PATCHES = replace(CONV, image_size=(16, 24), patch_size=8)  # patches of 2×2 on the feature map
+UNPADDED = replace(CONV, image_size=(12, 16), conv=ConvStemConfig(widths=(8, 16), strides=(2, 2), same_padding=False))
+STEMS = {"resnet": RESNET, "conv": CONV, "patches on the map": MAP_PATCHES, "no same padding": UNPADDED}
 stems = pytest.mark.parametrize("config", STEMS.values(), ids=STEMS.keys())
 
-# A regular expression over timm's names, and ours.
+# Regular expressions of timm's parameter names → vitral's names.
 NAMES = {
     r"patch_embed\.backbone\.stem\.(conv|norm)": r"patch_embedding.stem.root.\1",
     r"patch_embed\.backbone\.(conv|norm)": r"patch_embedding.stem.root.\1",
@@ -75,14 +75,14 @@ NAMES = {
 }
 
 
-def moved(model: Any) -> dict[str, Tensor]:
-    """timm's weights under our names; a convolution that covers its input once is a matrix here."""
+def convert_timm(model: Any) -> dict[str, Tensor]:
+    """timm's state dict with vitral's names; the patch embedding's convolution becomes a matrix."""
     state = {}
     for name, tensor in model.state_dict().items():
-        stem = name.startswith("patch_embed.backbone.stages")
-        for theirs, ours in NAMES.items():
-            if stem or not ours.startswith(("reduce", "spatial", "expand")):
-                name = re.sub(theirs, ours, name)
+        in_stem = name.startswith("patch_embed.backbone.stages")
+        for pattern, replacement in NAMES.items():
+            if in_stem or not replacement.startswith(("reduce", "spatial", "expand")):
+                name = re.sub(pattern, replacement, name)
         state[name] = tensor.flatten(1) if name.endswith("embedding.project.weight") else tensor
     return state
 
@@ -91,50 +91,52 @@ def count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def card(config: ViTConfig, **changes: Any) -> ModelCard:
-    seen = Preprocessing(image_size=config.image_size, channels=config.channels, mean=(0.5,) * 3, std=(0.5,) * 3)
-    names = tuple(f"class {k}" for k in range(config.classes))
-    made = {"architecture": config, "preprocessing": seen, "classes": names, "trained_on": "nothing", "epoch": 0}
-    return ModelCard(**made | {"variant": "hybrid"} | changes)
+def make_model_config(config: ViTConfig, **changes: Any) -> ModelConfig:
+    preprocessing = Preprocessing(
+        image_size=config.image_size, channels=config.channels, mean=(0.5,) * 3, std=(0.5,) * 3
+    )
+    classes = tuple(f"class {k}" for k in range(config.num_classes))
+    fields = {"architecture": config, "preprocessing": preprocessing, "classes": classes, "trained_on": "-", "epoch": 0}
+    return ModelConfig(**fields | {"variant": "hybrid"} | changes)
 
 
-# ── timm's ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# Equivalence to timm
 
 
 @pytest.mark.parametrize(
-    ("preset", "theirs", "parameters"),
+    ("preset", "timm_name", "parameters"),
     [
         ("R26+S/32", "vit_small_r26_s32_224", 36_431_912),
         ("R50+B/16", "vit_base_r50_s16_224", 98_659_112),
         ("R50+L/32", "vit_large_r50_s32_224", 328_994_856),
     ],
 )
-def test_presets_have_the_parameters_of_timms_models(preset: str, theirs: str, parameters: int) -> None:
+def test_presets_have_the_parameters_of_timm_models(preset: str, timm_name: str, parameters: int) -> None:
     with torch.device("meta"):
-        ours, reference = HybridViT.from_preset(preset), timm.create_model(theirs, num_classes=1000)
-    assert count(ours) == count(reference) == parameters
-    assert {name: tensor.shape for name, tensor in ours.state_dict().items()} == {
-        name: tensor.shape for name, tensor in moved(reference).items()
+        model, reference = HybridViT.from_preset(preset), timm.create_model(timm_name, num_classes=1000)
+    assert count(model) == count(reference) == parameters
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == {
+        name: tensor.shape for name, tensor in convert_timm(reference).items()
     }
 
 
 @pytest.mark.parametrize(
-    ("theirs", "asked", "config"),
+    ("timm_name", "arguments", "config"),
     [
-        # whole, and of the real size
-        ("vit_small_r26_s32_224", {"img_size": 64}, hybrid("R26+S/32", image_size=(64, 64), classes=7)),
-        # whole stems in front of a small encoder
+        # the complete model
+        ("vit_small_r26_s32_224", {"img_size": 64}, hybrid_preset("R26+S/32", image_size=(64, 64), num_classes=7)),
+        # complete stems with a small encoder
         (
             "vit_base_r50_s16_224",
             {"img_size": (64, 96), "embed_dim": 48, "depth": 2, "num_heads": 4},
-            hybrid("R50+B/16", image_size=(64, 96), width=48, depth=2, heads=4, classes=7),
+            hybrid_preset("R50+B/16", image_size=(64, 96), width=48, depth=2, heads=4, num_classes=7),
         ),
         (
             "vit_large_r50_s32_224",
             {"img_size": (96, 64), "embed_dim": 48, "depth": 1, "num_heads": 4, "in_chans": 1},
-            hybrid("R50+L/32", image_size=(96, 64), width=48, depth=1, heads=4, classes=7, channels=1),
+            hybrid_preset("R50+L/32", image_size=(96, 64), width=48, depth=1, heads=4, num_classes=7, channels=1),
         ),
-        # the root alone, with patches of 8×8 on its map
+        # only the root, with 8×8 patches on its feature map
         (
             "vit_tiny_r_s16_p8_224",
             {"img_size": 96, "depth": 1},
@@ -144,28 +146,28 @@ def test_presets_have_the_parameters_of_timms_models(preset: str, theirs: str, p
                 width=192,
                 depth=1,
                 heads=3,
-                classes=7,
+                num_classes=7,
                 resnet=ResNetConfig(blocks=()),
             ),
         ),
     ],
-    ids=["R26+S/32", "R50, stride 16", "R50, stride 32", "root alone"],
+    ids=["R26+S/32", "R50, stride 16", "R50, stride 32", "root only"],
 )
-def test_timms_weights_give_timms_logits(theirs: str, asked: dict[str, Any], config: HybridConfig) -> None:
-    reference = lively(timm.create_model(theirs, num_classes=7, **asked))
+def test_timm_weights_give_timm_logits(timm_name: str, arguments: dict[str, Any], config: HybridConfig) -> None:
+    reference = lively(timm.create_model(timm_name, num_classes=7, **arguments))
     model = HybridViT(config).eval()
-    model.load_state_dict(moved(reference))
+    model.load_state_dict(convert_timm(reference))
     x = pictures(*config.image_size, channels=config.channels)
-    want = answers(reference, x)
-    assert want.std() > 0.1
-    torch.testing.assert_close(answers(model, x), want, rtol=1e-4, atol=1e-4)
+    expected = answers(reference, x)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(answers(model, x), expected, rtol=1e-4, atol=1e-4)
 
 
-# ── the stems ──────────────────────────────────────────────────────────────────────────────────────────────────
+# Stems
 
 
 @pytest.mark.parametrize("preset", HYBRIDS)
-def test_the_stem_s_map_has_the_size_and_channels_that_its_config_says(preset: str) -> None:
+def test_feature_map_has_the_size_and_channels_of_the_config(preset: str) -> None:
     config = HYBRIDS[preset]
     with torch.device("meta"):
         model = HybridViT(config)
@@ -179,23 +181,23 @@ def test_the_stem_s_map_has_the_size_and_channels_that_its_config_says(preset: s
 
 @pytest.mark.parametrize("strides", [(1, 2, 2), (2, 3), (3, 2), (2, 2, 2), (1, 1)], ids=str)
 @pytest.mark.parametrize("sides", [1, 3, 5])
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_conv_stem_s_map_has_the_places_that_its_config_counts(strides: Any, sides: int, whole: bool) -> None:
-    config = ConvStemConfig(widths=(8,) * len(strides), strides=strides, whole=whole)
-    pixels = (sides + (not whole)) * config.stride
+@pytest.mark.parametrize("same_padding", [True, False])
+def test_conv_stem_output_size_matches_the_config(strides: Any, sides: int, same_padding: bool) -> None:
+    config = ConvStemConfig(widths=(8,) * len(strides), strides=strides, same_padding=same_padding)
+    pixels = (sides + (not same_padding)) * config.stride
     with torch.device("meta"):
-        found = ConvStem(config, 3, 1e-6)(torch.empty(1, 3, pixels, pixels)).shape
-    assert found == (1, 8, config.places(pixels), config.places(pixels))
-    assert config.places(pixels) == sides + (not whole and 2 not in strides)
+        shape = ConvStem(config, 3, 1e-6)(torch.empty(1, 3, pixels, pixels)).shape
+    assert shape == (1, 8, config.output_size(pixels), config.output_size(pixels))
+    assert config.output_size(pixels) == sides + (not same_padding and 2 not in strides)
 
 
-def test_small_images_have_eight_by_eight_tokens() -> None:
+def test_conv_presets_have_8x8_tokens() -> None:
     assert {HYBRIDS[name].grid for name in HYBRIDS if name.startswith("conv-")} == {(8, 8)}
 
 
 @pytest.mark.parametrize("preset", ["conv-Ti/4", "conv-S/4"])
-def test_the_conv_stem_does_the_arithmetic_of_about_one_block(preset: str) -> None:
-    """With its eleven blocks it costs no more than twelve blocks and patches of pixels."""
+def test_conv_stem_costs_about_one_block(preset: str) -> None:
+    """Stem and eleven blocks cost no more than a plain ViT of twelve blocks."""
     config = HYBRIDS[preset]
     assert config.conv is not None
     assert config.depth == 11
@@ -207,51 +209,51 @@ def test_the_conv_stem_does_the_arithmetic_of_about_one_block(preset: str) -> No
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("kernel", [1, 3, 7])
-def test_padding_keeps_side_over_stride_with_the_odd_pixel_behind(kernel: int, stride: int) -> None:
-    conv, x = lively(StandardConv(8, 4, kernel, stride)), pictures(12, 6, channels=8)
+def test_std_conv_uses_same_padding_and_standardised_weights(kernel: int, stride: int) -> None:
+    conv, x = lively(StdConv(8, 4, kernel, stride)), pictures(12, 6, channels=8)
     filters = conv.weight - conv.weight.mean(dim=(1, 2, 3), keepdim=True)
     filters = filters / filters.std(dim=(1, 2, 3), keepdim=True, correction=0)
     pad = max(kernel - stride, 0)
-    before, behind = pad // 2, pad - pad // 2
-    want = F.conv2d(F.pad(x, (before, behind, before, behind)), filters, stride=stride)
-    assert want.shape == (2, 4, 12 // stride, 6 // stride)
-    torch.testing.assert_close(conv(x), want, rtol=1e-4, atol=1e-5)
+    before, after = pad // 2, pad - pad // 2
+    expected = F.conv2d(F.pad(x, (before, after, before, after)), filters, stride=stride)
+    assert expected.shape == (2, 4, 12 // stride, 6 // stride)
+    torch.testing.assert_close(conv(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (1, 1)])
-def test_a_compiled_stem_multiplies_the_patches_of_pixels(kernel: int, stride: int) -> None:
-    conv, x = lively(StandardConv(3, 8, kernel, stride)), pictures(12, 6)
-    called: list[str] = []
+def test_compiled_stem_runs_as_matmul(kernel: int, stride: int) -> None:
+    conv, x = lively(StdConv(3, 8, kernel, stride)), pictures(12, 6)
+    operations: list[str] = []
 
-    def noting(graph: torch.fx.GraphModule, _: Any) -> Any:
-        called.extend(str(node.target) for node in graph.graph.nodes)
+    def record_operations(graph: torch.fx.GraphModule, _: Any) -> Any:
+        operations.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    compiled = torch.compile(conv, backend=noting)
+    compiled = torch.compile(conv, backend=record_operations)
     torch.testing.assert_close(compiled(x), conv(x), rtol=1e-4, atol=1e-5)
-    assert not any("conv2d" in name for name in called)
+    assert not any("conv2d" in name for name in operations)
 
 
 @stems
-def test_the_size_of_a_filter_does_not_matter(config: HybridConfig) -> None:
+def test_logits_do_not_depend_on_the_scale_of_filters(config: HybridConfig) -> None:
     model, x = lively(HybridViT(config)), pictures(*config.image_size)
-    want = answers(model, x)
+    expected = answers(model, x)
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, StandardConv):
+            if isinstance(module, StdConv):
                 module.weight.mul_(7).add_(0.3)
-    torch.testing.assert_close(answers(model, x), want, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(answers(model, x), expected, rtol=1e-3, atol=1e-4)
 
 
 @stems
-def test_an_image_is_answered_alike_alone_and_in_a_batch_in_training_and_in_use(config: HybridConfig) -> None:
+def test_logits_do_not_depend_on_batch_or_training_mode(config: HybridConfig) -> None:
     model, x = lively(HybridViT(config)), pictures(*config.image_size, count=3)
-    want = answers(model, x)
-    torch.testing.assert_close(answers(model, x[1:2]), want[1:2], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(answers(model.train(), x), want)
+    expected = answers(model, x)
+    torch.testing.assert_close(answers(model, x[1:2]), expected[1:2], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(answers(model.train(), x), expected)
 
 
-def test_a_new_model_s_blocks_are_their_shortcuts_and_its_odds_equal() -> None:
+def test_initial_bottlenecks_are_identities_and_logits_zero() -> None:
     torch.manual_seed(0)
     model, x = HybridViT(RESNET), pictures(*RESNET.image_size)
     stem: Any = model.patch_embedding.stem
@@ -261,97 +263,102 @@ def test_a_new_model_s_blocks_are_their_shortcuts_and_its_odds_equal() -> None:
     assert 0.3 < model.patch_embedding(x).std() < 3
 
 
-# ── the contract of the plain ViT ──────────────────────────────────────────────────────────────────────────────
+# Behaviour of the plain ViT
 
 
 @stems
-def test_gradients_reach_every_parameter(config: HybridConfig) -> None:
+def test_gradient_reaches_every_parameter(config: HybridConfig) -> None:
     model = lively(HybridViT(config)).train()
     F.cross_entropy(model(pictures(*config.image_size)), torch.tensor([0, 3])).backward()
-    faint = [n for n, p in model.named_parameters() if p.grad is None or not 1e-8 < p.grad.norm() < 1e3]
-    assert faint == []
+    unreached = [n for n, p in model.named_parameters() if p.grad is None or not 1e-8 < p.grad.norm() < 1e3]
+    assert unreached == []
 
 
 @stems
 @pytest.mark.parametrize("pooling", ["class", "mean"])
-def test_the_trace_has_the_fast_logits_and_the_pixels_under_each_token(config: HybridConfig, pooling: Any) -> None:
+def test_trace_has_the_logits_of_forward_and_the_pixels_of_each_token(config: HybridConfig, pooling: Any) -> None:
     config = replace(config, pooling=pooling, registers=1, positions="learned+rotary")
     model, x = lively(HybridViT(config)), pictures(*config.image_size)
     with torch.inference_mode():
         trace = model.trace(x)
     torch.testing.assert_close(trace.logits, answers(model, x))
     assert trace.grid == config.grid == (2, 3)
-    assert trace.prefix == config.prefix
-    assert trace.margin == margin_of(config)
+    assert trace.num_prefix_tokens == config.num_prefix_tokens
+    assert trace.margin == margin(config)
     inner = x[:, :, 2:-2, 2:-2] if trace.margin else x
     assert torch.equal(trace.patches, patchify(inner, config.patch_size))
-    assert [a.shape for a in trace.attention] == [(2, 2, 6 + config.prefix, 6 + config.prefix)] * 2
+    assert [a.shape for a in trace.attention] == [
+        (2, 2, 6 + config.num_prefix_tokens, 6 + config.num_prefix_tokens)
+    ] * 2
 
 
 @stems
-def test_images_of_another_size_pass_with_a_warning_and_those_that_do_not_fit_are_refused(config: HybridConfig) -> None:
-    model, P, room = lively(HybridViT(config)), config.patch_size, 2 * margin_of(config)
+def test_other_image_sizes_warn_or_are_refused(config: HybridConfig) -> None:
+    model, P, margins = lively(HybridViT(config)), config.patch_size, 2 * margin(config)
     with pytest.warns(UserWarning, match="positions resampled from 2×3 to 3×1 patches"):
-        assert answers(model, pictures(3 * P + room, P + room)).shape == (2, 5)
-    if room:
-        with pytest.raises(ValueError, match="images of 12×4 pixels are too small for a single token"):
+        assert answers(model, pictures(3 * P + margins, P + margins)).shape == (2, 5)
+    if margins:
+        with pytest.raises(ValueError, match="images of 12×4 pixels are too small"):
             model(pictures(12, 4))
-    with pytest.raises(ValueError, match=f"image height {P + 2} is not a multiple of patch_size {P}"):
+    with pytest.raises(ValueError, match=f"image height {P + 2} is not divisible by the patch size {P}"):
         model(pictures(P + 2, P))
 
 
-def margin_of(config: HybridConfig) -> int:
-    return 2 if config is LESS or config.conv == LESS.conv else 0
+def margin(config: HybridConfig) -> int:
+    return 2 if config is UNPADDED or config.conv == UNPADDED.conv else 0
 
 
-@pytest.mark.parametrize("config", [CONV, LESS], ids=["whole", "not whole"])
-def test_a_change_in_the_pixels_of_a_patch_shows_most_on_the_map_under_its_token(config: HybridConfig) -> None:
-    stem, margin = lively(HybridViT(config)).patch_embedding.stem, margin_of(config)
+@pytest.mark.parametrize("config", [CONV, UNPADDED], ids=["same padding", "no same padding"])
+def test_changed_patch_changes_its_own_token_most(config: HybridConfig) -> None:
+    stem, offset = lively(HybridViT(config)).patch_embedding.stem, margin(config)
     x = pictures(*config.image_size, count=50)
-    for place in range(6):
+    for token in range(6):
         changed = x.clone()
-        y, z = margin + 4 * (place // 3), margin + 4 * (place % 3)
+        y, z = offset + 4 * (token // 3), offset + 4 * (token % 3)
         changed[:, :, y : y + 4, z : z + 4] += 3
         with torch.inference_mode():
-            moves = (stem(changed) - stem(x)).abs().sum(dim=(0, 1)).flatten()
-        assert moves.argmax() == place
+            differences = (stem(changed) - stem(x)).abs().sum(dim=(0, 1)).flatten()
+        assert differences.argmax() == token
 
 
-@pytest.mark.parametrize(("config", "size"), [(CONV, (8, 12)), (LESS, (8, 12))], ids=["whole", "not whole"])
-def test_a_page_is_sent_what_the_patches_cover(config: HybridConfig, size: tuple[int, int], cpu: Hardware) -> None:
+@pytest.mark.parametrize(
+    ("config", "size"), [(CONV, (8, 12)), (UNPADDED, (8, 12))], ids=["same padding", "no same padding"]
+)
+def test_explain_payload_covers_the_area_of_the_patches(
+    config: HybridConfig, size: tuple[int, int], cpu: Hardware
+) -> None:
     seen = Preprocessing(image_size=config.image_size, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     names = tuple("abcde")
-    card = ModelCard(architecture=config, preprocessing=seen, classes=names, trained_on="x", epoch=1, variant="hybrid")
+    card = ModelConfig(
+        architecture=config, preprocessing=seen, classes=names, trained_on="x", epoch=1, variant="hybrid"
+    )
     predictor = Predictor(lively(HybridViT(config)), card, cpu)
     pixels = torch.randint(0, 256, (3, *config.image_size), dtype=torch.uint8)
-    found = look_inside(predictor, pixels, Wish(methods=("rollout",)))
-    assert found["grid"] == [2, 3]
-    for sent in (found["image"], found["heatmaps"]["rollout"]):
-        assert (sent["height"], sent["width"]) == size
+    payload = explain_image(predictor, pixels, ExplainRequest(methods=("rollout",)))
+    assert payload["grid"] == [2, 3]
+    for image in (payload["image"], payload["heatmaps"]["rollout"]):
+        assert (image["height"], image["width"]) == size
 
 
-def test_explanations_of_a_hybrid_that_is_not_whole_are_told_and_tested(cpu: Hardware) -> None:
-    seen = Preprocessing(image_size=LESS.image_size, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    names = tuple("abcde")
-    card = ModelCard(architecture=LESS, preprocessing=seen, classes=names, trained_on="x", epoch=1, variant="hybrid")
-    predictor = Predictor(lively(HybridViT(LESS)), card, cpu)
-    pixels = torch.randint(0, 256, (12, 3, *LESS.image_size), dtype=torch.uint8)
-    picture = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
-    told = heatmaps.as_dict(pictures_of.explain(predictor, picture, methods=["rollout"]), predictor, [])
-    assert np.array(told["maps"][0]["patches"]).shape == (2, 3)
-    found = faithfulness.measure(
-        predictor, Split(images=pixels, labels=torch.arange(12) % 5), ["rollout"], images=4, pairs=4
+def test_explanations_work_without_same_padding(cpu: Hardware) -> None:
+    predictor = Predictor(lively(HybridViT(UNPADDED)), make_model_config(UNPADDED), cpu)
+    pixels = torch.randint(0, 256, (12, 3, *UNPADDED.image_size), dtype=torch.uint8)
+    image = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
+    explanation = heatmaps.explanation_to_dict(explain(predictor, image, methods=["rollout"]), predictor, [])
+    assert np.array(explanation["heatmaps"][0]["patches"]).shape == (2, 3)
+    report = faithfulness.measure_faithfulness(
+        predictor, Split(images=pixels, labels=torch.arange(12) % 5), ["rollout"], num_images=4, num_pairs=4
     )
-    assert [row.method for row in found.rows] == ["rollout", faithfulness.RANDOM]
-    alone, wide = (model.position_embedding for model in (predictor.model, beside(predictor.model)))
-    assert alone is not None
-    assert wide is not None
-    for half in (slice(0, 3), slice(4, 7)):  # a column between them stands on the seam
-        assert torch.equal(wide.table[:, 1:].unflatten(1, (2, 7))[:, :, half].flatten(1, 2), alone.table[:, 1:])
+    assert [row.method for row in report.rows] == ["rollout", faithfulness.RANDOM]
+    single, pair = (model.position_embedding for model in (predictor.model, widen_for_pair(predictor.model)))
+    assert single is not None
+    assert pair is not None
+    for half in (slice(0, 3), slice(4, 7)):  # column 3 is on the seam between the two images
+        assert torch.equal(pair.table[:, 1:].unflatten(1, (2, 7))[:, :, half].flatten(1, 2), single.table[:, 1:])
 
 
 @stems
-def test_an_exported_model_takes_any_batch_and_gives_the_same_logits(config: HybridConfig) -> None:
+def test_exported_model_accepts_any_batch_size(config: HybridConfig) -> None:
     model = lively(HybridViT(config))
     example, batch = pictures(*config.image_size), torch.export.Dim("batch")
     exported: Any = torch.export.export(model, (example,), dynamic_shapes=({0: batch},)).module()
@@ -361,27 +368,27 @@ def test_an_exported_model_takes_any_batch_and_gives_the_same_logits(config: Hyb
 
 
 @stems
-def test_bf16_gives_nearly_the_logits_of_fp32(config: HybridConfig) -> None:
+def test_bf16_logits_are_close_to_fp32(config: HybridConfig) -> None:
     model, x = lively(HybridViT(config)), pictures(*config.image_size)
-    want = answers(model, x)
+    expected = answers(model, x)
     with torch.autocast("cpu", torch.bfloat16):
-        automatic = answers(model, x)
-    halved = answers(model.bfloat16(), x.bfloat16())
-    for got in (automatic, halved):
-        assert got.dtype == torch.bfloat16
-        assert (got.float() - want).norm() < 0.1 * want.norm()
+        autocast = answers(model, x)
+    converted = answers(model.bfloat16(), x.bfloat16())
+    for logits in (autocast, converted):
+        assert logits.dtype == torch.bfloat16
+        assert (logits.float() - expected).norm() < 0.1 * expected.norm()
 
 
-def test_muon_leaves_the_stem_s_filters_to_adamw() -> None:
-    muon, adamw = make_optimizers(HybridViT(RESNET), Optim(name="muon"))
+def test_convolution_filters_are_optimised_by_adamw() -> None:
+    muon, adamw = make_optimizers(HybridViT(RESNET), OptimConfig(name="muon"))
     assert {p.ndim for group in muon.param_groups for p in group["params"]} == {2}
     assert any(p.ndim == 4 for group in adamw.param_groups for p in group["params"])
 
 
-def test_a_conv_hybrid_learns_textures() -> None:
+def test_conv_hybrid_learns_textures() -> None:
     torch.manual_seed(0)
     data = textures(96, seed=1)
-    model = HybridViT(replace(CONV, image_size=(8, 8), channels=1, classes=4))
+    model = HybridViT(replace(CONV, image_size=(8, 8), channels=1, num_classes=4))
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
     x = data.images.float() / 128 - 1
     for _ in range(30):
@@ -389,93 +396,97 @@ def test_a_conv_hybrid_learns_textures() -> None:
         loss = F.cross_entropy(model(x), data.labels)
         loss.backward()
         adam.step()
-    unseen = textures(40, seed=2)
-    right = answers(model.eval(), unseen.images.float() / 128 - 1).argmax(dim=1) == unseen.labels
-    assert right.float().mean() > 0.9
+    validation = textures(40, seed=2)
+    correct = answers(model.eval(), validation.images.float() / 128 - 1).argmax(dim=1) == validation.labels
+    assert correct.float().mean() > 0.9
 
 
-# ── settings ───────────────────────────────────────────────────────────────────────────────────────────────────
+# Configuration
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
-        ({"conv": None}, "a hybrid has one stem, resnet or conv, not neither"),
-        ({"resnet": ResNetConfig(blocks=(1,))}, "a hybrid has one stem, resnet or conv, not both"),
-        ({"conv": None, "resnet": (3, 4, 9)}, "resnet must be a ResNetConfig or None, not (3, 4, 9)"),
-        ({"conv": ResNetConfig(blocks=(1,))}, "conv must be a ConvStemConfig or None, not ResNetConfig("),
-        ({"patch_size": 2}, "patch_size must be a multiple of 4, the stride of its stem, not 2"),
-        ({"image_size": (8, 14)}, "image width 14 is not a multiple of patch_size 4; 12 and 16 are"),
+        ({"conv": None}, "a hybrid needs one stem, resnet or conv, got neither"),
+        ({"resnet": ResNetConfig(blocks=(1,))}, "a hybrid needs one stem, resnet or conv, got both"),
+        ({"conv": None, "resnet": (3, 4, 9)}, "resnet must be a ResNetConfig or None, got (3, 4, 9)"),
+        ({"conv": ResNetConfig(blocks=(1,))}, "conv must be a ConvStemConfig or None, got ResNetConfig("),
+        ({"patch_size": 2}, "patch_size must be a multiple of 4, the stride of the stem, got 2"),
+        ({"image_size": (8, 14)}, "image width 14 is not divisible by the patch size 4; try 12 or 16"),
         ({"heads": 5}, "width must be a multiple of 5"),
-        ({"conv": LESS.conv, "patch_size": 8, "image_size": (32, 32)}, "gives a token for each place of its map"),
-        ({"conv": LESS.conv, "image_size": (4, 8)}, "gives a token for each place of its map, and at least one"),
+        ({"conv": UNPADDED.conv, "patch_size": 8, "image_size": (32, 32)}, "patch_size must equal the stem's stride"),
+        ({"conv": UNPADDED.conv, "image_size": (4, 8)}, "the grid must have a patch"),
     ],
 )
-def test_settings_that_fit_no_hybrid_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_invalid_hybrid_config_names_the_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         replace(CONV, **changes)
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "said"),
+    ("cls", "fields", "message"),
     [
-        (ResNetConfig, {"blocks": (1, 1, 1, 1, 1)}, "blocks must be at most four whole numbers"),
-        (ResNetConfig, {"blocks": [1, 1]}, "blocks must be at most four whole numbers, one a stage, not [1, 1]"),
-        (ResNetConfig, {"blocks": (1, 2.0)}, "blocks must be at most four whole numbers"),
-        (ResNetConfig, {"blocks": (1, 0)}, "blocks must be at least 1 in each stage, not (1, 0)"),
+        (ResNetConfig, {"blocks": (1, 1, 1, 1, 1)}, "blocks must be at most four integers"),
+        (ResNetConfig, {"blocks": [1, 1]}, "blocks must be at most four integers, one per stage, got [1, 1]"),
+        (ResNetConfig, {"blocks": (1, 2.0)}, "blocks must be at most four integers"),
+        (ResNetConfig, {"blocks": (1, 0)}, "blocks must be at least 1 in each stage, got (1, 0)"),
         (
             ResNetConfig,
             {"blocks": (1,), "width": 48},
-            "width of the ResNet must be a multiple of 32 (group norm), not 48",
+            "width of the ResNet must be a multiple of 32 (group norm), got 48",
         ),
         (ResNetConfig, {"blocks": (1,), "width": 0}, "width of the ResNet must be a multiple of 32"),
-        (ConvStemConfig, {"widths": (), "strides": ()}, "widths must be one to three whole numbers, not ()"),
-        (ConvStemConfig, {"widths": (8,) * 4, "strides": (1,) * 4}, "widths must be one to three whole numbers"),
-        (ConvStemConfig, {"widths": (8,), "strides": 2}, "strides must be one to three whole numbers, not 2"),
+        (ConvStemConfig, {"widths": (), "strides": ()}, "widths must be one to three integers, got ()"),
+        (ConvStemConfig, {"widths": (8,) * 4, "strides": (1,) * 4}, "widths must be one to three integers"),
+        (ConvStemConfig, {"widths": (8,), "strides": 2}, "strides must be one to three integers, got 2"),
         (
             ConvStemConfig,
             {"widths": (8, 8), "strides": (2,)},
-            "widths and strides must be as many, not (8, 8) and (2,)",
+            "widths and strides must have equal lengths, got (8, 8) and (2,)",
         ),
         (ConvStemConfig, {"widths": (8, 12), "strides": (1, 2)}, "widths must be multiples of 8"),
         (ConvStemConfig, {"widths": (8,), "strides": (4,)}, "strides must be 1, 2 or 3"),
-        (ConvStemConfig, {"widths": (8,), "strides": (2,), "whole": 1}, "whole must be True or False, not 1"),
+        (
+            ConvStemConfig,
+            {"widths": (8,), "strides": (2,), "same_padding": 1},
+            "same_padding must be True or False, got 1",
+        ),
     ],
 )
-def test_settings_that_fit_no_stem_are_refused_by_name(kind: Any, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        kind(**settings)
+def test_invalid_stem_config_names_the_field(cls: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cls(**fields)
 
 
-def test_a_plain_config_makes_no_hybrid() -> None:
-    with pytest.raises(ValueError, match="a hybrid ViT is described by a HybridConfig"):
+def test_plain_config_is_refused() -> None:
+    with pytest.raises(ValueError, match="a hybrid ViT requires a HybridConfig"):
         HybridViT(ViTConfig())
 
 
-def test_presets_are_found_by_name_and_changed() -> None:
-    assert hybrid("r26+s/32", classes=3) == replace(HYBRIDS["R26+S/32"], classes=3)
-    model = HybridViT.from_preset("conv-Ti/4", classes=10, depth=1)
+def test_preset_accepts_overrides() -> None:
+    assert hybrid_preset("r26+s/32", num_classes=3) == replace(HYBRIDS["R26+S/32"], num_classes=3)
+    model = HybridViT.from_preset("conv-Ti/4", num_classes=10, depth=1)
     assert type(model) is HybridViT is VARIANTS["hybrid"]
-    assert variant_of(model) == "hybrid"
+    assert variant_name(model) == "hybrid"
     assert model(pictures(32, 32)).shape == (2, 10)
 
 
-def test_an_unknown_preset_or_setting_is_refused_with_the_nearest() -> None:
-    with pytest.raises(VitralError, match=re.escape("no hybrid named 'R50+B/61'. Did you mean R50+B/16?")):
-        hybrid("R50+B/61")
-    with pytest.raises(VitralError, match=re.escape("no setting of a hybrid named 'resnets'. Did you mean resnet?")):
-        hybrid("R50+B/16", resnets=None)
+def test_unknown_preset_or_field_suggests_the_closest() -> None:
+    with pytest.raises(VitralError, match=re.escape("no hybrid named 'R50+B/61'. Did you mean 'R50+B/16'?")):
+        hybrid_preset("R50+B/61")
+    with pytest.raises(VitralError, match=re.escape("HybridConfig named 'resnets'. Did you mean 'resnet'?")):
+        hybrid_preset("R50+B/16", resnets=None)
 
 
-# ── the model folder ───────────────────────────────────────────────────────────────────────────────────────────
+# Model folder
 
 
 @stems
-def test_a_hybrid_survives_a_model_folder(config: HybridConfig, tmp_path: Path) -> None:
-    model, described = lively(HybridViT(config)), card(config)
-    save_model(tmp_path, model, described)
-    loaded, read = load_model(tmp_path)
-    assert read == described
+def test_model_folder_round_trip(config: HybridConfig, tmp_path: Path) -> None:
+    model, model_config = lively(HybridViT(config)), make_model_config(config)
+    save_model(tmp_path, model, model_config)
+    loaded, loaded_config = load_model(tmp_path)
+    assert loaded_config == model_config
     assert type(loaded) is HybridViT
     assert identical(loaded.state_dict(), model.state_dict())
     x = pictures(*config.image_size)
@@ -483,29 +494,32 @@ def test_a_hybrid_survives_a_model_folder(config: HybridConfig, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        ({"variant": "plain"}, "no field 'architecture.conv'"),
-        ({"architecture": {"classes": 5}}, "a hybrid has one stem, resnet or conv, not neither"),
-        ({"architecture": {"conv": {"width": [8]}}}, "no field 'architecture.conv.width'. Did you mean widths?"),
+        ({"variant": "plain"}, "no field named 'architecture.conv'"),
+        ({"architecture": {"num_classes": 5}}, "a hybrid needs one stem, resnet or conv, got neither"),
+        (
+            {"architecture": {"conv": {"width": [8]}}},
+            "'architecture.conv.width'. Did you mean 'widths'?",
+        ),
         ({"architecture": {"conv": {"widths": [8]}}}, "the field 'architecture.conv.strides' is missing"),
-        ({"architecture": None}, "architecture must be HybridConfig, not None"),
-        ({"classes": ["one"]}, "1 class names for a model of 5 classes"),
+        ({"architecture": None}, "architecture must be HybridConfig, got None"),
+        ({"classes": ["one"]}, "classes has 1 names, but architecture.num_classes is 5"),
     ],
 )
-def test_a_damaged_config_is_an_error_that_names_the_field(change: dict[str, Any], said: str, tmp_path: Path) -> None:
-    save_model(tmp_path, HybridViT(CONV), card(CONV))
+def test_invalid_model_config_names_the_field(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_model(tmp_path, HybridViT(CONV), make_model_config(CONV))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(VitralError, match=re.escape(said)) as caught:
+    with pytest.raises(VitralError, match=re.escape(message)) as caught:
         load_model(tmp_path)
     assert str(file) in caught.value.what
 
 
-def test_a_card_s_architecture_is_of_the_kind_of_its_variant() -> None:
-    with pytest.raises(ValueError, match="the architecture of variant 'plain' must be a ViTConfig, not a HybridConfig"):
-        card(CONV, variant="plain")
+def test_model_config_requires_the_config_class_of_the_variant() -> None:
+    with pytest.raises(ValueError, match="the architecture of variant 'plain' must be a ViTConfig, got a HybridConfig"):
+        make_model_config(CONV, variant="plain")
     with pytest.raises(
-        ValueError, match="the architecture of variant 'hybrid' must be a HybridConfig, not a ViTConfig"
+        ValueError, match="the architecture of variant 'hybrid' must be a HybridConfig, got a ViTConfig"
     ):
-        card(ViTConfig(classes=5))
+        make_model_config(ViTConfig(num_classes=5))
