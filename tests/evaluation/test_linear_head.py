@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from vitral.evaluation.probe import fit_linear_head, fit_logistic_regression, standardise
+from vitral.evaluation.feature_classifiers import fit_linear_head, fit_logistic_regression, standardise
 
 
 def test_the_head_on_raw_features_equals_a_regression_on_standardised_ones() -> None:

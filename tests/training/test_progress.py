@@ -1,27 +1,64 @@
-"""Progress output of a training run."""
-
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from vitral.training import progress
+from vitral.training.progress import HEADER, ProgressTable, format_duration
+
+METRICS: dict[str, Any] = {
+    "epoch": 3, "train_loss": 0.0746, "train_top1": 0.9768, "validation_loss": 0.0502, "validation_top1": 0.985,
+    "images_per_second": 3694.4, "best": True,
+}  # fmt: skip
 
 
-def test_progress_in_a_log_file_has_one_line_per_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, log = [0.0], io.StringIO()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.ProgressTable(Console(file=log, width=80), 5_004) as progress_table:
-        for step in range(1, 5_005):
-            now[0] += 0.1
-            progress_table.step(1, step, 6.5, 1_290, 3_600)
-        row = {"epoch": 1, "train_loss": 6.2, "train_top1": 0.1, "images_per_second": 1290, "best": True}
-        progress_table.epoch(row, 3_000)
-        now[0] += 59
-        progress_table.step(2, 590, 6.1, 1_290, 2_900)
-    lines = log.getvalue().splitlines()
-    assert len(lines) == 1 + 8 + 1
-    assert lines[1].split() == ["1", "6.5000", "600", "of", "5,004", "steps", "1,290", "1:00:00"]
-    assert {line.index("1,290") + len("1,290") for line in lines[1:]} == {lines[0].index("images/s") + len("images/s")}
+def make_console() -> tuple[Console, io.StringIO]:
+    output = io.StringIO()
+    return Console(file=output, width=120, highlight=False), output
+
+
+def test_each_epoch_is_one_aligned_line() -> None:
+    console, output = make_console()
+    with ProgressTable(console, steps_per_epoch=10) as table:
+        table.on_epoch_end(METRICS, 75.0)
+        table.on_epoch_end(METRICS | {"epoch": 4, "best": False, "train_top1": 1.0}, 0.0)
+    assert output.getvalue().splitlines() == [
+        HEADER,
+        "    3       0.0746   97.68%      0.0502   98.50%       3,694        1:15   best",
+        "    4       0.0746  100.00%      0.0502   98.50%       3,694        0:00",
+    ]
+
+
+def test_columns_are_empty_without_validation() -> None:
+    console, output = make_console()
+    metrics = {name: value for name, value in METRICS.items() if not name.startswith("validation")}
+    with ProgressTable(console, steps_per_epoch=10) as table:
+        table.on_epoch_end(metrics, 0.0)
+    assert output.getvalue().splitlines()[1].split() == ["3", "0.0746", "97.68%", "-", "-", "3,694", "0:00", "best"]
+
+
+def test_a_log_file_gets_a_line_per_minute_within_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    console, output = make_console()
+    with ProgressTable(console, steps_per_epoch=1000) as table:
+        for batch in range(1, 181):
+            now = batch * 1.0
+            table.on_step(1, batch, 0.5, 100.0, 60.0)
+    lines = output.getvalue().splitlines()[1:]
+    assert [line.split("step ")[1].split(" of")[0] for line in lines] == ["60", "120", "180"]
+
+
+def test_messages_are_printed() -> None:
+    console, output = make_console()
+    with ProgressTable(console, steps_per_epoch=10) as table:
+        table.on_message("using bf16 instead of FP8: no FP8 units")
+    assert "using bf16 instead of FP8" in output.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(7, "0:07"), (750, "12:30"), (3723, "1:02:03"), (59.6, "1:00")])
+def test_format_duration(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

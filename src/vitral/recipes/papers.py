@@ -52,7 +52,7 @@ def vit_in1k() -> Recipe:
 
 
 def vit_in21k() -> Recipe:
-    """ViT from scratch on ImageNet-21k (arXiv 2010.11929, table 3). The paper uses 30 or 90 epochs for L/16.
+    """ViT from scratch on ImageNet-21k (arXiv 2010.11929, table 3); L/16: 30 or 90 epochs.
 
     Published accuracy after fine-tuning on ImageNet at 384 pixels (table 5): B/16 83.97%, B/32 81.28%, L/16 85.15%,
     L/32 80.99%, H/14 85.13%; on CIFAR-10: B/16 98.95%.
@@ -124,7 +124,7 @@ def deit() -> Recipe:
 
 
 def deit_384() -> Recipe:
-    """Fine-tuning of a DeiT at 384 pixels (arXiv 2012.12877); needs --init-from. The authors' B/16: 82.9%.
+    """Fine-tuning of a DeiT at 384 pixels (arXiv 2012.12877); needs --init-from. B/16 82.9%.
 
     Learning rate, weight decay, epochs and batch size are from the command in their README_deit.md, as is the accuracy.
     """
