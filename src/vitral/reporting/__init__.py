@@ -1,1 +1,1 @@
-"""A run as pictures."""
+"""HTML reports, figures, terminal output, the walk and model cards."""

@@ -12,7 +12,8 @@ from vitral.data.classes import class_indices
 from vitral.data.preprocess import to_model_input
 from vitral.evaluation.data import EvalTarget, evenly_spaced_indices
 from vitral.inference.predictor import Predictor
-from vitral.reporting.figures import training as figures
+from vitral.reporting.figures.style import format_percent
+from vitral.reporting.figures.training import plot_attention_overview
 from vitral.reporting.terminal.training import vitral_command
 
 MAX_IMAGES = 2_000
@@ -48,9 +49,9 @@ def compare_with_bundled(target: EvalTarget, figure: Path) -> BundledComparison:
         correct=int(correct.sum()),
         bundled_correct=int(bundled_correct.sum()),
         same_dataset=target.dataset.name == bundled_predictor.model_config.trained_on,
-        example=f"{name} {figures.format_percent(probabilities.max().item())}",
+        example=f"{name} {format_percent(probabilities.max().item())}",
         only_bundled_correct=bool(only_bundled.any()),
-        figure=figures.plot_attention_overview(bundled_predictor, bundled_images[index], figure),
+        figure=plot_attention_overview(bundled_predictor, bundled_images[index], figure),
     )
 
 

@@ -1,4 +1,4 @@
-"""Features as a file, for whoever wants the vectors: NumPy, Parquet or CSV."""
+"""Write feature vectors to NumPy, Parquet or CSV files."""
 
 from __future__ import annotations
 
@@ -12,95 +12,95 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vitral.errors import VitralError, reason
-from vitral.runs.run import write_atomically
+from vitral.errors import VitralError, error_reason
+from vitral.utils.atomic import atomic_write
 
-Matrix = np.ndarray[Any, np.dtype[np.float32]]
+FeatureMatrix = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def check_features_path(path: Path | str) -> Path:
-    """The path, if features can be written there as it is named: worth knowing before they are computed."""
+    """Check that features can be written to this path, before they are computed."""
     path = Path(path)
     if path.suffix.lower() not in WRITERS:
-        ending = f"files ending in {path.suffix!r}" if path.suffix else f"a file without an ending ({path.name})"
-        raise VitralError(f"features cannot be written to {ending}", f"Known endings: {', '.join(WRITERS)}")
+        target = f"a {path.suffix} file" if path.suffix else f"a file without extension ({path.name})"
+        raise VitralError(f"cannot write features to {target}", f"Supported extensions: {', '.join(WRITERS)}")
     if path.suffix.lower() == ".parquet":
-        _parquet()
+        _import_parquet()
     if path.is_dir():
-        raise VitralError(f"{path} is a folder", f"Name a file: {path / 'features.npy'}")
+        raise VitralError(f"{path} is a folder", f"Pass a file name: {path / 'features.npy'}")
     return path
 
 
 def write_features(names: Sequence[str | Path], features_ND: Tensor, path: Path | str) -> Path:
-    """One row an image, fp32. What the file holds follows from its ending:
+    """Write one fp32 row per image. The extension selects the format:
 
-    .npy        the matrix N D; the files' names in a text file beside it, one a line
+    .npy        matrix (N, D); the file names are in a text file next to it, one per line
     .parquet    columns `file` and `features` (a list of D numbers)
-    .csv        columns `file`, `f0`, `f1`, …
+    .csv        columns `file`, `f0`, `f1`, ...
     """
     path = check_features_path(path)
     files = [str(name) for name in names]
     if features_ND.ndim != 2 or len(features_ND) != len(files):
         shape = tuple(features_ND.shape)
-        raise ValueError(f"features must be one row a file: {len(files)} files, features of shape {shape}")
+        raise ValueError(f"expected features of shape ({len(files)}, D), one row per file, got {shape}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise VitralError(f"cannot make the folder {path.parent}: {reason(error)}", "choose another --out") from error
+        raise VitralError(f"cannot create {path.parent}: {error_reason(error)}", "choose another --out") from error
     WRITERS[path.suffix.lower()](files, features_ND.detach().float().cpu().numpy(), path)
     return path
 
 
-def names_beside(path: Path) -> Path:
+def names_path(path: Path) -> Path:
     """features.npy → features.names.txt"""
     return path.with_suffix(".names.txt")
 
 
-def write_npy(files: list[str], features: Matrix, path: Path) -> None:
-    broken = [name for name in files if len(name.splitlines()) > 1]
-    if broken:
+def write_npy(files: list[str], features: FeatureMatrix, path: Path) -> None:
+    multiline = [name for name in files if len(name.splitlines()) > 1]
+    if multiline:
         raise VitralError(
-            f"the name {broken[0]!r} has a line break in it, and names stand one a line",
+            f"the file name {multiline[0]!r} contains a line break, which a list of names cannot represent",
             f"Write {path.with_suffix('.csv').name} or {path.with_suffix('.parquet').name} instead",
         )
     content = io.BytesIO()
     np.save(content, features, allow_pickle=False)
-    write_atomically(names_beside(path), _bytes("".join(f"{name}\n" for name in files)))
-    write_atomically(path, content.getvalue())
+    atomic_write(names_path(path), _encode("".join(f"{name}\n" for name in files)))
+    atomic_write(path, content.getvalue())
 
 
-def write_csv(files: list[str], features: Matrix, path: Path) -> None:
+def write_csv(files: list[str], features: FeatureMatrix, path: Path) -> None:
     content = io.StringIO(newline="")
     writer = csv.writer(content, lineterminator="\n")
     writer.writerow(["file", *(f"f{i}" for i in range(features.shape[1]))])
     for name, row in zip(files, features, strict=True):
-        writer.writerow([name, *map(str, row)])  # str of a float32: the shortest text that reads back as the same
-    write_atomically(path, _bytes(content.getvalue()))
+        writer.writerow([name, *map(str, row)])  # str(float32) is the shortest text that reads back to the same value
+    atomic_write(path, _encode(content.getvalue()))
 
 
-def write_parquet(files: list[str], features: Matrix, path: Path) -> None:
-    arrow, parquet = _parquet()
-    readable = [name.encode(errors="backslashreplace").decode() for name in files]  # Parquet's text is UTF-8
-    numbers = arrow.FixedSizeListArray.from_arrays(arrow.array(features.reshape(-1)), features.shape[1])
+def write_parquet(files: list[str], features: FeatureMatrix, path: Path) -> None:
+    arrow, parquet = _import_parquet()
+    names = [name.encode(errors="backslashreplace").decode() for name in files]  # Parquet strings must be UTF-8
+    vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(features.reshape(-1)), features.shape[1])
     content = io.BytesIO()
-    table = arrow.table({"file": arrow.array(readable, arrow.string()), "features": numbers})
+    table = arrow.table({"file": arrow.array(names, arrow.string()), "features": vectors})
     parquet.write_table(table, content)
-    write_atomically(path, content.getvalue())
+    atomic_write(path, content.getvalue())
 
 
-def _parquet() -> tuple[Any, Any]:
+def _import_parquet() -> tuple[Any, Any]:
     try:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise VitralError("writing Parquet needs pyarrow", "pip install 'vitral[data]'") from error
+        raise VitralError("writing Parquet files needs pyarrow", "pip install 'vitral[data]'") from error
 
 
-def _bytes(text: str) -> bytes:
-    """UTF-8; a file name that is not, comes out as the bytes that it is on disk."""
+def _encode(text: str) -> bytes:
+    """UTF-8; file names that are not valid UTF-8 keep their original bytes."""
     return text.encode(errors="surrogateescape")
 
 
-WRITERS: dict[str, Callable[[list[str], Matrix, Path], None]] = {
+WRITERS: dict[str, Callable[[list[str], FeatureMatrix, Path], None]] = {
     ".npy": write_npy,
     ".parquet": write_parquet,
     ".csv": write_csv,

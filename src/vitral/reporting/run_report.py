@@ -11,6 +11,7 @@ from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.data import EvalTarget
 from vitral.evaluation.report import EvaluationReport
 from vitral.reporting.figures import training as figures
+from vitral.reporting.figures.images import save_image
 from vitral.reporting.html.report import write_report
 from vitral.reporting.html.report_data import collect_report_data
 from vitral.runs.run import Run
@@ -44,7 +45,7 @@ def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport) ->
     )
     figures.plot_attention(predictor, images[selected], labels[selected], run.figure_dir / "attention.png")
     figures.plot_attention_overview(predictor, example, run.figure_dir / "attention_overview.png")
-    figures.save_image(predictor.model_config.preprocessing.pad_for_roundtrip(example), run.figure_dir / EXAMPLE)
+    save_image(predictor.model_config.preprocessing.pad_for_roundtrip(example), run.figure_dir / EXAMPLE)
 
 
 def write_html(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> Path:

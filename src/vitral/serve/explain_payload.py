@@ -63,12 +63,12 @@ def crop_margin(pixels: Tensor, margin: int) -> Tensor:
 
 def heatmap(predictor: Predictor, image_1CHW: Tensor, target: int, method: str, margin: int) -> dict[str, Any]:
     heat = explain.METHODS[method](predictor.model, image_1CHW[0], target)
-    values = (explain.scaled(crop_margin(heat, margin)) * 255).round().to(torch.uint8).cpu()
+    values = (explain.rescale_for_display(crop_margin(heat, margin)) * 255).round().to(torch.uint8).cpu()
     return {"width": values.shape[1], "height": values.shape[0], "values": to_base64(values)}
 
 
 def pack_attention(trace: Trace, *, has_class_token: bool) -> dict[str, Any]:
-    """Attention from each token to the patches, (L, h, T, N), as described in `schema.Attention`.
+    """Attention from each token to the patches, (L, h, T, N), as described in `schema.EncodedAttention`.
 
     The rows are the class token, if the model has one, and the patches; registers are omitted.
     """

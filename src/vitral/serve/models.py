@@ -101,10 +101,7 @@ class ServedModel:
             self._score_batch([blank] * size)
 
     def _score_batch(self, images: list[Tensor]) -> list[Scores]:
-        logits = self.predictor.logits(torch.stack(images))
-        calibration = self.predictor.model_config.calibration
-        probabilities, ood = calibration.probabilities(logits).tolist(), calibration.is_ood(logits).tolist()
-        return list(zip(probabilities, ood, strict=True))
+        return list(self.predictor.calibrated_rows(self.predictor.logits(torch.stack(images))))
 
     async def predict(self, uploads: list[Upload], top: int) -> list[JsonObject]:
         """One prediction or error per image, in order. Either all images enter the queue or none does."""

@@ -73,7 +73,7 @@ class ModelInputImage(StrictModel):
     png: str = Field(description="PNG file, base64")
 
 
-class Heatmap(StrictModel):
+class EncodedHeatmap(StrictModel):
     """Importance of each pixel."""
 
     width: int
@@ -81,7 +81,7 @@ class Heatmap(StrictModel):
     values: str = Field(description="width × height bytes, row by row, 255 for the largest value; base64")
 
 
-class Attention(StrictModel):
+class EncodedAttention(StrictModel):
     """Attention weights, with indices [layer][head][row][column].
 
     Rows are the attending tokens: the class token, if there is one, then the patches. Columns are the patches attended
@@ -111,8 +111,8 @@ class ExplainResponse(StrictModel):
     target: str = Field(description="the class that was explained")
     image: ModelInputImage
     grid: list[int] = Field(description="number of patch rows, number of patch columns")
-    heatmaps: dict[str, Heatmap] = Field(description="one per requested method")
-    attention: Attention | None = Field(None, description="only if requested")
+    heatmaps: dict[str, EncodedHeatmap] = Field(description="one per requested method")
+    attention: EncodedAttention | None = Field(None, description="only if requested")
 
 
 class EngineInfo(StrictModel):

@@ -27,7 +27,7 @@ class ExplainArgs:
     """Draw heatmaps of the image regions that a prediction depends on, one PNG per image with all methods and classes.
 
     Methods: attention, rollout, relevance, gradcam, occlusion; with captum (pip install 'vitral[explain]') also
-    integrated-gradients, smooth-gradient and shapley. Measure how faithful they are for a model with --faithfulness.
+    integrated-gradients, smoothgrad and shapley. Measure how faithful they are for a model with --faithfulness.
     """
 
     model: str = argument(MODEL_HELP)
@@ -156,7 +156,7 @@ def measure_faithfulness(args: ExplainArgs) -> int:
     announce_downloads(args.faithfulness)
     target = load_eval_target(predictor, args.faithfulness, args.split)
     if not args.method:
-        methods = faithfulness.all_that_fit(target.predictor.model)
+        methods = faithfulness.applicable_methods(target.predictor.model)
     available = len(target.split.labels)
     print_notes(
         [f"{min(args.images, available):,} of {available:,} {target.split_name} images of {target.dataset.name}"]
@@ -166,9 +166,9 @@ def measure_faithfulness(args: ExplainArgs) -> int:
             target.predictor,
             target.split,
             methods,
-            images=args.images,
-            pairs=args.images,
-            watch=lambda name: log(f"Testing {name}"),
+            num_images=args.images,
+            num_pairs=args.images,
+            log=lambda name: log(f"Testing {name}"),
         )
     if args.json:
         print(json.dumps(faithfulness_to_dict(result)))

@@ -36,7 +36,7 @@ def push(args: PushArgs) -> int:
         dry_run=args.dry_run,
         private=args.private,
         license=args.license,
-        understood=print_notes,
+        log=lambda note: print_notes([note]),
     )
     for note in result.notes:
         print(note)

@@ -1,4 +1,4 @@
-"""Letters that matplotlib's own font lacks, Korean class names say: drawn with a font of this machine that has them."""
+"""Fallback fonts for characters that matplotlib's default font lacks, such as Korean class names."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 
+UNUSUAL_STYLES = ("bold", "black", "thin", "italic", "oblique", "mono", "emoji", "lastresort")
 
-def make_legible(figure: Figure) -> None:
-    for axes in figure.axes:  # labels of ticks get their text when somebody asks
+
+def add_fallback_fonts(figure: Figure) -> None:
+    for axes in figure.axes:  # tick labels are created on access
         axes.get_xticklabels(), axes.get_yticklabels()
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
-        letters = frozenset(letter for letter in text.get_text() if ord(letter) > 0x7F and letter.isprintable())
-        if letters and (families := families_for(letters)):
+        characters = frozenset(c for c in text.get_text() if ord(c) > 0x7F and c.isprintable())
+        if characters and (families := fallback_families(characters)):
             text.set_fontfamily([*text.get_fontfamily(), *families])
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """No word about a script that no font here has, nor about a font that has no bold face."""
+def suppress_font_warnings() -> Iterator[None]:
+    """Silence warnings about glyphs that no installed font has and about fonts without a bold face."""
     log = logging.getLogger("matplotlib.font_manager")
     level = log.level
     with warnings.catch_warnings():
@@ -40,33 +42,35 @@ def quietly() -> Iterator[None]:
 
 
 @cache
-def families_for(letters: frozenset[str]) -> tuple[str, ...]:
-    """The fonts to add, none where matplotlib's own is enough. The system is asked: matplotlib's list may be older."""
-    left = letters - letters_in(font_manager.findfont(FontProperties()), letters)
+def fallback_families(characters: frozenset[str]) -> tuple[str, ...]:
+    """Font families that provide the characters missing from the default font.
+
+    Searches the system's fonts rather than matplotlib's list, which is cached and may be outdated.
+    """
+    missing = characters - supported_characters(font_manager.findfont(FontProperties()), characters)
     families: list[str] = []
-    paths = sorted(font_manager.findSystemFonts(), key=plainness) if left else []
+    paths = sorted(font_manager.findSystemFonts(), key=font_preference) if missing else []
     for path in paths:
-        if found := letters_in(path, left):
-            alike = Path(path).stem.split("-")[0]
-            for face in (path, *(other for other in paths if other != path and Path(other).stem.startswith(alike))):
-                font_manager.fontManager.addfont(face)  # the bold one too
+        if supported := supported_characters(path, missing):
+            prefix = Path(path).stem.split("-")[0]
+            for face in (path, *(other for other in paths if other != path and Path(other).stem.startswith(prefix))):
+                font_manager.fontManager.addfont(face)  # also the bold face of the family
             families.append(font_manager.get_font(path).family_name)
-            left -= found
-        if not left:
+            missing -= supported
+        if not missing:
             break
     return tuple(families)
 
 
-def letters_in(path: str, letters: frozenset[str]) -> frozenset[str]:
+def supported_characters(path: str, characters: frozenset[str]) -> frozenset[str]:
     try:
         font = font_manager.get_font(path)
-    except (OSError, RuntimeError):  # a broken file, or a kind of font that matplotlib does not read
+    except (OSError, RuntimeError):  # a damaged file, or a font format that matplotlib does not read
         return frozenset()
-    return frozenset(letter for letter in letters if font.get_char_index(ord(letter)))
+    return frozenset(c for c in characters if font.get_char_index(ord(c)))
 
 
-def plainness(path: str) -> tuple[bool, bool, str]:
-    """Upright, neither bold nor coloured, without serifs: such fonts first."""
+def font_preference(path: str) -> tuple[bool, bool, str]:
+    """Sort key: regular sans-serif fonts first."""
     name = Path(path).stem.lower()
-    fancy = any(word in name for word in ("bold", "black", "thin", "italic", "oblique", "mono", "emoji", "lastresort"))
-    return fancy, not ("sans" in name or "gothic" in name), path
+    return any(style in name for style in UNUSUAL_STYLES), not ("sans" in name or "gothic" in name), path

@@ -1,6 +1,6 @@
-"""Maps over their pictures, and several methods and classes side by side.
+"""Heatmap overlays, and sheets with several methods and classes next to each other.
 
-Every colour here is told apart by the colour-blind: matplotlib's perceptual maps, and blue against orange for a sign.
+All colours are distinguishable with colour blindness: perceptual colour maps, and blue and orange for signed values.
 """
 
 from __future__ import annotations
@@ -17,80 +17,90 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from vitral.errors import VitralError
-from vitral.explain.api import Explanation, Heat
+from vitral.explain.api import Explanation, Heatmap
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViTConfig
-from vitral.reporting.figures.training import BLUE, GRAY, ORANGE, percent, save, shortened, show
+from vitral.reporting.figures.images import draw_image
+from vitral.reporting.figures.style import BLUE, GRAY, ORANGE, Array, format_percent, save, shorten
 
-Array = np.ndarray[Any, Any]
-ColourMap = Literal["inferno", "viridis", "cividis", "magma"]
-UNSEEN = 0.35  # of its light is left of what the model did not see
-FOR, AGAINST = np.array(to_rgb(BLUE)), np.array(to_rgb(ORANGE))
-
-
-def overlay(picture: Image.Image, heat: Heat, colours: ColourMap = "inferno") -> Image.Image:
-    """The picture with the map over it; dark where the model did not see it. Blue speaks for, orange against."""
-    pixels = np.asarray(picture.convert("RGB"), dtype=np.float32) / 255
-    seen = ~np.isnan(heat.shown)
-    strength = np.nan_to_num(heat.shown).clip(-1, 1)
-    lit = tinted(pixels, strength) if heat.method.signed else glowing(pixels, strength, colours)
-    laid: Array = np.where(seen[..., None], lit, UNSEEN * pixels)
-    return Image.fromarray((laid.clip(0, 1) * 255).round().astype(np.uint8))
+Colormap = Literal["inferno", "viridis", "cividis", "magma"]
+OUTSIDE_CROP_BRIGHTNESS = 0.35
+POSITIVE_COLOUR, NEGATIVE_COLOUR = np.array(to_rgb(BLUE)), np.array(to_rgb(ORANGE))
 
 
-def glowing(pixels_hw3: Array, strength_hw: Array, colours: ColourMap) -> Array:
-    """The picture, darker, with the map's light added as by a second lamp: what lies under it stays visible."""
-    glow = colormaps[colours](0.15 + 0.75 * strength_hw)[..., :3] * (1.5 * strength_hw[..., None]).clip(0, 1)
-    lit: Array = 1 - (1 - 0.6 * pixels_hw3) * (1 - 0.9 * glow)
-    return lit
+def render_heatmap(image: Image.Image, heat: Heatmap, colormap: Colormap = "inferno") -> Image.Image:
+    """Blend a heatmap over its image. Pixels outside the model's crop are darkened."""
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
+    in_crop = ~np.isnan(heat.display)
+    strength = np.nan_to_num(heat.display).clip(-1, 1)
+    blended = blend_signed(pixels, strength) if heat.method.is_signed else blend_glow(pixels, strength, colormap)
+    result: Array = np.where(in_crop[..., None], blended, OUTSIDE_CROP_BRIGHTNESS * pixels)
+    return Image.fromarray((result.clip(0, 1) * 255).round().astype(np.uint8))
 
 
-def tinted(pixels_hw3: Array, strength_hw: Array) -> Array:
-    """The picture in gray, with blue laid over what speaks for the class and orange over what speaks against it."""
+def blend_glow(pixels_hw3: Array, strength_hw: Array, colormap: Colormap) -> Array:
+    """Darken the image and add the heatmap as light, so that the image stays visible under it."""
+    glow = colormaps[colormap](0.15 + 0.75 * strength_hw)[..., :3] * (1.5 * strength_hw[..., None]).clip(0, 1)
+    blended: Array = 1 - (1 - 0.6 * pixels_hw3) * (1 - 0.9 * glow)
+    return blended
+
+
+def blend_signed(pixels_hw3: Array, strength_hw: Array) -> Array:
+    """The greyscale image with evidence for the class in blue and evidence against it in orange."""
     gray = 0.25 + 0.6 * (pixels_hw3 @ np.array([0.299, 0.587, 0.114]))[..., None]
-    colour = np.where(strength_hw[..., None] > 0, FOR, AGAINST)
-    cover = 0.85 * np.abs(strength_hw[..., None])
-    lit: Array = gray * (1 - cover) + colour * cover
-    return lit
+    colour = np.where(strength_hw[..., None] > 0, POSITIVE_COLOUR, NEGATIVE_COLOUR)
+    opacity = 0.85 * np.abs(strength_hw[..., None])
+    blended: Array = gray * (1 - opacity) + colour * opacity
+    return blended
 
 
-def sheet(explanation: Explanation, path: Path, colours: ColourMap = "inferno") -> Path:
-    """A row a class, a column a method, the picture itself in front. A map that knows no class is drawn once."""
-    rows = by_class(explanation.heats)
-    names = [heat.method.name for heat in rows[0]]
-    w, h = explanation.picture.size
-    side, gap = 2.4, 0.45  # inches: across a picture, above it
-    tall = side * h / w
-    height = len(rows) * (tall + gap) + 0.3
-    figure = Figure(figsize=((len(names) + 1) * (side + 0.1), height))
-    figure.subplots_adjust(left=0, right=1, bottom=0.3 / height, top=1 - gap / height, wspace=0.04, hspace=gap / tall)
-    grid = figure.subplots(len(rows), len(names) + 1, squeeze=False)
+def plot_explanation(explanation: Explanation, path: Path, colormap: Colormap = "inferno") -> Path:
+    """One row per class and one column per method, after the image. A method without target class is drawn once."""
+    rows = group_by_class(explanation.heatmaps)
+    num_columns = len(rows[0]) + 1
+    w, h = explanation.image.size
+    image_width, title_height = 2.4, 0.45  # inches
+    image_height = image_width * h / w
+    height = len(rows) * (image_height + title_height) + 0.3
+    figure = Figure(figsize=(num_columns * (image_width + 0.1), height))
+    figure.subplots_adjust(
+        left=0,
+        right=1,
+        bottom=0.3 / height,
+        top=1 - title_height / height,
+        wspace=0.04,
+        hspace=title_height / image_height,
+    )
+    grid = figure.subplots(len(rows), num_columns, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
-    answer = explanation.answer[0]
-    for row, heats in zip(grid, rows, strict=True):
+    for row_axes, heats in zip(grid, rows, strict=True):
         label = heats[0].label
-        show(row[0], np.asarray(explanation.picture))
-        asked = f"{shortened(label.name, 20)} · {percent(label.probability)}"
-        colour = BLUE if label.name == answer.name else GRAY
-        row[0].set_title(asked, fontsize=11, loc="left", color=colour, weight="bold", parse_math=False)
-        for axes, heat in zip(row[1:], heats, strict=True):
-            if heat.method.by_class or heats is rows[0]:
-                show(axes, np.asarray(overlay(explanation.picture, heat, colours)))
-                alike = "" if heat.method.by_class or len(rows) == 1 else ", for any class"
-                axes.set_title(heat.method.name + alike, fontsize=10, loc="left", color=GRAY)
-    foot = "blue class: what the model says" if len(rows) > 1 else "what the model says, and how sure it is"
-    if explanation.unknown:
-        foot = "unsure: it looks like nothing the model was trained on"
-    if any(heat.method.signed for heat in explanation.heats):
-        foot += " · blue places speak for the class, orange ones against it"
-    figure.text(0, 0, foot, fontsize=9, color=GRAY, va="bottom")
+        draw_image(row_axes[0], np.asarray(explanation.image))
+        title = f"{shorten(label.name, 20)} {format_percent(label.probability)}"
+        colour = BLUE if label.name == explanation.prediction[0].name else GRAY
+        row_axes[0].set_title(title, fontsize=11, loc="left", color=colour, weight="bold", parse_math=False)
+        for axes, heat in zip(row_axes[1:], heats, strict=True):
+            if heat.method.is_class_specific or heats is rows[0]:
+                draw_image(axes, np.asarray(render_heatmap(explanation.image, heat, colormap)))
+                note = "" if heat.method.is_class_specific or len(rows) == 1 else " (same for all classes)"
+                axes.set_title(heat.method.name + note, fontsize=10, loc="left", color=GRAY)
+    figure.text(0, 0, _footnote(explanation, len(rows)), fontsize=9, color=GRAY, va="bottom")
     return save(figure, path)
 
 
-def by_class(heats: Sequence[Heat]) -> list[list[Heat]]:
-    """One list a class, in the order asked for."""
-    rows: list[list[Heat]] = []
+def _footnote(explanation: Explanation, num_classes: int) -> str:
+    text = "blue: predicted class" if num_classes > 1 else "predicted class and probability"
+    if explanation.is_ood:
+        text = "unknown image: unlike anything in the training set"
+    if any(heat.method.is_signed for heat in explanation.heatmaps):
+        text += " · blue areas are evidence for the class, orange areas against it"
+    return text
+
+
+def group_by_class(heats: Sequence[Heatmap]) -> list[list[Heatmap]]:
+    """One list per class, in the requested order."""
+    rows: list[list[Heatmap]] = []
     for heat in heats:
         if not rows or rows[-1][0].label is not heat.label:
             rows.append([])
@@ -101,62 +111,61 @@ def by_class(heats: Sequence[Heat]) -> list[list[Heat]]:
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def stems(files: Sequence[Path]) -> list[str]:
-    """A name for each file's pictures: its own, with a number where several have the same."""
-    seen: dict[str, int] = {}
+def unique_stems(files: Sequence[Path]) -> list[str]:
+    """A distinct output name per file: its stem, with a number if several files share it."""
+    counts: dict[str, int] = {}
     names = []
     for file in files:
-        seen[file.stem] = seen.get(file.stem, 0) + 1
-        names.append(file.stem if seen[file.stem] == 1 else f"{file.stem}-{seen[file.stem]}")
+        counts[file.stem] = counts.get(file.stem, 0) + 1
+        names.append(file.stem if counts[file.stem] == 1 else f"{file.stem}-{counts[file.stem]}")
     return names
 
 
-def write(
-    explanation: Explanation, folder: Path, stem: str, colours: ColourMap = "inferno", *, each: bool, npy: bool
+def write_explanation(
+    explanation: Explanation, folder: Path, stem: str, colormap: Colormap = "inferno", *, overlays: bool, npy: bool
 ) -> list[Path]:
-    """The sheet, then what else was asked for; returns the files."""
+    """Write the sheet and, on request, one overlay and one array per heatmap; returns the files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = [sheet(explanation, folder / f"{stem}.png", colours)]
-        for heat in explanation.heats:
+        written = [plot_explanation(explanation, folder / f"{stem}.png", colormap)]
+        for heat in explanation.heatmaps:
             name = re.sub(r"[^\w.-]+", "_", f"{stem}-{heat.method.name}-{heat.label.name}")
-            if each:
+            if overlays:
                 written.append(folder / f"{name}.png")
-                overlay(explanation.picture, heat, colours).save(written[-1])
+                render_heatmap(explanation.image, heat, colormap).save(written[-1])
             if npy:
                 written.append(folder / f"{name}.npy")
                 np.save(written[-1], heat.values)
     except OSError as error:
-        raise VitralError(f"cannot write into {folder}: {error.strerror or error}", "choose another --out") from error
+        raise VitralError(f"cannot write to {folder}: {error.strerror or error}", "choose another --out") from error
     return written
 
 
-def as_dict(explanation: Explanation, predictor: Predictor, files: Sequence[Path]) -> dict[str, Any]:
-    """For programs: the answer, and each map as the mean over each patch, rows from the top."""
+def explanation_to_dict(explanation: Explanation, predictor: Predictor, files: Sequence[Path]) -> dict[str, Any]:
+    """JSON form: the prediction, and each heatmap as its mean per patch, rows from the top."""
     config = predictor.model.config
     return {
         "file": explanation.source,
-        "answer": [{"label": label.name, "probability": label.probability} for label in explanation.answer[:5]],
-        "unknown": explanation.unknown,
+        "labels": [{"name": label.name, "probability": label.probability} for label in explanation.prediction[:5]],
+        "ood": explanation.is_ood,
         "crop": list(explanation.crop),
-        "size": list(explanation.picture.size),
-        "maps": [
+        "size": list(explanation.image.size),
+        "heatmaps": [
             {
                 "method": heat.method.name,
                 "class": heat.label.name,
                 "probability": heat.label.probability,
                 "unit": heat.method.unit,
-                "patches": patches(heat, config),
+                "patches": patch_means(heat, config),
             }
-            for heat in explanation.heats
+            for heat in explanation.heatmaps
         ],
         "files": [str(file) for file in files],
     }
 
 
-def patches(heat: Heat, config: ViTConfig) -> list[list[float]]:
-    (rows, columns), P, margin = config.grid, config.patch_size, config.margin_of(*config.image_size)
+def patch_means(heat: Heatmap, config: ViTConfig) -> list[list[float]]:
+    (rows, columns), P, margin = config.grid, config.patch_size, config.margin_for(*config.image_size)
     values = heat.values[margin : margin + rows * P, margin : margin + columns * P]
-    cells = values.reshape(rows, P, columns, P)
-    means: list[list[float]] = cells.mean(axis=(1, 3)).tolist()
+    means: list[list[float]] = values.reshape(rows, P, columns, P).mean(axis=(1, 3)).tolist()
     return means

@@ -1,4 +1,4 @@
-"""The paper's figures 6 and 7, for any model: what its filters look like, what it knows of places, how far it looks.
+"""Figures 6 and 7 of the ViT paper for any model: filters, position embeddings, attention distance, rollout.
 
 Shapes:  B images   N patches   T tokens   h heads   L blocks   D width   P patch side   C channels
 """
@@ -15,195 +15,202 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from vitral.data.decode import decode, image_files
+from vitral.data.decode import decode_image
+from vitral.data.files.walk import find_images
 from vitral.errors import VitralError
-from vitral.evaluation.evaluate import spread
-from vitral.explain import METHODS, scaled
+from vitral.evaluation.data import evenly_spaced_indices
 from vitral.inference.predictor import Predictor
 from vitral.models.variants.hybrid import HybridEmbedding
 from vitral.models.vit import Grid, ViT
-from vitral.reporting.figures.training import BLUE, GRAY, Array, glowing, percent, save, shortened, show, shown
+from vitral.reporting.figures.images import draw_image, overlay_heatmap, rollout_heatmaps, to_rgb
+from vitral.reporting.figures.style import BLUE, GRAY, Array, format_percent, save, shorten, style_axes
 
-COMPONENTS = 28  # as many as the paper shows
-AT_ONCE = 16  # images traced together
-MOST_SIDE = 16  # rows or columns of places in the grid of grids: beyond it, every second, third, …
+NUM_COMPONENTS = 28  # as in the paper
+NUM_EXAMPLES = 12
+TRACE_BATCH = 16
+MAX_PANELS = 16  # per side of the grid of similarity maps; larger grids are subsampled
+FILE_TYPES = ("png", "svg")
 
 
-KINDS = ("png", "svg")
+def plot_paper_figures(
+    predictor: Predictor, folder: Path, images_NCHW: Tensor | None = None
+) -> tuple[list[Path], list[str]]:
+    """Draw every figure that the model and the images allow, as PNG and SVG.
 
-
-def draw(predictor: Predictor, folder: Path, images_NCHW: Tensor | None = None) -> tuple[list[Path], list[str]]:
-    """Every figure that this model and these images allow, as PNG and SVG; and why one is missing."""
+    Returns the files, and the figures that were skipped with the reason.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model, missing = predictor.model, []
-    figures: dict[str, Figure] = {"filters": filters(model)}
-    if (places := positions(model)) is not None:
-        figures["positions"] = places
+    model, skipped = predictor.model, []
+    figures: dict[str, Figure] = {"filters": plot_filters(model)}
+    if (position_figure := plot_position_similarity(model)) is not None:
+        figures["positions"] = position_figure
     else:
-        missing.append("positions: this model has none")
+        skipped.append("positions: the model has no position embeddings")
     if images_NCHW is not None and len(images_NCHW):
-        normalised = predictor.card.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
-        figures["distance"] = distance(model, normalised)
-        figures["attention"] = examples(predictor, images_NCHW[spread(len(images_NCHW), 12)])
+        normalised = predictor.model_config.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
+        figures["distance"] = plot_attention_distance(model, normalised)
+        examples = images_NCHW[evenly_spaced_indices(len(images_NCHW), NUM_EXAMPLES)]
+        figures["attention"] = plot_rollout_examples(predictor, examples)
     else:
-        missing.append("distance and attention: they need images, --images FILES")
-    written = [save(figure, folder / f"paper-{name}.{kind}") for name, figure in figures.items() for kind in KINDS]
-    return written, missing
+        skipped.append("distance and attention: no images (pass --images FILES)")
+    paths = [save(figure, folder / f"paper-{name}.{kind}") for name, figure in figures.items() for kind in FILE_TYPES]
+    return paths, skipped
 
 
 # ── filters ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def components(filters_DE: Tensor, count: int = COMPONENTS) -> tuple[Tensor, Tensor]:
-    """The first principal components of D filters, each of length 1, and the share of the variance that each has."""
+def principal_components(filters_DE: Tensor, count: int = NUM_COMPONENTS) -> tuple[Tensor, Tensor]:
+    """The first principal components of D filters (unit length), and the fraction of the variance of each."""
     centred = filters_DE.double() - filters_DE.double().mean(dim=0)
-    _, values, directions = torch.linalg.svd(centred, full_matrices=False)
-    share = values**2 / (values**2).sum().clamp_min(1e-30)
-    return directions[:count].float(), share[:count].float()
+    _, singular_values, directions = torch.linalg.svd(centred, full_matrices=False)
+    variance = singular_values**2 / (singular_values**2).sum().clamp_min(1e-30)
+    return directions[:count].float(), variance[:count].float()
 
 
-def filters_of(model: ViT) -> tuple[Tensor, str]:
-    """D C P P, and what they are: a hybrid's first filters are its stem's."""
+def embedding_filters(model: ViT) -> tuple[Tensor, str]:
+    """The filters that see the pixels, (D, C, P, P), and the name of their layer."""
     embedding = model.patch_embedding
     if isinstance(embedding, HybridEmbedding):
-        first = next(parameter for parameter in embedding.stem.parameters() if parameter.ndim == 4)
-        return first.detach().cpu(), "the stem's first convolution"
+        first_conv = next(parameter for parameter in embedding.stem.parameters() if parameter.ndim == 4)
+        return first_conv.detach().cpu(), "first convolution of the stem"
     weight = embedding.project.weight.detach().cpu()
-    return weight.unflatten(1, (model.config.channels, *(model.config.patch_size,) * 2)), "the patch embedding"
+    return weight.unflatten(1, (model.config.channels, *(model.config.patch_size,) * 2)), "patch embedding"
 
 
-def filters(model: ViT) -> Figure:
-    """Principal components of the filters (figure 7, left): of natural pictures, like a basis of their patches."""
-    weight_DCPP, what = filters_of(model)
-    found, share = components(weight_DCPP.flatten(1))
-    columns = 7 if len(found) > 7 else max(len(found), 1)
-    rows = -(-len(found) // columns)
+def plot_filters(model: ViT) -> Figure:
+    """Principal components of the filters (figure 7, left)."""
+    weight_DCPP, layer = embedding_filters(model)
+    components, variance = principal_components(weight_DCPP.flatten(1))
+    columns = 7 if len(components) > 7 else max(len(components), 1)
+    rows = -(-len(components) // columns)
     figure = Figure(figsize=(1.05 * columns, 1.05 * rows + 0.9), layout="constrained")
     for axes in figure.subplots(rows, columns, squeeze=False).flat:
         axes.axis("off")
-    for index, (axes, component) in enumerate(zip(figure.axes, found, strict=False)):
-        picture = component.unflatten(0, weight_DCPP.shape[1:])
-        axes.imshow(as_picture(picture), cmap="gray", interpolation="nearest")
+    for index, (axes, component) in enumerate(zip(figure.axes, components, strict=False)):
+        image = filter_to_image(component.unflatten(0, weight_DCPP.shape[1:]))
+        axes.imshow(image, cmap="gray", interpolation="nearest")
         axes.set_title(f"{index + 1}", fontsize=7, color=GRAY, pad=2)
     P = weight_DCPP.shape[-1]
     figure.suptitle(
-        f"Principal components of the {len(weight_DCPP)} filters of {what}, {P}×{P} pixels\n"
-        f"the first {len(found)} hold {float(share.sum()):.0%} of their variance",
+        f"Principal components of the {len(weight_DCPP)} filters, {P}×{P} pixels\n{layer}; the first "
+        f"{len(components)} explain {float(variance.sum()):.0%} of the variance",
         fontsize=10,
     )
     return figure
 
 
-def as_picture(component_CPP: Tensor) -> Array:
-    """P P 3 or P P, 0…1 with gray for zero."""
-    most = component_CPP.abs().max().clamp_min(1e-12)
-    picture = (component_CPP / most / 2 + 0.5)[: 3 if len(component_CPP) >= 3 else 1]
-    array: Array = picture.permute(1, 2, 0).squeeze(-1).numpy()
+def filter_to_image(filter_CPP: Tensor) -> Array:
+    """(P, P, 3) or (P, P) in [0, 1], with zero as medium gray."""
+    magnitude = filter_CPP.abs().max().clamp_min(1e-12)
+    image = (filter_CPP / magnitude / 2 + 0.5)[: 3 if len(filter_CPP) >= 3 else 1]
+    array: Array = image.permute(1, 2, 0).squeeze(-1).numpy()
     return array
 
 
 # ── positions ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def similarity(rows_ND: Tensor) -> Tensor:
-    """N N: the cosine of each row with each."""
+def cosine_similarity(rows_ND: Tensor) -> Tensor:
+    """Cosine similarity of all pairs of rows: (N, N)."""
     unit = F.normalize(rows_ND.float(), dim=-1)
     return unit @ unit.T
 
 
-def turned_alike(turn_2Ne: Tensor) -> Tensor:
-    """N N: what two equal vectors, turned to two places, still have in common: the mean cosine of their angles'
-    differences, 1 for the same place."""
-    cos, sin = turn_2Ne.float()
+def rope_similarity(rope_2Ne: Tensor) -> Tensor:
+    """Similarity of two equal vectors after rotation to two positions: (N, N), 1 on the diagonal.
+
+    This is the mean cosine of the differences between their rotation angles.
+    """
+    cos, sin = rope_2Ne.float()
     return (cos @ cos.T + sin @ sin.T) / cos.shape[1]
 
 
-def positions(model: ViT) -> Figure | None:
-    """Similarity of places in a grid of grids (figure 7, middle), one panel a place, each over all places."""
-    drawn: list[tuple[str, Tensor]] = []
-    if (table := model.position_embedding) is not None:
-        kind = "fixed sine-cosine" if table.fixed else "learned"
-        drawn.append(
-            (f"cosine similarity of the {kind} position embeddings", similarity(table.table[0, table.front :]))
-        )
+def plot_position_similarity(model: ViT) -> Figure | None:
+    """Similarity of each position to all others (figure 7, middle); None for a model without positions."""
+    panels: list[tuple[str, Tensor]] = []
+    if (embedding := model.position_embedding) is not None:
+        kind = "Fixed sine-cosine" if embedding.fixed else "Learned"
+        similarity = cosine_similarity(embedding.table[0, embedding.num_cls_tokens :])
+        panels.append((f"{kind} position embeddings: cosine similarity", similarity))
     if (rotary := model.encoder.rotary_position) is not None:
-        told = "rotary positions: what two equal queries and keys\nhave in common at two places"
-        drawn.append((told, turned_alike(rotary.turn[:, rotary.prefix :])))
-    if not drawn:
+        similarity = rope_similarity(rotary.rope[:, rotary.num_prefix_tokens :])
+        panels.append(("Rotary positions: similarity of equal queries\nand keys at two positions", similarity))
+    if not panels:
         return None
     gh, gw = model.config.grid
-    figure = Figure(figsize=(5.6 * len(drawn) + 0.6, 5.2 * max(gh / gw, 0.5) + 0.9), layout="constrained")
-    for axes, (title, alike_NN) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
-        mosaic, rows, columns = grid_of_grids(alike_NN.detach().cpu().numpy(), model.config.grid)
+    figure = Figure(figsize=(5.6 * len(panels) + 0.6, 5.2 * max(gh / gw, 0.5) + 0.9), layout="constrained")
+    for axes, (title, similarity_NN) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        mosaic, rows, columns = grid_of_grids(similarity_NN.detach().cpu().numpy(), model.config.grid)
         image = axes.imshow(mosaic, vmin=min(-0.0, float(np.nanmin(mosaic))), vmax=1, interpolation="nearest")
         axes.set_title(title, fontsize=10)
-        for set_ticks, side, places in ((axes.set_xticks, gw, columns), (axes.set_yticks, gh, rows)):
-            middles = np.arange(len(places)) * (side + 1) + (side - 1) / 2
-            set_ticks(middles, [str(place + 1) for place in places], fontsize=7)
-        axes.set(xlabel="column of the patch", ylabel="row of the patch")
+        for set_ticks, side, positions in ((axes.set_xticks, gw, columns), (axes.set_yticks, gh, rows)):
+            centres = np.arange(len(positions)) * (side + 1) + (side - 1) / 2
+            set_ticks(centres, [str(position + 1) for position in positions], fontsize=7)
+        axes.set(xlabel="Patch column", ylabel="Patch row")
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         figure.colorbar(image, ax=axes, shrink=0.8)
     return figure
 
 
-def grid_of_grids(alike_NN: Array, grid: Grid) -> tuple[Array, list[int], list[int]]:
-    """One panel gh×gw for each place, NaN between them; of large grids some rows and columns of places."""
+def grid_of_grids(similarity_NN: Array, grid: Grid) -> tuple[Array, list[int], list[int]]:
+    """One gh×gw panel per position, separated by NaN, and the rows and columns shown. Large grids are subsampled."""
     gh, gw = grid
-    rows, columns = (list(range(0, n, -(-n // MOST_SIDE))) for n in grid)
+    rows, columns = (list(range(0, n, -(-n // MAX_PANELS))) for n in grid)
     mosaic: Array = np.full((len(rows) * (gh + 1) - 1, len(columns) * (gw + 1) - 1), np.nan)
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
-            panel = alike_NN[row * gw + column].reshape(gh, gw)
+            panel = similarity_NN[row * gw + column].reshape(gh, gw)
             mosaic[i * (gh + 1) : i * (gh + 1) + gh, j * (gw + 1) : j * (gw + 1) + gw] = panel
     return mosaic, rows, columns
 
 
-# ── distance ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── attention distance ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def attention_distance(looked_BhTT: Tensor, grid: Grid, patch_size: int) -> Tensor:
-    """h: how far each head looks, in pixels, averaged over patches and images (figure 7, right).
+def attention_distance(attention_BhTT: Tensor, grid: Grid, patch_size: int) -> Tensor:
+    """Mean attention distance of each head in pixels: (h,) (figure 7, right).
 
-    From each patch the distance to every patch, weighted by its attention; what goes to class token and registers
-    has no distance and is left out.
+    The distances from each patch to every patch are weighted by the attention, then averaged over patches and images.
+    Attention to the class token and registers has no distance and is ignored.
     """
     y, x = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in grid), indexing="ij")
-    places = torch.stack([y.flatten(), x.flatten()], dim=1) * patch_size
-    apart_NN = torch.cdist(places, places).to(looked_BhTT.device)
-    between = looked_BhTT[..., -len(places) :, -len(places) :].float()
-    between = between / between.sum(dim=-1, keepdim=True).clamp_min(1e-12)
-    return (between * apart_NN).sum(dim=-1).mean(dim=(0, 2)).cpu()
+    positions = torch.stack([y.flatten(), x.flatten()], dim=1) * patch_size
+    distance_NN = torch.cdist(positions, positions).to(attention_BhTT.device)
+    weights = attention_BhTT[..., -len(positions) :, -len(positions) :].float()
+    weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-12)
+    return (weights * distance_NN).sum(dim=-1).mean(dim=(0, 2)).cpu()
 
 
 @torch.no_grad()
-def distances(model: ViT, images_BCHW: Tensor) -> Tensor:
-    """L h: mean attention distance in pixels."""
+def attention_distances(model: ViT, images_BCHW: Tensor) -> Tensor:
+    """Mean attention distance of all blocks and heads in pixels: (L, h)."""
     total, P = torch.zeros(model.config.depth, model.config.heads), model.config.patch_size
-    for images in images_BCHW.split(AT_ONCE):
+    for images in images_BCHW.split(TRACE_BATCH):
         trace = model.trace(images)
         total += len(images) * torch.stack([attention_distance(A, trace.grid, P) for A in trace.attention])
     return total / len(images_BCHW)
 
 
-def distance(model: ViT, images_BCHW: Tensor) -> Figure:
-    found = distances(model, images_BCHW).numpy()
-    L, _ = found.shape
+def plot_attention_distance(model: ViT, images_BCHW: Tensor) -> Figure:
+    distances_Lh = attention_distances(model, images_BCHW).numpy()
+    L, _ = distances_Lh.shape
     H, W = model.config.image_size
     figure = Figure(figsize=(min(max(0.45 * L, 4.5), 12), 3.8), layout="constrained")
     axes = figure.subplots()
-    depth = np.arange(1, L + 1)
-    for head, far in enumerate(found.T):
-        axes.plot(depth, far, "o", color=BLUE, ms=5, alpha=0.55, mec="none", label="one head" if head == 0 else None)
-    axes.plot(depth, found.mean(axis=1), color="black", lw=1.2, label="mean of the heads")
+    blocks = np.arange(1, L + 1)
+    for head, distances in enumerate(distances_Lh.T):
+        label = "head" if head == 0 else None
+        axes.plot(blocks, distances, "o", color=BLUE, ms=5, alpha=0.55, mec="none", label=label)
+    axes.plot(blocks, distances_Lh.mean(axis=1), color="black", lw=1.2, label="mean over heads")
     N = int(np.prod(model.config.grid))
-    even = float(attention_distance(torch.ones(1, 1, N, N), model.config.grid, model.config.patch_size))
-    axes.axhline(even, color=GRAY, ls=":", lw=1, label="looking everywhere alike")
-    axes.set(xlabel="block", ylabel=f"mean attention distance, pixels (of {H}×{W})", ylim=(0, None))
-    axes.set_xticks(depth if L <= 24 else depth[:: L // 12])
-    axes.set_title(f"How far each head looks · {len(images_BCHW)} images", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    uniform = float(attention_distance(torch.ones(1, 1, N, N), model.config.grid, model.config.patch_size))
+    axes.axhline(uniform, color=GRAY, ls=":", lw=1, label="uniform attention")
+    axes.set(xlabel="Block", ylabel=f"Mean attention distance in pixels (of {H}×{W})", ylim=(0, None))
+    axes.set_xticks(blocks if L <= 24 else blocks[:: L // 12])
+    axes.set_title(f"Attention distance, {len(images_BCHW)} images", fontsize=10)
+    style_axes(axes)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     return figure
 
@@ -211,11 +218,9 @@ def distance(model: ViT, images_BCHW: Tensor) -> Figure:
 # ── examples ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def examples(predictor: Predictor, images_NCHW: Tensor) -> Figure:
-    """Pictures and, beside each, what reached the answer (figure 6: attention rollout)."""
-    images = predictor.card.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
-    heat = scaled(METHODS["rollout"](predictor.model, images)).cpu().numpy()
-    chances = predictor.probabilities(images_NCHW)
+def plot_rollout_examples(predictor: Predictor, images_NCHW: Tensor) -> Figure:
+    """Images and their attention rollout (figure 6)."""
+    heatmaps, probabilities = rollout_heatmaps(predictor, images_NCHW), predictor.probabilities(images_NCHW)
     N, (H, W) = len(images_NCHW), images_NCHW.shape[2:]
     columns = min(3, N)
     rows = -(-N // columns)
@@ -224,20 +229,22 @@ def examples(predictor: Predictor, images_NCHW: Tensor) -> Figure:
     for axes in grid.flat:
         axes.axis("off")
     for index in range(N):
-        plain, seen = grid[index // columns, 2 * (index % columns) :][:2]
-        picture = shown(images_NCHW[index])
-        show(plain, picture)
-        show(seen, glowing(picture, heat[index]))
-        best = int(chances[index].argmax())
-        name = f"{shortened(predictor.classes[best], 18)} · {percent(float(chances[index, best]))}"
-        plain.set_title(name, fontsize=8, loc="left", pad=3, parse_math=False)
+        image_axes, attention_axes = grid[index // columns, 2 * (index % columns) :][:2]
+        image = to_rgb(images_NCHW[index])
+        draw_image(image_axes, image)
+        draw_image(attention_axes, overlay_heatmap(image, heatmaps[index]))
+        best = int(probabilities[index].argmax())
+        title = f"{shorten(predictor.classes[best], 18)} {format_percent(float(probabilities[index, best]))}"
+        image_axes.set_title(title, fontsize=8, loc="left", pad=3, parse_math=False)
     return figure
 
 
-def pictures(predictor: Predictor, files: Sequence[Path], most: int) -> Tensor:
-    """uint8 N C H W, as the model wants them."""
-    found = image_files(list(files))
-    if not found:
-        raise VitralError(f"no images in {', '.join(map(str, files))}", "JPEG, PNG, WebP, BMP, GIF and TIFF are read")
-    chosen = [found[int(place)] for place in spread(len(found), most)]
-    return torch.stack([predictor.card.preprocessing.pixels(decode(file)) for file in chosen])
+def load_sample_images(predictor: Predictor, paths: Sequence[Path], max_count: int) -> Tensor:
+    """Up to `max_count` evenly spaced images of the files and folders, as model input: uint8, (N, C, H, W)."""
+    files = find_images(list(paths))
+    if not files:
+        hint = "supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
+        raise VitralError(f"no images in {', '.join(map(str, paths))}", hint)
+    selected = [files[int(index)] for index in evenly_spaced_indices(len(files), max_count)]
+    preprocessing = predictor.model_config.preprocessing
+    return torch.stack([preprocessing.resize_and_crop(decode_image(file)) for file in selected])

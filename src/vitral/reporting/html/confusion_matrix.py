@@ -1,213 +1,170 @@
-"""The report's confusion matrix, the pictures behind its cells, and the pictures that the model fails on."""
+"""Report section with the confusion matrix, the images behind its cells, and metrics per class."""
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from PIL import Image
-from torch import Tensor
 
-from vitral.explain import METHODS, scaled
-from vitral.inference.predictor import Predictor
-from vitral.reporting.figures.training import glowing, shown
-from vitral.reporting.html.markup import note, percent, text
-from vitral.reporting.html.report_data import Material
+from vitral.reporting.figures.images import to_rgb
+from vitral.reporting.figures.style import Array
+from vitral.reporting.html.gallery import image_data_uri, is_pixelated
+from vitral.reporting.html.markup import percent, text
+from vitral.reporting.html.report_data import ReportData
 
-MOST_CLASSES = 40  # in the matrix; of more, those with the most mistakes
-A_CELL = 12  # pictures behind a cell
-MOST_BYTES = 2_500_000  # of pictures behind cells, as they stand in the file
-SIDE = 112  # pixels of a picture's longer side
-GALLERY = 12  # worst mistakes, and least sure
+MAX_CLASSES = 40  # of more classes, those with the most errors are shown
+IMAGES_PER_CELL = 12  # half as many for correct predictions
+MAX_IMAGE_BYTES = 2_500_000  # of all example images together, encoded
+ORDERS = (
+    ("original", "original"),
+    ("name", "by name"),
+    ("errors", "most errors first"),
+    ("similar", "confused classes next to each other"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cells:
-    """The confusion matrix's classes, and pictures behind its cells: (picture, probability of what was said)."""
+class ConfusionExamples:
+    """The classes shown, and example images of each cell."""
 
     classes: list[int]
-    pictures: list[str]
-    cells: dict[str, list[tuple[int, float]]]
+    images: list[str]  # data URIs
+    cells: dict[str, list[tuple[int, float]]]  # "true,predicted" to (index in images, confidence)
     pixelated: bool
 
     @classmethod
-    def of(cls, material: Material) -> Cells:
-        counts = np.array(material.found.confusion)
-        wrong = counts.sum(axis=0) + counts.sum(axis=1) - 2 * counts.diagonal()
-        chosen = list(range(len(counts)))
-        if len(counts) > MOST_CLASSES:
-            chosen = sorted(np.argsort(-wrong, kind="stable")[:MOST_CLASSES].tolist())
-        p = material.predictor.card.calibration.probabilities(material.logits)
-        sure, said = p.max(dim=1)
-        labels, images = material.split.labels, material.split.images
-        mistakes = (said != labels).nonzero().flatten().tolist()
-        rights = (said == labels).nonzero().flatten().tolist()
-        # the surest mistakes first, then the least sure right answers: those are worth the room
-        order = sorted(mistakes, key=lambda i: -sure[i].item()) + sorted(rights, key=lambda i: sure[i].item())
-        kept: list[str] = []
-        room, within = MOST_BYTES, set(chosen)
+    def select(cls, data: ReportData) -> ConfusionExamples:
+        classes = shown_classes(np.array(data.evaluation.confusion))
+        p_NK = data.predictor.model_config.calibration.probabilities(data.logits)
+        confidence, predicted = p_NK.max(dim=1)
+        labels, images = data.split.labels, data.split.images
+        errors = (predicted != labels).nonzero().flatten().tolist()
+        correct = (predicted == labels).nonzero().flatten().tolist()
+        # Most informative first: the most confident errors, then the least confident correct predictions.
+        order = sorted(errors, key=lambda i: -confidence[i].item()) + sorted(
+            correct, key=lambda i: confidence[i].item()
+        )
+        selected: list[str] = []
+        bytes_left, class_set = MAX_IMAGE_BYTES, set(classes)
         cells: dict[str, list[tuple[int, float]]] = {}
         for index in order:
-            true, answer = int(labels[index]), int(said[index])
-            behind = cells.setdefault(f"{true},{answer}", [])
-            if len(behind) >= (A_CELL if true != answer else A_CELL // 2) or not {true, answer} <= within:
+            true, prediction = int(labels[index]), int(predicted[index])
+            examples = cells.setdefault(f"{true},{prediction}", [])
+            limit = IMAGES_PER_CELL if true != prediction else IMAGES_PER_CELL // 2
+            if len(examples) >= limit or not {true, prediction} <= class_set:
                 continue
-            picture = embedded(shown(images[index]))
-            if (room := room - len(picture)) < 0:
+            uri = image_data_uri(to_rgb(images[index]))
+            if (bytes_left := bytes_left - len(uri)) < 0:
                 break
-            behind.append((len(kept), round(sure[index].item(), 4)))
-            kept.append(picture)
-        return cls(
-            classes=chosen,
-            pictures=kept,
-            cells={name: behind for name, behind in cells.items() if behind},
-            pixelated=max(images.shape[2:]) <= 64,
-        )
+            examples.append((len(selected), round(confidence[index].item(), 4)))
+            selected.append(uri)
+        cells = {name: examples for name, examples in cells.items() if examples}
+        return cls(classes=classes, images=selected, cells=cells, pixelated=is_pixelated(images))
 
-    def for_page(self, material: Material) -> dict[str, Any]:
-        counts = np.array(material.found.confusion)
-        names = [figures.name for figures in material.found.per_class]
-        wrong = counts.sum(axis=0) + counts.sum(axis=1) - 2 * counts.diagonal()
+    def to_dict(self, data: ReportData) -> dict[str, Any]:
+        """The data that report.js needs."""
+        counts_KK = np.array(data.evaluation.confusion)
+        names = [class_metrics.name for class_metrics in data.evaluation.per_class]
+        errors_K = error_counts(counts_KK)
+        similar = spectral_order(counts_KK[np.ix_(self.classes, self.classes)])
         return {
             "classes": names,
-            "images": counts.sum(axis=1).tolist(),
+            "counts": counts_KK.sum(axis=1).tolist(),
             "cells": self.cells,
-            "pictures": self.pictures,
+            "images": self.images,
             "pixelated": self.pixelated,
             "orders": {
-                "given": self.classes,
-                "name": sorted(self.classes, key=lambda k: names[k].casefold()),
-                "mistakes": sorted(self.classes, key=lambda k: -int(wrong[k])),
-                "together": [self.classes[place] for place in side_by_side(counts[np.ix_(self.classes, self.classes)])],
+                "original": self.classes,
+                "name": sorted(self.classes, key=lambda index: names[index].casefold()),
+                "errors": sorted(self.classes, key=lambda index: -int(errors_K[index])),
+                "similar": [self.classes[position] for position in similar],
             },
         }
 
 
-def side_by_side(counts_KK: np.ndarray[Any, Any]) -> list[int]:
-    """An order in which classes that are taken for each other stand near: along the graph's slowest vibration.
+def error_counts(counts_KK: Array) -> Array:
+    """Errors that involve each class, as true or as predicted class."""
+    errors_K: Array = counts_KK.sum(axis=0) + counts_KK.sum(axis=1) - 2 * counts_KK.diagonal()
+    return errors_K
 
-    (The eigenvector of the second smallest eigenvalue of its Laplacian: Fiedler, 1973.)
+
+def shown_classes(counts_KK: Array) -> list[int]:
+    if len(counts_KK) <= MAX_CLASSES:
+        return list(range(len(counts_KK)))
+    return sorted(np.argsort(-error_counts(counts_KK), kind="stable")[:MAX_CLASSES].tolist())
+
+
+def spectral_order(counts_KK: Array) -> list[int]:
+    """An order that puts confused classes next to each other.
+
+    Sorts by the Fiedler vector: the eigenvector of the second smallest eigenvalue of the graph Laplacian.
     """
     weights = (counts_KK + counts_KK.T).astype(float)
     np.fill_diagonal(weights, 0)
-    weights += 1e-3  # classes that are never confused belong somewhere too
+    weights += 1e-3  # connects classes that are never confused
     laplacian = np.diag(weights.sum(axis=1)) - weights
     _, vectors = np.linalg.eigh(laplacian)
     return np.argsort(vectors[:, min(1, len(vectors) - 1)], kind="stable").tolist()
 
 
-def confusion(material: Material, cells: Cells) -> str:
-    found = material.found
-    counts = np.array(found.confusion)
-    names = [figures.name for figures in found.per_class]
-    off = counts[~np.eye(len(counts), dtype=bool)]
-    most = max(int(off.max(initial=0)), 1)
-    long = max((len(names[k]) for k in cells.classes), default=0) > 4
-    style = ' class="across"' if long else ""
-    heads = "".join(
-        f'<th scope="col" data-said="{k}"{style} title="{text(names[k])}">{text(names[k])}</th>' for k in cells.classes
+def confusion_section(data: ReportData, examples: ConfusionExamples) -> str:
+    options = "".join(f'<option value="{value}">{name}</option>' for value, name in ORDERS)
+    return (
+        '<p class="screen"><label>Order of the classes <select id="order" autocomplete="off">'
+        f"{options}</select></label> <span class=soft>Select a number to see its images.</span></p>"
+        f'<div class="columns matrix-columns"><div class="wide">{matrix_table(data, examples.classes)}</div>'
+        '<div id="cell" class="screen" aria-live="polite"><p class="soft">Images of the selected cell.</p></div></div>'
+        + class_metrics_table(data)
     )
-    body = []
-    for true in cells.classes:
-        line = "".join(cell(int(counts[true, said]), true, said, most, names) for said in cells.classes)
-        body.append(
-            f'<tr data-is="{true}"><th scope="row" title="{text(names[true])}">{text(names[true])}</th>{line}</tr>'
-        )
-    orders = (
-        ("given", "as trained"),
-        ("name", "by name"),
-        ("mistakes", "most mistakes first"),
-        ("together", "alike side by side"),
+
+
+def matrix_table(data: ReportData, classes: list[int]) -> str:
+    counts_KK = np.array(data.evaluation.confusion)
+    names = [class_metrics.name for class_metrics in data.evaluation.per_class]
+    largest_error = max(int(counts_KK[~np.eye(len(counts_KK), dtype=bool)].max(initial=0)), 1)
+    style = ' class="vertical"' if max((len(names[index]) for index in classes), default=0) > 4 else ""
+    header = "".join(
+        f'<th scope="col" data-predicted="{index}"{style} title="{text(names[index])}">{text(names[index])}</th>'
+        for index in classes
     )
-    options = "".join(f'<option value="{value}">{name}</option>' for value, name in orders)
-    less = "" if len(cells.classes) == len(names) else f" The {len(cells.classes)} classes with the most mistakes."
-    classes = "".join(
-        f'<tr><th scope="row">{text(f.name)}</th>'
-        + "".join(f'<td data-value="{v:.6f}">{percent(v)}</td>' for v in (f.precision, f.recall, f.f1))
-        + f'<td data-value="{f.images}">{f.images:,}</td></tr>'
-        for f in found.per_class
+    rows = []
+    for true in classes:
+        cells = "".join(matrix_cell(int(counts_KK[true, p]), true, p, largest_error, names) for p in classes)
+        heading = f'<th scope="row" title="{text(names[true])}">{text(names[true])}</th>'
+        rows.append(f'<tr data-true="{true}">{heading}{cells}</tr>')
+    shown = "" if len(classes) == len(names) else f" The {len(classes)} classes with the most errors."
+    return (
+        f'<table class="matrix" id="matrix"><caption>Rows: true class. Columns: predicted class.{shown}</caption>'
+        f"<thead><tr><th></th>{header}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
-    columns = "".join(
+
+
+def matrix_cell(count: int, true: int, predicted: int, largest_error: int, names: Sequence[str]) -> str:
+    if not count:
+        return f'<td data-predicted="{predicted}"></td>'
+    label = f"{names[true]}, correct" if true == predicted else f"{names[true]} predicted as {names[predicted]}"
+    style = "correct" if true == predicted else f"m{min(1 + int(4.999 * (count / largest_error) ** 0.5), 5)}"
+    return (
+        f'<td data-predicted="{predicted}" class="{style}"><button type="button" data-cell="{true},{predicted}" '
+        f'aria-pressed="false" aria-label="{text(label)}: {count}">{count}</button></td>'
+    )
+
+
+def class_metrics_table(data: ReportData) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">{text(c.name)}</th>'
+        + "".join(f'<td data-value="{value:.6f}">{percent(value)}</td>' for value in (c.precision, c.recall, c.f1))
+        + f'<td data-value="{c.support}">{c.support:,}</td></tr>'
+        for c in data.evaluation.per_class
+    )
+    header = "".join(
         f'<th scope="col"><button type="button">{name}</button></th>'
         for name in ("class", "precision", "recall", "F1", "images")
     )
+    is_open = " open" if len(data.evaluation.per_class) <= MAX_CLASSES else ""
     return (
-        '<p class="screen"><label>Order of the classes <select id="order" autocomplete="off">'
-        f"{options}</select></label> <span class=soft>Choose a number to see the pictures behind it.</span></p>"
-        f'<div class="pair beside"><div class="wide"><table class="matrix" id="matrix"><caption>Rows: what it is. '
-        f"Columns: what the model said.{less}</caption><thead>"
-        f"<tr><th></th>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-        '<div id="cell" class="screen" aria-live="polite"><p class="soft">Pictures appear here.</p></div></div>'
-        f'<details{" open" if len(names) <= MOST_CLASSES else ""}><summary>Class by class</summary><div class="wide">'
-        f'<table class="sortable"><thead><tr>{columns}</tr></thead><tbody>{classes}</tbody></table></div></details>'
+        f'<details{is_open}><summary>Metrics per class</summary><div class="wide">'
+        f'<table class="sortable"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div></details>'
     )
-
-
-def cell(count: int, true: int, said: int, most: int, names: Sequence[str]) -> str:
-    if not count:
-        return f'<td data-said="{said}"></td>'
-    what = f"{names[true]}, recognised" if true == said else f"{names[true]}, taken for {names[said]}"
-    style = "right" if true == said else f"m{min(1 + int(4.999 * (count / most) ** 0.5), 5)}"
-    return (
-        f'<td data-said="{said}" class="{style}"><button type="button" data-cell="{true},{said}" aria-pressed="false" '
-        f'aria-label="{text(what)}: {count}">{count}</button></td>'
-    )
-
-
-def galleries(material: Material) -> str:
-    """The surest mistakes and the least sure answers, each beside what the model looked at."""
-    p = material.predictor.card.calibration.probabilities(material.logits)
-    sure, said = p.max(dim=1)
-    wrong = (said != material.split.labels).nonzero().flatten()
-    worst = wrong[sure[wrong].argsort(descending=True)][:GALLERY]
-    unsure = sure.argsort()[:GALLERY]
-    written = ""
-    for title, places in (("The surest mistakes", worst), ("The least sure answers", unsure)):
-        if len(places):
-            written += f'<h3>{title}</h3><ul class="pictures">{"".join(gallery(material, places, p))}</ul>'
-    return written + note("Beside each picture: what spoke for the class that the model said (class relevance).")
-
-
-def gallery(material: Material, places: Tensor, p_NK: Tensor) -> Iterable[str]:
-    images, names = material.split.images[places], material.predictor.classes
-    said = p_NK[places].argmax(dim=1)
-    heats = relevance(material.predictor, images, said)
-    small = " class=pixels" if max(images.shape[2:]) <= 64 else ""
-    for image, heat, answer, index in zip(images, heats, said.tolist(), places.tolist(), strict=True):
-        true = int(material.split.labels[index])
-        right = answer == true
-        told = f"{names[answer]} {percent(p_NK[index, answer].item(), 1)}"
-        is_so = "right" if right else f"is {names[true]} ({percent(p_NK[index, true].item(), 1)})"
-        yield (
-            f'<li class="two"><img{small} src="{embedded(shown(image))}" alt="{text(f"an image of {names[true]}")}"> '
-            f'<img{small} src="{embedded(glowing(shown(image), heat))}" alt="where the model looked">'
-            f'<div>{text(told)}, <span class="{"soft" if right else "wrong"}">{text(is_so)}</span></div></li>'
-        )
-
-
-def relevance(predictor: Predictor, images_NCHW: Tensor, said_N: Tensor) -> np.ndarray[Any, Any]:
-    """N H W in 0…1; a few images at a time, for the gradients of all attention are kept."""
-    images = predictor.card.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
-    pairs = zip(images.split(4), said_N.to(images.device).split(4), strict=True)
-    heat = torch.cat([METHODS["relevance"](predictor.model, some, said) for some, said in pairs])
-    found: np.ndarray[Any, Any] = scaled(heat).cpu().numpy()
-    return found
-
-
-def embedded(picture_HW3: np.ndarray[Any, Any]) -> str:
-    """A picture inside the page: small ones exactly, photographs as JPEG."""
-    image, file = Image.fromarray(picture_HW3), io.BytesIO()
-    if max(image.size) <= 64:
-        gray = bool((picture_HW3[..., :1] == picture_HW3).all())
-        (image.convert("L") if gray else image).save(file, "PNG")
-        kind = "png"
-    else:
-        image.thumbnail((SIDE, SIDE))
-        image.save(file, "JPEG", quality=82)
-        kind = "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

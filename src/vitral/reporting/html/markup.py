@@ -1,4 +1,4 @@
-"""Pieces of HTML: everything that comes from outside is escaped here."""
+"""HTML fragments. Everything that comes from outside, such as class names, is escaped here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from vitral.evaluation.bootstrap import Interval
 
 
-def in_script(value: Any) -> str:
-    """JSON that no class name can break out of."""
+def json_for_script(value: Any) -> str:
+    """JSON that cannot close the surrounding script element."""
     return (
         json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     )
@@ -22,30 +22,31 @@ def text(value: object) -> str:
 
 
 def percent(value: float, digits: int = 2) -> str:
-    return f"{100 * value:.{digits}f} %"
+    return f"{100 * value:.{digits}f}%"
 
 
-def between(figure: Interval, digits: int = 2) -> str:
-    return f"{percent(figure.low, digits)} – {percent(figure.high, digits)}"
+def interval(value: Interval, digits: int = 2) -> str:
+    return f"{100 * value.low:.{digits}f}–{percent(value.high, digits)}"
 
 
-def rows(pairs: Iterable[tuple[str, str]]) -> str:
-    """Two columns: a name and what it is."""
-    return '<div class="wide"><table>' + "".join(
+def definition_table(pairs: Iterable[tuple[str, str]]) -> str:
+    """A table of two columns: name and value."""
+    rows = "".join(
         f'<tr><th scope="row">{text(name)}</th><td class="text">{text(value)}</td></tr>' for name, value in pairs
-    ) + "</table></div>"  # fmt: skip
-
-
-def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str = "") -> str:
-    """The first column names the row. Cells are text."""
-    head = "".join(f'<th scope="col">{text(name)}</th>' for name in heads)
-    body = "".join(
-        f'<tr><th scope="row">{text(line[0])}</th>{"".join(f"<td>{text(cell)}</td>" for cell in line[1:])}</tr>'
-        for line in lines
     )
-    said = f"<caption>{text(caption)}</caption>" if caption else ""
-    return f'<div class="wide"><table>{said}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="wide"><table>{rows}</table></div>'
 
 
-def note(words: str) -> str:
-    return f'<p class="note">{text(words)}</p>'
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
+    """A table of text cells; the first cell of each row is its heading."""
+    head = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
+    body = "".join(
+        f'<tr><th scope="row">{text(row[0])}</th>{"".join(f"<td>{text(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    )
+    caption = f"<caption>{text(caption)}</caption>" if caption else ""
+    return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def note(content: str) -> str:
+    return f'<p class="note">{text(content)}</p>'

@@ -1,4 +1,4 @@
-"""What a report is made of, gathered from a run folder and an evaluation."""
+"""The contents of a report, collected from a run folder and an evaluation."""
 
 from __future__ import annotations
 
@@ -12,159 +12,169 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitral import bundled as box
+from vitral import bundled
+from vitral.data.classes import class_indices
 from vitral.data.datasets import Split
 from vitral.doctor import examine
-from vitral.errors import VitralError, typed
-from vitral.evaluation.evaluate import Asked
-from vitral.evaluation.report import Evaluation
+from vitral.errors import VitralError, shell_quote
+from vitral.evaluation.data import EvalTarget
+from vitral.evaluation.report import EvaluationReport
 from vitral.inference.predictor import Predictor
 from vitral.runs.run import Run
 
-Pairs = tuple[tuple[str, str], ...]
+Pairs = tuple[tuple[str, str], ...]  # name, value
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Material:
-    """What is empty is left out of the report."""
+class ReportData:
+    """Sections whose data is empty are left out of the report."""
 
     title: str
     predictor: Predictor
     split_name: str
-    split: Split  # as the model wants it
-    logits: Tensor
-    found: Evaluation
-    facts: Pairs  # what was trained on what: name, value
+    split: Split  # model inputs and labels
+    logits: Tensor  # (N, K) of the split
+    evaluation: EvaluationReport
+    facts: Pairs  # model, data and training
     epochs: tuple[dict[str, Any], ...] = ()  # rows of metrics.jsonl
-    counts: tuple[tuple[str, tuple[int, ...]], ...] = ()  # split, images of each class
-    health: tuple[str, ...] = ()  # what a look at the data found, a line each
+    counts: tuple[tuple[str, tuple[int, ...]], ...] = ()  # split, images per class
+    data_checks: tuple[str, ...] = ()  # one finding per line
     environment: Pairs = ()
-    repeat: tuple[str, ...] = ()  # commands
-    recipe: str = ""  # recipe.toml
-    more: str = ""  # the command for what is missing here
+    commands: tuple[str, ...] = ()  # that reproduce the run
+    recipe: str = ""  # contents of recipe.toml
+    full_report_command: str = ""  # the command that adds the missing sections
 
 
-def gather(asked: Asked, found: Evaluation, logits: Tensor, path: Path, thorough: bool = False) -> Material:
-    """From the folder of a run, or from that of a model alone. `thorough`: the doctor looks at a person's images."""
-    card = asked.predictor.card
-    run = Run(path) if asked.plan is not None else None
-    epochs = tuple(row for row in run.metrics() if "epoch" in row) if run else ()
-    around = environment(run.environment_file) if run else {}
-    return Material(
-        title=f"A Vision Transformer for {card.trained_on}",
-        predictor=asked.predictor,
-        split_name=asked.name,
-        split=asked.split,
+def collect_report_data(
+    target: EvalTarget, evaluation: EvaluationReport, logits: Tensor, path: Path, thorough: bool = False
+) -> ReportData:
+    """Collect everything from a run folder, or from a model folder without run.
+
+    thorough: also check the images of a dataset folder with the doctor.
+    """
+    run = Run(path) if target.recipe is not None else None
+    epochs = tuple(row for row in run.load_metrics() if "epoch" in row) if run else ()
+    environment = read_environment(run.environment_file) if run else {}
+    counts = class_counts(target)
+    return ReportData(
+        title=f"Vision Transformer trained on {target.predictor.model_config.trained_on}",
+        predictor=target.predictor,
+        split_name=target.split_name,
+        split=target.split,
         logits=logits,
-        found=found,
-        facts=facts(asked, epochs, around),
+        evaluation=evaluation,
+        facts=run_facts(target, epochs, environment),
         epochs=epochs,
-        counts=(counts := class_counts(asked)),
-        health=health(asked, dict(counts), thorough),
-        environment=tuple((name.replace("_", " "), value) for name, value in flat(around)),
-        repeat=commands(run, around),
+        counts=counts,
+        data_checks=check_data(target, dict(counts), thorough),
+        environment=tuple((name.replace("_", " "), value) for name, value in flatten(environment)),
+        commands=reproduction_commands(run, environment),
         recipe=run.recipe_file.read_text(encoding="utf-8") if run and run.recipe_file.is_file() else "",
-        more=f"vitral report {typed(box.called(path))}",
+        full_report_command=f"vitral report {shell_quote(bundled.display_name(path))}",
     )
 
 
-def facts(asked: Asked, epochs: tuple[dict[str, Any], ...], around: dict[str, Any]) -> Pairs:
-    card, plan, dataset = asked.predictor.card, asked.plan, asked.dataset
-    a = card.architecture
-    parameters = sum(p.numel() for p in asked.predictor.model.parameters())
-    variant = "" if card.variant == "plain" else f"{card.variant}, "
-    told = [
-        ("trained on", card.trained_on),
-        ("asked", f"{len(asked.split):,} {asked.name} images of {dataset.name}"),
+def run_facts(target: EvalTarget, epochs: tuple[dict[str, Any], ...], environment: dict[str, Any]) -> Pairs:
+    config, recipe = target.predictor.model_config, target.recipe
+    a = config.architecture
+    parameters = sum(p.numel() for p in target.predictor.model.parameters())
+    variant = "" if config.variant == "plain" else f" ({config.variant})"
+    size = "×".join(map(str, a.image_size))
+    facts = [
+        ("Training data", config.trained_on),
+        ("Evaluated on", f"{len(target.split):,} {target.split_name} images of {target.dataset.name}"),
         (
-            "model",
-            f"ViT, {variant}{'×'.join(map(str, a.image_size))} pixels in patches of {a.patch_size}, width {a.width}, "
-            f"depth {a.depth}, {a.heads} heads: {parameters / 1e6:.2f} M parameters",
+            "Model",
+            f"ViT{variant}, {size} pixels, patch size {a.patch_size}, width {a.width}, depth {a.depth}, "
+            f"{a.heads} heads, {parameters / 1e6:.2f} M parameters",
         ),
+        ("Engine", str(target.predictor.engine)),
     ]
-    if plan is not None:
-        o = plan.optim
-        start = f", begun from {plan.init}" if plan.init else ""
-        told.append(
+    if recipe is not None:
+        init = f", initialised from {recipe.init_from}" if recipe.init_from else ""
+        facts.append(
             (
-                "recipe",
-                f"{plan.name}: {o.name} {o.lr:g}, {plan.epochs} epochs, batch {plan.batch}, seed {plan.seed}{start}",
+                "Recipe",
+                f"{recipe.name}: {recipe.optim.name}, lr {recipe.optim.lr:g}, {recipe.epochs} epochs, "
+                f"batch size {recipe.batch_size}, seed {recipe.seed}{init}",
             )
         )
     if epochs:
         last = epochs[-1]
         speed = f", {last['images_per_second']:,.0f} images/s" if "images_per_second" in last else ""
-        told.append(
-            ("training", f"{duration(last.get('seconds', 0.0))}{speed}; the weights are those of epoch {card.epoch}")
+        facts.append(
+            ("Training", f"{format_duration(last.get('seconds', 0.0))}{speed}; weights of epoch {config.epoch}")
         )
-    if around.get("hardware"):
-        told.append(("hardware", f"{around['hardware']}, {around.get('precision', '')}".rstrip(", ")))
-    told.append(("report", time.strftime("%Y-%m-%d %H:%M")))
-    return tuple(told)
+    if environment.get("hardware"):
+        facts.append(("Hardware", f"{environment['hardware']}, {environment.get('precision', '')}".rstrip(", ")))
+    facts.append(("Report created", time.strftime("%Y-%m-%d %H:%M")))
+    return tuple(facts)
 
 
-def duration(seconds: float) -> str:
-    minutes, left = divmod(round(seconds), 60)
+def format_duration(seconds: float) -> str:
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {left} s" if minutes else f"{left} s"
+    return (
+        f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds_left} s" if minutes else f"{seconds_left} s"
+    )
 
 
-def environment(file: Path) -> dict[str, Any]:
-    """What environment.json says; nothing where it cannot be read."""
+def read_environment(file: Path) -> dict[str, Any]:
+    """Contents of environment.json; empty if it cannot be read."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        environment = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return environment if isinstance(environment, dict) else {}
 
 
-def flat(values: dict[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from flat(value, f"{before}{name} ")
+            yield from flatten(value, f"{prefix}{name} ")
         elif value is not None:
-            yield f"{before}{name}", str(value)
+            yield f"{prefix}{name}", str(value)
 
 
-def commands(run: Run | None, around: dict[str, Any]) -> tuple[str, ...]:
+def reproduction_commands(run: Run | None, environment: dict[str, Any]) -> tuple[str, ...]:
     if run is None:
         return ()
-    said = around.get("command")
-    began = (f"# begun with\n{said}",) if isinstance(said, str) and said else ()
-    same = ", bit for bit" if "core" in str(around.get("hardware", "")) else ""  # a CPU adds up in one order
-    return (*began, f"# the same again{same}\nvitral train --recipe {typed(run.recipe_file)}")
+    command = environment.get("command")
+    original = (f"# original command\n{command}",) if isinstance(command, str) and command else ()
+    bit_exact = " (bit-exact)" if "core" in str(environment.get("hardware", "")) else ""  # CPU sums have a fixed order
+    return (*original, f"# repeat the run{bit_exact}\nvitral train --recipe {shell_quote(run.recipe_file)}")
 
 
-def health(asked: Asked, counts: dict[str, tuple[int, ...]], thorough: bool) -> tuple[str, ...]:
-    """What the doctor says about the images; about those of a known set, or in haste, how many there are."""
-    dataset = asked.dataset
-    seen = asked.predictor.card.preprocessing
-    C, (H, W) = seen.channels, seen.image_size
-    kinds = {1: "gray", 3: "colour"}.get(C, f"{C} channels")
-    told = [f"{sum(map(sum, counts.values())):,} images {dataset.source}; the model sees {H}×{W} pixels, {kinds}"]
-    train = [
-        (count, name) for count, name in zip(counts.get("train", ()), asked.predictor.classes, strict=True) if count
-    ]
+def check_data(target: EvalTarget, counts: dict[str, tuple[int, ...]], thorough: bool) -> tuple[str, ...]:
+    """Size and balance of the dataset and, if `thorough` and it is a folder, the findings of the doctor."""
+    dataset, preprocessing = target.dataset, target.predictor.model_config.preprocessing
+    C, (H, W) = preprocessing.channels, preprocessing.image_size
+    kind = {1: "greyscale", 3: "colour"}.get(C, f"{C} channels")
+    lines = [f"{sum(map(sum, counts.values())):,} images {dataset.source}; model input {H}×{W} pixels, {kind}"]
+    named_counts = zip(counts.get("train", ()), target.predictor.classes, strict=True) if "train" in counts else ()
+    train = [(count, name) for count, name in named_counts if count]
     if train:
-        (few, rare), (many, common) = min(train), max(train)
-        told.append(f"training images: from {few:,} ({rare}) to {many:,} ({common}) a class")
+        (smallest, rare), (largest, common) = min(train), max(train)
+        lines.append(f"Training images per class: from {smallest:,} ({rare}) to {largest:,} ({common})")
     if thorough and Path(dataset.name).is_dir():
         try:
-            found = examine(dataset.name)
+            diagnosis = examine(dataset.name)
         except VitralError as error:
-            return (*told, f"{error.what}; {error.hint}")
-        told += [f"{trouble.what}: {trouble.todo}" for trouble in found.troubles] or ["the doctor found nothing wrong"]
-        told += [line for line in (found.sizes, found.modes) if line]
-    return tuple(told)
+            return (*lines, f"{error.what}; {error.hint}")
+        lines += [f"{trouble.what}: {trouble.todo}" for trouble in diagnosis.troubles] or [
+            "No problems found in the images"
+        ]
+        lines += [line for line in (diagnosis.sizes, diagnosis.modes) if line]
+    return tuple(lines)
 
 
-def class_counts(asked: Asked) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Images of each of the model's classes, split by split."""
-    dataset, classes = asked.dataset, asked.predictor.classes
-    place = torch.tensor([classes.index(name) for name in dataset.classes])
+def class_counts(target: EvalTarget) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Number of images of each of the model's classes, per split."""
+    dataset, classes = target.dataset, target.predictor.classes
+    indices = class_indices(dataset.classes, classes)
     splits = (("train", dataset.train), ("validation", dataset.validation), ("test", dataset.test))
     return tuple(
-        (name, tuple(torch.bincount(place[split.labels], minlength=len(classes)).tolist()))
+        (name, tuple(torch.bincount(indices[split.labels], minlength=len(classes)).tolist()))
         for name, split in splits
         if len(split)
     )

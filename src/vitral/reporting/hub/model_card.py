@@ -1,7 +1,6 @@
-"""The card of a model that is handed on: what it is, what it learned from, how good it is, how to load it.
+"""The model card: a README.md with metadata for the Hugging Face hub.
 
-A README.md as the hub reads it: settings between two lines of dashes, then Markdown. JSON is YAML, so the settings
-need no library.
+The metadata between two lines of dashes is YAML. JSON is valid YAML, so it is written with the json module.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from vitral import __version__
-from vitral.runs.run import ModelCard
+from vitral.runs.model_io import ModelConfig
 from vitral.weights.checkpoint import described
 from vitral.weights.preprocessing import seen
 
-RECIPE = "training.toml"  # not recipe.toml: that would make a run folder of it
-# What a folder of each family is loaded by, the first line being a person's shortest way.
-LOADED_BY = {
+RECIPE_FILE = "training.toml"  # the name recipe.toml would mark the folder as a run folder
+MAX_NAMED_CLASSES = 12
+MAX_TABLE_CLASSES = 100
+LOADED_BY = {  # file format to the libraries that load it, the simplest first
     "timm": ("vitral", "timm", "transformers"),
     "transformers": ("vitral", "transformers"),
     "vitral": ("vitral",),
@@ -28,157 +28,165 @@ LOADED_BY = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What the run folder says about a model beyond the model itself. Empty where there is no run."""
+class RunRecord:
+    """Contents of a run folder besides the model; empty for a model without run."""
 
     test: dict[str, Any]
     recipe: dict[str, Any]
     environment: dict[str, Any]
 
     @classmethod
-    def by(cls, run: Path) -> Told:
+    def load(cls, run: Path) -> RunRecord:
         def read(name: str) -> dict[str, Any]:
             try:
-                text = (run / name).read_text(encoding="utf-8")
-                found = tomllib.loads(text) if name.endswith(".toml") else json.loads(text)
+                content = (run / name).read_text(encoding="utf-8")
+                values = tomllib.loads(content) if name.endswith(".toml") else json.loads(content)
             except (OSError, ValueError):
                 return {}
-            return found if isinstance(found, dict) else {}
+            return values if isinstance(values, dict) else {}
 
         return cls(test=read("test.json"), recipe=read("recipe.toml"), environment=read("environment.json"))
 
+    @property
+    def split(self) -> str:
+        return str(self.test.get("split", "test"))
 
-def card_text(
-    card: ModelCard, told: Told, repository: str, family: str, notes: Sequence[str] = (), license: str | None = None
+    @property
+    def init_from(self) -> str:
+        return str(self.recipe.get("init_from", ""))
+
+
+def render_model_card(
+    config: ModelConfig,
+    record: RunRecord,
+    repository: str,
+    family: str,
+    notes: Sequence[str] = (),
+    license: str | None = None,
 ) -> str:
-    """The whole README.md."""
-    front = {key: value for key, value in _settings(card, told, repository, family, license).items() if value}
-    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""]
-    name = repository.split("/")[-1]
-    few = ", ".join(card.classes[:12]) + (f" and {len(card.classes) - 12} more" if len(card.classes) > 12 else "")
+    """The complete README.md."""
+    metadata = {key: value for key, value in _metadata(config, record, repository, family, license).items() if value}
+    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in metadata.items()), "---", ""]
+    names = ", ".join(config.classes[:MAX_NAMED_CLASSES])
+    if len(config.classes) > MAX_NAMED_CLASSES:
+        names += f" and {len(config.classes) - MAX_NAMED_CLASSES} more"
     lines += [
-        f"# {name}",
+        f"# {repository.split('/')[-1]}",
         "",
-        f"A Vision Transformer that tells {len(card.classes)} classes apart: {few}.",
+        f"A Vision Transformer that classifies images into {len(config.classes)} classes: {names}.",
         "",
-        *results(told),
-        *training(card, told, RECIPE),
-        "## The model",
+        *results_section(record),
+        *training_section(config, record, RECIPE_FILE),
+        "## Model",
         "",
-        f"- {described(card.architecture, card.variant)}",
-        f"- sees images so: {seen(card.preprocessing)}",
+        f"- {described(config.architecture, config.variant)}",
+        f"- Preprocessing: {seen(config.preprocessing)}",
     ]
-    if card.calibration.temperature != 1:
+    if config.calibration.temperature != 1:
         lines.append(
-            f"- its probabilities are softmax(logits / {card.calibration.temperature:.4g}): the temperature was fitted "
-            f"on {card.calibration.fitted_on}"
+            f"- Calibrated probabilities: softmax(logits / {config.calibration.temperature:.4g}), temperature fitted "
+            f"on the {config.calibration.fitted_on} images"
         )
     lines += [f"- {note}" for note in notes]
-    lines += ["", "## How to load it", ""]
+    lines += ["", "## Usage", ""]
     for library in LOADED_BY[family]:
-        lines += [f"With {library}:", "", "```python", *_loading(library, repository), "```", ""]
-    lines.append(f"Written by vitral {__version__}.")
+        lines += [f"With {library}:", "", "```python", *_usage(library, repository), "```", ""]
+    lines.append(f"Created with vitral {__version__}.")
     return "\n".join(lines) + "\n"
 
 
-def _settings(card: ModelCard, told: Told, repository: str, family: str, license: str | None) -> dict[str, Any]:
-    init = str(told.recipe.get("init", ""))
-    settings: dict[str, Any] = {
+def _metadata(
+    config: ModelConfig, record: RunRecord, repository: str, family: str, license: str | None
+) -> dict[str, Any]:
+    init_from = record.init_from
+    metadata: dict[str, Any] = {
         "license": license,
         "library_name": LOADED_BY[family][-1] if family != "timm" else "timm",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", "vision-transformer", "vitral", *(["timm"] if family == "timm" else [])],
-        "base_model": init.removeprefix("hf:").split("@")[0] if init.startswith("hf:") else None,
+        "base_model": init_from.removeprefix("hf:").split("@")[0] if init_from.startswith("hf:") else None,
     }
-    if told.test:
-        measured = {"type": "accuracy", "name": "top-1 accuracy", "value": round(told.test["top1"], 6)}
-        data = {"name": _data(card, told), "type": "image-folder", "split": _split(told)}
+    if record.test:
+        metric = {"type": "accuracy", "name": "top-1 accuracy", "value": round(record.test["top1"], 6)}
+        dataset = {"name": _dataset_name(config, record), "type": "image-folder", "split": record.split}
         task = {"type": "image-classification", "name": "image classification"}
-        settings["model-index"] = [
-            {"name": repository.split("/")[-1], "results": [{"task": task, "dataset": data, "metrics": [measured]}]}
+        metadata["model-index"] = [
+            {"name": repository.split("/")[-1], "results": [{"task": task, "dataset": dataset, "metrics": [metric]}]}
         ]
-    return settings
+    return metadata
 
 
-def _data(card: ModelCard, told: Told) -> str:
-    """The name of the data, without the path to it on somebody's machine."""
-    name = str(told.recipe.get("data", {}).get("name", card.trained_on)).rstrip("/")
+def _dataset_name(config: ModelConfig, record: RunRecord) -> str:
+    """Name of the dataset, without the path to it on the training machine."""
+    name = str(record.recipe.get("data", {}).get("name", config.trained_on)).rstrip("/")
     return Path(name).name or name
 
 
-def _split(told: Told) -> str:
-    return str(told.test.get("split", "test"))
-
-
-def results(told: Told) -> list[str]:
-    test = told.test
+def results_section(record: RunRecord) -> list[str]:
+    test = record.test
     if not test:
-        return ["It comes without measured results.", ""]
-    fitted = "every other test image" in str(told.test.get("box", {}).get("calibrated_on", ""))
-    how = {
-        "test": "images that were opened after training; half of them set its probabilities right too"
-        if fitted
-        else "images that were opened once, after training",
-        "validation": "images on which the best epoch was chosen too: a little too kind",
+        return ["No evaluation results are available.", ""]
+    calibrated_on_test = "every other test image" in str(test.get("bundled", {}).get("calibrated_on", ""))
+    caveats = {
+        "test": " (half of them were also used for calibration)" if calibrated_on_test else " (evaluated once)",
+        "validation": " (also used to select the best epoch, so slightly optimistic)",
     }
     lines = [
-        "## Measured",
+        "## Evaluation results",
         "",
-        f"On {test['images']:,} {_split(told)} {how.get(_split(told), 'images')}:",
+        f"{test['images']:,} {record.split} images{caveats.get(record.split, '')}:",
         "",
-        "| | | 95 % interval |",
+        "| Metric | Value | 95% interval |",
         "|---|---|---|",
-        f"| top-1 accuracy | {test['top1']:.2%} | {test['top1_low']:.2%} – {test['top1_high']:.2%} |",
-        *([f"| top-5 accuracy | {test['top5']:.2%} | |"] if len(test["per_class"]) > 5 else []),
-        f"| loss, before any temperature | {test['loss']:.4f} | |",
+        f"| Top-1 accuracy | {test['top1']:.2%} | {100 * test['top1_low']:.2f}-{test['top1_high']:.2%} |",
+        *([f"| Top-5 accuracy | {test['top5']:.2%} | |"] if len(test["per_class"]) > 5 else []),
+        f"| Cross-entropy (uncalibrated) | {test['loss']:.4f} | |",
         "",
     ]
-    if len(test["per_class"]) <= 100:
-        lines += ["| class | precision | recall | images |", "|---|---|---|---|"]
+    if len(test["per_class"]) <= MAX_TABLE_CLASSES:
+        lines += ["| Class | Precision | Recall | Images |", "|---|---|---|---|"]
         lines += [
-            f"| {row['name']} | {row['precision']:.2%} | {row['recall']:.2%} | {row['images']:,} |"
+            f"| {row['name']} | {row['precision']:.2%} | {row['recall']:.2%} | {row['support']:,} |"
             for row in test["per_class"]
         ]
         lines.append("")
     return lines
 
 
-def training(card: ModelCard, told: Told, recipe_file: str) -> list[str]:
-    recipe, environment = told.recipe, told.environment
+def training_section(config: ModelConfig, record: RunRecord, recipe_file: str) -> list[str]:
+    recipe, environment = record.recipe, record.environment
     if not recipe:
         return []
-    optim, data = recipe.get("optim", {}), environment.get("data", {})
-    lines = ["## How it was trained", "", f"- on {_data(card, told)}"]
-    if data.get("fingerprint"):
-        lines[-1] += f" (fingerprint {data['fingerprint']})"
-    init = str(recipe.get("init", ""))
-    lines.append(
-        f"- beginning from {init if init.startswith('hf:') else Path(init).name}" if init else "- from scratch"
-    )
-    held_out = recipe.get("data", {}).get("validation", 1)
-    chosen = "the best on validation images" if held_out else "the last: no image was held out"
+    optim, fingerprint = recipe.get("optim", {}), environment.get("data", {}).get("fingerprint")
+    init_from = record.init_from if record.init_from.startswith("hf:") else Path(record.init_from).name
+    has_validation = recipe.get("data", {}).get("validation", 1)
+    selection = "best on the validation images" if has_validation else "last epoch; no validation images"
     frozen = f", frozen: {recipe['freeze']}" if recipe.get("freeze") else ""
-    lines.append(
-        f"- recipe {recipe.get('name')}: {optim.get('name')} {optim.get('lr')}, {recipe.get('epochs')} epochs, "
-        f"batch {recipe.get('batch')}, {optim.get('schedule')} schedule, seed {recipe.get('seed')}{frozen}; "
-        f"the weights are those of epoch {card.epoch}, {chosen}"
-    )
+    lines = [
+        "## Training",
+        "",
+        f"- Dataset: {_dataset_name(config, record)}" + (f" (fingerprint {fingerprint})" if fingerprint else ""),
+        f"- Initialised from {init_from}" if record.init_from else "- Trained from scratch",
+        f"- Recipe {recipe.get('name')}: {optim.get('name')}, lr {optim.get('lr')}, {recipe.get('epochs')} epochs, "
+        f"batch size {recipe.get('batch_size')}, {optim.get('schedule')} schedule, seed {recipe.get('seed')}{frozen}",
+        f"- Weights of epoch {config.epoch} ({selection})",
+    ]
     if environment:
         lines.append(
-            f"- with vitral {environment.get('vitral')}, PyTorch {environment.get('torch')} on "
-            f"{environment.get('hardware')}, {environment.get('precision')}"
+            f"- vitral {environment.get('vitral')}, PyTorch {environment.get('torch')}, {environment.get('hardware')}, "
+            f"{environment.get('precision')}"
         )
-    return [*lines, f"- the complete recipe is in `{recipe_file}`", ""]
+    return [*lines, f"- Complete recipe: `{recipe_file}`", ""]
 
 
-def _loading(library: str, repository: str) -> list[str]:
+def _usage(library: str, repository: str) -> list[str]:
     if library == "timm":
         return [
             "import timm",
             "",
             f'model = timm.create_model("hf-hub:{repository}", pretrained=True).eval()',
             "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
-            'model.pretrained_cfg["label_names"]  # the classes, in order',
+            'model.pretrained_cfg["label_names"]  # class names',
         ]
     if library == "transformers":
         return [

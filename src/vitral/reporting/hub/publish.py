@@ -1,32 +1,31 @@
-"""push: a model as a folder that other libraries load, with its card, and onto the hub."""
+"""Push a model to the Hugging Face hub, in a format that other libraries load, with a model card."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
-from vitral import bundled as box
-from vitral import weights
+from vitral import bundled, weights
 from vitral.errors import VitralError
-from vitral.reporting.hub.model_card import LOADED_BY, RECIPE, Told, card_text
-from vitral.runs.run import ModelCard, model_folder, read_card, write_atomically
+from vitral.reporting.hub.model_card import LOADED_BY, RECIPE_FILE, RunRecord, render_model_card
+from vitral.runs.model_io import ModelConfig, find_model_dir, load_model_config
+from vitral.utils.atomic import atomic_write
+from vitral.utils.progress import LogFn, no_log
 from vitral.weights import Checkpoint, hub
 
-FAMILIES = ("timm", "transformers")  # transformers loads timm's folders too, so that is tried first
+PREFERRED_FAMILIES = ("timm", "transformers")  # transformers also loads the timm format
+MAX_LOGIT_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pushed:
-    """What was handed on."""
-
-    loaded_by: tuple[str, ...]
-    files: tuple[tuple[str, int], ...]  # names and sizes
+class PushResult:
+    loaded_by: tuple[str, ...]  # libraries
+    files: tuple[tuple[str, int], ...]  # names and sizes in bytes
     notes: tuple[str, ...]
-    address: str  # empty where nothing was uploaded
+    url: str | None  # None if nothing was uploaded
 
 
 def push(
@@ -38,58 +37,67 @@ def push(
     dry_run: bool = False,
     private: bool = False,
     license: str | None = None,
-    understood: Callable[[Iterable[str]], None] = lambda notes: None,
-) -> Pushed:
-    """Write a model as timm and transformers load it, with a card of what was measured, and put it on the hub.
+    log: LogFn = no_log,
+) -> PushResult:
+    """Write a model in the format of timm or transformers, with a model card, and upload it to the hub.
 
-    `destination` is "hf:owner/name". With `folder` the files are kept there; with `dry_run` nothing is uploaded.
-    `understood` hears how another library's checkpoint was read, before anything is done with it.
+    Args:
+        path: run folder, model folder, checkpoint or bundled model.
+        destination: "hf:owner/name".
+        heads: number of attention heads, for a checkpoint whose tensors do not determine it.
+        folder: folder to keep the files in; a temporary folder by default.
+        dry_run: write the files, but upload nothing.
+        private: create a private repository.
+        license: license identifier for the model card.
+        log: receives notes on how a checkpoint of another library was interpreted.
     """
     repository, revision = hub.spelled(destination)
-    path = box.find(path)
-    checkpoint, told = weights.read(path, heads=heads), Told.by(Path(path))
-    understood(checkpoint.notes if checkpoint.family != "vitral" else ())
+    path = bundled.resolve(path)
+    checkpoint, record = weights.read(path, heads=heads), RunRecord.load(Path(path))
+    if checkpoint.family != "vitral":
+        for note in checkpoint.notes:
+            log(note)
     with TemporaryDirectory() as temporary:
-        place = Path(folder) if folder is not None else Path(temporary) / "model"
-        family, notes = write_for_others(checkpoint, place)
-        text = card_text(card_of(path, checkpoint), told, repository, family, notes, license)
-        write_atomically(place / "README.md", text)
+        output = Path(folder) if folder is not None else Path(temporary) / "model"
+        family, notes = write_portable(checkpoint, output)
+        config = resolve_model_config(path, checkpoint)
+        atomic_write(output / "README.md", render_model_card(config, record, repository, family, notes, license))
         if (recipe := Path(path) / "recipe.toml").is_file():
-            write_atomically(place / RECIPE, recipe.read_bytes())
-        files = tuple((file.name, file.stat().st_size) for file in sorted(place.iterdir()))
-        address = "" if dry_run else hub.upload(place, repository, private=private, revision=revision)
-    return Pushed(loaded_by=LOADED_BY[family], files=files, notes=tuple(notes), address=address)
+            atomic_write(output / RECIPE_FILE, recipe.read_bytes())
+        files = tuple((file.name, file.stat().st_size) for file in sorted(output.iterdir()))
+        url = None if dry_run else hub.upload(output, repository, private=private, revision=revision)
+    return PushResult(loaded_by=LOADED_BY[family], files=files, notes=tuple(notes), url=url)
 
 
-def card_of(path: str | Path, checkpoint: Checkpoint) -> ModelCard:
-    """Vitral's own, with epoch and calibration; of a model from elsewhere, what can be said."""
+def resolve_model_config(path: str | Path, checkpoint: Checkpoint) -> ModelConfig:
+    """The stored configuration of a local vitral model, with epoch and calibration; otherwise the checkpoint's."""
     if checkpoint.family != "vitral" or str(path).startswith(hub.SCHEME):
         return checkpoint.card
-    return read_card(model_folder(Path(path)) / "config.json")
+    return load_model_config(find_model_dir(Path(path)) / "config.json")
 
 
-def write_for_others(checkpoint: Checkpoint, place: Path) -> tuple[str, list[str]]:
-    """The folder for as many libraries as can hold the model: whose files they are, and what to know about them."""
-    if place.exists() and any(place.iterdir() if place.is_dir() else [place]):
-        raise VitralError(f"{place} already exists and is not empty", "choose another --folder; nothing is overwritten")
-    reasons = []
-    for family in FAMILIES:
+def write_portable(checkpoint: Checkpoint, folder: Path) -> tuple[str, list[str]]:
+    """Write the model in the first format that can represent it; returns the format and notes for the model card."""
+    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+        raise VitralError(f"{folder} already exists and is not empty", "choose another --folder")
+    unsupported = []
+    for family in PREFERRED_FAMILIES:
         try:
-            notes = weights.write(checkpoint, place, to=family)
+            notes = weights.write(checkpoint, folder, to=family)
         except VitralError as error:
             if not error.what.startswith(f"{family} cannot hold"):
                 raise
-            reasons.append(error.what)
+            unsupported.append(error.what)
         else:
-            return family, [*reasons, *notes, *check(checkpoint, place, family)]
-    return "vitral", [*reasons, *weights.write(checkpoint, place, to="vitral")]
+            return family, [*unsupported, *notes, *roundtrip_notes(checkpoint, folder, family)]
+    return "vitral", [*unsupported, *weights.write(checkpoint, folder, to="vitral")]
 
 
 @torch.inference_mode()
-def check(checkpoint: Checkpoint, place: Path, family: str) -> list[str]:
-    """What was written, read back and asked: a sentence where it does not answer like the model."""
+def roundtrip_notes(checkpoint: Checkpoint, folder: Path, family: str) -> list[str]:
+    """Read the written files back; a note if the logits differ from the original model."""
     config = checkpoint.config
     images = torch.randn(1, config.channels, *config.image_size, generator=torch.Generator().manual_seed(0))
-    again = weights.read(place, heads=config.heads, image_size=config.image_size)
-    apart = (again.build()(images) - checkpoint.build()(images)).abs().max().item()
-    return [] if apart <= 1e-4 else [f"read back from {family}'s files, its logits differ by {apart:.1g}"]
+    reloaded = weights.read(folder, heads=config.heads, image_size=config.image_size)
+    difference = (reloaded.build()(images) - checkpoint.build()(images)).abs().max().item()
+    return [] if difference <= MAX_LOGIT_DIFFERENCE else [f"logits differ by {difference:.1g} in the {family} format"]

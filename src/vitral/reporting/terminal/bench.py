@@ -1,43 +1,53 @@
-"""What `vitral bench` measured, as a table."""
+"""The result of `vitral bench` as a table."""
 
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
-from vitral.errors import typed
-from vitral.inference.engine_selection import Measured
+from vitral.errors import shell_quote
+from vitral.inference.engine_selection import BenchResult, BenchRow
+from vitral.reporting.terminal.tables import make_table
+
+# Short names: ten columns have to fit 80 characters.
+COLUMNS = ("engine", "threads", "batch", "p50 ms", "p95", "p99", "images/s", "MB", "agree", "recheck")
 
 
-def show_measured(measured: Measured, source: str = "") -> None:
-    """`source`: a checkpoint of another library, which keeps nothing."""
+def print_bench(result: BenchResult, source: str = "") -> None:
+    """Print all rows and the recommended engine.
+
+    source: checkpoint of another library, next to which the result cannot be stored; empty for a model of vitral.
+    """
     console = Console(highlight=False)
-    console.print(f"{measured.cpu} · {measured.made_by} · {measured.images:,} images compared\n")
-    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)  # ten columns in a terminal of 80
-    for name in ("numbers", "cores", "batch", "p50 ms", "p95", "p99", "images/s", "MB", "as fp32", "twice"):
-        table.add_column(name, justify="left" if name == "numbers" else "right", header_style="dim", no_wrap=True)
-    last = None
-    for row in measured.rows:
-        if last is not None and (row.threads, row.batch) != last:
+    console.print(f"{result.cpu} · {result.versions} · {result.images:,} images\n")
+    table = make_table(COLUMNS, left=("engine",))
+    table.padding, table.pad_edge = (0, 0, 0, 1), False
+    previous_group = None
+    for row in result.rows:
+        group = row.threads, row.batch_size
+        if previous_group not in (None, group):
             table.add_row()
-        last = row.threads, row.batch
-        best = (row.precision, row.threads, row.batch) == (measured.precision, measured.threads, measured.batch)
+        previous_group = group
         table.add_row(
-            f"[bold]{row.precision}[/bold]" if best else row.precision,
-            str(row.threads),
-            str(row.batch),
-            *(f"{ms:.1f}" for ms in (row.p50_ms, row.p95_ms, row.p99_ms)),
-            f"[bold]{row.images_per_second:,.0f}[/bold]" if best else f"{row.images_per_second:,.0f}",
-            f"{row.memory_mb:,.1f}",
-            f"{row.agreement:.1%}",
-            f"{row.again:.1%}" if row.precision.endswith("-checked") else "",
+            *bench_cells(row, is_best=(row.engine, *group) == (result.engine, result.threads, result.batch_size))
         )
     console.print(table)
-    console.print("[dim]as fp32: the same first label. twice: asked again in surer numbers, where it was close.[/dim]")
-    console.print(f"\n[bold]{measured.precision}[/bold]: {measured.why}. ", end="")
     console.print(
-        f"To keep it, for predict and serve: vitral convert {typed(source)} FOLDER, then vitral bench FOLDER"
-        if source
-        else "predict and serve use it on this CPU.",
-        soft_wrap=True,
+        "[dim]agree: same top-1 label as fp32. recheck: images with a close result, computed again in fp32.[/dim]"
     )
+    console.print(f"\n[bold]{result.engine}[/bold]: {result.reason}. ", end="")
+    convert = f"To store this choice: vitral convert {shell_quote(source)} FOLDER, then vitral bench FOLDER"
+    console.print(convert if source else "predict and serve use it on this CPU.", soft_wrap=True)
+
+
+def bench_cells(row: BenchRow, is_best: bool) -> list[str]:
+    speed = f"{row.images_per_second:,.0f}"
+    return [
+        f"[bold]{row.engine}[/bold]" if is_best else row.engine,
+        str(row.threads),
+        str(row.batch_size),
+        *(f"{ms:.1f}" for ms in (row.p50_ms, row.p95_ms, row.p99_ms)),
+        f"[bold]{speed}[/bold]" if is_best else speed,
+        f"{row.memory_mb:,.1f}",
+        f"{row.agreement:.1%}",
+        f"{row.recheck_rate:.1%}" if row.engine.endswith("-cascade") else "",
+    ]

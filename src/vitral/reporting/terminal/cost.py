@@ -22,13 +22,13 @@ def cost_text(preset: str, gpu: str, estimate: dict[str, Any], duration: str) ->
     def row(label: str, key: str, unit: float, table: dict[str, Any], note: str = "") -> str:
         return f"  {label:<28}{table['ddp'][key] / unit:>9.2f}{table['fsdp'][key] / unit:>9.2f}  {note}".rstrip()
 
-    checkpointing = " with activation checkpointing" if estimate["checkpointing"] else ""
+    checkpointing = " with activation checkpointing" if estimate["activation_checkpointing"] else ""
     days = estimate["days"]
     time_unit = (1, "days") if max(days) >= 2 else (1 / 24, "hours")
     lines = [
         f"{preset}: {estimate['parameters'] / 1e6:,.1f} M parameters, {estimate['tokens']:,} tokens per image",
-        f"Batch size {estimate['batch']:,} on {estimate['gpus']:,} x {gpu}, {estimate['precision']}, micro-batches of "
-        f"{estimate['images_at_once']:,} images per GPU",
+        f"Batch size {estimate['batch_size']:,} on {estimate['gpus']:,} x {gpu}, {estimate['precision']}, micro-batches of "
+        f"{estimate['micro_batch']:,} images per GPU",
         "",
         f"{'Memory per GPU (GiB)':<30}{'DDP':>9}{'FSDP':>9}",
         row("weights", "weights", GIB, memory),
@@ -55,7 +55,7 @@ def cost_text(preset: str, gpu: str, estimate: dict[str, Any], duration: str) ->
         "",
         f"Strategy   {estimate['strategy'].upper()}{checkpointing}: {estimate['reason']}",
         f"Capacity   {capacity_text(estimate, gpu)}",
-        f"Step       {estimate['flops_a_step'] / 1e15:,.2f} PFLOP, {range_text(estimate['step_seconds'], 1e-3, 'ms')} "
+        f"Step       {estimate['flops_per_step'] / 1e15:,.2f} PFLOP, {range_text(estimate['step_seconds'], 1e-3, 'ms')} "
         f"at {estimate['mfu']:.0%} MFU",
         f"Training   {duration}: {range_text(days, *time_unit)}",
         "",
@@ -67,14 +67,14 @@ def cost_text(preset: str, gpu: str, estimate: dict[str, Any], duration: str) ->
 
 def capacity_text(estimate: dict[str, Any], gpu: str) -> str:
     """The largest micro-batch, and the smallest number of GPUs for the whole batch."""
-    smallest, capacity = estimate["smallest"], estimate["images_at_once_that_fit"]
-    images_per_gpu = math.ceil(estimate["batch"] / estimate["gpus"])
+    smallest, capacity = estimate["min_gpus"], estimate["max_micro_batch"]
+    images_per_gpu = math.ceil(estimate["batch_size"] / estimate["gpus"])
     text = f"micro-batches of up to {capacity:,} images per GPU" if capacity else "not even one image per GPU fits"
     if 0 < capacity < images_per_gpu:
         text += f" (use --grad-accum {math.ceil(images_per_gpu / capacity)})"
     if smallest is None:
         return f"{text}; without gradient accumulation the batch fits on no number of {gpu}"
-    checkpointing = " and activation checkpointing" if smallest["checkpointing"] else ""
+    checkpointing = " and activation checkpointing" if smallest["activation_checkpointing"] else ""
     strategy = smallest["strategy"].upper()
     return f"{text}; without gradient accumulation at least {smallest['gpus']:,} x {gpu}, {strategy}{checkpointing}"
 

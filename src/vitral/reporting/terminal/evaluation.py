@@ -1,4 +1,4 @@
-"""An evaluation and a comparison as text: the short version first."""
+"""Evaluations and comparisons of models as text, most important figures first."""
 
 from __future__ import annotations
 
@@ -8,152 +8,169 @@ from rich.table import Table
 
 from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.compare import PairedComparison
-from vitral.evaluation.ood import Unknown
-from vitral.evaluation.report import Evaluation
+from vitral.evaluation.ood import OODResult
+from vitral.evaluation.report import EvaluationReport
 from vitral.evaluation.robustness import Robustness
-from vitral.evaluation.selective_prediction import AnswerAt
-from vitral.reporting.terminal.tables import show_classes, show_confusion
+from vitral.evaluation.selective_prediction import ConfidenceThreshold
+from vitral.reporting.terminal.tables import print_class_metrics, print_confusion_matrix
 
-MOST_ROWS = 8  # of the classes on which two models differ
+MAX_DIFFERING_CLASSES = 8
 
 
-def show_evaluation(found: Evaluation, full: bool) -> None:
-    """Ten lines; `full`: every class and the confusion matrix too."""
+def print_evaluation(report: EvaluationReport, full: bool) -> None:
+    """Print the metrics with intervals. full: also metrics per class and the confusion matrix."""
     console = Console(highlight=False)
-    if found.split == "validation":
-        told_first = "On the validation images, which also chose the epoch: new images will do a little worse.\n"
-        console.print(told_first, soft_wrap=True)
-    console.print(f"{found.split + ', ' + format(found.images, ',') + ' images':<28}[dim]95 % interval[/dim]")
-    headline = found.headline
-    rows = [("accuracy", percent(headline.accuracy), "")]
-    if len(found.per_class) > 5:
-        rows.append(("top-5", percent(headline.top5), ""))
-    rows += [
-        ("macro F1", percent(headline.macro_f1), ""),
-        ("cross-entropy", plain(headline.nll), change(found.raw.nll, headline.nll.value, found.temperature)),
-        ("Brier score", plain(headline.brier), change(found.raw.brier, headline.brier.value, found.temperature)),
-        ("calibration error", percent(headline.ece), sureness(found)),
-        ("AURC", plain(headline.aurc), f"a perfect order of sureness: {found.selective.best_aurc:.4f}"),
-    ]
-    for index, (name, figure, note) in enumerate(rows):
-        value, _, between = figure.partition("  ")
-        shown = f"[bold]{value:>8}[/bold]" if index == 0 else f"{value:>8}"
-        note = f"[dim]{note}[/dim]" if note else ""
-        console.print(f"  {name:<18}{shown}  {between:<20}{note}".rstrip(), soft_wrap=True)
-    mistakes = ", ".join(f"{true}→{said} ({count})" for true, said, count in found.mistakes(3))
-    console.print(f"\nIt confuses most often: {escape(mistakes) or 'nothing'}", soft_wrap=True)
-    if found.temperature != 1 and found.split in found.fitted_on:
-        told_too = f"The temperature was fitted on {found.fitted_on}: calibration looks a little better than it is."
-        console.print(told_too, soft_wrap=True)
-    if found.answer_at is not None:
-        console.print("\n" + escape(told(found.answer_at)), soft_wrap=True)
-    if found.unknown is not None:
-        show_unknown(found.unknown, console)
-    if found.robustness is not None:
-        show_robustness(found.robustness, console)
+    if report.split == "validation":
+        message = "Validation images; the best epoch was selected on them, so new images will score slightly lower.\n"
+        console.print(message, soft_wrap=True)
+    images = f"{report.split.capitalize()}, {report.images:,} images"
+    console.print(f"{images:<30}[dim]95% interval[/dim]")
+    for name, value, interval, note in metric_rows(report):
+        shown = f"[bold]{value:>8}[/bold]" if name == "Accuracy" else f"{value:>8}"
+        console.print(f"  {name:<20}{shown}  {interval:<18}[dim]{note}[/dim]".rstrip(), soft_wrap=True)
+    confused = ", ".join(f"{true} as {predicted} ({count}x)" for true, predicted, count in report.most_confused(3))
+    console.print(f"\nMost confused: {escape(confused) or 'none'}", soft_wrap=True)
+    if report.engine:
+        console.print(f"Engine: {report.engine['name']}")
+    if report.temperature != 1 and report.split in report.calibrated_on:
+        message = f"The temperature was fitted on the {report.calibrated_on} images, so calibration is overestimated."
+        console.print(message, soft_wrap=True)
+    if report.confidence_threshold is not None:
+        console.print("\n" + escape(threshold_text(report.confidence_threshold)), soft_wrap=True)
+    if report.ood is not None:
+        print_ood(report.ood, console)
+    if report.robustness is not None:
+        print_robustness(report.robustness, console)
     if full:
         console.print()
-        show_classes(found, console)
-        show_confusion(found, console)
+        print_class_metrics(report, console)
+        print_confusion_matrix(report, console)
 
 
-def percent(figure: Interval) -> str:
-    return f"{figure.value:.2%}  {figure.low:.2%} – {figure.high:.2%}"
+def metric_rows(report: EvaluationReport) -> list[tuple[str, str, str, str]]:
+    """Name, value, interval and note of each metric."""
+    headline, uncalibrated = report.headline, report.uncalibrated
+    rows = [("Accuracy", *percent(headline.accuracy), "")]
+    if len(report.per_class) > 5:
+        rows.append(("Top-5 accuracy", *percent(headline.top5), ""))
+    rows.append(("Macro F1", *percent(headline.macro_f1), ""))
+    for name, value, before in (
+        ("Cross-entropy", headline.nll, uncalibrated.nll),
+        ("Brier score", headline.brier, uncalibrated.brier),
+    ):
+        changed = f"{before:.4f}" != f"{value.value:.4f}"
+        rows.append((name, *decimal(value), f"{before:.4f} uncalibrated" if changed else ""))
+    rows.append(("Calibration error", *percent(headline.ece), calibration_note(report)))
+    rows.append(("AURC", *decimal(headline.aurc), f"optimal {report.risk_coverage.optimal_aurc:.4f}"))
+    return rows
 
 
-def plain(figure: Interval) -> str:
-    return f"{figure.value:.4f}  {figure.low:.4f} – {figure.high:.4f}"
+def percent(value: Interval) -> tuple[str, str]:
+    return f"{value.value:.2%}", f"{100 * value.low:.2f}-{value.high:.2%}"
 
 
-def change(before: float, after: float, temperature: float) -> str:
-    return f"{before:.4f} without the temperature {temperature:.3f}" if f"{before:.4f}" != f"{after:.4f}" else ""
+def decimal(value: Interval) -> tuple[str, str]:
+    return f"{value.value:.4f}", f"{value.low:.4f}-{value.high:.4f}"
 
 
-def sureness(found: Evaluation) -> str:
-    calibrated = found.calibrated
-    much = calibrated.confidence - found.top1
-    which = "too sure" if much > 0 else "not sure enough"
-    before = f"{found.raw.ece:.2%} without the temperature; " if found.temperature != 1 else ""
-    return f"{before}on average {abs(much):.2%} {which}"
+def calibration_note(report: EvaluationReport) -> str:
+    gap = report.calibrated.confidence - report.top1
+    direction = "overconfident" if gap > 0 else "underconfident"
+    before = f"{report.uncalibrated.ece:.2%} uncalibrated; " if report.temperature != 1 else ""
+    return f"{before}{direction} by {abs(gap):.2%} on average"
 
 
-def told(answer: AnswerAt) -> str:
-    if answer.confidence is None:
-        return f"At no confidence are only {answer.wished:.2%} of the answers for the validation images wrong."
-    if answer.error is None or answer.coverage is None:
-        return f"None of these images is {answer.confidence:.1%} sure, as at most {answer.wished:.2%} wrong would need."
+def threshold_text(threshold: ConfidenceThreshold) -> str:
+    if threshold.confidence is None:
+        return f"No confidence threshold reaches an error rate of {threshold.max_error:.2%} on the validation images."
+    if threshold.error_rate is None or threshold.coverage is None:
+        return (
+            f"No image reaches the confidence threshold of {threshold.confidence:.1%}, which is needed for an error "
+            f"rate of {threshold.max_error:.2%}."
+        )
+    error_rate, interval = percent(threshold.error_rate)
     return (
-        f"To be wrong at most {answer.wished:.2%} of the time, answer from {answer.confidence:.1%} sure on "
-        f"(chosen on the validation images):\n  {answer.coverage.value:.1%} of these images get an answer, "
-        f"{answer.error.value:.2%} of the answers are wrong ({answer.error.low:.2%} – {answer.error.high:.2%})"
+        f"For an error rate of at most {threshold.max_error:.2%}, accept predictions with a confidence of at least "
+        f"{threshold.confidence:.1%}\n(chosen on the validation images): {threshold.coverage.value:.1%} of these "
+        f"images are accepted, with an error rate of {error_rate} ({interval})"
     )
 
 
-def show_unknown(found: Unknown, console: Console) -> None:
-    console.print(f"\nUnknown images: {found.images:,} of {escape(found.against)} against {found.known_images:,} known")
+def print_ood(result: OODResult, console: Console) -> None:
+    dataset = escape(result.dataset)
+    console.print(f"\nOOD detection: {result.ood_images:,} images of {dataset}, {result.id_images:,} known images")
     table = Table(box=None, padding=(0, 1))
     table.add_column("score", header_style="dim", no_wrap=True)
-    for name in ("AUROC", "95 % interval", "FPR@95¹", "noticed²", "false alarms²"):
+    for name in ("AUROC", "95% interval", "FPR95¹", "detected²", "false positives²"):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
-    for score in found.scores:
-        marked = score is found.best
+    for score in result.scores:
+        auroc, interval = percent(score.auroc)
         table.add_row(
             score.name,
-            f"[bold]{score.auroc.value:.2%}[/bold]" if marked else f"{score.auroc.value:.2%}",
-            f"{score.auroc.low:.2%} – {score.auroc.high:.2%}",
+            f"[bold]{auroc}[/bold]" if score is result.best else auroc,
+            interval,
             f"{score.fpr95.value:.2%}",
-            "–" if score.below is None else f"{score.caught:.1%}",
-            "–" if score.below is None else f"{score.false_alarms:.1%}",
+            "–" if score.threshold is None else f"{score.detection_rate:.1%}",
+            "–" if score.threshold is None else f"{score.false_positive_rate:.1%}",
         )
     console.print(table)
     console.print(
-        "[dim]  ¹ unknown images taken for known, where 95 % of the known ones are\n"
-        "  ² unknown and known images below a threshold that images chose which were held out[/dim]"
+        "[dim]  ¹ OOD images accepted at the threshold that accepts 95% of the known images\n"
+        "  ² OOD and known images below the threshold chosen on held-out images[/dim]"
     )
 
 
-def show_robustness(found: Robustness, console: Console) -> None:
-    relative = found.relative
+def print_robustness(result: Robustness, console: Console) -> None:
+    relative = result.relative_accuracy
     console.print(
-        f"\nDamaged images: {relative.value:.1%} of the accuracy is left ({relative.low:.1%} – {relative.high:.1%}), "
-        f"{found.images:,} images, clean {found.clean:.2%}",
+        f"\nCorrupted images: {relative.value:.1%} of the clean accuracy "
+        f"({100 * relative.low:.1f}-{relative.high:.1%}), {result.images:,} images, clean accuracy {result.clean_accuracy:.2%}",
         soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 2))
     table.add_column("severity", header_style="dim")
-    for name in ("1", "2", "3", "4", "5", "left"):
+    for name in ("1", "2", "3", "4", "5", "relative"):
         table.add_column(name, justify="right", header_style="dim")
-    for damage in found.damages:
-        table.add_row(damage.kind, *(f"{a.value:.1%}" for a in damage.accuracy), f"{damage.relative.value:.1%}")
+    for corruption in result.corruptions:
+        accuracies = (f"{accuracy.value:.1%}" for accuracy in corruption.accuracy)
+        table.add_row(corruption.corruption, *accuracies, f"{corruption.relative_accuracy.value:.1%}")
     console.print(table)
 
 
-def show_comparison(found: PairedComparison, first: str, second: str) -> None:
+def print_paired_comparison(comparison: PairedComparison, first: str, second: str) -> None:
+    """Print the accuracies of two models on the same images, and where they differ."""
     console = Console(highlight=False)
-    one, other = escape(first), escape(second)
-    width = max(len(first), len(second), len("difference")) + 2
-    console.print(f"{found.images:,} images, asked of both{'':<{max(width - 22, 1)}}[dim]95 % interval[/dim]")
-    for name, figure in ((one, found.first), (other, found.second)):
-        console.print(f"  {name:<{width}}{figure.value:>8.2%}  {figure.low:.2%} – {figure.high:.2%}", soft_wrap=True)
-    gap = found.difference
+    name1, name2 = escape(first), escape(second)
+    width = max(len(first), len(second), len("difference"), 18) + 2
+    images = f"{comparison.images:,} images"
+    console.print(f"{images:<{width + 12}}[dim]95% interval[/dim]")
+    for name, accuracy in ((name1, comparison.first), (name2, comparison.second)):
+        value, interval = percent(accuracy)
+        console.print(f"  {name:<{width}}{value:>8}  {interval}", soft_wrap=True)
+    gap = comparison.difference
     console.print(
-        f"  {'difference':<{width}}{100 * gap.value:>+8.2f}  {100 * gap.low:+.2f} – {100 * gap.high:+.2f} points"
-        f"   McNemar p = {found.p:.2g}\n",
+        f"  {'difference':<{width}}{100 * gap.value:>+8.2f}  {100 * gap.low:+.2f} to {100 * gap.high:+.2f} percentage "
+        f"points, McNemar p = {comparison.p_value:.2g}\n",
         soft_wrap=True,
     )
-    console.print(f"{escape(found.verdict(first, second))}\n", soft_wrap=True)
+    console.print(f"{escape(comparison.verdict(first, second))}\n", soft_wrap=True)
     console.print(
-        f"both right {found.both_right:,} · only {one} {found.only_first:,} · only {other} {found.only_second:,} · "
-        f"both wrong {found.both_wrong:,} ({found.same_mistake:,} with the same answer)",
+        f"both correct {comparison.both_correct:,} · only {name1} {comparison.only_first_correct:,} · "
+        f"only {name2} {comparison.only_second_correct:,} · "
+        f"both wrong {comparison.both_wrong:,} ({comparison.same_error:,} with the same prediction)",
         soft_wrap=True,
     )
-    if not found.classes:
-        return
+    if comparison.classes:
+        print_differing_classes(comparison, name1, name2, console)
+
+
+def print_differing_classes(comparison: PairedComparison, name1: str, name2: str, console: Console) -> None:
     table = Table(box=None, padding=(0, 2))
-    table.add_column("where they differ", header_style="dim")
-    for name in ("images", f"only {one}", f"only {other}"):
+    table.add_column("largest differences", header_style="dim")
+    for name in ("images", f"only {name1} correct", f"only {name2} correct"):
         table.add_column(name, justify="right", header_style="dim")
-    for row in found.classes[:MOST_ROWS]:
-        table.add_row(escape(row.name), f"{row.images:,}", str(row.only_first), str(row.only_second))
+    for row in comparison.classes[:MAX_DIFFERING_CLASSES]:
+        counts = (f"{row.images:,}", str(row.only_first_correct), str(row.only_second_correct))
+        table.add_row(escape(row.name), *counts)
     console.print()
     console.print(table)

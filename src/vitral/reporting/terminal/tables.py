@@ -1,4 +1,4 @@
-"""Figures and answers as text: for people, as CSV and as JSON."""
+"""Metrics per class, probes, strategy comparisons and dataset diagnoses as tables."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from vitral.doctor import Diagnosis
 from vitral.doctor.advice import Advice
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
-from vitral.training.compare_strategies import Comparison
+from vitral.training.compare_strategies import StrategyComparison
 
-MOST_CLASSES = 20  # a larger confusion matrix does not fit a terminal
+MAX_CLASSES = 20  # a larger confusion matrix does not fit a terminal
 
 
-def show_classes(metrics: Metrics, console: Console) -> None:
-    table = Table(box=None, padding=(0, 2))
-    for name, justify in (
-        ("class", "left"),
-        ("precision", "right"),
-        ("recall", "right"),
-        ("F1", "right"),
-        ("images", "right"),
-    ):
-        table.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
-    for figures in metrics.per_class:
-        table.add_row(
-            escape(figures.name),
-            f"{figures.precision:.2%}",
-            f"{figures.recall:.2%}",
-            f"{figures.f1:.2%}",
-            f"{figures.images:,}",
-        )
+def make_table(columns: tuple[str, ...], left: tuple[str, ...], padding: int = 1) -> Table:
+    """An empty table; columns that are not in `left` are right-aligned."""
+    table = Table(box=None, padding=(0, padding))
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", header_style="dim", no_wrap=True)
+    return table
+
+
+def interval_text(low: float, high: float) -> str:
+    return f"{100 * low:.2f}-{high:.2%}"
+
+
+def print_class_metrics(metrics: Metrics, console: Console) -> None:
+    table = make_table(("class", "precision", "recall", "F1", "images"), left=("class",), padding=2)
+    for c in metrics.per_class:
+        table.add_row(escape(c.name), f"{c.precision:.2%}", f"{c.recall:.2%}", f"{c.f1:.2%}", f"{c.support:,}")
     console.print(table)
 
 
-def show_confusion(metrics: Metrics, console: Console) -> None:
-    if len(metrics.per_class) <= MOST_CLASSES:
-        matrix = Table(box=None, padding=(0, 1), title="is ↓  said →", title_justify="left", title_style="dim")
-        matrix.add_column("")
-        for figures in metrics.per_class:
-            matrix.add_column(escape(figures.name[:8]), justify="right", header_style="dim")
-        for true, (figures, row) in enumerate(zip(metrics.per_class, metrics.confusion, strict=True)):
-            cells = [f"[bold]{count}[/bold]" if said == true else str(count or "·") for said, count in enumerate(row)]
-            matrix.add_row(f"[dim]{escape(figures.name)}[/dim]", *cells)
-        console.print()
-        console.print(matrix)
+def print_confusion_matrix(metrics: Metrics, console: Console) -> None:
+    """Print rows of true and columns of predicted classes; nothing if there are too many classes."""
+    if len(metrics.per_class) > MAX_CLASSES:
+        return
+    matrix = Table(box=None, padding=(0, 1), title="true ↓  predicted →", title_justify="left", title_style="dim")
+    matrix.add_column("")
+    for class_metrics in metrics.per_class:
+        matrix.add_column(escape(class_metrics.name[:8]), justify="right", header_style="dim")
+    for true, (class_metrics, row) in enumerate(zip(metrics.per_class, metrics.confusion, strict=True)):
+        cells = [
+            f"[bold]{count}[/bold]" if predicted == true else str(count or "·") for predicted, count in enumerate(row)
+        ]
+        matrix.add_row(f"[dim]{escape(class_metrics.name)}[/dim]", *cells)
+    console.print()
+    console.print(matrix)
 
 
-def show_probe(result: ProbeResult) -> None:
+def print_probe(result: ProbeResult) -> None:
     console = Console(highlight=False)
-    table = Table(box=None, padding=(0, 1))
-    for name in ("classifier", "per class", "images", "accuracy", "95 % interval", "chosen"):
-        left = name in ("classifier", "chosen")
-        table.add_column(name, justify="left" if left else "right", header_style="dim", no_wrap=True)
+    columns = ("classifier", "per class", "images", "accuracy", "95% interval", "setting")
+    table = make_table(columns, left=("classifier", "setting"))
     best = max(row.accuracy for row in result.rows)
     for row in result.rows:
         accuracy = f"{row.accuracy:.2%}"
@@ -64,68 +64,76 @@ def show_probe(result: ProbeResult) -> None:
             "all" if row.shots is None else str(row.shots),
             f"{row.images:,}",
             f"[bold]{accuracy}[/bold]" if row.accuracy == best else accuracy,
-            f"{row.low:.2%} – {row.high:.2%}",
-            row.chosen,
+            interval_text(row.low, row.high),
+            row.hyperparameter,
         )
     console.print(table)
-    how = "on the validation images" if result.chosen_on == "validation" else "by cross-validation"
+    tuning = "on the validation images" if result.tuned_on == "validation" else "by cross-validation"
     console.print(
-        f"\n{result.test_images:,} {result.judged_on} images, {len(result.classes)} classes. k and C were chosen {how};"
-        f" λ is fixed. Intervals of least squares: over {result.seeds} draws of the images; the others: over these."
+        f"\n{result.test_images:,} {result.evaluated_on} images, {len(result.classes)} classes. k and C were chosen "
+        f"{tuning}; λ is fixed. Intervals: over {result.seeds} draws of the training images for least squares, "
+        f"over the {result.evaluated_on} images for the others."
     )
     for note in result.notes:
         console.print(f"[dim]{escape(note)}[/dim]")
 
 
-def show_comparison(result: Comparison) -> None:
+def print_strategy_comparison(result: StrategyComparison) -> None:
     console = Console(highlight=False)
-    table = Table(box=None, padding=(0, 1))
-    for name in ("way", "accuracy", "95 % interval", "seeds", "each took", "what"):
-        left = name in ("way", "what")
-        table.add_column(name, justify="left" if left else "right", header_style="dim", no_wrap=name != "what")
+    table = make_table(("strategy", "accuracy", "95% interval", "seeds", "time per seed"), left=("strategy",))
+    table.add_column("description", header_style="dim")
     for row in result.verdict.rows:
         accuracy = f"{row.accuracy:.2%}"
         table.add_row(
             row.name,
-            f"[bold]{accuracy}[/bold]" if row.name == result.verdict.take else accuracy,
-            f"{row.low:.2%} – {row.high:.2%}",
+            f"[bold]{accuracy}[/bold]" if row.name == result.verdict.recommended else accuracy,
+            interval_text(row.low, row.high),
             str(row.seeds),
             f"{row.seconds:,.0f} s",
-            result.about[row.name],
+            result.descriptions[row.name],
         )
     console.print(table)
-    console.print(f"\njudged on {result.judged_on}\n\n[bold]{result.verdict.sentence}[/bold]", soft_wrap=True)
+    console.print(f"\nEvaluated on {result.evaluated_on}\n\n[bold]{result.verdict.summary}[/bold]", soft_wrap=True)
 
 
-def show_diagnosis(diagnosis: Diagnosis, advice: Advice | None) -> None:
+def print_diagnosis(diagnosis: Diagnosis, advice: Advice | None) -> None:
+    """Print the findings of the doctor and, if the folder can be trained on, a recommendation."""
     console = Console(highlight=False)
 
-    def line(text: str) -> None:
+    def print_line(text: str) -> None:
         console.print(Text(text), soft_wrap=True)
 
-    splits = " · ".join(f"{count:,} {name}" for name, count in diagnosis.splits.items())
-    held_out = "" if "validation" in diagnosis.splits else ", no split: 15 % would be held out for validation"
-    if len(diagnosis.splits) > 1:
-        held_out = f": {splits}"
-    classes = "1 class" if len(diagnosis.classes) == 1 else f"{len(diagnosis.classes):,} classes"
-    line(f"{diagnosis.images:,} images in {classes}{held_out}")
+    print_line(f"{diagnosis.images:,} images in {_class_count(diagnosis)}. {_split_text(diagnosis)}")
     for trouble in diagnosis.troubles:
-        line(f"  {'✗' if trouble.level == 'error' else '!'}  {trouble.what}")
-        console.print(Text(f"     → {trouble.todo}", style="dim"), soft_wrap=True)
-    clean = "" if diagnosis.troubles else "; no copies, nothing unreadable, classes of even size"
-    line(f"  ✓  sizes {diagnosis.sizes}, {diagnosis.modes}{clean}")
+        print_line(f"  {trouble.level:<8} {trouble.what}")
+        console.print(Text(f"           {trouble.todo}", style="dim"), soft_wrap=True)
+    clean = "" if diagnosis.troubles else "; no duplicates, no unreadable files, balanced classes"
+    print_line(f"  {'ok':<8} {diagnosis.sizes}, {diagnosis.modes}{clean}")
     if any(len(trouble.files) > 2 for trouble in diagnosis.troubles):
-        line("     all of them: --fix-list FILE.csv")
+        print_line("\nWrite the complete list of files with --fix-list FILE.csv")
     if advice is None:
-        line("\nFirst put right what is marked ✗: as it stands, nothing can be trained on it.")
+        print_line("\nFix the errors first: this folder cannot be trained on.")
         return
-    line(
-        f"\nRecommended: {advice.what}: about {_long(advice.seconds)} on this machine ({advice.hardware}), "
-        f"{advice.memory / 1e9:.1f} GB{f'; {advice.busy}' if advice.busy else ''}\n{advice.why}\n  {advice.command}"
+    busy = f"; {advice.busy}" if advice.busy else ""
+    print_line(
+        f"\nRecommended: {advice.what} (about {_duration(advice.seconds)} on {advice.hardware}, "
+        f"{advice.memory / 1e9:.1f} GB{busy})\n{advice.why}\n  {advice.command}"
     )
 
 
-def _long(seconds: float) -> str:
+def _class_count(diagnosis: Diagnosis) -> str:
+    return "1 class" if len(diagnosis.classes) == 1 else f"{len(diagnosis.classes):,} classes"
+
+
+def _split_text(diagnosis: Diagnosis) -> str:
+    if len(diagnosis.splits) > 1:
+        return "Splits: " + ", ".join(f"{count:,} {name}" for name, count in diagnosis.splits.items()) + "."
+    if "validation" in diagnosis.splits:
+        return "Only a validation split."
+    return "No train/validation split; 15% would be held out."
+
+
+def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(seconds, 1):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.0f} h"

@@ -1,4 +1,4 @@
-"""The walk as Markdown with pictures beside it: docs/walk.md is made with it."""
+"""The walk as Markdown with image files next to it."""
 
 from __future__ import annotations
 
@@ -6,46 +6,49 @@ import re
 import textwrap
 from pathlib import Path
 
-from vitral.reporting.walk.html import encoded, equation
-from vitral.reporting.walk.steps import Step, Walk
-from vitral.reporting.walk.texts import PAGE
+from vitral.reporting.walk.html import encode_image, render_equation
+from vitral.reporting.walk.steps import Walk, WalkStep
+from vitral.reporting.walk.texts import PAGE_TEXTS
+
+LINE_LENGTH = 100
 
 
-def write(walk: Walk, path: Path) -> Path:
-    """The text to `path`, the pictures into images/<name>/ beside it."""
-    folder = path.parent / "images" / path.stem
-    folder.mkdir(parents=True, exist_ok=True)
-    words = PAGE[walk.lang]
-    parts = [f"# {walk.title}\n\n{wrapped(walk.lead)}\n\n{wrapped(words['colours'])}\n"]
-    for index, step in enumerate(walk.steps):
-        parts.append(section(index, step, pictures(step, folder, path.parent), walk))
+def write_markdown(walk: Walk, path: Path) -> Path:
+    """Write the text to `path` and the figures to images/<stem>/ next to it."""
+    image_dir = path.parent / "images" / path.stem
+    image_dir.mkdir(parents=True, exist_ok=True)
+    colours = PAGE_TEXTS[walk.lang]["colours"]
+    parts = [f"# {walk.title}\n\n{wrap(walk.intro)}\n\n{wrap(colours)}\n"]
+    for number, step in enumerate(walk.steps, start=1):
+        parts.append(render_step(number, step, write_figures(step, image_dir, path.parent), walk))
     path.write_text("\n".join(parts), encoding="utf-8")
     return path
 
 
-def wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False)
+def wrap(text: str) -> str:
+    return textwrap.fill(text, LINE_LENGTH, break_long_words=False)
 
 
-def pictures(step: Step, folder: Path, root: Path) -> list[str]:
+def write_figures(step: WalkStep, image_dir: Path, root: Path) -> list[str]:
+    """Write the figures of a step; returns a Markdown link for each."""
     links = []
-    for index, picture in enumerate(step.pictures):
-        file = folder / f"{step.key}-{index + 1}.png"
-        file.write_bytes(encoded(picture, "PNG"))
-        links.append(f"![{re.sub(r'[][]', '', picture.caption)}]({file.relative_to(root).as_posix()})")
+    for number, figure in enumerate(step.figures, start=1):
+        file = image_dir / f"{step.key}-{number}.png"
+        file.write_bytes(encode_image(figure, "PNG"))
+        links.append(f"![{re.sub(r'[][]', '', figure.caption)}]({file.relative_to(root).as_posix()})")
     return links
 
 
-def section(index: int, step: Step, links: list[str], walk: Walk) -> str:
-    words = PAGE[walk.lang]
-    told = "  \n".join(f"{picture.caption}" for picture in step.pictures)
-    code = "\n".join(f"`{one.where}`\n\n```python\n{one.text}\n```\n" for one in step.code)
+def render_step(number: int, step: WalkStep, links: list[str], walk: Walk) -> str:
+    texts = PAGE_TEXTS[walk.lang]
+    captions = "  \n".join(figure.caption for figure in step.figures)
+    code = "\n".join(f"`{excerpt.location}`\n\n```python\n{excerpt.text}\n```\n" for excerpt in step.code)
     table = ""
     if step.key == "logits":
-        rows = "".join(f"| {a.name} | {a.logit:.2f} | {a.probability:.1%} |\n" for a in walk.answers)
-        table = f"\n| {words['class']} | {words['logit']} | {words['probability']} |\n|---|---|---|\n{rows}"
-    shape = f"{words['shape']} {step.shape}"
+        rows = "".join(f"| {c.name} | {c.logit:.2f} | {c.probability:.1%} |\n" for c in walk.top_classes)
+        table = f"\n| {texts['class']} | {texts['logit']} | {texts['probability']} |\n|---|---|---|\n{rows}"
+    equation = f"{render_equation(step.equation)}  ·  {texts['shape']} {step.shape}"
     return (
-        f"## {index + 1}. {step.title}\n\n{wrapped(step.text)}\n\n{equation(step.equation)}  ·  {shape}\n\n"
-        f"{' '.join(links)}\n\n{told}\n{table}\n{code}"
+        f"## {number}. {step.title}\n\n{wrap(step.text)}\n\n{equation}\n\n"
+        f"{' '.join(links)}\n\n{captions}\n{table}\n{code}"
     )

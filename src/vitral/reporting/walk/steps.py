@@ -1,74 +1,62 @@
-"""The walk: one picture from pixels to logits, step by step, with the values that this model has for it.
+"""The walk: one image from pixels to logits, step by step, with the actual values in this model.
 
-Each step: what happens, its equation, the tensor's shape, the lines of the source that do it, and a picture of the
-actual numbers. The lines are read from the running source; what is shown is what ran.
+Each step has an explanation, an equation, the shape of the result, the source code that computes it, and figures of
+the actual numbers. The code is read from the running source, so that it is exactly what ran.
 
 Shapes:  as in vit.py
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import colormaps
 from torch import Tensor
 
-from vitral.data.sequence import picture_of
+from vitral.data.decode import decode_image
+from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.explain.method import chosen, scaled, to_pixels
-from vitral.inference.predictor import Picture as Source
-from vitral.inference.predictor import Predictor
+from vitral.explain.method import index_from_one, rescale_for_display, to_pixels
+from vitral.inference.predictor import ImageInput, Predictor
 from vitral.models import vit
+from vitral.models.variants.class_and_mean import ClassAndMeanViT
+from vitral.models.variants.distilled import DistilledViT
 from vitral.models.variants.hybrid import HybridEmbedding
 from vitral.models.vit import Trace, ViT
-from vitral.reporting.figures.paper import as_picture, filters_of, similarity, turned_alike
-from vitral.reporting.figures.training import glowing, shown, with_gaps
-from vitral.reporting.walk.texts import CAPTIONS, TEXTS, Lang
+from vitral.reporting.figures.images import overlay_heatmap, patch_mosaic, to_rgb
+from vitral.reporting.figures.paper import cosine_similarity, embedding_filters, filter_to_image, rope_similarity
+from vitral.reporting.figures.style import Array
+from vitral.reporting.walk.colours import ColourScale, enlarge, tile_images, to_colours
+from vitral.reporting.walk.source import SourceExcerpt, source_excerpt
+from vitral.reporting.walk.texts import CAPTIONS, STEP_TEXTS, Lang
 
-Array = np.ndarray[Any, Any]
-Scale = Literal["signed", "shares", "span"]
-SIDE = 300  # pixels that a picture of values is enlarged to, about
-MOST_FILTERS = 24
-BEST = 5  # classes in the answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Code:
-    """Lines of the source."""
-
-    where: str  # "vit.py · PatchEmbedding.forward"
-    line: int
-    text: str
+MAX_FILTERS = 24
+TOP_CLASSES = 5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Picture:
-    """Numbers as colours: `pixels` as drawn, h w 3; `values` the numbers themselves where there are any."""
-
+class StepFigure:
     caption: str
-    pixels: Array
-    values: Array | None = None
+    pixels: Array  # (h, w, 3), as drawn
+    values: Array | None = None  # the numbers shown, if the figure shows numbers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
+class WalkStep:
     key: str
     title: str
     text: str
     equation: str
     shape: str
-    code: tuple[Code, ...]
-    pictures: tuple[Picture, ...]
+    code: tuple[SourceExcerpt, ...]
+    figures: tuple[StepFigure, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ClassScore:
     name: str
     logit: float
     probability: float
@@ -78,321 +66,305 @@ class Answer:
 class Walk:
     lang: Lang
     title: str
-    lead: str
-    steps: tuple[Step, ...]
-    answers: tuple[Answer, ...] = field(default=())  # most probable first, with the last step
-    unknown: bool = False  # the picture looks like nothing the model was trained on
+    intro: str
+    steps: tuple[WalkStep, ...]
+    top_classes: tuple[ClassScore, ...]  # most probable first
+    is_ood: bool  # the image is unlike the training set
 
 
-def walk(predictor: Predictor, picture: Source, lang: Lang = "en", layer: int = 1, head: int = 1) -> Walk:
-    """From the pixels of one picture to the logits; inside one block and one head of it, both counted from 1."""
-    pixels_CHW = predictor.card.preprocessing.pixels(picture_of(picture))
-    image_BCHW = predictor.card.preprocessing.normalise(pixels_CHW[None].to(predictor.hardware.device))
-    return Walker(predictor, pixels_CHW, image_BCHW, lang, layer, head).walk()
+def walk(predictor: Predictor, image: ImageInput, lang: Lang = "en", layer: int = 1, head: int = 1) -> Walk:
+    """Follow one image from pixels to logits. layer, head: the block and head to show in detail, counted from 1."""
+    preprocessing = predictor.model_config.preprocessing
+    pixels_CHW = preprocessing.resize_and_crop(decode_image(image))
+    image_1CHW = preprocessing.normalise(pixels_CHW[None].to(predictor.hardware.device))
+    return WalkBuilder(predictor, pixels_CHW, image_1CHW, lang, layer, head).build()
 
 
-class Walker:
-    """One model, one picture, one language: every step is a method that reads the trace."""
+@dataclass(frozen=True, kw_only=True)
+class BlockDetails:
+    """Intermediate results of one block that the trace does not contain, for one image."""
+
+    z: Tensor  # (T, D) input of the block
+    norm: Tensor  # (T, D) LN(z)
+    q: Tensor  # (h, T, d)
+    k: Tensor
+    v: Tensor
+    added: Tensor  # (T, D) output of the attention branch, after layer scale: the value that is added to z
+    z_after: Tensor  # (T, D) z + added
+    hidden: Tensor  # (T, M) after GELU
+
+
+class WalkBuilder:
+    """Builds the steps for one model, one image and one language from a trace."""
 
     def __init__(
-        self, predictor: Predictor, pixels_CHW: Tensor, image_BCHW: Tensor, lang: Lang, layer: int, head: int
+        self, predictor: Predictor, pixels_CHW: Tensor, image_1CHW: Tensor, lang: Lang, layer: int, head: int
     ) -> None:
         if not isinstance(predictor.model, ViT):
-            raise VitralError("only a ViT can be walked through; this model only answers", "take the run it came from")
+            raise VitralError("the walk needs a ViT; this model only has logits", "pass the run it was exported from")
         self.predictor, self.model, self.lang = predictor, predictor.model, lang
         config = self.config = predictor.model.config
-        self.block = chosen("layer", layer, config.depth) or 0
-        self.head = chosen("head", head, config.heads) or 0
-        self.pixels_CHW, self.picture = pixels_CHW, shown(pixels_CHW)
+        self.block = index_from_one("layer", layer, config.depth) or 0
+        self.head = index_from_one("head", head, config.heads) or 0
+        self.image_HW3, self.image_1CHW = to_rgb(pixels_CHW), image_1CHW
         with torch.no_grad():
-            self.image_BCHW = image_BCHW
-            self.trace: Trace = self.model.trace(image_BCHW)
-            self.inside = self.look_inside()
-        self.reads_one = predictor.model.class_token is not None
+            self.trace: Trace = self.model.trace(image_1CHW)
+            self.details = self._block_details()
+        self.has_class_token = predictor.model.class_token is not None
         gh, gw = self.trace.grid
         H, W = config.image_size
+        has_layer_scale = config.layer_scale is not None
         self.numbers: dict[str, Any] = {
             "H": H, "W": W, "C": config.channels, "P": config.patch_size, "gh": gh, "gw": gw, "N": gh * gw,
             "E": self.trace.patches.shape[-1], "D": config.width, "T": self.trace.tokens[0].shape[1],
             "h": config.heads, "d": config.width // config.heads, "M": config.hidden_width, "L": config.depth,
-            "K": config.classes, "l": self.block + 1, "before": self.block, "head": self.head + 1,
-            "front": "x_{class}; " if self.reads_one else "",
-            "registers": config.registers, "prefix": self.trace.prefix,
+            "K": config.num_classes, "l": self.block + 1, "before": self.block, "head": self.head + 1,
+            "front": "x_{class}; " if self.has_class_token else "",
+            "scale_attention": "λ ⊙ " if has_layer_scale else "",
+            "scale_mlp": "λ ⊙ " if has_layer_scale else "",
+            "registers": config.registers,
+            "temperature": f"{predictor.model_config.calibration.temperature:.3g}",
         }  # fmt: skip
 
-    def look_inside(self) -> dict[str, Tensor]:
-        """What the trace leaves out of one block: queries, keys, and what both branches add."""
+    def _block_details(self) -> BlockDetails:
         block: Any = self.model.encoder.blocks[self.block]
         z, attention = self.trace.tokens[self.block], block.attention
         x = block.norm1(z)
-        q, k, _ = attention.qkv(x).unflatten(-1, (3, attention.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = attention.qkv(x).unflatten(-1, (3, attention.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         q, k = attention.norm_q(q), attention.norm_k(k)
         rotary = self.model.encoder.rotary_position
-        turn = None if rotary is None else rotary(self.trace.grid)
-        if turn is not None:
-            q, k = vit.rotate(q, turn), vit.rotate(k, turn)
-        found = attention(x, turn)
-        z1 = block.residual1(z, found)
-        hidden = block.mlp.gelu(block.mlp.expand(block.norm2(z1)))
-        return {"z": z, "x": x, "q": q, "k": k, "found": found, "z1": z1, "hidden": hidden}
+        rope = None if rotary is None else rotary(self.trace.grid)
+        if rope is not None:
+            q, k = vit.apply_rope(q, rope), vit.apply_rope(k, rope)
+        attention_out = attention(x, rope)
+        z_after = block.residual1(z, attention_out)
+        scale = block.residual1.scale
+        added = attention_out if scale is None else attention_out * scale
+        hidden = block.mlp.gelu(block.mlp.expand(block.norm2(z_after)))
+        tensors = {"z": z, "norm": x, "q": q, "k": k, "v": v, "added": added, "z_after": z_after, "hidden": hidden}
+        return BlockDetails(**{name: tensor[0] for name, tensor in tensors.items()})
 
-    def walk(self) -> Walk:
-        c, model, trace, inside, n = self.config, self.model, self.trace, self.inside, self.numbers
-        T, D, N = n["T"], n["D"], n["N"]
-        steps = [
-            self.step("image", f"{n['C']} × {n['H']} × {n['W']}", [ViT.features], self.of_image()),
-        ]
-        squares, embedding = f"{N} × {n['P']} × {n['P']} × {n['C']}", [type(model.patch_embedding).forward]
-        if isinstance(model.patch_embedding, HybridEmbedding):  # pixels are not cut: their feature map is
-            steps += [
-                self.step("squares", squares, [ViT.check], self.of_patches()),
-                self.step("hybrid", f"{N} × {D}", embedding, self.of_embedding()),
-            ]
-        else:
-            steps += [
-                self.step("patches", squares, [ViT.check], self.of_patches()),
-                self.step("flatten", f"{N} × {n['E']}", [vit.patchify], [self.matrix("flat", trace.patches[0])]),
-                self.step("embedding", f"{N} × {D}", embedding, self.of_embedding()),
-            ]
-        if model.class_token is not None:
-            token = model.class_token.token[0]
-            shape = f"{N} × {D} → {n['N'] + 1} × {D}"
-            steps.append(self.step("class_token", shape, [vit.ClassToken.forward], [self.matrix("token", token)]))
-        if model.position_embedding is not None:
-            key = "sincos" if model.position_embedding.fixed else "learned"
-            code: list[Callable[..., Any]] = [vit.PositionEmbedding.forward]
-            if model.position_embedding.fixed:
-                code.append(vit.PositionEmbedding.waves)
-            steps.append(self.step(key, f"{T} × {D}", code, self.of_positions()))
-        steps.append(self.step("embed", f"{T} × {D}", [type(model).embed], [self.matrix("tokens", trace.tokens[0][0])]))
-        if model.encoder.rotary_position is not None:
-            steps.append(
-                self.step(
-                    "rotary", f"2 × {T} × {n['d'] // 2}", [vit.RotaryPosition.turn_of, vit.rotate], self.of_rotary()
-                )
-            )
-        q, k = inside["q"][0, self.head], inside["k"][0, self.head]
-        looked = trace.attention[self.block][0, self.head]
-        steps += [
-            self.step(
-                "queries",
-                f"{T} × {n['d']}",
-                [vit.MultiHeadAttention.forward],
-                [self.matrix("norm", inside["x"][0]), self.matrix("q", q), self.matrix("k", k)],
-            ),
-            self.step("attention", f"{T} × {T}", [vit.attend], self.of_attention(looked)),
-            self.step(
-                "residual",
-                f"{T} × {D}",
-                [vit.Residual.forward, vit.EncoderBlock.forward],
-                [
-                    self.matrix("z", inside["z"][0]),
-                    self.matrix("found", inside["found"][0]),
-                    self.matrix("sum", inside["z1"][0]),
-                    self.share(inside["found"][0], inside["z"][0]),
-                ],
-            ),
-            self.step(
-                "mlp",
-                f"{T} × {D} → {T} × {n['M']} → {T} × {D}",
-                [vit.FeedForward.forward],
-                [self.matrix("hidden", inside["hidden"][0]), self.matrix("out", trace.tokens[self.block + 1][0])],
-            ),
-            self.step(
-                "encoder" if self.reads_one else "encoder_patches",
-                f"{T} × {D}",
-                [vit.Encoder.forward],
-                self.of_encoder(),
-            ),
-            self.step(self.pooling(), str(trace.pooled.shape[1]), self.pooling_code(), self.of_pooling()),
-        ]
-        logits = trace.logits[0].float()
-        calibration = self.predictor.card.calibration
-        chances = calibration.probabilities(logits[None].cpu())[0]
-        unknown = bool(calibration.unknown(logits[None]))
-        last = self.step(
-            "logits",
-            f"{trace.pooled.shape[1]} → {c.classes}",
-            self.head_code(),
-            [self.matrix("logits", logits[None])],
-        )
-        n["temperature"] = f"{calibration.temperature:.3g}"
-        if n["temperature"] != "1":
-            last = replace(last, equation=TEXTS["en"]["calibrated"]["equation"].format(**n))
-        said = {"calibrated": n["temperature"] != "1", "unknown": unknown}
-        more = [TEXTS[self.lang][key]["text"].format(**n) for key, holds in said.items() if holds]
-        steps.append(replace(last, text=" ".join((last.text, *more))))
-        best = chances.topk(min(BEST, len(chances))).indices.tolist()
-        names = self.predictor.classes
-        answers = tuple(Answer(name=names[i], logit=float(logits[i]), probability=float(chances[i])) for i in best)
-        told = TEXTS[self.lang]
-        lead = told["lead"]["text"].format(**n)
+    def build(self) -> Walk:
+        steps = [*self.input_steps(), *self.embedding_steps(), *self.block_steps(), *self.output_steps()]
+        logits = self.trace.logits[0].float().cpu()
+        calibration = self.predictor.model_config.calibration
+        probabilities = calibration.probabilities(logits[None])[0]
+        top = probabilities.topk(min(TOP_CLASSES, len(probabilities))).indices.tolist()
+        classes = self.predictor.classes
+        intro = STEP_TEXTS[self.lang]["intro"]
         return Walk(
             lang=self.lang,
-            title=told["lead"]["title"],
-            lead=lead,
+            title=intro["title"],
+            intro=intro["text"].format(**self.numbers),
             steps=tuple(steps),
-            answers=answers,
-            unknown=unknown,
+            top_classes=tuple(
+                ClassScore(name=classes[i], logit=float(logits[i]), probability=float(probabilities[i])) for i in top
+            ),
+            is_ood=bool(calibration.is_ood(logits[None])),
         )
 
-    def step(self, key: str, shape: str, code: list[Callable[..., Any]], pictures: list[Picture]) -> Step:
-        told = TEXTS[self.lang][key]
-        text = told["text"].format(**self.numbers)
-        if key == "embed" and self.config.registers:
-            text += " " + TEXTS[self.lang]["registers"]["text"].format(**self.numbers)
-        return Step(
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def input_steps(self) -> list[WalkStep]:
+        """From the image to patch embeddings."""
+        n, model = self.numbers, self.model
+        preprocessing = [Preprocessing.resize_and_crop, Preprocessing.normalise]
+        image = self.step("image", f"{n['C']} × {n['H']} × {n['W']}", preprocessing, self.image_figures())
+        patch_shape = f"{n['N']} × {n['P']} × {n['P']} × {n['C']}"
+        embedding_code, embedding_shape = [type(model.patch_embedding).forward], f"{n['N']} × {n['D']}"
+        if isinstance(model.patch_embedding, HybridEmbedding):  # cuts the feature map instead of the pixels
+            return [
+                image,
+                self.step("squares", patch_shape, [type(self.config).grid_for], self.patch_figures()),
+                self.step("hybrid", embedding_shape, embedding_code, self.embedding_figures()),
+            ]
+        flat = self.matrix("flat", self.trace.patches[0])
+        return [
+            image,
+            self.step("patches", patch_shape, [vit.patchify], self.patch_figures()),
+            self.step("flatten", f"{n['N']} × {n['E']}", [vit.patchify], [flat]),
+            self.step("embedding", embedding_shape, embedding_code, self.embedding_figures()),
+        ]
+
+    def embedding_steps(self) -> list[WalkStep]:
+        """Class token, positions and registers."""
+        n, model, steps = self.numbers, self.model, []
+        token_shape = f"{n['T']} × {n['D']}"
+        if model.class_token is not None:
+            shape = f"{n['N']} × {n['D']} → {n['N'] + 1} × {n['D']}"
+            figure = self.matrix("class_token", model.class_token.token[0])
+            steps.append(self.step("class_token", shape, [vit.ClassToken.forward], [figure]))
+        if (positions := model.position_embedding) is not None:
+            key, code = "learned", [vit.PositionEmbedding.forward]
+            if positions.fixed:
+                key, code = "sincos", [vit.PositionEmbedding.forward, vit.PositionEmbedding.sincos_table]
+            steps.append(self.step(key, token_shape, code, self.position_figures(positions)))
+        extra = ["registers"] if self.config.registers else []
+        tokens = self.matrix("tokens", self.trace.tokens[0][0])
+        steps.append(self.step("embed", token_shape, [type(model).embed], [tokens], extra))
+        if (rotary := model.encoder.rotary_position) is not None:
+            shape = f"2 × {n['T']} × {n['d'] // 2}"
+            code = [vit.RotaryPosition.rope_table, vit.apply_rope]
+            steps.append(self.step("rotary", shape, code, self.rotary_figures(rotary)))
+        return steps
+
+    def block_steps(self) -> list[WalkStep]:
+        """Inside one block, then all blocks."""
+        n, details, head = self.numbers, self.details, self.head
+        T, D = n["T"], n["D"]
+        layer_scale = ["layer_scale"] if self.config.layer_scale is not None else []
+        queries = [self.matrix("norm", details.norm)]
+        queries += [self.matrix(name, getattr(details, name)[head]) for name in ("q", "k", "v")]
+        residual = [
+            self.matrix("z", details.z),
+            self.matrix("added", details.added),
+            self.matrix("sum", details.z_after),
+            self.change_figure(),
+        ]
+        block_output = self.matrix("block_output", self.trace.tokens[self.block + 1][0])
+        mlp = [self.matrix("hidden", details.hidden), block_output]
+        residual_code = [vit.Residual.forward, vit.EncoderBlock.forward]
+        encoder_key = "encoder" if self.has_class_token else "encoder_patches"
+        return [
+            self.step("queries", f"{T} × {n['d']}", [vit.MultiHeadAttention.forward], queries),
+            self.step("attention", f"{T} × {T}", [vit.attend], self.attention_figures()),
+            self.step("residual", f"{T} × {D}", residual_code, residual, layer_scale),
+            self.step("mlp", f"{T} × {D} → {T} × {n['M']} → {T} × {D}", [vit.FeedForward.forward], mlp),
+            self.step(encoder_key, f"{T} × {D}", [vit.Encoder.forward], self.encoder_figures()),
+        ]
+
+    def output_steps(self) -> list[WalkStep]:
+        """Pooling and the classification head."""
+        n, model, pooled = self.numbers, self.model, self.trace.pooled
+        pooling_code: list[Callable[..., Any]] = [type(model).pool]
+        if self.config.pooling == "attention":
+            pooling_code.append(vit.AttentionPooling.forward)
+        logits = self.trace.logits[0].float()
+        calibration = self.predictor.model_config.calibration
+        is_calibrated = n["temperature"] != "1"
+        extra = [
+            *(["calibrated"] if is_calibrated else []),
+            *(["unknown"] if bool(calibration.is_ood(logits[None].cpu())) else []),
+        ]
+        shape = f"{pooled.shape[1]} → {n['K']}"
+        head = self.step("logits", shape, [type(model.head).forward], [self.matrix("logits", logits[None])], extra)
+        if is_calibrated:
+            head = replace(head, equation=STEP_TEXTS["en"]["calibrated"]["equation"].format(**n))
+        return [self.step(self.pooling_key(), str(pooled.shape[1]), pooling_code, self.pooling_figures()), head]
+
+    def pooling_key(self) -> str:
+        if isinstance(self.model, ClassAndMeanViT):
+            return "pool_class_and_mean"
+        return "pool_distilled" if isinstance(self.model, DistilledViT) else f"pool_{self.config.pooling}"
+
+    def step(
+        self,
+        key: str,
+        shape: str,
+        code: Sequence[Callable[..., Any]],
+        figures: Sequence[StepFigure],
+        extra_texts: Sequence[str] = (),
+    ) -> WalkStep:
+        texts = STEP_TEXTS[self.lang]
+        sentences = [texts[name]["text"].format(**self.numbers) for name in (key, *extra_texts)]
+        return WalkStep(
             key=key,
-            title=told["title"].format(**self.numbers),
-            text=text,
-            equation=TEXTS["en"][key]["equation"].format(**self.numbers),
+            title=texts[key]["title"].format(**self.numbers),
+            text=" ".join(sentences),
+            equation=STEP_TEXTS["en"][key]["equation"].format(**self.numbers),
             shape=shape,
-            code=tuple(source_of(function) for function in code),
-            pictures=tuple(pictures),
+            code=tuple(source_excerpt(function) for function in code),
+            figures=tuple(figures),
         )
 
-    # ── pictures ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def caption(self, key: str, **more: Any) -> str:
-        return CAPTIONS[self.lang][key].format(**self.numbers, **more)
+    def caption(self, key: str, **values: Any) -> str:
+        return CAPTIONS[self.lang][key].format(**self.numbers, **values)
 
-    def of_image(self) -> list[Picture]:
-        seen = self.image_BCHW[0]
-        found = [Picture(caption=self.caption("image"), pixels=enlarged(self.picture))]
-        names = ("red", "green", "blue") if len(seen) == 3 else ("gray",) * len(seen)
-        return found + [self.matrix(name, channel) for name, channel in zip(names, seen, strict=True)]
-
-    def of_patches(self) -> list[Picture]:
-        cut = with_gaps(self.picture, self.config.patch_size, self.trace.margin)
-        return [Picture(caption=self.caption("patches"), pixels=cut)]
-
-    def of_embedding(self) -> list[Picture]:
-        weight, _ = filters_of(self.model)
-        tiles = [as_picture(one) for one in weight[:MOST_FILTERS]]
-        rows = [np.stack([t, t, t], axis=-1) if t.ndim == 2 else t for t in tiles]
-        pictures = tiled([(tile * 255).astype(np.uint8) for tile in rows], columns=8)
-        with torch.no_grad():
-            tokens = self.model.patch_embedding(self.image_BCHW)[0]
-        shown_filters = self.caption("filters", count=len(tiles), all=len(weight))
-        return [Picture(caption=shown_filters, pixels=enlarged(pictures)), self.matrix("embedded", tokens)]
-
-    def of_positions(self) -> list[Picture]:
-        assert self.model.position_embedding is not None
-        table = self.model.position_embedding.rows(self.trace.grid)[0].detach()
-        front = self.model.position_embedding.front
-        alike = similarity(table[front:])
-        return [self.matrix("table", table), *self.from_the_middle(alike)]
-
-    def of_rotary(self) -> list[Picture]:
-        assert self.model.encoder.rotary_position is not None
-        turn = self.model.encoder.rotary_position(self.trace.grid)
-        prefix = self.model.encoder.rotary_position.prefix
-        return [self.matrix("angles", turn[1]), *self.from_the_middle(turned_alike(turn[:, prefix:]))]
-
-    def from_the_middle(self, alike_NN: Tensor) -> list[Picture]:
-        gh, gw = self.trace.grid
-        middle = gh // 2 * gw + gw // 2
-        place = alike_NN[middle].view(gh, gw)
-        return [self.matrix("alike", place, row=gh // 2 + 1, column=gw // 2 + 1)]
-
-    def of_attention(self, looked_TT: Tensor) -> list[Picture]:
-        prefix, grid = self.trace.prefix, self.trace.grid
-        key = "row" if self.reads_one else "rows"
-        row = self.asking(looked_TT)
-        return [self.matrix("matrix", looked_TT, "shares"), self.glow(key, row[None, prefix:], grid)]
-
-    def asking(self, looked_TT: Tensor) -> Tensor:
-        """Where the class token looks or, where there is none, the patches on average: T."""
-        return looked_TT[0] if self.reads_one else looked_TT[self.trace.prefix :].mean(dim=0)
-
-    def glow(self, key: str, heat_1N: Tensor, grid: vit.Grid, **more: Any) -> Picture:
-        heat = scaled(to_pixels(heat_1N, grid, self.image_BCHW, self.trace.margin))[0].cpu().numpy()
-        values = heat_1N.view(grid).cpu().numpy()
-        return Picture(caption=self.caption(key, **more), pixels=enlarged(glowing(self.picture, heat)), values=values)
-
-    def share(self, found_TD: Tensor, z_TD: Tensor) -> Picture:
-        """How long what was added is, beside what was there, place by place."""
-        share = (found_TD.norm(dim=-1) / z_TD.norm(dim=-1).clamp_min(1e-12))[self.trace.prefix :]
-        return self.matrix("share", share.view(self.trace.grid), "span")
-
-    def of_encoder(self) -> list[Picture]:
-        prefix, grid = self.trace.prefix, self.trace.grid
-        pictures = []
-        for index, looked in enumerate(self.trace.attention):
-            row = self.asking(looked[0].mean(dim=0))
-            pictures.append(self.glow("block", row[None, prefix:], grid, block=index + 1))
-        return pictures
-
-    def pooling(self) -> str:
-        return f"pool_{self.config.pooling}"
-
-    def pooling_code(self) -> list[Callable[..., Any]]:
-        extra = [vit.AttentionPooling.forward] if self.config.pooling == "attention" else []
-        return [type(self.model).pool, *extra]
-
-    def head_code(self) -> list[Callable[..., Any]]:
-        return [type(self.model.head).forward]
-
-    def of_pooling(self) -> list[Picture]:
-        pooled = [self.matrix("pooled", self.trace.pooled)]
-        if self.trace.pooling:
-            heat = self.trace.pooling[0][0].mean(dim=0)
-            pooled.append(self.glow("asked", heat, self.trace.grid))
-        return pooled
-
-    def matrix(self, key: str, values: Tensor, scale: Scale = "signed", **more: Any) -> Picture:
+    def matrix(self, key: str, values: Tensor, scale: ColourScale = "signed", **caption_values: Any) -> StepFigure:
         numbers = values.detach().float().cpu().numpy()
-        reach = f"{numbers.min():.2g} … {numbers.max():.2g}"
-        told = f"{self.caption(key, **more)} ({numbers.shape[0]} × {numbers.shape[1]}; {reach})"
-        return Picture(caption=told, pixels=enlarged(coloured(numbers, scale)), values=numbers)
+        value_range = f"{numbers.min():.2g} … {numbers.max():.2g}"
+        caption = f"{self.caption(key, **caption_values)} ({numbers.shape[0]} × {numbers.shape[1]}; {value_range})"
+        return StepFigure(caption=caption, pixels=enlarge(to_colours(numbers, scale)), values=numbers)
 
+    def heatmap(self, key: str, weights_N: Tensor, **caption_values: Any) -> StepFigure:
+        """Attention weights of the patches as light over the image."""
+        grid, margin = self.trace.grid, self.trace.margin
+        heat_HW = rescale_for_display(to_pixels(weights_N[None], grid, self.image_1CHW, margin))[0].cpu().numpy()
+        return StepFigure(
+            caption=self.caption(key, **caption_values),
+            pixels=enlarge(overlay_heatmap(self.image_HW3, heat_HW)),
+            values=weights_N.view(grid).cpu().numpy(),
+        )
 
-# ── numbers as colours, source as text ───────────────────────────────────────────────────────────────────────
+    def image_figures(self) -> list[StepFigure]:
+        channels = self.image_1CHW[0]
+        names = ("red", "green", "blue") if len(channels) == 3 else ("gray",) * len(channels)
+        image = StepFigure(caption=self.caption("image"), pixels=enlarge(self.image_HW3))
+        return [image, *(self.matrix(name, channel) for name, channel in zip(names, channels, strict=True))]
 
+    def patch_figures(self) -> list[StepFigure]:
+        mosaic = patch_mosaic(self.image_HW3, self.config.patch_size, self.trace.margin)
+        return [StepFigure(caption=self.caption("patches"), pixels=mosaic)]
 
-def coloured(values: Array, scale: Scale = "signed") -> Array:
-    """signed: orange below zero, white at it, purple above, the outermost hundredth clipped; shares: dark to light by
-    their square roots, for most are small; span: dark to light from the least to the most."""
-    if scale == "signed":
-        most = max(float(np.quantile(np.abs(values), 0.99)), 1e-12)
-        painted = colormaps["PuOr"]((values / most).clip(-1, 1) / 2 + 0.5)
-    elif scale == "shares":
-        painted = colormaps["cividis"](np.sqrt((values / max(float(values.max()), 1e-12)).clip(0, 1)))
-    else:
-        painted = colormaps["cividis"]((values - values.min()) / max(float(np.ptp(values)), 1e-12))
-    pixels: Array = (painted[..., :3] * 255).round().astype(np.uint8)
-    return pixels
+    def embedding_figures(self) -> list[StepFigure]:
+        filters, _ = embedding_filters(self.model)
+        images = [filter_to_image(weights) for weights in filters[:MAX_FILTERS]]
+        rgb_images = [np.stack([image] * 3, axis=-1) if image.ndim == 2 else image for image in images]
+        tiles = tile_images([(image * 255).astype(np.uint8) for image in rgb_images], columns=8)
+        caption = self.caption("filters", count=len(images), all=len(filters))
+        with torch.no_grad():
+            tokens = self.model.patch_embedding(self.image_1CHW)[0]
+        return [StepFigure(caption=caption, pixels=enlarge(tiles)), self.matrix("embedded", tokens)]
 
+    def position_figures(self, positions: vit.PositionEmbedding) -> list[StepFigure]:
+        table = positions.table_for(self.trace.grid)[0].detach()
+        similarity = cosine_similarity(table[positions.num_cls_tokens :])
+        return [self.matrix("position_table", table), self.central_similarity(similarity)]
 
-def enlarged(pixels_hw3: Array) -> Array:
-    """Every number a square of several pixels; a vector's a bar, so that it can be seen."""
-    h, w, _ = pixels_hw3.shape
-    times = max(SIDE // max(h, w), 1)
-    tall = times if h * times >= 16 else -(-16 // h)
-    bigger: Array = pixels_hw3.repeat(tall, axis=0).repeat(times, axis=1)
-    return bigger
+    def rotary_figures(self, rotary: vit.RotaryPosition) -> list[StepFigure]:
+        rope = rotary(self.trace.grid)
+        similarity = rope_similarity(rope[:, rotary.num_prefix_tokens :])
+        return [self.matrix("angles", rope[1]), self.central_similarity(similarity)]
 
+    def central_similarity(self, similarity_NN: Tensor) -> StepFigure:
+        """Similarity of the central position to all others."""
+        gh, gw = self.trace.grid
+        row, column = gh // 2, gw // 2
+        similarity = similarity_NN[row * gw + column].view(gh, gw)
+        return self.matrix("position_similarity", similarity, row=row + 1, column=column + 1)
 
-def tiled(pictures: list[Array], columns: int) -> Array:
-    h, w, _ = pictures[0].shape
-    gap = max(w // 8, 1)
-    columns = min(columns, len(pictures))
-    rows = -(-len(pictures) // columns)
-    sheet: Array = np.full((rows * (h + gap) - gap, columns * (w + gap) - gap, 3), 255, dtype=np.uint8)
-    for index, picture in enumerate(pictures):
-        y, x = index // columns * (h + gap), index % columns * (w + gap)
-        sheet[y : y + h, x : x + w] = picture
-    return sheet
+    def attention_figures(self) -> list[StepFigure]:
+        attention_TT = self.trace.attention[self.block][0, self.head]
+        key = "class_token_attention" if self.has_class_token else "patch_attention"
+        head_output = attention_TT @ self.details.v[self.head]
+        return [
+            self.matrix("attention", attention_TT, "weights"),
+            self.heatmap(key, self.attention_to_patches(attention_TT)),
+            self.matrix("head_output", head_output),
+        ]
 
+    def attention_to_patches(self, attention_TT: Tensor) -> Tensor:
+        """Attention of the class token to the patches, (N,); without class token, the mean over the patches."""
+        num_prefix_tokens = self.trace.num_prefix_tokens
+        row = attention_TT[0] if self.has_class_token else attention_TT[num_prefix_tokens:].mean(dim=0)
+        return row[num_prefix_tokens:]
 
-def source_of(function: Callable[..., Any]) -> Code:
-    """The lines of a function as they stand in its file, docstring left out, not indented."""
-    lines, first = inspect.getsourcelines(function)
-    text = inspect.cleandoc("".join(["\n", *lines]))
-    doc = inspect.getdoc(function)
-    if doc:
-        before, _, rest = text.partition('"""')
-        _, _, after = rest.partition('"""')
-        text = before.rstrip() + "\n" + after.lstrip("\n")
-    file = Path(inspect.getsourcefile(function) or "").name
-    return Code(where=f"{file} · {function.__qualname__}", line=first, text=text.rstrip())
+    def change_figure(self) -> StepFigure:
+        """Norm of the added vector relative to the norm of the original one, for each patch."""
+        change_T = self.details.added.norm(dim=-1) / self.details.z.norm(dim=-1).clamp_min(1e-12)
+        change_N = change_T[self.trace.num_prefix_tokens :]
+        return self.matrix("change", change_N.view(self.trace.grid), "range")
+
+    def encoder_figures(self) -> list[StepFigure]:
+        return [
+            self.heatmap("block", self.attention_to_patches(attention[0].mean(dim=0)), block=index + 1)
+            for index, attention in enumerate(self.trace.attention)
+        ]
+
+    def pooling_figures(self) -> list[StepFigure]:
+        figures = [self.matrix("pooled", self.trace.pooled)]
+        if self.trace.pooling:
+            figures.append(self.heatmap("query_attention", self.trace.pooling[0][0].mean(dim=0)[0]))
+        return figures

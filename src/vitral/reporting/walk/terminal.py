@@ -1,4 +1,4 @@
-"""The walk on a terminal: pictures in half blocks, two pixels a character; in shades where there are no colours."""
+"""The walk on a terminal: figures in half blocks, two pixels per character, or in shades without colour support."""
 
 from __future__ import annotations
 
@@ -14,79 +14,85 @@ from rich.style import Style
 from rich.syntax import Syntax
 from rich.text import Text
 
-from vitral.reporting.walk.steps import Array, Picture, Walk
-from vitral.reporting.walk.texts import PAGE
+from vitral.reporting.figures.style import Array
+from vitral.reporting.walk.steps import StepFigure, Walk, WalkStep
+from vitral.reporting.walk.texts import PAGE_TEXTS
 
 SHADES = " ░▒▓█"
 SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-ACROSS = 56  # characters of a picture, at most
+MAX_FIGURE_WIDTH = 56  # characters
+MAX_FIGURES = 4  # of a step with more figures, the first and the last are shown
 
 
-def show(walk: Walk, console: Console | None = None, code: bool = True) -> None:
+def print_walk(walk: Walk, console: Console | None = None, code: bool = True) -> None:
     console = console or Console(highlight=False)
-    words = PAGE[walk.lang]
     console.print(f"[bold]{escape(walk.title)}[/bold]\n")
-    console.print(Text(walk.lead))
-    for index, step in enumerate(walk.steps):
-        console.print(f"\n[bold cyan]{index + 1}  {escape(step.title)}[/bold cyan]   [dim]{step.shape}[/dim]")
-        console.print(Padding(Text(step.text), (0, 0, 0, 3), expand=False))
-        console.print(Padding(Text(equation(step.equation), style="italic"), (1, 0, 1, 3), expand=False))
-        pictures = step.pictures if len(step.pictures) <= 4 else (step.pictures[0], step.pictures[-1])
-        for picture in pictures:
-            console.print(Padding(drawn(picture, console), (0, 0, 1, 3), expand=False))
-        for one in step.code if code else ():
-            console.print(f"   [dim]{escape(one.where)}, {words['line']} {one.line}[/dim]")
-            plain = Syntax(one.text, "python", theme="ansi_dark", background_color="default", word_wrap=True)
-            console.print(Padding(plain, (0, 0, 1, 3), expand=False))
-    for answer in walk.answers:
-        bar = "█" * round(20 * answer.probability)
-        console.print(
-            f"   {escape(answer.name):<22} {answer.logit:8.2f}   {answer.probability:6.1%} [cyan]{bar}[/cyan]"
-        )
+    console.print(Text(walk.intro))
+    for number, step in enumerate(walk.steps, start=1):
+        print_step(number, step, console, PAGE_TEXTS[walk.lang]["line"] if code else None)
+    for score in walk.top_classes:
+        bar = "█" * round(20 * score.probability)
+        console.print(f"   {escape(score.name):<22} {score.logit:8.2f}   {score.probability:6.1%} [cyan]{bar}[/cyan]")
 
 
-def equation(text: str) -> str:
-    """z_{0} → z₀, x^{2} → x²; what has no such letter stands behind _ or ^."""
+def print_step(number: int, step: WalkStep, console: Console, line_text: str | None) -> None:
+    """Print one step. line_text: template for the line number of source code; None: no source code."""
+    console.print(f"\n[bold cyan]{number}  {escape(step.title)}[/bold cyan]   [dim]{step.shape}[/dim]")
+    console.print(Padding(Text(step.text), (0, 0, 0, 3), expand=False))
+    console.print(Padding(Text(render_equation(step.equation), style="italic"), (1, 0, 1, 3), expand=False))
+    figures = step.figures if len(step.figures) <= MAX_FIGURES else (step.figures[0], step.figures[-1])
+    for figure in figures:
+        console.print(Padding(render_figure(figure, console), (0, 0, 1, 3), expand=False))
+    if line_text is None:
+        return
+    for excerpt in step.code:
+        console.print(f"   [dim]{escape(excerpt.location)}, {line_text.format(line=excerpt.line)}[/dim]")
+        syntax = Syntax(excerpt.text, "python", theme="ansi_dark", background_color="default", word_wrap=True)
+        console.print(Padding(syntax, (0, 0, 1, 3), expand=False))
 
-    def low(match: re.Match[str]) -> str:
+
+def render_equation(text: str) -> str:
+    """z_{0} → z₀, x^{2} → x²; other subscripts and superscripts keep _ or ^."""
+
+    def subscript(match: re.Match[str]) -> str:
         return match[1].translate(SUBSCRIPT) if match[1].isdigit() else f"_{match[1]}"
 
-    def high(match: re.Match[str]) -> str:
-        power = match[1] if len(match[1]) == 1 else f"({match[1]})"
-        return match[1].translate(SUPERSCRIPT) if match[1].isdigit() else f"^{power}"
+    def superscript(match: re.Match[str]) -> str:
+        exponent = match[1] if len(match[1]) == 1 else f"({match[1]})"
+        return match[1].translate(SUPERSCRIPT) if match[1].isdigit() else f"^{exponent}"
 
-    return re.sub(r"\^\{([^}]*)\}", high, re.sub(r"_\{([^}]*)\}", low, text))
+    return re.sub(r"\^\{([^}]*)\}", superscript, re.sub(r"_\{([^}]*)\}", subscript, text))
 
 
-def drawn(picture: Picture, console: Console) -> RenderableType:
-    caption = Text(picture.caption, style="dim")
-    pixels = fitted(picture.pixels, min(ACROSS, max(console.width - 6, 8)))
+def render_figure(figure: StepFigure, console: Console) -> RenderableType:
+    caption = Text(figure.caption, style="dim")
+    pixels = fit(figure.pixels, min(MAX_FIGURE_WIDTH, max(console.width - 6, 8)))
     lines = half_blocks(pixels) if console.color_system else shades(pixels)
     return Group(*lines, caption)
 
 
-def fitted(pixels_hw3: Array, across: int) -> Array:
-    """At most `across` pixels wide and as many high, an even number."""
+def fit(pixels_hw3: Array, max_side: int) -> Array:
+    """Shrink to at most `max_side` pixels in both directions, with an even height."""
     h, w, _ = pixels_hw3.shape
-    shrink = min(across / w, across / h, 1.0)
-    size = max(round(w * shrink), 1), max(round(h * shrink / 2), 1) * 2
+    scale = min(max_side / w, max_side / h, 1.0)
+    size = max(round(w * scale), 1), max(round(h * scale / 2), 1) * 2
     return np.asarray(Image.fromarray(np.ascontiguousarray(pixels_hw3)).resize(size, Image.Resampling.BOX))
 
 
 def half_blocks(pixels_hw3: Array) -> Iterator[Text]:
-    for upper, lower in zip(pixels_hw3[::2], pixels_hw3[1::2], strict=True):
+    for upper_row, lower_row in zip(pixels_hw3[::2], pixels_hw3[1::2], strict=True):
         line = Text()
-        for above, below in zip(upper.tolist(), lower.tolist(), strict=True):
-            colour = Style(color="rgb({},{},{})".format(*above), bgcolor="rgb({},{},{})".format(*below))
-            line.append("▀", style=colour)
+        for upper, lower in zip(upper_row.tolist(), lower_row.tolist(), strict=True):
+            style = Style(color="rgb({},{},{})".format(*upper), bgcolor="rgb({},{},{})".format(*lower))
+            line.append("▀", style=style)
         yield line
 
 
 def shades(pixels_hw3: Array) -> Iterator[Text]:
-    """Light and dark alone: the mean of two rows, for characters are twice as high as they are wide."""
-    light = pixels_hw3.astype(float).mean(axis=2).reshape(-1, 2, pixels_hw3.shape[1]).mean(axis=1)
-    span = max(float(np.ptp(light)), 1.0)
-    steps = ((light - light.min()) / span * (len(SHADES) - 1)).round().astype(int)
-    for row in steps.tolist():
-        yield Text("".join(SHADES[step] for step in row))
+    """Brightness only. Two rows are averaged, because characters are twice as high as wide."""
+    brightness = pixels_hw3.astype(float).mean(axis=2).reshape(-1, 2, pixels_hw3.shape[1]).mean(axis=1)
+    value_range = max(float(np.ptp(brightness)), 1.0)
+    levels = ((brightness - brightness.min()) / value_range * (len(SHADES) - 1)).round().astype(int)
+    for row in levels.tolist():
+        yield Text("".join(SHADES[level] for level in row))

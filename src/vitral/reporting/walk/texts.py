@@ -1,4 +1,4 @@
-"""What the walk says, in English and in Korean: read from walk_en.toml and walk_ko.toml beside this file."""
+"""The texts of the walk, from en.toml and ko.toml."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 Lang = Literal["en", "ko"]
 
 
-def _read(lang: str) -> dict[str, Any]:
+def _load(lang: str) -> dict[str, Any]:
     return tomllib.loads((files("vitral.reporting.walk") / f"{lang}.toml").read_text(encoding="utf-8"))
 
 
-_READ = {lang: _read(lang) for lang in get_args(Lang)}
-TEXTS: dict[str, dict[str, dict[str, str]]] = {lang: read["steps"] for lang, read in _READ.items()}
-CAPTIONS: dict[str, dict[str, str]] = {lang: read["captions"] for lang, read in _READ.items()}
-PAGE: dict[str, dict[str, str]] = {lang: read["page"] for lang, read in _READ.items()}  # words around the steps
+_FILES = {lang: _load(lang) for lang in get_args(Lang)}
+STEP_TEXTS: dict[str, dict[str, dict[str, str]]] = {lang: content["steps"] for lang, content in _FILES.items()}
+CAPTIONS: dict[str, dict[str, str]] = {lang: content["captions"] for lang, content in _FILES.items()}
+PAGE_TEXTS: dict[str, dict[str, str]] = {lang: content["page"] for lang, content in _FILES.items()}

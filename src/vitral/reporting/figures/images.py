@@ -1,0 +1,66 @@
+"""Images as arrays for figures: RGB conversion, patches, heatmap overlays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from PIL import Image
+from torch import Tensor
+
+from vitral.explain import METHODS, rescale_for_display
+from vitral.inference.predictor import Predictor
+from vitral.reporting.figures.style import Array
+
+MIN_MOSAIC_SIDE = 420  # small images are enlarged to this, so that a gap can be thinner than an image pixel
+
+
+def to_rgb(image_CHW: Tensor) -> Array:
+    """A uint8 image as (H, W, 3). Greyscale is repeated; an alpha channel is dropped."""
+    channels = image_CHW[:3] if len(image_CHW) >= 3 else image_CHW[:1].expand(3, -1, -1)
+    array: Array = channels.permute(1, 2, 0).cpu().numpy()
+    return array
+
+
+def draw_image(axes: Axes, image_HW3: Array) -> None:
+    axes.imshow(image_HW3, interpolation="nearest", extent=(0, 1, 0, image_HW3.shape[0] / image_HW3.shape[1]))
+
+
+def save_image(image_CHW: Tensor, path: Path) -> Path:
+    pixels = image_CHW.permute(1, 2, 0).squeeze(-1).cpu().numpy()
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def patch_mosaic(image_HW3: Array, patch_size: int, margin: int = 0) -> Array:
+    """The image cut into its patches, with white gaps between them and without the margin that no patch covers."""
+    H, W, _ = image_HW3.shape
+    covered = image_HW3[margin : H - margin, margin : W - margin]
+    H, W, _ = covered.shape
+    scale = max(-(-MIN_MOSAIC_SIDE // min(H, W)), 1)
+    P = patch_size * scale
+    gap = max(P // 7, 2)
+    rows, columns = H // patch_size, W // patch_size
+    enlarged = covered.repeat(scale, axis=0).repeat(scale, axis=1)
+    mosaic: Array = np.full((rows * (P + gap) - gap, columns * (P + gap) - gap, 3), 255, dtype=np.uint8)
+    for row in range(rows):
+        for column in range(columns):
+            top, left = row * (P + gap), column * (P + gap)
+            mosaic[top : top + P, left : left + P] = enlarged[row * P : (row + 1) * P, column * P : (column + 1) * P]
+    return mosaic
+
+
+def rollout_heatmaps(predictor: Predictor, images_NCHW: Tensor) -> Array:
+    """Attention rollout, scaled to [0, 1]: (N, H, W)."""
+    images = predictor.model_config.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
+    heatmaps: Array = rescale_for_display(METHODS["rollout"](predictor.model, images)).cpu().numpy()
+    return heatmaps
+
+
+def overlay_heatmap(image_HW3: Array, heatmap_HW: Array) -> Array:
+    """Darken the image and add the heatmap as light, so that the image stays visible under it."""
+    glow = colormaps["inferno"](0.85 * heatmap_HW)[..., :3] * (1.5 * heatmap_HW[..., None]).clip(0, 1)
+    blended: Array = 1 - (1 - 0.6 * image_HW3 / 255) * (1 - 0.9 * glow)
+    return (blended * 255).round().astype(np.uint8)

@@ -1,0 +1,41 @@
+"""Colours and helpers shared by all figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from vitral.reporting.figures.fonts import add_fallback_fonts, suppress_font_warnings
+
+# Distinguishable with all common forms of colour blindness (Okabe and Ito).
+BLUE, ORANGE, GREEN, PINK, YELLOW = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
+GRAY, PALE_GRAY, PALE_BLUE = "#6B7280", "#D5DBE3", "#9DB8CC"
+ERROR_COLOURS = LinearSegmentedColormap.from_list("errors", ["white", "#FDD0A2", "#F16913", "#8C2D04"])
+
+Array = np.ndarray[Any, Any]
+
+
+def save(figure: Figure, path: Path) -> Path:
+    add_fallback_fonts(figure)
+    with suppress_font_warnings():
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+    return path
+
+
+def style_axes(axes: Axes, grid_axis: str = "both") -> None:
+    axes.grid(alpha=0.3, axis=grid_axis)  # type: ignore[arg-type]
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def format_percent(fraction: float) -> str:
+    """One decimal. Never rounds to 100% or 0% unless the value is exactly 1 or 0."""
+    return "> 99.9%" if 0.9995 <= fraction < 1 else "< 0.1%" if 0 < fraction < 0.0005 else f"{fraction:.1%}"
+
+
+def shorten(name: str, max_length: int) -> str:
+    return name if len(name) <= max_length else name[: max_length - 1] + "…"

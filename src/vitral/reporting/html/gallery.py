@@ -1,0 +1,84 @@
+"""Report section with the most confident errors and the least confident predictions."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitral.explain import METHODS, rescale_for_display
+from vitral.inference.predictor import Predictor
+from vitral.reporting.figures.images import overlay_heatmap, to_rgb
+from vitral.reporting.figures.style import Array
+from vitral.reporting.html.markup import note, percent, text
+from vitral.reporting.html.report_data import ReportData
+
+GALLERY_SIZE = 12
+RELEVANCE_BATCH = 4  # images; the gradients of all attention matrices are kept in memory
+MAX_PIXELATED_SIDE = 64  # pixels; smaller images are embedded losslessly and shown without smoothing
+THUMBNAIL_SIDE = 112  # pixels
+
+
+def gallery_section(data: ReportData) -> str:
+    p_NK = data.predictor.model_config.calibration.probabilities(data.logits)
+    confidence, predicted = p_NK.max(dim=1)
+    errors = (predicted != data.split.labels).nonzero().flatten()
+    confident_errors = errors[confidence[errors].argsort(descending=True)][:GALLERY_SIZE]
+    least_confident = confidence.argsort()[:GALLERY_SIZE]
+    content = ""
+    for title, indices in (
+        ("Most confident errors", confident_errors),
+        ("Least confident predictions", least_confident),
+    ):
+        if len(indices):
+            content += f'<h3>{title}</h3><ul class="images">{"".join(gallery_items(data, indices, p_NK))}</ul>'
+    return content + note("Right of each image: evidence for the predicted class (class relevance).")
+
+
+def gallery_items(data: ReportData, indices: Tensor, p_NK: Tensor) -> Iterator[str]:
+    images, names = data.split.images[indices], data.predictor.classes
+    predicted = p_NK[indices].argmax(dim=1)
+    heatmaps = relevance_heatmaps(data.predictor, images, predicted)
+    style = " class=pixels" if is_pixelated(images) else ""
+    for image, heatmap, prediction, index in zip(images, heatmaps, predicted.tolist(), indices.tolist(), strict=True):
+        true = int(data.split.labels[index])
+        correct = prediction == true
+        label = f"{names[prediction]} {percent(p_NK[index, prediction].item(), 1)}"
+        verdict = "correct" if correct else f"true class: {names[true]} ({percent(p_NK[index, true].item(), 1)})"
+        rgb = to_rgb(image)
+        yield (
+            f'<li class="two"><img{style} src="{image_data_uri(rgb)}" alt="{text(f"image of class {names[true]}")}"> '
+            f'<img{style} src="{image_data_uri(overlay_heatmap(rgb, heatmap))}" alt="class relevance">'
+            f'<div>{text(label)}, <span class="{"soft" if correct else "wrong"}">{text(verdict)}</span></div></li>'
+        )
+
+
+def relevance_heatmaps(predictor: Predictor, images_NCHW: Tensor, targets_N: Tensor) -> Array:
+    """Class relevance scaled to [0, 1]: (N, H, W)."""
+    images = predictor.model_config.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
+    batches = zip(images.split(RELEVANCE_BATCH), targets_N.to(images.device).split(RELEVANCE_BATCH), strict=True)
+    heat = torch.cat([METHODS["relevance"](predictor.model, batch, targets) for batch, targets in batches])
+    heatmaps: Array = rescale_for_display(heat).cpu().numpy()
+    return heatmaps
+
+
+def is_pixelated(images_NCHW: Tensor) -> bool:
+    return max(images_NCHW.shape[2:]) <= MAX_PIXELATED_SIDE
+
+
+def image_data_uri(image_HW3: Array) -> str:
+    """Small images as PNG, larger ones as JPEG thumbnails."""
+    image, file = Image.fromarray(image_HW3), io.BytesIO()
+    if max(image.size) <= MAX_PIXELATED_SIDE:
+        is_gray = bool((image_HW3[..., :1] == image_HW3).all())
+        (image.convert("L") if is_gray else image).save(file, "PNG")
+        kind = "png"
+    else:
+        image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+        image.save(file, "JPEG", quality=82)
+        kind = "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -1,0 +1,103 @@
+"""Report sections about the run: summary, training curves, data and reproduction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vitral.reporting.html import charts
+from vitral.reporting.html.charts import Chart, nice_ticks, padded_range
+from vitral.reporting.html.confusion_matrix import MAX_CLASSES
+from vitral.reporting.html.markup import definition_table, interval, note, percent, table, text
+from vitral.reporting.html.report_data import ReportData
+
+MAX_DOTS = 60  # epochs; longer curves are drawn without a dot per epoch
+
+
+def summary_section(data: ReportData) -> str:
+    evaluation = data.evaluation
+    headline = evaluation.headline
+    metrics = [("Accuracy", headline.accuracy, True), ("Top-5 accuracy", headline.top5, True)]
+    metrics += [("Macro F1", headline.macro_f1, True), ("Cross-entropy", headline.nll, False)]
+    metrics += [("Brier score", headline.brier, False), ("Calibration error (ECE)", headline.ece, True)]
+    metrics += [("Area under risk-coverage curve (AURC)", headline.aurc, False)]
+    rows = [
+        (name, percent(m.value), interval(m)) if is_share else (name, f"{m.value:.4f}", f"{m.low:.4f}–{m.high:.4f}")
+        for name, m, is_share in metrics
+        if name != "Top-5 accuracy" or len(evaluation.per_class) > 5
+    ]
+    metric_table = table(("Metric", data.split_name, "95% interval"), rows)
+    caveat = "The best epoch was selected on these images, so new images will score slightly lower. "
+    footnote = note(
+        f"{caveat if data.split_name == 'validation' else ''}Intervals: Wilson for accuracy, 1,000 bootstrap resamples "
+        f"of the images for the others. Probabilities are calibrated with temperature {evaluation.temperature:.3f}, "
+        f"fitted on the {evaluation.calibrated_on} images."
+    )
+    return f'<div class="columns"><div>{definition_table(data.facts)}</div><div>{metric_table}</div></div>{footnote}'
+
+
+def training_section(epochs: tuple[dict[str, Any], ...]) -> str:
+    """Loss and accuracy per epoch. epochs: rows of metrics.jsonl."""
+    if not epochs:
+        return ""
+    curves = (("loss", "loss", charts.number), ("top1", "accuracy", charts.percent))
+    drawn = "".join(_training_chart(epochs, metric, name, number_format) for metric, name, number_format in curves)
+    return f'<div class="columns">{drawn}</div>'
+
+
+def _training_chart(epochs: tuple[dict[str, Any], ...], metric: str, name: str, number_format: Any) -> str:
+    numbers = [row["epoch"] for row in epochs]
+    has_validation = all(f"validation_{metric}" in row for row in epochs)
+    splits = ("train", "validation") if has_validation else ("train",)
+    curves = [[float(row.get(f"{split}_{metric}", float("nan"))) for row in epochs] for split in splits]
+    label = f"{name} per epoch: training ends at {number_format(curves[0][-1])}"
+    chart = Chart(
+        label=label + (f", validation at {number_format(curves[1][-1])}" if has_validation else ""),
+        x="epoch",
+        y=name,
+        x_range=(min(numbers) - 0.2, max(numbers) + 0.2),
+        y_range=padded_range([y for curve in curves for y in curve], floor=0.0),
+        y_format=number_format,
+        x_ticks=[x for x in nice_ticks(min(numbers), max(numbers), 8) if x == int(x)] or numbers[:1],
+    )
+    for curve, colour, curve_name in zip(curves, "ba", ("training (augmented)", "validation"), strict=False):
+        chart.line(numbers, curve, colour, curve_name)
+        if len(numbers) <= MAX_DOTS:
+            chart.dots(numbers, curve, colour)
+    best = max((row["epoch"] for row in epochs if row.get("best")), default=None)
+    if has_validation and best is not None and len(numbers) > 1:
+        chart.rule(best, "g", f"best epoch ({best})")
+    return chart.svg()
+
+
+def data_section(data: ReportData) -> str:
+    checks = "".join(f"<li>{text(line)}</li>" for line in data.data_checks)
+    checks = f"<ul>{checks}</ul>" if checks else ""
+    if not data.counts:
+        return checks
+    names = [class_metrics.name for class_metrics in data.evaluation.per_class]
+    largest = max((max(counts, default=0) for _, counts in data.counts), default=1) or 1
+    header = "".join(f'<th scope="col">{text(split)}</th>' for split, _ in data.counts)
+    totals = "".join(f"<td>{sum(counts):,}</td>" for _, counts in data.counts)
+    rows = "".join(
+        f'<tr><th scope="row">{text(name)}</th>'
+        + "".join(f"<td>{counts[index]:,}</td>" for _, counts in data.counts)
+        + '<td><svg class="bar" width="120" height="9" aria-hidden="true"><rect class="area a" height="9" '
+        f'width="{120 * data.counts[0][1][index] / largest:.1f}"/></svg></td></tr>'
+        for index, name in enumerate(names)
+    )
+    is_open = " open" if len(names) <= MAX_CLASSES else ""
+    return (
+        f"{checks}<details{is_open}><summary>Images per class</summary>"
+        f'<div class="wide"><table><thead><tr><th scope="col">class</th>{header}<th></th></tr></thead><tbody>'
+        f'<tr><th scope="row">total</th>{totals}<td></td></tr>{rows}</tbody></table></div></details>'
+    )
+
+
+def reproduction_section(data: ReportData) -> str:
+    commands = "\n".join(data.commands)
+    content = f"<pre>{text(commands)}</pre>" if commands else ""
+    if data.recipe:
+        content += f"<details><summary>Complete recipe.toml</summary><pre>{text(data.recipe)}</pre></details>"
+    if data.environment:
+        content += f"<h3>Environment</h3>{definition_table(data.environment)}"
+    return content
