@@ -1,17 +1,17 @@
-"""How fast photographs become batches: vitral beside a plain torch DataLoader, on the same files and two cores.
+"""Image loading throughput: vitral compared with a torch DataLoader, on the same files and two CPU cores.
 
-    python benchmarks/data_pipeline.py FOLDER [--scale 1] [--repeat 20] [--rounds 3] [--out data_pipeline.json]
+    python benchmarks/data_pipeline.py FOLDER [--scale 1] [--repeat 20] [--rounds 3] [--save]
 
-The plain way: a DataLoader with two workers; each image opened with Pillow, RandomResizedCrop 224, mirrored, divided,
-normalised, one by one (torchvision's operations on Pillow images, written out). vitral: the first pass decodes with
-two workers into a pack and hands every image over once, as uint8; a packed epoch reads the mapped file; a streamed
-epoch packs nothing. All hand over shuffled batches of 64. vitral's random crop, mirroring and normalising happen on
-the device in whole batches; on a machine without a GPU the same two cores must do that too, so it is timed as well:
-"moved" is the packed epoch including it.
+dataloader   A DataLoader with two workers. Each image is opened with Pillow, cropped (RandomResizedCrop 224), flipped
+             and normalised one at a time, with torchvision's operations on Pillow images written out.
+first_epoch  vitral decodes with two workers into a packed file and yields every image once, as uint8.
+packed       An epoch from the memory-mapped packed file.
+augmented    The packed epoch including random crop, flip and normalisation of whole batches on the CPU.
+streamed     An epoch without a packed file.
 
-The photographs of FOLDER are written out once as JPEGs (quality 90) at `--scale` times their size, `--repeat` times
-over, to a temporary folder. Each contestant runs in a process of its own, turn about. Memory is the peak, over the
-process and its workers, of what is not a mere cache of a file (Pss_Anon + Pss_Shmem), asked every 50 ms.
+All yield shuffled batches of 64. The images of FOLDER are first written to a temporary folder as JPEGs (quality 90) at
+`--scale` times their size, `--repeat` times. Each pipeline runs in its own process, alternating. Memory is the peak
+over the process and its workers, without file caches (Pss_Anon + Pss_Shmem), sampled every 50 ms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -32,40 +31,42 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-BATCH, SIZE, CORES = 64, 224, 2
+from _output import add_output_arguments, environment, write_results
+
+BATCH_SIZE, IMAGE_SIZE, NUM_WORKERS = 64, 224, 2
 MEAN = STD = (0.5, 0.5, 0.5)
 
 
-class Memory:
-    """The peak of this process and its children while inside, in MiB."""
+class PeakMemory:
+    """Context manager that samples the memory of this process and its descendants; `peak` is in MiB."""
 
-    def __enter__(self) -> Memory:
-        self.peak, self.ended = 0.0, threading.Event()
-        self.thread = threading.Thread(target=self.watch)
+    def __enter__(self) -> PeakMemory:
+        self.peak, self.stopped = 0.0, threading.Event()
+        self.thread = threading.Thread(target=self._sample)
         self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ended.set()
+        self.stopped.set()
         self.thread.join()
 
-    def watch(self) -> None:
-        while not self.ended.wait(0.05):
-            self.peak = max(self.peak, sum(map(own_memory, family(os.getpid()))))
+    def _sample(self) -> None:
+        while not self.stopped.wait(0.05):
+            self.peak = max(self.peak, sum(map(memory_mib, process_tree(os.getpid()))))
 
 
-def family(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         threads = [entry.name for entry in Path(f"/proc/{pid}/task").iterdir() if entry.name != str(pid)]
-        for thread in threads:  # children belong to the thread that started them
+        for thread in threads:  # children are listed under the thread that started them
             children += Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
     except OSError:
         return [pid]
-    return [pid, *(member for child in children for member in family(int(child)))]
+    return [pid, *(process for child in children for process in process_tree(int(child)))]
 
 
-def own_memory(pid: int) -> float:
+def memory_mib(pid: int) -> float:
     try:
         rows = (row.split() for row in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
         return sum(int(row[1]) for row in rows if row[0] in ("Pss_Anon:", "Pss_Shmem:")) / 1024
@@ -73,22 +74,22 @@ def own_memory(pid: int) -> float:
         return 0.0
 
 
-def timed(read: Callable[[], Iterable[Any]]) -> dict[str, float]:
-    with Memory() as memory:
+def time_epoch(make_batches: Callable[[], Iterable[Any]]) -> dict[str, float]:
+    with PeakMemory() as memory:
         start, before = time.perf_counter(), os.times()
-        images = sum(len(batch[1]) for batch in read())
+        images = sum(len(batch[1]) for batch in make_batches())
         seconds, after = time.perf_counter() - start, os.times()
-    busy = sum(after[:4]) - sum(before[:4])  # workers count once they have ended
+    cpu_seconds = sum(after[:4]) - sum(before[:4])  # includes workers that have ended
     return {
         "images": images,
         "seconds": seconds,
         "images_per_second": images / seconds,
-        "cpu_ms": 1000 * busy / images,
-        "peak_MiB": memory.peak,
+        "cpu_ms_per_image": 1000 * cpu_seconds / images,
+        "peak_mib": memory.peak,
     }
 
 
-def plain(folder: Path) -> dict[str, Any]:
+def run_dataloader(folder: Path) -> dict[str, Any]:
     import numpy as np
     import torch
     from PIL import Image
@@ -98,140 +99,148 @@ def plain(folder: Path) -> dict[str, Any]:
     classes = sorted({file.parent.name for file in files})
     mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
 
-    class Photographs(Dataset):  # type: ignore[type-arg]
+    class Images(Dataset[tuple[torch.Tensor, int]]):
         def __len__(self) -> int:
             return len(files)
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
             with Image.open(files[index]) as opened:
-                picture = opened.convert("RGB")
-            picture = random_resized_crop(picture)
+                image = opened.convert("RGB")
+            image = random_resized_crop(image)
             if random.random() < 0.5:
-                picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous().float().div(255)
+                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().float().div(255)
             return pixels.sub_(mean).div_(std), classes.index(files[index].parent.name)
 
-    def random_resized_crop(picture: Image.Image) -> Image.Image:
+    def random_resized_crop(image: Image.Image) -> Image.Image:
         for _ in range(10):
-            area = picture.width * picture.height * random.uniform(0.08, 1)
+            area = image.width * image.height * random.uniform(0.08, 1)
             ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
             width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < width <= picture.width and 0 < height <= picture.height:
-                left, top = random.randint(0, picture.width - width), random.randint(0, picture.height - height)
-                picture = picture.crop((left, top, left + width, top + height))
+            if 0 < width <= image.width and 0 < height <= image.height:
+                left, top = random.randint(0, image.width - width), random.randint(0, image.height - height)
+                image = image.crop((left, top, left + width, top + height))
                 break
-        return picture.resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+        return image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
 
-    loader = DataLoader(Photographs(), batch_size=BATCH, shuffle=True, num_workers=CORES, drop_last=True)
-    return {"epoch": timed(lambda: loader)}
+    loader = DataLoader(Images(), batch_size=BATCH_SIZE, shuffle=True, num_workers=NUM_WORKERS, drop_last=True)
+    return {"dataloader": time_epoch(lambda: loader)}
 
 
-def vitral(folder: Path) -> dict[str, Any]:
+def run_vitral(folder: Path) -> dict[str, Any]:
     import torch
 
-    from vitral.data.augment import Augment
-    from vitral.data.files.file_dataset import Reading
-    from vitral.data.files.listing import load_files
+    from vitral.data.augment import AugmentConfig
+    from vitral.data.files.file_dataset import ReadOptions, load_file_dataset
     from vitral.data.loader import Loader
     from vitral.data.preprocess import Preprocessing
 
-    torch.set_num_threads(CORES)
-    seen = Preprocessing(image_size=(SIZE, SIZE), channels=3, mean=MEAN, std=STD, crop=0.9)
+    torch.set_num_threads(NUM_WORKERS)
+    preprocessing = Preprocessing(image_size=(IMAGE_SIZE, IMAGE_SIZE), channels=3, mean=MEAN, std=STD, crop=0.9)
 
     def loader(pack: float) -> Loader:
-        train = load_files(folder, seen, how=Reading(pack=pack, workers=CORES)).train
-        return Loader(images=train.images, labels=train.labels, batch=BATCH, seed=0)
+        train = load_file_dataset(folder, preprocessing, read_options=ReadOptions(pack=pack, workers=NUM_WORKERS)).train
+        return Loader(images=train.images, labels=train.labels, batch_size=BATCH_SIZE, seed=0)
 
-    found = {"first": timed(lambda: loader(64.0).epoch(0))}  # the clock runs while the pack is written
+    results = {"first_epoch": time_epoch(lambda: loader(64.0).epoch(0))}  # includes writing the packed file
     packed = loader(64.0)
-    found["packed"] = timed(lambda: packed.epoch(1))
-    draws, augment = torch.Generator().manual_seed(0), Augment(crop=0.4, flip=True)
+    results["packed"] = time_epoch(lambda: packed.epoch(1))
+    rng, augment = torch.Generator().manual_seed(0), AugmentConfig(crop=0.4, flip=True)
 
-    def moved() -> Iterable[Any]:
+    def augmented() -> Iterable[Any]:
         for images, labels in packed.epoch(2):
-            yield seen.normalise(augment.move(images, draws, seen.image_size)), labels
+            yield preprocessing.normalise(augment.transform(images, rng, preprocessing.image_size)), labels
 
-    found["moved"] = timed(moved)
+    results["augmented"] = time_epoch(augmented)
     streamed = loader(0.0)
 
-    def stream() -> Iterable[Any]:
+    def streamed_epoch() -> Iterable[Any]:
         yield from streamed.epoch(0)
-        streamed.images.close()
+        images: Any = streamed.images
+        images.close()
 
-    found["streamed"] = timed(stream)
-    return found
+    results["streamed"] = time_epoch(streamed_epoch)
+    return results
 
 
-def write_photographs(source: Path, into: Path, scale: float, repeat: int) -> dict[str, Any]:
-    """Class folders of JPEGs below train and val; the same few in val, which nobody times."""
+def write_images(source: Path, target: Path, scale: float, repeat: int) -> dict[str, Any]:
+    """Class folders of JPEGs in train and val. The few in val are not timed."""
     from PIL import Image
 
-    from vitral.data.decode import NotAnImage, decode, image_files
+    from vitral.data.decode import ImageDecodeError, decode_image
+    from vitral.data.files.walk import find_images
 
     sizes = []
-    for file in image_files([source]):
+    for file in find_images([source]):
         try:
-            picture = decode(file).convert("RGB")
-        except NotAnImage:
+            image = decode_image(file).convert("RGB")
+        except ImageDecodeError:
             continue
-        picture = picture.resize(
-            (round(picture.width * scale), round(picture.height * scale)), Image.Resampling.BICUBIC
-        )
-        sizes.append(picture.size)
+        image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+        sizes.append(image.size)
         for split, copies in (("train", repeat), ("val", 1 if len(sizes) % 20 < 2 else 0)):
             for copy in range(copies):
-                place = into / split / file.parent.name / f"{file.stem}-{len(sizes)}-{copy}.jpg"
-                place.parent.mkdir(parents=True, exist_ok=True)
-                picture.save(place, quality=90)
+                path = target / split / file.parent.name / f"{file.stem}-{len(sizes)}-{copy}.jpg"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                image.save(path, quality=90)
     width, height = (statistics.mean(side) for side in zip(*sizes, strict=True))
-    return {"images": len(sizes) * repeat, "different": len(sizes), "mean_size": f"{width:.0f}×{height:.0f}"}
+    return {"images": len(sizes) * repeat, "distinct_images": len(sizes), "mean_size": f"{width:.0f}x{height:.0f}"}
 
 
-def run(contestant: str, folder: Path) -> dict[str, Any]:
+def run_process(pipeline: str, folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as home:
-        environment = {**os.environ, "VITRAL_HOME": home, "OMP_NUM_THREADS": str(CORES)}
-        words = [sys.executable, __file__, str(folder), "--contestant", contestant]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return answer
+        env = {**os.environ, "VITRAL_HOME": home, "OMP_NUM_THREADS": str(NUM_WORKERS)}
+        command = [sys.executable, __file__, str(folder), "--pipeline", pipeline]
+        output = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+        results: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return results
+
+
+def print_summary(rounds: list[dict[str, dict[str, float]]]) -> None:
+    for name in rounds[0]:
+        speeds = [results[name]["images_per_second"] for results in rounds]
+        ratios = [
+            speed / results["dataloader"]["images_per_second"] for speed, results in zip(speeds, rounds, strict=True)
+        ]
+        spread = statistics.stdev(speeds) if len(speeds) > 1 else 0.0
+        print(
+            f"{name:<12}{statistics.mean(speeds):8,.0f} ± {spread:4,.0f} images/s   "
+            f"{statistics.mean(ratios):6.2f}x DataLoader ({min(ratios):.2f} - {max(ratios):.2f})   "
+            f"{statistics.mean(results[name]['cpu_ms_per_image'] for results in rounds):5.2f} ms CPU per image   "
+            f"peak {max(results[name]['peak_mib'] for results in rounds):,.0f} MiB"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="class folders of photographs")
+    parser.add_argument("folder", type=Path, help="folder with one subfolder of images per class")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--contestant", choices=["plain", "vitral"], help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.contestant:
-        print(json.dumps({"plain": plain, "vitral": vitral}[asked.contestant](asked.folder)))
+    add_output_arguments(parser)
+    parser.add_argument("--pipeline", choices=["dataloader", "vitral"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.pipeline:
+        run = run_dataloader if args.pipeline == "dataloader" else run_vitral
+        print(json.dumps(run(args.folder)))
         return
-    import PIL
-    import torch
-
-    with tempfile.TemporaryDirectory() as place:
-        about = write_photographs(asked.folder, Path(place), asked.scale, asked.repeat)
-        rounds = []
-        for _ in range(asked.rounds):
-            plainly = run("plain", Path(place) / "train")
-            ours = run("vitral", Path(place))
-            rounds.append({"plain": plainly["epoch"], **ours})
-    versions = f"torch {torch.__version__}, Pillow {PIL.__version__}, Python {platform.python_version()}"
-    print(f"{about}, batch {BATCH}, {CORES} workers, {versions}, load {os.getloadavg()[0]:.1f}")
-    for name in rounds[0]:
-        speeds = [found[name]["images_per_second"] for found in rounds]
-        ratios = [found[name]["images_per_second"] / found["plain"]["images_per_second"] for found in rounds]
-        spread = statistics.stdev(speeds) if len(speeds) > 1 else 0.0
-        print(
-            f"{name:<10}{statistics.mean(speeds):8,.0f} ± {spread:4,.0f} images/s   "
-            f"{statistics.mean(ratios):6.2f} × plain ({min(ratios):.2f} – {max(ratios):.2f})   "
-            f"{statistics.mean(found[name]['cpu_ms'] for found in rounds):5.2f} ms of a core an image   "
-            f"peak {max(found[name]['peak_MiB'] for found in rounds):,.0f} MiB"
-        )
-    if asked.out:
-        asked.out.write_text(json.dumps({"about": about, "rounds": rounds}, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        images = write_images(args.folder, Path(folder), args.scale, args.repeat)
+        rounds = [
+            run_process("dataloader", Path(folder) / "train") | run_process("vitral", Path(folder))
+            for _ in range(args.rounds)
+        ]
+    packages = ("torch", "pillow")
+    header = environment(packages)
+    print(f"{images['images']} images ({images['distinct_images']} distinct, mean size {images['mean_size']})")
+    print(f"{header['cpu']}, {NUM_WORKERS} workers, batch size {BATCH_SIZE}, {header['versions']}")
+    print_summary(rounds)
+    rows = [
+        {"round": number, "pipeline": name, "mean_size": images["mean_size"], **figures}
+        for number, results in enumerate(rounds, start=1)
+        for name, figures in results.items()
+    ]
+    write_results(args, rows, {"data": images}, packages=packages)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,31 @@
-"""Images a second in training and inference on a GPU: vitral beside timm, transformers, vit-pytorch and torchvision.
+"""Training and inference throughput on a GPU: vitral compared with timm, transformers, vit-pytorch and torchvision.
 
-    python benchmarks/gpu_throughput.py [--budget 360] [--vitral bf16 fp8] [--out gpu_throughput.json]
+    python benchmarks/gpu_throughput.py [--budget 360] [--vitral bf16 fp8] [--save]
     python benchmarks/gpu_throughput.py --cases vitral:B/16:train timm:B/16:train timm:B/16:train:channels-last
 
-A case is WHO:SIZE:WORK[:SETTING+SETTING]. All cases of a row have the same batch and do the same work: 224 px, 197
-tokens, exact GELU, 1000 classes; training is forward, cross-entropy, backward and AdamW with weights in fp32, in bf16
-but where vitral is asked for FP8 or takes it by itself.
+A case is LIBRARY:MODEL:MODE[:OPTION+OPTION]. All cases of a task (mode and model) use the same batch size and do the
+same work: 224 px, 197 tokens, exact GELU, 1000 classes. Training is forward, cross-entropy, backward and AdamW with
+fp32 weights, in bf16 unless vitral uses FP8.
 
-vitral      the product's own step (vitral.training.trainer) and engine (vitral.inference), as hardware.choose picks them
-            unless a setting names a precision (bf16, fp8), eager, unfused, or another model (tanh GELU, mean pooling);
-            from uint8 pixels, so normalising them is in its time and not in others'
-others      torch.compile, fused AdamW, TF32 for what is left in fp32; images already float, normalised, on the GPU.
-            Training under autocast, inference with bf16 weights. Settings: eager, graphs (CUDA graphs, by
-            mode="reduce-overhead"), channels-last, autocast, bf16-weights (small updates are lost: not compared with)
+vitral   The training step of vitral.training and the engine of vitral.inference, as select_hardware configures them
+         unless an option names a precision (bf16, fp8), eager, unfused, or another model (tanh GELU, mean pooling).
+         Input is uint8, so its time includes normalisation.
+others   torch.compile, fused AdamW, TF32 for what remains in fp32. Input is float, normalised, on the GPU. Training
+         under autocast, inference with bf16 weights. Options: eager, graphs (CUDA graphs through
+         mode="reduce-overhead"), channels-last, autocast, bf16-weights (loses small updates: shown, not compared).
 
-Work: train; infer, a large batch; ask-1, ask-8, ask-64: so many images, from pixels on the GPU to logits on the CPU.
+Modes: train; infer, a large batch; latency-1, latency-8, latency-64: that many images, from pixels on the GPU to logits
+on the CPU.
 
-Each case is a process of its own. Those of a wave prepare side by side (import, build, compile, first steps), then take
-timed turns, one at a time, round after round; the figure is the median of the rounds, with the lowest and highest.
-Before that, B/16's training is run alone by vitral and by timm, with an empty compiler cache: seconds from the start
-of the process to the first finished step, and the same figures once more, undisturbed. The share of the peak is of the
-rate of an 8192³ bf16 product of random matrices, measured first; arithmetic is counted by the products of the model
-alone, and three times for training. Memory: the most that was allocated in steps after the first, or, where it is more,
-what a recorded graph holds between them.
+Each case runs in its own process. The processes of a wave prepare in parallel (import, build, compile, first steps) and
+are then timed one at a time, in several rounds. Reported are the median, minimum and maximum over the rounds. Before
+that, B/16 training runs alone in vitral and in timm with an empty compiler cache, for the time from process start to
+the first finished step and for undisturbed figures. Utilisation is relative to an 8192x8192x8192 bf16 GEMM, measured
+first; FLOP are those of the model's GEMMs, three times for training. Memory is the peak allocation after the first
+step, or what a captured CUDA graph holds if that is more.
 
-Whoever fails gets a row that says why. What does not fit into --budget is left out, the last waves first. Without a
-GPU there is nothing to compare: a toy version shows that everything runs.
+A case that fails is reported with its error. Waves that do not fit into --budget are skipped, the last ones first.
+Without a GPU a toy version shows that everything runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import queue
 import signal
 import statistics
@@ -46,355 +45,370 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from importlib import metadata
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from contestants import NEEDS_A_GPU, PEERS, Case, on_gpu, peak, step_of, wait, what_failed
+from _output import add_output_arguments, environment, write_results
+from peers import NO_GPU_NOTICE, PEERS, Case, error_summary, has_gpu, make_step, measure_peak, synchronize
 
-GOALS = {"train": 1.5, "infer": 1.6}
-GOAL_MEMORY = 0.75
-TOGETHER = 6  # processes of a wave: a training of B/16 takes up to 23 GiB
-LEAST = 45.0  # seconds that a wave needs
-PATIENCE = 240.0  # seconds for compiling side by side
+GOALS = {"train": 1.6, "infer": 1.7}  # speed relative to the fastest peer
+MEMORY_GOAL = 0.75
+PARALLEL = 6  # processes of a wave: B/16 training takes up to 23 GiB
+MIN_WAVE_SECONDS = 45.0
+PREPARE_TIMEOUT = 240.0  # seconds for compiling in parallel
+PACKAGES = ("torch", "triton", "timm", "transformers", "vit-pytorch", "torchvision")
 
 
-# ── one contestant, in a process of its own ──────────────────────────────────────────────────────────────────────
+# One case, in its own process
 
 
-def play(case: Case, seconds: float, began: float) -> None:
-    """Prepare, say so, then time a turn for each line that comes in."""
+def run_worker(case: Case, seconds: float, process_start: float) -> None:
+    """Prepare, report it as a JSON line, then time one round per line on stdin."""
     warnings.simplefilter("ignore")
 
-    def say(**what: Any) -> None:
-        print(json.dumps(what), flush=True)
+    def report(**fields: Any) -> None:
+        print(json.dumps(fields), flush=True)
 
     try:
-        if case.who == "peak":
-            say(**peak())
+        if case.library == "peak":
+            report(**measure_peak())
             return
-        import torch
-
-        if case.who != "vitral":  # which has what the product sets, and no more
-            torch.set_float32_matmul_precision("high")
-            torch.backends.cudnn.benchmark = True
-        info: dict[str, Any] = {"batch": case.batch}
-        imported = time.time()
-        step = step_of(case, info)
-        built = time.time()
-        step()
-        wait()
-        info["first_step_s"], info["building_s"], info["compiling_s"] = (
-            time.time() - began, built - imported, time.time() - built,
-        )  # fmt: skip
-        if on_gpu():
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(6):  # recording, and whatever else is set up late
-            step()
-        wait()
-        start = time.perf_counter()
-        for _ in range(3):
-            step()
-        wait()
-        count = max(3, math.ceil(seconds / ((time.perf_counter() - start) / 3)))
-        if on_gpu():
-            info["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            info["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
-            torch.cuda.empty_cache()  # for those who prepare beside this one
-            info["held_gib"] = torch.cuda.memory_reserved() / 2**30  # a recorded graph lets go of nothing
-            info["peak_gib"] = max(info["allocated_gib"], info["held_gib"])
-        say(ready=True, **info)
+        step, steps_per_round, info = prepare(case, seconds, process_start)
+        report(ready=True, **info)
         for _ in sys.stdin:
             step()
-            wait()
+            synchronize()
             start = time.perf_counter()
-            for _ in range(count):
+            for _ in range(steps_per_round):
                 step()
-            wait()
-            say(images_per_second=count * case.batch / (time.perf_counter() - start))
+            synchronize()
+            report(images_per_second=steps_per_round * case.batch_size / (time.perf_counter() - start))
     except Exception as error:
-        say(failed=what_failed(error))
+        report(failed=error_summary(error))
 
 
-# ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────
+def prepare(case: Case, seconds: float, process_start: float) -> tuple[Any, int, dict[str, Any]]:
+    """The step, the number of steps in `seconds`, and what to report."""
+    import torch
+
+    if case.library != "vitral":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+    info: dict[str, Any] = {"batch_size": case.batch_size}
+    imported = time.time()
+    step = make_step(case, info)
+    built = time.time()
+    step()
+    synchronize()
+    info["first_step_s"] = time.time() - process_start
+    info["build_s"], info["compile_s"] = built - imported, time.time() - built
+    if has_gpu():
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(6):  # graph capture and other late set-up
+        step()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(3):
+        step()
+    synchronize()
+    steps_per_round = max(3, math.ceil(seconds / ((time.perf_counter() - start) / 3)))
+    if has_gpu():
+        info["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        info["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
+        torch.cuda.empty_cache()  # for the cases that prepare at the same time
+        info["held_gib"] = torch.cuda.memory_reserved() / 2**30  # captured graphs keep their memory
+        info["peak_gib"] = max(info["allocated_gib"], info["held_gib"])
+    return step, steps_per_round, info
 
 
-class Player:
-    """A contestant's process, spoken to in lines."""
+# All cases
 
-    def __init__(self, case: Case, cache: Path, beside: int, seconds: float) -> None:
-        self.case, self.found, self.speeds = case, {}, []  # type: ignore[var-annotated]
-        share = max(2, (os.cpu_count() or 2) // beside)
-        environment = {
+
+class Worker:
+    """The process of one case, controlled through lines of JSON."""
+
+    def __init__(self, case: Case, cache: Path, parallel: int, seconds: float) -> None:
+        self.case = case
+        self.info: dict[str, Any] = {}
+        self.speeds: list[float] = []
+        threads = str(max(2, (os.cpu_count() or 2) // parallel))
+        env = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(cache),
             "TRITON_CACHE_DIR": str(cache / "triton"),
-            "TORCHINDUCTOR_COMPILE_THREADS": str(share),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share)),
+            "TORCHINDUCTOR_COMPILE_THREADS": threads,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        words = [sys.executable, __file__, "--play", json.dumps(asdict(case)), "--seconds", str(seconds)]
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        command = [sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--seconds", str(seconds)]
         self.process = subprocess.Popen(
-            [*words, "--began", str(time.time())],
+            [*command, "--process-start", str(time.time())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.errors,
+            stderr=self.stderr,
             text=True,
-            env=environment,
+            env=env,
             start_new_session=True,
         )
-        self.heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.ear = threading.Thread(target=self.listen, daemon=True)
-        self.ear.start()
+        self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
-    def listen(self) -> None:
+    def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
-                self.heard.put(json.loads(line))
+                self.messages.put(json.loads(line))
         self.process.wait()
-        self.errors.seek(0)
-        last = (self.errors.read().strip().splitlines() or ["without a word"])[-1]
-        self.heard.put({"failed": f"ended with status {self.process.returncode}: {last[:200]}"})
+        self.stderr.seek(0)
+        last_line = (self.stderr.read().strip().splitlines() or ["no output"])[-1]
+        self.messages.put({"failed": f"exit status {self.process.returncode}: {last_line[:200]}"})
 
-    def hear(self, patience: float) -> bool:
-        """Whether it said something useful in time."""
+    def receive(self, timeout: float) -> bool:
+        """Wait for the next message; False if the case failed or the time is up."""
         try:
-            said = self.heard.get(timeout=max(patience, 0.1))
+            message = self.messages.get(timeout=max(timeout, 0.1))
         except queue.Empty:
-            said = {"failed": f"no answer within {patience:.0f} s"}
-        if "failed" in said:
-            self.found["failed"] = said["failed"]
-            self.end()
+            message = {"failed": f"no result within {timeout:.0f} s"}
+        if "failed" in message:
+            self.info["failed"] = message["failed"]
+            self.close()
             return False
-        if "images_per_second" in said:
-            self.speeds.append(said["images_per_second"])
+        if "images_per_second" in message:
+            self.speeds.append(message["images_per_second"])
         else:
-            self.found |= said
+            self.info |= message
         return True
 
-    def turn(self, patience: float) -> bool:
+    def run_round(self, timeout: float) -> bool:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.write("turn\n")
+            self.process.stdin.write("round\n")
             self.process.stdin.flush()
-        return self.hear(patience)
+        return self.receive(timeout)
 
-    def end(self) -> None:
-        """Its compiler's workers too: the process leads a group of its own."""
+    def close(self) -> None:
+        """Kill the process group, which includes the compiler's workers."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.ear.join()
-        for file in (self.process.stdin, self.process.stdout, self.errors):
+        self.reader.join()
+        for file in (self.process.stdin, self.process.stdout, self.stderr):
             assert file is not None
             with suppress(BrokenPipeError):
                 file.close()
 
+    def result(self) -> dict[str, Any]:
+        row: dict[str, Any] = {"case": str(self.case), **asdict(self.case), **self.info}
+        row.pop("ready", None)
+        if self.speeds:
+            row["images_per_second"] = statistics.median(self.speeds)
+            row["images_per_second_min"], row["images_per_second_max"] = min(self.speeds), max(self.speeds)
+            row["rounds"] = len(self.speeds)
+            passes = 3 if self.case.mode == "train" else 1
+            row["tflops"] = row["images_per_second"] * row["gflop"] * passes / 1e3
+        return row
 
-def wave(
-    cases: Sequence[Case], cache: Path, rounds: int, seconds: float, until: float, beside: int = 0
+
+def run_wave(
+    cases: Sequence[Case], cache: Path, rounds: int, seconds: float, deadline: float, parallel: int = 0
 ) -> list[dict[str, Any]]:
-    """Prepared side by side, timed one at a time, turn about."""
-    players = [Player(case, cache, beside or len(cases), seconds) for case in cases]
+    """Prepare the cases in parallel, then time them one at a time, round by round."""
+    workers = [Worker(case, cache, parallel or len(cases), seconds) for case in cases]
     try:
-        patience = min(time.time() + PATIENCE, until)
-        playing = [player for player in players if player.hear(patience - time.time())]
+        prepare_deadline = min(time.time() + PREPARE_TIMEOUT, deadline)
+        running = [worker for worker in workers if worker.receive(prepare_deadline - time.time())]
         for _ in range(rounds):
-            if time.time() > until:
+            if time.time() > deadline:
                 break
-            playing = [player for player in playing if player.turn(30 + 20 * seconds)]
+            running = [worker for worker in running if worker.run_round(30 + 20 * seconds)]
     finally:
-        for player in players:
-            player.end()
-    return [entry(player) for player in players]
+        for worker in workers:
+            worker.close()
+    return [worker.result() for worker in workers]
 
 
-def entry(player: Player) -> dict[str, Any]:
-    case = player.case
-    found: dict[str, Any] = {"case": str(case), **asdict(case), **player.found}
-    found.pop("ready", None)
-    if player.speeds:
-        found["images_per_second"] = statistics.median(player.speeds)
-        found["lowest"], found["highest"], found["rounds"] = min(player.speeds), max(player.speeds), len(player.speeds)
-        times = 3 if case.work == "train" else 1
-        found["tflops"] = found["images_per_second"] * found["gflop"] * times / 1e3
-    return found
+def default_waves(vitral_options: Iterable[str]) -> list[list[Case]]:
+    """All cases, the most important waves first."""
 
-
-def plan(ours: Iterable[str]) -> list[list[Case]]:
-    """Waves, the most important first."""
-
-    def row(size: str, work: str, *peers: str) -> list[Case]:
-        own = [Case("vitral", size, work, "" if name == "auto" else name) for name in ours]
-        return own + [Case.read(f"{who.split('+')[0]}:{size}:{work}:{'+'.join(who.split('+')[1:])}") for who in peers]
+    def task(model: str, mode: str, *peers: str) -> list[Case]:
+        own = [Case("vitral", model, mode, "" if option == "auto" else option) for option in vitral_options]
+        return own + [Case(name, model, mode, options) for name, _, options in (peer.partition("+") for peer in peers)]
 
     return [
-        row("B/16", "train", *PEERS),
-        row("S/16", "train", *PEERS),
-        row("B/16", "infer", *PEERS) + row("S/16", "infer", *PEERS),
-        row("Ti/16", "train", "timm") + row("L/16", "train", "timm"),
-        row("Ti/16", "infer", "timm", "timm+graphs") + row("L/16", "infer", "timm", "torchvision"),
-        [case for work in ("ask-1", "ask-8", "ask-64") for case in row("B/16", work, "timm+graphs")],
-        row("B/16", "train", "timm", "timm+channels-last", "timm+bf16-weights"),
+        task("B/16", "train", *PEERS),
+        task("S/16", "train", *PEERS),
+        task("B/16", "infer", *PEERS) + task("S/16", "infer", *PEERS),
+        task("Ti/16", "train", "timm") + task("L/16", "train", "timm"),
+        task("Ti/16", "infer", "timm", "timm+graphs") + task("L/16", "infer", "timm", "torchvision"),
+        [case for mode in ("latency-1", "latency-8", "latency-64") for case in task("B/16", mode, "timm+graphs")],
+        task("B/16", "train", "timm", "timm+channels-last", "timm+bf16-weights"),
     ]
 
 
-def table(rows: list[dict[str, Any]], peak_tflops: float | None) -> list[str]:
-    """A line a case, the cases of a row together, each row with what vitral is to the fastest of the others."""
+def format_table(rows: Sequence[dict[str, Any]], peak_tflops: float | None) -> list[str]:
+    """One line per case, grouped by task, with the speed relative to the fastest peer of the task."""
     lines: list[str] = []
-    for name in dict.fromkeys(f"{row['work']} {row['size']}" for row in rows):
-        here = [row for row in rows if f"{row['work']} {row['size']}" == name]
-        peers = [row for row in here if "images_per_second" in row and counted(row)]
-        best = max(peers, key=lambda row: row["images_per_second"], default=None)
-        lines.append(f"\n{name}" + (f", batch {here[0]['batch']}" if "batch" in here[0] else ""))
-        for row in here:
-            who = row["who"] + (f" {row['setting']}" if row["setting"] else "")
-            who += f" ({row['alone']})" if row.get("alone") else ""
-            if "images_per_second" not in row:
-                lines.append(f"  {who:<28} {row.get('failed', 'no turn')}")
-                continue
-            ratio = f"{row['images_per_second'] / best['images_per_second']:5.2f} ×" if best else ""
-            share = f"{row['tflops'] / peak_tflops:5.1%} of the peak" if peak_tflops else ""
-            memory = f"{row['peak_gib']:6.2f} GiB" if "peak_gib" in row else ""
-            if memory and best:
-                memory += f" ({row['peak_gib'] / best['peak_gib']:.2f} ×)"
-            first = f"first step after {row['first_step_s']:.1f} s" if row.get("alone") else ""
-            lines.append(
-                f"  {who:<28} {row['images_per_second']:10,.0f} images/s ({row['lowest']:,.0f} – {row['highest']:,.0f})"
-                f"  {ratio}  {share}  {memory}  {first}".rstrip()
-            )
+    for task in dict.fromkeys(f"{row['mode']} {row['model']}" for row in rows):
+        task_rows = [row for row in rows if f"{row['mode']} {row['model']}" == task]
+        fastest = fastest_peer(task_rows)
+        lines.append(
+            f"\n{task}" + (f", batch size {task_rows[0]['batch_size']}" if "batch_size" in task_rows[0] else "")
+        )
+        lines += [format_row(row, fastest, peak_tflops) for row in task_rows]
     return lines
 
 
-def counted(row: dict[str, Any]) -> bool:
-    return Case(row["who"], row["size"], row["work"], row["setting"]).counts
+def format_row(row: dict[str, Any], fastest: dict[str, Any] | None, peak_tflops: float | None) -> str:
+    name = row["library"] + (f" {row['options']}" if row["options"] else "")
+    name += f" ({row['cache']} cache)" if row.get("cache") else ""
+    if "images_per_second" not in row:
+        return f"  {name:<28} {row.get('failed', 'not timed')}"
+    ratio = f"{row['images_per_second'] / fastest['images_per_second']:5.2f}x" if fastest else ""
+    utilisation = f"{row['tflops'] / peak_tflops:5.1%} of peak" if peak_tflops else ""
+    memory = f"{row['peak_gib']:6.2f} GiB" if "peak_gib" in row else ""
+    if memory and fastest:
+        memory += f" ({row['peak_gib'] / fastest['peak_gib']:.2f}x)"
+    first = f"first step after {row['first_step_s']:.1f} s" if row.get("cache") else ""
+    spread = f"({row['images_per_second_min']:,.0f} - {row['images_per_second_max']:,.0f})"
+    figures = f"{row['images_per_second']:10,.0f} images/s {spread}  {ratio}  {utilisation}  {memory}  {first}"
+    return f"  {name:<28} {figures}".rstrip()
 
 
-def verdicts(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Each of vitral's cases beside the fastest of the others that did the same work."""
-    found: dict[str, dict[str, Any]] = {}
-    timed = [row for row in rows if "images_per_second" in row and "alone" not in row]
-    for ours in timed:
-        same = [row for row in timed if (row["work"], row["size"]) == (ours["work"], ours["size"]) and counted(row)]
-        best = max(same, key=lambda row: row["images_per_second"], default=None)
-        if ours["who"] != "vitral" or best is None:
+def fastest_peer(rows: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    timed = [row for row in rows if "images_per_second" in row and is_comparable(row)]
+    return max(timed, key=lambda row: row["images_per_second"], default=None)
+
+
+def is_comparable(row: dict[str, Any]) -> bool:
+    return Case(row["library"], row["model"], row["mode"], row["options"]).is_comparable
+
+
+def compare_with_peers(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each vitral case relative to the fastest peer of its task. Runs with an empty cache are left out."""
+    comparisons: dict[str, dict[str, Any]] = {}
+    timed = [row for row in rows if "images_per_second" in row and "cache" not in row]
+    for row in timed:
+        fastest = fastest_peer(peer for peer in timed if (peer["mode"], peer["model"]) == (row["mode"], row["model"]))
+        if row["library"] != "vitral" or fastest is None:
             continue
-        found[ours["case"]] = {
-            "fastest_peer": best["case"],
-            "speed": ours["images_per_second"] / best["images_per_second"],
-            "goal": GOALS.get(ours["work"]),
+        comparison = {
+            "fastest_peer": fastest["case"],
+            "speed": row["images_per_second"] / fastest["images_per_second"],
+            "speed_goal": GOALS.get(row["mode"]),
         }
-        if "peak_gib" in ours:
-            found[ours["case"]] |= {"memory": ours["peak_gib"] / best["peak_gib"], "goal_memory": GOAL_MEMORY}
-    return found
+        if "peak_gib" in row:
+            comparison |= {"memory": row["peak_gib"] / fastest["peak_gib"], "memory_goal": MEMORY_GOAL}
+        comparisons[row["case"]] = comparison
+    return comparisons
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "triton", "timm", "transformers", "vit-pytorch", "torchvision"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+CSV_COLUMNS = (
+    "mode", "model", "batch_size", "library", "options", "cache", "images_per_second", "images_per_second_min",
+    "images_per_second_max", "rounds", "tflops", "peak_gib", "first_step_s", "hardware", "relative_error", "failed",
+)  # fmt: skip
 
 
-def chunks(cases: Sequence[Case], count: int) -> list[list[Case]]:
-    return [list(cases[start : start + count]) for start in range(0, len(cases), count)]
+@dataclass
+class Results:
+    """Rows measured so far. Files are rewritten after every wave, so an interrupted benchmark loses nothing."""
+
+    args: argparse.Namespace
+    peak: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        self.rows += rows
+        for line in format_table(rows, self.peak.get("bf16_tflops")):
+            print(line, flush=True)
+        details = {"peak": self.peak, "comparisons": compare_with_peers(self.rows), "cases": self.rows}
+        csv_rows = [{column: row.get(column) for column in CSV_COLUMNS} for row in self.rows]
+        write_results(self.args, csv_rows, details, packages=("torch", "timm"))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", type=Case.parse, help="these cases, e.g. timm:B/16:train:channels-last")
+    parser.add_argument("--vitral", nargs="+", default=["auto"], metavar="OPTION", help="precisions to run vitral with")
+    parser.add_argument("--libraries", nargs="+", metavar="LIBRARY", help="only these libraries")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help='only these tasks, e.g. "train B/16"')
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of a round")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds for the whole benchmark")
+    parser.add_argument("--parallel", type=int, default=PARALLEL, help="processes that prepare in parallel")
+    parser.add_argument("--no-cold-start", action="store_true", help="skip the runs with an empty compiler cache")
+    parser.add_argument("--cache", type=Path, help="keep compiled code here for the next time")
+    add_output_arguments(parser)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--process-start", type=float, default=0.0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def select_waves(args: argparse.Namespace) -> tuple[list[list[Case]], list[Case]]:
+    """Waves of cases, and the cases to run alone with an empty compiler cache."""
+    if args.cases:
+        return split_waves(args.cases, args.parallel), []
+    if not has_gpu():
+        libraries = args.libraries or ("vitral", *PEERS)
+        return [[Case(library, "toy", mode) for library in libraries] for mode in ("train", "infer")], []
+    waves = []
+    for wave in default_waves(args.vitral):
+        selected = [
+            case
+            for case in wave
+            if (not args.libraries or case.library in args.libraries) and (not args.tasks or case.task in args.tasks)
+        ]
+        is_inference = all(case.mode != "train" for case in selected)
+        waves += split_waves(selected, 2 * args.parallel if is_inference else args.parallel)
+    cold_start = [] if args.no_cold_start else [Case("vitral", "B/16", "train"), Case("timm", "B/16", "train")]
+    return waves, cold_start
+
+
+def split_waves(cases: Sequence[Case], size: int) -> list[list[Case]]:
+    return [list(cases[start : start + size]) for start in range(0, len(cases), size)]
+
+
+def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    deadline = time.time() + args.budget
+    waves, cold_start = select_waves(args)
+    results = Results(args, {}, [])
+    if has_gpu():
+        worker = Worker(Case("peak", "", "peak"), folder / "peak", 1, args.seconds)
+        worker.receive(90)
+        worker.close()
+        results.peak = worker.info
+    header = environment(PACKAGES)
+    print(f"{header['gpu'] or header['cpu']}, {header['cpus']} CPUs, {header['date']}, {args.rounds} rounds")
+    print(", ".join(f"{name} {version}" for name, version in header["versions"].items()), flush=True)
+    for case in cold_start:
+        for cache in ("empty", "warm") if case.library == "vitral" else ("empty",):
+            rounds = args.rounds if cache == "empty" else 1
+            rows = run_wave([case], folder / case.library, rounds, args.seconds, deadline, parallel=1)
+            results.add([{**row, "cache": cache} for row in rows])
+    for wave in waves:
+        if has_gpu() and deadline - time.time() < MIN_WAVE_SECONDS:
+            results.add([{"case": str(case), **asdict(case), "failed": "out of time"} for case in wave])
+        else:
+            results.add(run_wave(wave, args.cache or folder / "shared", args.rounds, args.seconds, deadline))
+    return results.rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", help="these instead of the plan, e.g. timm:B/16:train:channels-last")
-    parser.add_argument("--vitral", nargs="+", default=["auto"], help="precisions that vitral is run with, by name")
-    parser.add_argument("--only", nargs="+", metavar="WHO", help="of the plan, these contestants alone")
-    parser.add_argument("--rows", nargs="+", metavar="WORK", help='of the plan, these rows alone: "train B/16"')
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
-    parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
-    parser.add_argument("--together", type=int, default=TOGETHER, help="processes that prepare side by side")
-    parser.add_argument("--no-alone", action="store_true", help="leave out the runs with an empty compiler cache")
-    parser.add_argument(
-        "--cache", type=Path, help="compiled code is kept here for the next time, but for the runs alone"
-    )
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--play", help=argparse.SUPPRESS)
-    parser.add_argument("--began", type=float, default=0.0, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.play:
-        play(Case(**json.loads(asked.play)), asked.seconds, asked.began or time.time())
+    args = parse_arguments()
+    if args.worker:
+        run_worker(Case(**json.loads(args.worker)), args.seconds, args.process_start or time.time())
         return
-    until = time.time() + asked.budget
-    if not (gpu := on_gpu()):
-        print(NEEDS_A_GPU)
-    if asked.cases:
-        waves = chunks([Case.read(name) for name in asked.cases], asked.together)
-        alone: list[Case] = []
-    elif gpu:
-        wanted = [
-            [
-                case
-                for case in cases
-                if (not asked.only or case.who in asked.only) and (not asked.rows or case.row in asked.rows)
-            ]
-            for cases in plan(asked.vitral)
-        ]
-        waves = [
-            part for cases in wanted for part in chunks(cases, 2 * asked.together if infers(cases) else asked.together)
-        ]
-        alone = [] if asked.no_alone else [Case.read("vitral:B/16:train"), Case.read("timm:B/16:train")]
-    else:
-        waves = [[Case(who, "toy", work) for who in asked.only or ("vitral", *PEERS)] for work in ("train", "infer")]
-        alone = []
-    rows: list[dict[str, Any]] = []
-    about: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": versions(),
-        "cores": os.cpu_count(),
-        "rounds": asked.rounds,
-    }
-    with tempfile.TemporaryDirectory(prefix="throughput-", ignore_cleanup_errors=True) as place:
-        if gpu:
-            player = Player(Case("peak", "", "peak"), Path(place) / "peak", 1, asked.seconds)
-            player.hear(90)
-            player.end()
-            about |= player.found
-        print(" · ".join(f"{name} {value}" for name, value in about.items() if name not in ("command", "versions")))
-        print(" · ".join(f"{name} {value}" for name, value in about["versions"].items()), flush=True)
-
-        def keep(found: list[dict[str, Any]]) -> None:
-            rows.extend(found)
-            for line in table(found, about.get("bf16_tflops")):
-                print(line, flush=True)
-            if asked.out:
-                content = {"about": about, "against_the_fastest": verdicts(rows), "rows": rows}
-                asked.out.write_text(json.dumps(content, indent=1) + "\n")
-
-        for case in alone:
-            cache = Path(place) / case.who
-            for cold in (True, False):  # the compiler's cache is empty, then full
-                if not cold and case.who != "vitral":
-                    continue
-                found = wave([case], cache, asked.rounds if cold else 1, asked.seconds, until, beside=1)
-                keep([{**one, "alone": "empty cache" if cold else "full cache"} for one in found])
-        for cases in waves:
-            if not cases:
-                continue
-            if gpu and until - time.time() < LEAST:
-                keep([{"case": str(case), **asdict(case), "failed": "out of time"} for case in cases])
-                continue
-            keep(wave(cases, asked.cache or Path(place) / "shared", asked.rounds, asked.seconds, until))
+    if not has_gpu():
+        print(NO_GPU_NOTICE)
+    with tempfile.TemporaryDirectory(prefix="throughput-", ignore_cleanup_errors=True) as folder:
+        rows = measure(args, Path(folder))
     print()
-    for name, found in verdicts(rows).items():
-        memory = f", memory {found['memory']:.2f} × (goal {found['goal_memory']})" if "memory" in found else ""
-        goal = f" (goal {found['goal']})" if found["goal"] and gpu else ""
-        print(f"{name} {found['speed']:.2f} × {found['fastest_peer']}{goal}{memory}")
-
-
-def infers(cases: Sequence[Case]) -> bool:
-    return all(case.work != "train" for case in cases)
+    for case, comparison in compare_with_peers(rows).items():
+        memory = f", memory {comparison['memory']:.2f}x (goal {MEMORY_GOAL}x)" if "memory" in comparison else ""
+        goal = f" (goal {comparison['speed_goal']}x)" if comparison["speed_goal"] and has_gpu() else ""
+        print(f"{case}: {comparison['speed']:.2f}x {comparison['fastest_peer']}{goal}{memory}")
 
 
 if __name__ == "__main__":

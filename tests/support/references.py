@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contestants import mend_torchvision
+from peers import register_torchvision_ops
 from vitral.data.preprocess import Preprocessing
-from vitral.models.variants import variant_of
+from vitral.models.variants import variant_name
 from vitral.models.vit import ViT
 from vitral.weights import Checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    mend_torchvision()
+    register_torchvision_ops()
     import timm
     import torchvision.models
     import transformers
@@ -70,7 +70,7 @@ def ours(model: ViT, classes: tuple[str, ...] | None = None) -> Checkpoint:
         family="vitral",
         source="a test",
         config=config,
-        variant=variant_of(model),
+        variant=variant_name(model),
         state=dict(model.state_dict()),
         preprocessing=Preprocessing(image_size=config.image_size, channels=config.channels, mean=half, std=half),
         classes=classes,
