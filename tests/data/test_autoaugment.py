@@ -71,7 +71,7 @@ def test_augreg_space_matches_timm_for_common_ops() -> None:
     """timm's operations without "Increasing" follow the same TensorFlow code as big_vision."""
     from support.references import timm
 
-    reference = timm.data.auto_augment.LEVEL_TO_ARG
+    reference: dict[str, Any] = timm.data.auto_augment.LEVEL_TO_ARG
     for level in (0.0, 5.0, 10.0):
         arguments = augreg_space(torch.tensor([level / 10]), torch.ones(1), (224, 224))
         for timm_name, name in TIMM_OPS.items():

@@ -71,6 +71,7 @@ def test_load_returns_uint8_images_and_int64_labels(tiny_mnist):
     assert (mnist.name, mnist.classes, mnist.source) == ("mnist", tuple("0123456789"), "from the cache")
     assert (len(mnist.train), len(mnist.validation), len(mnist.test)) == (80, 20, 20)
     for split in (mnist.train, mnist.validation, mnist.test):
+        assert isinstance(split.images, torch.Tensor)
         assert (split.images.dtype, split.labels.dtype) == (torch.uint8, torch.int64)
         assert split.images.shape == (len(split), 1, 28, 28)
         assert split.images.is_contiguous()
@@ -82,7 +83,7 @@ def test_images_keep_their_labels(tiny_mnist):
     labels = {image.tobytes(): index % 10 for index, image in enumerate(images)}
     mnist = load("mnist")
     for split in (mnist.train, mnist.validation):
-        assert [labels[image.numpy().tobytes()] for image in split.images] == split.labels.tolist()
+        assert [labels[image.numpy().tobytes()] for image in split.images[:]] == split.labels.tolist()
 
 
 def test_test_files_are_read_on_first_access(tiny_mnist):
@@ -103,7 +104,7 @@ def test_validation_split_is_independent_of_global_seeds(tiny_mnist):
     np.random.seed(2)
     rng_state = torch.random.get_rng_state()
     second = load("mnist")
-    assert torch.equal(first.validation.images, second.validation.images)
+    assert torch.equal(first.validation.images[:], second.validation.images[:])
     assert torch.equal(torch.random.get_rng_state(), rng_state)
 
 
@@ -148,7 +149,8 @@ def test_digits_needs_no_network_and_no_cache(monkeypatch, cache):
     digits = load("digits")
     assert (len(digits.train), len(digits.validation), len(digits.test)) == (1294, 144, 359)
     assert digits.train.images.shape[1:] == (1, 8, 8)
-    assert (digits.train.images.min(), digits.train.images.max()) == (0, 255)
+    pixels = digits.train.images[:]
+    assert (int(pixels.min()), int(pixels.max())) == (0, 255)
     assert digits.source == "from scikit-learn"
     assert torch.bincount(digits.test.labels).min() >= 34
     assert not cache.exists()
@@ -208,7 +210,7 @@ def test_cifar_records_are_read_and_loaded(cache, monkeypatch, name, label_bytes
     tiny = DatasetFiles(folder="tiny", train=files[:1], test=files[1:], fetchers=())
     monkeypatch.setitem(sources.DATASET_FILES, name, tiny)
     loaded = load(name, validation=0)
-    assert np.array_equal(loaded.train.images.numpy(), images[:4])
+    assert np.array_equal(loaded.train.images[:].numpy(), images[:4])
     assert loaded.test.labels.tolist() == [5, 9]
 
 
@@ -232,8 +234,8 @@ def test_holdout_is_reproducible_and_partitions_the_images(labels, fraction, see
     assert np.array_equal(held_out, stratified_holdout(labels, fraction, seed=seed))
     numbered = datasets.Split(images=torch.arange(len(labels)), labels=torch.from_numpy(labels))
     remaining, chosen = datasets._partition(numbered, held_out)
-    assert sorted([*remaining.images.tolist(), *chosen.images.tolist()]) == list(range(len(labels)))
-    assert remaining.images.tolist() == sorted(remaining.images.tolist())
+    assert sorted([*remaining.images[:].tolist(), *chosen.images[:].tolist()]) == list(range(len(labels)))
+    assert remaining.images[:].tolist() == sorted(remaining.images[:].tolist())
 
 
 def test_holdout_never_changes_between_versions():

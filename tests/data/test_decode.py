@@ -346,9 +346,9 @@ def test_heic_files_and_urls_have_specific_errors(tmp_path: Path) -> None:
     for source in (heic, tmp_path / "IMG_1.jpg"):
         with pytest.raises(ImageDecodeError, match="HEIC, AVIF or video, which is not supported"):
             decode_image(source)
-    for source in ("https://example.org/a.jpg", Path("https://example.org/a.jpg")):
+    for url in ("https://example.org/a.jpg", Path("https://example.org/a.jpg")):
         with pytest.raises(ImageDecodeError, match=r"example\.org/a\.jpg: a URL, not a file"):
-            decode_image(source)
+            decode_image(url)
 
 
 def test_folder_is_an_error(tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ class FailingImages(LazyImages):
     """Lazy images that raise an error at batch `fail_at`."""
 
     def __init__(self, images: Tensor, fail_at: int = 1000) -> None:
-        self.images, self.shape, self.fail_at, self.is_closed = images, tuple(images.shape), fail_at, False
+        N, C, H, W = images.shape
+        self.images, self.shape, self.fail_at, self.is_closed = images, (N, C, H, W), fail_at, False
 
     def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
         try:
@@ -67,7 +68,7 @@ def running_threads() -> set[str]:
     "images", [IMAGES, IMAGES.flip(3)[:, :, :, ::1], FailingImages(IMAGES)], ids=["tensor", "view", "lazy"]
 )
 def test_batches_come_in_order(images: Any) -> None:
-    tensor = images.images if isinstance(images, LazyImages) else images
+    tensor = images.images if isinstance(images, FailingImages) else images
     for rows, batch in zip(BATCH_INDICES, prefetch(images), strict=True):
         assert torch.equal(batch, tensor[rows])
     assert not running_threads()

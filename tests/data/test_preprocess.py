@@ -168,7 +168,7 @@ def test_channel_stats_of_mnist_are_the_published_ones(monkeypatch: pytest.Monke
     if not data.local_files("mnist"):
         pytest.skip("MNIST is not in the cache")
     dataset = data.load("mnist")
-    images = torch.cat([dataset.train.images, dataset.validation.images])
+    images = torch.cat([dataset.train.images[:], dataset.validation.images[:]])
     assert channel_stats(images) == ((0.1307,), (0.3081,))
 
 

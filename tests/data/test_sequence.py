@@ -20,8 +20,6 @@ from vitral.data.lazy_images import LazyImages
 from vitral.data.sequence import is_sequence, load_sequence, split_item
 from vitral.errors import VitralError
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 NAMES = ("ants", "bees")
 
 
@@ -186,8 +184,8 @@ def test_label_of_another_type_is_an_error(label):
 
 
 def test_strings_paths_mappings_and_iterators_are_not_sequences():
-    for other in ("mnist", Path("photos"), b"x", {"a": 1}, iter([]), None, 3):
-        assert not is_sequence(other)
+    others: tuple[object, ...] = ("mnist", Path("photos"), b"x", {"a": 1}, iter([]), None, 3)
+    assert not any(map(is_sequence, others))
 
 
 @pytest.mark.parametrize(
@@ -214,8 +212,15 @@ def test_torchvision_dataset_is_loaded():
     assert sorted([*dataset.train.labels.tolist(), *dataset.validation.labels.tolist()]) == sorted(labels)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_sequence_can_be_trained_and_resumed(tmp_path, capsys):
-    tiny = {"model.image_size": (32, 32), "model.width": 48, "model.depth": 1, "batch_size": 8, "epochs": 6}
+    tiny: dict[str, Any] = {
+        "model.image_size": (32, 32),
+        "model.width": 48,
+        "model.depth": 1,
+        "batch_size": 8,
+        "epochs": 6,
+    }
     data = TorchvisionLike(40)
     model = vitral.train(data, out=tmp_path / "run", quiet=False, **tiny)
     printed = capsys.readouterr().out

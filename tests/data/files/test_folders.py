@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from vitral.errors import VitralError
 from vitral.recipes.builtin import get_recipe
 from vitral.training.setup import load_training_data
 
-TINY = {"model.image_size": (32, 32), "model.width": 48, "model.depth": 1, "batch_size": 8, "epochs": 8}
+TINY: dict[str, Any] = {"model.image_size": (32, 32), "model.width": 48, "model.depth": 1, "batch_size": 8, "epochs": 8}
 
 
 @pytest.fixture
@@ -130,8 +131,9 @@ def test_folder_without_two_classes_is_an_error(photos, tmp_path):
 def test_images_are_stored_at_the_size_before_the_crop(photos):
     data = load_file_dataset(photos, PREPROCESSING, validation=0.2)
     assert data.train.images.shape == (32, 3, 20, 20)
-    assert data.train.images.dtype == torch.uint8
-    means = data.train.images.float().mean(dim=(2, 3))
+    images = data.train.images[:]
+    assert images.dtype == torch.uint8
+    means = images.float().mean(dim=(2, 3))
     assert (means.argmax(dim=1) == data.train.labels).all()
     assert len(data.test) == 0
 

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +33,6 @@ from vitral.data.resize_crop import resize_and_crop
 from vitral.errors import VitralError
 from vitral.runs.model_io import load_weights
 from vitral.training import setup
-
-pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture
@@ -78,12 +77,12 @@ def test_packed_pixels_equal_decoded_images_and_are_decoded_once(photos, forbid_
     first = load_file_dataset(photos, PREPROCESSING)
     stored = storage_preprocessing(PREPROCESSING)
     files = [*sorted((photos / "train" / "ants").iterdir()), *sorted((photos / "train" / "bees").iterdir())]
-    for image, file in zip(first.train.images, files, strict=True):
+    for image, file in zip(first.train.images[:], files, strict=True):
         expected = decode_image(file, min_size=stored.image_size, allow_reduced_jpeg=True)
         assert torch.equal(image, stored.resize_and_crop(expected))
     forbid_decoding()
     again = load_file_dataset(photos, PREPROCESSING)
-    assert torch.equal(first.train.images, again.train.images)
+    assert torch.equal(first.train.images[:], again.train.images[:])
     assert first.fingerprint == again.fingerprint
     with pytest.raises(pytest.fail.Exception, match="decoded again"):
         _ = again.test, "decoded on first access"
@@ -154,7 +153,7 @@ def test_unreadable_training_image_is_replaced_and_unreadable_validation_image_d
     assert torch.bincount(data.train.labels).tolist() == [40, 40], "class counts are unchanged"
     assert torch.equal(data.train.images[7], data.train.images[8])
     assert torch.bincount(data.validation.labels).tolist() == [10, 9]
-    means = data.validation.images.float().mean(dim=(2, 3))
+    means = data.validation.images[:].float().mean(dim=(2, 3))
     assert (means.argmax(dim=1) == data.validation.labels).all(), "images and labels still match"
     assert "1 unreadable train image replaced by others of their class: " in data.source
     assert "07.jpg: corrupt or truncated" in data.source
@@ -197,17 +196,17 @@ def test_packed_images_are_memory_mapped(photos):
 def test_incomplete_pack_of_a_killed_process_is_packed_again(photos):
     data = load_file_dataset(photos, PREPROCESSING)
     (pack,) = packs(photos)
-    images = data.train.images.clone()
+    images = data.train.images[:].clone()
     (pack / "train.json").unlink()
     with (pack / "train.npy").open("r+b") as file:
         file.truncate(5000)
     (pack / ".train.npy").write_bytes(b"half")
     assert read_split(pack, "train") is None
-    assert torch.equal(load_file_dataset(photos, PREPROCESSING).train.images, images)
+    assert torch.equal(load_file_dataset(photos, PREPROCESSING).train.images[:], images)
 
 
 def test_pack_of_an_older_format_is_not_used(photos):
-    images = load_file_dataset(photos, PREPROCESSING).train.images.clone()
+    images = load_file_dataset(photos, PREPROCESSING).train.images[:].clone()
     (pack,) = packs(photos)
     for name in ("index.json", "train.json"):
         content = json.loads((pack / name).read_text())
@@ -215,7 +214,7 @@ def test_pack_of_an_older_format_is_not_used(photos):
     assert read_split(pack, "train") is None
     with pytest.raises(VitralError, match="packed in format 1, expected 2"):
         read_index(pack)
-    assert torch.equal(load_file_dataset(photos, PREPROCESSING).train.images, images)
+    assert torch.equal(load_file_dataset(photos, PREPROCESSING).train.images[:], images)
 
 
 def test_older_packs_of_the_same_folder_are_deleted(photos):
@@ -310,6 +309,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_pack_command_makes_the_pack_that_training_uses_and_that_can_be_moved(
     photos, tmp_path, capsys, forbid_decoding
 ):
@@ -318,7 +318,13 @@ def test_pack_command_makes_the_pack_that_training_uses_and_that_can_be_moved(
     assert "80 train, 20 validation, 10 test images, 35x35 pixels, 2 classes" in output
     assert data_command.COMMAND(["pack", str(photos), "--image-size", "32", "--out", str(tmp_path / "mine.pack")]) == 0
     forbid_decoding()
-    tiny = {"model.image_size": (32, 32), "model.width": 48, "model.depth": 1, "batch_size": 8, "epochs": 1}
+    tiny: dict[str, Any] = {
+        "model.image_size": (32, 32),
+        "model.width": 48,
+        "model.depth": 1,
+        "batch_size": 8,
+        "epochs": 1,
+    }
     vitral.train(str(photos), out=tmp_path / "one", **tiny)
     shutil.rmtree(photos)
     vitral.train(str(tmp_path / "mine.pack"), out=tmp_path / "two", **tiny)

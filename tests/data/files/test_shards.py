@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,9 @@ import webdataset
 import vitral
 from support.photos import COLOURS, PREPROCESSING, noisy_image
 from vitral.data.decode import decode_image
-from vitral.data.files import shards
 from vitral.data.files.file_dataset import ReadOptions, is_file_dataset, load_file_dataset, storage_preprocessing
 from vitral.data.files.shards import list_shards, shard_index, shard_splits
 from vitral.errors import VitralError
-
-pytestmark = pytest.mark.usefixtures("no_pictures")
 
 NAMES = sorted(COLOURS)
 
@@ -113,7 +111,7 @@ def test_changed_shard_is_indexed_again(local_shards):
 
 def test_shard_index_is_cached(local_shards, monkeypatch):
     list_shards(str(local_shards / "train-{000..002}.tar"), 0.2)
-    monkeypatch.setattr(shards.tarfile, "open", lambda *_, **__: pytest.fail("read again"))
+    monkeypatch.setattr(tarfile, "open", lambda *_, **__: pytest.fail("read again"))
     list_shards(str(local_shards / "train-{000..002}.tar"), 0.2)
 
 
@@ -212,8 +210,15 @@ def test_server_without_range_requests_or_connection_is_reported(server_url):
         list_shards("http://127.0.0.1:9/a.tar", 0.1)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_model_trains_on_shards(local_shards, tmp_path):
-    tiny = {"model.image_size": (32, 32), "model.width": 48, "model.depth": 1, "batch_size": 10, "epochs": 6}
+    tiny: dict[str, Any] = {
+        "model.image_size": (32, 32),
+        "model.width": 48,
+        "model.depth": 1,
+        "batch_size": 10,
+        "epochs": 6,
+    }
     pattern = str(local_shards / "{train-{000..002},val-000}.tar")
     model = vitral.train(pattern, out=tmp_path / "run", **tiny)
     assert model.classes == tuple(NAMES)

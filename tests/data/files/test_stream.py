@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,6 @@ from vitral.data.loader import Loader, to_device_if_fits
 from vitral.data.preprocess import channel_stats, to_model_input
 from vitral.errors import VitralError
 from vitral.runs.model_io import load_weights
-
-pytestmark = pytest.mark.usefixtures("no_pictures")
 
 STREAMED = ReadOptions(pack=0.0, unreadable=0.1, workers=2)
 
@@ -44,7 +43,7 @@ def streamed(photos):
 
 def test_streamed_images_equal_packed_images(photos, streamed):
     packed = load_file_dataset(photos, PREPROCESSING)
-    images = packed.train.images
+    images = packed.train.images[:]
     assert streamed.train.images.shape == images.shape
     assert torch.equal(torch.cat(list(streamed.train.images.split(7))), images)
     assert torch.equal(streamed.train.images[3], images[3])
@@ -97,7 +96,7 @@ def test_nested_and_abandoned_iterations_do_not_interfere(photos, streamed):
 def test_unreadable_file_is_reported_once_and_replaced_as_in_a_pack(photos, capsys):
     for name in ("03", "04"):
         (photos / "train" / "bees" / f"{name}.jpg").write_bytes(b"no image")
-    packed = load_file_dataset(photos, PREPROCESSING, read_options=ReadOptions(unreadable=0.1)).train.images
+    packed = load_file_dataset(photos, PREPROCESSING, read_options=ReadOptions(unreadable=0.1)).train.images[:]
     streamed = load_file_dataset(photos, PREPROCESSING, read_options=STREAMED).train
     for _ in range(3):
         assert torch.equal(torch.cat(list(streamed.images.split(5))), packed)
@@ -129,17 +128,29 @@ def test_killed_worker_is_an_error_and_the_next_access_starts_new_workers(stream
 def test_read_ahead_is_bounded(streamed, monkeypatch):
     requests = []
     decode = DecodeWorkers.decode
-    monkeypatch.setattr(DecodeWorkers, "decode", lambda self, *args: requests.append(1) or decode(self, *args))
+
+    def count_and_decode(self, *args):
+        requests.append(args)
+        return decode(self, *args)
+
+    monkeypatch.setattr(DecodeWorkers, "decode", count_and_decode)
     batches = streamed.train.images.split(4)
     next(batches)
     assert len(requests) == stream.NUM_SLOTS
     batches.close()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_training_on_streamed_images_gives_the_weights_of_packed_images(photos, tmp_path):
-    tiny = {"model.image_size": (32, 32), "model.width": 48, "model.depth": 1, "batch_size": 8, "epochs": 2}
+    tiny: dict[str, Any] = {
+        "model.image_size": (32, 32),
+        "model.width": 48,
+        "model.depth": 1,
+        "batch_size": 8,
+        "epochs": 2,
+    }
     runs = {}
     for name, pack in (("packed", 1.0), ("streamed", 0.0)):
-        vitral.train(str(photos), out=tmp_path / name, **tiny, **{"data.pack": pack, "data.workers": 1})
+        vitral.train(str(photos), out=tmp_path / name, **tiny | {"data.pack": pack})
         runs[name] = load_weights(tmp_path / name / "model" / "weights.safetensors")
     assert identical(runs["packed"], runs["streamed"])

@@ -82,6 +82,11 @@ def test_folder_without_images_is_listed_only_next_to_other_paths(tmp_path):
 def test_walk_lists_one_folder_at_a_time(tree, monkeypatch):
     listed = []
     scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda folder: listed.append(Path(folder).name) or scandir(folder))
+
+    def record(folder):
+        listed.append(Path(folder).name)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", record)
     assert next(iter_images([tree])) == tree / "a" / "1.webp"
     assert listed == [tree.name, "a"]

@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def dataset_files(*fetchers: Any) -> DatasetFiles:
     return DatasetFiles(folder="Tiny/raw", train=tuple(files[:2]), test=tuple(files[2:]), fetchers=fetchers)
 
 
-def tar_gz(members: dict[str, bytes | tarfile.TarInfo]) -> bytes:
+def tar_gz(members: Mapping[str, bytes | tarfile.TarInfo]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         for name, content in members.items():
