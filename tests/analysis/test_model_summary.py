@@ -1,4 +1,4 @@
-"""The summary's figures against the papers', and against what a real forward pass does on this machine."""
+"""Model summaries against published figures and against a real forward pass."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from vitral.analysis.model_summary import summarise
 from vitral.models.presets import preset
 from vitral.models.vit import ViT, ViTConfig
 
-MNIST = ViTConfig(image_size=(28, 28), patch_size=7, channels=1, width=64, depth=3, heads=4, classes=10)
+MNIST = ViTConfig(image_size=(28, 28), patch_size=7, channels=1, width=64, depth=3, heads=4, num_classes=10)
 
 
 @pytest.mark.parametrize(
     ("name", "giga"),
     [("Ti/16", "1.25"), ("S/16", "4.60"), ("B/32", "4.41"), ("B/16", "17.56"), ("L/16", "61.55"), ("H/14", "167.3")],
 )
-def test_multiply_adds_are_the_published_ones(name: str, giga: str) -> None:
+def test_multiply_adds_equal_the_published_figures(name: str, giga: str) -> None:
     summary = summarise(preset(name), depth=1)
     digits = len(giga.split(".")[1])
     assert f"{summary.multiply_adds / 1e9:.{digits}f}" == giga
 
 
-def test_multiply_adds_are_those_of_the_equations() -> None:
+def test_multiply_adds_follow_from_the_equations() -> None:
     T, N, D, E, M, K = 17, 16, 64, 49, 256, 10
     block = T * D * 3 * D + 2 * T * T * D + T * D * D + 2 * T * D * M
     assert summarise(MNIST).multiply_adds == N * E * D + 3 * block + D * K
 
 
-def test_attention_dropout_changes_the_kernel_and_not_the_count() -> None:
-    dropping = ViTConfig(
-        image_size=(28, 28), patch_size=7, channels=1, width=64, depth=3, heads=4, classes=10, dropout_attention=0.1
+def test_attention_dropout_does_not_change_the_count() -> None:
+    config = ViTConfig(
+        image_size=(28, 28), patch_size=7, channels=1, width=64, depth=3, heads=4, num_classes=10, dropout_attention=0.1
     )
-    assert summarise(dropping).multiply_adds == summarise(MNIST).multiply_adds
+    assert summarise(config).multiply_adds == summarise(MNIST).multiply_adds
 
 
-def test_the_notes_model_is_listed_layer_by_layer_with_shapes_and_parameters() -> None:
+def test_table_lists_layers_with_shapes_and_parameters() -> None:
     summary = summarise(MNIST, depth=4)
     model = ViT(MNIST)
     assert summary.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -54,7 +54,7 @@ def test_the_notes_model_is_listed_layer_by_layer_with_shapes_and_parameters() -
     assert "EncoderBlock" not in summarise(MNIST, depth=1).table
 
 
-def test_a_summary_reads_as_text_with_every_figure() -> None:
+def test_text_contains_every_figure() -> None:
     summary = summarise(preset("B/16"))
     text = str(summary)
     assert text.startswith(summary.table)
@@ -62,9 +62,9 @@ def test_a_summary_reads_as_text_with_every_figure() -> None:
         assert figure in text
 
 
-def test_a_small_model_is_not_rounded_away() -> None:
-    found = summarise(MNIST)
-    assert f"{found.multiply_adds / 1e6:.2f} MMACs = {2 * found.multiply_adds / 1e6:.2f} MFLOPs" in str(found)
+def test_small_models_are_counted_in_millions() -> None:
+    summary = summarise(MNIST)
+    assert f"{summary.multiply_adds / 1e6:.2f} MMACs = {2 * summary.multiply_adds / 1e6:.2f} MFLOPs" in str(summary)
 
 
 @pytest.mark.parametrize(
@@ -77,23 +77,23 @@ def test_a_small_model_is_not_rounded_away() -> None:
     ],
     ids=str,
 )
-def test_activation_bytes_are_what_a_real_training_step_keeps(settings: dict[str, Any]) -> None:
+def test_activation_bytes_equal_what_autograd_saves(settings: dict[str, Any]) -> None:
     config = ViTConfig(image_size=(28, 28), patch_size=7, channels=1, width=64, depth=3, heads=4, **settings)
     model = ViT(config)
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         logits = model(torch.rand(1, 1, 28, 28))
     for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
+        saved_bytes.pop(parameter.untyped_storage().data_ptr(), None)
     assert logits.requires_grad
-    assert summarise(config).activation_bytes == pytest.approx(sum(kept.values()), rel=0.01)
+    assert summarise(config).activation_bytes == pytest.approx(sum(saved_bytes.values()), rel=0.01)
 
 
-def test_a_summary_needs_no_memory_for_weights() -> None:
+def test_summary_of_a_huge_model_allocates_no_weights() -> None:
     assert summarise(preset("G/14"), depth=1).weight_bytes == 4 * 1_844_440_680
