@@ -25,8 +25,8 @@ def cache_dir() -> Path:
 
 def data_roots() -> list[Path]:
     """Folders that may contain datasets: the cache, then $VITRAL_DATA, then ./data."""
-    named = os.environ.get("VITRAL_DATA")
-    return [cache_dir(), *([Path(named).expanduser()] if named else []), Path("data")]
+    data_dir = os.environ.get("VITRAL_DATA")
+    return [cache_dir(), *([Path(data_dir).expanduser()] if data_dir else []), Path("data")]
 
 
 def is_verified(path: Path, file: ChecksummedFile, *, recheck: bool) -> bool:
