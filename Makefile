@@ -1,9 +1,9 @@
-# Everything runs in .venv, which the first target that needs it makes.
+# Every target runs in .venv, which is created on first use.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all check format bench clean
+.PHONY: demo test test-all check format docs bench clean
 
 demo: $(READY)
 	$(BIN)/vitral demo
@@ -22,6 +22,9 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(READY)
 	$(BIN)/python benchmarks/mnist_cpu.py

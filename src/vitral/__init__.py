@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vitral.utils.lazy import lazy_attributes
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from vitral import data as data
