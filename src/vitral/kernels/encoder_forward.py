@@ -130,6 +130,7 @@ class ForwardPass:
 
         tanh = mlp.gelu.approximate == "tanh"  # z = MLP(LN(z')) + z'
         gelu: Tensor | None = None
+        gelu_fp8: Fp8Tensor | None
         if norm2.normed_fp8 is not None and self.fuses_expansion():
             gelu_fp8 = expand_gelu_fp8(norm2.normed_fp8, weights.quantized[mlp.expand.weight], mlp.expand.bias, tanh)
         else:
