@@ -1,8 +1,9 @@
 """The fused encoder for NVIDIA GPUs: the blocks of models/vit.py with Triton kernels between the GEMMs.
 
 One autograd function covers all blocks; `encoder_forward.py` and `encoder_backward.py` spell out both passes. For the
-backward pass each block saves, in bf16, what is expensive to compute again: both residual sums, qkv, the attention
-output and the MLP's hidden activations before GELU. The outputs of norms and GELU are saved only where they are small.
+backward pass each block saves, in bf16, the activations that are expensive to recompute: both residual sums, qkv, the
+attention output and the MLP's hidden activations before GELU. The outputs of norms and GELU are saved only
+where they are small.
 
 If the head reads only the class token, the last block computes nothing else after attention: its other tokens
 contribute keys and values only.

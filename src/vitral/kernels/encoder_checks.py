@@ -1,4 +1,4 @@
-"""Decide which fused kernels a model uses on this machine, by comparing them with the reference first.
+"""Selection of the fused kernels for a model on this machine: each is compared with the reference first.
 
 Each check compiles its kernels in parallel, runs them on random inputs and leaves the model and the random state as
 they were.
@@ -188,7 +188,7 @@ def make_check_encoder(
     model: ViT, hardware: Hardware, num_images: int, batch_size: int, fp8_wgrad: bool = False,
     fused_block_min_tokens: int | None = None,
 ) -> FusedEncoder:  # fmt: skip
-    """A fused encoder that saves for `num_images` what it would save for `batch_size` images."""
+    """A fused encoder that saves the same activations for `num_images` as for a whole batch."""
     return FusedEncoder(
         model.encoder,
         fp8=hardware.fp8,

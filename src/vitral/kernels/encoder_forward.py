@@ -172,7 +172,7 @@ class ForwardPass:
     def attend(self, attention: Any, qkv: Tensor, cls_only: bool, qkv_bound: GemmBound | None) -> AttentionOutput:
         """softmax(q·kᵀ/√d)·v (equations 5 to 7), for all queries or those of the class tokens.
 
-        In FP8 where the kernel supports it and there is no backward pass.
+        In FP8 in inference, where the kernel supports it.
         """
         num_heads, qk_norm, D = attention.heads, qk_norm_params(attention), qkv.shape[1] // 3
         if short_attention_op.MAX_SHORT_TOKENS >= self.T and not cls_only:

@@ -6,8 +6,8 @@ but no atomics. q, k and v are read where the qkv GEMM wrote them, (tokens, 3, h
 written in the same layout. The last block of keys is as small a power of two as the tail allows: 197 tokens are
 6·32 + 16.
 
-Shapes are compile-time constants. WHOLE says that a block lies completely inside the sequence, so that no masks are
-needed. Softmax works in base 2; only lse = log2(Σ exp2(qk)) is saved for the backward pass.
+Shapes are compile-time constants. With FULL_BLOCK a block is completely inside the sequence and needs no masks.
+Softmax works in base 2; only lse = log2(Σ exp2(qk)) is saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _load_rows(
     ptr, start, STRIDE: tl.constexpr, NUM_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_D: tl.constexpr, FULL_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows start ... start + BLOCK_ROWS of one head, (BLOCK_ROWS, BLOCK_D)."""
     rows, cols = start + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
     ptrs = ptr + rows[:, None] * STRIDE + cols[None, :]
-    if WHOLE and HEAD_DIM == BLOCK_D:
+    if FULL_BLOCK and HEAD_DIM == BLOCK_D:
         return tl.load(ptrs)
     return tl.load(ptrs, (rows < NUM_TOKENS)[:, None] & (cols < HEAD_DIM)[None, :], 0.0)
 
@@ -36,29 +36,29 @@ def _load_rows(
 @triton.jit
 def _store_rows(
     ptr, x, start, STRIDE: tl.constexpr, NUM_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_D: tl.constexpr, FULL_BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, cols = start + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
     ptrs = ptr + rows[:, None] * STRIDE + cols[None, :]
-    if WHOLE and HEAD_DIM == BLOCK_D:
+    if FULL_BLOCK and HEAD_DIM == BLOCK_D:
         tl.store(ptrs, x.to(ptr.dtype.element_ty))
     else:
         tl.store(ptrs, x.to(ptr.dtype.element_ty), (rows < NUM_TOKENS)[:, None] & (cols < HEAD_DIM)[None, :])
 
 
 @triton.jit
-def _load_vector(ptr, start, other, NUM_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, WHOLE: tl.constexpr):
+def _load_vector(ptr, start, other, NUM_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, FULL_BLOCK: tl.constexpr):
     """One value per token, (BLOCK_ROWS,); `other` beyond the last token."""
     tokens = start + tl.arange(0, BLOCK_ROWS)
-    if WHOLE:
+    if FULL_BLOCK:
         return tl.load(ptr + tokens)
     return tl.load(ptr + tokens, tokens < NUM_TOKENS, other)
 
 
 @triton.jit
-def _store_vector(ptr, x, start, NUM_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, WHOLE: tl.constexpr):
+def _store_vector(ptr, x, start, NUM_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, FULL_BLOCK: tl.constexpr):
     tokens = start + tl.arange(0, BLOCK_ROWS)
-    if WHOLE:
+    if FULL_BLOCK:
         tl.store(ptr + tokens, x)
     else:
         tl.store(ptr + tokens, x, tokens < NUM_TOKENS)
@@ -80,11 +80,11 @@ def _program_position(NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK_M
 @triton.jit
 def _online_softmax_step(
     q, k, v, row_max, row_sum, acc, start, scale,
-    NUM_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    NUM_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, FULL_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys and values to the running maximum, sum and output."""
     qk = tl.dot(q, tl.trans(k))
-    if not WHOLE:
+    if not FULL_BLOCK:
         qk = tl.where((start + tl.arange(0, BLOCK_N) < NUM_TOKENS)[None, :], qk, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(qk, axis=1) * scale)
     p = tl.exp2(qk * scale - new_max[:, None])
@@ -98,9 +98,9 @@ def _attention_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
     NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr, FP8: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WHOLE: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FP8: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FULL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The body of `attention_forward_kernel`, with or without masks (WHOLE)."""
+    """The body of `attention_forward_kernel`, with or without masks (FULL_BLOCK)."""
     image_head, image, head, start = _program_position(NUM_TOKENS, NUM_HEADS, BLOCK_M)
     q_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
     k_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
@@ -109,7 +109,7 @@ def _attention_forward(
     STRIDE_V: tl.constexpr = 3 * NUM_HEADS * HEAD_DIM
     STRIDE_OUT: tl.constexpr = NUM_HEADS * HEAD_DIM
     softmax_scale *= LOG2E
-    q = _load_rows(q_ptr, start, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    q = _load_rows(q_ptr, start, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, FULL_BLOCK)
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -133,11 +133,13 @@ def _attention_forward(
         row_sum *= fp8_scale
         if head == 0:
             scale_ptr += image * NUM_TOKENS
-            _store_vector(scale_ptr, tl.zeros((BLOCK_M,), tl.float32) + fp8_scale, start, NUM_TOKENS, BLOCK_M, WHOLE)
+            _store_vector(
+                scale_ptr, tl.zeros((BLOCK_M,), tl.float32) + fp8_scale, start, NUM_TOKENS, BLOCK_M, FULL_BLOCK
+            )
     else:
         lse_ptr += image_head * NUM_TOKENS
-        _store_vector(lse_ptr, row_max + tl.log2(row_sum), start, NUM_TOKENS, BLOCK_M, WHOLE)
-    _store_rows(out_ptr, acc / row_sum[:, None], start, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+        _store_vector(lse_ptr, row_max + tl.log2(row_sum), start, NUM_TOKENS, BLOCK_M, FULL_BLOCK)
+    _store_rows(out_ptr, acc / row_sum[:, None], start, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, FULL_BLOCK)
 
 
 @triton.jit
@@ -158,13 +160,13 @@ def attention_forward_kernel(
         _attention_forward(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
             NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, FP8,
-            BLOCK_TOKENS, WHOLE=True,
+            BLOCK_TOKENS, FULL_BLOCK=True,
         )  # fmt: skip
     elif NUM_TOKENS % BLOCK_M:
         _attention_forward(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
             NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, FP8,
-            BLOCK_TOKENS, WHOLE=False,
+            BLOCK_TOKENS, FULL_BLOCK=False,
         )  # fmt: skip
 
 
@@ -175,10 +177,10 @@ def attention_forward_kernel(
 @triton.jit
 def _grad_q_step(
     q, k, v, grad_out, lse, delta, grad_q, start, scale,
-    NUM_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    NUM_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, FULL_BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
-    if not WHOLE:  # avoid 0·inf
+    if not FULL_BLOCK:  # avoid 0·inf
         p = tl.where((start + tl.arange(0, BLOCK_N) < NUM_TOKENS)[None, :], p, 0.0)
     grad_qk = p * (tl.dot(grad_out, tl.trans(v)) - delta[:, None])
     return tl.dot(grad_qk.to(k.dtype), k, grad_q)
@@ -189,9 +191,9 @@ def _attention_grad_q(
     q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
     NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FULL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The body of `attention_grad_q_kernel`, with or without masks (WHOLE)."""
+    """The body of `attention_grad_q_kernel`, with or without masks (FULL_BLOCK)."""
     image_head, image, head, start = _program_position(NUM_TOKENS, NUM_HEADS, BLOCK_M)
     q_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
     k_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
@@ -200,12 +202,12 @@ def _attention_grad_q(
     grad_out_ptr += image * NUM_TOKENS * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
     STRIDE_V: tl.constexpr = 3 * NUM_HEADS * HEAD_DIM
     STRIDE_OUT: tl.constexpr = NUM_HEADS * HEAD_DIM
-    q = _load_rows(q_ptr, start, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
-    grad_out = _load_rows(grad_out_ptr, start, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
-    out = _load_rows(out_ptr, start, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    q = _load_rows(q_ptr, start, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, FULL_BLOCK)
+    grad_out = _load_rows(grad_out_ptr, start, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, FULL_BLOCK)
+    out = _load_rows(out_ptr, start, STRIDE_OUT, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, FULL_BLOCK)
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), axis=1)
-    _store_vector(delta_ptr + image_head * NUM_TOKENS, delta, start, NUM_TOKENS, BLOCK_M, WHOLE)
-    lse = _load_vector(lse_ptr + image_head * NUM_TOKENS, start, float("inf"), NUM_TOKENS, BLOCK_M, WHOLE)
+    _store_vector(delta_ptr + image_head * NUM_TOKENS, delta, start, NUM_TOKENS, BLOCK_M, FULL_BLOCK)
+    lse = _load_vector(lse_ptr + image_head * NUM_TOKENS, start, float("inf"), NUM_TOKENS, BLOCK_M, FULL_BLOCK)
     grad_q = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for n in tl.range(0, NUM_TOKENS // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=NUM_STAGES):
         k = _load_rows(k_ptr, n, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_N, BLOCK_D, True)
@@ -221,7 +223,7 @@ def _attention_grad_q(
             q, k, v, grad_out, lse, delta, grad_q, tail, softmax_scale * LOG2E, NUM_TOKENS, TAIL_N, False
         )
     grad_q_ptr = grad_qkv_ptr + image * NUM_TOKENS * 3 * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
-    _store_rows(grad_q_ptr, grad_q * softmax_scale, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    _store_rows(grad_q_ptr, grad_q * softmax_scale, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, FULL_BLOCK)
 
 
 @triton.jit
@@ -239,12 +241,12 @@ def attention_grad_q_kernel(
     if tl.program_id(0) % ((NUM_TOKENS + BLOCK_M - 1) // BLOCK_M) < NUM_TOKENS // BLOCK_M:
         _attention_grad_q(
             q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
-            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, WHOLE=True,
+            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, FULL_BLOCK=True,
         )  # fmt: skip
     elif NUM_TOKENS % BLOCK_M:
         _attention_grad_q(
             q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
-            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, WHOLE=False,
+            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, FULL_BLOCK=False,
         )  # fmt: skip
 
 
@@ -262,9 +264,9 @@ def _attention_grad_kv(
     q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
     NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FULL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The body of `attention_grad_kv_kernel`, with or without masks (WHOLE)."""
+    """The body of `attention_grad_kv_kernel`, with or without masks (FULL_BLOCK)."""
     image_head, image, head, start = _program_position(NUM_TOKENS, NUM_HEADS, BLOCK_M)
     q_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
     k_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
@@ -275,8 +277,8 @@ def _attention_grad_kv(
     delta_ptr += image_head * NUM_TOKENS
     STRIDE_V: tl.constexpr = 3 * NUM_HEADS * HEAD_DIM
     STRIDE_OUT: tl.constexpr = NUM_HEADS * HEAD_DIM
-    k = _load_rows(k_ptr, start, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
-    v = _load_rows(v_ptr, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    k = _load_rows(k_ptr, start, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, FULL_BLOCK)
+    v = _load_rows(v_ptr, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, FULL_BLOCK)
     grad_k = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     grad_v = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for m in tl.range(0, NUM_TOKENS // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=NUM_STAGES):
@@ -293,9 +295,9 @@ def _attention_grad_kv(
         delta = _load_vector(delta_ptr, tail, 0.0, NUM_TOKENS, TAIL_N, False)
         grad_k, grad_v = _grad_kv_step(q, k, v, grad_out, lse, delta, grad_k, grad_v, softmax_scale * LOG2E)
     grad_k_ptr = grad_qkv_ptr + NUM_HEADS * HEAD_DIM
-    _store_rows(grad_k_ptr, grad_k * softmax_scale, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    _store_rows(grad_k_ptr, grad_k * softmax_scale, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, FULL_BLOCK)
     grad_v_ptr = grad_qkv_ptr + 2 * NUM_HEADS * HEAD_DIM
-    _store_rows(grad_v_ptr, grad_v, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+    _store_rows(grad_v_ptr, grad_v, start, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_M, BLOCK_D, FULL_BLOCK)
 
 
 @triton.jit
@@ -313,10 +315,10 @@ def attention_grad_kv_kernel(
     if tl.program_id(0) % ((NUM_TOKENS + BLOCK_M - 1) // BLOCK_M) < NUM_TOKENS // BLOCK_M:
         _attention_grad_kv(
             q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
-            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, WHOLE=True,
+            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, FULL_BLOCK=True,
         )  # fmt: skip
     elif NUM_TOKENS % BLOCK_M:
         _attention_grad_kv(
             q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_qkv_ptr, softmax_scale,
-            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, WHOLE=False,
+            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, FULL_BLOCK=False,
         )  # fmt: skip

@@ -106,7 +106,7 @@ def check_shape(model: ViT) -> tuple[int, ...]:
 
 
 def token_offsets(model: ViT) -> tuple[Tensor, Tensor]:
-    """The prefix tokens with their positions, (F, D), and what is added to each patch, bias and position, (N, D)."""
+    """The prefix tokens with their positions, (F, D), and bias plus position of each patch, (N, D)."""
     N = math.prod(model.config.grid)
     patch_offsets, prefix = model.patch_embedding.project.bias.expand(N, -1), []
     positions = None if model.position_embedding is None else model.position_embedding.table_for(model.config.grid)[0]
