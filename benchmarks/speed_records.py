@@ -4,8 +4,8 @@
     python benchmarks/speed_records.py --variant "cifar10-94 epochs=16 model.conv.widths=32,128,256" --save
 
 A variant is a recipe with changes FIELD=VALUE, parsed as `vitral train --FIELD VALUE` parses them (FIELD= empties a
-list); --set changes all variants. Each run goes through the same code as `vitral train`, without figures and report. Result files are rewritten
-after every run, so an interrupted benchmark loses nothing.
+list); --set changes all variants. Each run goes through the same code as `vitral train`, without figures and report.
+Result files are rewritten after every run, so an interrupted benchmark loses nothing.
 
 accuracy      on the test set, with the recipe's TTA and without: mean ± standard error, compared with --target or
               with the number at the end of the recipe's name

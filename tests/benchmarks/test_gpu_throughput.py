@@ -30,7 +30,7 @@ def test_cases_are_parsed() -> None:
 
 @pytest.mark.parametrize("text", ["timm", "timm:B/16", "timm:B/16:dance", "a:b:c:d:e"])
 def test_invalid_cases_are_refused(text: str) -> None:
-    with pytest.raises(SystemExit, match="is not a case|unknown mode"):
+    with pytest.raises(SystemExit, match=r"is not a case|unknown mode"):
         Case.parse(text)
 
 
