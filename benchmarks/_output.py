@@ -41,7 +41,7 @@ def write_results(
     dtype: str | None = None,
     packages: Sequence[str] = ("torch",),
 ) -> None:
-    """Write the files that the arguments ask for. May be called after every measurement: files are replaced."""
+    """Write the requested files. May be called after every measurement: files are replaced."""
     benchmark = Path(sys.argv[0]).stem
     content = {"benchmark": benchmark, "environment": environment(packages), **(details or {}), "rows": list(rows)}
     if args.json is not None:

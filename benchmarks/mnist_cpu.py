@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from _output import add_output_arguments, environment, write_results
 
@@ -80,7 +80,7 @@ def run_baseline(seed: int) -> dict[str, Any]:
     class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         """torchvision's MNIST with ToTensor and Normalize, written out."""
 
-        def __init__(self, split: str) -> None:
+        def __init__(self, split: Literal["train", "test"]) -> None:
             images, labels = (read_idx(path) for path in fetch_files("mnist", split).paths)
             self.images, self.labels = torch.from_numpy(images), torch.from_numpy(labels)
 

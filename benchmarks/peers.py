@@ -34,7 +34,7 @@ Running a toy version on the CPU, which only shows that everything runs.
 """
 
 StepFn = Callable[[], None]
-Info = dict[str, Any]  # what is reported about a case besides its speed
+Info = dict[str, Any]  # reported with the speed of a case
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def synchronize() -> None:
 
 
 def make_step(case: Case, info: Info) -> StepFn:
-    """What is timed. Adds to `info` what is worth reporting about it."""
+    """The function to time. Adds to `info` what is reported with its speed."""
     if case.library != "vitral":
         return make_peer_step(case, info)
     return make_vitral_training(case, info) if case.mode == "train" else make_vitral_inference(case, info)
@@ -275,7 +275,8 @@ def make_transformers_model(config: ViTConfig) -> Any:
     from transformers import ViTConfig as TransformersConfig
     from transformers import ViTForImageClassification
 
-    transformers_config = TransformersConfig(
+    make_config: Any = TransformersConfig  # its type stubs lack arguments
+    transformers_config = make_config(
         image_size=config.image_size[0],
         patch_size=config.patch_size,
         hidden_size=config.width,

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,10 @@ import _output
 
 
 def test_csv_has_one_column_per_key() -> None:
-    rows = [{"model": "B/16", "seconds": 1 / 3}, {"model": "S/16", "failed": "out of memory", "seconds": None}]
+    rows: list[dict[str, Any]] = [
+        {"model": "B/16", "seconds": 1 / 3},
+        {"model": "S/16", "failed": "out of memory", "seconds": None},
+    ]
     assert _output.to_csv(rows) == "model,seconds,failed\nB/16,0.333333,\nS/16,,out of memory\n"
 
 

@@ -113,7 +113,7 @@ def test_runs_that_exceed_the_budget_are_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(speed_records.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("speed_records.time.perf_counter", lambda: now[0])
 
     def train(recipe: Any, folder: Path) -> dict[str, Any]:
         now[0] += 10.0

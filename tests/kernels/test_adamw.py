@@ -83,7 +83,10 @@ def test_unsuitable_tensors_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch)
     take_steps(adamw, weights, 1)
     assert fits_kernels(adamw.updates())
     assert not fits_kernels([])
-    for name, value in (("lr", 0.1), ("grad", torch.zeros(4, 6).t()), ("exp_avg", torch.zeros(2).double())):
-        assert not fits_kernels([adamw.updates()[0]._replace(**{name: value})])
+    changes: list[dict[str, Any]] = [
+        {"lr": 0.1}, {"grad": torch.zeros(4, 6).t()}, {"exp_avg": torch.zeros(2).double()},
+    ]  # fmt: skip
+    for change in changes:
+        assert not fits_kernels([adamw.updates()[0]._replace(**change)])
     monkeypatch.setattr(adamw_module, "MAX_KERNEL_ELEMENTS", 100)
     assert not fits_kernels(adamw.updates())

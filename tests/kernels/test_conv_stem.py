@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def make_stem(widths: tuple[int, ...], strides: tuple[int, ...], channels: int, 
     return stem
 
 
-def output_and_gradients(stem: Any, parameters: list[Tensor], images: Tensor) -> list[Tensor]:
+def output_and_gradients(stem: Any, parameters: Sequence[Tensor], images: Tensor) -> list[Tensor]:
     out = stem(images)
     torch.manual_seed(1)
     return [out.detach(), *torch.autograd.grad(out, parameters, torch.randn(out.shape))]
@@ -76,9 +77,12 @@ def test_training_forward_uses_the_stem_and_gives_every_parameter_a_gradient(mon
         model.head.out.weight.normal_()  # type: ignore[union-attr, operator]
     stem_inputs: list[tuple[int, ...]] = []
     real_call = FusedConvStem.__call__
-    monkeypatch.setattr(
-        FusedConvStem, "__call__", lambda self, x: stem_inputs.append(tuple(x.shape)) or real_call(self, x)
-    )
+
+    def recording_call(self: FusedConvStem, images: Tensor) -> Tensor:
+        stem_inputs.append(tuple(images.shape))
+        return real_call(self, images)
+
+    monkeypatch.setattr(FusedConvStem, "__call__", recording_call)
     logits = make_training_forward(model, GPU)(images)
     assert stem_inputs == [(16, 3, 8, 8), (4, 3, 8, 8)]  # the self-check, then the batch
     expected = model(images)

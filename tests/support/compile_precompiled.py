@@ -84,7 +84,8 @@ def step_muon() -> None:
     matrices = [torch.zeros(shape) for shape in ((96, 32), (32, 32), (128, 32), (32, 128), (96, 32))]
     for matrix in matrices:
         matrix.grad = torch.zeros_like(matrix)
-    optimizer = muon.Muon([{"params": matrices[:1], "num_matrices": 3}, {"params": matrices[1:]}], 0.1, 0.1)
+    groups: list[dict[str, Any]] = [{"params": matrices[:1], "num_matrices": 3}, {"params": matrices[1:]}]
+    optimizer = muon.Muon(groups, lr=0.1, weight_decay=0.1)
     optimizer.found_inf = torch.zeros(())
     precompile.precompile(lambda: optimizer.launch_kernels(muon_op))
     optimizer.kernels = muon_op
@@ -92,8 +93,8 @@ def step_muon() -> None:
 
 
 def make_model(**changes: Any) -> ViT:
-    sizes = {"image_size": (32, 32), "patch_size": 4, "num_classes": 10, "width": 128, "depth": 3, "heads": 2}
-    return ViT(ViTConfig(**sizes | changes))
+    sizes: dict[str, Any] = {"image_size": (32, 32), "patch_size": 4, "num_classes": 10, "width": 128, "depth": 3}
+    return ViT(ViTConfig(**sizes | {"heads": 2} | changes))
 
 
 def make_hardware(fp8: bool) -> Hardware:
@@ -120,7 +121,7 @@ def patch_triton(cache: str) -> None:
 def main(cache: str) -> None:
     patch_triton(cache)
     torch._scaled_mm = scaled_mm  # type: ignore[assignment]
-    precompile.available_cpus = lambda: 4
+    precompile.available_cpus = lambda *_: 4  # type: ignore[attr-defined]
     for module in (encoder_checks, kernel_training, embed_op, self_check):
         module.self_check_failure = pass_self_check  # type: ignore[attr-defined]
     block_op.MIN_BLOCK_TOKENS = block_op.MIN_EXPAND_TOKENS = 0

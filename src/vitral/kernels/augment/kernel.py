@@ -11,7 +11,7 @@ def _source_offset(
     image, y, x, shifts_ptr, flips_ptr, H, W,
     SHIFT: tl.constexpr, FLIP: tl.constexpr, BLACK_BORDER: tl.constexpr,
 ):  # fmt: skip
-    """Offset within the image plane of the pixel that moves to (y, x), and whether it lies inside the image."""
+    """Offset within the image plane of the pixel that moves to (y, x), and whether it is inside the image."""
     inside = y >= 0
     if SHIFT:
         B = tl.num_programs(0)
