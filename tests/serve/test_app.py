@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 from support.served import make_image, tiny_model
 from vitral.cli import main as cli
 from vitral.errors import VitralError
-from vitral.explain import METHODS, scaled
+from vitral.explain import METHODS, rescale_for_display
 from vitral.inference.predictor import Predictor
 from vitral.serve.app import create_app
 from vitral.serve.limits import Limits
@@ -432,7 +432,7 @@ def test_heatmaps_equal_the_explain_methods(client, predictor, method):
     heat = METHODS[method](predictor.model, predictor.model_config.preprocessing.normalise(pixels[None])[0], 1)
     heatmap = response["heatmaps"][method]
     values = unpack(heatmap, "values", "u1", heatmap["height"], heatmap["width"]) / 255
-    np.testing.assert_allclose(values, scaled(heat).numpy(), atol=0.51 / 255)
+    np.testing.assert_allclose(values, rescale_for_display(heat).numpy(), atol=0.51 / 255)
     assert response["target"] == "bee"
 
 

@@ -24,7 +24,7 @@ class ErrorInfo(StrictModel):
     """One error: a stable code for programs and a message for people."""
 
     code: ErrorCode = Field(description="machine-readable error code")
-    message: str = Field(description="what is wrong, in one sentence")
+    message: str = Field(description="description of the problem in one sentence")
     hint: str | None = Field(None, description="what to do about it")
 
 
@@ -47,7 +47,7 @@ class ImagePrediction(StrictModel):
     file: str = Field(description="name of the uploaded file, or its position in the request")
     labels: list[LabelScore] | None = Field(None, description="most probable class first")
     ood: bool | None = Field(None, description="the image is unlike the training set (out of distribution)")
-    error: ErrorInfo | None = Field(None, description="why there is no prediction for this image")
+    error: ErrorInfo | None = Field(None, description="reason why this image could not be classified")
 
 
 class PredictResponse(StrictModel):

@@ -57,7 +57,7 @@ def plot_evaluation(report: EvaluationReport, folder: Path) -> list[Path]:
 
 
 def plot_reliability(uncalibrated: Reliability, calibrated: Reliability, temperature: float, path: Path) -> Path:
-    """Accuracy against confidence with 95% intervals. A calibrated model lies on the diagonal."""
+    """Accuracy against confidence with 95% intervals. A perfectly calibrated model is on the diagonal."""
     panels = (
         (f"Uncalibrated (ECE {uncalibrated.ece:.2%})", uncalibrated),
         (f"Temperature {temperature:.3f} (ECE {calibrated.ece:.2%})", calibrated),

@@ -99,7 +99,7 @@ def _ood_threshold_text(data: ReportData) -> str:
 
 
 def _ood_chart(score: OODScore, result: OODResult) -> str:
-    known, unknown = (
+    id_fractions, ood_fractions = (
         [count / max(sum(histogram), 1) for count in histogram]
         for histogram in (score.id_histogram, score.ood_histogram)
     )
@@ -108,11 +108,11 @@ def _ood_chart(score: OODScore, result: OODResult) -> str:
         x=f"{score.name} score (AUROC {percent(score.auroc.value, 1)})",
         y="fraction of images",
         x_range=(score.bin_edges[0], score.bin_edges[-1]),
-        y_range=(0.0, max(max(known), max(unknown)) * 1.05),
+        y_range=(0.0, max(max(id_fractions), max(ood_fractions)) * 1.05),
         y_format=charts.percent,
     )
-    chart.steps(score.bin_edges, known, "a", "known")
-    chart.steps(score.bin_edges, unknown, "b", result.dataset)
+    chart.steps(score.bin_edges, id_fractions, "a", "known")
+    chart.steps(score.bin_edges, ood_fractions, "b", result.dataset)
     if score.threshold is not None:
         chart.rule(score.threshold, "g", "threshold")
     return chart.svg()

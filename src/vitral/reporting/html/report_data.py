@@ -161,9 +161,7 @@ def check_data(target: EvalTarget, counts: dict[str, tuple[int, ...]], thorough:
             diagnosis = examine(dataset.name)
         except VitralError as error:
             return (*lines, f"{error.what}; {error.hint}")
-        lines += [f"{trouble.what}: {trouble.todo}" for trouble in diagnosis.troubles] or [
-            "No problems found in the images"
-        ]
+        lines += [f"{issue.what}: {issue.todo}" for issue in diagnosis.troubles] or ["No problems found in the images"]
         lines += [line for line in (diagnosis.sizes, diagnosis.modes) if line]
     return tuple(lines)
 

@@ -45,7 +45,7 @@ def training_section(epochs: tuple[dict[str, Any], ...]) -> str:
 
 
 def _training_chart(epochs: tuple[dict[str, Any], ...], metric: str, name: str, number_format: Any) -> str:
-    numbers = [row["epoch"] for row in epochs]
+    epoch_numbers = [row["epoch"] for row in epochs]
     has_validation = all(f"validation_{metric}" in row for row in epochs)
     splits = ("train", "validation") if has_validation else ("train",)
     curves = [[float(row.get(f"{split}_{metric}", float("nan"))) for row in epochs] for split in splits]
@@ -54,17 +54,17 @@ def _training_chart(epochs: tuple[dict[str, Any], ...], metric: str, name: str, 
         label=label + (f", validation at {number_format(curves[1][-1])}" if has_validation else ""),
         x="epoch",
         y=name,
-        x_range=(min(numbers) - 0.2, max(numbers) + 0.2),
+        x_range=(min(epoch_numbers) - 0.2, max(epoch_numbers) + 0.2),
         y_range=padded_range([y for curve in curves for y in curve], floor=0.0),
         y_format=number_format,
-        x_ticks=[x for x in nice_ticks(min(numbers), max(numbers), 8) if x == int(x)] or numbers[:1],
+        x_ticks=[x for x in nice_ticks(min(epoch_numbers), max(epoch_numbers), 8) if x == int(x)] or epoch_numbers[:1],
     )
     for curve, colour, curve_name in zip(curves, "ba", ("training (augmented)", "validation"), strict=False):
-        chart.line(numbers, curve, colour, curve_name)
-        if len(numbers) <= MAX_DOTS:
-            chart.dots(numbers, curve, colour)
+        chart.line(epoch_numbers, curve, colour, curve_name)
+        if len(epoch_numbers) <= MAX_DOTS:
+            chart.dots(epoch_numbers, curve, colour)
     best = max((row["epoch"] for row in epochs if row.get("best")), default=None)
-    if has_validation and best is not None and len(numbers) > 1:
+    if has_validation and best is not None and len(epoch_numbers) > 1:
         chart.rule(best, "g", f"best epoch ({best})")
     return chart.svg()
 

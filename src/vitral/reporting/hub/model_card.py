@@ -29,7 +29,7 @@ LOADED_BY = {  # file format to the libraries that load it, the simplest first
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Contents of a run folder besides the model; empty for a model without run."""
+    """Test results, recipe and environment of a run folder; empty for a model without run."""
 
     test: dict[str, Any]
     recipe: dict[str, Any]

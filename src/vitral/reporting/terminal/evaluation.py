@@ -124,7 +124,8 @@ def print_robustness(result: Robustness, console: Console) -> None:
     relative = result.relative_accuracy
     console.print(
         f"\nCorrupted images: {relative.value:.1%} of the clean accuracy "
-        f"({100 * relative.low:.1f}-{relative.high:.1%}), {result.images:,} images, clean accuracy {result.clean_accuracy:.2%}",
+        f"({100 * relative.low:.1f}-{relative.high:.1%}), {result.images:,} images, "
+        f"clean accuracy {result.clean_accuracy:.2%}",
         soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 2))

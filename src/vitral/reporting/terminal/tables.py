@@ -104,12 +104,12 @@ def print_diagnosis(diagnosis: Diagnosis, advice: Advice | None) -> None:
         console.print(Text(text), soft_wrap=True)
 
     print_line(f"{diagnosis.images:,} images in {_class_count(diagnosis)}. {_split_text(diagnosis)}")
-    for trouble in diagnosis.troubles:
-        print_line(f"  {trouble.level:<8} {trouble.what}")
-        console.print(Text(f"           {trouble.todo}", style="dim"), soft_wrap=True)
+    for issue in diagnosis.troubles:
+        print_line(f"  {issue.level:<8} {issue.what}")
+        console.print(Text(f"           {issue.todo}", style="dim"), soft_wrap=True)
     clean = "" if diagnosis.troubles else "; no duplicates, no unreadable files, balanced classes"
     print_line(f"  {'ok':<8} {diagnosis.sizes}, {diagnosis.modes}{clean}")
-    if any(len(trouble.files) > 2 for trouble in diagnosis.troubles):
+    if any(len(issue.files) > 2 for issue in diagnosis.troubles):
         print_line("\nWrite the complete list of files with --fix-list FILE.csv")
     if advice is None:
         print_line("\nFix the errors first: this folder cannot be trained on.")

@@ -283,10 +283,10 @@ class WalkBuilder:
         return CAPTIONS[self.lang][key].format(**self.numbers, **values)
 
     def matrix(self, key: str, values: Tensor, scale: ColourScale = "signed", **caption_values: Any) -> StepFigure:
-        numbers = values.detach().float().cpu().numpy()
-        value_range = f"{numbers.min():.2g} … {numbers.max():.2g}"
-        caption = f"{self.caption(key, **caption_values)} ({numbers.shape[0]} × {numbers.shape[1]}; {value_range})"
-        return StepFigure(caption=caption, pixels=enlarge(to_colours(numbers, scale)), values=numbers)
+        array = values.detach().float().cpu().numpy()
+        value_range = f"{array.min():.2g} … {array.max():.2g}"
+        caption = f"{self.caption(key, **caption_values)} ({array.shape[0]} × {array.shape[1]}; {value_range})"
+        return StepFigure(caption=caption, pixels=enlarge(to_colours(array, scale)), values=array)
 
     def heatmap(self, key: str, weights_N: Tensor, **caption_values: Any) -> StepFigure:
         """Attention weights of the patches as light over the image."""

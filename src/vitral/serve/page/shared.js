@@ -46,7 +46,7 @@ export function showError(kind, values = {}, serverMessage = "") {
   element.scrollIntoView({ block: "nearest" });
 }
 
-// Runs an action and shows its errors; asks for the API key and repeats the action if the server requires one.
+// Runs an action and shows its errors; prompts for the API key and repeats the action if the server requires one.
 export async function withErrorsShown(action, fileName = "") {
   try {
     clearError();
