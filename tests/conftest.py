@@ -16,7 +16,7 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 import torch
 
-from support.common import Command, Fit, leave_out_pictures, textures
+from support.common import Command, Fit, skip_figures, textures
 from vitral.cli import main as cli
 from vitral.data.datasets import Dataset, Split
 from vitral.data.preprocess import Preprocessing, channel_stats
@@ -138,9 +138,9 @@ def train_tiny(tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: 
 
 
 @pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip figures and HTML report after training: they take seconds and have their own tests."""
-    leave_out_pictures(monkeypatch)
+    skip_figures(monkeypatch)
 
 
 @pytest.fixture

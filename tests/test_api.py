@@ -32,13 +32,13 @@ def test_train_load_and_predict_in_three_lines(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_training_is_quiet_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vitral.train("digits", out=tmp_path / "run", **TINY)
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_the_terminal_output_summarises_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vitral.train("digits", out=tmp_path / "run", quiet=False, **TINY)
     output = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_the_terminal_output_summarises_the_run(tmp_path: Path, capsys: pytest.C
         assert text in output
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_the_test_set_is_read_only_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     digits = datasets.load("digits")
@@ -79,14 +79,14 @@ def test_the_test_set_is_read_only_after_training(tmp_path: Path, monkeypatch: p
     assert events[:2] == ["model exported", "test set read"]
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_evaluate_reproduces_the_evaluation_after_training(tmp_path: Path) -> None:
     vitral.train("digits", out=tmp_path / "run", **TINY)
     evaluation = vitral.evaluate(tmp_path / "run")
     assert json.loads(json.dumps(evaluation.as_dict())) == json.loads((tmp_path / "run" / "test.json").read_text())
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_the_recipe_of_a_run_repeats_it_bit_for_bit(tmp_path: Path) -> None:
     vitral.train("digits", out=tmp_path / "a", **TINY)
     vitral.train(recipe=tmp_path / "a" / "recipe.toml", out=tmp_path / "b")
@@ -99,7 +99,7 @@ def test_an_unknown_field_is_refused_with_a_suggestion(tmp_path: Path) -> None:
         vitral.train("digits", out=tmp_path / "run", **{"optim.lrr": 1.0})
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_the_demo_falls_back_to_digits_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,7 +122,7 @@ def test_the_demo_falls_back_to_digits_without_a_network(
     assert (tmp_path / "run" / "figures" / "bundled.png").is_file()
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_the_normalisation_of_the_training_set_is_stored_with_the_model(tmp_path: Path) -> None:
     model = vitral.train("digits", out=tmp_path / "run", **TINY)
     pixels = datasets.load("digits").train.images.double() / 255
@@ -156,7 +156,7 @@ def test_figures_that_cannot_be_written_do_not_lose_the_result(tmp_path: Path, m
     assert vitral.evaluate(tmp_path / "run").images == 359
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_a_changed_recipe_is_refused_on_resume(tmp_path: Path) -> None:
     vitral.train("digits", out=tmp_path / "run", **TINY)
     (tmp_path / "run" / "test.json").unlink()

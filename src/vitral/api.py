@@ -23,45 +23,51 @@ from rich.console import Console
 from vitral import bundled
 from vitral.data.datasets import Split
 from vitral.data.datasets import load as load_dataset
-from vitral.data.files.file_dataset import is_file_dataset, load_file_dataset
-from vitral.data.preprocess import to_model_input
 from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
+from vitral.device.cpu import available_cpus
 from vitral.device.select import DeviceOption, select_hardware
 from vitral.distributed.world import World, init_distributed
 from vitral.errors import VitralError, shell_quote
-from vitral.evaluation import evaluate as judge
-from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, Calibration, LogitScore
+from vitral.evaluation.calibration import FALSE_POSITIVE_RATE
+from vitral.evaluation.calibration_images import load_calibration_images
 from vitral.evaluation.compare import PairedComparison
-from vitral.evaluation.data import SplitName, load_eval_target
-from vitral.evaluation.evaluate import calibrate_model
+from vitral.evaluation.data import SplitName, load_dataset_for, load_eval_target, load_split
+from vitral.evaluation.evaluate import MAX_IMAGES, calibrate_model
+from vitral.evaluation.evaluate import compare_models as compare_targets
 from vitral.evaluation.evaluate import evaluate as evaluate_target
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
 from vitral.evaluation.report import EvaluationReport
+from vitral.export.export import SUFFIX_BY_TARGET, Target, export_model
+from vitral.export.onnx_file import require_onnx
+from vitral.export.parity import ParityReport
+from vitral.export.wrapper import ExportPrecision
+from vitral.inference.bench import run_bench
+from vitral.inference.engine_selection import BenchResult, EngineName
 from vitral.inference.predictor import Predictor, is_checkpoint
+from vitral.models.calibration import Calibration, LogitScore
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.reporting.demo import compare_with_bundled, print_bundled_comparison
 from vitral.reporting.feature_files import check_features_path, write_features
-from vitral.reporting.figures import training as figures
+from vitral.reporting.figures.comparison import plot_probe, plot_strategy_comparison
 from vitral.reporting.html.report import write_report
 from vitral.reporting.html.report_data import collect_report_data
 from vitral.reporting.hub.publish import push as push
 from vitral.reporting.run_report import write_run_report
 from vitral.reporting.terminal import training as terminal
+from vitral.runs.model_io import find_model_dir
 from vitral.runs.run import RUNS, Run, new_run_path
 from vitral.training.compare_strategies import StrategyComparison, check_comparison, compare_strategies
 from vitral.training.parallelism import parallel_plan
 from vitral.training.progress import ProgressTable, StatusProgress
 from vitral.training.provenance import (
-    check_data_unchanged,
     check_resumable,
-    create_run,
+    create_or_update_run,
     open_unfinished_run,
     started_in_fp8,
 )
 from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware
 from vitral.training.trainer import Trainer, check_splits
-from vitral.utils.atomic import atomic_write
 from vitral.utils.progress import LogFn, no_log
 
 REPORT_CORRUPTED_IMAGES = 2_000  # images on which a report measures robustness
@@ -115,12 +121,7 @@ def train(
     world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
     hardware = training_hardware(setup, continues_fp8=run is None or started_in_fp8(run))
     parallel = parallel_plan(setup.recipe, hardware)
-    if run is None:
-        run = Run(world.broadcast_from_rank0(lambda: create_run(setup.recipe, setup.dataset, hardware, parallel, out)))
-    else:
-        check_data_unchanged(run, setup.dataset)
-        recipe_file = run.recipe_file
-        world.broadcast_from_rank0(lambda: atomic_write(recipe_file, setup.recipe.to_toml()))
+    run = create_or_update_run(world, run, setup, hardware, parallel, out)
     terminal.print_run_summary(console, setup, hardware, parallel, run)
     with world.rank_failure_guard(f"vitral train --resume {shell_quote(run)}"), run_lock(run, world):
         with ProgressTable(console, setup.steps_per_epoch) as progress:
@@ -217,7 +218,7 @@ def compare(
             on_part=progress.set_label,
             callbacks=[progress],
         )
-    figures.plot_strategy_comparison(result, folder / "comparison.png")
+    plot_strategy_comparison(result, folder / "comparison.png")
     return result
 
 
@@ -246,13 +247,15 @@ def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:
     return predictor
 
 
-def load(path: str | Path) -> Predictor:
+def load(path: str | Path, *, engine: EngineName = "auto", device: DeviceOption = "auto") -> Predictor:
     """Load a trained model.
 
     Args:
         path: Run or model folder, checkpoint file, `hf:owner/name`, or the name of a bundled model ("mnist").
+        engine: Inference engine: "auto", "reference" (the plain fp32 module), "fp32", "bf16", "int8" or "fp8".
+        device: "auto", "cpu" or "gpu".
     """
-    return Predictor.load(path)
+    return Predictor.load(path, device=device, engine=engine)
 
 
 def evaluate(
@@ -263,6 +266,7 @@ def evaluate(
     max_error: float | None = None,
     ood: str | None = None,
     robustness: bool = False,
+    engine: EngineName = "auto",
     log: LogFn = no_log,
 ) -> EvaluationReport:
     """Measure accuracy and calibration, each with a 95% confidence interval.
@@ -275,11 +279,15 @@ def evaluate(
         max_error: Also find the confidence threshold above which at most this fraction of predictions is wrong.
         ood: Also measure OOD detection on this dataset or folder of other things.
         robustness: Also measure accuracy under image corruptions.
+        engine: Inference engine, recorded in the result; ignored if `model` is a Predictor.
         log: Called with one line per phase.
     """
-    asked = load_eval_target(model, data, split)
-    damaged = judge.MAX_IMAGES if robustness else 0
-    return judge.evaluate(asked, max_error=max_error, ood_data=ood, corrupted_images=damaged, log=log)[0]
+    target = load_eval_target(model, data, split, engine=engine)
+    corrupted_images = MAX_IMAGES if robustness else 0
+    evaluation, _ = evaluate_target(
+        target, max_error=max_error, ood_data=ood, corrupted_images=corrupted_images, log=log
+    )
+    return evaluation
 
 
 def compare_models(
@@ -288,6 +296,7 @@ def compare_models(
     *,
     data: str | None = None,
     split: SplitName | None = None,
+    engine: EngineName = "auto",
 ) -> PairedComparison:
     """Compare two models on the same images, with a confidence interval and a significance test.
 
@@ -296,12 +305,18 @@ def compare_models(
         second: The second model. It must have the same classes.
         data: Dataset or folder with their classes. Default: the dataset they were trained on.
         split: Default: the test split, or the validation split if there are no test images.
+        engine: Inference engine of both models; ignored for a Predictor.
     """
-    return judge.compare_models(load_eval_target(first, data, split), load_eval_target(second, data, split))
+    first_target = load_eval_target(first, data, split, engine=engine)
+    return compare_targets(first_target, load_eval_target(second, data, split, engine=engine))
 
 
 def calibrate(
-    model: str | Path | Predictor, *, score: LogitScore = "energy", false_positive_rate: float = FALSE_POSITIVE_RATE
+    model: str | Path | Predictor,
+    *,
+    score: LogitScore = "energy",
+    false_positive_rate: float = FALSE_POSITIVE_RATE,
+    engine: EngineName = "auto",
 ) -> Calibration:
     """Fit the temperature and the OOD threshold on the validation images and store them in the model's config.json.
 
@@ -309,9 +324,10 @@ def calibrate(
         model: The model to calibrate.
         score: OOD score to threshold.
         false_positive_rate: Fraction of validation images that may be reported as unknown.
+        engine: Inference engine; ignored if `model` is a Predictor.
     """
-    asked = load_eval_target(model, None, None)
-    return judge.calibrate_model(asked.predictor, asked.validation_split, score, false_positive_rate)
+    target = load_eval_target(model, engine=engine)
+    return calibrate_model(target.predictor, target.validation_split, score, false_positive_rate)
 
 
 def report(
@@ -322,6 +338,7 @@ def report(
     split: SplitName | None = None,
     ood: str | None = None,
     fast: bool = False,
+    engine: EngineName = "auto",
     log: LogFn = no_log,
 ) -> Path:
     """Write a self-contained HTML report about a model and return its path.
@@ -333,13 +350,13 @@ def report(
         split: Default: the test split, or the validation split if there are no test images.
         ood: Also measure OOD detection on this dataset or folder of other things.
         fast: Skip the robustness measurements.
+        engine: Inference engine; ignored if `model` is a Predictor.
         log: Called with one line per phase.
     """
-    target = load_eval_target(model, data, split)
+    target = load_eval_target(model, data, split, engine=engine)
     model_path = target.predictor.path or Path()
-    evaluation, logits = judge.evaluate(
-        target, ood_data=ood, corrupted_images=0 if fast else REPORT_CORRUPTED_IMAGES, log=log
-    )
+    corrupted_images = 0 if fast else REPORT_CORRUPTED_IMAGES
+    evaluation, logits = evaluate_target(target, ood_data=ood, corrupted_images=corrupted_images, log=log)
     log("Rendering the report")
     report_data = collect_report_data(target, evaluation, logits, model_path, thorough=not fast)
     return write_report(report_data, Path(out) if out else default_report_path(model_path))
@@ -353,7 +370,12 @@ def default_report_path(model_path: Path) -> Path:
 
 
 def probe(
-    data: str, init: str | Path | Predictor, *, out: str | Path | None = None, heads: int | None = None
+    data: str,
+    init_from: str | Path | Predictor,
+    *,
+    out: str | Path | None = None,
+    heads: int | None = None,
+    engine: EngineName = "auto",
 ) -> ProbeResult:
     """Measure how well frozen features separate classes: nearest neighbours, linear probe, few-shot regression.
 
@@ -362,38 +384,44 @@ def probe(
 
     Args:
         data: Dataset, or folder with one subfolder per class.
-        init: The model whose features are measured.
+        init_from: The model whose features are measured.
         out: Also write a plot to this file.
         heads: Number of attention heads, for a checkpoint that does not store it.
+        engine: Inference engine; ignored if `init_from` is a Predictor.
     """
-    predictor = init if isinstance(init, Predictor) else Predictor.load(init, heads=heads)
-    seen = predictor.model_config.preprocessing
-    dataset = load_file_dataset(data, seen) if is_file_dataset(data) else load_dataset(data)
+    predictor = _as_predictor(init_from, engine, heads)
+    dataset = load_dataset_for(data, predictor, None)
 
     def features(split: Split) -> tuple[torch.Tensor, torch.Tensor]:
-        return predictor.features(to_model_input(split.images, seen)), split.labels
+        loaded = load_split(split, predictor)
+        return predictor.features(loaded.images), loaded.labels
 
     validation = features(dataset.validation)
-    tested = len(dataset.test) > 0
+    has_test = len(dataset.test) > 0
     result = probe_features(
         features(dataset.train),
-        validation if tested else None,
-        features(dataset.test) if tested else validation,
+        validation if has_test else None,
+        features(dataset.test) if has_test else validation,
         dataset.classes,
     )
-    result = replace(result, judged_on="test" if tested else "validation")
+    result = replace(result, evaluated_on="test" if has_test else "validation", engine=predictor.engine.info())
     if out is not None:
-        figures.plot_probe(result, Path(out))
+        plot_probe(result, Path(out))
     return result
 
 
 class EmbedResult(NamedTuple):
     images: int
-    errors: list[str]  # what was wrong with those that could not be read
+    errors: list[str]  # one message per unreadable file
 
 
 def embed(
-    model: str | Path | Predictor, files: Sequence[str | Path], out: str | Path, *, heads: int | None = None
+    model: str | Path | Predictor,
+    files: Sequence[str | Path],
+    out: str | Path,
+    *,
+    heads: int | None = None,
+    engine: EngineName = "auto",
 ) -> EmbedResult:
     """Write one feature vector per image, the input of the classification head, to .npy, .parquet or .csv.
 
@@ -402,9 +430,114 @@ def embed(
         files: Image files and folders.
         out: File to write.
         heads: Number of attention heads, for a checkpoint that does not store it.
+        engine: Inference engine; ignored if `model` is a Predictor.
     """
     check_features_path(out)
-    predictor = model if isinstance(model, Predictor) else Predictor.load(model, heads=heads)
-    names, vectors, troubles = predictor.embed_files(files)
-    write_features(names, vectors, out)
-    return EmbedResult(len(names), troubles)
+    predictor = _as_predictor(model, engine, heads)
+    names, features, errors = predictor.embed_files(files)
+    write_features(names, features, out)
+    return EmbedResult(len(names), errors)
+
+
+def _as_predictor(model: str | Path | Predictor, engine: EngineName, heads: int | None) -> Predictor:
+    return model if isinstance(model, Predictor) else Predictor.load(model, heads=heads, engine=engine)
+
+
+def _reference_predictor(model: str | Path | Predictor) -> Predictor:
+    if isinstance(model, Predictor):
+        return model.reference()
+    return Predictor.load(model, device="cpu", engine="reference")
+
+
+def bench(
+    model: str | Path | Predictor,
+    *,
+    data: str | None = None,
+    images: int = 512,
+    threads: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (1, 8, 32),
+    seconds: float = 1.0,
+    log: LogFn = no_log,
+) -> BenchResult:
+    """Measure the speed of all inference engines on this CPU and store the recommendation with the model.
+
+    From then on, engine "auto" is the recommended one. Nothing is stored for checkpoints of other libraries.
+
+    Args:
+        model: The model to measure.
+        data: Dataset or folder to measure with. Default: the validation images of the dataset it was trained on.
+        images: Number of images: half for calibration, half for the comparison with fp32.
+        threads: Numbers of threads. Default: one, and all CPUs.
+        batch_sizes: Batch sizes.
+        seconds: Duration of each measurement.
+        log: Called with one line per phase.
+    """
+    predictor = _reference_predictor(model)
+    return run_bench(
+        predictor.model,
+        predictor.model_config.preprocessing,
+        load_calibration_images(predictor, data, images).images,
+        bench_folder(predictor),
+        threads=threads or sorted({1, available_cpus()}),
+        batch_sizes=batch_sizes,
+        seconds=seconds,
+        log=log,
+    )
+
+
+def bench_folder(predictor: Predictor) -> Path | None:
+    """Folder for benchmark results: the model folder, or the cache for bundled models. None for other checkpoints."""
+    if predictor.path is None or is_checkpoint(predictor.path):
+        return None
+    folder = bundled.measurement_dir(find_model_dir(predictor.path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def export(
+    model: str | Path | Predictor,
+    *,
+    to: Target = "onnx",
+    precision: ExportPrecision = "fp32",
+    preprocessing: bool = False,
+    out: str | Path | None = None,
+    data: str | None = None,
+    images: int = 256,
+) -> tuple[Path, ParityReport]:
+    """Export a model to one file and compare the file with the model on real images.
+
+    Args:
+        model: The model to export.
+        to: "onnx", "torch" (torch.export, .pt2) or "aoti" (AOTInductor package for this kind of CPU).
+        precision: Precision of the exported weights. int8 is available for ONNX only.
+        preprocessing: Include resizing and cropping, so that the file accepts images of any size. ONNX only.
+        out: File to write. Default: exports/ in the run or model folder, otherwise the current folder.
+        data: Dataset or folder with images. Default: the validation images of the dataset it was trained on.
+        images: Number of images: half calibrate int8, half are compared on.
+    """
+    predictor = _reference_predictor(model)
+    if to == "onnx":
+        require_onnx()
+    path = Path(out) if out is not None else default_export_path(predictor, to, precision)
+    calibration, comparison = load_calibration_images(predictor, data, images).halves()
+    parity = export_model(
+        predictor,
+        path,
+        to=to,
+        precision=precision,
+        preprocessing=preprocessing,
+        calibration_images=calibration.images,
+        images=comparison.originals,
+        labels=comparison.labels,
+    )
+    return path, parity
+
+
+def default_export_path(predictor: Predictor, to: Target, precision: ExportPrecision) -> Path:
+    """exports/ in the run or model folder; next to a checkpoint file; the current folder for bundled models."""
+    source = predictor.path or Path()
+    name = bundled.bundled_name(source)
+    folder = Path() if name else source / "exports" if source.is_dir() else source.parent
+    stem = name or (source.stem if source.is_file() else "model")
+    stem += "" if precision == "fp32" else f"-{precision}"
+    return folder / f"{stem}{'-aoti' if to == 'aoti' else ''}{SUFFIX_BY_TARGET[to]}"

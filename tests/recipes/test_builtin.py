@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.common import leave_out_pictures
+from support.common import skip_figures
 from vitral.cli import main as cli
 from vitral.data.datasets import BUILTIN_DATASETS, Dataset, Split
 from vitral.data.registry.sources import CLASS_NAMES
@@ -91,7 +91,7 @@ def test_the_output_of_recipes_show_can_be_trained(
     overrides = SMALL_MODEL if max(get_recipe(name).model.image_size) > 100 else {"model.depth": 1}
     expected = get_recipe(name).with_overrides(overrides)
     monkeypatch.setattr("vitral.training.setup.load", lambda data, **_: noise_dataset(data, expected))
-    leave_out_pictures(monkeypatch)
+    skip_figures(monkeypatch)
     words = ["train", "--recipe", str(file), "--epochs", "1", "--device", "cpu", "--out", str(tmp_path / "run")]
     for path, value in overrides.items():
         words += [f"--{path.replace('_', '-')}", "64" if isinstance(value, tuple) else str(value)]

@@ -25,7 +25,7 @@ def textures(count: int, seed: int, size: int = 8, channels: int = 1) -> Split:
     return Split(images=images + 100 * patterns[labels][:, None].to(torch.uint8), labels=labels)
 
 
-def leave_out_pictures(patched: pytest.MonkeyPatch) -> None:
+def skip_figures(patched: pytest.MonkeyPatch) -> None:
     """Skip the slow output after training. Commands that write figures or reports themselves still do."""
     patched.setattr("vitral.reporting.run_report.write_figures", lambda *_: None)
     patched.setattr("vitral.reporting.run_report.write_html", lambda *_: None)

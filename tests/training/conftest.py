@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.common import leave_out_pictures
+from support.common import skip_figures
 from support.training import TRAIN_COMMAND, run_vitral
 from vitral.runs.run import Run
 
@@ -16,7 +16,7 @@ def reference_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run of TRAIN_COMMAND, never interrupted."""
     path = tmp_path_factory.mktemp("reference") / "run"
     with pytest.MonkeyPatch.context() as patched:
-        leave_out_pictures(patched)
+        skip_figures(patched)
         run_vitral(*TRAIN_COMMAND, "--out", path)
     return Run.open(path)
 

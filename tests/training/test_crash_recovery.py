@@ -25,7 +25,7 @@ from vitral.runs.run import Run
 from vitral.training import checkpoint
 from vitral.training.callbacks import Callback
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_figures")
 
 
 def assert_equals_reference(path: Path, reference_run: Run) -> None:

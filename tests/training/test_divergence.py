@@ -30,7 +30,7 @@ from vitral.training.nan_debug import is_finite
 from vitral.training.signals import Interrupted
 from vitral.training.trainer import MAX_ROLLBACKS, Trainer
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_figures")
 
 
 def set_learning_rate_at(monkeypatch: pytest.MonkeyPatch, index: int, lr: float) -> None:

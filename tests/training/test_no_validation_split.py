@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import vitral
-from support.common import leave_out_pictures
+from support.common import skip_figures
 from support.training import error_lines, run_vitral
 from vitral.errors import VitralError
 from vitral.evaluation.calibration_images import load_calibration_images
@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without a validation split, calibrated on other images."""
     out = tmp_path_factory.mktemp("runs") / "digits"
     with pytest.MonkeyPatch.context() as patched:
-        leave_out_pictures(patched)
+        skip_figures(patched)
         vitral.train("digits", out=out, **TINY)
     config = load_model_config(out / "model" / "config.json")
     assert config.calibration == Calibration()

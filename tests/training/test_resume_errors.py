@@ -19,7 +19,7 @@ from vitral.runs.run import Run
 from vitral.training import checkpoint
 from vitral.training.signals import Interrupted
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_figures")
 
 
 @pytest.fixture

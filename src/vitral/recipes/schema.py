@@ -172,7 +172,7 @@ class Recipe:
         return {**fields, "data": data}
 
     def has_result_fields(self, saved: Mapping[str, Any]) -> bool:
-        """Whether the `result_fields` of a checkpoint equal this recipe's. Fields added since count as their defaults."""
+        """Whether the `result_fields` of a checkpoint equal this recipe's. Fields added since count as defaults."""
         values = to_dict(self)
         try:
             recipe = recipe_from_dict({**values, **saved, "data": {**values["data"], **saved["data"]}})

@@ -1,1 +1,1 @@
-"""Training: what a run is (recipe.py, recipes.py) and the loop that does it (loop.py)."""
+"""Training: setup, the Trainer and its step, optimizers, checkpoints and callbacks."""

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vitral.distributed.world import World
 from vitral.errors import VitralError, shell_quote
 from vitral.recipes.schema import RESUMABLE_FIELDS, Recipe, read_recipe
 from vitral.runs.run import RUN_FORMAT, RUNS, Run
+from vitral.training.setup import TrainingSetup
 from vitral.utils.atomic import atomic_write
 
 
@@ -139,6 +141,23 @@ def open_unfinished_run(
         raise VitralError(f"{run} is finished", f"Evaluate it with: vitral evaluate {shell_quote(run)}")
     recipe = read_recipe(run.recipe_file)
     return run, recipe.with_overrides(overrides) if resume else recipe
+
+
+def create_or_update_run(
+    world: World,
+    run: Run | None,
+    setup: TrainingSetup,
+    hardware: Hardware,
+    parallel: ParallelPlan,
+    out: str | Path | None,
+) -> Run:
+    """Create the run folder, or write the recipe of a resumed run after checking that its data is unchanged."""
+    if run is None:
+        make = partial(create_run, setup.recipe, setup.dataset, hardware, parallel, out)
+        return Run(world.broadcast_from_rank0(make))
+    check_data_unchanged(run, setup.dataset)
+    world.broadcast_from_rank0(partial(atomic_write, run.recipe_file, setup.recipe.to_toml()))
+    return run
 
 
 def check_resumable(overrides: dict[str, Any]) -> None:

@@ -93,7 +93,9 @@ def with_preset(recipe: Recipe, name: str) -> Recipe:
     variant, model = resolve_preset(name, **from_recipe)
     height, width = (-(-side // model.patch_size) * model.patch_size for side in recipe.model.image_size)
     model = replace(model, image_size=(height, width))
-    schemes = tuple(scheme for scheme in recipe.init_schemes if init_scheme_unsupported_reason((scheme,), variant, model) is None)
+    schemes = tuple(
+        scheme for scheme in recipe.init_schemes if init_scheme_unsupported_reason((scheme,), variant, model) is None
+    )
     return replace(recipe, variant=variant, model=model, init_schemes=schemes)
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from vitral.models.vit import LEARNED_VECTORS
+
 if TYPE_CHECKING:
     from vitral.recipes.schema import OptimConfig
 
@@ -22,8 +24,7 @@ EMBEDDING = ("patch_", "class_", "distillation_", "position_", "registers")  # p
 POOLING = ("attention_", "pooled_")  # prefixes between the encoder and the head
 AFTER_BLOCKS = ("encoder.norm", "head", "attention_pooling", "pooled_norm")  # prefixes of layer L + 1
 
-# Suffixes of learned vectors stored as matrices. Weight decay would pull them towards zero for no benefit.
-NO_DECAY = ("token", "table", "registers", "probe")
+NO_DECAY = LEARNED_VECTORS  # suffixes; weight decay would pull these vectors towards zero for no benefit
 FUSED_QKV = "qkv.weight"  # queries, keys and values: three square matrices stacked along the rows
 
 # Suffixes of the last matrix of each residual branch. Zero makes the block the identity.
