@@ -104,7 +104,7 @@ def calibrate_model(
     if name := bundled.bundled_name(predictor.path):
         raise VitralError(
             f"the bundled model {name} is read-only",
-            f'calibrate a copy: cp -r "$(vitral models path {name})" my-{name}; vitral evaluate my-{name} --calibrate',
+            f'calibrate a copy: cp -r "$(vitral models where {name})" my-{name}; vitral evaluate my-{name} --calibrate',
         )
     logits = predictor.logits(validation.images) if len(validation) else torch.empty(0, len(predictor.classes))
     calibration = fit_calibration(

@@ -1,0 +1,201 @@
+"""Evaluation of a trained run: every option, from the command line and from Python."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitral
+from support.common import Command, skip_figures
+from support.photos import noisy_image, save_class_folders
+from vitral.data.datasets import Split
+from vitral.errors import VitralError
+from vitral.evaluation.data import FileImages, load_eval_target, load_split
+from vitral.evaluation.evaluate import calibrate_model, compare_models, evaluate
+from vitral.inference.predictor import Predictor
+
+TINY_PHOTO_MODEL = {"model.image_size": (16, 16), "model.patch_size": 8, "model.width": 24, "model.depth": 1}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    with pytest.MonkeyPatch.context() as patched:
+        skip_figures(patched)
+        vitral.train("digits", epochs=8, out=out, **{"model.depth": 1, "model.width": 32})
+    return out
+
+
+@pytest.fixture
+def noise_images(tmp_path: Path) -> Path:
+    """Thirty images of noise in a folder without classes, and one unreadable file."""
+    folder, rng = tmp_path / "noise", np.random.default_rng(0)
+    (folder / "deep").mkdir(parents=True)
+    for index in range(30):
+        pixels = rng.integers(0, 256, (12, 12), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / ("deep" if index % 2 else ".") / f"{index}.png")
+    (folder / "broken.png").write_text("not an image")
+    return folder
+
+
+def test_all_measurements_are_in_the_json_output(run: Path, command: Command, noise_images: Path) -> None:
+    code, out, _ = command("evaluate", run, "--max-error", 0.05, "--ood", noise_images, "--robustness", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert set(report["headline"]) == {"accuracy", "top5", "macro_f1", "nll", "brier", "ece", "aurc"}
+    assert report["confidence_threshold"]["max_error"] == 0.05
+    assert report["ood"]["ood_images"] == 30
+    assert report["ood"]["id_images"] == report["images"]
+    assert {score["name"] for score in report["ood"]["scores"]} == {"max-logit", "energy", "mahalanobis"}
+    assert len(report["robustness"]["corruptions"]) == 5
+    assert report["engine"]["name"] == "fp32"
+
+
+def test_the_report_of_the_training_equals_a_later_evaluation(run: Path) -> None:
+    assert json.loads((run / "test.json").read_text()) == vitral.evaluate(run).as_dict()
+
+
+def test_the_reference_engine_scores_the_plain_module(run: Path) -> None:
+    target = load_eval_target(run, engine="reference")
+    report, logits = evaluate(target)
+    model, preprocessing = target.predictor.model, target.predictor.model_config.preprocessing
+    with torch.inference_mode():
+        expected = model(preprocessing.normalise(target.split.images[:]))
+    torch.testing.assert_close(logits, expected)
+    assert report.engine["name"] == "reference"
+    assert report.top1 == pytest.approx(vitral.evaluate(run).top1, abs=0.01)
+
+
+def test_tta_averages_the_logits_of_the_engine(run: Path) -> None:
+    target = load_eval_target(run)
+    _, logits = evaluate(target, tta="flip")
+    images = target.split.images[:]
+    expected = (target.predictor.logits(images) + target.predictor.logits(images.flip(-1))) / 2
+    torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_longer_training_is_significantly_better(run: Path, command: Command, tmp_path: Path) -> None:
+    vitral.train("digits", epochs=1, out=tmp_path / "worse", **{"model.depth": 1, "model.width": 32})
+    code, out, err = command("compare", run, tmp_path / "worse", "--json")
+    assert (code, err) == (0, "")
+    comparison = json.loads(out)
+    assert comparison["first"]["value"] == pytest.approx(vitral.evaluate(run).top1)
+    assert comparison["difference"]["high"] < 0
+    assert comparison["p_value"] < 0.05
+    assert [engine["name"] for engine in comparison["engines"]] == ["fp32", "fp32"]
+    assert vitral.compare_models(run, run).difference.value == 0
+
+
+def test_missing_training_images_are_reported(run: Path, tmp_path: Path) -> None:
+    model = vitral.load(run)
+    for name in ("photos", str(tmp_path / "photos")):
+        model.model_config = replace(model.model_config, trained_on=name)
+        with pytest.raises(VitralError, match=f"was trained on {name}, which does not exist here") as caught:
+            load_eval_target(model)
+        assert "--data" in caught.value.hint
+
+
+def test_models_with_different_classes_or_images_are_not_compared(run: Path) -> None:
+    target = load_eval_target(run, None, "test")
+    predictor = target.predictor
+    renamed = replace(predictor.model_config, classes=tuple("abcdefghij"))
+    other = replace(target, predictor=Predictor(predictor.model, renamed, predictor.hardware))
+    with pytest.raises(VitralError, match="different classes: 0, 1, 2, 3, 4, 5 and 14 more in only one"):
+        compare_models(target, other)
+    smaller = replace(target, split=Split(images=target.split.images[:5], labels=target.split.labels[:5]))
+    with pytest.raises(VitralError, match="different images: 359 of digits, 5 of digits"):
+        compare_models(target, smaller)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ood", "digits"], "the model was trained on digits"),
+        (["--ood", "nothing/here"], "nothing/here"),
+        (["--ood", "mnits"], "no dataset or folder named 'mnits'"),
+        (["--max-error", "1.5"], "must be between 0 and 1, got 1.5"),
+        (["--calibrate", "--false-positive-rate", "0"], "must be between 0 and 1, got 0.0"),
+    ],
+)
+def test_invalid_values_are_reported_in_two_lines(run: Path, command: Command, flags: list[str], message: str) -> None:
+    code, _, err = command("evaluate", run, *flags)
+    assert code == 2
+    assert message in err.splitlines()[0]
+    assert len(err.splitlines()) <= 2
+
+
+def test_an_empty_ood_folder_is_reported(run: Path, command: Command, tmp_path: Path) -> None:
+    code, _, err = command("evaluate", run, "--ood", f"{tmp_path}/")
+    assert code == 2
+    assert "no readable images" in err
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_validation_photos_are_evaluated_as_during_training(tmp_path: Path) -> None:
+    for index in range(24):
+        path = tmp_path / "photos" / ("a", "b")[index % 2] / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Square: the crop of other images can differ by a pixel, because training rounds the corner twice.
+        noisy_image((index % 2 * 200, 90, 90), index).resize((40, 40)).save(path)
+    overrides = TINY_PHOTO_MODEL | {"data.crop": 0.7}
+    vitral.train(str(tmp_path / "photos"), out=tmp_path / "run", epochs=1, precision="fp32", **overrides)
+    epoch = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    report = json.loads((tmp_path / "run" / "test.json").read_text())
+    assert report["split"] == "validation"
+    assert report["loss"] == pytest.approx(epoch["validation_loss"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def photo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    save_class_folders(folder / "photos", ["ants", "bees"], 12)
+    with pytest.MonkeyPatch.context() as patched:
+        skip_figures(patched)
+        vitral.train(str(folder / "photos"), out=folder / "run", epochs=1, **TINY_PHOTO_MODEL)
+    return folder / "run"
+
+
+def test_unreadable_files_are_left_out_up_to_the_limit(photo_run: Path, tmp_path: Path) -> None:
+    predictor = Predictor.load(photo_run, device="cpu")
+    photos = save_class_folders(tmp_path / "photos", ["ants", "bees"], 60)
+    (photos / "ants" / "00.jpg").write_bytes(b"not an image")
+    assert vitral.evaluate(predictor, data=str(photos)).images == 119
+    for index in range(1, 4):
+        (photos / "ants" / f"{index:02}.jpg").write_bytes(b"not an image")
+    with pytest.raises(VitralError, match="4 of 1"):
+        vitral.evaluate(predictor, data=str(photos))
+
+
+def test_a_folder_with_fewer_classes_keeps_the_class_indices_of_the_model(photo_run: Path, tmp_path: Path) -> None:
+    predictor = Predictor.load(photo_run, device="cpu")
+    predictor.model_config = replace(predictor.model_config, classes=("wasps", "bees"))
+    photos = save_class_folders(tmp_path / "photos", ["bees", "wasps"], 3)
+    target = load_eval_target(predictor, str(photos))
+    assert sorted(target.split.labels.tolist()) == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(VitralError, match="classes that the model does not have: ants"):
+        load_eval_target(predictor, str(save_class_folders(tmp_path / "others", ["ants", "bees"], 3)))
+
+
+def test_files_are_decoded_only_when_they_are_needed(photo_run: Path) -> None:
+    target = load_eval_target(photo_run)
+    train = target.dataset.train
+    assert isinstance(train.images, FileImages)
+    subset = load_split(train, target.predictor, indices=torch.tensor([3, 0]))
+    assert torch.equal(subset.images[:], train.images[torch.tensor([3, 0])])
+    assert torch.equal(subset.labels, train.labels[[3, 0]])
+
+
+def test_only_models_in_the_native_format_can_be_calibrated(run: Path) -> None:
+    target = load_eval_target(run)
+    unsaved = Predictor(target.predictor.model, target.predictor.model_config, target.predictor.hardware)
+    with pytest.raises(VitralError, match="can store a calibration"):
+        calibrate_model(unsaved, target.validation_split)
+    with pytest.raises(VitralError, match="the bundled model mnist is read-only"):
+        calibrate_model(vitral.load("mnist"), target.validation_split)
