@@ -92,6 +92,7 @@ class TritonBackend:
     ) -> None:
         self.reference = reference
         self.log = log
+        self.overrides: set[str] = set()  # in use: forward, augment, color_ops, loss, muon, adamw
         self._fused_forward, self.hardware = self._select_forward(
             model, hardware, micro_batch_size, forward_unsupported
         )
@@ -138,6 +139,7 @@ class TritonBackend:
             unsupported = "fused kernels are disabled"
         reason = unsupported
         if reason is None and (reason := unsupported_reason(model, hardware, batch_size=batch_size)) is None:
+            self.overrides.add("forward")
             return make_training_forward(model, hardware, self.log, batch_size), hardware
         if hardware.fp8:
             bf16_hardware = fallback_from_fp8(hardware, reason, self.log)
@@ -162,6 +164,7 @@ class TritonBackend:
             # The next comparison needs the same colour operations on both sides: a later operation can amplify a
             # rounding difference of an earlier one.
             reference = partial(augment_batch, config, preprocessing, num_classes, apply_fn=fused_apply_ops)
+            self.overrides.add("color_ops")
         if not augment_checks.supports(config):
             return reference
         dtype = torch.bfloat16 if self.hardware.precision == "bf16" else torch.float32
@@ -173,6 +176,7 @@ class TritonBackend:
         if reason is not None:
             self.log(f"augmentation in PyTorch: {reason}")
             return reference
+        self.overrides.add("augment")
         return fused
 
     def _select_loss(self, label_smoothing: float | None, batch_size: int, num_classes: int) -> BatchLossFn:
@@ -184,6 +188,7 @@ class TritonBackend:
         if (reason := self_check_failure(compare, LOSS_TOLERANCE)) is not None:
             self.log(f"loss in PyTorch: {reason}")
             return reference
+        self.overrides.add("loss")
         return fused
 
     def _prepare_optimizers(self, optimizers: Sequence[Any]) -> None:
@@ -209,4 +214,5 @@ class TritonBackend:
         if (reason := self_check_failure(error, tolerance)) is not None:
             self.log(f"{optimizer.kernel_name} in PyTorch: {reason}")
         else:
+            self.overrides.add(optimizer.kernel_name)
             optimizer.kernels = kernels
