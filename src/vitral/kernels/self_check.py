@@ -11,10 +11,6 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from vitral.utils.progress import LogFn
-
-__all__ = ["LogFn", "max_relative_error", "relative_error", "self_check_failure"]
-
 
 def self_check_failure(compare: Callable[[], float], tolerance: float) -> str | None:
     """Why a kernel must not be used here, or None. `compare` runs it and returns its error."""
