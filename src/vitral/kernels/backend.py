@@ -97,8 +97,8 @@ class TritonBackend:
             model, hardware, micro_batch_size, forward_unsupported
         )
         reference.hardware = self.hardware
-        self._augment = reference.augment
-        self._loss = reference.loss
+        self._augment: AugmentFn = reference.augment
+        self._loss: BatchLossFn = reference.loss
         if hardware.use_triton:
             self._augment = self._select_augment(augment, preprocessing, num_classes)
             self._loss = self._select_loss(label_smoothing, micro_batch_size, num_classes)
