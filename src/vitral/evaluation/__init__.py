@@ -1,1 +1,1 @@
-"""How good a model is: numbers, with their uncertainty."""
+"""Evaluation of models: metrics with confidence intervals, calibration, OOD detection, robustness, comparison."""

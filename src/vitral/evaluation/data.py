@@ -1,4 +1,4 @@
-"""Which images a model is evaluated on: a split of its training dataset, or of another dataset or folder."""
+"""Evaluation data: a split of the training dataset of a model, or of another dataset or folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from vitral.errors import VitralError, truncate_list
 from vitral.inference.engine_selection import EngineName
 from vitral.inference.predictor import Predictor
 from vitral.recipes.schema import Recipe, read_recipe
-from vitral.weights.io import FAMILIES
+from vitral.weights.io import FORMATS
 
 SplitName = Literal["test", "validation", "train"]
 DEFAULT_FILE_VALIDATION = 0.15  # share of a folder without splits that is held out, as in training
@@ -227,7 +227,7 @@ def run_recipe(predictor: Predictor) -> Recipe | None:
 def training_dataset_name(predictor: Predictor, hint: str = "name a dataset or folder with --data") -> str:
     """Name of the dataset or folder that the model was trained on. Unknown for checkpoints of other libraries."""
     name = predictor.model_config.trained_on
-    if not name or name.partition(": ")[0] in FAMILIES:
+    if not name or name.partition(": ")[0] in FORMATS:
         model = f"{predictor.path}, a checkpoint of another library," if predictor.path else "the model"
         raise VitralError(f"{model} does not record what it was trained on", hint)
     return name

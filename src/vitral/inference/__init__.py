@@ -1,1 +1,1 @@
-"""A trained ViT, arranged for asking only: packed matrices, number types, what was measured on this machine."""
+"""Inference: one path from an image to a prediction, and the engines that compute the logits."""

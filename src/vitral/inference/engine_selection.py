@@ -215,7 +215,7 @@ def select_cpu_engine(
 def build_engine(
     model: ViT, preprocessing: Preprocessing, name: str, folder: Path | None, bench: BenchResult | None
 ) -> CpuEngine | CascadeEngine:
-    """Build the CPU engine with this name, or raise a VitralError that says what it needs."""
+    """Build the CPU engine with this name, or raise a VitralError that names what is missing."""
     precision: CpuPrecision = name.removesuffix("-cascade")  # type: ignore[assignment]
     if reason := cpu_unsupported_reason(precision):
         raise VitralError(f"{name} engine unavailable: {reason}", "use --engine fp32")

@@ -36,7 +36,7 @@ class PackedLinear:
 class Int8Linear:
     """int8 linear layer: x is uint8 with one scale and zero point, W is int8 with one scale per output row.
 
-    x stands for scale·(x − zero_point). Differences between the columns of x are folded into W beforehand (see
+    x represents scale·(x − zero_point). Differences between the columns of x are folded into W beforehand (see
     cpu_blocks.py), so that a single scale suffices.
     """
 

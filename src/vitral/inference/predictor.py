@@ -91,7 +91,7 @@ class Predictor:
         if is_checkpoint(source):
             checkpoint = weights.read(source, heads=heads)
             notes = checkpoint.notes
-            model, model_config, folder = checkpoint.build(), checkpoint.card, None
+            model, model_config, folder = checkpoint.build(), checkpoint.model_config, None
         else:
             model, model_config = load_model(source)
             check_heads(path, heads, model_config)
