@@ -1,4 +1,4 @@
-"""The models that come with vitral: what they are asked by name, what they answer, and how one is made from a run."""
+"""The bundled models: their files, their names on the command line, and how a run becomes one."""
 
 from __future__ import annotations
 
@@ -23,76 +23,73 @@ from safetensors import safe_open
 from sklearn.datasets import load_digits
 
 import vitral
-from support.common import Fit, leave_out_pictures
+from support.common import Fit, skip_figures
 from support.served import server
-from vitral import api as workshop
-from vitral import api_ship as shipping
-from vitral import bundled as box
-from vitral.cli import main as cli
-from vitral.cli.commands.walk import newest
-from vitral.data.datasets import Dataset, Split
+from vitral import api, bundled
+from vitral.cli.commands.walk import default_model
+from vitral.data.datasets import Dataset
 from vitral.data.datasets import load as load_dataset
 from vitral.errors import VitralError
-from vitral.evaluation import evaluate as judge
-from vitral.evaluation.calibration import calibrate
-from vitral.inference.predictor import Predictor, rim
+from vitral.evaluation.data import evenly_spaced_indices
+from vitral.inference.predictor import Predictor, border_brightness
 from vitral.recipes.schema import read_recipe
-from vitral.runs.run import Run, load_model, write_atomically
+from vitral.runs.model_io import load_model
+from vitral.runs.run import Run
 from vitral.weights import read as read_checkpoint
 
 ROOT = Path(__file__).parents[2]
-CACHE = Path(os.environ.get("VITRAL_HOME") or platformdirs.user_cache_dir("vitral"))  # before tests get their own
-MOST_BYTES = 12_000_000
+CACHE = Path(os.environ.get("VITRAL_HOME") or platformdirs.user_cache_dir("vitral"))  # read before the tests isolate it
+MAX_BYTES = 12_000_000
 DIGITS = cache(load_digits)
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with nothing in it."""
-    place = tmp_path / "elsewhere"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    return place
+def empty_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
 
 
 def digit(index: int, *, ink: bool = False) -> tuple[Image.Image, str]:
-    """One of scikit-learn's, as large as MNIST's and with as much black around it; what it is. `ink`: dark on light."""
+    """A digit of scikit-learn with the size and margin of MNIST, and its label. `ink`: dark on light."""
     pixels = Image.fromarray((DIGITS().images[index] * 255 / 16).astype(np.uint8)).resize((20, 20), Image.BICUBIC)
-    picture = Image.new("L", (28, 28))
-    picture.paste(pixels, (4, 4))
+    image = Image.new("L", (28, 28))
+    image.paste(pixels, (4, 4))
     if ink:
-        picture = Image.fromarray(255 - np.asarray(picture))
-    return picture, str(DIGITS().target[index])
+        image = Image.fromarray(255 - np.asarray(image))
+    return image, str(DIGITS().target[index])
 
 
-# --- what is in it --------------------------------------------------------------------------------------------------
+# Files and predictions
 
 
-def test_the_box_is_small_and_has_digits():
-    assert "mnist" in box.names()
-    files = [file for file in box.ROOM.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
-    assert sum(file.stat().st_size for file in files) <= MOST_BYTES
+def test_bundled_models_are_small_and_include_mnist():
+    assert "mnist" in bundled.model_names()
+    files = [file for file in bundled.BUNDLED_DIR.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    assert sum(file.stat().st_size for file in files) <= MAX_BYTES
 
 
-@pytest.mark.parametrize("name", box.names())
-def test_weights_are_bf16_and_are_computed_with_in_fp32(name):
-    with safe_open(box.ROOM / name / "model" / "weights.safetensors", "pt") as file:
-        kinds = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
-    assert kinds <= {"BF16", "I64"}
-    assert "BF16" in kinds
-    model, _ = load_model(box.ROOM / name)
+@pytest.mark.parametrize("name", bundled.model_names())
+def test_weights_are_stored_in_bf16_and_loaded_as_fp32(name):
+    with safe_open(bundled.BUNDLED_DIR / name / "model" / "weights.safetensors", "pt") as file:
+        dtypes = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+    assert dtypes <= {"BF16", "I64"}
+    assert "BF16" in dtypes
+    model, _ = load_model(bundled.BUNDLED_DIR / name)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert all(torch.equal(p, p.bfloat16().float()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", box.names())
-def test_the_card_says_what_was_measured_and_the_rest(name):
-    folder = box.ROOM / name
+@pytest.mark.parametrize("name", bundled.model_names())
+def test_model_card_has_the_results_of_test_json(name):
+    folder = bundled.BUNDLED_DIR / name
     text, test = (folder / "README.md").read_text(), json.loads((folder / "test.json").read_text())
     assert f"| {test['top1']:.2%} |" in text
-    assert f"On {test['images']:,} test images" in text
-    assert abs(test["top1"] - test["box"]["top1_before_rounding"]) <= 0.001
-    for part in ("## Measured", "## How it was trained", "## What it is not for", "## Licence and data", "calibration"):
+    assert f"{test['images']:,} test images" in text
+    assert abs(test["top1"] - test["bundled"]["top1_before_rounding"]) <= 0.001
+    for part in ("## Training", "## Not intended for", "## Licence and data", "calibration error"):
         assert part in text
     for file in folder.rglob("*"):
         if file.suffix in (".md", ".json", ".toml", ".jsonl"):
@@ -100,417 +97,425 @@ def test_the_card_says_what_was_measured_and_the_rest(name):
             assert "/tmp" not in file.read_text(), file
 
 
-@pytest.mark.parametrize("name", box.names())
-def test_its_run_can_be_repeated_and_reported(name):
-    plan, (model, card) = read_recipe(box.ROOM / name / "recipe.toml"), load_model(box.ROOM / name)
-    assert plan.data.name == card.trained_on == name
-    assert (plan.variant, plan.model) == (card.variant, model.config)
-    rows = Run(box.ROOM / name).metrics()
-    assert [row["epoch"] for row in rows] == list(range(1, plan.epochs + 1))
-    assert card.calibration.unknown_below is not None
+@pytest.mark.parametrize("name", bundled.model_names())
+def test_recipe_config_and_metrics_belong_together(name):
+    run = Run.open(bundled.BUNDLED_DIR / name)
+    recipe, (model, config) = read_recipe(run.recipe_file), load_model(run.path)
+    assert recipe.data.name == config.trained_on == name
+    assert (recipe.variant, recipe.model) == (config.variant, model.config)
+    assert [row["epoch"] for row in run.load_metrics()] == list(range(1, recipe.epochs + 1))
+    assert config.calibration.ood_threshold is not None
 
 
-@pytest.mark.parametrize("name", box.names())
-def test_accuracy_is_what_the_card_says(name, monkeypatch):
-    """On some hundred real test images; as far from the card's figure as chance allows, three standard deviations."""
+@pytest.mark.parametrize("name", bundled.model_names())
+def test_accuracy_matches_the_model_card(name, monkeypatch):
+    """On 400 real test images, within three standard deviations."""
     monkeypatch.setenv("VITRAL_HOME", str(CACHE))
-    if not vitral.data.where(name):
+    if not vitral.data.local_files(name):
         pytest.skip(f"{name} is not in the cache")
     test = load_dataset(name).test
-    some = judge.spread(len(test), 400)
-    predictor = vitral.load(f"box:{name}")
-    found = predictor.evaluate(replace(test, images=test.images[some], labels=test.labels[some])).top1
-    told = json.loads((box.ROOM / name / "test.json").read_text())["top1"]
-    assert found >= told - 3 * (told * (1 - told) / 400) ** 0.5
+    indices = evenly_spaced_indices(len(test), 400)
+    predictor = vitral.load(f"bundled:{name}")
+    top1 = predictor.evaluate(replace(test, images=test.images[indices], labels=test.labels[indices])).top1
+    expected = json.loads((bundled.BUNDLED_DIR / name / "test.json").read_text())["top1"]
+    assert top1 >= expected - 3 * (expected * (1 - expected) / 400) ** 0.5
 
 
-def test_digits_of_another_set_are_read():
-    """scikit-learn's, 8×8 pixels scaled up: no data set needs to be there."""
-    pictures, labels = zip(*(digit(index) for index in range(0, 1797, 18)), strict=True)
-    answers = list(vitral.load("box:mnist").predict_many(pictures))
-    right = sum(answer.best.name == label for answer, label in zip(answers, labels, strict=True))
-    assert right >= 85, right
+def test_digits_of_another_dataset_are_recognised():
+    """The digits of scikit-learn, 8×8 pixels, resized: no dataset needs to be downloaded."""
+    images, labels = zip(*(digit(index) for index in range(0, 1797, 18)), strict=True)
+    predictions = vitral.load("bundled:mnist").predict_many(images)
+    num_correct = sum(prediction.best.name == label for prediction, label in zip(predictions, labels, strict=True))
+    assert num_correct >= 85
 
 
-@pytest.mark.parametrize("name", box.names())
+@pytest.mark.parametrize("name", bundled.model_names())
 @pytest.mark.parametrize(
     ("mode", "size"),
     [("L", (28, 28)), ("RGB", (300, 224)), ("RGB", (4000, 3000)), ("RGBA", (64, 90)), ("I;16", (40, 40))],
 )
-def test_any_picture_gets_an_answer(name, mode, size):
-    picture = Image.effect_noise(size, 60).convert("L" if mode == "I;16" else mode)
+def test_any_image_mode_and_size_is_accepted(name, mode, size):
+    image = Image.effect_noise(size, 60).convert("L" if mode == "I;16" else mode)
     if mode == "I;16":
-        picture = Image.fromarray(np.asarray(picture).astype(np.uint16) * 257)
-    answer = vitral.load(f"box:{name}").predict(picture)
-    assert sum(label.probability for label in answer.labels) == pytest.approx(1, abs=1e-4)
+        image = Image.fromarray(np.asarray(image).astype(np.uint16) * 257)
+    prediction = vitral.load(f"bundled:{name}").predict(image)
+    assert sum(label.probability for label in prediction.labels) == pytest.approx(1, abs=1e-4)
 
 
-# --- ink on paper ---------------------------------------------------------------------------------------------------
+# Inverted images
 
 
-def test_ink_on_paper_is_noticed_and_its_negative_answered(tmp_path, capsys):
-    predictor = vitral.load("box:mnist")
+def test_dark_digits_on_light_paper_are_recognised_as_inverted(tmp_path, command):
+    predictor = vitral.load("bundled:mnist")
     indices = range(0, 1797, 60)
-    chalk = [digit(index) for index in indices]
-    ink = [digit(index, ink=True) for index in indices]
-    plain = list(predictor.predict_many([picture for picture, _ in chalk]))
-    assert all(answer.exchanged is None for answer in plain)
-    turned = list(predictor.predict_many([picture for picture, _ in ink]))
-    for answer, straight in zip(turned, plain, strict=True):
-        if straight.unknown:
-            assert answer.exchanged is None
+    light = list(predictor.predict_many([digit(index)[0] for index in indices]))
+    assert all(prediction.inverted is None for prediction in light)
+    dark = list(predictor.predict_many([digit(index, ink=True)[0] for index in indices]))
+    for prediction, reference in zip(dark, light, strict=True):
+        if reference.is_ood:
+            assert prediction.inverted is None
         else:
-            assert answer.exchanged == pytest.approx(straight.best) or answer.exchanged.name == straight.best.name
-    assert sum(answer.exchanged is not None for answer in turned) > 20
-    ink[0][0].save(tmp_path / "zero.png")
-    with pytest.raises(SystemExit):
-        cli.main(["predict", "box:mnist", str(tmp_path / "zero.png")])
-    assert "with light and dark exchanged: 0 " in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        cli.main(["predict", "box:mnist", str(tmp_path / "zero.png"), "--json"])
-    assert json.loads(capsys.readouterr().out)["exchanged"]["name"] == "0"
+            assert prediction.inverted is not None
+            assert prediction.inverted.name == reference.best.name
+    assert sum(prediction.inverted is not None for prediction in dark) > 20
+    digit(0, ink=True)[0].save(tmp_path / "zero.png")
+    _, text, _ = command("predict", "bundled:mnist", tmp_path / "zero.png")
+    assert "with inverted brightness: 0 " in text
+    _, content, _ = command("predict", "bundled:mnist", tmp_path / "zero.png", "--json")
+    assert json.loads(content)["inverted"]["name"] == "0"
 
 
-def test_the_rim_is_the_outermost_pixels():
+def test_border_brightness_is_the_mean_of_the_outermost_pixels():
     images = torch.zeros(2, 1, 4, 5, dtype=torch.uint8)
     images[0, :, 1:-1, 1:-1] = 255
-    images[1, :, 0] = 255  # 5 of the 14 pixels of the rim
-    assert rim(images).tolist() == pytest.approx([0, 5 / 14])
-    assert rim(torch.full((1, 1, 1, 1), 51, dtype=torch.uint8)).tolist() == pytest.approx([0.2])
+    images[1, :, 0] = 255  # 5 of the 14 pixels of the border
+    assert border_brightness(images).tolist() == pytest.approx([0, 5 / 14])
+    assert border_brightness(torch.full((1, 1, 1, 1), 51, dtype=torch.uint8)).tolist() == pytest.approx([0.2])
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
+# Names
 
 
-def test_a_name_means_the_model_in_the_box(elsewhere):
-    assert box.find("mnist") == box.ROOM / "mnist"
-    assert box.find(Path("mnist")) == box.ROOM / "mnist"
-    assert vitral.load("mnist").path == box.ROOM / "mnist"
-    assert read_checkpoint("mnist").config == vitral.load("mnist").card.architecture
+def test_name_resolves_to_the_bundled_model(empty_cwd):
+    assert bundled.resolve("mnist") == bundled.BUNDLED_DIR / "mnist"
+    assert bundled.resolve(Path("mnist")) == bundled.BUNDLED_DIR / "mnist"
+    assert vitral.load("mnist").path == bundled.BUNDLED_DIR / "mnist"
+    assert read_checkpoint("mnist").config == vitral.load("mnist").model_config.architecture
     for other in ("./mnist", "mnist/", "runs/mnist", "hf:me/mnist", "model.safetensors"):
-        assert box.find(other) == other
+        assert bundled.resolve(other) == other
 
 
-def test_a_file_that_hides_a_model_of_the_box_is_said(elsewhere):
-    (elsewhere / "cifar10").write_bytes(b"\xff\xd8\xff\xe0 a photograph")
-    with pytest.raises(VitralError, match="cifar10 is not a file of weights") as error:
+def test_bundled_name_is_none_for_other_paths(tmp_path):
+    assert bundled.bundled_name(bundled.BUNDLED_DIR / "mnist" / "model") == "mnist"
+    for path in (tmp_path, bundled.BUNDLED_DIR, bundled.BUNDLED_DIR / "other"):
+        assert bundled.bundled_name(path) is None
+
+
+def test_local_file_that_hides_a_bundled_model_is_mentioned(empty_cwd):
+    (empty_cwd / "cifar10").write_bytes(b"\xff\xd8\xff\xe0 a photograph")
+    with pytest.raises(VitralError, match="cifar10") as error:
         vitral.load("cifar10")
-    assert "the model that comes with vitral is box:cifar10" in error.value.hint
+    assert "the bundled model is bundled:cifar10" in error.value.hint
 
 
-def test_a_path_comes_first_and_that_is_said(elsewhere, train_tiny: Fit, capsys):
-    run = train_tiny("mnist")  # into tmp_path, and from there here
-    shutil.copytree(run.path, elsewhere / "mnist")
-    picture, _ = digit(0)
-    picture.save("zero.png")
+def test_local_run_takes_precedence_with_a_note(empty_cwd, train_tiny: Fit, command):
+    shutil.copytree(train_tiny("mnist").path, empty_cwd / "mnist")
+    digit(0)[0].save("zero.png")
     predictor = vitral.load("mnist")
     assert predictor.path == Path("mnist")
-    assert predictor.notes == ("mnist: the folder of that name here; the model that comes with vitral is box:mnist",)
-    assert vitral.load("box:mnist").path == box.ROOM / "mnist"
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["predict", "mnist", "zero.png"])
-    assert stop.value.code == 0
-    said = capsys.readouterr()
-    assert "chequerboard" in said.out
-    assert "the model that comes with vitral is box:mnist" in said.err
+    assert predictor.notes == ("using the local folder mnist; the bundled model is bundled:mnist",)
+    assert vitral.load("bundled:mnist").path == bundled.BUNDLED_DIR / "mnist"
+    code, out, err = command("predict", "mnist", "zero.png")
+    assert code == 0
+    assert "chequerboard" in out
+    assert "the bundled model is bundled:mnist" in err
 
 
-def test_a_folder_of_that_name_without_a_model_tells_of_the_box(elsewhere):
-    (elsewhere / "mnist").mkdir()
-    with pytest.raises(VitralError, match="holds neither") as caught:
-        vitral.load("mnist")
-    assert "is box:mnist" in caught.value.hint
-    (elsewhere / "mnist" / "notes.txt").touch()
-    with pytest.raises(VitralError, match="holds no weights") as caught:
-        vitral.load("mnist")
-    assert "is box:mnist" in caught.value.hint
+def test_local_folder_without_a_model_mentions_the_bundled_one(empty_cwd):
+    (empty_cwd / "mnist").mkdir()
+    for _ in range(2):
+        with pytest.raises(VitralError, match="mnist") as error:
+            vitral.load("mnist")
+        assert "the bundled model is bundled:mnist" in error.value.hint
+        (empty_cwd / "mnist" / "notes.txt").touch()
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "hint"),
+    ("arguments", "what", "hint"),
     [
-        (["predict", "mnits", "x.png"], "there is no run or model folder mnits", "Did you mean mnist? Come with"),
-        (["serve", "mnits"], "there is no run or model folder mnits", "Come with vitral: "),
-        (["evaluate", "box:mnits"], "no model in the box named 'mnits'. Did you mean mnist?", "Known: "),
-        (["box", "show", "mnits"], "no model in the box named 'mnits'. Did you mean mnist?", "Known: "),
-        (["convert", "mnits", "there"], "there is no file or folder mnits", "Come with vitral: "),
-        (["summary", "mnits"], "no preset named 'mnits'", "Come with vitral: "),
+        (["predict", "mnits", "x.png"], "no run or model folder mnits", "Did you mean 'mnist'? Bundled models: "),
+        (["serve", "mnits"], "no run or model folder mnits", "Bundled models: "),
+        (["evaluate", "bundled:mnits"], "no bundled model named 'mnits'. Did you mean 'mnist'?", "Available: "),
+        (["models", "show", "mnits"], "no bundled model named 'mnits'. Did you mean 'mnist'?", "Available: "),
+        (["convert", "mnits", "out"], "mnits", "Bundled models: "),
+        (["summary", "mnits"], "no preset named 'mnits'", "Bundled models: "),
     ],
 )
-def test_an_unknown_name_lists_what_is_there(elsewhere, capsys, words, what, hint):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(words)
-    assert stop.value.code == 2
-    lines = capsys.readouterr().err.strip().splitlines()
+def test_unknown_name_lists_the_bundled_models(empty_cwd, command, arguments, what, hint):
+    code, _, err = command(*arguments)
+    lines = err.strip().splitlines()
+    assert (code, len(lines)) == (2, 2)
     assert what in lines[0]
     assert hint in lines[1]
     assert "mnist" in lines[1]
-    assert len(lines) == 2
 
 
-def test_people_find_them(capsys):
-    cli.main(["--help"])
-    assert ", ".join(box.names()) in capsys.readouterr().out
-    for words in (["predict", "--help"], ["serve", "--help"], ["walk", "--help"]):
-        with pytest.raises(SystemExit):
-            cli.main(words)
-        assert "comes with vitral:" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+def test_help_lists_the_bundled_models(command):
+    names = ", ".join(bundled.model_names())
+    for arguments in (["--help"], ["predict", "--help"], ["serve", "--help"], ["walk", "--help"]):
+        assert names in " ".join(command(*arguments)[1].split())
 
 
-# --- in a process of its own, without network -----------------------------------------------------------------------
+# Without network
 
-OFFLINE = """
+REFUSE_CONNECTIONS = """
 import socket
 connect = socket.socket.connect
-def only_here(self, address):
+def connect_locally(self, address):
     if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "::1"):
-        raise AssertionError(f"the network was asked for: {address}")
+        raise AssertionError(f"connection to {address}")
     connect(self, address)
-socket.socket.connect = only_here
+socket.socket.connect = connect_locally
 """
 
-
-EACH = """
+RUN_COMMANDS = """
 import sys
-from vitral import cli
+from vitral.cli.main import main
 for line in sys.argv[1:]:
     try:
-        cli.main(line.split())
+        main(line.split())
     except SystemExit as stop:
         assert not stop.code, (line, stop.code)
 """
 
 
-def in_a_process(elsewhere: Path, *commands: str) -> list[str]:
-    """What is printed by a process that has this folder, an empty cache and no network."""
-    (elsewhere.parent / "sitecustomize.py").write_text(OFFLINE)
-    path = os.pathsep.join([str(elsewhere.parent), str(ROOT / "src")])
-    env = os.environ | {"VITRAL_HOME": str(elsewhere.parent / "home"), "PYTHONPATH": path}
-    command = [sys.executable, "-c", EACH, *commands]
-    done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert not (elsewhere.parent / "home").exists(), "something was fetched or kept"
-    return done.stdout.splitlines()
-
-
-def test_right_after_the_install(elsewhere):
-    picture, label = digit(0)
-    picture.save("digit.png")
-    predicted, explained, *walked = in_a_process(
-        elsewhere, "predict mnist digit.png", "explain mnist digit.png --method rollout", "walk digit.png --no-code"
+def run_offline(empty_cwd: Path, *commands: str) -> list[str]:
+    """The output of commands in a new process with an empty cache and without network."""
+    (empty_cwd.parent / "sitecustomize.py").write_text(REFUSE_CONNECTIONS)
+    path = os.pathsep.join([str(empty_cwd.parent), str(ROOT / "src")])
+    environment = os.environ | {"VITRAL_HOME": str(empty_cwd.parent / "home"), "PYTHONPATH": path}
+    process = subprocess.run(
+        [sys.executable, "-c", RUN_COMMANDS, *commands], cwd=empty_cwd, env=environment, capture_output=True, text=True
     )
-    assert predicted.split()[1] == label
-    assert explained.endswith("explained/digit.png")
-    assert walked
-    assert {file.name for file in elsewhere.iterdir()} == {"digit.png", "explained"}
+    assert process.returncode == 0, process.stderr
+    assert not (empty_cwd.parent / "home").exists(), "the cache was used"
+    return process.stdout.splitlines()
 
 
-def test_a_server_of_one(elsewhere, monkeypatch):
-    monkeypatch.setenv("VITRAL_HOME", str(elsewhere / "home"))
-    picture, label = digit(3)
-    picture.save("digit.png")
+def test_bundled_model_works_offline_with_an_empty_cache(empty_cwd):
+    image, label = digit(0)
+    image.save("digit.png")
+    prediction, *explanation_and_walk = run_offline(
+        empty_cwd, "predict mnist digit.png", "explain mnist digit.png --method rollout", "walk digit.png --no-code"
+    )
+    assert prediction.split()[1] == label
+    assert len(explanation_and_walk) > 1
+    assert (empty_cwd / "explained" / "digit.png").is_file()
+    assert {file.name for file in empty_cwd.iterdir()} == {"digit.png", "explained"}
+
+
+def test_bundled_model_can_be_served(empty_cwd, monkeypatch):
+    monkeypatch.setenv("VITRAL_HOME", str(empty_cwd / "home"))
+    image, label = digit(3)
+    image.save("digit.png")
     with server("mnist") as running:
         (model,) = httpx.get(f"{running.url}/v1/models").json()["models"]
         assert model["name"] == "mnist"
-        sent = {"file": Path("digit.png").read_bytes()}
-        (answer,) = httpx.post(f"{running.url}/v1/models/mnist/predict", files=sent).json()["answers"]
-    assert answer["labels"][0]["name"] == label
+        files = {"file": Path("digit.png").read_bytes()}
+        (prediction,) = httpx.post(f"{running.url}/v1/models/mnist/predict", files=files).json()["predictions"]
+    assert prediction["labels"][0]["name"] == label
 
 
-# --- every command takes them, and none writes into the package -----------------------------------------------------
+# Commands
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """On scikit-learn's digits, which need no files."""
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the digits of scikit-learn, which need no files."""
     path = tmp_path_factory.mktemp("trained") / "digits"
     with pytest.MonkeyPatch.context() as patched:
-        leave_out_pictures(patched)
-        workshop.train("digits", out=path, epochs=1, **{"model.width": 16, "model.depth": 1, "model.heads": 2})
+        skip_figures(patched)
+        api.train("digits", out=path, epochs=1, **{"model.width": 16, "model.depth": 1, "model.heads": 2})
     return path
 
 
 @pytest.fixture
-def boxed(elsewhere: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: Path) -> Path:
-    """A box of its own, with one model in it."""
-    shutil.copytree(trained, tmp_path / "room" / "digits")
-    monkeypatch.setattr(box, "ROOM", tmp_path / "room")
-    return tmp_path / "room"
+def bundled_digits(empty_cwd: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, digits_run: Path) -> Path:
+    """A folder of bundled models with one model, `digits`."""
+    shutil.copytree(digits_run, tmp_path / "bundled" / "digits")
+    monkeypatch.setattr(bundled, "BUNDLED_DIR", tmp_path / "bundled")
+    return tmp_path / "bundled"
 
 
-def test_commands_take_a_name_and_leave_the_box_as_it_was(boxed, elsewhere, capsys):
-    before = {file: file.read_bytes() for file in boxed.rglob("*") if file.is_file()}
-    picture, _ = digit(0)
-    picture.save("digit.png")
-    for words in (
-        "evaluate digits", "compare digits box:digits", "embed digits digit.png --out f.npy", "summary digits",
-        "figures digits --out figures", "walk digit.png --model digits --no-code", "convert digits there",
-        "push digits hf:me/mine --dry-run", "bench digits --seconds 0.01 --batches 1 --images 40", "box",
+def test_commands_accept_a_name_and_do_not_modify_the_package(bundled_digits, empty_cwd, command):
+    def read_files() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in bundled_digits.rglob("*") if file.is_file()}
+
+    before = read_files()
+    digit(0)[0].save("digit.png")
+    for line in (
+        "evaluate digits", "compare digits bundled:digits", "embed digits digit.png --out f.npy", "summary digits",
+        "figures digits --out figures", "walk digit.png --model digits --no-code", "convert digits converted",
+        "push digits hf:me/mine --dry-run", "bench digits --seconds 0.01 --batch-sizes 1 --images 40", "models",
         "predict digits digit.png", "report digits --fast",
     ):  # fmt: skip
-        with pytest.raises(SystemExit) as stop:
-            cli.main(words.split())
-        assert stop.value.code == 0, words
-        capsys.readouterr()
-    assert {file: file.read_bytes() for file in boxed.rglob("*") if file.is_file()} == before
-    assert {path.name for path in elsewhere.iterdir()} == {
-        "digit.png", "f.npy", "f.names.txt", "figures", "there", "digits-report.html",
+        code, _, err = command(*line.split())
+        assert code == 0, (line, err)
+    assert read_files() == before
+    assert {path.name for path in empty_cwd.iterdir()} == {
+        "digit.png", "f.npy", "f.names.txt", "figures", "converted", "digits-report.html",
     }  # fmt: skip
-    with pytest.raises(VitralError, match="stays as it is") as caught:
+    with pytest.raises(VitralError, match="read-only") as error:
         vitral.calibrate("digits")
-    assert "vitral box where digits" in caught.value.hint
+    assert "vitral models where digits" in error.value.hint
 
 
-def test_what_was_measured_of_one_is_kept_in_the_cache(boxed):
-    measured = shipping.bench("digits", images=40, seconds=0.01, batches=(1,))
-    keep = box.kept(boxed / "digits" / "model")
-    assert (keep / "speed.json").is_file()
-    assert keep.is_relative_to(os.environ["VITRAL_HOME"])
-    assert box.called(keep) == "digits"
-    assert Predictor.load("digits", device="cpu").choice.why == measured.why
-    (boxed / "digits" / "model" / "weights.safetensors").write_bytes(b"another")
-    assert box.kept(boxed / "digits" / "model") != keep
+def test_benchmark_results_are_stored_in_the_cache(bundled_digits):
+    result = api.bench("digits", images=40, seconds=0.01, batch_sizes=(1,))
+    folder = bundled.measurement_dir(bundled_digits / "digits" / "model")
+    assert (folder / "bench.json").is_file()
+    assert folder.is_relative_to(os.environ["VITRAL_HOME"])
+    assert bundled.display_name(folder) == "digits"
+    assert Predictor.load("digits", device="cpu").engine.reason == result.reason
+    (bundled_digits / "digits" / "model" / "weights.safetensors").write_bytes(b"other weights")
+    assert bundled.measurement_dir(bundled_digits / "digits" / "model") != folder
 
 
-def test_an_export_lands_here(boxed, elsewhere):
-    file, agreement = shipping.export("digits", to="torch", images=32)
+def test_export_is_written_to_the_current_folder(bundled_digits, empty_cwd):
+    file, parity = api.export("digits", to="torch", images=32)
     assert file == Path("digits.pt2")
     assert file.is_file()
-    assert agreement
+    assert parity
 
 
-def test_training_begins_from_one(boxed, no_pictures):
-    begun = workshop.train("digits", init="digits", recipe="digits", epochs=1, out="run")
-    assert begun.card.architecture.width == 16
+def test_fine_tuning_from_a_bundled_model(bundled_digits, no_figures):
+    predictor = api.train("digits", init_from="digits", recipe="digits", epochs=1, out="run")
+    assert predictor.model_config.architecture.width == 16
 
 
-# --- how one is made ------------------------------------------------------------------------------------------------
+# tools/bundle_model.py
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tools_box", ROOT / "tools" / "box.py")
+    spec = importlib.util.spec_from_file_location("bundle_model", ROOT / "tools" / "bundle_model.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["tools_box"] = module  # dataclasses look their module up
+    sys.modules["bundle_model"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture
-def finished(train_tiny: Fit, dataset: Dataset, monkeypatch, tmp_path) -> Run:
-    """A run on textures that are called mnist, as `vitral train` leaves one behind."""
+def finished_run(train_tiny: Fit, dataset: Dataset, monkeypatch, tmp_path) -> Run:
+    """A finished run whose dataset, textures, is named mnist; no model is bundled."""
     dataset = replace(dataset, name="mnist")
-    monkeypatch.setattr(judge, "load_dataset", lambda name, **_: dataset)
-    monkeypatch.setattr(box, "ROOM", tmp_path / "room")
-    (tmp_path / "room").mkdir()
+    use_dataset(monkeypatch, dataset)
+    monkeypatch.setattr(bundled, "BUNDLED_DIR", tmp_path / "bundled")
+    (tmp_path / "bundled").mkdir()
     run = train_tiny("finished", dataset=dataset, **{"data.name": "mnist", "device": "cpu"})
-    judge.calibrate_model(vitral.load(run.path), dataset.validation)
-    metrics = judge.evaluate(judge.question(run.path, None, "test"))[0]
-    write_atomically(run.test_file, json.dumps(metrics.as_dict()))
-    typed = "/home/me/.venv/bin/vitral train mnist --seed 3 --out /home/me/runs/x --epochs 4"
-    around = {"command": typed, "platform": "Linux-me", "launch": None, "torch": "2", "hardware": "a CPU"}
-    write_atomically(run.environment_file, json.dumps(around))
+    vitral.calibrate(run.path)
+    run.test_file.write_text(json.dumps(vitral.evaluate(run.path).as_dict()))
+    environment = {
+        "format": 2,
+        "command": "/home/me/.venv/bin/vitral train mnist --seed 3 --out /home/me/runs/x --epochs 4",
+        "platform": "Linux-me",
+        "launch_id": None,
+        "torch": "2",
+        "hardware": "2 CPU cores",
+    }
+    run.environment_file.write_text(json.dumps(environment))
     return run
 
 
-def test_a_run_becomes_a_model_in_the_box(finished, tool, elsewhere):
-    place, said = tool.make(finished)
-    assert box.names() == ("mnist",)
-    assert {str(file.relative_to(place)) for file in place.rglob("*") if file.is_file()} == {
+def use_dataset(monkeypatch: pytest.MonkeyPatch, dataset: Dataset) -> None:
+    for module in ("data", "evaluate"):
+        monkeypatch.setattr(f"vitral.evaluation.{module}.load_builtin_dataset", lambda name, **_: dataset)
+
+
+def edit_test_result(run: Run, **changes: object) -> None:
+    run.test_file.write_text(json.dumps(json.loads(run.test_file.read_text()) | changes))
+
+
+def test_bundling_a_run_rounds_its_weights_and_writes_a_card(finished_run, tool, empty_cwd):
+    folder, summary = tool.bundle(finished_run)
+    assert bundled.model_names() == ("mnist",)
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == {
         "README.md", "environment.json", "metrics.jsonl", "model/config.json", "model/weights.safetensors",
         "recipe.toml", "test.json",
     }  # fmt: skip
-    model, card = load_model(place)
-    before, card_before = load_model(finished.path)
-    assert card == card_before
+    model, config = load_model(folder)
+    original, original_config = load_model(finished_run.path)
+    assert config == original_config
     for name, weight in model.state_dict().items():
-        assert torch.equal(weight, before.state_dict()[name].bfloat16().float())
-    text = (place / "README.md").read_text()
-    assert "begun with `vitral train mnist --seed 3 --epochs 4`" in text
-    assert "/home/me" not in "".join(file.read_text() for file in place.glob("*.*"))
-    assert f"{vitral.evaluate('mnist').top1:.2%}" in text
-    assert "test images" in said
-    assert 'device = "auto"' in (place / "recipe.toml").read_text()
-    tool.make(finished)  # replaces it
-    assert box.names() == ("mnist",)
+        assert torch.equal(weight, original.state_dict()[name].bfloat16().float())
+    card = (folder / "README.md").read_text()
+    assert "- Command: `vitral train mnist --seed 3 --epochs 4`" in card
+    assert "/home/me" not in "".join(file.read_text() for file in folder.glob("*.*"))
+    assert f"{vitral.evaluate('mnist').top1:.2%}" in card
+    assert "test images" in summary
+    assert 'device = "auto"' in (folder / "recipe.toml").read_text()
+    tool.bundle(finished_run)  # replaces the model
+    assert bundled.model_names() == ("mnist",)
 
 
-def test_a_run_that_is_not_what_it_says_is_refused(finished, tool, monkeypatch):
-    recorded = json.loads(finished.test_file.read_text())
-    write_atomically(finished.test_file, json.dumps(recorded | {"top1": recorded["top1"] - 0.01}))
-    with pytest.raises(VitralError, match="against what it recorded"):
-        tool.make(finished)
-    write_atomically(finished.test_file, json.dumps(recorded | {"top1": recorded["top1"] - 0.01, "views": "six"}))
-    tool.make(finished)
-    assert "six views" in (box.ROOM / "mnist" / "README.md").read_text()
-    shutil.rmtree(box.ROOM / "mnist")
-    monkeypatch.setattr(tool, "MOST_BYTES", 1000)
-    with pytest.raises(VitralError, match="the box holds"):
-        tool.make(finished)
-    finished.test_file.unlink()
+def test_bundling_refuses_runs_that_cannot_be_reproduced(finished_run, tool):
+    top1 = json.loads(finished_run.test_file.read_text())["top1"]
+    edit_test_result(finished_run, top1=top1 - 0.01)
+    with pytest.raises(VitralError, match="accuracy here and as recorded differ"):
+        tool.bundle(finished_run)
+    edit_test_result(finished_run, top1=top1 - 0.01, tta="six")  # test-time augmentation explains the difference
+    folder, _ = tool.bundle(finished_run)
+    assert "six views" in (folder / "README.md").read_text()
+
+
+def test_bundling_refuses_unfinished_runs_unknown_datasets_and_large_models(finished_run, tool, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(tool, "MAX_BYTES", 1000)
+        with pytest.raises(VitralError, match="the limit is 0 MB"):
+            tool.bundle(finished_run)
+    finished_run.test_file.unlink()
     with pytest.raises(VitralError, match="is not finished"):
-        tool.make(finished)
-    write_atomically(finished.recipe_file, finished.recipe_file.read_text().replace('"mnist"', '"photos"'))
-    with pytest.raises(VitralError, match="no set with something known about"):
-        tool.make(finished)
-    assert box.names() == ()
+        tool.bundle(finished_run)
+    finished_run.recipe_file.write_text(finished_run.recipe_file.read_text().replace('"mnist"', '"photos"'))
+    with pytest.raises(VitralError, match="no dataset with a documented source and licence named 'photos'"):
+        tool.bundle(finished_run)
+    assert bundled.model_names() == ()
 
 
-def test_where_nothing_was_held_out_half_of_the_test_images_calibrate(finished, tool, dataset, monkeypatch):
-    nothing = Split(images=dataset.validation.images[:0], labels=dataset.validation.labels[:0])
-    monkeypatch.setattr(judge, "load_dataset", lambda name, **_: replace(dataset, name="mnist", validation=nothing))
-    monkeypatch.setattr(tool, "calibrate", lambda logits, labels: calibrate(logits, labels, false_alarms=0.2))
-    place, said = tool.make(finished, against="mnist")
-    asked = judge.question(place, None, "test")
-    logits = asked.predictor.logits_together(asked.split.images)
-    fitted = calibrate(logits[::2], asked.split.labels[::2], false_alarms=0.2)
-    assert asked.predictor.card.calibration == replace(fitted, fitted_on="every other test image")
-    alarms = fitted.unknown(logits[1::2]).double().mean().item()
-    assert f"it calls {alarms:.1%} of 20 test images unknown, and" in (place / "README.md").read_text()
-    assert "every other test image" in said
+def test_bundling_without_validation_calibrates_on_half_of_the_test_set(finished_run, tool, dataset, monkeypatch):
+    empty = replace(dataset.validation, images=dataset.validation.images[:0], labels=dataset.validation.labels[:0])
+    use_dataset(monkeypatch, replace(dataset, name="mnist", validation=empty))
+    folder, summary = tool.bundle(finished_run, ood_data="mnist")
+    predictor = vitral.load(folder)
+    calibration = predictor.model_config.calibration
+    assert calibration.fitted_on == "every other test image"
+    assert "every other test image" in summary
+    details = json.loads((folder / "test.json").read_text())["bundled"]
+    assert details["held_out_images"] == 20
+    logits = predictor.reference().logits(dataset.test.images[1::2])
+    assert details["false_positive_rate"] == pytest.approx(calibration.is_ood(logits).double().mean().item())
+    assert f"{details['ood']['detection_rate']:.1%} of 40 images of mnist" in (folder / "README.md").read_text()
 
 
-def test_rounding_that_moves_the_accuracy_is_refused(finished, tool, monkeypatch):
-    rounded = tool.round_to_bf16
+def test_bundling_refuses_rounding_that_changes_the_accuracy(finished_run, tool, monkeypatch):
+    round_to_bf16 = tool.round_to_bf16
 
-    def broken(run: Run, folder: Path) -> None:
-        rounded(run, folder)
-        file = folder / "model" / "weights.safetensors"
-        model, _ = load_model(folder)
-        state = model.state_dict()
+    def round_and_permute_classes(run: Run, folder: Path) -> None:
+        round_to_bf16(run, folder)
+        state = load_model(folder)[0].state_dict()
         state["head.out.weight"] = state["head.out.weight"].flip(0)
-        tool.save_weights(file, state)
+        tool.save_weights(folder / "model" / "weights.safetensors", state)
 
-    monkeypatch.setattr(tool, "round_to_bf16", broken)
-    with pytest.raises(VitralError, match="rounded to bf16, against fp32"):
-        tool.make(finished)
-    assert box.names() == ()
+    monkeypatch.setattr(tool, "round_to_bf16", round_and_permute_classes)
+    with pytest.raises(VitralError, match="accuracy in bf16 and in fp32 differ"):
+        tool.bundle(finished_run)
+    assert bundled.model_names() == ()
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("command", "expected"),
     [
         ("/usr/bin/vitral train cifar10 --recipe cifar10-96 --out=/x", "vitral train cifar10 --recipe cifar10-96"),
         ("/lib/vitral/__main__.py train mnist --out a/b --seed 2", "vitral train mnist --seed 2"),
-        ("vitral train --recipe runs/x/recipe.toml", ""),
-        ("vitral demo", ""),
-        ("/tmp/my-script.py", ""),
-        ("", ""),
+        ("vitral train --recipe runs/x/recipe.toml", None),
+        ("vitral demo", None),
+        ("/tmp/my-script.py", None),
+        ("", None),
     ],
 )
-def test_the_command_is_told_where_others_can_type_it(tool, typed, told):
-    assert tool.command(typed) == told
+def test_command_is_published_only_if_others_can_run_it(tool, command, expected):
+    assert tool.public_command(command) == expected
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("RGB", "cifar10"), ("gray as RGB", "mnist"), ("L", "mnist"), ("no picture", "mnist")]
+    ("kind", "name"), [("RGB", "cifar10"), ("grey RGB", "mnist"), ("L", "mnist"), ("not an image", "mnist")]
 )
-def test_a_walk_without_a_run_takes_the_model_that_may_know_such_a_picture(elsewhere, kind, name):
+def test_walk_without_runs_uses_the_bundled_model_for_the_kind_of_image(empty_cwd, kind, name):
     rng = np.random.default_rng(0)
-    gray = Image.fromarray(rng.integers(0, 256, (40, 40), dtype=np.uint8))
-    colours = Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8))
-    if kind == "no picture":
-        Path("picture.png").write_text("nothing")
+    grey = Image.fromarray(rng.integers(0, 256, (40, 40), dtype=np.uint8))
+    colour = Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8))
+    if kind == "not an image":
+        Path("image.png").write_text("text")
     else:
-        {"RGB": colours, "gray as RGB": gray.convert("RGB"), "L": gray}[kind].save("picture.png")
-    assert newest(Path("picture.png")) == f"box:{name}"
+        {"RGB": colour, "grey RGB": grey.convert("RGB"), "L": grey}[kind].save("image.png")
+    assert default_model(Path("image.png")) == f"bundled:{name}"

@@ -18,6 +18,8 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -56,9 +58,7 @@ class Process:
             "environment": dict(os.environ) if environment is None else environment,
         }
         descriptors = [self.files[0].fileno(), self.files[1].fileno() if stderr is None else stderr]
-        with _request_lock:
-            socket.send_fds(fork_server(), [json.dumps(request).encode()], descriptors)
-            self.pid = int(fork_server().recv(64))
+        self.pid = int(_request(json.dumps(request).encode(), descriptors))
         self.returncode: int | None = None
 
     def __del__(self) -> None:
@@ -67,9 +67,7 @@ class Process:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            with _request_lock:
-                fork_server().send(str(self.pid).encode())
-                reply = fork_server().recv(64)
+            reply = _request(str(self.pid).encode())
             self.returncode = None if reply == RUNNING else int(reply)
         return self.returncode
 
@@ -149,6 +147,15 @@ def _wait_for_ranks(ranks: list[Process]) -> str | None:
 def _describe(rank: int, process: Process) -> str:
     stdout, stderr = process.communicate()
     return f"--- rank {rank}: exit status {process.returncode}\n--- stdout\n{stdout}\n--- stderr\n{stderr}"
+
+
+def _request(content: bytes, descriptors: Sequence[int] = ()) -> bytes:
+    """Send a request to the fork server and return its reply."""
+    with _request_lock, suppress(ConnectionError):
+        socket.send_fds(fork_server(), [content], descriptors)
+        if reply := fork_server().recv(64):
+            return reply
+    raise RuntimeError("the fork server has ended; its traceback is in the captured stderr")
 
 
 @cache
