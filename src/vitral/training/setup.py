@@ -32,7 +32,7 @@ from vitral.models.variants import resolve_preset
 from vitral.recipes.builtin import RECIPES, get_recipe
 from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
-from vitral.weights.adapt import transfer
+from vitral.weights.adapt import adapt_weights
 
 REGULARISATION = ("dropout", "dropout_attention", "dropout_embedding", "drop_path")  # model fields a recipe decides
 
@@ -151,7 +151,7 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
     notes: tuple[str, ...] = ()
     if recipe.init_from:
         checkpoint = weights.read(recipe.init_from, heads=recipe.model.heads)
-        adapted = transfer(checkpoint, recipe.variant, recipe.model, dataset.classes)
+        adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, dataset.classes)
         initial_weights, notes = adapted.state, (*checkpoint.notes, *adapted.notes)
     train = dataset.train if recipe.augment.crop else resize_split(dataset.train, preprocessing)
     dataset = replace(dataset, train=train, validation=resize_split(dataset.validation, preprocessing))
