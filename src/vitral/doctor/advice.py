@@ -1,8 +1,7 @@
-"""What to train on a folder of images, and what that takes on this machine: a few steps of the real model are timed."""
+"""Recommend a training command for a dataset, and estimate its time and memory on this machine from a few steps."""
 
 from __future__ import annotations
 
-import shlex
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -10,153 +9,179 @@ from typing import Any
 
 import torch
 
-from vitral.analysis import cost as estimate
-from vitral.device.hardware import Hardware, choose, is_busy
-from vitral.doctor import IMBALANCE, Diagnosis
-from vitral.recipes.builtin import named
+from vitral.analysis.cost import activation_bytes, count_parameters
+from vitral.data.preprocess import Preprocessing
+from vitral.device.cpu import busy_warning
+from vitral.device.select import Hardware, select_hardware
+from vitral.doctor.diagnosis import IMBALANCE_RATIO, Diagnosis
+from vitral.errors import shell_quote
+from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
-from vitral.training.setup import of_preset, preprocessing_of, shaped_like
-from vitral.training.state import begin
-from vitral.training.trainer import Task, train_step
-from vitral.utils.serialization import to_plain
+from vitral.training.backend import make_backend
+from vitral.training.parallelism import parallel_plan
+from vitral.training.setup import make_preprocessing, with_checkpoint_architecture, with_preset
+from vitral.training.state import init_state
+from vitral.training.step import StepContext, StepRunner
+from vitral.utils.serialization import to_dict
 
-# Where a checkpoint of each size is to be had: trained on ImageNet-21k (arXiv 2106.10270).
+# Checkpoints trained on ImageNet-21k (arXiv 2106.10270).
 CHECKPOINTS = {
     "Ti/16": "hf:timm/vit_tiny_patch16_224.augreg_in21k",
     "S/16": "hf:timm/vit_small_patch16_224.augreg_in21k",
     "B/16": "hf:timm/vit_base_patch16_224.augreg_in21k",
 }
-ENOUGH_FOR_SCRATCH = 50_000  # training images; below, a checkpoint wins clearly (the paper, section 4.3)
-ENOUGH_IF_SMALL = 5_000  # of pictures that are no photographs: digits, icons, patches of a microscope's image
-SMALL = 64  # pixels of the shorter side up to which they are taken for such
-PROCESS = 0.4e9  # bytes of Python and PyTorch themselves
-TIMED = 2.0  # seconds of steps that are timed, and so many at least
-LEAST_STEPS = 2
-TIMED_BATCH = 8  # on a CPU, whose time grows with the images: a whole batch could take longer than all the rest here
+MIN_SCRATCH_IMAGES = 50_000  # training images; with fewer, fine-tuning is clearly better (ViT paper, section 4.3)
+MIN_SCRATCH_SMALL_IMAGES = 5_000  # for digits, icons or microscope patches, which differ from photographs
+SMALL_SIDE = 64  # maximum shorter side in pixels of images that are assumed not to be photographs
+PROCESS_BYTES = 0.4e9  # memory of Python and PyTorch
+BENCHMARK_SECONDS = 2.0
+MIN_BENCHMARK_STEPS = 2
+CPU_BENCHMARK_BATCH = 8  # time grows linearly with the batch size on a CPU, so a small batch suffices
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
-    what: str  # "fine-tune Ti/16 at 224 px, 10 epochs"
-    why: str
+class Recommendation:
+    summary: str  # "fine-tune Ti/16 at 224 px for 20 epochs"
+    reason: str
     command: str
-    seconds: float  # of the whole training on this machine
-    memory: float  # bytes, at most
+    seconds: float  # estimated duration of the training on this machine
+    memory_bytes: float  # estimated peak
     hardware: str
-    steps_timed: int
-    busy: str  # a sentence, where other work on this machine made the steps slower
+    timed_steps: int
+    busy_warning: str | None  # set if other processes slowed down the timed steps
 
     def as_dict(self) -> dict[str, Any]:
-        plain: dict[str, Any] = to_plain(self)
-        return plain
+        fields: dict[str, Any] = to_dict(self)
+        return fields
 
 
-def advise(diagnosis: Diagnosis, *, init: str | None = None) -> Advice:
-    """`init`: a checkpoint that the person has; otherwise one of the hub's is named."""
-    held_out = 0 if "validation" in diagnosis.splits else 0.15
-    images = round(diagnosis.splits.get("train", 0) * (1 - held_out))
-    good = [photo for photo in diagnosis.photos if not photo.error]
-    short = statistics.median(min(photo.size) for photo in good)
-    scratch, why = _from_scratch(images, short, init)
-    size = _preset(images, choose().memory is not None)
-    flags: list[str] = []
-    if scratch:
-        plan, kind = _scaled(named("folder-scratch"), short), "train from scratch"
-        if plan.model.image_size != named("folder-scratch").model.image_size:
-            flags.append(f"--model.image-size {plan.model.image_size[0]}")
-        if plan.model.patch_size != named("folder-scratch").model.patch_size:
-            flags.append(f"--model.patch-size {plan.model.patch_size}")
-    elif init is not None:
-        plan, kind = shaped_like(named("folder-finetune"), init), "fine-tune this checkpoint"
-        flags.append(f"--init {init}")
+def recommend(diagnosis: Diagnosis, *, init_from: str | None = None) -> Recommendation:
+    """Recommend how to train on a dataset. `init_from`: a checkpoint to fine-tune instead of one from the hub."""
+    validation_fraction = 0 if "validation" in diagnosis.splits else 0.15
+    num_train = round(diagnosis.splits.get("train", 0) * (1 - validation_fraction))
+    median_side = statistics.median(min(image.size) for image in diagnosis.images if image.error is None)
+    from_scratch, reason = _decide_from_scratch(num_train, median_side, init_from)
+    if from_scratch:
+        strategy, recipe, flags = _scratch_recipe(median_side)
     else:
-        plan, kind = of_preset(named("folder-finetune"), size), f"fine-tune {size}"
-        flags.append(f"--init {CHECKPOINTS[size]}")
-    epochs = plan.epochs if images < 5_000 else max(plan.epochs // 2, 3)
-    if epochs != plan.epochs:
+        strategy, recipe, flags = _finetune_recipe(num_train, init_from)
+    epochs = recipe.epochs if num_train < 5_000 else max(recipe.epochs // 2, 3)
+    if epochs != recipe.epochs:
         flags.append(f"--epochs {epochs}")
-    counts = [of.get("train", 0) for of in diagnosis.classes.values() if of.get("train")]
-    if max(counts) >= IMBALANCE * min(counts):
+    class_sizes = diagnosis.train_counts.values()
+    if max(class_sizes) >= IMBALANCE_RATIO * min(class_sizes):
         flags.append("--sampling balanced")
-    plan = replace(
-        plan,
+    recipe = replace(
+        recipe,
         epochs=epochs,
-        batch=min(plan.batch, max(images, 1)),
-        model=replace(plan.model, classes=max(len(counts), 1)),
-        data=replace(plan.data, mean=(0.5,) * plan.model.channels, std=(0.5,) * plan.model.channels),
+        batch_size=min(recipe.batch_size, max(num_train, 1)),
+        model=replace(recipe.model, num_classes=max(len(class_sizes), 1)),
+        data=replace(recipe.data, mean=(0.5,) * recipe.model.channels, std=(0.5,) * recipe.model.channels),
     )
-    busy = is_busy()
-    seconds, hardware, timed = time_of(plan, images, diagnosis.images)
-    return Advice(
-        what=f"{kind} at {plan.model.image_size[0]} px, {epochs} epochs",
-        why=why,
-        command=" ".join(["vitral train", shlex.quote(diagnosis.folder), *flags]),
+    warning = busy_warning()  # before the benchmark adds to the load
+    seconds, hardware, timed_steps = estimate_seconds(recipe, num_train, diagnosis.num_images)
+    return Recommendation(
+        summary=f"{strategy} at {recipe.model.image_size[0]} px for {epochs} epochs",
+        reason=reason,
+        command=" ".join(["vitral train", shell_quote(diagnosis.path), *flags]),
         seconds=seconds,
-        memory=memory_of(plan, diagnosis.images, hardware),
+        memory_bytes=estimate_memory(recipe, diagnosis.num_images, hardware),
         hardware=hardware.name,
-        steps_timed=timed,
-        busy=busy,
+        timed_steps=timed_steps,
+        busy_warning=warning,
     )
 
 
-def _from_scratch(images: int, short: float, init: str | None) -> tuple[bool, str]:
-    if init is not None:
-        return False, "a checkpoint is there"
-    if images >= ENOUGH_FOR_SCRATCH:
-        return True, f"{images:,} training images are enough to begin from nothing"
-    if short <= SMALL and images >= ENOUGH_IF_SMALL:
-        return True, f"small pictures ({short:.0f} px) and {images:,} of them: photographs' weights help little"
-    return False, f"{images:,} training images are few for a ViT: a checkpoint has seen millions"
+def _decide_from_scratch(num_train: int, median_side: float, init_from: str | None) -> tuple[bool, str]:
+    """Whether to train from scratch, and the reason."""
+    if init_from is not None:
+        return False, "A checkpoint was given"
+    if num_train >= MIN_SCRATCH_IMAGES:
+        return True, f"{num_train:,} training images are enough to train from scratch"
+    if median_side <= SMALL_SIDE and num_train >= MIN_SCRATCH_SMALL_IMAGES:
+        return True, f"{num_train:,} small images ({median_side:.0f} px): pretraining on photographs helps little"
+    return False, f"{num_train:,} training images are too few to train a ViT from scratch"
 
 
-def _preset(images: int, gpu: bool) -> str:
-    """More images can teach a larger model, where there is something to compute it with."""
-    return "B/16" if gpu and images >= 20_000 else "S/16" if gpu and images >= 2_000 else "Ti/16"
+def _scratch_recipe(median_side: float) -> tuple[str, Recipe, list[str]]:
+    """Strategy, recipe and flags for training from scratch, at no more than the size of the images."""
+    default = get_recipe("folder-scratch")
+    side, patch = default.model.image_size[0], default.model.patch_size
+    if median_side >= side:
+        return "train from scratch", default, []
+    if median_side < 7 * patch:  # keep a grid of at least 7×7 patches
+        patch = 8 if median_side >= 56 else 4
+    side = max(int(median_side) // patch * patch, 4 * patch)
+    recipe = replace(default, model=replace(default.model, image_size=(side, side), patch_size=patch))
+    flags = []
+    if recipe.model.image_size != default.model.image_size:
+        flags.append(f"--model.image-size {side}")
+    if recipe.model.patch_size != default.model.patch_size:
+        flags.append(f"--model.patch-size {patch}")
+    return "train from scratch", recipe, flags
 
 
-def _scaled(plan: Recipe, short: float) -> Recipe:
-    """From scratch: images no larger than they are, and patches that leave at least 7×7 of them."""
-    side = plan.model.image_size[0]
-    if short >= side:
-        return plan
-    patch = plan.model.patch_size if short >= 7 * plan.model.patch_size else 8 if short >= 56 else 4
-    pixels = max(int(short) // patch * patch, 4 * patch)
-    return replace(plan, model=replace(plan.model, image_size=(pixels, pixels), patch_size=patch))
+def _finetune_recipe(num_train: int, init_from: str | None) -> tuple[str, Recipe, list[str]]:
+    """Strategy, recipe and flags for fine-tuning. More images and a GPU allow a larger model."""
+    default = get_recipe("folder-finetune")
+    if init_from is not None:
+        recipe = with_checkpoint_architecture(default, init_from)
+        return "fine-tune this checkpoint", recipe, [f"--init-from {shell_quote(init_from)}"]
+    has_gpu = select_hardware().gpu_memory_bytes is not None
+    preset = "B/16" if has_gpu and num_train >= 20_000 else "S/16" if has_gpu and num_train >= 2_000 else "Ti/16"
+    return f"fine-tune {preset}", with_preset(default, preset), [f"--init-from {CHECKPOINTS[preset]}"]
 
 
-def time_of(plan: Recipe, images: int, all_images: int) -> tuple[float, Hardware, int]:
-    """Seconds of the whole training, from a few real steps on random pixels."""
-    steps = max(images // plan.batch, 1)
-    hardware = choose(
-        device=plan.device, precision=plan.precision, compile="no", width=plan.model.width, steps=steps * plan.epochs
+def estimate_seconds(recipe: Recipe, num_train: int, num_images: int) -> tuple[float, Hardware, int]:
+    """Duration of the whole training, from a few steps on random pixels; also the hardware and number of steps."""
+    steps = max(num_train // recipe.batch_size, 1)
+    total_steps = steps * recipe.epochs
+    hardware = select_hardware(
+        device=recipe.device, precision=recipe.precision, compile="no", width=recipe.model.width, steps=total_steps
     )
-    state, seen = begin(plan, hardware, steps * plan.epochs), preprocessing_of(plan)
-    height, width = (int(side / seen.crop) for side in seen.image_size)
-    batch = plan.batch if hardware.memory else min(plan.batch, TIMED_BATCH)
-    shape = (batch, seen.channels, height if plan.augment.crop else seen.image_size[0],
-             width if plan.augment.crop else seen.image_size[1])  # fmt: skip
-    draws = torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draws).to(hardware.device)
-    labels = torch.randint(0, plan.model.classes, shape[:1], generator=draws).to(hardware.device)
-    took: list[float] = []
-    begun = time.perf_counter()
-    while len(took) <= LEAST_STEPS or time.perf_counter() - begun < TIMED:
-        start = time.perf_counter()
-        train_step(state.model, state, pixels, labels, Task(plan, seen, hardware))
+    preprocessing = make_preprocessing(recipe)
+    batch_size = recipe.batch_size if hardware.gpu_memory_bytes else min(recipe.batch_size, CPU_BENCHMARK_BATCH)
+    images, labels = _random_batch(recipe, preprocessing, batch_size, hardware.device)
+    state = init_state(recipe, hardware, total_steps)
+    backend = make_backend(state.model, recipe, preprocessing, hardware, parallel_plan(recipe, hardware))
+    runner = StepRunner(state, StepContext(recipe, backend), total_steps)
+    step_seconds: list[float] = []
+    start = time.perf_counter()
+    while len(step_seconds) <= MIN_BENCHMARK_STEPS or time.perf_counter() - start < BENCHMARK_SECONDS:
+        step_start = time.perf_counter()
+        runner.run(images, labels)
         hardware.synchronize()
-        took.append(time.perf_counter() - start)
-        if time.perf_counter() - begun > 10 * TIMED and len(took) > 1:
+        step_seconds.append(time.perf_counter() - step_start)
+        if time.perf_counter() - start > 10 * BENCHMARK_SECONDS and len(step_seconds) > 1:
             break
-    a_step = statistics.median(took[1:]) * plan.batch / batch  # the first one also allocates
-    a_question = a_step / plan.batch / 3  # forward alone is a third of the arithmetic
-    asked = (all_images - images) * a_question * plan.epochs
-    return plan.epochs * steps * a_step + asked, hardware, len(took) - 1
+    timed = step_seconds[1:]  # the first step also allocates memory
+    seconds_per_image = statistics.median(timed) / batch_size
+    # Validation images need the forward pass only, about a third of the arithmetic of a step.
+    seconds_per_epoch = steps * recipe.batch_size * seconds_per_image + (num_images - num_train) * seconds_per_image / 3
+    return recipe.epochs * seconds_per_epoch, hardware, len(timed)
 
 
-def memory_of(plan: Recipe, images: int, hardware: Hardware) -> float:
-    """Bytes at most: weights, gradients, AdamW's two averages, averaged weights, activations, the images themselves."""
-    parameters = estimate.count(plan.model).total
-    kept = estimate.activations(plan.model, hardware.precision, "gpu" if hardware.memory else "cpu").plain
-    seen = preprocessing_of(plan)
-    pixels = images * seen.channels * (seen.image_size[0] / seen.crop) * (seen.image_size[1] / seen.crop)
-    return PROCESS + 4 * parameters * (5 if plan.ema else 4) + plan.batch * kept + pixels
+def _random_batch(
+    recipe: Recipe, preprocessing: Preprocessing, batch_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random uint8 images of the stored size, which is larger than the model input if training crops."""
+    height, width = preprocessing.image_size
+    if recipe.augment.crop:
+        height, width = int(height / preprocessing.crop), int(width / preprocessing.crop)
+    rng = torch.Generator().manual_seed(0)
+    shape = (batch_size, preprocessing.channels, height, width)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng)
+    labels = torch.randint(0, recipe.model.num_classes, (batch_size,), generator=rng)
+    return images.to(device), labels.to(device)
+
+
+def estimate_memory(recipe: Recipe, num_images: int, hardware: Hardware) -> float:
+    """Peak memory in bytes: weights, gradients, two AdamW moments, EMA weights, activations and the decoded images."""
+    num_parameters = count_parameters(recipe.model).total
+    device = "gpu" if hardware.gpu_memory_bytes else "cpu"
+    bytes_per_image = activation_bytes(recipe.model, hardware.precision, device).total
+    preprocessing = make_preprocessing(recipe)
+    height, width = (side / preprocessing.crop for side in preprocessing.image_size)
+    dataset_bytes = num_images * preprocessing.channels * height * width
+    copies = 5 if recipe.ema else 4
+    return PROCESS_BYTES + 4 * num_parameters * copies + recipe.batch_size * bytes_per_image + dataset_bytes

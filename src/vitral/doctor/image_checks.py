@@ -1,173 +1,203 @@
-"""What is in the files: each is opened once, no larger than needed; copies are found by their thumbnails."""
+"""Check the images themselves: each file is decoded once, as a thumbnail, and duplicates are found by thumbnails."""
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from vitral.data.decode import FORMATS, NotAnImage, decode
-from vitral.data.files.duplicates import SIDE, exact_groups, grouped, near_pairs, thumbnail
-from vitral.doctor.issue import Trouble
-from vitral.doctor.issue import listed as listed_trouble
+from vitral.data.decode import ImageDecodeError, decode_image, read_header
+from vitral.data.files.duplicates import THUMBNAIL_SIZE, connected_groups, exact_groups, near_duplicate_pairs, thumbnail
+from vitral.device.cpu import available_cpus
+from vitral.doctor.folder_checks import ListedImage
+from vitral.doctor.issue import Issue, file_issue
 
 SMALL_SIDE = 32  # pixels of the shorter side
-LONG = 4.0  # times as long as wide: a square crop from the middle misses most of it
-MODES = {"L": "gray", "1": "black and white", "P": "palette", "PA": "palette", "LA": "gray with alpha"}
+MAX_ASPECT_RATIO = 4.0  # beyond, a square center crop misses most of the image
+MODE_NAMES = {"L": "gray", "1": "black and white", "P": "palette", "PA": "palette", "LA": "gray with alpha"}
+SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Photo:
-    """A file of the listing, opened once."""
+class InspectedImage:
+    """A file of the listing after decoding."""
 
     path: Path
     label: str
     split: str
-    error: str = ""
-    size: tuple[int, int] = (0, 0)  # width, height, as stored
-    mode: str = ""
+    error: str | None = None  # reason if the file is unreadable
+    size: tuple[int, int] = (0, 0)  # width and height in pixels, as stored
+    mode: str = ""  # Pillow's name
     frames: int = 1
 
 
-def opened(listed: Sequence[tuple[Path, str, str]]) -> tuple[list[Photo], np.ndarray[Any, Any]]:
-    """Each file, decoded no larger than its thumbnail needs: what it is, and N 32 32 3."""
-    small = np.zeros((len(listed), SIDE, SIDE, 3), dtype=np.uint8)
+def inspect_images(listing: Sequence[ListedImage]) -> tuple[list[InspectedImage], np.ndarray[Any, Any]]:
+    """Decode each file at reduced size; returns the images and thumbnails uint8 (N, 32, 32, 3)."""
+    thumbnails = np.zeros((len(listing), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
 
-    def look(index: int) -> Photo:
-        path, label, split = listed[index]
+    def inspect(index: int) -> InspectedImage:
+        path, label, split = listing[index]
         try:
-            small[index] = thumbnail(decode(path, at_least=(SIDE, SIDE)))
-            with Image.open(path, formats=FORMATS) as picture:  # the header alone
-                return Photo(
-                    path=path,
-                    label=label,
-                    split=split,
-                    size=picture.size,
-                    mode=picture.mode,
-                    frames=getattr(picture, "n_frames", 1),
-                )
-        except NotAnImage as error:
-            return Photo(path=path, label=label, split=split, error=error.what.removeprefix(f"{path}: "))
+            min_size = (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
+            thumbnails[index] = thumbnail(decode_image(path, min_size=min_size, allow_reduced_jpeg=True))
+            width, height, mode, frames = read_header(path)
+            return InspectedImage(path=path, label=label, split=split, size=(width, height), mode=mode, frames=frames)
+        except ImageDecodeError as error:
+            return InspectedImage(path=path, label=label, split=split, error=error.what.removeprefix(f"{path}: "))
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return list(pool.map(look, range(len(listed)))), small
+    with ThreadPoolExecutor(max_workers=available_cpus()) as pool:
+        return list(pool.map(inspect, range(len(listing)))), thumbnails
 
 
-def unreadable(photos: Sequence[Photo]) -> Iterable[Trouble]:
-    broken = [photo for photo in photos if photo.error]
-    if broken:
-        files, details = [str(photo.path) for photo in broken], [photo.error for photo in broken]
-        yield listed_trouble("unreadable", "error", "unreadable", files, "remove, or copy again", details=details)
-
-
-def twins(photos: Sequence[Photo], small: np.ndarray[Any, Any]) -> Iterable[Trouble]:
-    """Copies: with different labels, in more than one split, or merely twice. Exact ones first, then near ones."""
-    exact = exact_groups([photo.path for photo in photos])
-    of_exact = grouped(len(photos), np.array([(g[0], other) for g in exact for other in g[1:]]).reshape(-1, 2))
-    near: defaultdict[int, list[int]] = defaultdict(list)
-    pairs = near_pairs(small)
-    new = pairs[of_exact[pairs[:, 0]] != of_exact[pairs[:, 1]]]  # copies in bytes are told already
-    for index, group in enumerate(grouped(len(photos), new)):
-        near[int(group)].append(index)
-    alike = [[i for k, i in enumerate(g) if of_exact[i] not in {of_exact[j] for j in g[:k]}] for g in near.values()]
-    for how, groups in (("exact", exact), ("near", [g for g in alike if len(g) > 1])):
-        yield from _copies(how, [[photos[index] for index in group] for group in groups])
-
-
-def _copies(how: str, groups: Sequence[Sequence[Photo]]) -> Iterable[Trouble]:
-    labels = [g for g in groups if len({photo.label for photo in g}) > 1]
-    leaks = [g for g in groups if len({photo.split for photo in g}) > 1]
-    merely = [g for g in groups if g not in labels and g not in leaks]
-    if labels:
-        files, details = _told(labels, lambda photo: f"{how} copy, called {photo.label} here")
-        yield listed_trouble(
-            f"{how} copies, different labels", "error", f"are {how} copies with different labels", files,
-            "decide which label is right; remove the others", details=details,
-        )  # fmt: skip
-    if leaks:
-        files, details = _told(leaks, lambda photo: f"{how} copy, in {photo.split} here")
-        splits = sorted({photo.split for g in leaks for photo in g}, key=["train", "validation", "test"].index)
-        yield listed_trouble(
-            f"{how} copies, several splits", "error", f"are {how} copies that stand in {' and '.join(splits)}", files,
-            "remove them from training: what was learned by heart is no test", details=details,
-        )  # fmt: skip
-    if merely:
-        files, details = _told(merely, lambda photo: f"{how} copy")
-        more = sum(len(g) - 1 for g in merely)
-        yield Trouble(
-            kind=f"{how} copies",
-            level="warning",
-            what=f"{more:,} {how} duplicate{'s' if more > 1 else ''}   {_few(files)}",
-            todo="keep one of each group",
-            files=tuple(files),
-            details=tuple(details),
+def unreadable_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
+    unreadable = [image for image in images if image.error is not None]
+    if unreadable:
+        yield file_issue(
+            "unreadable",
+            "error",
+            "unreadable file(s)",
+            [str(image.path) for image in unreadable],
+            "Remove them or copy them again",
+            details=[str(image.error) for image in unreadable],
         )
 
 
-def _told(groups: Sequence[Sequence[Photo]], say: Any) -> tuple[list[str], list[str]]:
-    files = [str(photo.path) for g in groups for photo in g]
-    details = [f"{say(photo)}; group {number}" for number, g in enumerate(groups, start=1) for photo in g]
-    return files, details
+def duplicate_issues(images: Sequence[InspectedImage], thumbnails: np.ndarray[Any, Any]) -> Iterator[Issue]:
+    """Files with equal bytes, then near duplicates among the others."""
+    exact = exact_groups([image.path for image in images])
+    exact_pairs = np.array([(group[0], other) for group in exact for other in group[1:]]).reshape(-1, 2)
+    exact_ids = connected_groups(len(images), exact_pairs)
+    near_pairs = near_duplicate_pairs(thumbnails)
+    near_pairs = near_pairs[exact_ids[near_pairs[:, 0]] != exact_ids[near_pairs[:, 1]]]
+    near: defaultdict[int, dict[int, int]] = defaultdict(dict)  # near group → exact group → its first image
+    for index, group in enumerate(connected_groups(len(images), near_pairs)):
+        near[int(group)].setdefault(int(exact_ids[index]), index)
+    near_groups = [list(group.values()) for group in near.values() if len(group) > 1]
+    for similarity, groups in (("exact", exact), ("near", near_groups)):
+        yield from _duplicate_group_issues(similarity, [[images[index] for index in group] for group in groups])
 
 
-def odd(photos: Sequence[Photo]) -> Iterable[Trouble]:
-    """Sizes and modes that are not like the others'."""
-    if not photos:
+def _duplicate_group_issues(similarity: str, groups: Sequence[Sequence[InspectedImage]]) -> Iterator[Issue]:
+    conflicting = [group for group in groups if len({image.label for image in group}) > 1]
+    leaking = [group for group in groups if len({image.split for image in group}) > 1]
+    harmless = [group for group in groups if group not in conflicting and group not in leaking]
+    splits = sorted({image.split for group in leaking for image in group}, key=SPLITS.index)
+    kind, name = f"{similarity}-duplicates", f"{similarity} duplicate"
+    if conflicting:
+        yield file_issue(
+            f"{kind}-conflicting-labels",
+            "error",
+            f"{name}(s) with conflicting labels",
+            _paths(conflicting),
+            "Decide which label is correct and remove the other copies",
+            details=_group_details(conflicting, lambda image: f"{name} labelled {image.label}"),
+        )
+    if leaking:
+        yield file_issue(
+            f"{kind}-across-splits",
+            "error",
+            f"{name}(s) across {' and '.join(splits)}",
+            _paths(leaking),
+            "Remove them from the training split; they inflate the measured accuracy",
+            details=_group_details(leaking, lambda image: f"{name} in {image.split}"),
+        )
+    if harmless:
+        yield file_issue(
+            kind,
+            "warning",
+            f"{name}(s)",
+            _paths(harmless),
+            "Keep one of each group",
+            details=_group_details(harmless, lambda image: name),
+            count=sum(len(group) - 1 for group in harmless),
+        )
+
+
+def _paths(groups: Sequence[Sequence[InspectedImage]]) -> list[str]:
+    return [str(image.path) for group in groups for image in group]
+
+
+def _group_details(groups: Sequence[Sequence[InspectedImage]], detail: Callable[[InspectedImage], str]) -> list[str]:
+    return [f"{detail(image)}; group {number}" for number, group in enumerate(groups, start=1) for image in group]
+
+
+def outlier_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
+    """Images that differ from the others in mode, size, aspect ratio or number of frames."""
+    if not images:
         return
-    commonest = Counter(photo.mode for photo in photos).most_common(1)[0][0]
-    other = [photo for photo in photos if photo.mode != commonest]
-    if other:
-        counted = ", ".join(f"{n} {MODES.get(mode, mode)}" for mode, n in Counter(p.mode for p in other).most_common())
-        yield listed_trouble(
-            "odd mode", "warning", f"not {MODES.get(commonest, commonest)} like the others ({counted})",
-            [str(p.path) for p in other], "are they what they should be? They are read like the others",
-            details=[MODES.get(p.mode, p.mode) for p in other],
-        )  # fmt: skip
-    area = statistics.median(p.size[0] * p.size[1] for p in photos)
-    usual = [p for p in photos if min(p.size) >= SMALL_SIDE]
-    few_are_small = len(usual) > len(photos) / 2  # else the set is one of small images
-    small = [p for p in photos if few_are_small and (min(p.size) < SMALL_SIDE or p.size[0] * p.size[1] < area / 64)]
-    long = [p for p in photos if max(p.size) > LONG * min(p.size) and p not in small]
-    for found, what, todo in (
-        (small, "far smaller than the others", "remove, or replace"),
-        (long, f"more than {LONG:g} times as long as wide: the middle alone is seen", "crop to what matters"),
-    ):
-        if found:
-            told = [f"{p.size[0]}×{p.size[1]}" for p in found]
-            yield listed_trouble("odd size", "warning", what, [str(p.path) for p in found], todo, details=told)
-    moving = [p for p in photos if p.frames > 1]
-    if moving:
-        details = [f"{p.frames} frames" for p in moving]
-        yield listed_trouble("several frames", "warning", "with several frames: the first alone is seen",
-                      [str(p.path) for p in moving], "keep the frame that matters", details=details)  # fmt: skip
+    usual_mode = Counter(image.mode for image in images).most_common(1)[0][0]
+    other_mode = [image for image in images if image.mode != usual_mode]
+    median_area = statistics.median(image.size[0] * image.size[1] for image in images)
+    most_are_large = sum(min(image.size) >= SMALL_SIDE for image in images) > len(images) / 2
+
+    def is_small(image: InspectedImage) -> bool:
+        return min(image.size) < SMALL_SIDE or image.size[0] * image.size[1] < median_area / 64
+
+    small = [image for image in images if most_are_large and is_small(image)]
+    long = [image for image in images if max(image.size) > MAX_ASPECT_RATIO * min(image.size) and image not in small]
+    animated = [image for image in images if image.frames > 1]
+
+    def mode_name(image: InspectedImage) -> str:
+        return MODE_NAMES.get(image.mode, image.mode)
+
+    def size_text(image: InspectedImage) -> str:
+        return f"{image.size[0]}×{image.size[1]}"
+
+    counts = ", ".join(f"{n} {name}" for name, n in Counter(map(mode_name, other_mode)).most_common())
+    checks: list[tuple[str, Sequence[InspectedImage], str, str, Callable[[InspectedImage], str]]] = [
+        (
+            "image-mode",
+            other_mode,
+            f"image(s) not {MODE_NAMES.get(usual_mode, usual_mode)} like the others ({counts})",
+            "Check that they are intended; they are converted when read",
+            mode_name,
+        ),
+        ("image-size", small, "image(s) much smaller than the others", "Remove or replace them", size_text),
+        (
+            "image-size",
+            long,
+            f"image(s) with an aspect ratio above {MAX_ASPECT_RATIO:g}, of which only the center is used",
+            "Crop them to the relevant part",
+            size_text,
+        ),
+        (
+            "several-frames",
+            animated,
+            "image(s) with several frames, of which only the first is used",
+            "Save the relevant frame as an image",
+            lambda image: f"{image.frames} frames",
+        ),
+    ]
+    for kind, outliers, description, fix, detail in checks:
+        if outliers:
+            files, details = [str(image.path) for image in outliers], [detail(image) for image in outliers]
+            yield file_issue(kind, "warning", description, files, fix, details=details)
 
 
-def _few(files: Sequence[str]) -> str:
-    return ", ".join(files[:2]) + (" …" if len(files) > 2 else "")
+def describe_sizes(images: Sequence[InspectedImage]) -> str:
+    """`384×512 pixels`, or the median size and the range of sides."""
+    sizes = {image.size for image in images}
+    if not sizes:
+        return "size unknown"
+    if len(sizes) == 1:
+        width, height = sizes.pop()
+        return f"{width}×{height} pixels"
+    median_width, median_height = (statistics.median(image.size[side] for image in images) for side in (0, 1))
+    shortest, longest = min(map(min, sizes)), max(map(max, sizes))
+    return f"about {median_width:.0f}×{median_height:.0f} pixels (sides from {shortest} to {longest})"
 
 
-def sizes(photos: Sequence[Photo]) -> str:
-    seen = sorted({photo.size for photo in photos})
-    if not seen:
-        return "unknown"
-    if len(seen) == 1:
-        return f"{seen[0][0]}×{seen[0][1]}"
-    width, height = (statistics.median(photo.size[side] for photo in photos) for side in (0, 1))
-    low, high = min(min(s) for s in seen), max(max(s) for s in seen)
-    return f"about {width:.0f}×{height:.0f}, sides from {low} to {high}"
-
-
-def modes(photos: Sequence[Photo]) -> str:
-    counted = Counter(photo.mode for photo in photos).most_common()
-    if not counted:
-        return "no image can be read"
-    name = MODES.get(counted[0][0], counted[0][0])
-    return f"all {name}" if len(counted) == 1 else f"{counted[0][1]} of {len(photos)} {name}"
+def describe_modes(images: Sequence[InspectedImage]) -> str:
+    """`all RGB`, or how many images have the most frequent mode."""
+    counts = Counter(image.mode for image in images).most_common()
+    if not counts:
+        return "no readable images"
+    mode, count = counts[0]
+    name = MODE_NAMES.get(mode, mode)
+    return f"all {name}" if len(counts) == 1 else f"{count} of {len(images)} {name}"

@@ -1,4 +1,4 @@
-"""Something that a training would suffer from."""
+"""`Issue`, one problem of a dataset."""
 
 from __future__ import annotations
 
@@ -10,28 +10,33 @@ Level = Literal["error", "warning"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trouble:
-    kind: str
+class Issue:
+    kind: str  # stable identifier, such as "unreadable"
     level: Level
-    what: str  # for people, one line
-    todo: str
-    files: tuple[str, ...] = ()  # empty where it is about the whole folder
-    details: tuple[str, ...] = ()  # one a file, where they differ
+    message: str  # one line, with up to two of the files
+    fix: str
+    files: tuple[str, ...] = ()  # empty if the issue concerns the dataset as a whole
+    details: tuple[str, ...] = ()  # one per file; empty if the message says everything
 
 
-def listed(
+def file_issue(
     kind: str,
     level: Level,
-    what: str,
+    description: str,
     files: Sequence[str],
-    todo: str,
-    thing: str = "image",
+    fix: str,
     *,
     details: Sequence[str] = (),
-) -> Trouble:
-    """`3 images unreadable   photos/a.jpg (truncated), photos/b.jpg …`"""
-    count = f"{len(files):,} {thing}{'s' if len(files) > 1 else ''}"
+    count: int | None = None,
+) -> Issue:
+    """An issue of several files: `3 unreadable files   photos/a.jpg (truncated), photos/b.jpg, ...`
+
+    description: Follows the count; "(s)" becomes "s" or nothing.
+    count: The number of files if omitted.
+    """
+    count = len(files) if count is None else count
     first = f"{files[0]} ({details[0].split(';')[0]})" if details else files[0]
-    shown = first + (f", {files[1]}" if len(files) > 1 else "") + (" …" if len(files) > 2 else "")
-    return Trouble(kind=kind, level=level, what=f"{count} {what}   {shown}", todo=todo, files=tuple(files),
-                   details=tuple(details))  # fmt: skip
+    examples = ", ".join([first, *files[1:2], *(["..."] if len(files) > 2 else [])])
+    counted = f"{count:,} {description.replace('(s)', '' if count == 1 else 's')}"
+    message = f"{counted}   {examples}"
+    return Issue(kind=kind, level=level, message=message, fix=fix, files=tuple(files), details=tuple(details))

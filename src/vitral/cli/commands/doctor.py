@@ -20,29 +20,30 @@ class DoctorArgs:
 
     folder: Path = argument("folder with one subfolder per class, or with train, val and test folders; or a CSV file")
     init_from: str | None = option(None, "checkpoint to fine-tune: a file, folder, run or hf:owner/name")
-    fix_list: Path | None = option(None, "CSV file to write with one row per problem: path, problem, detail, action")
+    fix_list: Path | None = option(None, "CSV file to write with one row per file: path, issue, detail, fix")
     json: bool = option(False, JSON_HELP)
 
 
 def doctor(args: DoctorArgs) -> int:
-    from vitral.doctor import examine, write_fix_list
-    from vitral.doctor.advice import advise
+    from vitral.doctor import diagnose, write_fix_list
+    from vitral.doctor.advice import recommend
 
     if args.init_from is not None:
         print_checkpoint_notes(args.init_from)
     if args.fix_list is not None and (args.fix_list.is_dir() or not args.fix_list.absolute().parent.is_dir()):
-        raise VitralError(f"cannot write {args.fix_list}", "--fix-list takes a CSV file in an existing folder")
-    diagnosis = examine(args.folder)
-    advice = advise(diagnosis, init=args.init_from) if diagnosis.trainable else None
-    num_fixes = write_fix_list(diagnosis, args.fix_list) if args.fix_list else 0
+        raise VitralError(f"cannot write {args.fix_list}", "Pass --fix-list a CSV file in an existing folder")
+    diagnosis = diagnose(args.folder)
+    recommendation = recommend(diagnosis, init_from=args.init_from) if diagnosis.is_trainable else None
+    num_rows = write_fix_list(diagnosis, args.fix_list) if args.fix_list else 0
     if args.json:
-        print(json.dumps(diagnosis.as_dict() | {"advice": advice.as_dict() if advice else None}))
+        content = diagnosis.as_dict() | {"recommendation": recommendation.as_dict() if recommendation else None}
+        print(json.dumps(content))
     else:
         from vitral.reporting.terminal import tables
 
-        tables.print_diagnosis(diagnosis, advice)
+        tables.print_diagnosis(diagnosis, recommendation)
         if args.fix_list:
-            print(f"\nWrote {args.fix_list} ({num_fixes:,} {'row' if num_fixes == 1 else 'rows'})")
+            print(f"\nWrote {args.fix_list} ({num_rows:,} {'row' if num_rows == 1 else 'rows'})")
     return 1 if diagnosis.errors else 0
 
 

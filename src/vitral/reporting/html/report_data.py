@@ -15,7 +15,7 @@ from torch import Tensor
 from vitral import bundled
 from vitral.data.classes import class_indices
 from vitral.data.datasets import Split
-from vitral.doctor import examine
+from vitral.doctor import diagnose
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.data import EvalTarget
 from vitral.evaluation.report import EvaluationReport
@@ -158,11 +158,11 @@ def check_data(target: EvalTarget, counts: dict[str, tuple[int, ...]], thorough:
         lines.append(f"Training images per class: from {smallest:,} ({rare}) to {largest:,} ({common})")
     if thorough and Path(dataset.name).is_dir():
         try:
-            diagnosis = examine(dataset.name)
+            diagnosis = diagnose(dataset.name)
         except VitralError as error:
             return (*lines, f"{error.what}; {error.hint}")
-        lines += [f"{issue.what}: {issue.todo}" for issue in diagnosis.troubles] or ["No problems found in the images"]
-        lines += [line for line in (diagnosis.sizes, diagnosis.modes) if line]
+        lines += [f"{issue.message}: {issue.fix}" for issue in diagnosis.issues] or ["No problems found in the images"]
+        lines += [line for line in (diagnosis.image_sizes, diagnosis.image_modes) if line]
     return tuple(lines)
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitral.doctor import Diagnosis
-from vitral.doctor.advice import Advice
+from vitral.doctor.advice import Recommendation
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.training.compare_strategies import StrategyComparison
@@ -96,28 +96,29 @@ def print_strategy_comparison(result: StrategyComparison) -> None:
     console.print(f"\nEvaluated on {result.evaluated_on}\n\n[bold]{result.verdict.summary}[/bold]", soft_wrap=True)
 
 
-def print_diagnosis(diagnosis: Diagnosis, advice: Advice | None) -> None:
+def print_diagnosis(diagnosis: Diagnosis, recommendation: Recommendation | None) -> None:
     """Print the findings of the doctor and, if the folder can be trained on, a recommendation."""
     console = Console(highlight=False)
 
     def print_line(text: str) -> None:
         console.print(Text(text), soft_wrap=True)
 
-    print_line(f"{diagnosis.images:,} images in {_class_count(diagnosis)}. {_split_text(diagnosis)}")
-    for issue in diagnosis.troubles:
-        print_line(f"  {issue.level:<8} {issue.what}")
-        console.print(Text(f"           {issue.todo}", style="dim"), soft_wrap=True)
-    clean = "" if diagnosis.troubles else "; no duplicates, no unreadable files, balanced classes"
-    print_line(f"  {'ok':<8} {diagnosis.sizes}, {diagnosis.modes}{clean}")
-    if any(len(issue.files) > 2 for issue in diagnosis.troubles):
+    print_line(f"{diagnosis.num_images:,} images in {_class_count(diagnosis)}. {_split_text(diagnosis)}")
+    for issue in diagnosis.issues:
+        print_line(f"  {issue.level:<8} {issue.message}")
+        console.print(Text(f"           {issue.fix}", style="dim"), soft_wrap=True)
+    clean = "" if diagnosis.issues else "; no duplicates, no unreadable files, balanced classes"
+    print_line(f"  {'ok':<8} {diagnosis.image_sizes}, {diagnosis.image_modes}{clean}")
+    if any(len(issue.files) > 2 for issue in diagnosis.issues):
         print_line("\nWrite the complete list of files with --fix-list FILE.csv")
-    if advice is None:
+    if recommendation is None:
         print_line("\nFix the errors first: this folder cannot be trained on.")
         return
-    busy = f"; {advice.busy}" if advice.busy else ""
+    warning = f"; {recommendation.busy_warning}" if recommendation.busy_warning else ""
     print_line(
-        f"\nRecommended: {advice.what} (about {_duration(advice.seconds)} on {advice.hardware}, "
-        f"{advice.memory / 1e9:.1f} GB{busy})\n{advice.why}\n  {advice.command}"
+        f"\nRecommended: {recommendation.summary} (about {_duration(recommendation.seconds)} on "
+        f"{recommendation.hardware}, {recommendation.memory_bytes / 1e9:.1f} GB{warning})\n"
+        f"{recommendation.reason}.\n  {recommendation.command}"
     )
 
 

@@ -1,0 +1,172 @@
+"""Diagnose a folder or CSV list of images, and write the affected files to a CSV file."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitral.data.files.folders import LAYOUT_HINT, no_class_folders_error
+from vitral.data.registry.sources import BUILTIN_DATASETS
+from vitral.doctor.folder_checks import list_csv, list_folder
+from vitral.doctor.image_checks import (
+    InspectedImage,
+    describe_modes,
+    describe_sizes,
+    duplicate_issues,
+    inspect_images,
+    outlier_issues,
+    unreadable_issues,
+)
+from vitral.doctor.issue import Issue
+from vitral.errors import VitralError, error_reason
+from vitral.utils.serialization import to_dict
+
+SMALL_CLASS = 10  # training images; with fewer, a class can neither be learned nor evaluated reliably
+IMBALANCE_RATIO = 3.0  # of the largest to the smallest class
+
+
+@dataclass(kw_only=True)
+class Diagnosis:
+    """Content and issues of a dataset."""
+
+    path: str
+    num_images: int  # readable ones
+    classes: dict[str, dict[str, int]]  # number of images per class and split
+    splits: dict[str, int]  # number of images per split
+    issues: list[Issue] = field(default_factory=list)  # errors first
+    image_sizes: str = ""
+    image_modes: str = ""
+    images: list[InspectedImage] = field(default_factory=list)  # including unreadable ones
+
+    @property
+    def errors(self) -> list[Issue]:
+        return [issue for issue in self.issues if issue.level == "error"]
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether `vitral train` would accept the dataset."""
+        has_unknown_class = any(issue.kind == "class-name" for issue in self.errors)
+        return len(self.train_counts) >= 2 and not has_unknown_class
+
+    @property
+    def train_counts(self) -> dict[str, int]:
+        """Training images per class, for classes that have any."""
+        return {name: counts["train"] for name, counts in self.classes.items() if counts.get("train")}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON output of `vitral doctor`."""
+        return {
+            "path": self.path,
+            "num_images": self.num_images,
+            "classes": self.classes,
+            "splits": self.splits,
+            "image_sizes": self.image_sizes,
+            "image_modes": self.image_modes,
+            "issues": [to_dict(issue) for issue in self.issues],
+        }
+
+
+def diagnose(path: Path | str) -> Diagnosis:
+    """Check a folder or CSV list of images without training on it."""
+    listing, folder_issues = _list_images(path)
+    images, thumbnails = inspect_images(listing)
+    readable_indices = [index for index, image in enumerate(images) if image.error is None]
+    readable = [images[index] for index in readable_indices]
+    classes: dict[str, dict[str, int]] = {}
+    for image in readable:
+        counts = classes.setdefault(image.label, {})
+        counts[image.split] = counts.get(image.split, 0) + 1
+    splits = Counter(image.split for image in readable)
+    diagnosis = Diagnosis(
+        path=str(path),
+        num_images=len(readable),
+        classes=dict(sorted(classes.items())),
+        splits={name: splits[name] for name in ("train", "validation", "test") if splits[name]},
+        image_sizes=describe_sizes(readable),
+        image_modes=describe_modes(readable),
+        images=images,
+    )
+    diagnosis.issues = [
+        *unreadable_issues(images),
+        *folder_issues,
+        *duplicate_issues(readable, thumbnails[readable_indices]),
+        *class_balance_issues(diagnosis.train_counts),
+        *outlier_issues(readable),
+    ]
+    diagnosis.issues.sort(key=lambda issue: issue.level != "error")
+    return diagnosis
+
+
+def _list_images(path: Path | str) -> tuple[Sequence[Any], list[Issue]]:
+    name, path = str(path), Path(path)
+    if not path.exists() and name in BUILTIN_DATASETS:
+        raise VitralError(f"{name} is a built-in dataset, which needs no checks", f"Train on it: vitral train {name}")
+    if not path.exists():
+        raise VitralError(f"no folder or CSV file {path}", LAYOUT_HINT)
+    try:
+        listing, issues = list_folder(path) if path.is_dir() else list_csv(path)
+    except OSError as error:
+        raise VitralError(f"cannot read {path}: {error_reason(error)}", "Check its permissions") from error
+    if not listing and path.is_file():
+        raise VitralError(
+            f"{path} lists no images", "Write one row per image with the columns path, label and optionally split"
+        )
+    if not listing:
+        raise no_class_folders_error(path)
+    return listing, issues
+
+
+def class_balance_issues(train_counts: dict[str, int]) -> Iterator[Issue]:
+    """Issues of the number of training images per class."""
+    if not train_counts:
+        return
+    if len(train_counts) < 2:
+        yield Issue(
+            kind="single-class",
+            level="error",
+            message=f"only one class has training images ({next(iter(train_counts))}); at least two are needed",
+            fix="Use one folder per class",
+        )
+        return
+    ascending = sorted(train_counts, key=lambda name: train_counts[name])
+    smallest, largest = ascending[0], max(train_counts, key=lambda name: train_counts[name])
+    if train_counts[largest] >= IMBALANCE_RATIO * train_counts[smallest]:
+        yield Issue(
+            kind="class-imbalance",
+            level="warning",
+            message=f"class imbalance: {smallest} {train_counts[smallest]:,} training images, "
+            f"{largest} {train_counts[largest]:,}",
+            fix="Train with --sampling balanced, or add images of the rare classes",
+        )
+    small = [name for name in ascending if train_counts[name] < SMALL_CLASS]
+    if small:
+        examples = ", ".join(f"{name} ({train_counts[name]})" for name in small[:5]) + (
+            ", ..." if len(small) > 5 else ""
+        )
+        yield Issue(
+            kind="small-class",
+            level="warning",
+            message=f"fewer than {SMALL_CLASS} training images: {examples}",
+            fix="Add images; so few can neither be learned nor evaluated reliably",
+        )
+
+
+def write_fix_list(diagnosis: Diagnosis, path: Path) -> int:
+    """Write a CSV file with one row per file and issue: path, issue, detail, fix. Returns the number of rows."""
+    rows = [
+        (file, issue.kind, detail, issue.fix)
+        for issue in diagnosis.issues
+        for file, detail in zip(issue.files, issue.details or [""] * len(issue.files), strict=True)
+    ]
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["path", "issue", "detail", "fix"])
+            writer.writerows(rows)
+    except OSError as error:
+        raise VitralError(f"cannot write {path}: {error_reason(error)}", "Check that the folder is writable") from error
+    return len(rows)
