@@ -26,7 +26,7 @@ from vitral.cli import main as cli
 from vitral.data.datasets import Split
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
-from vitral.doctor import examine
+from vitral.doctor import diagnose
 from vitral.errors import VitralError
 from vitral.evaluation.data import load_eval_target
 from vitral.evaluation.evaluate import evaluate
@@ -296,10 +296,10 @@ def test_full_report_of_a_folder_has_the_findings_of_the_doctor(
     model = {"model.image_size": (16, 16), "model.patch_size": 8, "model.width": 24, "model.depth": 1}
     more = {"precision": "fp32", "data.unreadable": 0.5}
     api.train(str(tmp_path / "photos"), out=tmp_path / "run", epochs=1, **model, **more)
-    found = examine(tmp_path / "photos")
-    assert found.sizes not in (tmp_path / "run" / "report.html").read_text()
+    diagnosis = diagnose(tmp_path / "photos")
+    assert diagnosis.image_sizes not in (tmp_path / "run" / "report.html").read_text()
     source = api.report(tmp_path / "run").read_text()
-    for line in (found.sizes, found.troubles[0].what, found.troubles[0].todo, "validation images of"):
+    for line in (diagnosis.image_sizes, diagnosis.issues[0].message, diagnosis.issues[0].fix, "validation images of"):
         assert escape(line) in source
 
 

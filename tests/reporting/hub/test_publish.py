@@ -17,7 +17,7 @@ from support.common import skip_figures
 from support.fake_hub import TOKEN, fake_hub
 from support.photos import save_photo
 from support.processes import Process
-from support.references import answers, lively, ours, timm, transformers
+from support.references import as_checkpoint, compute_logits, randomize_weights, timm, transformers
 from vitral import api, weights
 from vitral.cli import main as cli
 from vitral.errors import VitralError
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_checkpoint(changes: dict[str, Any], variant: str = "plain") -> Checkpoint:
-    return ours(lively(VARIANTS[variant](replace(SMALL, **changes))), classes=NAMES)
+    return as_checkpoint(randomize_weights(VARIANTS[variant](replace(SMALL, **changes))), classes=NAMES)
 
 
 def all_logits(folder: Path, model: Checkpoint) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ def all_logits(folder: Path, model: Checkpoint) -> tuple[torch.Tensor, torch.Ten
     images = torch.randn(2, 3, *model.config.image_size, generator=torch.Generator().manual_seed(0))
     theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     others = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
-    return answers(model.build(), images), answers(theirs, images), answers(others, images)
+    return compute_logits(model.build(), images), compute_logits(theirs, images), compute_logits(others, images)
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,22 @@ def test_class_names_and_preprocessing_are_preserved(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "variant", "reason"),
-    [({"positions": "learned+rotary"}, "plain", "no positions"), ({}, "patch-norm", "no variant 'patch-norm'")],
+    [
+        ({"positions": "learned+rotary"}, "plain", "learned+rotary positions"),
+        ({}, "patch-norm", "variant 'patch-norm'"),
+    ],
 )
 def test_unsupported_model_is_written_in_vitrals_format_with_the_reason(changes, variant, reason, tmp_path):
     model = make_checkpoint(changes, variant)
     weights.write(model, tmp_path / "source", to="vitral")
     result = push(tmp_path / "source", "hf:me/insects", folder=tmp_path / "there", dry_run=True)
     assert result.loaded_by == ("vitral",)
-    assert f"timm cannot hold this model: it has {reason}" in result.notes[0]
+    assert f"timm cannot represent this model: it does not support {reason}" in result.notes[0]
     assert reason in (tmp_path / "there" / "README.md").read_text()
     images = torch.randn(2, 3, 24, 32)
-    assert torch.equal(answers(weights.read(tmp_path / "there").build(), images), answers(model.build(), images))
+    assert torch.equal(
+        compute_logits(weights.read(tmp_path / "there").build(), images), compute_logits(model.build(), images)
+    )
 
 
 def test_class_and_mean_variant_is_written_for_transformers_only(tmp_path):
@@ -120,7 +125,7 @@ def test_class_and_mean_variant_is_written_for_transformers_only(tmp_path):
     assert result.loaded_by == ("vitral", "transformers")
     theirs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "there").eval()
     images = torch.randn(2, 3, 32, 32)
-    assert torch.allclose(answers(theirs, images), answers(model.build(), images), atol=1e-4)
+    assert torch.allclose(compute_logits(theirs, images), compute_logits(model.build(), images), atol=1e-4)
 
 
 def test_model_card_has_the_evaluation_results(run, tmp_path):

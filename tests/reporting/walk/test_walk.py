@@ -201,15 +201,16 @@ def test_source_excerpts_are_verbatim() -> None:
     assert "self.class_token(tokens)" in source_excerpt(ViT.embed).text
 
 
-def test_docs_walk_shows_the_source_as_it_is(cpu: Hardware) -> None:
-    """Made with: vitral walk DIGIT --model RUN --out docs/walk.md (a model of recipe mnist-quick)."""
-    text = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
-    result, _, _ = make_walk("MNIST", cpu)
-    wanted = [code.text for step in result.steps for code in step.code]
-    assert re.findall(r"```python\n(.*?)\n```", text, flags=re.DOTALL) == wanted, "make docs/walk.md again"
+def test_walk_in_the_documentation_is_up_to_date() -> None:
+    """Made with: vitral walk docs/images/walk/digit.png --model bundled:mnist --out walk.md"""
+    page = ROOT / "docs" / "explanation" / "walk.md"
+    text = page.read_text(encoding="utf-8")
+    result = walk(Predictor.load("bundled:mnist"), ROOT / "docs" / "images" / "walk" / "digit.png")
+    code = [excerpt.text for step in result.steps for excerpt in step.code]
+    assert re.findall(r"```python\n(.*?)\n```", text, flags=re.DOTALL) == code
     assert re.findall(r"^## \d+\. (.*)$", text, flags=re.MULTILINE) == [step.title for step in result.steps]
-    for link in re.findall(r"\]\((images/[^)]+)\)", text):
-        assert (ROOT / "docs" / link).is_file()
+    for link in re.findall(r"\]\((\.\./images/[^)]+)\)", text):
+        assert (page.parent / link).is_file()
 
 
 def test_languages_have_the_same_keys_and_placeholders() -> None:
@@ -289,24 +290,24 @@ def test_command(
     monkeypatch.chdir(tmp_path)
     Image.new("L", (28, 28), 90).save("digit.png")
     assert command.COMMAND(["digit.png", "--no-code"]) == 0
-    assert "the model: mnist, which comes with vitral; another" in capsys.readouterr().err
+    assert "using bundled:mnist; choose another model with --model" in capsys.readouterr().err
     _, predictor, _ = make_walk("MNIST", cpu)
     for name in ("old", "new"):
         save_model(tmp_path / "runs" / name / "model", predictor.model, predictor.model_config)
-    assert command.newest(Path("digit.png")).name == "new"
+    assert command.default_model(Path("digit.png")).name == "new"
     assert command.COMMAND(["digit.png", "--lang", "ko", "--no-code"]) == 0
     assert "패치 임베딩" in capsys.readouterr().out
     assert command.COMMAND(["digit.png", "--out", "walk.html", "--model", "runs/old"]) == 0
     assert Path("walk.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert command.COMMAND(["digit.png", "--out", "walk.md"]) == 0
     assert len([*Path("images/walk").glob("*.png")]) > 14
-    for words, said in (
-        (["digit.png", "--layer", "4"], "there is no layer 4: the model has 3"),
-        (["digit.png", "--head", "0"], "there is no head 0"),
-        (["digit.png", "--out", "walk.pdf"], "ends in .html or .md"),
+    for words, message in (
+        (["digit.png", "--layer", "4"], "layer 4"),
+        (["digit.png", "--head", "0"], "head 0"),
+        (["digit.png", "--out", "walk.pdf"], "must end in .html or .md"),
         (["nothing.png"], "no such file"),
     ):
         capsys.readouterr()
-        with pytest.raises(VitralError, match=said):
-            command.run(words)
-    assert capsys.readouterr().err == ""  # which model it would have been does not matter then
+        with pytest.raises(VitralError, match=message):
+            command.COMMAND(words)
+    assert capsys.readouterr().err == ""  # no note about the selected model

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitral.data.lazy_images import Images
 from vitral.explain import METHODS, rescale_for_display
 from vitral.inference.predictor import Predictor
 from vitral.reporting.figures.images import overlay_heatmap, to_rgb
@@ -66,7 +67,7 @@ def relevance_heatmaps(predictor: Predictor, images_NCHW: Tensor, targets_N: Ten
     return heatmaps
 
 
-def is_pixelated(images_NCHW: Tensor) -> bool:
+def is_pixelated(images_NCHW: Images) -> bool:
     return max(images_NCHW.shape[2:]) <= MAX_PIXELATED_SIDE
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from vitral import __version__
 from vitral.runs.model_io import ModelConfig
-from vitral.weights.checkpoint import described
-from vitral.weights.preprocessing import seen
+from vitral.weights.checkpoint import describe_architecture
+from vitral.weights.preprocessing import describe_preprocessing
 
 RECIPE_FILE = "training.toml"  # the name recipe.toml would mark the folder as a run folder
 MAX_NAMED_CLASSES = 12
@@ -79,8 +79,8 @@ def render_model_card(
         *training_section(config, record, RECIPE_FILE),
         "## Model",
         "",
-        f"- {described(config.architecture, config.variant)}",
-        f"- Preprocessing: {seen(config.preprocessing)}",
+        f"- {describe_architecture(config.architecture, config.variant)}",
+        f"- Preprocessing: {describe_preprocessing(config.preprocessing)}",
     ]
     if config.calibration.temperature != 1:
         lines.append(

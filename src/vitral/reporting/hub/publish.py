@@ -15,6 +15,7 @@ from vitral.runs.model_io import ModelConfig, find_model_dir, load_model_config
 from vitral.utils.atomic import atomic_write
 from vitral.utils.progress import LogFn, no_log
 from vitral.weights import Checkpoint, hub
+from vitral.weights.writing import NotRepresentableError
 
 PREFERRED_FAMILIES = ("timm", "transformers")  # transformers also loads the timm format
 MAX_LOGIT_DIFFERENCE = 1e-4
@@ -51,10 +52,10 @@ def push(
         license: license identifier for the model card.
         log: receives notes on how a checkpoint of another library was interpreted.
     """
-    repository, revision = hub.spelled(destination)
+    repository, revision = hub.parse_hub_name(destination)
     path = bundled.resolve(path)
     checkpoint, record = weights.read(path, heads=heads), RunRecord.load(Path(path))
-    if checkpoint.family != "vitral":
+    if checkpoint.format != "vitral":
         for note in checkpoint.notes:
             log(note)
     with TemporaryDirectory() as temporary:
@@ -71,8 +72,8 @@ def push(
 
 def resolve_model_config(path: str | Path, checkpoint: Checkpoint) -> ModelConfig:
     """The stored configuration of a local vitral model, with epoch and calibration; otherwise the checkpoint's."""
-    if checkpoint.family != "vitral" or str(path).startswith(hub.SCHEME):
-        return checkpoint.card
+    if checkpoint.format != "vitral" or str(path).startswith(hub.SCHEME):
+        return checkpoint.model_config
     return load_model_config(find_model_dir(Path(path)) / "config.json")
 
 
@@ -84,9 +85,7 @@ def write_portable(checkpoint: Checkpoint, folder: Path) -> tuple[str, list[str]
     for family in PREFERRED_FAMILIES:
         try:
             notes = weights.write(checkpoint, folder, to=family)
-        except VitralError as error:
-            if not error.what.startswith(f"{family} cannot hold"):
-                raise
+        except NotRepresentableError as error:
             unsupported.append(error.what)
         else:
             return family, [*unsupported, *notes, *roundtrip_notes(checkpoint, folder, family)]

@@ -33,6 +33,7 @@ from vitral.reporting.walk.colours import ColourScale, enlarge, tile_images, to_
 from vitral.reporting.walk.source import SourceExcerpt, source_excerpt
 from vitral.reporting.walk.texts import CAPTIONS, STEP_TEXTS, Lang
 
+Code = list[Callable[..., Any]]  # functions whose source is shown
 MAX_FILTERS = 24
 TOP_CLASSES = 5
 
@@ -168,10 +169,11 @@ class WalkBuilder:
     def input_steps(self) -> list[WalkStep]:
         """From the image to patch embeddings."""
         n, model = self.numbers, self.model
-        preprocessing = [Preprocessing.resize_and_crop, Preprocessing.normalise]
+        preprocessing: Code = [Preprocessing.resize_and_crop, Preprocessing.normalise]
         image = self.step("image", f"{n['C']} × {n['H']} × {n['W']}", preprocessing, self.image_figures())
         patch_shape = f"{n['N']} × {n['P']} × {n['P']} × {n['C']}"
-        embedding_code, embedding_shape = [type(model.patch_embedding).forward], f"{n['N']} × {n['D']}"
+        embedding_code: Code = [type(model.patch_embedding).forward]
+        embedding_shape = f"{n['N']} × {n['D']}"
         if isinstance(model.patch_embedding, HybridEmbedding):  # cuts the feature map instead of the pixels
             return [
                 image,
@@ -189,6 +191,7 @@ class WalkBuilder:
     def embedding_steps(self) -> list[WalkStep]:
         """Class token, positions and registers."""
         n, model, steps = self.numbers, self.model, []
+        code: Code
         token_shape = f"{n['T']} × {n['D']}"
         if model.class_token is not None:
             shape = f"{n['N']} × {n['D']} → {n['N'] + 1} × {n['D']}"
@@ -197,7 +200,7 @@ class WalkBuilder:
         if (positions := model.position_embedding) is not None:
             key, code = "learned", [vit.PositionEmbedding.forward]
             if positions.fixed:
-                key, code = "sincos", [vit.PositionEmbedding.forward, vit.PositionEmbedding.sincos_table]
+                key, code = "sincos", [*code, vit.PositionEmbedding.sincos_table]
             steps.append(self.step(key, token_shape, code, self.position_figures(positions)))
         extra = ["registers"] if self.config.registers else []
         tokens = self.matrix("tokens", self.trace.tokens[0][0])
@@ -223,7 +226,7 @@ class WalkBuilder:
         ]
         block_output = self.matrix("block_output", self.trace.tokens[self.block + 1][0])
         mlp = [self.matrix("hidden", details.hidden), block_output]
-        residual_code = [vit.Residual.forward, vit.EncoderBlock.forward]
+        residual_code: Code = [vit.Residual.forward, vit.EncoderBlock.forward]
         encoder_key = "encoder" if self.has_class_token else "encoder_patches"
         return [
             self.step("queries", f"{T} × {n['d']}", [vit.MultiHeadAttention.forward], queries),
@@ -236,7 +239,7 @@ class WalkBuilder:
     def output_steps(self) -> list[WalkStep]:
         """Pooling and the classification head."""
         n, model, pooled = self.numbers, self.model, self.trace.pooled
-        pooling_code: list[Callable[..., Any]] = [type(model).pool]
+        pooling_code: Code = [type(model).pool]
         if self.config.pooling == "attention":
             pooling_code.append(vit.AttentionPooling.forward)
         logits = self.trace.logits[0].float()
@@ -261,7 +264,7 @@ class WalkBuilder:
         self,
         key: str,
         shape: str,
-        code: Sequence[Callable[..., Any]],
+        code: Code,
         figures: Sequence[StepFigure],
         extra_texts: Sequence[str] = (),
     ) -> WalkStep:
