@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now and not inside the block: destroying another CUDA graph invalidates a capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GraphedStep:
@@ -37,7 +52,7 @@ class GraphedStep:
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             self.graph.register_generator_state(self.generator)
-            with torch.cuda.graph(self.graph):
+            with no_garbage_collection(), torch.cuda.graph(self.graph):
                 self.step(*self.inputs)
         self.graph.replay()
 
@@ -79,7 +94,10 @@ def capture_forward(
     current.wait_stream(pool.stream)
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads may allocate pinned memory during the capture (see to_pinned_cpu).
-    with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
+    with (
+        no_garbage_collection(),
+        torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"),
+    ):
         output = function(example)
 
     def replay(tensor: Tensor) -> Tensor:
