@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.common import leave_out_pictures
-from support.photos import write_photo
 
 import vitral
+from support.common import skip_figures
+from support.photos import save_photo
 from vitral import weights
 from vitral.data.preprocess import Preprocessing
 from vitral.models.vit import ViT, ViTConfig
@@ -26,10 +26,10 @@ def reader_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("photo.png", "folder/a.png"):
         Image.new("L", (64, 48), 128).save(folder / name)
     for index in range(24):
-        write_photo(folder / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
+        save_photo(folder / "photos" / ("ants", "bees")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
     run = folder / "runs" / "mine"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        leave_out_pictures(monkeypatch)
+        skip_figures(monkeypatch)
         vitral.train("digits", epochs=1, out=run, **{"model.width": 32, "model.depth": 2, "model.heads": 2})
     shutil.copytree(run, folder / "runs" / "other")
     config = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=192, depth=1, heads=3)

@@ -1,4 +1,4 @@
-"""What docs/deploy.md hands out works: files that parse and fit the server, and the Dockerfile's own commands."""
+"""The files in docs/deploy parse and match the server's limits; the Dockerfile's commands build a server."""
 
 from __future__ import annotations
 
@@ -19,57 +19,54 @@ import httpx
 import pytest
 import yaml
 
-from support.served import picture, tiny_model
+from support.served import make_image, tiny_model
 from vitral.cli.commands.serve import read_keys
 from vitral.errors import VitralError
 from vitral.serve.limits import Limits
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs" / "deploy"
-PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
 
 
-def flags() -> set[str]:
+def serve_flags() -> set[str]:
     done = subprocess.run(
         [sys.executable, "-m", "vitral", "serve", "--help"], capture_output=True, text=True, check=True
     )
     return set(re.findall(r"--[a-z][a-z-]+", done.stdout))
 
 
-def test_every_flag_that_is_told_exists():
-    told = set()
+def test_every_documented_flag_exists():
+    documented = set()
     for text in (PAGE, *(path.read_text() for path in DEPLOY.rglob("*") if path.is_file())):
-        told |= set(re.findall(r"`(--[a-z][a-z-]+)", text)) | set(re.findall(r'"(--[a-z][a-z-]+)"', text))
-    docker = {"--cpus"}
-    assert told - docker <= flags()
-    assert {"--keys", "--drain-s", "--body-mib"} <= told
+        documented |= set(re.findall(r"`(--[a-z][a-z-]+)", text)) | set(re.findall(r'"(--[a-z][a-z-]+)"', text))
+    assert documented - {"--cpus"} <= serve_flags()  # --cpus is docker's
+    assert {"--keys", "--drain-s", "--max-body-mib"} <= documented
 
 
-def test_defaults_are_told_as_they_are():
+def test_documented_defaults_are_the_defaults():
     for name, value in re.findall(r"`--([a-z-]+) (\d+)`", PAGE):
         if name not in ("cpus", "threads"):
             assert getattr(Limits(), name.replace("-", "_")) == float(value), name
 
 
-def test_every_link_leads_somewhere():
-    for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
-        assert (ROOT / "docs" / link).exists(), link
-    handed_out = {str(path.relative_to(ROOT / "docs")) for path in DEPLOY.rglob("*") if path.is_file()}
-    assert handed_out <= set(re.findall(r"\]\(([^)#]+)\)", PAGE))
+def test_every_deployment_file_is_mentioned_in_the_guide():
+    files = {str(path.relative_to(ROOT)) for path in DEPLOY.rglob("*.*") if "__pycache__" not in path.parts}
+    assert {file for file in files if file not in PAGE} <= {"docs/deploy/ray/config.yaml"}
 
 
 # --- systemd --------------------------------------------------------------------------------------------------------
 
 
-def test_the_unit_starts_the_server_and_gives_it_time_to_stop():
+def test_the_systemd_unit_allows_enough_time_to_stop():
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str
     unit.read(DEPLOY / "vitral.service")
     words = shlex.split(unit["Service"]["ExecStart"])
     assert words[0].endswith("/bin/vitral")
     assert words[1] == "serve"
-    assert {word for word in words if word.startswith("--")} <= flags()
-    longest = Limits().drain_s + Limits().body_s + Limits().request_s
+    assert {word for word in words if word.startswith("--")} <= serve_flags()
+    longest = Limits().drain_s + Limits().body_timeout_s + Limits().request_timeout_s
     assert float(unit["Service"]["TimeoutStopSec"]) > longest
     assert unit["Service"]["DynamicUser"] == "yes"
 
@@ -91,7 +88,7 @@ def test_systemd_accepts_the_unit(tmp_path):
 # --- Kubernetes -----------------------------------------------------------------------------------------------------
 
 
-def test_kubernetes_probes_ports_and_patience_fit_the_server():
+def test_kubernetes_probes_ports_and_grace_period_match_the_server():
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
     kinds = {document["kind"]: document for document in documents}
     assert set(kinds) == {"Secret", "Deployment", "Service", "PodDisruptionBudget"}
@@ -101,9 +98,9 @@ def test_kubernetes_probes_ports_and_patience_fit_the_server():
     assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
     assert container["ports"][0]["containerPort"] == 8000
     drain = float(container["args"][container["args"].index("--drain-s") + 1])
-    assert pod["terminationGracePeriodSeconds"] > drain + Limits().body_s + Limits().request_s
+    assert pod["terminationGracePeriodSeconds"] > drain + Limits().body_timeout_s + Limits().request_timeout_s
     probe = container["readinessProbe"]
-    assert drain > probe["periodSeconds"] * probe["failureThreshold"]  # it is noticed before the door closes
+    assert drain > probe["periodSeconds"] * probe["failureThreshold"]  # the load balancer notices before draining ends
     labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert kinds["Service"]["spec"]["selector"] == labels == kinds["Deployment"]["spec"]["selector"]["matchLabels"]
     user = re.search(r"^USER (\d+)", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
@@ -112,16 +109,16 @@ def test_kubernetes_probes_ports_and_patience_fit_the_server():
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_the_secret_is_a_file_of_keys(tmp_path):
+def test_the_kubernetes_secret_is_a_key_file(tmp_path):
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
     (tmp_path / "keys").write_text(documents[0]["stringData"]["keys"])
     assert read_keys(tmp_path / "keys") == ["replace-me"]
     (tmp_path / "none").write_text("# nothing\n\n")
-    with pytest.raises(VitralError, match="there are no keys"):
+    with pytest.raises(VitralError, match=r"no (API )?keys"):
         read_keys(tmp_path / "none")
 
 
-def test_keys_come_from_the_environment_too(monkeypatch):
+def test_keys_are_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("VITRAL_API_KEYS", "one, two,")
     assert read_keys(None) == ["one", "two"]
     monkeypatch.delenv("VITRAL_API_KEYS")
@@ -131,21 +128,21 @@ def test_keys_come_from_the_environment_too(monkeypatch):
 # --- nginx ----------------------------------------------------------------------------------------------------------
 
 
-def test_nginx_waits_longer_than_the_server_and_closes_sooner():
+def test_nginx_timeouts_match_the_server():
     text = (DEPLOY / "nginx.conf").read_text()
 
     def seconds(directive: str) -> float:
         return float(re.search(rf"{directive} (\d+)s;", text)[1])
 
-    assert seconds("proxy_read_timeout") > Limits().body_s + Limits().request_s
-    assert seconds("    keepalive_timeout") < Limits().idle_s
-    assert int(re.search(r"client_max_body_size (\d+)m;", text)[1]) == Limits().body_mib
+    assert seconds("proxy_read_timeout") > Limits().body_timeout_s + Limits().request_timeout_s
+    assert seconds("    keepalive_timeout") < Limits().keep_alive_s
+    assert int(re.search(r"client_max_body_size (\d+)m;", text)[1]) == Limits().max_body_mib
     assert text.count("{") == text.count("}")
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx here")
 def test_nginx_accepts_the_configuration(tmp_path):
-    """With a certificate made for the occasion, if openssl is there."""
+    """Uses a self-signed certificate."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here")
     words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=vitral.example -keyout key.pem -out fullchain.pem"
@@ -163,20 +160,22 @@ def test_nginx_accepts_the_configuration(tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Path:
-    """A real export, whose names and shapes the files must have."""
+    """An ONNX export of a small model."""
     onnx_file = pytest.importorskip("vitral.export.onnx_file")
     import torch
 
-    from vitral.runs.run import load_model
+    from vitral.runs.model_io import load_model
 
     place = tmp_path_factory.mktemp("exported")
-    model, card = load_model(tiny_model(place / "model", unknown_below=6.0))
-    onnx_file.write_onnx(place / "model.onnx", model, card, "fp32", False, torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+    model, model_config = load_model(tiny_model(place / "model", ood_threshold=6.0))
+    onnx_file.write_onnx(
+        place / "model.onnx", model, model_config, "fp32", False, torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    )
     return place / "model.onnx"
 
 
 @pytest.mark.slow
-def test_triton_is_told_the_tensors_of_a_real_export(exported):
+def test_triton_config_names_the_tensors_of_an_export(exported):
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(exported), providers=["CPUExecutionProvider"])
@@ -186,16 +185,16 @@ def test_triton_is_told_the_tensors_of_a_real_export(exported):
     types = {"tensor(uint8)": "TYPE_UINT8", "tensor(float)": "TYPE_FP32"}
     for kind, tensors in (("input", session.get_inputs()), ("output", session.get_outputs())):
         block = re.search(rf"^{kind} \[(.*?)^\]", text, flags=re.DOTALL | re.MULTILINE)[1]
-        told = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ ([\d, ]+) \]', block)
-        assert [(name, kind) for name, kind, _ in told] == [(t.name, types[t.type]) for t in tensors]
-        for (_, _, dims), tensor in zip(told, tensors, strict=True):
+        tensors_in_config = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ ([\d, ]+) \]', block)
+        assert [(name, kind) for name, kind, _ in tensors_in_config] == [(t.name, types[t.type]) for t in tensors]
+        for (_, _, dims), tensor in zip(tensors_in_config, tensors, strict=True):
             assert len(dims.split(",")) == len(tensor.shape) - 1  # the batch is Triton's
             assert isinstance(tensor.shape[0], str)  # and of any size
 
 
 @pytest.mark.slow
-def test_ray_serve_gets_a_deployment_that_answers_like_the_model(exported, monkeypatch):
-    """Without Ray: its decorators replaced by ones that call a batch at once."""
+def test_ray_deployment_predicts_like_the_model(exported, monkeypatch):
+    """Ray is not installed: its decorators are replaced by ones that run each request as a batch."""
     import asyncio
     import importlib.util
     import types
@@ -205,13 +204,13 @@ def test_ray_serve_gets_a_deployment_that_answers_like_the_model(exported, monke
     from vitral.inference.predictor import Predictor
 
     def batch(**settings):
-        def around(function):
-            async def alone(self, item):
+        def decorate(function):
+            async def run_single(self, item):
                 return (await function(self, [item]))[0]
 
-            return alone
+            return run_single
 
-        return around
+        return decorate
 
     def deployment(kind):
         kind.bind = classmethod(lambda cls, *arguments: cls(*arguments))
@@ -229,21 +228,21 @@ def test_ray_serve_gets_a_deployment_that_answers_like_the_model(exported, monke
     assert hasattr(loaded, application["deployments"][0]["name"])
     classifier = getattr(loaded, function)(application["args"] | {"model": str(exported), "threads": "1"})
 
-    def ask(body: bytes):
+    def post(body: bytes):
         async def receive():
             return {"type": "http.request", "body": body, "more_body": False}
 
         return asyncio.run(classifier(Request({"type": "http", "method": "POST", "headers": []}, receive)))
 
-    predictor = Predictor.load(exported.parent / "model", device="cpu", precision="fp32")
+    predictor = Predictor.load(exported.parent / "model", device="cpu", engine="fp32")
     for seed in range(4):
-        said = json.loads(ask(picture(seed)).body)
-        answer = predictor.predict(picture(seed))
-        assert said["unknown"] == answer.unknown
-        assert [label["name"] for label in said["labels"]] == [label.name for label in answer.labels]
-        assert said["labels"][0]["probability"] == pytest.approx(answer.best.probability, abs=1e-4)
-    assert ask(b"not an image").status_code == 422
-    assert ask(b"x" * (32 * 2**20 + 1)).status_code == 413
+        response = json.loads(post(make_image(seed)).body)
+        prediction = predictor.predict(make_image(seed))
+        assert response["ood"] == prediction.is_ood
+        assert [label["name"] for label in response["labels"]] == [label.name for label in prediction.labels]
+        assert response["labels"][0]["probability"] == pytest.approx(prediction.best.probability, abs=1e-4)
+    assert post(b"not an image").status_code == 422
+    assert post(b"x" * (32 * 2**20 + 1)).status_code == 413
 
 
 # --- the Dockerfile -------------------------------------------------------------------------------------------------
@@ -270,15 +269,15 @@ def ignored(path: str) -> bool:
     return out
 
 
-def test_the_image_is_as_the_guide_says():
+def test_the_dockerfile_matches_the_guide():
     steps = instructions()
-    assert [what for kind, what in steps if kind == "USER"] == ["10001:10001"]
-    assert any(kind == "HEALTHCHECK" and "/readyz" in what for kind, what in steps)
+    assert [value for kind, value in steps if kind == "USER"] == ["10001:10001"]
+    assert any(kind == "HEALTHCHECK" and "/readyz" in value for kind, value in steps)
     assert ("EXPOSE", "8000") in steps
-    entry = json.loads(next(what for kind, what in steps if kind == "ENTRYPOINT"))
+    entry = json.loads(next(value for kind, value in steps if kind == "ENTRYPOINT"))
     assert entry[1] == "serve"
-    assert {word for word in entry if word.startswith("--")} <= flags()
-    sources = [word for kind, what in steps if kind == "COPY" and "--from" not in what for word in what.split()[:-1]]
+    assert {word for word in entry if word.startswith("--")} <= serve_flags()
+    sources = [word for kind, value in steps if kind == "COPY" and "--from" not in value for word in value.split()[:-1]]
     for source in sources:
         assert (ROOT / source).exists(), source
         assert not ignored(source), source
@@ -287,34 +286,34 @@ def test_the_image_is_as_the_guide_says():
     assert ignored("src/vitral/__pycache__")
 
 
-def index() -> str:
-    """Where this machine's pip gets packages, in place of the Dockerfile's index for CPU builds."""
-    asked = subprocess.run(
+def pip_index() -> str:
+    """The package index of this machine, used instead of the Dockerfile's."""
+    configured = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True
     )
-    return os.environ.get("PIP_INDEX_URL") or asked.stdout.strip() or "https://pypi.org/simple"
+    return os.environ.get("PIP_INDEX_URL") or configured.stdout.strip() or "https://pypi.org/simple"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_dockerfiles_own_commands_make_a_server_that_answers(tmp_path, network):
-    """Its steps in order, with every path below a folder instead of below /: where no container engine is at hand."""
+def test_the_dockerfile_commands_build_a_working_server(tmp_path, network):
+    """Runs the instructions in order with every path below a temporary folder; no container engine is needed."""
     root = tmp_path / "root"
     place, environment = root, {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home")}
     environment |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_"))}
     health = entry = command = None
-    for kind, what in instructions():
+    for kind, argument in instructions():
         if kind == "ARG":
-            environment["TORCH_INDEX"] = index()
+            environment["TORCH_INDEX"] = pip_index()
         elif kind == "ENV":
-            for pair in shlex.split(what):
+            for pair in shlex.split(argument):
                 name, _, value = pair.partition("=")
                 environment[name] = f"{root}{value}" if value.startswith("/") else value
         elif kind == "WORKDIR":
-            place = root / what.strip("/")
+            place = root / argument.strip("/")
             place.mkdir(parents=True, exist_ok=True)
-        elif kind == "COPY" and "--from" not in what:
-            *sources, target = what.split()
+        elif kind == "COPY" and "--from" not in argument:
+            *sources, target = argument.split()
             for source in sources:
                 goal = place / target if target != "./" else place / source
                 if (ROOT / source).is_dir():
@@ -322,17 +321,17 @@ def test_the_dockerfiles_own_commands_make_a_server_that_answers(tmp_path, netwo
                 else:
                     shutil.copy(ROOT / source, goal)
         elif kind == "RUN":
-            run = f'export PATH="{Path(sys.executable).parent}:$PATH"; {what}' if "venv" in what else what
+            run = f'export PATH="{Path(sys.executable).parent}:$PATH"; {argument}' if "venv" in argument else argument
             done = subprocess.run(
                 ["sh", "-ec", run], cwd=place, env=environment, capture_output=True, text=True, timeout=700
             )
-            assert done.returncode == 0, f"{what}\n{done.stderr[-3000:]}"
+            assert done.returncode == 0, f"{argument}\n{done.stderr[-3000:]}"
         elif kind == "HEALTHCHECK":
-            health = what.partition("CMD ")[2]
+            health = argument.partition("CMD ")[2]
         elif kind == "ENTRYPOINT":
-            entry = json.loads(what)
+            entry = json.loads(argument)
         elif kind == "CMD":
-            command = json.loads(what)
+            command = json.loads(argument)
     model = tiny_model(root / command[0].strip("/"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -352,9 +351,9 @@ def test_the_dockerfiles_own_commands_make_a_server_that_answers(tmp_path, netwo
         assert done.returncode == 0
         url = f"http://127.0.0.1:{port}"
         name = httpx.get(f"{url}/v1/models").json()["models"][0]["name"]
-        reply = httpx.post(f"{url}/v1/models/{name}/predict", content=picture(), timeout=30)
+        reply = httpx.post(f"{url}/v1/models/{name}/predict", content=make_image(), timeout=30)
         assert reply.status_code == 200, reply.text
-        assert httpx.get(url).status_code == 200  # the page is in the wheel
+        assert httpx.get(url).status_code == 200  # the wheel contains the web page
         server.terminate()
         assert server.wait(30) == 0
         assert subprocess.run(["sh", "-c", health], env=environment, capture_output=True).returncode != 0
@@ -364,4 +363,4 @@ def test_the_dockerfiles_own_commands_make_a_server_that_answers(tmp_path, netwo
             server.wait(10)
         log.close()
     lines = (tmp_path / "log").read_text().splitlines()
-    assert all(json.loads(line) for line in lines)  # JSON, and no warning among it
+    assert all(json.loads(line) for line in lines)  # JSON lines only, no warnings

@@ -62,7 +62,9 @@ def test_every_block_of_the_page_runs(
         if block.language == "python":
             exec(compile(block.text, page.name, "exec"), {})
             continue
-        assert block.language == "sh", f"{page.name}: a {block.language} block is not tested; mark it or use indentation"
+        assert block.language == "sh", (
+            f"{page.name}: {block.language} blocks cannot be tested"
+        )
         for command in block.commands():
             words = shlex.split(command)
             assert words[0] == "vitral", f"{page.name}: {command!r} is not a vitral command; mark the block as skipped"

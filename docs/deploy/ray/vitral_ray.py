@@ -1,7 +1,7 @@
-"""An exported model on a Ray cluster: `serve run config.yaml`, with this file beside it.
+"""Serve an exported model on a Ray cluster: `serve run config.yaml` in this folder.
 
-Every replica holds the file in ONNX Runtime. Requests that reach one together are decoded side by side and run as one
-batch; Ray starts and stops replicas with the load.
+Each replica runs the file in ONNX Runtime. Requests that reach a replica together are decoded in parallel and run as
+one batch; Ray starts and stops replicas with the load.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from vitral.runtime import OnnxModel
 
 from vitral.data.decode import ImageDecodeError
+from vitral.inference.onnx_runtime import OnnxModel
+from vitral.inference.prediction import rank_labels
 
-MOST_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 32 * 2**20
 
 
 @serve.deployment
@@ -27,24 +28,24 @@ class Classifier:
         self.model, self.np = OnnxModel(path, threads), np
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.005)
-    async def answers(self, images: list[Any]) -> list[Any]:
+    async def predict(self, images: list[Any]) -> list[Any]:
+        """Probabilities and OOD decision of each image."""
         logits, probabilities = await asyncio.to_thread(self.model.logits, self.np.stack(images))
-        return list(zip(probabilities.tolist(), self.model.unknown(logits).tolist(), strict=True))
+        return list(zip(probabilities.tolist(), self.model.is_ood(logits).tolist(), strict=True))
 
     async def __call__(self, request: Request) -> JSONResponse:
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MOST_BYTES:
-                return JSONResponse({"error": "the body is longer than 32 MiB"}, 413)
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                return JSONResponse({"error": "the body exceeds 32 MiB"}, 413)
         try:
-            pixels = await asyncio.to_thread(self.model.pixels, bytes(body))
+            pixels = await asyncio.to_thread(self.model.decode, bytes(body))
         except ImageDecodeError as error:
             return JSONResponse({"error": error.what}, 422)
-        probabilities, unknown = await self.answers(pixels)
-        ranked = sorted(zip(self.model.classes, probabilities, strict=True), key=lambda pair: -pair[1])[:5]
-        labels = [{"name": name, "probability": probability} for name, probability in ranked]
-        return JSONResponse({"labels": labels, "unknown": unknown})
+        probabilities, is_ood = await self.predict(pixels)
+        labels = rank_labels(self.model.classes, probabilities, 5)
+        return JSONResponse({"labels": [vars(label) for label in labels], "ood": is_ood})
 
 
 def app(arguments: dict[str, str]) -> Any:
