@@ -28,7 +28,7 @@ def test_the_wheel_holds_the_package_and_its_licence(wheel):
     sources = {str(path.relative_to(ROOT / "src")) for path in inside}
     assert sources <= set(names)
     assert "vitral/py.typed" in names
-    assert "vitral/box/mnist/model/weights.safetensors" in names
+    assert "vitral/bundled/mnist/model/weights.safetensors" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -47,5 +47,5 @@ def test_the_wheel_in_a_clean_environment_runs_the_demo(wheel, tmp_path):
     answer = subprocess.run([vitral, "demo"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
     assert "images the model had never seen" in answer.stdout
-    assert "mnist from the box" in answer.stdout
+    assert "with the bundled model mnist" in answer.stdout
     assert len(list(tmp_path.glob("runs/*/figures/attention.png"))) == 1

@@ -27,6 +27,7 @@ from vitral.runs.model_io import load_weights
 from vitral.runs.run import Run
 from vitral.training import checkpoint, provenance
 
+pytestmark = pytest.mark.timeout(2 * HANG_SECONDS)  # on a busy machine the ranks take minutes
 SCRIPT = Path(__file__).parents[1] / "support" / "distributed_jobs.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 DDP, FSDP = {"parallel": "ddp"}, {"parallel": "fsdp"}

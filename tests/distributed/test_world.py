@@ -11,10 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.processes import run_ranks
+from support.processes import HANG_SECONDS, run_ranks
 from vitral.cli import main as cli
 from vitral.distributed.world import SINGLE_PROCESS, AsyncFlags, World, init_distributed, world_from_env
 from vitral.errors import VitralError
+
+pytestmark = pytest.mark.timeout(2 * HANG_SECONDS)  # on a busy machine the ranks take minutes
 
 COLLECTIVES = """
 import json, sys, torch

@@ -206,7 +206,7 @@ class CostEstimate:
     gpu: GPUSpec
     gpus_per_node: int = 8
     network: float = 50e9  # bytes/s per GPU between nodes, per direction: 400 Gbit/s
-    mfu: float = 0.4  # model FLOPs utilisation; a compiled timm B/16 reached 0.38 on an H200 (docs/scaling.md)
+    mfu: float = 0.4  # model FLOPs utilisation; a compiled timm B/16 reached 0.38 on an H200
 
     def __post_init__(self) -> None:
         for name in ("gpus", "batch_size", "grad_accum", "gpus_per_node"):
