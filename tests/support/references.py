@@ -1,4 +1,4 @@
-"""The other libraries, as references: imported here and nowhere else, and given weights that hide nothing."""
+"""The other ViT libraries, imported here only, and random weights and images to compare vitral with them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ transformers.logging.disable_progress_bar()
 __all__ = [
     "VisionTransformer",
     "VisionTransformerDistilled",
-    "answers",
-    "lively",
-    "ours",
-    "pictures",
+    "as_checkpoint",
+    "assert_same_logits",
+    "compute_logits",
+    "random_images",
+    "randomize_weights",
     "timm",
     "torchvision",
     "transformers",
@@ -43,11 +44,11 @@ __all__ = [
 
 
 @torch.no_grad()
-def lively(model: Any, seed: int = 0) -> Any:
-    """Weights with which every part matters: no zero biases, no norms of ones, attention that looks somewhere."""
-    draws = torch.Generator().manual_seed(seed)
+def randomize_weights(model: Any, seed: int = 0) -> Any:
+    """Weights for which every tensor affects the logits: no zero biases, no unit norms, no uniform attention."""
+    rng = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=draws)
+        noise = torch.randn(parameter.shape, generator=rng)
         if parameter.ndim == 1 and not name.endswith("bias"):
             parameter.copy_(1 + 0.2 * noise)  # norms, layer scale
         elif parameter.ndim >= 2 and not any(part in name for part in ("token", "pos", "latent", "probe")):
@@ -58,16 +59,16 @@ def lively(model: Any, seed: int = 0) -> Any:
     return model.eval()
 
 
-def pictures(height: int, width: int, channels: int = 3, count: int = 2) -> Tensor:
+def random_images(height: int, width: int, channels: int = 3, count: int = 2) -> Tensor:
     return torch.randn(count, channels, height, width, generator=torch.Generator().manual_seed(1))
 
 
-def ours(model: ViT, classes: tuple[str, ...] | None = None) -> Checkpoint:
-    """A model of vitral's own, as something to write."""
+def as_checkpoint(model: ViT, classes: tuple[str, ...] | None = None) -> Checkpoint:
+    """One of vitral's models as a checkpoint to write."""
     config = model.config
     half = (0.5,) * config.channels
     return Checkpoint(
-        family="vitral",
+        format="vitral",
         source="a test",
         config=config,
         variant=variant_name(model),
@@ -78,6 +79,10 @@ def ours(model: ViT, classes: tuple[str, ...] | None = None) -> Checkpoint:
 
 
 @torch.inference_mode()
-def answers(model: nn.Module, images: Tensor) -> Tensor:
-    out: Any = model(images)
-    return out if isinstance(out, Tensor) else out.logits
+def compute_logits(model: nn.Module, images: Tensor) -> Tensor:
+    output: Any = model(images)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def assert_same_logits(model: nn.Module, reference: nn.Module, images: Tensor) -> None:
+    torch.testing.assert_close(compute_logits(model, images), compute_logits(reference, images), atol=1e-4, rtol=0)

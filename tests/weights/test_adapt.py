@@ -12,21 +12,21 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
+from vitral.training.optim.build import make_optimizers, set_learning_rate
 
 import vitral
-from data.files.test_listing import photograph
+from support.photos import save_photo
 from vitral.cli import main as cli
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig, patchify
-from vitral.recipes.schema import Optim
-from vitral.runs.run import ModelCard, save_model
-from vitral.training.optim.build import make_optimizers, set_learning_rate
+from vitral.recipes.schema import OptimConfig
+from vitral.runs.model_io import ModelConfig, save_model
 from vitral.weights.adapt import other_channels, resample_kernels, transfer
 from vitral.weights.checkpoint import Asked, Checkpoint
 from vitral.weights.reading import choose_heads
 
-CONFIG = ViTConfig(image_size=(32, 32), patch_size=8, classes=3, width=32, depth=2, heads=2)
+CONFIG = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=32, depth=2, heads=2)
 NAMES = ("ants", "bees", "wasps")
 
 
@@ -36,7 +36,7 @@ def checkpoint(config: ViTConfig = CONFIG) -> Checkpoint:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     seen = Preprocessing(image_size=config.image_size, channels=3, mean=(0.4,) * 3, std=(0.2,) * 3, crop=0.9)
-    card = ModelCard(architecture=config, preprocessing=seen, classes=NAMES, trained_on="x", epoch=1)
+    card = ModelConfig(architecture=config, preprocessing=seen, classes=NAMES, trained_on="x", epoch=1)
     return Checkpoint.of(model, card)
 
 
@@ -120,7 +120,7 @@ def test_a_model_of_another_shape_is_refused_by_name():
 
 def test_early_blocks_learn_slower_by_the_layer_decay():
     model = ViT(CONFIG)
-    optimizers = make_optimizers(model, Optim(layer_decay=0.5))
+    optimizers = make_optimizers(model, OptimConfig(layer_decay=0.5))
     set_learning_rate(optimizers, 1.0)
     rates = {id(p): group["lr"] for o in optimizers for group in o.param_groups for p in group["params"]}
     named = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
@@ -141,7 +141,7 @@ def source(tmp_path: Path) -> Path:
 def photos(tmp_path: Path) -> Path:
     for name, colour in (("blue", (20, 20, 220)), ("red", (220, 20, 20))):
         for index in range(12):
-            photograph(tmp_path / "photos" / name / f"{index}.png", colour, index)
+            save_photo(tmp_path / "photos" / name / f"{index}.png", colour, index)
     return tmp_path / "photos"
 
 
@@ -150,22 +150,22 @@ def moved_parts(before: Path, after: Path) -> set[str]:
     return {name for name in old if old[name].shape != new[name].shape or not torch.equal(old[name], new[name])}
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_training_from_a_checkpoint_takes_its_shape_and_its_preprocessing(source, photos, tmp_path):
     model = vitral.train(str(photos), init=str(source), epochs=2, out=tmp_path / "run")
-    assert model.card.architecture.width == CONFIG.width
-    assert model.card.preprocessing.mean == (0.4,) * 3
-    assert model.card.preprocessing.crop == 0.9
+    assert model.model_config.architecture.width == CONFIG.width
+    assert model.model_config.preprocessing.mean == (0.4,) * 3
+    assert model.model_config.preprocessing.crop == 0.9
     assert model.classes == ("blue", "red")
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_a_frozen_backbone_stays_as_it_was(source, photos, tmp_path):
     vitral.train(str(photos), init=str(source), epochs=2, freeze="backbone", out=tmp_path / "run")
     assert moved_parts(source, tmp_path / "run") == {"head.out.weight", "head.out.bias"}
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_frozen_blocks_stay_as_they_were(source, photos, tmp_path):
     vitral.train(str(photos), init=str(source), epochs=2, freeze="1", out=tmp_path / "run")
     moved = moved_parts(source, tmp_path / "run")
@@ -173,7 +173,7 @@ def test_frozen_blocks_stay_as_they_were(source, photos, tmp_path):
     assert any(name.startswith("encoder.blocks.1.") for name in moved)
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_a_run_begun_from_a_checkpoint_is_repeated_by_its_recipe(source, photos, tmp_path):
     vitral.train(str(photos), init=str(source), epochs=1, out=tmp_path / "a")
     vitral.train(recipe=tmp_path / "a" / "recipe.toml", out=tmp_path / "b")
@@ -201,7 +201,7 @@ def vitral_command(*words: object) -> int:
 
 
 def test_probe_judges_features_without_training(source, photos, tmp_path, capsys):
-    assert vitral_command("probe", photos, "--init", source, "--out", tmp_path / "probe.png") == 0
+    assert vitral_command("probe", photos, "--init-from", source, "--out", tmp_path / "probe.png") == 0
     printed = capsys.readouterr().out
     assert "nearest neighbours" in printed
     assert "linear" in printed
@@ -217,15 +217,15 @@ def test_embed_writes_what_the_head_would_see(source, photos, tmp_path, capsys):
     names = (tmp_path / "features.names.txt").read_text().splitlines()
     model = vitral.load(source)
     with torch.inference_mode():
-        pixels = model.card.preprocessing.pixels(Image.open(names[3]))
-        expected = model.model.features(model.card.preprocessing.normalise(pixels[None]))
+        pixels = model.model_config.preprocessing.resize_and_crop(Image.open(names[3]))
+        expected = model.model.features(model.model_config.preprocessing.normalise(pixels[None]))
     assert features.shape == (12, 32)
     assert np.allclose(features[3], expected[0], atol=1e-4)
 
 
 def test_embed_holds_a_few_batches_of_pictures_and_keeps_their_order(source, photos, tmp_path, monkeypatch):
     predictor, opened, seen = vitral.load(source), [], []
-    real, features = predictor.open, predictor.features
+    real, features = predictor.decode_image, predictor.features
     monkeypatch.setattr(predictor, "open", lambda file: opened.append(file) or real(file))
     monkeypatch.setattr(
         predictor, "features", lambda images: seen.append((len(opened), len(images))) or features(images)
@@ -233,7 +233,7 @@ def test_embed_holds_a_few_batches_of_pictures_and_keeps_their_order(source, pho
     files = sorted((photos / "red").glob("*.png")) * 40
     made, troubles = vitral.embed(predictor, files, tmp_path / "features.npy")
     assert (made, troubles) == (len(files), [])
-    batch = max(predictor.choice.batch, 8)
+    batch = max(predictor.engine.batch_size, 8)
     assert sum(count for _, count in seen) == len(files) > 5 * batch
     assert all(count <= batch for _, count in seen)
     assert all(ahead <= 4 * batch + index * batch for index, (ahead, _) in enumerate(seen))
@@ -265,8 +265,8 @@ def test_how_a_checkpoint_was_understood_is_shown_before_it_is_used(source, phot
     capsys.readouterr()
     bare = tmp_path / "bare.safetensors"
     words = {
-        "train": [photos, "--init", bare, "--epochs", 1, "--out", tmp_path / "run"],
-        "probe": [photos, "--init", bare, "--json"],
+        "train": [photos, "--init-from", bare, "--epochs", 1, "--out", tmp_path / "run"],
+        "probe": [photos, "--init-from", bare, "--json"],
         "predict": [bare, photos / "red", "--json"],
         "embed": [bare, photos / "red", "--out", tmp_path / "features.npy"],
     }[command]
@@ -285,8 +285,8 @@ def test_heads_that_the_tensors_do_not_tell_are_asked_for(source, photos, tmp_pa
     vitral_command("convert", source, bare, "--to", "timm")
     capsys.readouterr()
     words = {
-        "train": [photos, "--init", bare, "--epochs", 1, "--out", tmp_path / "run"],
-        "probe": [photos, "--init", bare],
+        "train": [photos, "--init-from", bare, "--epochs", 1, "--out", tmp_path / "run"],
+        "probe": [photos, "--init-from", bare],
         "predict": [bare, photos / "red"],
         "embed": [bare, photos / "red", "--out", tmp_path / "features.npy"],
         "push": [bare, "hf:me/mine", "--dry-run"],

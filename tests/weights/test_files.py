@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.common import identical
-from support.references import VisionTransformer, lively, ours
+from support.references import VisionTransformer, as_checkpoint, randomize_weights
 from vitral import weights
 from vitral.errors import VitralError
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import load_model
+from vitral.runs.model_io import load_model
 
 SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 7}
 SIZES: dict[str, Any] = {"image_size": (32, 32), "patch_size": 8, "width": 48, "depth": 2, "heads": 4, "classes": 7}
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {"image_size": (32, 32), "patch_size": 8, "width": 48, "
 
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
-    return dict(lively(VisionTransformer(**SMALL)).state_dict())
+    return dict(randomize_weights(VisionTransformer(**SMALL)).state_dict())
 
 
 def two_lines(error: VitralError) -> bool:
@@ -180,7 +180,7 @@ def test_a_strange_config_json_is_two_lines(content: str, tensors: dict[str, tor
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    checkpoint = ours(ViT(ViTConfig(**SIZES)))
+    checkpoint = as_checkpoint(ViT(ViTConfig(**SIZES)))
     weights.write(checkpoint, tmp_path / "model", to="vitral")
     weights.write(checkpoint, tmp_path / "model.npz", to="npz")
     for name, to in (("model", "timm"), ("model.npz", "npz")):
@@ -200,7 +200,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 )
 def test_a_destination_says_what_it_must_be(name: str, to: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(VitralError, match=reason):
-        weights.write(ours(ViT(ViTConfig(**SIZES))), tmp_path / name, to=to)
+        weights.write(as_checkpoint(ViT(ViTConfig(**SIZES))), tmp_path / name, to=to)
 
 
 def test_half_precision_stays_half_and_is_built_in_full(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -215,8 +215,10 @@ def test_half_precision_stays_half_and_is_built_in_full(tensors: dict[str, torch
 
 @pytest.mark.parametrize("variant", ["plain", "distilled", "late-norm", "patch-norm", "class-and-mean"])
 def test_each_variant_comes_back_from_a_model_folder(variant: str, tmp_path: Path) -> None:
-    model = lively(VARIANTS[variant](ViTConfig(**SIZES, pooling="mean" if variant == "late-norm" else "class")))
-    weights.write(ours(model, classes=tuple("abcdefg")), tmp_path / "model", to="vitral")
+    model = randomize_weights(
+        VARIANTS[variant](ViTConfig(**SIZES, pooling="mean" if variant == "late-norm" else "class"))
+    )
+    weights.write(as_checkpoint(model, classes=tuple("abcdefg")), tmp_path / "model", to="vitral")
     loaded, card = load_model(tmp_path / "model")
     assert type(loaded) is type(model)
     assert card.variant == variant
@@ -231,7 +233,7 @@ def test_each_variant_comes_back_from_a_model_folder(variant: str, tmp_path: Pat
 
 
 def test_vitrals_own_weights_need_their_config_json_and_must_match_it(tmp_path: Path) -> None:
-    weights.write(ours(ViT(ViTConfig(**SIZES))), tmp_path / "model", to="vitral")
+    weights.write(as_checkpoint(ViT(ViTConfig(**SIZES))), tmp_path / "model", to="vitral")
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace('"depth": 2', '"depth": 3'))
     with pytest.raises(VitralError, match="12 missing"):
@@ -242,8 +244,8 @@ def test_vitrals_own_weights_need_their_config_json_and_must_match_it(tmp_path: 
 
 
 def test_a_run_folder_is_read_as_the_model_in_it(tmp_path: Path) -> None:
-    model = lively(ViT(ViTConfig(**SIZES)))
-    weights.write(ours(model), tmp_path / "run" / "model", to="vitral")
+    model = randomize_weights(ViT(ViTConfig(**SIZES)))
+    weights.write(as_checkpoint(model), tmp_path / "run" / "model", to="vitral")
     (tmp_path / "run" / "recipe.toml").write_text("")
     for source in ("run", "run/model", "run/model/weights.safetensors"):
         assert identical(weights.read(tmp_path / source).state, dict(model.state_dict()))
@@ -260,9 +262,9 @@ FAMILIES = {"timm": "", "transformers": "", "torchvision": ".pth", "npz": ".npz"
 @pytest.mark.parametrize("first", FAMILIES)
 @pytest.mark.parametrize("second", FAMILIES)
 def test_any_family_goes_to_any_other_bit_for_bit(first: str, second: str, tmp_path: Path) -> None:
-    model = lively(ViT(ViTConfig(**SIZES)))
+    model = randomize_weights(ViT(ViTConfig(**SIZES)))
     one, two = tmp_path / f"one{FAMILIES[first]}", tmp_path / f"two{FAMILIES[second]}"
-    weights.write(ours(model), one, to=first)
+    weights.write(as_checkpoint(model), one, to=first)
     notes = weights.convert(one, two, to=second, heads=4)
     back = weights.read(two, heads=4)
     assert back.family == second
@@ -297,7 +299,7 @@ def a_file(preset: str, family: str, tmp_path: Path) -> tuple[Path, int]:
     config = named(preset)
     with torch.device("meta"):
         shapes = ViT(config).state_dict()
-    checkpoint = ours(ViT(ViTConfig(**SIZES)))
+    checkpoint = as_checkpoint(ViT(ViTConfig(**SIZES)))
     checkpoint.config, checkpoint.state = config, {n: torch.full(t.shape, 0.1) for n, t in shapes.items()}
     source = tmp_path / f"source{FAMILIES[family]}"
     weights.write(checkpoint, source, to=family)

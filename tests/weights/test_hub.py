@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import Process
-from support.references import lively, ours
+from support.references import as_checkpoint, randomize_weights
 from vitral import weights
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
@@ -43,7 +43,7 @@ def cached(home: Path) -> None:
     repository = home / "hub" / "models--someone--small-vit"
     snapshot = repository / "snapshots" / COMMIT
     sizes = {"image_size": (32, 32), "patch_size": 8, "width": 48, "depth": 2, "heads": 4, "classes": 7}
-    weights.write(ours(lively(ViT(ViTConfig(**sizes)))), snapshot, to="transformers")
+    weights.write(as_checkpoint(randomize_weights(ViT(ViTConfig(**sizes)))), snapshot, to="transformers")
     (repository / "refs").mkdir()
     for reference in ("main", "v1"):
         (repository / "refs" / reference).write_text(COMMIT)

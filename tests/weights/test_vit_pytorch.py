@@ -1,4 +1,4 @@
-"""vit-pytorch's ViT and SimpleViT, to vitral and back: the same logits, the same bits."""
+"""vit-pytorch models converted to vitral and converted have the same logits and identical tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from support.common import identical
-from support.references import answers, lively, ours, pictures, vit_pytorch
+from support.references import (
+    as_checkpoint,
+    assert_same_logits,
+    random_images,
+    randomize_weights,
+    vit_pytorch,
+)
 from vitral import weights
 from vitral.errors import VitralError
 from vitral.models.variants.patch_norm import PatchNormViT
@@ -48,61 +54,61 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_vit_pytorch_and_vitral_give_the_same_logits_both_ways(kind: str, tmp_path: Path) -> None:
-    make, changes = KINDS[kind]
-    given = SMALL | changes
-    theirs = lively(make(**given))
-    torch.save(theirs.state_dict(), tmp_path / "theirs.pt")
-    checkpoint = weights.read(tmp_path / "theirs.pt", heads=given["heads"], image_size=given["image_size"])
-    x = pictures(*given["image_size"], channels=given.get("channels", 3))
-    assert (checkpoint.family, checkpoint.variant) == ("vit-pytorch", "patch-norm")
-    torch.testing.assert_close(answers(checkpoint.build(), x), answers(theirs, x), atol=1e-4, rtol=0)
-    weights.write(checkpoint, tmp_path / "back.pt", to="vit-pytorch")
-    back = make(**given).eval()
-    back.load_state_dict(torch.load(tmp_path / "back.pt", weights_only=True))
-    assert identical(back.state_dict(), theirs.state_dict())
-    weights.write(checkpoint, tmp_path / "ours", to="vitral")
-    assert identical(weights.read(tmp_path / "ours").state, checkpoint.state)
+def test_round_trip_preserves_logits_and_tensors(kind: str, tmp_path: Path) -> None:
+    model_class, changes = KINDS[kind]
+    arguments = SMALL | changes
+    reference = randomize_weights(model_class(**arguments))
+    torch.save(reference.state_dict(), tmp_path / "reference.pt")
+    checkpoint = weights.read(tmp_path / "reference.pt", heads=arguments["heads"], image_size=arguments["image_size"])
+    x = random_images(*arguments["image_size"], channels=arguments.get("channels", 3))
+    assert (checkpoint.format, checkpoint.variant) == ("vit-pytorch", "patch-norm")
+    assert_same_logits(checkpoint.build(), reference, x)
+    weights.write(checkpoint, tmp_path / "converted.pt", to="vit-pytorch")
+    converted = model_class(**arguments).eval()
+    converted.load_state_dict(torch.load(tmp_path / "converted.pt", weights_only=True))
+    assert identical(converted.state_dict(), reference.state_dict())
+    weights.write(checkpoint, tmp_path / "vitral", to="vitral")
+    assert identical(weights.read(tmp_path / "vitral").state, checkpoint.state)
 
 
-def test_the_shapes_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    theirs = lively(vit_pytorch.ViT(**SMALL))
-    tensors = theirs.state_dict()
+def test_token_shapes_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    reference = randomize_weights(vit_pytorch.ViT(**SMALL))
+    tensors = reference.state_dict()
     tensors |= {name: tensors[name][None] for name in ("cls_token", "pos_embedding")}
     torch.save(tensors, tmp_path / "earlier.pt")
-    x = pictures(32, 32)
-    ours = weights.read(tmp_path / "earlier.pt", heads=4).build()
-    torch.testing.assert_close(answers(ours, x), answers(theirs, x), atol=1e-4, rtol=0)
+    x = random_images(32, 32)
+    model = weights.read(tmp_path / "earlier.pt", heads=4).build()
+    assert_same_logits(model, reference, x)
 
 
-def test_heads_wider_or_narrower_than_the_model_are_refused(tmp_path: Path) -> None:
+def test_attention_width_other_than_the_model_width_is_refused(tmp_path: Path) -> None:
     torch.save(vit_pytorch.ViT(**SMALL | {"dim_head": 64}).state_dict(), tmp_path / "wide.pt")
-    with pytest.raises(VitralError, match="its heads together are 256 wide, the model 48"):
+    with pytest.raises(VitralError, match="attention of width 256 in a model of width 48"):
         weights.read(tmp_path / "wide.pt", heads=4)
 
 
-def test_a_simple_vit_needs_its_image_size(tmp_path: Path) -> None:
+def test_simple_vit_needs_the_image_size(tmp_path: Path) -> None:
     torch.save(vit_pytorch.SimpleViT(**SMALL).state_dict(), tmp_path / "simple.pt")
-    with pytest.raises(VitralError, match="do not tell its image size"):
+    with pytest.raises(VitralError, match="image size of a SimpleViT cannot be inferred"):
         weights.read(tmp_path / "simple.pt", heads=4)
 
 
-def test_early_layouts_are_refused_by_name(tmp_path: Path) -> None:
+def test_wrapped_layers_of_early_versions_are_refused(tmp_path: Path) -> None:
     torch.save({"transformer.layers.0.0.fn.to_qkv.weight": torch.zeros(3, 1)}, tmp_path / "early.pt")
-    with pytest.raises(VitralError, match="early versions of vit-pytorch"):
+    with pytest.raises(VitralError, match="early vit-pytorch versions"):
         weights.read(tmp_path / "early.pt")
 
 
-SIZES: dict[str, Any] = {"image_size": (32, 32), "patch_size": 8, "width": 48, "depth": 2, "heads": 4, "classes": 7}
+SIZES: dict[str, Any] = {"image_size": (32, 32), "patch_size": 8, "width": 48, "depth": 2, "heads": 4, "num_classes": 7}
 
 
-def test_a_vit_without_patch_norms_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(VitralError, match="no plain ViT, only with what vitral calls patch-norm"):
-        weights.write(ours(ViT(ViTConfig(**SIZES))), tmp_path / "no.pt", to="vit-pytorch")
+def test_model_without_patch_norms_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(VitralError, match="does not support variant 'plain' \\(supported: patch-norm\\)"):
+        weights.write(as_checkpoint(ViT(ViTConfig(**SIZES))), tmp_path / "refused.pt", to="vit-pytorch")
 
 
-def test_a_bias_in_qkv_is_dropped_only_where_it_is_zero(tmp_path: Path) -> None:
+def test_qkv_bias_is_dropped_only_if_it_is_zero(tmp_path: Path) -> None:
     model = PatchNormViT(ViTConfig(**SIZES, norm_eps=1e-5))
-    weights.write(ours(model), tmp_path / "zero.pt", to="vit-pytorch")
-    with pytest.raises(VitralError, match=r"it has no encoder\.blocks\.0\.attention\.qkv\.bias"):
-        weights.write(ours(lively(model)), tmp_path / "no.pt", to="vit-pytorch")
+    weights.write(as_checkpoint(model), tmp_path / "zero.pt", to="vit-pytorch")
+    with pytest.raises(VitralError, match=r"it does not support encoder\.blocks\.0\.attention\.qkv\.bias"):
+        weights.write(as_checkpoint(randomize_weights(model)), tmp_path / "refused.pt", to="vit-pytorch")

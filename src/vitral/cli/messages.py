@@ -39,7 +39,7 @@ def print_checkpoint_notes(source: str) -> None:
     from vitral import weights
 
     checkpoint = weights.read(source)
-    print_notes(checkpoint.notes if checkpoint.family != "vitral" else ())
+    print_notes(checkpoint.notes if checkpoint.format != "vitral" else ())
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -1,27 +1,28 @@
-"""Other people's checkpoints, read and written: `vitral.weights.read("model.safetensors").build()`.
+"""Checkpoints of other libraries: `vitral.weights.read("model.safetensors").build()`.
 
-One file a family, each a table of names and two functions; what a file says, and what was assumed where it says
-nothing, stands in `Checkpoint.notes`. Names are looked up when first used: importing this costs no import of torch.
+Each format has one module with a key mapping, a reader (`to_vitral`) and a writer (`from_vitral`). What was read from
+the files and what had to be assumed is listed in `Checkpoint.notes`. Attributes are loaded on first use, so that
+importing this package does not import torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitral.utils.lazy import lazily
+from vitral.utils.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from vitral.weights.checkpoint import Checkpoint as Checkpoint
-    from vitral.weights.io import FAMILIES as FAMILIES
+    from vitral.weights.io import FORMATS as FORMATS
     from vitral.weights.io import convert as convert
     from vitral.weights.io import read as read
     from vitral.weights.io import write as write
 
-__getattr__, __dir__ = lazily(
+__getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "Checkpoint": "checkpoint",
-        "FAMILIES": "io",
+        "FORMATS": "io",
         "convert": "io",
         "read": "io",
         "write": "io",

@@ -1,6 +1,6 @@
-"""A checkpoint's weights in a model of another image size, patch size, number of channels or classes.
+"""Adapt a checkpoint's weights to another image size, patch size, number of channels or set of classes.
 
-Shapes:  P patch side   C channels   D width   K classes
+Shapes: P patch side, C channels, D width, E = C·P·P values per patch.
 """
 
 from __future__ import annotations
@@ -12,109 +12,125 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.errors import VitralError
+from vitral.errors import VitralError, truncate_list
 from vitral.models.variants.hybrid import HybridConfig
 from vitral.models.vit import ViTConfig, resample_positions
 from vitral.weights.checkpoint import Checkpoint
-from vitral.weights.uninitialized import shapes
+from vitral.weights.uninitialized import meta_state_dict
+
+# Fields of ViTConfig that must equal the checkpoint's.
+FIXED_FIELDS = ("width", "depth", "heads", "pooling", "positions", "registers", "qk_norm", "qkv_bias", "hidden_width")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transferred:
+class AdaptedWeights:
     state: dict[str, Tensor]
-    notes: tuple[str, ...]  # what was changed, for people
+    notes: tuple[str, ...]  # what was changed, one line each
 
 
-def transfer(checkpoint: Checkpoint, variant: str, config: ViTConfig, classes: tuple[str, ...]) -> Transferred:
-    """The checkpoint's weights for a model of `config`; what cannot follow starts anew, a new head at zero.
+def adapt_weights(checkpoint: Checkpoint, variant: str, config: ViTConfig, classes: tuple[str, ...]) -> AdaptedWeights:
+    """The checkpoint's weights in fp32 for a model with this config.
 
-    A checkpoint keeps its variant: a distilled model stays one, and both of its heads learn from the labels.
+    Head rows of classes that the checkpoint does not have are zero. The variant must be the checkpoint's: a distilled
+    model stays distilled, and both of its heads are trained on the labels.
     """
-    old, notes = checkpoint.config, []
-    _check_alike(checkpoint, variant, config)
+    _check_compatible(checkpoint, variant, config)
+    old = checkpoint.config
     state = {name: tensor.float() for name, tensor in checkpoint.state.items()}
-    kernels = "patch_embedding.project.weight"
-    if old.channels != config.channels:
-        state[kernels] = other_channels(state[kernels], old.channels, config.channels)
-        notes.append(f"kernels for {config.channels} channels made from those for {old.channels}")
-    if old.patch_size != config.patch_size:
-        stride = old.stem.stride if isinstance(old, HybridConfig) else 1  # kernels lie on the stem's map
-        state[kernels] = resample_kernels(state[kernels], old.patch_size // stride, config.patch_size // stride)
-        notes.append(f"patch kernels resampled from {old.patch_size} to {config.patch_size} pixels")
-    table = "position_embedding.table"
-    if table in state and old.grid != config.grid:
-        front = state[table].shape[1] - old.grid[0] * old.grid[1]
-        patches = resample_positions(state[table][:, front:], old.grid, config.grid)
-        state[table] = torch.cat([state[table][:, :front], patches], dim=1)
-        notes.append(f"positions resampled from {old.grid[0]}×{old.grid[1]} to {config.grid[0]}×{config.grid[1]}")
-    notes.append(new_heads(state, checkpoint, classes))
+    notes = _adapt_patches(state, old, config)
+    notes += _adapt_positions(state, old, config)
+    notes.append(adapt_heads(state, checkpoint, classes))
     if variant == "distilled":
-        notes.append("distilled: its two heads are kept, and both learn from the labels")
-    if config.head != "mlp":  # a hidden layer in the head belongs to the old classes
+        notes.append("distilled: both heads are kept and trained on the labels")
+    if config.head != "mlp":  # the hidden layer of a head was trained for the old classes
         state = {name: tensor for name, tensor in state.items() if not re.match(r"head\.(\w+\.)?hidden\.", name)}
-    wanted = shapes(variant, config)
-    wrong = sorted(
-        n
-        for n in wanted.keys() | state.keys()
-        if n not in wanted or n not in state or wanted[n].shape != state[n].shape
+    expected = meta_state_dict(variant, config)
+    mismatched = sorted(
+        name
+        for name in expected.keys() | state.keys()
+        if name not in expected or name not in state or expected[name].shape != state[name].shape
     )
-    if wrong:
+    if mismatched:
         raise VitralError(
-            f"{len(wrong)} tensors of the checkpoint do not fit the model", f"the first: {', '.join(wrong[:4])}"
+            f"{len(mismatched)} tensors of the checkpoint do not fit the model",
+            f"Mismatched: {truncate_list(mismatched, 4)}",
         )
-    return Transferred(state=state, notes=tuple(notes))
+    return AdaptedWeights(state=state, notes=tuple(notes))
 
 
-def _check_alike(checkpoint: Checkpoint, variant: str, config: ViTConfig) -> None:
-    """Only image size, patch size, channels and classes may differ; less where a stem or a norm sees them."""
+def _check_compatible(checkpoint: Checkpoint, variant: str, config: ViTConfig) -> None:
+    """Refuse differences that cannot be adapted. Stems and norms over pixels depend on more fields."""
     old = checkpoint.config
     if checkpoint.variant != variant:
         raise VitralError(
-            f"the checkpoint is a {checkpoint.variant} ViT, the recipe's model a {variant} one",
-            f"leave out --variant, or say --variant {checkpoint.variant}",
+            f"the checkpoint is a {checkpoint.variant} ViT, the recipe's model a {variant} ViT",
+            f"Omit --variant or use --variant {checkpoint.variant}",
         )
-    alike = ["width", "depth", "heads", "pooling", "positions", "registers", "qk_norm", "qkv_bias", "hidden_width"]
-    may, why = "image size, patch size, channels and classes", ""
+    fields, adaptable, reason = list(FIXED_FIELDS), "image size, patch size, channels and classes", ""
     if variant == "hybrid":
-        alike, may, why = [*alike, "stem", "channels"], "image size, patch size and classes", "; the stem sees channels"
+        fields += ["stem", "channels"]
+        adaptable, reason = "image size, patch size and classes", "; the convolutional stem depends on the channels"
     elif variant == "patch-norm":
-        alike, may, why = [*alike, "patch_size", "channels"], "image size and classes", "; a norm sees each pixel"
-    for name in alike:
+        fields += ["patch_size", "channels"]
+        adaptable, reason = "image size and classes", "; the norm over pixels depends on patch size and channels"
+    for name in fields:
         if getattr(old, name) != getattr(config, name):
             raise VitralError(
                 f"the checkpoint has {name} {getattr(old, name)}, the recipe {getattr(config, name)}",
-                f"only {may} may differ from the checkpoint's{why}",
+                f"Only {adaptable} may differ from the checkpoint{reason}",
             )
 
 
-def new_heads(state: dict[str, Tensor], checkpoint: Checkpoint, classes: tuple[str, ...]) -> str:
-    """Rows of classes that the checkpoint knows by name are kept; all others start at zero."""
-    known = {name: row for row, name in enumerate(checkpoint.classes or ()) if not checkpoint.headless}
-    kept = [name for name in classes if name in known]
-    for name in [name for name in state if re.fullmatch(r"head\.(\w+\.)?out\.(weight|bias)", name)]:
-        before = state[name]
-        state[name] = before.new_zeros(len(classes), *before.shape[1:])
-        for row, of_class in enumerate(classes):
-            if of_class in known:
-                state[name][row] = before[known[of_class]]
-    return f"head: {len(kept)} of {len(classes)} classes kept, the others new" if kept else "head: new, at zero"
+def _adapt_patches(state: dict[str, Tensor], old: ViTConfig, new: ViTConfig) -> list[str]:
+    notes, key = [], "patch_embedding.project.weight"
+    if old.channels != new.channels:
+        state[key] = adapt_channels(state[key], old.channels, new.channels)
+        notes.append(f"patch kernels adapted from {old.channels} to {new.channels} channels")
+    if old.patch_size != new.patch_size:
+        stride = old.stem.stride if isinstance(old, HybridConfig) else 1  # patches of the stem's feature map
+        state[key] = resample_patch_kernels(state[key], old.patch_size // stride, new.patch_size // stride)
+        notes.append(f"patch kernels resampled from {old.patch_size} to {new.patch_size} pixels")
+    return notes
 
 
-def other_channels(kernels_DE: Tensor, old: int, new: int) -> Tensor:
-    """Kernels for `new` channels from those for `old`: summed for gray, otherwise repeated, with the same sum."""
-    kernels = kernels_DE.unflatten(1, (old, -1))  # D C PP
+def _adapt_positions(state: dict[str, Tensor], old: ViTConfig, new: ViTConfig) -> list[str]:
+    key = "position_embedding.table"
+    if key not in state or old.grid == new.grid:
+        return []
+    num_prefix = state[key].shape[1] - old.grid[0] * old.grid[1]
+    patches = resample_positions(state[key][:, num_prefix:], old.grid, new.grid)
+    state[key] = torch.cat([state[key][:, :num_prefix], patches], dim=1)
+    return [f"positions resampled from {old.grid[0]}×{old.grid[1]} to {new.grid[0]}×{new.grid[1]}"]
+
+
+def adapt_heads(state: dict[str, Tensor], checkpoint: Checkpoint, classes: tuple[str, ...]) -> str:
+    """Keep the head rows of classes with the same name and set all others to zero; returns a note."""
+    old_rows = {name: row for row, name in enumerate(checkpoint.classes or ()) if not checkpoint.headless}
+    num_kept = sum(name in old_rows for name in classes)
+    for key in [key for key in state if re.fullmatch(r"head\.(\w+\.)?out\.(weight|bias)", key)]:
+        old = state[key]
+        state[key] = old.new_zeros(len(classes), *old.shape[1:])
+        for row, name in enumerate(classes):
+            if name in old_rows:
+                state[key][row] = old[old_rows[name]]
+    return f"head: {num_kept} of {len(classes)} classes kept, the others zero" if num_kept else "head: new, zero"
+
+
+def adapt_channels(kernels_DE: Tensor, old: int, new: int) -> Tensor:
+    """Patch kernels for `new` channels: summed for gray images, otherwise repeated and rescaled to the same sum."""
+    kernels = kernels_DE.unflatten(1, (old, -1))  # (D, C, P·P)
     if new == 1:
         return kernels.sum(dim=1)
     return (kernels[:, [c % old for c in range(new)]] * (old / new)).flatten(1)
 
 
-def resample_kernels(kernels_DE: Tensor, old: int, new: int) -> Tensor:
-    """Patch kernels for another patch size, by the pseudo-inverse of the resize (FlexiViT, arXiv 2212.08013).
+def resample_patch_kernels(kernels_DE: Tensor, old: int, new: int) -> Tensor:
+    """Patch kernels for another patch size by the pseudo-inverse of the resize (FlexiViT, arXiv 2212.08013).
 
-    A patch and its kernel, both resized, then have the product that they had before.
+    The dot product of a resized patch with the resampled kernel equals the original one.
     """
     basis = torch.eye(old * old).view(old * old, 1, old, old)
     resize = F.interpolate(basis, size=(new, new), mode="bilinear", antialias=new < old).view(old * old, -1).T
-    inverse = torch.linalg.pinv(resize.T.double()).float()  # new² × old²
-    kernels = kernels_DE.unflatten(1, (-1, old * old))  # D C PP
+    inverse = torch.linalg.pinv(resize.T.double()).float()  # (new², old²)
+    kernels = kernels_DE.unflatten(1, (-1, old * old))  # (D, C, P·P)
     return (kernels @ inverse.T).flatten(1)

@@ -1,4 +1,4 @@
-"""Checkpoint: a model read from somewhere, under vitral's names, with all that is known about it."""
+"""`Checkpoint`, a model read from any format under vitral's tensor names, and types that readers and writers share."""
 
 from __future__ import annotations
 
@@ -7,102 +7,105 @@ from typing import Any
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.models.variants import variant_of
+from vitral.models.variants import variant_name
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import ModelCard
+from vitral.runs.model_io import ModelConfig
 from vitral.weights.key_mapping import State
-from vitral.weights.uninitialized import blank
+from vitral.weights.uninitialized import build_uninitialized
 
-NO_HEAD = "(no head)"  # the one class name of a model folder made from weights without a classifier
+NO_HEAD = "(no head)"  # the only class name of a model folder made from weights without a classifier
 
 
 @dataclass(kw_only=True)
 class Checkpoint:
-    """`build()` gives the model; show `notes` before: what was read from where, and what was assumed."""
+    """Weights, architecture and preprocessing read from a file, folder or the hub. `build()` returns the model.
 
-    family: str
+    `notes` lists what was read and what had to be assumed, for the user to check.
+    """
+
+    format: str  # one of vitral.weights.FORMATS
     source: str
     config: ViTConfig
-    state: State  # under vitral's names, in the number type of the source
+    state: State  # vitral's tensor names, in the dtype of the source
     preprocessing: Preprocessing
-    variant: str = "plain"  # of the table in vitral.models.variants
+    variant: str = "plain"  # a key of vitral.models.variants.VARIANTS
     classes: tuple[str, ...] | None = None
-    headless: bool = False  # no classifier in the source: `config.classes` is 1 and its weights are zero
+    headless: bool = False  # the source has no classifier; `config.num_classes` is 1 and the head's weights are zero
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: ViT, card: ModelCard) -> Checkpoint:
+    def from_model(cls, model: ViT, model_config: ModelConfig) -> Checkpoint:
         return cls(
-            family="vitral",
-            source=card.trained_on,
+            format="vitral",
+            source=model_config.trained_on,
             config=model.config,
-            variant=variant_of(model),
+            variant=variant_name(model),
             state=dict(model.state_dict()),
-            preprocessing=card.preprocessing,
-            classes=card.classes,
-            headless=card.classes == (NO_HEAD,),
+            preprocessing=model_config.preprocessing,
+            classes=model_config.classes,
+            headless=model_config.classes == (NO_HEAD,),
         )
 
     def build(self) -> ViT:
-        """The model with these weights, in fp32, ready to answer."""
-        model = blank(self.variant, self.config)
+        """The model with these weights, in fp32 and evaluation mode."""
+        model = build_uninitialized(self.variant, self.config)
         model.load_state_dict(self.state)
         return model.eval()
 
     @property
-    def card(self) -> ModelCard:
-        """As a model folder wants it; classes without names are numbered."""
-        numbered = (NO_HEAD,) if self.headless else tuple(f"class {k}" for k in range(self.config.classes))
-        return ModelCard(
+    def model_config(self) -> ModelConfig:
+        """The config of a vitral model folder. Classes without names are numbered."""
+        numbered = (NO_HEAD,) if self.headless else tuple(f"class {k}" for k in range(self.config.num_classes))
+        return ModelConfig(
             architecture=self.config,
             preprocessing=self.preprocessing,
             classes=self.classes or numbered,
-            trained_on=f"{self.family}: {self.source}",
+            trained_on=f"{self.format}: {self.source}",
             epoch=0,
             variant=self.variant,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a person adds where the files do not say."""
+class ArchitectureHints:
+    """What the user specified because the files may not contain it."""
 
     heads: int | None = None
     image_size: tuple[int, int] | None = None
 
 
 @dataclass(kw_only=True)
-class Written:
-    """What a family's files hold: named tensors, and documents beside them."""
+class ConvertedModel:
+    """A model in another library's format: tensors, JSON files by name, and notes about differences."""
 
     tensors: State
-    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    json_files: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def refuse(where: str, reason: str) -> VitralError:
+def unsupported_model_error(source: str, reason: str) -> VitralError:
     return VitralError(
-        f"{where} is no model that vitral has: {reason}",
-        "read are pre-norm Vision Transformers with GELU, as timm, transformers, torchvision, vit-pytorch "
-        "and Google's code make them",
+        f"vitral does not support the architecture of {source}: {reason}",
+        "Supported are pre-norm Vision Transformers with GELU from timm, transformers, torchvision, vit-pytorch "
+        "and Google's repositories",
     )
 
 
-def described(config: ViTConfig, variant: str) -> str:
+def describe_architecture(config: ViTConfig, variant: str) -> str:
     """The architecture in one line."""
     height, width = config.image_size
     parts = [
-        f"patches of {config.patch_size}, images of {height}×{width}×{config.channels}",
-        f"width {config.width}, depth {config.depth}, {config.heads} heads, MLP {config.hidden_width}",
-        f"{config.positions} positions, pooling {config.pooling}, {config.classes} classes",
-        f"GELU {config.gelu}, norm eps {config.norm_eps:g}",
+        f"patch size {config.patch_size}, images {height}×{width}×{config.channels}",
+        f"width {config.width}, depth {config.depth}, {config.heads} heads, MLP width {config.hidden_width}",
+        f"{config.positions} positions, {config.pooling} pooling, {config.num_classes} classes",
+        f"{config.gelu} GELU, norm eps {config.norm_eps:g}",
     ]
-    extras = {
+    optional_parts = {
         f"variant {variant}": variant != "plain",
         f"{config.registers} registers": config.registers > 0,
         "layer scale": config.layer_scale is not None,
         "hidden head layer": config.head == "mlp",
-        "no bias in q, k, v": not config.qkv_bias,
-        "norms on q and k": config.qk_norm,
+        "no qkv bias": not config.qkv_bias,
+        "q and k norms": config.qk_norm,
     }
-    return "; ".join([*parts, *(text for text, so in extras.items() if so)])
+    return "; ".join([*parts, *(text for text, applies in optional_parts.items() if applies)])

@@ -1,23 +1,23 @@
-"""Which family's names these are, or why they are nobody's that vitral reads."""
+"""Detect the format of a checkpoint from its tensor names, and refuse architectures that vitral does not support."""
 
 from __future__ import annotations
 
 import re
 
 from vitral.errors import VitralError
-from vitral.weights.checkpoint import refuse
-from vitral.weights.files import Found
+from vitral.weights.checkpoint import unsupported_model_error
+from vitral.weights.files import RawCheckpoint
 
-# Names that only models have whose blocks compute something else.
-REASONS = {
+# Tensor names that occur only in models whose blocks compute something else.
+UNSUPPORTED = {
     r"relative_position|rel_pos|cpb_mlp": "relative positions",
     r"(^|\.)layers\.\d+\.blocks\.\d+\.": "windowed attention in stages",
-    r"\.mlp\.(w12|w3|weights_in|fc1_g|gate_proj)\.": "a SwiGLU MLP",
-    r"(^|/)conv_root/|patch_embed\.backbone\.|embeddings\.backbone\.": "a convolutional network before its patches",
-    r"(^|\.)(norm_pre|ln_pre|pre_layrnorm)\.": "a norm before the first block, as CLIP has",
-    r"(^|\.)rope|\.attn\.q_proj\.": "rotary positions or blocks of EVA's kind",
-    r"blocks\.\d+\.(attns|ffns)\.|blocks\.\d+\.in_proj\.": "blocks whose attention and MLP stand side by side",
-    r"transformer\.layers\.\d+\.\d\.fn\.": "layers wrapped as in early versions of vit-pytorch",
+    r"\.mlp\.(w12|w3|weights_in|fc1_g|gate_proj)\.": "SwiGLU MLP",
+    r"(^|/)conv_root/|patch_embed\.backbone\.|embeddings\.backbone\.": "convolutional stem before the patches",
+    r"(^|\.)(norm_pre|ln_pre|pre_layrnorm)\.": "norm before the first block, as in CLIP",
+    r"(^|\.)rope|\.attn\.q_proj\.": "rotary positions or EVA blocks",
+    r"blocks\.\d+\.(attns|ffns)\.|blocks\.\d+\.in_proj\.": "parallel attention and MLP branches",
+    r"transformer\.layers\.\d+\.\d\.fn\.": "wrapped layers of early vit-pytorch versions",
     r"(^|\.)(res_post_norm|layernorm_post_attention)\.": "norms after the branches (post-norm)",
 }
 SIGNATURES = {
@@ -30,16 +30,16 @@ SIGNATURES = {
 }
 
 
-def family_of(found: Found) -> str:
-    for pattern, reason in REASONS.items():
-        for name in found.tensors:
+def detect_format(raw: RawCheckpoint) -> str:
+    for pattern, reason in UNSUPPORTED.items():
+        for name in raw.tensors:
             if re.search(pattern, name):
-                raise refuse(found.where, f"{reason} ({name})")
-    for family, pattern in SIGNATURES.items():
-        if any(re.fullmatch(pattern, name) for name in found.tensors):
-            return family
-    shown = ", ".join(sorted(found.tensors)[:3])
+                raise unsupported_model_error(raw.source, f"{reason} ({name})")
+    for format_name, pattern in SIGNATURES.items():
+        if any(re.fullmatch(pattern, name) for name in raw.tensors):
+            return format_name
+    examples = ", ".join(sorted(raw.tensors)[:3])
     raise VitralError(
-        f"{found.where} is not a Vision Transformer of a family that vitral reads: {len(found.tensors)} tensors",
-        f"known are {', '.join(SIGNATURES)}; its names are {shown} …",
+        f"the {len(raw.tensors)} tensors of {raw.source} are not a Vision Transformer in a supported format",
+        f"Supported formats: {', '.join(SIGNATURES)}; found tensors such as {examples}",
     )

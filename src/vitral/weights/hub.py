@@ -1,4 +1,7 @@
-"""hf:owner/name[@revision] → a folder, through huggingface_hub: its cache, tokens, mirrors and offline mode hold."""
+"""Download from and upload to the Hugging Face hub.
+
+huggingface_hub does the work, so that its cache, tokens, mirrors and offline mode apply.
+"""
 
 from __future__ import annotations
 
@@ -6,87 +9,97 @@ import re
 from pathlib import Path
 
 from vitral.errors import VitralError
-from vitral.weights.files import SUFFIXES, one_line
+from vitral.weights.files import SUFFIXES, error_in_one_line
 
 SCHEME = "hf:"
-CONFIGS = ["config.json", "preprocessor_config.json"]
-# In this order: what cannot hold code first, and nothing twice.
-WEIGHTS = (
+CONFIG_PATTERNS = ["config.json", "preprocessor_config.json"]
+# In order of preference: files that cannot contain code first. Only the first kind that exists is downloaded.
+WEIGHT_PATTERNS = (
     ["model*.safetensors", "model.safetensors.index.json", "weights.safetensors"],
     ["pytorch_model*.bin*"],
     ["*.npz", "*.pth", "*.pt"],
 )
 
 
-def spelled(source: str) -> tuple[str, str | None]:
-    """owner/name, and the revision if one is named."""
-    found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@(.+))?", source)
-    if found is None:
-        raise VitralError(f"{source!r} is not a model on the hub", "write hf:owner/name or hf:owner/name@revision")
-    return found[1], found[2]
+def parse_hub_name(source: str) -> tuple[str, str | None]:
+    """Repository and revision of hf:owner/name[@revision]."""
+    match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@(.+))?", source)
+    if match is None:
+        raise VitralError(f"{source!r} is not a model name on the hub", "Use hf:owner/name or hf:owner/name@revision")
+    return match[1], match[2]
 
 
-def fetch(source: str) -> Path:
-    repository, revision = spelled(source)
+def download(source: str) -> Path:
+    """Download the weights and JSON files of hf:owner/name[@revision]; returns the cached folder."""
+    repository, revision = parse_hub_name(source)
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise VitralError(f"{source} needs huggingface_hub", "pip install 'vitral[hub]'") from error
+        raise _missing_library_error(source) from error
     try:
-        for weights in WEIGHTS:
-            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=CONFIGS + weights))
+        for patterns in WEIGHT_PATTERNS:
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=CONFIG_PATTERNS + patterns))
             if any(file.suffix in SUFFIXES for file in folder.iterdir()):
                 return folder
-    except Exception as error:  # huggingface_hub lets its HTTP client's own errors through
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        absent = "LocalEntryNotFoundError" in kinds
-        what = "not in the cache, and the hub was not reached" if absent else one_line(error)
-        raise VitralError(f"{source}: {what}", _what_to_do(error)) from error
-    looked_for = ", ".join(pattern for patterns in WEIGHTS for pattern in patterns)
-    raise VitralError(f"{source} holds no weights that vitral reads", f"looked for {looked_for}")
+    except Exception as error:  # huggingface_hub does not wrap the errors of its HTTP client
+        is_offline = "LocalEntryNotFoundError" in _class_names(error)
+        reason = "not in the cache, and the hub is unreachable" if is_offline else error_in_one_line(error)
+        raise VitralError(f"{source}: {reason}", _download_hint(error)) from error
+    expected = ", ".join(pattern for patterns in WEIGHT_PATTERNS for pattern in patterns)
+    raise VitralError(f"{source} contains no supported weights", f"Expected one of {expected}")
 
 
 def upload(folder: Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:
-    """The folder as one commit, in a repository that is made if it is not there; returns its address."""
+    """Upload a folder as one commit, creating the repository if necessary; returns the repository's URL."""
     try:
         from huggingface_hub import HfApi, get_token
     except ImportError as error:
-        raise VitralError(f"hf:{repository} needs huggingface_hub", "pip install 'vitral[hub]'") from error
+        raise _missing_library_error(f"hf:{repository}") from error
     if not get_token():
-        raise VitralError(
-            f"there is no token to write hf:{repository} with", "log in with: hf auth login (or set HF_TOKEN)"
-        )
+        raise VitralError(f"no token for writing to hf:{repository}", "Log in with: hf auth login (or set HF_TOKEN)")
     try:
         api = HfApi(library_name="vitral")
-        made = api.create_repo(repository, private=private, exist_ok=True)
+        url = api.create_repo(repository, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repository, branch=revision, exist_ok=True)
         api.upload_folder(
             repo_id=repository,
             folder_path=folder,
             revision=revision,
-            commit_message="A model from vitral, with its card",
+            commit_message="Upload model and model card with vitral",
         )
-    except Exception as error:  # huggingface_hub lets its HTTP client's own errors through
-        raise VitralError(f"hf:{repository} was not written: {one_line(error)}", _why_not_written(error)) from error
-    return str(made)
+    except Exception as error:  # huggingface_hub does not wrap the errors of its HTTP client
+        raise VitralError(
+            f"upload to hf:{repository} failed: {error_in_one_line(error)}", _upload_hint(error)
+        ) from error
+    return str(url)
 
 
-def _why_not_written(error: Exception) -> str:
+def _missing_library_error(source: str) -> VitralError:
+    return VitralError(f"{source} needs huggingface_hub", "Install it with: pip install 'vitral[hub]'")
+
+
+def _class_names(error: Exception) -> set[str]:
+    """Names of the error's class and its base classes, to recognise errors of different huggingface_hub versions."""
+    return {cls.__name__ for cls in type(error).__mro__}
+
+
+def _upload_hint(error: Exception) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
-        return "may this token write there? Make one with write access and log in with: hf auth login"
+        return "Log in with a token that has write access: hf auth login"
+    dry_run = "write the files without uploading them: --dry-run --folder DIR"
     if status is not None:
-        return "the hub refused it; --dry-run --folder DIR writes the same files without uploading"
-    return "no network? HF_ENDPOINT names a mirror; --dry-run --folder DIR writes the same files without uploading"
+        return f"The hub refused the upload; {dry_run}"
+    return f"Check the network connection, set HF_ENDPOINT to a mirror, or {dry_run}"
 
 
-def _what_to_do(error: Exception) -> str:
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if "GatedRepoError" in kinds:
-        return "its owner asks for an agreement: accept it on the model's page, then log in with: hf auth login"
-    if "RepositoryNotFoundError" in kinds:
-        return "is the name right? For a private model, log in with: hf auth login"
-    if kinds & {"RevisionNotFoundError", "RevisionResolutionError"}:
-        return "leave out @revision for the newest, or name a branch, a tag or a commit"
-    return "no network? A model fetched before is read from the cache; HF_ENDPOINT names a mirror; a folder works too"
+def _download_hint(error: Exception) -> str:
+    names = _class_names(error)
+    if "GatedRepoError" in names:
+        return "Accept the license on the model's page, then log in with: hf auth login"
+    if "RepositoryNotFoundError" in names:
+        return "Check the name. For a private model, log in with: hf auth login"
+    if names & {"RevisionNotFoundError", "RevisionResolutionError"}:
+        return "Omit @revision for the latest one, or use an existing branch, tag or commit"
+    return "Check the network connection, set HF_ENDPOINT to a mirror, or pass a downloaded folder"

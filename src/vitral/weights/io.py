@@ -1,20 +1,21 @@
-"""read, write, convert: the three doors of this room."""
+"""Read, write and convert checkpoints of any supported format."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from vitral import bundled as box
-from vitral.errors import VitralError, unknown
+from vitral import bundled
+from vitral.errors import VitralError, unknown_name_error
 from vitral.models.vit import ViT
-from vitral.runs.run import ModelCard, check_heads, model_folder, read_card, write_atomically, write_card
+from vitral.runs.model_io import ModelConfig, check_heads, find_model_dir, load_model_config, save_model_config
+from vitral.utils.atomic import atomic_write
 from vitral.weights import hub, npz, timm, torchvision, transformers, vit_pytorch
-from vitral.weights.checkpoint import NO_HEAD, Asked, Checkpoint
-from vitral.weights.detect import family_of
-from vitral.weights.files import Found, find, one_line, save
-from vitral.weights.preprocessing import seen
-from vitral.weights.reading import finish
+from vitral.weights.checkpoint import NO_HEAD, ArchitectureHints, Checkpoint, ConvertedModel
+from vitral.weights.detect import detect_format
+from vitral.weights.files import RawCheckpoint, error_in_one_line, load_raw, save_tensors
+from vitral.weights.preprocessing import describe_preprocessing
+from vitral.weights.reading import build_checkpoint
 
 READERS = {
     "timm": timm.to_vitral,
@@ -30,9 +31,9 @@ WRITERS = {
     "vit-pytorch": vit_pytorch.from_vitral,
     "npz": npz.from_vitral,
 }
-FAMILIES = (*WRITERS, "vitral")
-# What a destination may be called; "" is a folder.
-SUFFIXES = {
+FORMATS = (*WRITERS, "vitral")
+# Suffixes that a destination may have; "" is a folder.
+DESTINATION_SUFFIXES = {
     "timm": ("", ".safetensors", ".pth", ".pt"),
     "transformers": ("",),
     "torchvision": (".pth", ".pt", ".safetensors"),
@@ -43,84 +44,108 @@ SUFFIXES = {
 
 
 def read(source: Path | str, *, heads: int | None = None, image_size: tuple[int, int] | None = None) -> Checkpoint:
-    """A file, a folder, "hf:owner/name[@revision]", or the name of a model in the box.
+    """Read a checkpoint; its format is detected from the tensor names.
 
-    `heads` and `image_size` for files that do not tell."""
-    asked = Asked(heads=heads, image_size=image_size)
-    place = box.find(source)
-    named = str(place)
-    path = hub.fetch(named) if named.startswith(hub.SCHEME) else Path(place)
+    Args:
+        source: File, folder, run, `"hf:owner/name[@revision]"` or the name of a bundled model.
+        heads: Number of attention heads, for files that do not contain it.
+        image_size: Height and width in pixels, for files that do not contain it.
+    """
+    hints = ArchitectureHints(heads=heads, image_size=image_size)
+    location = bundled.resolve(source)
+    name = str(location)
+    path = hub.download(name) if name.startswith(hub.SCHEME) else Path(location)
     try:
         if (path / "recipe.toml").is_file() or (path / "model" / "config.json").is_file():
-            path = model_folder(path)
-        found = find(path)
-        found.notes += box.notes(source)
-        if named.startswith(hub.SCHEME):
-            found.where = named
-        family = family_of(found)
-        return _ours(found, path, asked) if family == "vitral" else READERS[family](found, asked)
+            path = find_model_dir(path)
+        raw = load_raw(path)
+        raw.notes += bundled.shadowing_notes(source)
+        if name.startswith(hub.SCHEME):
+            raw.source = name
+        format_name = detect_format(raw)
+        return _read_vitral(raw, path, hints) if format_name == "vitral" else READERS[format_name](raw, hints)
     except OSError as error:
-        raise VitralError(f"cannot read {path}: {error.strerror or error}", "may this user read it?") from error
+        raise VitralError(f"cannot read {path}: {error.strerror or error}", "Check its permissions") from error
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-        # A stranger's config.json can hold anything: a number where a list was, a tensor of another rank.
+        # A config.json of unknown origin can contain anything, such as a number in place of a list.
         raise VitralError(
-            f"{source} cannot be understood: {one_line(error)}", "are config.json and the weights from one model?"
+            f"cannot interpret {source}: {error_in_one_line(error)}",
+            "Check that config.json and the weights belong to the same model",
         ) from error
 
 
-def _ours(found: Found, path: Path, asked: Asked) -> Checkpoint:
-    """A model folder of vitral's, without building the model."""
+def _read_vitral(raw: RawCheckpoint, path: Path, hints: ArchitectureHints) -> Checkpoint:
+    """Read one of vitral's model folders without building the model."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
-        raise VitralError(f"{path} needs the config.json that was saved with it", "give the model folder")
-    card = read_card(folder / "config.json")
-    check_heads(found.where, asked.heads, card)
-    notes = [f"preprocessing from config.json: {seen(card.preprocessing)}"]
-    checkpoint = finish(
+        raise VitralError(f"{path} needs the config.json that was saved with it", "Pass the model folder")
+    model_config = load_model_config(folder / "config.json")
+    check_heads(raw.source, hints.heads, model_config)
+    preprocessing = model_config.preprocessing
+    checkpoint = build_checkpoint(
         "vitral",
-        found,
-        found.tensors,
+        raw,
+        raw.tensors,
         [],
-        card.architecture,
-        lambda name: name,
-        card.preprocessing,
-        notes,
-        variant=card.variant,
-        classes=card.classes,
+        model_config.architecture,
+        lambda key: key,
+        preprocessing,
+        [f"preprocessing from config.json: {describe_preprocessing(preprocessing)}"],
+        variant=model_config.variant,
+        classes=model_config.classes,
     )
-    checkpoint.headless = card.classes == (NO_HEAD,)
+    checkpoint.headless = model_config.classes == (NO_HEAD,)
     return checkpoint
 
 
-def write(what: Checkpoint | tuple[ViT, ModelCard], destination: Path | str, to: str) -> list[str]:
-    """Files of the family `to`; the answer is what a person should know about them."""
-    checkpoint = what if isinstance(what, Checkpoint) else Checkpoint.of(*what)
-    if to not in FAMILIES:
-        raise unknown("family", to, FAMILIES)
+def write(model: Checkpoint | tuple[ViT, ModelConfig], destination: Path | str, to: str) -> list[str]:
+    """Write a model in the format `to`; returns notes about differences. Existing files are never overwritten.
+
+    Args:
+        model: A checkpoint, or a model with its config.
+        destination: File or folder, depending on the format.
+        to: One of `FORMATS`.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.from_model(*model)
+    if to not in FORMATS:
+        raise unknown_name_error("format", to, FORMATS)
     path = Path(destination)
-    if path.suffix not in SUFFIXES[to]:
-        if "" not in SUFFIXES[to]:
-            raise VitralError(f"{path}: a {to} checkpoint is a file", f"name it {path}{SUFFIXES[to][0]}")
-        if path.suffix in {".bin", ".ckpt", *(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)}:
-            raise VitralError(f"{path}: a {to} model is a folder", f"name it {path.with_suffix('')}")
+    is_file = _is_file_destination(path, to)
     try:
         if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
-            raise VitralError(f"{path} already exists", "choose another name; nothing is overwritten")
-        is_file = path.suffix in SUFFIXES[to] and path.suffix != ""
-        written = None if to == "vitral" else WRITERS[to](checkpoint)
+            raise VitralError(f"{path} already exists", "Choose another name; existing files are not overwritten")
+        converted = None if to == "vitral" else WRITERS[to](checkpoint)
         (path.parent if is_file else path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise VitralError(f"cannot make {path}: {error.strerror or error}", "is the folder writable?") from error
-    if written is None:
-        save(path / "weights.safetensors", checkpoint.state)
-        write_card(path, checkpoint.card)
-        return [] if checkpoint.classes or checkpoint.headless else ["no class names are known: classes are numbered"]
-    save(path if is_file else path / "model.safetensors", written.tensors)
-    if is_file and written.documents:
-        return [*written.notes, f"config.json is left out; a folder would hold it: name {path.with_suffix('')}"]
-    for name, document in written.documents.items():
-        write_atomically(path / name, json.dumps(document, indent=2) + "\n")
-    return written.notes
+        raise VitralError(
+            f"cannot create {path}: {error.strerror or error}", "Check that the folder is writable"
+        ) from error
+    if converted is None:
+        save_tensors(path / "weights.safetensors", checkpoint.state)
+        save_model_config(path, checkpoint.model_config)
+        return [] if checkpoint.classes or checkpoint.headless else ["no class names: classes are numbered"]
+    return _save_converted(converted, path, is_file)
+
+
+def _is_file_destination(path: Path, to: str) -> bool:
+    """Whether the destination is a file rather than a folder; refuses names that do not fit the format."""
+    suffixes = DESTINATION_SUFFIXES[to]
+    if path.suffix in suffixes:
+        return path.suffix != ""
+    if "" not in suffixes:
+        raise VitralError(f"{path}: a {to} checkpoint is a file", f"Name it {path}{suffixes[0]}")
+    if path.suffix in {".bin", ".ckpt", *(suffix for options in DESTINATION_SUFFIXES.values() for suffix in options)}:
+        raise VitralError(f"{path}: a {to} model is a folder", f"Name it {path.with_suffix('')}")
+    return False
+
+
+def _save_converted(converted: ConvertedModel, path: Path, is_file: bool) -> list[str]:
+    save_tensors(path if is_file else path / "model.safetensors", converted.tensors)
+    if is_file and converted.json_files:
+        return [*converted.notes, f"config.json was not written; to include it, write a folder: {path.with_suffix('')}"]
+    for name, content in converted.json_files.items():
+        atomic_write(path / name, json.dumps(content, indent=2) + "\n")
+    return converted.notes
 
 
 def convert(
@@ -131,8 +156,12 @@ def convert(
     heads: int | None = None,
     image_size: tuple[int, int] | None = None,
 ) -> list[str]:
-    """From any family to any other. The notes of reading, then those of writing."""
-    if to not in FAMILIES:
-        raise unknown("family", to, FAMILIES)
+    """Convert a checkpoint to another format. Arguments as for `read` and `write`.
+
+    Returns:
+        The notes of reading, then those of writing.
+    """
+    if to not in FORMATS:
+        raise unknown_name_error("format", to, FORMATS)
     checkpoint = read(source, heads=heads, image_size=image_size)
     return [*checkpoint.notes, *write(checkpoint, destination, to)]

@@ -1,4 +1,4 @@
-"""Tables of tensor names, read both ways, and the few ways in which libraries cut the same weights differently."""
+"""Two-way mappings between tensor names, and layout differences that several libraries share."""
 
 from __future__ import annotations
 
@@ -11,93 +11,98 @@ from torch import Tensor
 State = dict[str, Tensor]
 
 
-class Names:
-    """vitral's names beside theirs. {i} stands for a block's number, {leaf} for weight or bias.
+class KeyMapping:
+    """vitral's tensor names and those of another library.
 
-    Where they have several spellings, all are read and one is written.
+    In the templates, {i} is the block index and {leaf} is weight or bias. Where the library has several spellings, all
+    are read; the writer selects one by its index.
     """
 
     def __init__(self, table: Mapping[str, str | tuple[str, ...]]) -> None:
-        self.table = {ours: (theirs,) if isinstance(theirs, str) else theirs for ours, theirs in table.items()}
-        self.rules_in = [(_pattern(theirs), ours) for ours, spelled in self.table.items() for theirs in spelled]
-        self.rules_out = [(_pattern(ours), spelled) for ours, spelled in self.table.items()]
+        spellings = {key: (names,) if isinstance(names, str) else names for key, names in table.items()}
+        self._read_rules = [(_compile(name), key) for key, names in spellings.items() for name in names]
+        self._write_rules = [(_compile(key), names) for key, names in spellings.items()]
 
-    def ours(self, name: str) -> str | None:
-        return next((_fill(ours, found) for rule, ours in self.rules_in if (found := rule.fullmatch(name))), None)
+    def to_vitral(self, name: str) -> str | None:
+        """vitral's name of one of the library's tensors; None if it is not in the table."""
+        return next((_fill(key, match) for rule, key in self._read_rules if (match := rule.fullmatch(name))), None)
 
-    def theirs(self, name: str, spelling: int = 0) -> str | None:
-        for rule, spelled in self.rules_out:
-            if found := rule.fullmatch(name):
-                return _fill(spelled[min(spelling, len(spelled) - 1)], found)
+    def from_vitral(self, key: str, spelling: int = 0) -> str | None:
+        """The library's name of one of vitral's tensors; None if it is not in the table."""
+        for rule, names in self._write_rules:
+            if match := rule.fullmatch(key):
+                return _fill(names[min(spelling, len(names) - 1)], match)
         return None
 
-    def read(self, tensors: State) -> tuple[State, list[str]]:
-        """Their tensors under vitral's names, and the names that the table does not know. `tensors` is emptied."""
+    def rename_to_vitral(self, tensors: State) -> tuple[State, list[str]]:
+        """Tensors under vitral's names, and the names that are not in the table. Empties `tensors` to save memory."""
         state: State = {}
-        unknown = []
+        unexpected = []
         for name in list(tensors):
-            ours = self.ours(name)
-            if ours is None or ours in state:
-                unknown.append(name)
+            key = self.to_vitral(name)
+            if key is None or key in state:
+                unexpected.append(name)
             else:
-                state[ours] = tensors.pop(name)
-        return state, unknown
+                state[key] = tensors.pop(name)
+        return state, unexpected
 
-    def write(self, state: State, spelling: int = 0) -> State:
-        """vitral's tensors under their names. `state` is emptied."""
+    def rename_from_vitral(self, state: State, spelling: int = 0) -> State:
+        """Tensors under the library's names. Empties `state` to save memory."""
         tensors: State = {}
-        for name in list(state):
-            theirs = self.theirs(name, spelling)
-            if theirs is None:
-                raise LookupError(f"no name for {name}")  # a writer lets nothing through that its table cannot name
-            tensors[theirs] = state.pop(name)
+        for key in list(state):
+            name = self.from_vitral(key, spelling)
+            if name is None:
+                raise LookupError(f"no name for {key}")  # writers refuse models that their table cannot express
+            tensors[name] = state.pop(key)
         return tensors
 
 
-def _pattern(template: str) -> re.Pattern[str]:
+def _compile(template: str) -> re.Pattern[str]:
     literal = re.escape(template)
     return re.compile(literal.replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{leaf\}", r"(?P<leaf>weight|bias)"))
 
 
-def _fill(template: str, found: re.Match[str]) -> str:
-    for key, value in found.groupdict().items():
-        template = template.replace(f"{{{key}}}", value)
+def _fill(template: str, match: re.Match[str]) -> str:
+    for placeholder, value in match.groupdict().items():
+        template = template.replace(f"{{{placeholder}}}", value)
     return template
 
 
-# Attention as three maps (…attention.q, .k, .v) or as one above the other (…attention.qkv); pooling has k and v.
-PARTS = {"attention.qkv": ("attention.q", "attention.k", "attention.v")}
-POOLING_PARTS = {"attention_pooling.kv": ("attention_pooling.k", "attention_pooling.v")}
+# vitral stores the q, k and v projections as one tensor; attention pooling has one for k and v.
+FUSED_PROJECTIONS = {
+    "attention.qkv": ("attention.q", "attention.k", "attention.v"),
+    "attention_pooling.kv": ("attention_pooling.k", "attention_pooling.v"),
+}
 
 
-def join_maps(state: State) -> None:
-    """q, k and v, where all are there, become one tensor."""
-    for whole, parts in (PARTS | POOLING_PARTS).items():
-        for name in [name for name in state if f"{parts[0]}." in name]:
-            pieces = [name.replace(f"{parts[0]}.", f"{part}.") for part in parts]
-            if len({state[piece].shape for piece in pieces if piece in state}) == 1 and all(p in state for p in pieces):
-                joined = torch.cat([state.pop(piece) for piece in pieces])
-                state[name.replace(f"{parts[0]}.", f"{whole}.")] = joined
+def fuse_qkv(state: State) -> None:
+    """Concatenate separate q, k and v projections. Incomplete or mismatched ones stay, to be reported later."""
+    for fused, parts in FUSED_PROJECTIONS.items():
+        for first in [key for key in state if f"{parts[0]}." in key]:
+            keys = [first.replace(f"{parts[0]}.", f"{part}.") for part in parts]
+            if all(key in state for key in keys) and len({state[key].shape for key in keys}) == 1:
+                tensor = torch.cat([state.pop(key) for key in keys])
+                state[first.replace(f"{parts[0]}.", f"{fused}.")] = tensor
 
 
-def split_maps(state: State) -> None:
-    """The way back; the pieces are views."""
-    for whole, parts in (PARTS | POOLING_PARTS).items():
-        for name in [name for name in state if f"{whole}." in name]:
-            for part, piece in zip(parts, state.pop(name).chunk(len(parts)), strict=True):
-                state[name.replace(f"{whole}.", f"{part}.")] = piece
+def split_qkv(state: State) -> None:
+    """Split fused projections into q, k and v; the parts are views."""
+    for fused, parts in FUSED_PROJECTIONS.items():
+        for key in [key for key in state if f"{fused}." in key]:
+            for part, tensor in zip(parts, state.pop(key).chunk(len(parts)), strict=True):
+                state[key.replace(f"{fused}.", f"{part}.")] = tensor
 
 
 def fold_layer_scale(state: State) -> None:
-    """γ·(W·x + b) = (γW)·x + γb: layer scale moves into the projection before it."""
+    """Multiply layer scale into the projection before it: γ·(W·x + b) = (γW)·x + γb."""
     for residual, projection in (("residual1", "attention.project"), ("residual2", "mlp.contract")):
-        for name in [name for name in state if name.endswith(f"{residual}.scale")]:
-            scale, branch = state.pop(name), name.replace(f"{residual}.scale", projection)
+        for key in [key for key in state if key.endswith(f"{residual}.scale")]:
+            scale, branch = state.pop(key), key.replace(f"{residual}.scale", projection)
             state[f"{branch}.weight"] = state[f"{branch}.weight"] * scale[:, None]
             state[f"{branch}.bias"] = state[f"{branch}.bias"] * scale
 
 
-def with_qkv_bias(state: State) -> None:
-    """A bias of zeros where there is none."""
-    for name in [name for name in state if name.endswith("attention.qkv.weight")]:
-        state.setdefault(name.replace("weight", "bias"), state[name].new_zeros(state[name].shape[0]))
+def add_zero_qkv_bias(state: State) -> None:
+    """Add a zero bias to qkv projections without one, for libraries that always have it."""
+    for key in [key for key in state if key.endswith("attention.qkv.weight")]:
+        state.setdefault(key.replace("weight", "bias"), state[key].new_zeros(state[key].shape[0]))

@@ -1,4 +1,4 @@
-"""Google's .npz: vision_transformer's and AugReg's files (class token), and big_vision's (mean, MAP head)."""
+"""Google's .npz formats: vision_transformer and AugReg (class token), and big_vision (mean pooling, MAP head)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.models.vit import ViTConfig
-from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
-from vitral.weights.files import Found
-from vitral.weights.key_mapping import Names, State, fold_layer_scale, join_maps, split_maps, with_qkv_bias
-from vitral.weights.preprocessing import HALF, preprocessing, seen
-from vitral.weights.reading import architecture, choose_heads, finish, place_rows, say_size
-from vitral.weights.writing import writable
+from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, ConvertedModel, unsupported_model_error
+from vitral.weights.files import RawCheckpoint
+from vitral.weights.key_mapping import KeyMapping, State, add_zero_qkv_bias, fuse_qkv, split_qkv
+from vitral.weights.preprocessing import HALF, build_preprocessing, describe_preprocessing
+from vitral.weights.reading import (
+    build_checkpoint,
+    image_size_hint,
+    infer_config,
+    resolve_heads,
+    resolve_position_table,
+)
+from vitral.weights.writing import exportable_state, fold_unsupported_layer_scale
 
 BLOCK = "Transformer/encoderblock_{i}"
-# vision_transformer's spelling, then big_vision's.
+# Spelling of vision_transformer, then of big_vision.
 ATTENTION = (f"{BLOCK}/MultiHeadDotProductAttention_1", f"{BLOCK}/MultiHeadDotProductAttention_0")
 MLP = (f"{BLOCK}/MlpBlock_3", f"{BLOCK}/MlpBlock_0")
 NORM2 = (f"{BLOCK}/LayerNorm_2", f"{BLOCK}/LayerNorm_1")
 POOL, POOL_ATTENTION = "MAPHead_0", "MAPHead_0/MultiHeadDotProductAttention_0"
 
 
-def _both(folders: tuple[str, ...] | str, leaf: str) -> tuple[str, ...]:
-    return tuple(f"{folder}/{leaf}" for folder in ((folders,) if isinstance(folders, str) else folders))
+def _spellings(modules: tuple[str, ...], leaf: str) -> tuple[str, ...]:
+    return tuple(f"{module}/{leaf}" for module in modules)
 
 
-NAMES = Names(
+KEYS = KeyMapping(
     {
         "patch_embedding.project.weight": "embedding/kernel",
         "patch_embedding.project.bias": "embedding/bias",
@@ -36,20 +42,20 @@ NAMES = Names(
         "position_embedding.table": ("Transformer/posembed_input/pos_embedding", "pos_embedding"),
         "encoder.blocks.{i}.norm1.weight": f"{BLOCK}/LayerNorm_0/scale",
         "encoder.blocks.{i}.norm1.bias": f"{BLOCK}/LayerNorm_0/bias",
-        "encoder.blocks.{i}.attention.q.weight": _both(ATTENTION, "query/kernel"),
-        "encoder.blocks.{i}.attention.q.bias": _both(ATTENTION, "query/bias"),
-        "encoder.blocks.{i}.attention.k.weight": _both(ATTENTION, "key/kernel"),
-        "encoder.blocks.{i}.attention.k.bias": _both(ATTENTION, "key/bias"),
-        "encoder.blocks.{i}.attention.v.weight": _both(ATTENTION, "value/kernel"),
-        "encoder.blocks.{i}.attention.v.bias": _both(ATTENTION, "value/bias"),
-        "encoder.blocks.{i}.attention.project.weight": _both(ATTENTION, "out/kernel"),
-        "encoder.blocks.{i}.attention.project.bias": _both(ATTENTION, "out/bias"),
-        "encoder.blocks.{i}.norm2.weight": _both(NORM2, "scale"),
-        "encoder.blocks.{i}.norm2.bias": _both(NORM2, "bias"),
-        "encoder.blocks.{i}.mlp.expand.weight": _both(MLP, "Dense_0/kernel"),
-        "encoder.blocks.{i}.mlp.expand.bias": _both(MLP, "Dense_0/bias"),
-        "encoder.blocks.{i}.mlp.contract.weight": _both(MLP, "Dense_1/kernel"),
-        "encoder.blocks.{i}.mlp.contract.bias": _both(MLP, "Dense_1/bias"),
+        "encoder.blocks.{i}.attention.q.weight": _spellings(ATTENTION, "query/kernel"),
+        "encoder.blocks.{i}.attention.q.bias": _spellings(ATTENTION, "query/bias"),
+        "encoder.blocks.{i}.attention.k.weight": _spellings(ATTENTION, "key/kernel"),
+        "encoder.blocks.{i}.attention.k.bias": _spellings(ATTENTION, "key/bias"),
+        "encoder.blocks.{i}.attention.v.weight": _spellings(ATTENTION, "value/kernel"),
+        "encoder.blocks.{i}.attention.v.bias": _spellings(ATTENTION, "value/bias"),
+        "encoder.blocks.{i}.attention.project.weight": _spellings(ATTENTION, "out/kernel"),
+        "encoder.blocks.{i}.attention.project.bias": _spellings(ATTENTION, "out/bias"),
+        "encoder.blocks.{i}.norm2.weight": _spellings(NORM2, "scale"),
+        "encoder.blocks.{i}.norm2.bias": _spellings(NORM2, "bias"),
+        "encoder.blocks.{i}.mlp.expand.weight": _spellings(MLP, "Dense_0/kernel"),
+        "encoder.blocks.{i}.mlp.expand.bias": _spellings(MLP, "Dense_0/bias"),
+        "encoder.blocks.{i}.mlp.contract.weight": _spellings(MLP, "Dense_1/kernel"),
+        "encoder.blocks.{i}.mlp.contract.bias": _spellings(MLP, "Dense_1/bias"),
         "encoder.norm.weight": "Transformer/encoder_norm/scale",
         "encoder.norm.bias": "Transformer/encoder_norm/bias",
         "attention_pooling.probe": f"{POOL}/probe",
@@ -73,107 +79,122 @@ NAMES = Names(
         "head.out.bias": "head/bias",
     }
 )
-INTO_HEADS = r".*attention(_pooling)?\.[qkv]\.(weight|bias)"  # D (h d)
-OUT_OF_HEADS = r".*attention(_pooling)?\.project\.weight"  # (h d) D
+HEAD_INPUT_KEYS = r".*attention(_pooling)?\.[qkv]\.(weight|bias)"  # kernels (D, heads, head_dim) in Flax
+HEAD_OUTPUT_KEYS = r".*attention(_pooling)?\.project\.weight"  # kernels (heads, head_dim, D) in Flax
 
 
-def to_vitral(found: Found, asked: Asked) -> Checkpoint:
+def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
     notes: list[str] = []
-    tensors = _unstacked(_ours_alone(found.tensors, notes))
+    tensors = _unstack_blocks(_select_image_model(raw.tensors, notes))
     query = next((tensors[name] for name in tensors if re.search(r"/query/kernel$", name)), None)
-    said = query.shape[1] if query is not None and query.ndim == 3 else None  # D h d
-    state, unknown = NAMES.read(tensors)
+    stored_heads = query.shape[1] if query is not None and query.ndim == 3 else None  # (D, heads, head_dim)
+    state, unexpected = KEYS.rename_to_vitral(tensors)
     kernel = state["patch_embedding.project.weight"]
     if kernel.ndim != 4 or kernel.shape[0] != kernel.shape[1]:
-        raise refuse(found.where, f"its patches are not squares: embedding/kernel is {tuple(kernel.shape)}")
+        raise unsupported_model_error(
+            raw.source, f"patches are not square: embedding/kernel has shape {tuple(kernel.shape)}"
+        )
     patch, _, channels, width = kernel.shape
-    for name in state:
-        state[name] = _from_flax(name, state[name])
-    join_maps(state)
+    for key in state:
+        state[key] = _from_flax(key, state[key])
+    fuse_qkv(state)
     pooling = "attention" if "attention_pooling.probe" in state else "class" if "class_token.token" in state else "mean"
-    table = state.get("position_embedding.table")
-    if table is None:
-        if asked.image_size is None:
-            raise VitralError(f"{found.where} has no position table (fixed sines and cosines)", say_size(found.where))
-        positions, size = "sincos", asked.image_size
-    else:
-        front, size = place_rows(table.shape[1], [1, 0] if pooling == "class" else [0], patch, asked, None, found.where)
-        positions = "learned"
-        if pooling == "class" and front == 0:  # big_vision puts the class token in front after the positions
-            state["position_embedding.table"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
-    notes.append("GELU by its tanh form, norm eps 1e-06: as Flax computes them")
-    config = architecture(
-        found,
+    positions, size = _read_positions(raw, state, pooling, patch, hints)
+    notes.append("tanh GELU and norm eps 1e-06, as in Flax")
+    config = infer_config(
+        raw,
         state,
-        NAMES.theirs,
+        KEYS.from_vitral,
         image_size=size,
         patch_size=patch,
         channels=channels,
-        heads=choose_heads(width, asked, said, "the shape of query/kernel", notes, found.where),
+        heads=resolve_heads(width, hints, stored_heads, "the shape of query/kernel", notes, raw.source),
         pooling=pooling,
         positions=positions,
         gelu="tanh",
         norm_eps=1e-6,
     )
-    pixels = preprocessing(size, channels, HALF, 0.875, "bilinear", notes)
-    notes.append(f"preprocessing ASSUMED, big_vision's usual: {seen(pixels)}")
-    return finish("npz", found, state, unknown, config, NAMES.theirs, pixels, notes)
+    preprocessing = build_preprocessing(size, channels, HALF, 0.875, "bilinear", notes)
+    notes.append(f"preprocessing assumed (big_vision's default): {describe_preprocessing(preprocessing)}")
+    return build_checkpoint("npz", raw, state, unexpected, config, KEYS.from_vitral, preprocessing, notes)
 
 
-def _ours_alone(tensors: State, notes: list[str]) -> State:
-    """The model's part of a training's file (params/…, opt/target/…), or of an image-and-text model (params/img/…)."""
+def _read_positions(
+    raw: RawCheckpoint, state: State, pooling: str, patch: int, hints: ArchitectureHints
+) -> tuple[str, tuple[int, int]]:
+    """Kind of the position embedding, and the image size."""
+    table = state.get("position_embedding.table")
+    if table is None:
+        if hints.image_size is None:
+            raise VitralError(f"{raw.source} has no position table (fixed sincos)", image_size_hint(raw.source))
+        return "sincos", hints.image_size
+    prefix_options = [1, 0] if pooling == "class" else [0]
+    num_prefix, size = resolve_position_table(table.shape[1], prefix_options, patch, hints, None, raw.source)
+    if pooling == "class" and num_prefix == 0:  # big_vision prepends the class token after adding the positions
+        state["position_embedding.table"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
+    return "learned", size
+
+
+def _select_image_model(tensors: State, notes: list[str]) -> State:
+    """The model's part of a training checkpoint (params/, opt/target/) or of an image-text model (params/img/).
+
+    Empties `tensors`.
+    """
     prefix = next(name for name in tensors if name.endswith("embedding/kernel")).removesuffix("embedding/kernel")
-    kept = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    selected = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
     if prefix:
-        notes.append(f"taken from {prefix}" + (f"; {len(tensors)} tensors elsewhere left out" if tensors else ""))
+        notes.append(f"used {prefix}" + (f"; ignored {len(tensors)} other tensors" if tensors else ""))
     tensors.clear()
-    return kept
+    return selected
 
 
-def _unstacked(tensors: State) -> State:
-    """big_vision's scanned encoder: the blocks of all layers lie one above the other."""
+def _unstack_blocks(tensors: State) -> State:
+    """Split the stacked blocks of big_vision's scanned encoder."""
     for name in [name for name in tensors if name.startswith("Transformer/encoderblock/")]:
         for i, layer in enumerate(tensors.pop(name)):
             tensors[name.replace("encoderblock/", f"encoderblock_{i}/")] = layer
     return tensors
 
 
-def _from_flax(name: str, tensor: Tensor) -> Tensor:
-    """Flax multiplies from the right: kernels are in × out, with heads as an axis of their own."""
-    if name == "patch_embedding.project.weight":
-        return tensor.permute(3, 2, 0, 1).flatten(1).contiguous()  # p q c d -> d (c p q)
-    if re.fullmatch(INTO_HEADS, name):
+def _from_flax(key: str, tensor: Tensor) -> Tensor:
+    """Flax kernels are (in, out), with a separate axis for the heads; PyTorch weights are (out, in)."""
+    if key == "patch_embedding.project.weight":
+        return tensor.permute(3, 2, 0, 1).flatten(1).contiguous()  # (P, P, C, D) to (D, C·P·P)
+    if re.fullmatch(HEAD_INPUT_KEYS, key):
         tensor = tensor.flatten(-2)
-    elif re.fullmatch(OUT_OF_HEADS, name) and tensor.ndim == 3:
+    elif re.fullmatch(HEAD_OUTPUT_KEYS, key) and tensor.ndim == 3:
         tensor = tensor.flatten(0, 1)
     return tensor.mT.contiguous() if tensor.ndim == 2 else tensor.contiguous()
 
 
-def _to_flax(name: str, tensor: Tensor, config: ViTConfig) -> Tensor:
-    if name == "patch_embedding.project.weight":
+def _to_flax(key: str, tensor: Tensor, config: ViTConfig) -> Tensor:
+    if key == "patch_embedding.project.weight":
         return tensor.unflatten(1, (config.channels, config.patch_size, -1)).permute(2, 3, 1, 0)
     tensor = tensor.mT if tensor.ndim == 2 else tensor
-    if re.fullmatch(INTO_HEADS, name):
+    if re.fullmatch(HEAD_INPUT_KEYS, key):
         return tensor.unflatten(-1, (config.heads, -1))
-    return tensor.unflatten(0, (config.heads, -1)) if re.fullmatch(OUT_OF_HEADS, name) else tensor
+    return tensor.unflatten(0, (config.heads, -1)) if re.fullmatch(HEAD_OUTPUT_KEYS, key) else tensor
 
 
-def from_vitral(checkpoint: Checkpoint) -> Written:
+def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     config = checkpoint.config
-    state, notes = writable(
-        checkpoint, "Google's npz", poolings=("class", "mean", "attention"), hidden=True, norm_eps=1e-6, gelu="tanh"
+    state, notes = exportable_state(
+        checkpoint,
+        "npz",
+        poolings=("class", "mean", "attention"),
+        hidden_head=True,
+        norm_eps=1e-6,
+        gelu="tanh",
     )
-    if config.layer_scale is not None:
-        fold_layer_scale(state)
-        notes.append("layer scale is multiplied into the projections before it")
-    with_qkv_bias(state)
-    split_maps(state)
-    big_vision = config.pooling != "class"  # vision_transformer's layout has the class token, big_vision's the others
-    if config.positions == "sincos" and big_vision:
+    notes += fold_unsupported_layer_scale(checkpoint, state)
+    add_zero_qkv_bias(state)
+    split_qkv(state)
+    is_big_vision = config.pooling != "class"  # class-token models use the layout of vision_transformer
+    if config.positions == "sincos" and is_big_vision:
         del state["position_embedding.table"]
-    state = {name: _to_flax(name, tensor, config) for name, tensor in state.items()}
-    tensors = NAMES.write(state, int(big_vision))
-    if big_vision:
+    state = {key: _to_flax(key, tensor, config) for key, tensor in state.items()}
+    tensors = KEYS.rename_from_vitral(state, int(is_big_vision))
+    if is_big_vision:
         tensors = {f"params/{name}": tensor for name, tensor in tensors.items()}
-    notes.append(f"an npz holds no preprocessing: {seen(checkpoint.preprocessing)}")
-    return Written(tensors=tensors, notes=notes)
+    notes.append(f"an npz file does not contain the preprocessing: {describe_preprocessing(checkpoint.preprocessing)}")
+    return ConvertedModel(tensors=tensors, notes=notes)

@@ -1,207 +1,237 @@
-"""What each family's reader ends with: the rest of the architecture is read off the tensors, and what is missing,
-unexpected or of another shape is an error. Nothing half-matching goes through."""
+"""Steps that all readers share: infer the architecture from the tensors and compare them with the model.
+
+Missing, unexpected and wrongly shaped tensors are errors; nothing is loaded partially.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError
+from vitral.errors import VitralError, shell_quote, truncate_list
 from vitral.models.vit import ViTConfig
-from vitral.weights.checkpoint import Asked, Checkpoint, described, refuse
-from vitral.weights.files import Found
+from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, describe_architecture, unsupported_model_error
+from vitral.weights.files import RawCheckpoint
 from vitral.weights.key_mapping import State
-from vitral.weights.uninitialized import shapes
+from vitral.weights.uninitialized import meta_state_dict
 
-# Heads of the papers' and libraries' models, by width: 64 numbers a head up to L, 16 heads beyond.
-HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1664: 16}
+PATCH_KERNEL = "patch_embedding.project.weight"
+# Attention heads by width, as in papers and libraries: head dimension 64 up to L, 16 heads beyond.
+USUAL_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1664: 16}
 
-
-def say(flag: str, where: str, python: str) -> str:
-    """What no tensor tells, a person must: `vitral convert` writes it down once, for every other command."""
-    named = shlex.quote(where)
-    return f"say it once: vitral convert {named} FOLDER {flag}, then use FOLDER (in Python: {python})"
+SourceKeyFn = Callable[[str], str | None]  # vitral's tensor name to the source's, for error messages
 
 
-def say_size(where: str) -> str:
-    return say("--image-size H W", where, "image_size=(H, W)")
+def convert_hint(flag: str, source: str, python: str) -> str:
+    """How to specify what the tensors do not contain: `vitral convert` stores it for all other commands."""
+    return f"Convert it once: vitral convert {shell_quote(source)} FOLDER {flag}, then use FOLDER (Python: {python})"
 
 
-TheirName = Callable[[str], str | None]
+def image_size_hint(source: str) -> str:
+    return convert_hint("--image-size H W", source, "image_size=(H, W)")
 
 
-def choose_heads(width: int, asked: Asked, said: int | None, by: str, notes: list[str], where: str) -> int:
-    """Heads leave no trace in the tensors of most families: what config.json says, or what is usual, or ask."""
-    if said is not None:
-        if asked.heads not in (None, said):
-            raise VitralError(f"{where} has {said} heads ({by}), not {asked.heads}", "leave heads out")
-        notes.append(f"heads: {said}, from {by}")
-        return said
-    if asked.heads is not None:
-        if asked.heads < 1 or width % asked.heads:
+def incomplete_error(source: str, library: str, missing: str) -> VitralError:
+    return VitralError(f"{source} is not a complete {library} model", f"Missing: {missing}")
+
+
+def flatten_patch_kernel(raw: RawCheckpoint, state: State, name: str) -> tuple[int, int, int]:
+    """Flatten the patch convolution (D, C, P, P) to (D, C·P·P); returns width, channels and patch size."""
+    kernel = state[PATCH_KERNEL]
+    if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3]:
+        raise unsupported_model_error(raw.source, f"patches are not square: {name} has shape {tuple(kernel.shape)}")
+    state[PATCH_KERNEL] = kernel.flatten(1)
+    return kernel.shape[0], kernel.shape[1], kernel.shape[2]
+
+
+def resolve_heads(
+    width: int, hints: ArchitectureHints, stored: int | None, origin: str, notes: list[str], source: str
+) -> int:
+    """The number of attention heads, which cannot be inferred from most formats' tensors.
+
+    In order of precedence: `stored` in a config (`origin` says which), specified by the user, usual for this width.
+    """
+    if stored is not None:
+        if hints.heads not in (None, stored):
+            raise VitralError(f"{source} has {stored} heads ({origin}), not {hints.heads}", "Omit heads")
+        notes.append(f"heads: {stored}, from {origin}")
+        return stored
+    if hints.heads is not None:
+        if hints.heads < 1 or width % hints.heads:
             raise VitralError(
-                f"{where}: a width of {width} cannot be shared by {asked.heads} heads",
-                f"usual is a head for every 64: {max(width // 64, 1)}",
+                f"{source}: width {width} is not divisible by {hints.heads} heads",
+                f"Usual is one head per 64 channels: {max(width // 64, 1)}",
             )
-        usual = asked.heads == HEADS.get(width)  # then a training may have asked for what was assumed before
-        notes.append(f"heads: {asked.heads}, {f'usual at width {width}: tensors do not tell' if usual else 'as asked'}")
-        return asked.heads
-    if width not in HEADS:
+        # A recipe passes on heads that were assumed when the checkpoint was read first.
+        is_usual = hints.heads == USUAL_HEADS.get(width)
+        notes.append(f"heads: {hints.heads}, " + (f"usual for width {width}" if is_usual else "as specified"))
+        return hints.heads
+    if width not in USUAL_HEADS:
         raise VitralError(
-            f"{where}: the tensors do not tell how many heads a model of width {width} has",
-            say("--heads N", where, "heads=N"),
+            f"{source}: the number of heads of a model of width {width} cannot be inferred from its tensors",
+            convert_hint("--heads N", source, "heads=N"),
         )
-    notes.append(f"heads: {HEADS[width]}, ASSUMED: usual at width {width}")
-    return HEADS[width]
+    notes.append(f"heads: {USUAL_HEADS[width]}, assumed (usual for width {width})")
+    return USUAL_HEADS[width]
 
 
-def place_rows(
-    rows: int, fronts: Sequence[int], patch: int, asked: Asked, said: tuple[int, int] | None, where: str
+def resolve_position_table(
+    num_rows: int,
+    prefix_options: Sequence[int],
+    patch: int,
+    hints: ArchitectureHints,
+    stored_size: tuple[int, int] | None,
+    source: str,
 ) -> tuple[int, tuple[int, int]]:
-    """How many rows of a position table stand before the patches' (one of `fronts`), and the image size."""
-    size = asked.image_size or said
-    for front in fronts:
-        if size and size[0] % patch == size[1] % patch == 0 and math.prod(size) // patch**2 == rows - front:
-            return front, size
-    if asked.image_size is None:
-        for front in fronts:
-            side = math.isqrt(max(rows - front, 0))
-            if side and side**2 == rows - front:
-                return front, (side * patch, side * patch)
-        raise VitralError(f"{where}: {rows} positions are no square image", say_size(where))
-    height, width = asked.image_size
+    """How many rows of a position table precede the patches (one of `prefix_options`), and the image size."""
+    size = hints.image_size or stored_size
+    for num_prefix in prefix_options:
+        if size and size[0] % patch == size[1] % patch == 0 and math.prod(size) // patch**2 == num_rows - num_prefix:
+            return num_prefix, size
+    if hints.image_size is None:
+        for num_prefix in prefix_options:
+            side = math.isqrt(max(num_rows - num_prefix, 0))
+            if side and side**2 == num_rows - num_prefix:
+                return num_prefix, (side * patch, side * patch)
+        raise VitralError(f"{source}: {num_rows} positions do not form a square image", image_size_hint(source))
+    height, width = hints.image_size
     raise VitralError(
-        f"{where}: {rows} positions do not fit images of {height}×{width}", _that_fit(rows, fronts[0], patch, where)
+        f"{source}: {num_rows} positions do not fit images of {height}×{width}",
+        _matching_sizes_hint(num_rows - prefix_options[0], patch, source),
     )
 
 
-def _that_fit(rows: int, front: int, patch: int, where: str) -> str:
-    """The image sizes that have so many patches, the squarest first; and how to get to others."""
-    count = rows - front
-    heights = [h for h in range(math.isqrt(max(count, 0)), 0, -1) if count % h == 0][:3]
-    fitting = " or ".join(f"{h * patch} {count // h * patch}" for h in heights)
-    other = f"for another size: vitral train DATA --init {shlex.quote(where)} --model.image-size H W"
-    return f"these fit: --image-size {fitting}, or turned; {other}" if fitting else f"leave it out; {other}"
+def _matching_sizes_hint(num_patches: int, patch: int, source: str) -> str:
+    """Image sizes with this number of patches, the squarest first, and how to train at another size."""
+    heights = [h for h in range(math.isqrt(max(num_patches, 0)), 0, -1) if num_patches % h == 0][:3]
+    sizes = " or ".join(f"{h * patch} {num_patches // h * patch}" for h in heights)
+    other = f"for another size: vitral train DATA --init-from {shell_quote(source)} --model.image-size H W"
+    return f"Matching sizes: --image-size {sizes}, or transposed; {other}" if sizes else f"Omit the size; {other}"
 
 
-def architecture(
-    found: Found, state: State, their_name: TheirName, layer_scale: float | None = None, **settings: Any
+def infer_config(
+    raw: RawCheckpoint, state: State, source_key: SourceKeyFn, layer_scale: float | None = None, **settings: Any
 ) -> ViTConfig:
-    """The settings that a family's reader knows, and all that the tensors tell."""
+    """Infer the remaining fields of the config from the tensors; `settings` are those that the reader knows."""
 
-    def shape(name: str) -> tuple[int, ...]:
-        if name not in state or state[name].ndim == 0:
-            raise VitralError(f"{found.where} is not a whole model", f"missing: {their_name(name) or name}")
-        return tuple(state[name].shape)
+    def shape(key: str) -> tuple[int, ...]:
+        if key not in state or state[key].ndim == 0:
+            raise VitralError(f"{raw.source} is not a complete model", f"Missing: {source_key(key) or key}")
+        return tuple(state[key].shape)
 
-    blocks = [int(number[1]) for name in state if (number := re.match(r"encoder\.blocks\.(\d+)\.", name))]
+    block_indices = [int(match[1]) for key in state if (match := re.match(r"encoder\.blocks\.(\d+)\.", key))]
     first = "encoder.blocks.0"
-    width, hidden = shape("patch_embedding.project.weight")[0], shape(f"{first}.mlp.expand.weight")[0]
+    width, hidden = shape(PATCH_KERNEL)[0], shape(f"{first}.mlp.expand.weight")[0]
     if hidden == 2 * shape(f"{first}.mlp.contract.weight")[-1]:
-        raise refuse(found.where, "its MLP is a SwiGLU")
+        raise unsupported_model_error(raw.source, "SwiGLU MLP")
     if f"{first}.norm1.weight" in state and f"{first}.norm1.bias" not in state:
-        raise refuse(found.where, "its norms have no bias (RMS norm)")
-    outs = _classifiers(state)
-    scaled = any(name.endswith("residual1.scale") for name in state)
+        raise unsupported_model_error(raw.source, "norms without bias (RMS norm)")
+    classifiers = _classifier_keys(state)
+    has_layer_scale = any(key.endswith("residual1.scale") for key in state)
     try:
         return ViTConfig(
             width=width,
-            depth=max(blocks) + 1,
+            depth=max(block_indices) + 1,
             mlp_width=None if hidden == 4 * width else hidden,
-            classes=shape(outs[0])[0] if outs else 1,
-            head="mlp" if any("hidden" in name for name in state) else "linear",
+            num_classes=shape(classifiers[0])[0] if classifiers else 1,
+            head="mlp" if any("hidden" in key for key in state) else "linear",
             registers=shape("registers")[1] if "registers" in state else 0,
-            layer_scale=(layer_scale or 1e-5) if scaled else None,
-            qkv_bias=any(name.endswith("attention.qkv.bias") for name in state),
-            qk_norm=any("attention.norm_q" in name for name in state),
+            layer_scale=(layer_scale or 1e-5) if has_layer_scale else None,
+            qkv_bias=any(key.endswith("attention.qkv.bias") for key in state),
+            qk_norm=any("attention.norm_q" in key for key in state),
             **settings,
         )
     except ValueError as error:
-        raise VitralError(f"{found.where}: {error}", "the tensors describe no model that vitral can build") from error
+        raise _invalid_config_error(raw.source, error) from error
 
 
-def _classifiers(state: State) -> list[str]:
-    return [name for name in state if name.startswith("head.") and name.endswith("out.weight")]
+def _invalid_config_error(source: str, error: ValueError) -> VitralError:
+    return VitralError(f"{source}: {error}", "vitral cannot build the model that the tensors describe")
 
 
-def finish(
-    family: str,
-    found: Found,
+def _classifier_keys(state: State) -> list[str]:
+    return [key for key in state if key.startswith("head.") and key.endswith("out.weight")]
+
+
+def build_checkpoint(
+    format_name: str,
+    raw: RawCheckpoint,
     state: State,
-    unknown: list[str],
+    unexpected: list[str],
     config: ViTConfig,
-    their_name: TheirName,
+    source_key: SourceKeyFn,
     preprocessing: Preprocessing,
     notes: list[str],
     *,
     variant: str = "plain",
     classes: Sequence[str] | None = None,
 ) -> Checkpoint:
-    """The comparison with the model that the configuration describes, and all that is known in one place."""
+    """Compare the tensors with the model that the config describes and collect everything in a `Checkpoint`.
+
+    unexpected: Tensor names of the source that its key mapping does not contain.
+    """
     try:
-        wanted = shapes(variant, config)
+        expected = meta_state_dict(variant, config)
     except ValueError as error:
-        raise VitralError(f"{found.where}: {error}", "the tensors describe no model that vitral can build") from error
-    headless = family != "vitral" and not _classifiers(state)
+        raise _invalid_config_error(raw.source, error) from error
+    headless = format_name != "vitral" and not _classifier_keys(state)
     if headless:
-        notes.append("no classifier in the file: a zero one of a single class stands in, for features and training")
-        like = state["patch_embedding.project.weight"]
-        state |= {name: like.new_zeros(tensor.shape) for name, tensor in wanted.items() if ".out." in f".{name}"}
-    _compare(family, found.where, state, unknown, wanted, their_name)
-    if classes is not None and len(classes) != config.classes:
-        notes.append(f"{len(classes)} class names for {config.classes} classes: left out")
+        notes.append("no classifier in the file: usable for features and fine-tuning (a zero head was added)")
+        like = state[PATCH_KERNEL]
+        state |= {key: like.new_zeros(tensor.shape) for key, tensor in expected.items() if ".out." in f".{key}"}
+    _check_tensors(format_name, raw.source, state, unexpected, expected, source_key)
+    if classes is not None and len(classes) != config.num_classes:
+        notes.append(f"{len(classes)} class names for {config.num_classes} classes: names ignored")
         classes = None
     return Checkpoint(
-        family=family,
-        source=found.where,
+        format=format_name,
+        source=raw.source,
         config=config,
         variant=variant,
         state=state,
         preprocessing=preprocessing,
         classes=None if classes is None else tuple(classes),
         headless=headless,
-        notes=[*found.notes, f"{family}: {described(config, variant)}", *notes],
+        notes=[*raw.notes, f"{format_name}: {describe_architecture(config, variant)}", *notes],
     )
 
 
-def _compare(
-    family: str,
-    where: str,
+def _check_tensors(
+    format_name: str,
+    source: str,
     state: State,
-    unknown: list[str],
-    wanted: dict[str, Tensor],
-    their_name: TheirName,
+    unexpected: list[str],
+    expected: State,
+    source_key: SourceKeyFn,
 ) -> None:
-    def named(names: list[str]) -> list[str]:
-        return [their_name(name) or name for name in names]
-
-    def shaped(tensor: Tensor) -> str:
+    def shape_text(tensor: Tensor) -> str:
         return "×".join(map(str, tensor.shape))
 
-    both = [name for name in wanted if name in state]
-    wrong = {
-        "missing": named([name for name in wanted if name not in state]),
-        "unexpected": [*unknown, *named([name for name in state if name not in wanted])],
-        "of another shape": [
-            f"{their_name(name) or name} ({shaped(state[name])}, not {shaped(wanted[name])})"
-            for name in both
-            if state[name].shape != wanted[name].shape
+    common = [key for key in expected if key in state]
+    names = {key: source_key(key) or key for key in expected.keys() | state.keys()}
+    problems = {
+        "missing": [names[key] for key in expected if key not in state],
+        "unexpected": [*unexpected, *(names[key] for key in state if key not in expected)],
+        "with a wrong shape": [
+            f"{names[key]} ({shape_text(state[key])}, expected {shape_text(expected[key])})"
+            for key in common
+            if state[key].shape != expected[key].shape
         ],
-        "not numbers with a fraction": [
-            f"{their_name(name) or name} ({state[name].dtype})" for name in both if not state[name].is_floating_point()
+        "not floating point": [
+            f"{names[key]} ({state[key].dtype})" for key in common if not state[key].is_floating_point()
         ],
     }
-    if any(wrong.values()):
-        counts = ", ".join(f"{len(names)} {kind}" for kind, names in wrong.items() if names)
-        lists = [f"{kind}: {', '.join(names[:8])}{_more(names, 8)}" for kind, names in wrong.items() if names]
-        raise VitralError(f"{where} does not match a {family} ViT: {counts}", "; ".join(lists))
+    problems = {problem: keys for problem, keys in problems.items() if keys}
+    if problems:
+        counts = ", ".join(f"{len(keys)} {problem}" for problem, keys in problems.items())
+        lists = "; ".join(f"{problem}: {truncate_list(keys, 8)}" for problem, keys in problems.items())
+        raise VitralError(f"the tensors of {source} do not match a {format_name} ViT: {counts}", _capitalize(lists))
 
 
-def _more(names: list[str], shown: int) -> str:
-    return f" and {len(names) - shown} more" if len(names) > shown else ""
+def _capitalize(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,4 +1,7 @@
-"""timm's VisionTransformer and VisionTransformerDistilled; DeiT's, MAE's and DINOv2's own files have the same names."""
+"""The timm format: VisionTransformer and VisionTransformerDistilled.
+
+The official files of DeiT, MAE and DINOv2 have the same tensor names.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,26 @@ import torch
 
 from vitral.data.preprocess import Preprocessing
 from vitral.models.vit import ViTConfig
-from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
-from vitral.weights.files import Found
-from vitral.weights.key_mapping import Names, State
-from vitral.weights.preprocessing import HALF, IMAGENET, preprocessing, seen
-from vitral.weights.reading import HEADS, architecture, choose_heads, finish, place_rows
-from vitral.weights.writing import writable
+from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, ConvertedModel, unsupported_model_error
+from vitral.weights.files import RawCheckpoint
+from vitral.weights.key_mapping import KeyMapping, State
+from vitral.weights.preprocessing import HALF, IMAGENET, build_preprocessing, describe_preprocessing
+from vitral.weights.reading import (
+    USUAL_HEADS,
+    build_checkpoint,
+    flatten_patch_kernel,
+    infer_config,
+    resolve_heads,
+    resolve_position_table,
+)
+from vitral.weights.writing import exportable_state, unflatten_patch_kernel
 
-NAMES = Names(
+KEYS = KeyMapping(
     {
         "patch_embedding.project.{leaf}": "patch_embed.proj.{leaf}",
         "class_token.token": "cls_token",
         "distillation_token": "dist_token",
-        "registers": ("reg_token", "register_tokens"),  # the second is DINOv2's own
+        "registers": ("reg_token", "register_tokens"),  # second spelling: DINOv2's own files
         "position_embedding.table": "pos_embed",
         "encoder.blocks.{i}.norm1.{leaf}": "blocks.{i}.norm1.{leaf}",
         "encoder.blocks.{i}.attention.qkv.{leaf}": "blocks.{i}.attn.qkv.{leaf}",
@@ -42,168 +52,193 @@ NAMES = Names(
         "attention_pooling.norm.{leaf}": "attn_pool.norm.{leaf}",
         "attention_pooling.mlp.expand.{leaf}": "attn_pool.mlp.fc1.{leaf}",
         "attention_pooling.mlp.contract.{leaf}": "attn_pool.mlp.fc2.{leaf}",
-        "head.hidden.{leaf}": "pre_logits.fc.{leaf}",  # older versions of timm
+        "head.hidden.{leaf}": "pre_logits.fc.{leaf}",  # older timm versions
         "head.out.{leaf}": "head.{leaf}",
         "head.label_head.out.{leaf}": "head.{leaf}",
         "head.teacher_head.out.{leaf}": "head_dist.{leaf}",
     }
 )
-OTHER_HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt": 16}  # not what is usual at their width
+UNUSUAL_HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt": 16}  # by prefix of the architecture name
 POOLING = {"token": "class", "avg": "mean", "map": "attention"}
 GELU = {"gelu": "exact", "gelu_tanh": "tanh"}
-# SigLIP 2's sizes; the other SigLIP models of timm compute the exact GELU.
-TANH = (
+# Architectures with tanh GELU: the sizes of SigLIP 2. timm's other SigLIP models use the exact GELU.
+TANH_PREFIXES = (
     "vit_base_patch32_siglip",
     "vit_large_patch16_siglip_512",
     "vit_large_patch16_siglip_gap_512",
     "vit_so400m_patch16_siglip",
     "vit_giantopt_patch16_siglip",
 )
-# A registered model to start from: model_args say all that makes this one, so the name only has to be near.
-NEAR = {192: "vit_tiny_patch16_224", 384: "vit_small_patch16_224", 1024: "vit_large_patch16_224"}
+# Registered architecture by width. Its settings are overridden by model_args, so that only the class matters.
+ARCHITECTURES = {192: "vit_tiny_patch16_224", 384: "vit_small_patch16_224", 1024: "vit_large_patch16_224"}
 
 
-def to_vitral(found: Found, asked: Asked) -> Checkpoint:
+def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
     notes: list[str] = []
-    name, given = str(found.config.get("architecture", "")), dict(found.config.get("model_args") or {})
-    gelu = _gelu(found.where, name, given)
-    masks = [key for key in ("mask_token",) if found.tensors.pop(key, None) is not None]
-    state, unknown = NAMES.read(found.tensors)
-    kernel = state["patch_embedding.project.weight"]
-    if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3]:
-        raise refuse(found.where, f"its patches are not squares: patch_embed.proj.weight is {tuple(kernel.shape)}")
-    width, channels, patch, _ = kernel.shape
-    state["patch_embedding.project.weight"] = kernel.flatten(1)  # d c p q -> d (c p q)
-    pooling = _pooling(found, state, given, notes)
-    late = "pooled_norm.weight" in state and pooling == "mean"
-    if "pooled_norm.weight" in state and not late:  # the norm of one token is the same before and after taking it
-        for leaf in ("weight", "bias"):
-            state[f"encoder.norm.{leaf}"] = state.pop(f"pooled_norm.{leaf}")
-    distilled = "distillation_token" in state
-    size = _tokens(found, state, patch, pooling, given, asked, notes)
-    if distilled:
-        for leaf in ("weight", "bias"):
-            if f"head.out.{leaf}" in state:
-                state[f"head.label_head.out.{leaf}"] = state.pop(f"head.out.{leaf}")
-    if masks:
-        notes.append("mask_token is for training only: left out")
-    usual = _heads_of(name, width)
-    said, by = given.get("num_heads", usual), f"config.json's {name or 'model_args'}"
-    config = architecture(
-        found,
+    name, model_args = str(raw.config.get("architecture", "")), dict(raw.config.get("model_args") or {})
+    gelu = _check_settings(raw.source, name, model_args)
+    has_mask_token = raw.tensors.pop("mask_token", None) is not None
+    state, unexpected = KEYS.rename_to_vitral(raw.tensors)
+    width, channels, patch = flatten_patch_kernel(raw, state, "patch_embed.proj.weight")
+    pooling = _pooling(raw, state, model_args, notes)
+    is_distilled = "distillation_token" in state
+    is_late_norm = "pooled_norm.weight" in state and pooling == "mean"
+    _rename_norm_and_head(state, is_late_norm, is_distilled)
+    size = _read_tokens(raw, state, patch, pooling, model_args, hints, notes)
+    if has_mask_token:
+        notes.append("mask_token is used in training only: ignored")
+    stored_heads = model_args.get("num_heads", _registered_heads(name, width))
+    config = infer_config(
+        raw,
         state,
-        NAMES.theirs,
+        KEYS.from_vitral,
         image_size=size,
         patch_size=patch,
         channels=channels,
-        heads=choose_heads(width, asked, said, by, notes, found.where),
+        heads=resolve_heads(width, hints, stored_heads, f"config.json ({name or 'model_args'})", notes, raw.source),
         pooling=pooling,
         positions="learned" if "position_embedding.table" in state else "none",
-        layer_scale=given.get("init_values"),
+        layer_scale=model_args.get("init_values"),
         gelu=gelu,
         norm_eps=1e-6,
     )
-    pixels = _preprocessing(found.config, config, bool(masks) or distilled, notes)
-    variant = "distilled" if distilled else "late-norm" if late else "plain"
-    labels = found.config.get("label_names")
-    classes = [str(label) for label in labels] if isinstance(labels, list) else None
-    return finish("timm", found, state, unknown, config, NAMES.theirs, pixels, notes, variant=variant, classes=classes)
+    label_names = raw.config.get("label_names")
+    return build_checkpoint(
+        "timm",
+        raw,
+        state,
+        unexpected,
+        config,
+        KEYS.from_vitral,
+        _read_preprocessing(raw.config, config, has_mask_token or is_distilled, notes),
+        notes,
+        variant="distilled" if is_distilled else "late-norm" if is_late_norm else "plain",
+        classes=[str(label) for label in label_names] if isinstance(label_names, list) else None,
+    )
 
 
-def _heads_of(name: str, width: int) -> int | None:
-    """Of a model that timm has under this name."""
-    for beginning, heads in OTHER_HEADS.items():
-        if name.startswith(beginning):
+def _rename_norm_and_head(state: State, is_late_norm: bool, is_distilled: bool) -> None:
+    for leaf in ("weight", "bias"):
+        if f"pooled_norm.{leaf}" in state and not is_late_norm:  # selecting the class token commutes with the norm
+            state[f"encoder.norm.{leaf}"] = state.pop(f"pooled_norm.{leaf}")
+        if is_distilled and f"head.out.{leaf}" in state:
+            state[f"head.label_head.out.{leaf}"] = state.pop(f"head.out.{leaf}")
+
+
+def _registered_heads(name: str, width: int) -> int | None:
+    """Attention heads of one of timm's registered architectures; None if the name is not one."""
+    for prefix, heads in UNUSUAL_HEADS.items():
+        if name.startswith(prefix):
             return heads
-    return HEADS.get(width, width // 64) if name.startswith(("vit_", "deit")) and width % 64 == 0 else None
+    return USUAL_HEADS.get(width, width // 64) if name.startswith(("vit_", "deit")) and width % 64 == 0 else None
 
 
-def _gelu(where: str, name: str, given: dict[str, Any]) -> str:
-    """What config.json says that the tensors do not."""
+def _check_settings(source: str, name: str, model_args: dict[str, Any]) -> str:
+    """Refuse settings of config.json that vitral does not support; returns the GELU."""
     for key in ("block_fn", "mlp_layer", "norm_layer", "attn_layer", "pool_include_prefix", "scale_attn_norm"):
-        if given.get(key):
-            raise refuse(where, f"config.json sets {key} to {given[key]!r}")
+        if model_args.get(key):
+            raise unsupported_model_error(source, f"config.json sets {key} to {model_args[key]!r}")
     if "rpn" in name or "relpos" in name:
-        raise refuse(where, f"{name} has norms after the branches (post-norm)")
-    activation = str(given.get("act_layer") or ("gelu_tanh" if name.startswith(TANH) else "gelu"))
-    if activation not in GELU or "quickgelu" in name:
-        raise refuse(where, f"its activation is {activation if activation not in GELU else 'quick_gelu'}")
+        raise unsupported_model_error(source, f"{name} has norms after the branches (post-norm)")
+    activation = str(model_args.get("act_layer") or ("gelu_tanh" if name.startswith(TANH_PREFIXES) else "gelu"))
+    activation = "quick_gelu" if "quickgelu" in name and activation in GELU else activation
+    if activation not in GELU:
+        raise unsupported_model_error(source, f"activation {activation}")
     return GELU[activation]
 
 
-def _pooling(found: Found, state: State, given: dict[str, Any], notes: list[str]) -> str:
-    said = given.get("global_pool") or found.config.get("global_pool")
+def _pooling(raw: RawCheckpoint, state: State, model_args: dict[str, Any], notes: list[str]) -> str:
+    stored = model_args.get("global_pool") or raw.config.get("global_pool")
     if "attention_pooling.probe" in state:
         return "attention"
-    if said and said not in POOLING:
-        raise refuse(found.where, f"its pooling is {said!r}")
-    if said:
-        return POOLING[said]
+    if stored and stored not in POOLING:
+        raise unsupported_model_error(raw.source, f"pooling {stored!r}")
+    if stored:
+        return POOLING[stored]
     if "class_token.token" in state and "pooled_norm.weight" in state:
-        notes.append("pooling: mean, ASSUMED: there is a class token, but the last norm stands after the pooling")
+        notes.append("pooling: mean, assumed (there is a class token, but the last norm follows the pooling)")
     return "mean" if "pooled_norm.weight" in state or "class_token.token" not in state else "class"
 
 
-def _tokens(
-    found: Found, state: State, patch: int, pooling: str, given: dict[str, Any], asked: Asked, notes: list[str]
+def _read_tokens(
+    raw: RawCheckpoint,
+    state: State,
+    patch: int,
+    pooling: str,
+    model_args: dict[str, Any],
+    hints: ArchitectureHints,
+    notes: list[str],
 ) -> tuple[int, int]:
-    """Class token, registers and positions as vitral keeps them; the image size."""
-    said = (found.config.get("pretrained_cfg") or {}).get("input_size") or [0, 0, 0]
-    image = given.get("img_size") or said[1:]
-    hint = (int(image), int(image)) if isinstance(image, int) else (int(image[0]), int(image[1]))
-    registers = state["registers"].shape[1] if "registers" in state else 0
-    extra = ("class_token.token" in state) + ("distillation_token" in state)
+    """Rearrange class token, registers and positions as in vitral; returns the image size.
+
+    vitral has position rows for the class token, if it is pooled, and for the patches only.
+    """
+    input_size = (raw.config.get("pretrained_cfg") or {}).get("input_size") or [0, 0, 0]
+    size = model_args.get("img_size") or input_size[1:]
+    stored_size = (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
+    num_registers = state["registers"].shape[1] if "registers" in state else 0
+    num_cls = ("class_token.token" in state) + ("distillation_token" in state)
     if "position_embedding.table" not in state:
-        return asked.image_size or hint
+        return hints.image_size or stored_size
     table = state["position_embedding.table"]
-    # Rows before the patches': none (no_embed_class), the class token's alone (DINOv2's own files), or all.
-    fronts = [0, extra, extra + registers] if registers else [extra, 0]
-    if "no_embed_class" in given:
-        fronts = [0] if given["no_embed_class"] else [extra + registers]
-    front, size = place_rows(table.shape[1], fronts, patch, asked, hint, found.where)
-    if extra and front == 0 and "no_embed_class" not in given:
-        notes.append(f"{table.shape[1]} positions, ASSUMED to be all for patches, none for the class token")
-    before, patches = table[:, :front], table[:, front:]
-    if registers and front == extra + registers:
-        state["registers"] = state["registers"] + before[:, extra:]
-    if "distillation_token" in state and front == 2:
-        state["distillation_position_table"] = before[:, 1:2].clone()
-        state["position_embedding.table"] = torch.cat([before[:, :1], patches], dim=1)
-    elif pooling == "class":
-        row = before[:, :1] if front else torch.zeros_like(patches[:, :1])
-        state["position_embedding.table"] = table if front == 1 else torch.cat([row, patches], dim=1)
-    else:
-        state["position_embedding.table"] = patches if front == 0 else patches.clone()
-        if extra:  # a class token that nobody pools is one more register
-            token = state.pop("class_token.token")
-            token = token + before[:, :1] if front else token
-            state["registers"] = torch.cat([token, state["registers"]], dim=1) if registers else token
-            notes.append("the class token is not pooled: it is kept as a register")
+    # Rows before the patches: none (no_embed_class), the class token only (DINOv2's own files), or all prefix tokens.
+    prefix_options = [0, num_cls, num_cls + num_registers] if num_registers else [num_cls, 0]
+    if "no_embed_class" in model_args:
+        prefix_options = [0] if model_args["no_embed_class"] else [num_cls + num_registers]
+    num_prefix, size = resolve_position_table(table.shape[1], prefix_options, patch, hints, stored_size, raw.source)
+    if num_cls and num_prefix == 0 and "no_embed_class" not in model_args:
+        notes.append(f"{table.shape[1]} positions, assumed to be for patches only, not for the class token")
+    _split_position_table(state, num_prefix, num_cls, pooling, notes)
     return size
 
 
-def _preprocessing(file: dict[str, Any], config: ViTConfig, dino_or_deit: bool, notes: list[str]) -> Preprocessing:
+def _split_position_table(state: State, num_prefix: int, num_cls: int, pooling: str, notes: list[str]) -> None:
+    """Add the position rows of tokens that have none in vitral to the tokens themselves."""
+    table = state["position_embedding.table"]
+    prefix, patches = table[:, :num_prefix], table[:, num_prefix:]
+    if "registers" in state and num_prefix == num_cls + state["registers"].shape[1]:
+        state["registers"] = state["registers"] + prefix[:, num_cls:]
+    if "distillation_token" in state and num_prefix == 2:
+        state["distillation_position_table"] = prefix[:, 1:2].clone()
+        state["position_embedding.table"] = torch.cat([prefix[:, :1], patches], dim=1)
+    elif pooling == "class":
+        row = prefix[:, :1] if num_prefix else torch.zeros_like(patches[:, :1])
+        state["position_embedding.table"] = table if num_prefix == 1 else torch.cat([row, patches], dim=1)
+    else:
+        state["position_embedding.table"] = patches if num_prefix == 0 else patches.clone()
+        if num_cls:
+            token = state.pop("class_token.token")
+            token = token + prefix[:, :1] if num_prefix else token
+            state["registers"] = torch.cat([token, state["registers"]], dim=1) if "registers" in state else token
+            notes.append("the class token is not pooled: kept as a register")
+
+
+def _read_preprocessing(
+    file: dict[str, Any], config: ViTConfig, has_imagenet_default: bool, notes: list[str]
+) -> Preprocessing:
+    """`has_imagenet_default`: files of DeiT, MAE and DINOv2, which normalise with ImageNet statistics."""
     size, channels = config.image_size, config.channels
-    said = file.get("pretrained_cfg") or (file if "mean" in file else None)  # the second is timm's older layout
-    if not said:
-        made = preprocessing(size, channels, IMAGENET if dino_or_deit else HALF, 0.9, "bicubic", notes)
-        notes.append(f"preprocessing ASSUMED, timm's usual: {seen(made)}")
-        return made
-    shown = tuple(said.get("input_size", (channels, *size))[1:])
-    if any(side % config.patch_size for side in shown):
-        shown = size
-    colours = tuple(said.get("mean", IMAGENET[0])), tuple(said.get("std", IMAGENET[1]))
-    crop, interpolation = said.get("crop_pct") or 0.9, str(said.get("interpolation", "bicubic"))
-    made = preprocessing(shown, channels, colours, crop, interpolation, notes)
-    notes.append(f"preprocessing from config.json: {seen(made)}")
-    if said.get("crop_mode", "center") != "center":
-        notes.append(f"timm's crop_mode is {said['crop_mode']}; vitral cuts the middle")
-    return made
+    stored = file.get("pretrained_cfg") or (file if "mean" in file else None)  # second: older timm versions
+    if not stored:
+        mean_std = IMAGENET if has_imagenet_default else HALF
+        preprocessing = build_preprocessing(size, channels, mean_std, 0.9, "bicubic", notes)
+        notes.append(f"preprocessing assumed (timm's default): {describe_preprocessing(preprocessing)}")
+        return preprocessing
+    input_size = tuple(stored.get("input_size", (channels, *size))[1:])
+    if any(side % config.patch_size for side in input_size):
+        input_size = size
+    mean_std = tuple(stored.get("mean", IMAGENET[0])), tuple(stored.get("std", IMAGENET[1]))
+    crop, interpolation = stored.get("crop_pct") or 0.9, str(stored.get("interpolation", "bicubic"))
+    preprocessing = build_preprocessing(input_size, channels, mean_std, crop, interpolation, notes)
+    notes.append(f"preprocessing from config.json: {describe_preprocessing(preprocessing)}")
+    if stored.get("crop_mode", "center") != "center":
+        notes.append(f"timm's crop_mode is {stored['crop_mode']}; vitral uses a center crop")
+    return preprocessing
 
 
-def from_vitral(checkpoint: Checkpoint) -> Written:
+def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     config = checkpoint.config
-    state, notes = writable(
+    state, notes = exportable_state(
         checkpoint,
         "timm",
         variants=("plain", "distilled", "late-norm"),
@@ -212,63 +247,80 @@ def from_vitral(checkpoint: Checkpoint) -> Written:
         qk_norm=True,
         norm_eps=1e-6,
     )
-    no_embed_class = _their_tokens(config, state)
-    kernel = state["patch_embedding.project.weight"]
-    state["patch_embedding.project.weight"] = kernel.unflatten(1, (config.channels, config.patch_size, -1))
-    given = {
+    no_embed_class = _merge_position_rows(config, state)
+    unflatten_patch_kernel(state, config)
+    is_distilled = checkpoint.variant == "distilled"
+    num_classes = 0 if checkpoint.headless else config.num_classes
+    config_json: dict[str, Any] = {
+        "architecture": "deit_base_distilled_patch16_224"
+        if is_distilled
+        else ARCHITECTURES.get(config.width, "vit_base_patch16_224"),
+        "num_classes": num_classes,
+        "num_features": config.width,
+        "global_pool": _global_pool(config),
+        "model_args": _model_args(checkpoint, no_embed_class),
+        "pretrained_cfg": _pretrained_cfg(checkpoint, num_classes),
+    }
+    if checkpoint.classes and not checkpoint.headless:
+        config_json["label_names"] = list(checkpoint.classes)
+    tensors = KEYS.rename_from_vitral(state)
+    return ConvertedModel(tensors=tensors, json_files={"config.json": config_json}, notes=notes)
+
+
+def _global_pool(config: ViTConfig) -> str:
+    return next(name for name, pooling in POOLING.items() if pooling == config.pooling)
+
+
+def _model_args(checkpoint: Checkpoint, no_embed_class: bool) -> dict[str, Any]:
+    """Arguments of timm's model class."""
+    config = checkpoint.config
+    arguments = {
         "img_size": list(config.image_size),
         "patch_size": config.patch_size,
         "in_chans": config.channels,
         "embed_dim": config.width,
         "depth": config.depth,
         "num_heads": config.heads,
-        "mlp_ratio": _ratio(config),
+        "mlp_ratio": _mlp_ratio(config),
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
         "init_values": config.layer_scale,
         "act_layer": "gelu_tanh" if config.gelu == "tanh" else None,
     }
-    pool = {theirs: ours for ours, theirs in POOLING.items()}[config.pooling]
     if checkpoint.variant != "distilled":
-        given |= {
+        arguments |= {
             "class_token": config.pooling == "class",
-            "global_pool": pool,
+            "global_pool": _global_pool(config),
             "reg_tokens": config.registers,
             "no_embed_class": no_embed_class,
             "fc_norm": checkpoint.variant == "late-norm",
         }
-    name = NEAR.get(config.width, "vit_base_patch16_224")
-    if checkpoint.variant == "distilled":
-        name = "deit_base_distilled_patch16_224"
-    seen_by = checkpoint.preprocessing
-    classes = 0 if checkpoint.headless else config.classes
-    document: dict[str, Any] = {
-        "architecture": name,
-        "num_classes": classes,
-        "num_features": config.width,
-        "global_pool": pool,
-        "model_args": {key: value for key, value in given.items() if value is not None},
-        "pretrained_cfg": {
-            "input_size": [config.channels, *seen_by.image_size],
-            "fixed_input_size": True,
-            "interpolation": seen_by.interpolation,
-            "crop_pct": seen_by.crop,
-            "crop_mode": "center",
-            "mean": list(seen_by.mean),
-            "std": list(seen_by.std),
-            "num_classes": classes,
-            "pool_size": None,
-            "first_conv": "patch_embed.proj",
-            "classifier": ["head", "head_dist"] if checkpoint.variant == "distilled" else "head",
-        },
+    return {key: value for key, value in arguments.items() if value is not None}
+
+
+def _pretrained_cfg(checkpoint: Checkpoint, num_classes: int) -> dict[str, Any]:
+    """Preprocessing and head as timm stores them."""
+    preprocessing = checkpoint.preprocessing
+    return {
+        "input_size": [checkpoint.config.channels, *preprocessing.image_size],
+        "fixed_input_size": True,
+        "interpolation": preprocessing.interpolation,
+        "crop_pct": preprocessing.crop,
+        "crop_mode": "center",
+        "mean": list(preprocessing.mean),
+        "std": list(preprocessing.std),
+        "num_classes": num_classes,
+        "pool_size": None,
+        "first_conv": "patch_embed.proj",
+        "classifier": ["head", "head_dist"] if checkpoint.variant == "distilled" else "head",
     }
-    if checkpoint.classes and not checkpoint.headless:
-        document["label_names"] = list(checkpoint.classes)
-    return Written(tensors=NAMES.write(state), documents={"config.json": document}, notes=notes)
 
 
-def _their_tokens(config: ViTConfig, state: State) -> bool:
-    """timm has rows for all tokens before the patches or for none; where ours are mixed, the row joins its token."""
+def _merge_position_rows(config: ViTConfig, state: State) -> bool:
+    """Arrange the position rows as in timm: for all prefix tokens or for none; returns timm's `no_embed_class`.
+
+    With registers, which have no rows in vitral, the class token's row is added to the token itself.
+    """
     table = state["position_embedding.table"]
     if "distillation_position_table" in state:
         rows = [table[:, :1], state.pop("distillation_position_table"), table[:, 1:]]
@@ -285,7 +337,7 @@ def _their_tokens(config: ViTConfig, state: State) -> bool:
     return True
 
 
-def _ratio(config: ViTConfig) -> float:
-    """The number with which int(width · ratio) is the hidden width."""
+def _mlp_ratio(config: ViTConfig) -> float:
+    """The ratio for which timm's int(width · ratio) is the hidden width."""
     ratio = config.hidden_width / config.width
     return ratio if int(config.width * ratio) == config.hidden_width else math.nextafter(ratio, math.inf)

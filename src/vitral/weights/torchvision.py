@@ -1,17 +1,28 @@
-"""torchvision's vit_b_16, vit_b_32, vit_l_16, vit_l_32 and vit_h_14."""
+"""The torchvision format: vit_b_16, vit_b_32, vit_l_16, vit_l_32 and vit_h_14."""
 
 from __future__ import annotations
 
-from vitral.errors import VitralError
-from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
-from vitral.weights.files import Found
-from vitral.weights.key_mapping import Names, fold_layer_scale, with_qkv_bias
-from vitral.weights.preprocessing import IMAGENET, preprocessing, seen
-from vitral.weights.reading import architecture, choose_heads, finish, place_rows
-from vitral.weights.writing import writable
+from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, ConvertedModel
+from vitral.weights.files import RawCheckpoint
+from vitral.weights.key_mapping import KeyMapping, add_zero_qkv_bias
+from vitral.weights.preprocessing import IMAGENET, build_preprocessing, describe_preprocessing
+from vitral.weights.reading import (
+    build_checkpoint,
+    flatten_patch_kernel,
+    incomplete_error,
+    infer_config,
+    resolve_heads,
+    resolve_position_table,
+)
+from vitral.weights.writing import (
+    NotRepresentableError,
+    exportable_state,
+    fold_unsupported_layer_scale,
+    unflatten_patch_kernel,
+)
 
 BLOCK = "encoder.layers.encoder_layer_{i}"
-NAMES = Names(
+KEYS = KeyMapping(
     {
         "patch_embedding.project.{leaf}": "conv_proj.{leaf}",
         "class_token.token": "class_token",
@@ -20,7 +31,7 @@ NAMES = Names(
         "encoder.blocks.{i}.attention.qkv.{leaf}": f"{BLOCK}.self_attention.in_proj_{{leaf}}",
         "encoder.blocks.{i}.attention.project.{leaf}": f"{BLOCK}.self_attention.out_proj.{{leaf}}",
         "encoder.blocks.{i}.norm2.{leaf}": f"{BLOCK}.ln_2.{{leaf}}",
-        # the second spelling is that of earlier releases
+        # second spelling: earlier releases
         "encoder.blocks.{i}.mlp.expand.{leaf}": (f"{BLOCK}.mlp.0.{{leaf}}", f"{BLOCK}.mlp.linear_1.{{leaf}}"),
         "encoder.blocks.{i}.mlp.contract.{leaf}": (f"{BLOCK}.mlp.3.{{leaf}}", f"{BLOCK}.mlp.linear_2.{{leaf}}"),
         "encoder.norm.{leaf}": "encoder.ln.{leaf}",
@@ -30,47 +41,43 @@ NAMES = Names(
 )
 
 
-def to_vitral(found: Found, asked: Asked) -> Checkpoint:
+def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
     notes: list[str] = []
-    state, unknown = NAMES.read(found.tensors)
-    kernel, table = state["patch_embedding.project.weight"], state.get("position_embedding.table")
-    if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3]:
-        raise refuse(found.where, f"its stem is not one convolution over square patches: {tuple(kernel.shape)}")
+    state, unexpected = KEYS.rename_to_vitral(raw.tensors)
+    width, channels, patch = flatten_patch_kernel(raw, state, "conv_proj.weight")
+    table = state.get("position_embedding.table")
     if table is None or table.ndim != 3:
-        raise VitralError(f"{found.where} is not a whole torchvision model", "missing: encoder.pos_embedding")
-    width, channels, patch, _ = kernel.shape
-    state["patch_embedding.project.weight"] = kernel.flatten(1)  # d c p q -> d (c p q)
-    _, size = place_rows(table.shape[1], [1], patch, asked, None, found.where)
-    config = architecture(
-        found,
+        raise incomplete_error(raw.source, "torchvision", "encoder.pos_embedding")
+    _, size = resolve_position_table(table.shape[1], [1], patch, hints, None, raw.source)
+    config = infer_config(
+        raw,
         state,
-        NAMES.theirs,
+        KEYS.from_vitral,
         image_size=size,
         patch_size=patch,
         channels=channels,
-        heads=choose_heads(width, asked, None, "", notes, found.where),
+        heads=resolve_heads(width, hints, None, "", notes, raw.source),
         norm_eps=1e-6,
     )
-    # IMAGENET1K_V1 is at 224; the larger ones are SWAG's, resized without a margin.
+    # IMAGENET1K_V1 weights are for 224 px; the larger ones are SWAG's, which resize without a margin.
     crop, interpolation = (0.875, "bilinear") if min(size) <= 224 else (1.0, "bicubic")
-    pixels = preprocessing(size, channels, IMAGENET, crop, interpolation, notes)
-    notes.append(f"preprocessing ASSUMED, torchvision's usual at this size: {seen(pixels)}")
-    return finish("torchvision", found, state, unknown, config, NAMES.theirs, pixels, notes)
+    preprocessing = build_preprocessing(size, channels, IMAGENET, crop, interpolation, notes)
+    notes.append(f"preprocessing assumed (torchvision's at this size): {describe_preprocessing(preprocessing)}")
+    return build_checkpoint("torchvision", raw, state, unexpected, config, KEYS.from_vitral, preprocessing, notes)
 
 
-def from_vitral(checkpoint: Checkpoint) -> Written:
+def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     config = checkpoint.config
     if config.image_size[0] != config.image_size[1] or config.channels != 3:
-        raise VitralError(
-            f"torchvision's ViT takes square images with 3 channels, not {config.image_size} with {config.channels}",
-            "another family may: --to vitral can",
+        height, width = config.image_size
+        raise NotRepresentableError(
+            "torchvision", f"expected square images with 3 channels, got {height}×{width} with {config.channels}"
         )
-    state, notes = writable(checkpoint, "torchvision", hidden=True, norm_eps=1e-6, gelu="exact")
-    if config.layer_scale is not None:
-        fold_layer_scale(state)
-        notes.append("layer scale is multiplied into the projections before it")
-    with_qkv_bias(state)
-    kernel = state["patch_embedding.project.weight"]
-    state["patch_embedding.project.weight"] = kernel.unflatten(1, (config.channels, config.patch_size, -1))
-    notes.append(f"a torchvision file holds no preprocessing: {seen(checkpoint.preprocessing)}")
-    return Written(tensors=NAMES.write(state), notes=notes)
+    state, notes = exportable_state(checkpoint, "torchvision", hidden_head=True, norm_eps=1e-6, gelu="exact")
+    notes += fold_unsupported_layer_scale(checkpoint, state)
+    add_zero_qkv_bias(state)
+    unflatten_patch_kernel(state, config)
+    notes.append(
+        f"a torchvision file does not contain the preprocessing: {describe_preprocessing(checkpoint.preprocessing)}"
+    )
+    return ConvertedModel(tensors=KEYS.rename_from_vitral(state), notes=notes)

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: ViT, DeiT and DINOv2 (with registers), as save_pretrained writes them."""
+"""The transformers format: ViT, DeiT and DINOv2 (with registers), as written by save_pretrained."""
 
 from __future__ import annotations
 
@@ -8,14 +8,32 @@ from typing import Any
 import torch
 
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError
 from vitral.models.vit import ViTConfig
-from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
-from vitral.weights.files import Found
-from vitral.weights.key_mapping import Names, State, fold_layer_scale, join_maps, split_maps
-from vitral.weights.preprocessing import HALF, IMAGENET, Colours, crop_share, preprocessing, seen
-from vitral.weights.reading import architecture, choose_heads, finish, place_rows
-from vitral.weights.writing import writable
+from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, ConvertedModel, unsupported_model_error
+from vitral.weights.files import RawCheckpoint
+from vitral.weights.key_mapping import KeyMapping, State, fuse_qkv, split_qkv
+from vitral.weights.preprocessing import (
+    HALF,
+    IMAGENET,
+    MeanStd,
+    build_preprocessing,
+    crop_fraction,
+    describe_preprocessing,
+)
+from vitral.weights.reading import (
+    build_checkpoint,
+    flatten_patch_kernel,
+    incomplete_error,
+    infer_config,
+    resolve_heads,
+    resolve_position_table,
+)
+from vitral.weights.writing import (
+    NotRepresentableError,
+    exportable_state,
+    fold_unsupported_layer_scale,
+    unflatten_patch_kernel,
+)
 
 COMMON: dict[str, str | tuple[str, ...]] = {
     "patch_embedding.project.{leaf}": "embeddings.patch_embeddings.projection.{leaf}",
@@ -33,7 +51,7 @@ COMMON: dict[str, str | tuple[str, ...]] = {
     "head.label_head.out.{leaf}": "cls_classifier.{leaf}",
     "head.teacher_head.out.{leaf}": "distillation_classifier.{leaf}",
 }
-VIT = Names(
+VIT = KeyMapping(
     COMMON
     | {
         "encoder.blocks.{i}.norm1.{leaf}": "encoder.layer.{i}.layernorm_before.{leaf}",
@@ -42,7 +60,7 @@ VIT = Names(
         "encoder.blocks.{i}.mlp.contract.{leaf}": "encoder.layer.{i}.output.dense.{leaf}",
     }
 )
-DINOV2 = Names(
+DINOV2 = KeyMapping(
     COMMON
     | {
         "encoder.blocks.{i}.norm1.{leaf}": "encoder.layer.{i}.norm1.{leaf}",
@@ -53,119 +71,127 @@ DINOV2 = Names(
         "encoder.blocks.{i}.residual2.scale": "encoder.layer.{i}.layer_scale2.lambda1",
     }
 )
-# transformers 5 has other names in memory (torch.save(model.state_dict())) than in its files.
-IN_MEMORY = (
+# Names in memory (torch.save(model.state_dict())) differ from those in files since transformers 5.
+MEMORY_NAMES = (
     (r"^layers\.", "encoder.layer."),
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
     (r"\.attention\.k_proj\.", ".attention.attention.key."),
     (r"\.attention\.v_proj\.", ".attention.attention.value."),
     (r"\.attention\.o_proj\.", ".attention.output.dense."),
 )
-IN_MEMORY_VIT = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\.", ".output.dense."))
-PREFIX = r"^(vit|deit|dinov2|dinov2_with_registers)\."
-TRAINING_ONLY = r"embeddings\.(mask_token|position_ids)"
-CLASSES = {"vit": "ViT", "deit": "DeiT", "dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}
-REASONS = {
+MEMORY_NAMES_VIT = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\.", ".output.dense."))
+MODEL_PREFIX = r"^(vit|deit|dinov2|dinov2_with_registers)\."
+TRAINING_ONLY_KEYS = r"embeddings\.(mask_token|position_ids)"
+CLASS_PREFIXES = {"vit": "ViT", "deit": "DeiT", "dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}
+UNSUPPORTED = {
     "swin": "windowed attention",
     "swinv2": "windowed attention, relative positions and post-norm",
     "beit": "relative positions",
     "data2vec-vision": "relative positions",
     "dinov3_vit": "rotary positions",
-    "vit_hybrid": "a convolutional network before its patches",
+    "vit_hybrid": "convolutional stem before the patches",
 }
 GELU = {"gelu": "exact", "gelu_python": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's constants
 
 
-def to_vitral(found: Found, asked: Asked) -> Checkpoint:
-    said, notes = found.config, list[str]()
-    tensors = {re.sub(PREFIX, "", name): found.tensors.pop(name) for name in list(found.tensors)}
-    dino = any("layer_scale" in name or ".norm1." in name for name in tensors)
-    kind = _kind(found.where, said, dino)
-    for pattern, file_name in IN_MEMORY + (() if dino else IN_MEMORY_VIT):
-        tensors = {re.sub(pattern, file_name, name): tensors.pop(name) for name in list(tensors)}
-    for name in [name for name in tensors if re.fullmatch(TRAINING_ONLY, name)]:
-        del tensors[name]
-        notes.append(f"{name} is for training only: left out")
-    names = DINOV2 if dino else VIT
-    state, unknown = names.read(tensors)
-    join_maps(state)
+def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
+    stored, notes = raw.config, list[str]()
+    tensors = {re.sub(MODEL_PREFIX, "", name): raw.tensors.pop(name) for name in list(raw.tensors)}
+    is_dinov2 = any("layer_scale" in name or ".norm1." in name for name in tensors)
+    model_type = _check_model_type(raw.source, stored, is_dinov2)
+    keys = DINOV2 if is_dinov2 else VIT
+    state, unexpected = keys.rename_to_vitral(_rename_to_file_names(tensors, is_dinov2, notes))
+    fuse_qkv(state)
     if "head.out.weight" in state and "head.hidden.weight" in state:
         for leaf in ("weight", "bias"):
             state.pop(f"head.hidden.{leaf}", None)
-        notes.append("the pooler does not lead to the classifier: left out")
-    kernel = state["patch_embedding.project.weight"]
-    if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3]:
-        raise refuse(found.where, f"its patches are not squares: projection.weight is {tuple(kernel.shape)}")
-    width, channels, patch, _ = kernel.shape
-    state["patch_embedding.project.weight"] = kernel.flatten(1)  # d c p q -> d (c p q)
-    size = _tokens(found, state, patch, asked, notes)
-    variant = "distilled" if "distillation_token" in state else _pooled(state)
-    if not said:  # a bare file
-        notes.append(f"no config.json: GELU exact and norm eps {1e-6 if dino else 1e-12:g} ASSUMED")
-    config = architecture(
-        found,
+        notes.append("the classifier does not use the pooler: ignored")
+    width, channels, patch = flatten_patch_kernel(raw, state, "projection.weight")
+    size = _read_tokens(raw, state, patch, hints, notes)
+    variant = "distilled" if "distillation_token" in state else _head_variant(state)
+    default_eps = 1e-6 if is_dinov2 else 1e-12
+    if not stored:
+        notes.append(f"no config.json: exact GELU and norm eps {default_eps:g} assumed")
+    config = infer_config(
+        raw,
         state,
-        names.theirs,
+        keys.from_vitral,
         image_size=size,
         patch_size=patch,
         channels=channels,
-        heads=choose_heads(width, asked, said.get("num_attention_heads"), "config.json", notes, found.where),
-        layer_scale=said.get("layerscale_value"),
-        gelu=GELU[said.get("hidden_act", "gelu")],
-        norm_eps=float(said.get("layer_norm_eps", 1e-6 if dino else 1e-12)),
+        heads=resolve_heads(width, hints, stored.get("num_attention_heads"), "config.json", notes, raw.source),
+        layer_scale=stored.get("layerscale_value"),
+        gelu=GELU[stored.get("hidden_act", "gelu")],
+        norm_eps=float(stored.get("layer_norm_eps", default_eps)),
     )
-    pixels = _preprocessing(found.preprocessor, config, HALF if kind == "vit" else IMAGENET, notes)
-    return finish(
+    default_mean_std = HALF if model_type == "vit" else IMAGENET
+    return build_checkpoint(
         "transformers",
-        found,
+        raw,
         state,
-        unknown,
+        unexpected,
         config,
-        names.theirs,
-        pixels,
+        keys.from_vitral,
+        _read_preprocessing(raw.preprocessor_config, config, default_mean_std, notes),
         notes,
         variant=variant,
-        classes=_labels(said),
+        classes=_read_labels(stored),
     )
 
 
-def _kind(where: str, config: dict[str, Any], dino: bool) -> str:
-    kind = str(config.get("model_type", "dinov2" if dino else "vit"))
-    if kind not in CLASSES:
-        raise refuse(where, f"model_type {kind}" + (f", with {REASONS[kind]}" if kind in REASONS else ""))
+def _rename_to_file_names(tensors: State, is_dinov2: bool, notes: list[str]) -> State:
+    """Rename tensors saved from memory to the names in files, and remove those used in training only."""
+    for pattern, file_name in MEMORY_NAMES + (() if is_dinov2 else MEMORY_NAMES_VIT):
+        tensors = {re.sub(pattern, file_name, name): tensors.pop(name) for name in list(tensors)}
+    for name in [name for name in tensors if re.fullmatch(TRAINING_ONLY_KEYS, name)]:
+        del tensors[name]
+        notes.append(f"{name} is used in training only: ignored")
+    return tensors
+
+
+def _check_model_type(source: str, config: dict[str, Any], is_dinov2: bool) -> str:
+    """Refuse models that vitral does not support; returns transformers' model_type."""
+    model_type = str(config.get("model_type", "dinov2" if is_dinov2 else "vit"))
+    if model_type not in CLASS_PREFIXES:
+        reason = f" ({UNSUPPORTED[model_type]})" if model_type in UNSUPPORTED else ""
+        raise unsupported_model_error(source, f"model_type {model_type}{reason}")
     activation = config.get("hidden_act", "gelu")
     if activation not in GELU:
-        raise refuse(where, f"its activation is {activation}")
+        raise unsupported_model_error(source, f"activation {activation}")
     if config.get("use_swiglu_ffn"):
-        raise refuse(where, "its MLP is a SwiGLU")
+        raise unsupported_model_error(source, "SwiGLU MLP")
     if config.get("pooler_act", "tanh") != "tanh":
-        raise refuse(where, f"its pooler has the activation {config['pooler_act']}")
-    return kind
+        raise unsupported_model_error(source, f"pooler with activation {config['pooler_act']}")
+    return model_type
 
 
-def _tokens(found: Found, state: State, patch: int, asked: Asked, notes: list[str]) -> tuple[int, int]:
-    """Class and distillation token, registers and positions as vitral keeps them; the image size."""
+def _read_tokens(
+    raw: RawCheckpoint, state: State, patch: int, hints: ArchitectureHints, notes: list[str]
+) -> tuple[int, int]:
+    """Rearrange distillation token and positions as in vitral; returns the image size."""
     table = state.get("position_embedding.table")
     if table is None or table.ndim != 3:
-        raise VitralError(f"{found.where} is not a whole transformers model", "missing: embeddings.position_embeddings")
-    image = found.config.get("image_size")
-    hint = (image, image) if isinstance(image, int) else tuple(image) if image else None
-    front, size = place_rows(
-        table.shape[1], [2 if "distillation_token" in state else 1], patch, asked, hint, found.where
-    )
-    if front == 2:
+        raise incomplete_error(raw.source, "transformers", "embeddings.position_embeddings")
+    image_size = raw.config.get("image_size")
+    stored_size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size) if image_size else None
+    num_prefix = 2 if "distillation_token" in state else 1
+    _, size = resolve_position_table(table.shape[1], [num_prefix], patch, hints, stored_size, raw.source)
+    if num_prefix == 2:
         row, state["position_embedding.table"] = table[:, 1:2], torch.cat([table[:, :1], table[:, 2:]], dim=1)
         if "head.label_head.out.weight" in state:
             state["distillation_position_table"] = row.clone()
-        else:  # a distillation token that nobody asks is a register
+        else:
             state["registers"] = state.pop("distillation_token") + row
-            notes.append("the distillation token has no head: it is kept as a register")
+            notes.append("the distillation token has no head: kept as a register")
     return size
 
 
-def _pooled(state: State) -> str:
-    """DINOv2's classifier sees class token and mean; one whose second half is zero sees the class token alone."""
+def _head_variant(state: State) -> str:
+    """Whether the classifier uses the mean of the patches too, as in DINOv2.
+
+    If its weights for the mean are zero, they are removed and the model is a plain one.
+    """
     weight, width = state.get("head.out.weight"), state["patch_embedding.project.weight"].shape[0]
     if weight is None or weight.ndim != 2 or weight.shape[1] != 2 * width:
         return "plain"
@@ -175,99 +201,112 @@ def _pooled(state: State) -> str:
     return "plain"
 
 
-def _labels(config: dict[str, Any]) -> list[str] | None:
+def _read_labels(config: dict[str, Any]) -> list[str] | None:
+    """Class names; None if there are none or only the placeholders LABEL_0, LABEL_1, ..."""
     names = config.get("id2label")
     if not isinstance(names, dict) or any(re.fullmatch(r"LABEL_\d+", str(name)) for name in names.values()):
         return None
     return [str(names[key]) for key in sorted(names, key=int)]
 
 
-def _preprocessing(said: dict[str, Any], config: ViTConfig, usual: Colours, notes: list[str]) -> Preprocessing:
+def _read_preprocessing(
+    stored: dict[str, Any], config: ViTConfig, default_mean_std: MeanStd, notes: list[str]
+) -> Preprocessing:
     size, channels = config.image_size, config.channels
-    if not said:
-        made = preprocessing(size, channels, usual, 1.0, "bilinear" if usual == HALF else "bicubic", notes)
-        notes.append(f"preprocessing ASSUMED, no preprocessor_config.json: {seen(made)}")
-        return made
-    scaled = _sides(said.get("size")) or size
-    shown = (_sides(said.get("crop_size")) or size) if said.get("do_center_crop") else scaled
-    crop = crop_share(max(shown), max(scaled))
-    if any(side % config.patch_size for side in shown):
-        shown = size
-    colours = tuple(said.get("image_mean", usual[0])), tuple(said.get("image_std", usual[1]))
-    if said.get("do_normalize") is False:
-        colours = (0.0,) * channels, (1.0,) * channels
-    number = said.get("resample", 2)
-    made = preprocessing(shown, channels, colours, crop, RESAMPLE.get(number, f"number {number}"), notes)
-    notes.append(f"preprocessing from preprocessor_config.json: {seen(made)}")
-    if "shortest_edge" not in str(said.get("size")):
-        notes.append("transformers squeezes pictures into a square; vitral keeps their proportions and cuts the middle")
-    if shown != size:
-        notes.append(f"pictures are {shown[0]}×{shown[1]}, positions are for {size[0]}×{size[1]}: they are resampled")
-    return made
+    if not stored:
+        interpolation = "bilinear" if default_mean_std == HALF else "bicubic"
+        preprocessing = build_preprocessing(size, channels, default_mean_std, 1.0, interpolation, notes)
+        notes.append(f"preprocessing assumed (no preprocessor_config.json): {describe_preprocessing(preprocessing)}")
+        return preprocessing
+    resized = _parse_size(stored.get("size")) or size
+    input_size = (_parse_size(stored.get("crop_size")) or size) if stored.get("do_center_crop") else resized
+    crop = crop_fraction(max(input_size), max(resized))
+    if any(side % config.patch_size for side in input_size):
+        input_size = size
+    mean_std = tuple(stored.get("image_mean", default_mean_std[0])), tuple(stored.get("image_std", default_mean_std[1]))
+    if stored.get("do_normalize") is False:
+        mean_std = (0.0,) * channels, (1.0,) * channels
+    resample = stored.get("resample", 2)
+    interpolation = RESAMPLE.get(resample, f"resample={resample}")
+    preprocessing = build_preprocessing(input_size, channels, mean_std, crop, interpolation, notes)
+    notes.append(f"preprocessing from preprocessor_config.json: {describe_preprocessing(preprocessing)}")
+    if "shortest_edge" not in str(stored.get("size")):
+        notes.append("transformers resizes to a square; vitral keeps the aspect ratio and crops the center")
+    if input_size != size:
+        notes.append(
+            f"images are {input_size[0]}×{input_size[1]}, positions are for {size[0]}×{size[1]}: they are resampled"
+        )
+    return preprocessing
 
 
-def _sides(said: Any) -> tuple[int, int] | None:
-    """A size in any of the ways that transformers has written it."""
-    if isinstance(said, dict):
-        edge = said.get("shortest_edge")
-        said = edge if edge is not None else [said.get("height"), said.get("width")]
-    if isinstance(said, int):
-        return said, said
-    return (int(said[0]), int(said[1])) if said and None not in said else None
+def _parse_size(value: Any) -> tuple[int, int] | None:
+    """Height and width from any of the forms that transformers has used: int, pair or dictionary."""
+    if isinstance(value, dict):
+        edge = value.get("shortest_edge")
+        value = edge if edge is not None else [value.get("height"), value.get("width")]
+    if isinstance(value, int):
+        return value, value
+    return (int(value[0]), int(value[1])) if value and None not in value else None
 
 
-def from_vitral(checkpoint: Checkpoint) -> Written:
+def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     config, variant = checkpoint.config, checkpoint.variant
-    variants = ("plain", "distilled", "class-and-mean")
-    state, notes = writable(checkpoint, "transformers", variants=variants, registers=True, hidden=checkpoint.headless)
-    kind = _their_kind(checkpoint)
-    if kind.startswith("dinov2"):
-        _as_dinov2(state, config.width, config.depth, variant)
-    elif config.layer_scale is not None:
-        fold_layer_scale(state)
-        notes.append("layer scale is multiplied into the projections before it")
-    if kind == "deit":
-        _as_deit(state)
+    state, notes = exportable_state(
+        checkpoint,
+        "transformers",
+        variants=("plain", "distilled", "class-and-mean"),
+        registers=True,
+        hidden_head=checkpoint.headless,
+    )
+    model_type = _choose_model_type(checkpoint)
+    is_dinov2 = model_type.startswith("dinov2")
+    if is_dinov2:
+        _to_dinov2(state, config.width, config.depth, variant)
+    else:
+        notes += fold_unsupported_layer_scale(checkpoint, state)
+    if model_type == "deit":
+        _to_deit(state)
     kernel = state["patch_embedding.project.weight"]
-    state["patch_embedding.project.weight"] = kernel.unflatten(1, (config.channels, config.patch_size, -1))
-    split_maps(state)
-    tensors = (DINOV2 if kind.startswith("dinov2") else VIT).write(state)
-    if kind.startswith("dinov2"):
+    unflatten_patch_kernel(state, config)
+    split_qkv(state)
+    tensors = (DINOV2 if is_dinov2 else VIT).rename_from_vitral(state)
+    if is_dinov2:
         tensors["embeddings.mask_token"] = kernel.new_zeros(1, config.width)
     if not checkpoint.headless:
-        tensors = {name if "classifier." in name else f"{kind}.{name}": tensors.pop(name) for name in list(tensors)}
-    documents = {
-        "config.json": _document(checkpoint, kind) | {"dtype": str(kernel.dtype).removeprefix("torch.")},
-        "preprocessor_config.json": _their_preprocessing(checkpoint, notes),
+        tensors = {
+            name if "classifier." in name else f"{model_type}.{name}": tensors.pop(name) for name in list(tensors)
+        }
+    json_files = {
+        "config.json": _config_json(checkpoint, model_type) | {"dtype": str(kernel.dtype).removeprefix("torch.")},
+        "preprocessor_config.json": _preprocessor_json(checkpoint.preprocessing, notes),
     }
-    return Written(tensors=tensors, documents=documents, notes=notes)
+    return ConvertedModel(tensors=tensors, json_files=json_files, notes=notes)
 
 
-def _their_kind(checkpoint: Checkpoint) -> str:
-    """The model of transformers that computes the same."""
+def _choose_model_type(checkpoint: Checkpoint) -> str:
+    """The model of transformers that computes the same function."""
     config, variant = checkpoint.config, checkpoint.variant
-    rest, square = config.hidden_width % config.width, config.image_size[0] == config.image_size[1]
-    dinov2_can = config.head == "linear" and not rest and square
-    dinov2_must = variant == "class-and-mean" or config.registers > 1
-    if dinov2_must and not dinov2_can:
-        raise VitralError(
-            "transformers cannot hold this model: its DINOv2 takes square images, an MLP of a whole multiple of the "
-            "width and a head of one layer",
-            "another family may: --to vitral can",
+    is_square = config.image_size[0] == config.image_size[1]
+    fits_dinov2 = config.head == "linear" and config.hidden_width % config.width == 0 and is_square
+    needs_dinov2 = variant == "class-and-mean" or config.registers > 1
+    if needs_dinov2 and not fits_dinov2:
+        raise NotRepresentableError(
+            "transformers",
+            "DINOv2 supports only square images, MLP widths that are multiples of the width, and linear heads",
         )
-    if dinov2_must or (dinov2_can and config.layer_scale is not None and variant == "plain"):
+    if needs_dinov2 or (fits_dinov2 and config.layer_scale is not None and variant == "plain"):
         return "dinov2_with_registers" if config.registers else "dinov2"
     return "deit" if variant == "distilled" or config.registers == 1 else "vit"
 
 
-def _document(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
+def _config_json(checkpoint: Checkpoint, model_type: str) -> dict[str, Any]:
     config = checkpoint.config
-    ending = "Model" if checkpoint.headless else "ForImageClassification"
-    ending += "WithTeacher" if checkpoint.variant == "distilled" and not checkpoint.headless else ""
+    class_suffix = "Model" if checkpoint.headless else "ForImageClassification"
+    class_suffix += "WithTeacher" if checkpoint.variant == "distilled" and not checkpoint.headless else ""
     height, width = config.image_size
-    document: dict[str, Any] = {
-        "architectures": [CLASSES[kind] + ending],
-        "model_type": kind,
+    content: dict[str, Any] = {
+        "architectures": [CLASS_PREFIXES[model_type] + class_suffix],
+        "model_type": model_type,
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.heads,
@@ -280,21 +319,21 @@ def _document(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
         "num_channels": config.channels,
         "qkv_bias": config.qkv_bias,
     }
-    if kind.startswith("dinov2"):
-        document |= {"mlp_ratio": config.hidden_width // config.width, "layerscale_value": config.layer_scale or 1.0}
-        document |= {"use_swiglu_ffn": False}
-        document |= {"num_register_tokens": config.registers} if config.registers else {}
+    if model_type.startswith("dinov2"):
+        content |= {"mlp_ratio": config.hidden_width // config.width, "layerscale_value": config.layer_scale or 1.0}
+        content |= {"use_swiglu_ffn": False}
+        content |= {"num_register_tokens": config.registers} if config.registers else {}
     else:
-        document |= {"intermediate_size": config.hidden_width, "encoder_stride": config.patch_size}
+        content |= {"intermediate_size": config.hidden_width, "encoder_stride": config.patch_size}
     if not checkpoint.headless:
-        labels = checkpoint.classes or [f"LABEL_{k}" for k in range(config.classes)]
-        document["id2label"] = {str(k): label for k, label in enumerate(labels)}
-        document["label2id"] = {label: k for k, label in enumerate(labels)}
-    return document
+        labels = checkpoint.classes or [f"LABEL_{k}" for k in range(config.num_classes)]
+        content["id2label"] = {str(k): label for k, label in enumerate(labels)}
+        content["label2id"] = {label: k for k, label in enumerate(labels)}
+    return content
 
 
-def _as_deit(state: State) -> None:
-    """A row for the distillation token; a lone register is one whose row is zero."""
+def _to_deit(state: State) -> None:
+    """Add a position row for the distillation token. A single register becomes one with a zero row."""
     table = state["position_embedding.table"]
     if "registers" in state:
         state["distillation_token"] = state.pop("registers")
@@ -302,8 +341,8 @@ def _as_deit(state: State) -> None:
     state["position_embedding.table"] = torch.cat([table[:, :1], row, table[:, 1:]], dim=1)
 
 
-def _as_dinov2(state: State, width: int, depth: int, variant: str) -> None:
-    """DINOv2 always has layer scale, and a classifier that sees the mean too: ones and zeros change nothing."""
+def _to_dinov2(state: State, width: int, depth: int, variant: str) -> None:
+    """Add what DINOv2 always has: layer scale, as ones, and classifier weights for the mean, as zeros."""
     like = state["encoder.norm.weight"]
     for i in range(depth):
         for residual in ("residual1", "residual2"):
@@ -313,24 +352,21 @@ def _as_dinov2(state: State, width: int, depth: int, variant: str) -> None:
         state["head.out.weight"] = torch.cat([weight, weight.new_zeros(weight.shape[0], width)], dim=1)
 
 
-def _their_preprocessing(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Any]:
-    said = checkpoint.preprocessing
-    height, width = said.image_size
+def _preprocessor_json(preprocessing: Preprocessing, notes: list[str]) -> dict[str, Any]:
+    height, width = preprocessing.image_size
     if height != width:
-        notes.append(
-            "transformers scales the shorter side alone: for images that are not square its crop differs a little"
-        )
+        notes.append("transformers resizes by the shorter side: the crop of non-square images differs slightly")
     return {
-        "image_processor_type": "BitImageProcessor",  # the one that keeps the proportions
+        "image_processor_type": "BitImageProcessor",  # keeps the aspect ratio
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": max(int(height / said.crop), int(width / said.crop))},
-        "resample": {theirs: number for number, theirs in RESAMPLE.items()}[said.interpolation],
+        "size": {"shortest_edge": max(int(height / preprocessing.crop), int(width / preprocessing.crop))},
+        "resample": {name: constant for constant, name in RESAMPLE.items()}[preprocessing.interpolation],
         "do_center_crop": True,
         "crop_size": {"height": height, "width": width},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(said.mean),
-        "image_std": list(said.std),
+        "image_mean": list(preprocessing.mean),
+        "image_std": list(preprocessing.std),
     }

@@ -1,4 +1,4 @@
-"""A model whose numbers are about to be replaced, without drawing them first."""
+"""Build models without initializing their parameters, for weights that are loaded right after."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
 from vitral.weights.key_mapping import State
 
-DRAWS = ("uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_")
+INIT_FUNCTIONS = ("uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_")
 
 
-class _NoDraws(TorchFunctionMode):
-    """Drawing takes a second for a B/16; on the meta device it would even load a compiler."""
+class _SkipInit(TorchFunctionMode):
+    """Skip random initialization: it takes a second for B/16, and on the meta device it loads a compiler."""
 
     def __torch_function__(
         self,
@@ -26,18 +26,18 @@ class _NoDraws(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in DRAWS:
+        if getattr(func, "__name__", "") in INIT_FUNCTIONS:
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
 
 
-def blank(variant: str, config: ViTConfig) -> ViT:
-    """Its parameters hold whatever was in memory."""
-    with _NoDraws():
+def build_uninitialized(variant: str, config: ViTConfig) -> ViT:
+    """The model with uninitialized parameters."""
+    with _SkipInit():
         return VARIANTS[variant](config)
 
 
-def shapes(variant: str, config: ViTConfig) -> State:
-    """Names and shapes of its tensors, no numbers."""
+def meta_state_dict(variant: str, config: ViTConfig) -> State:
+    """Names and shapes of the model's tensors, on the meta device."""
     with torch.device("meta"):
-        return dict(blank(variant, config).state_dict())
+        return dict(build_uninitialized(variant, config).state_dict())

@@ -1,4 +1,4 @@
-"""lucidrains' vit-pytorch: ViT and SimpleViT, with their layer norms around the patch embedding."""
+"""The vit-pytorch format (lucidrains): ViT and SimpleViT, which have layer norms around the patch embedding."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import torch
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.weights.checkpoint import Asked, Checkpoint, Written, refuse
-from vitral.weights.files import Found
-from vitral.weights.key_mapping import Names, fold_layer_scale
-from vitral.weights.preprocessing import HALF, preprocessing, seen
-from vitral.weights.reading import architecture, choose_heads, finish, place_rows, say_size
-from vitral.weights.writing import writable
+from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, ConvertedModel, unsupported_model_error
+from vitral.weights.files import RawCheckpoint
+from vitral.weights.key_mapping import KeyMapping, State
+from vitral.weights.preprocessing import HALF, build_preprocessing, describe_preprocessing
+from vitral.weights.reading import (
+    build_checkpoint,
+    image_size_hint,
+    incomplete_error,
+    infer_config,
+    resolve_heads,
+    resolve_position_table,
+)
+from vitral.weights.writing import NotRepresentableError, exportable_state, fold_unsupported_layer_scale
 
-NAMES = Names(
+KEYS = KeyMapping(
     {
         "patch_embedding.norm_pixels.{leaf}": "to_patch_embedding.1.{leaf}",
         "patch_embedding.project.{leaf}": "to_patch_embedding.2.{leaf}",
@@ -24,7 +31,7 @@ NAMES = Names(
         "position_embedding.table": "pos_embedding",
         "encoder.blocks.{i}.norm1.{leaf}": "transformer.layers.{i}.0.norm.{leaf}",
         "encoder.blocks.{i}.attention.qkv.{leaf}": "transformer.layers.{i}.0.to_qkv.{leaf}",
-        # ViT's, then SimpleViT's
+        # ViT, then SimpleViT
         "encoder.blocks.{i}.attention.project.{leaf}": (
             "transformer.layers.{i}.0.to_out.0.{leaf}",
             "transformer.layers.{i}.0.to_out.{leaf}",
@@ -41,81 +48,101 @@ NAMES = Names(
 )
 
 
-def to_vitral(found: Found, asked: Asked) -> Checkpoint:
+PER_PIXEL_KEYS = ("project.weight", "norm_pixels.weight", "norm_pixels.bias")  # of patch_embedding, per pixel value
+
+
+def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
     notes: list[str] = []
-    simple = "pos_embedding" not in found.tensors
-    state, unknown = NAMES.read(found.tensors)
+    is_simple = "pos_embedding" not in raw.tensors
+    state, unexpected = KEYS.rename_to_vitral(raw.tensors)
     project, qkv = state.get("patch_embedding.project.weight"), state.get("encoder.blocks.0.attention.qkv.weight")
     if project is None or project.ndim != 2 or qkv is None:
-        raise VitralError(
-            f"{found.where} is not a whole vit-pytorch ViT or SimpleViT",
-            "missing: to_patch_embedding.2.weight or to_qkv",
+        raise incomplete_error(
+            raw.source, "vit-pytorch ViT or SimpleViT", "to_patch_embedding.2.weight or to_qkv.weight"
         )
-    width, inner = project.shape[0], qkv.shape[0] // 3
-    if inner != width:
-        raise refuse(found.where, f"its heads together are {inner} wide, the model {width}")
-    channels, patch = _patch(project.shape[1], found.where)
-    for name in ("project.weight", "norm_pixels.weight", "norm_pixels.bias"):
-        if f"patch_embedding.{name}" in state:
-            state[f"patch_embedding.{name}"] = _channels_first(state[f"patch_embedding.{name}"], channels, patch)
-    if simple:
-        for name in [name for name in state if name.endswith("attention.project.weight")]:
-            state.setdefault(name.replace("weight", "bias"), state[name].new_zeros(width))
-        if asked.image_size is None:
-            raise VitralError(f"{found.where}: a SimpleViT's tensors do not tell its image size", say_size(found.where))
-        size, pooling = asked.image_size, "mean"
+    width, attention_width = project.shape[0], qkv.shape[0] // 3
+    if attention_width != width:
+        raise unsupported_model_error(raw.source, f"attention of width {attention_width} in a model of width {width}")
+    channels, patch = _patch_shape(project.shape[1], raw.source)
+    for key in PER_PIXEL_KEYS:
+        if f"patch_embedding.{key}" in state:
+            state[f"patch_embedding.{key}"] = _channels_first(state[f"patch_embedding.{key}"], channels, patch)
+    if is_simple:
+        pooling, size = "mean", _read_simple_vit(raw, state, width, hints)
     else:
-        token = state.pop("class_token.token", torch.empty(0, width)).reshape(1, -1, width)
-        pooling = "class" if token.shape[1] else "mean"
-        if token.shape[1]:
-            state["class_token.token"] = token
-            notes.append("pooling: class token, ASSUMED: earlier versions have one with pool='mean' too")
-        table = state["position_embedding.table"].reshape(1, -1, width)
-        state["position_embedding.table"] = table
-        _, size = place_rows(table.shape[1], [token.shape[1]], patch, asked, None, found.where)
+        pooling, size = _read_tokens(raw, state, width, patch, hints, notes)
 
-    def their_name(name: str) -> str | None:
-        return NAMES.theirs(name, int(simple))
+    def source_key(key: str) -> str | None:
+        return KEYS.from_vitral(key, int(is_simple))
 
-    config = architecture(
-        found,
+    config = infer_config(
+        raw,
         state,
-        their_name,
+        source_key,
         image_size=size,
         patch_size=patch,
         channels=channels,
-        heads=choose_heads(width, asked, None, "", notes, found.where),
+        heads=resolve_heads(width, hints, None, "", notes, raw.source),
         pooling=pooling,
-        positions="sincos" if simple else "learned",
-        norm_eps=1e-5,  # PyTorch's own
+        positions="sincos" if is_simple else "learned",
+        norm_eps=1e-5,  # PyTorch's default
     )
-    pixels = preprocessing(size, channels, HALF, 1.0, "bilinear", notes)
-    notes.append(f"preprocessing ASSUMED, vit-pytorch leaves it to its users: {seen(pixels)}")
-    return finish("vit-pytorch", found, state, unknown, config, their_name, pixels, notes, variant="patch-norm")
+    preprocessing = build_preprocessing(size, channels, HALF, 1.0, "bilinear", notes)
+    notes.append(f"preprocessing assumed (vit-pytorch has none): {describe_preprocessing(preprocessing)}")
+    return build_checkpoint(
+        "vit-pytorch", raw, state, unexpected, config, source_key, preprocessing, notes, variant="patch-norm"
+    )
 
 
-def _patch(numbers: int, where: str) -> tuple[int, int]:
-    """Channels and side of patches with so many numbers: 3·P² is never a square, so that the two cannot be confused."""
+def _read_simple_vit(raw: RawCheckpoint, state: State, width: int, hints: ArchitectureHints) -> tuple[int, int]:
+    """Add the projection biases that SimpleViT does not have; returns the image size."""
+    for key in [key for key in state if key.endswith("attention.project.weight")]:
+        state.setdefault(key.replace("weight", "bias"), state[key].new_zeros(width))
+    if hints.image_size is None:
+        raise VitralError(
+            f"{raw.source}: the image size of a SimpleViT cannot be inferred from its tensors",
+            image_size_hint(raw.source),
+        )
+    return hints.image_size
+
+
+def _read_tokens(
+    raw: RawCheckpoint, state: State, width: int, patch: int, hints: ArchitectureHints, notes: list[str]
+) -> tuple[str, tuple[int, int]]:
+    """Reshape the class token and positions of a ViT; returns pooling and image size."""
+    token = state.pop("class_token.token", torch.empty(0, width)).reshape(1, -1, width)
+    if token.shape[1]:
+        state["class_token.token"] = token
+        notes.append("pooling: class token, assumed (earlier versions have one with pool='mean' too)")
+    table = state["position_embedding.table"].reshape(1, -1, width)
+    state["position_embedding.table"] = table
+    _, size = resolve_position_table(table.shape[1], [token.shape[1]], patch, hints, None, raw.source)
+    return "class" if token.shape[1] else "mean", size
+
+
+def _patch_shape(num_values: int, source: str) -> tuple[int, int]:
+    """Channels and side of a patch. Unambiguous, because 3·P² is never a square number."""
     for channels in (3, 1):
-        side = math.isqrt(numbers // channels)
-        if channels * side**2 == numbers:
+        side = math.isqrt(num_values // channels)
+        if channels * side**2 == num_values:
             return channels, side
-    raise refuse(where, f"patches of {numbers} numbers are not squares with 1 or 3 channels")
+    raise unsupported_model_error(source, f"patches of {num_values} values are not square with 1 or 3 channels")
 
 
 def _channels_first(tensor: Tensor, channels: int, patch: int) -> Tensor:
-    """… (p q c) -> … (c p q)."""
+    """(..., P·P·C) to (..., C·P·P)."""
     return tensor.unflatten(-1, (patch, patch, channels)).movedim(-1, -3).flatten(-3).contiguous()
 
 
 def _channels_last(tensor: Tensor, channels: int, patch: int) -> Tensor:
+    """(..., C·P·P) to (..., P·P·C)."""
     return tensor.unflatten(-1, (channels, patch, patch)).movedim(-3, -1).flatten(-3).contiguous()
 
 
-def from_vitral(checkpoint: Checkpoint) -> Written:
+def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     config = checkpoint.config
-    simple = config.positions == "sincos" and config.pooling == "mean"
-    state, notes = writable(
+    is_simple = config.positions == "sincos" and config.pooling == "mean"
+    state, notes = exportable_state(
         checkpoint,
         "vit-pytorch",
         variants=("patch-norm",),
@@ -124,27 +151,26 @@ def from_vitral(checkpoint: Checkpoint) -> Written:
         gelu="exact",
     )
     if config.channels not in (1, 3) or config.heads == 1:
-        raise VitralError(
-            f"vit-pytorch cannot hold this model: {config.channels} channels, {config.heads} heads",
-            "it can with 1 or 3 channels and more than one head",
+        raise NotRepresentableError(
+            "vit-pytorch",
+            f"expected 1 or 3 channels and several heads, got {config.channels} channels and {config.heads} heads",
         )
-    if config.layer_scale is not None:
-        fold_layer_scale(state)
-        notes.append("layer scale is multiplied into the projections before it")
-    unbiased = ["attention.qkv.bias"] + (["attention.project.bias"] if simple else [])
-    for name in [name for name in state if name.endswith(tuple(unbiased))]:
-        if state.pop(name).any():
-            raise VitralError(f"vit-pytorch cannot hold this model: it has no {name}", "--to vitral can")
-    for name in ("project.weight", "norm_pixels.weight", "norm_pixels.bias"):
-        tensor = state[f"patch_embedding.{name}"]
-        state[f"patch_embedding.{name}"] = _channels_last(tensor, config.channels, config.patch_size)
-    if simple:
+    notes += fold_unsupported_layer_scale(checkpoint, state)
+    unsupported_biases = ["attention.qkv.bias"] + (["attention.project.bias"] if is_simple else [])
+    for key in [key for key in state if key.endswith(tuple(unsupported_biases))]:
+        if state.pop(key).any():
+            raise NotRepresentableError("vit-pytorch", f"it does not support {key}")
+    for key in PER_PIXEL_KEYS:
+        tensor = state[f"patch_embedding.{key}"]
+        state[f"patch_embedding.{key}"] = _channels_last(tensor, config.channels, config.patch_size)
+    if is_simple:
         del state["position_embedding.table"]
     else:
         state["class_token.token"] = state.get("class_token.token", torch.empty(1, 0, config.width))[0]
         state["position_embedding.table"] = state["position_embedding.table"][0]
+    height, width = config.image_size
     notes.append(
-        f"a vit-pytorch file does not say: heads {config.heads}, image size {config.image_size}; "
-        f"preprocessing {seen(checkpoint.preprocessing)}"
+        f"a vit-pytorch file does not contain heads ({config.heads}), image size ({height}×{width}) "
+        f"or preprocessing ({describe_preprocessing(checkpoint.preprocessing)})"
     )
-    return Written(tensors=NAMES.write(state, int(simple)), notes=notes)
+    return ConvertedModel(tensors=KEYS.rename_from_vitral(state, int(is_simple)), notes=notes)

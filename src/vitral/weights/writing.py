@@ -1,4 +1,4 @@
-"""What each family's writer begins with."""
+"""Steps that all writers share: refuse models that a format cannot represent, and prepare the tensors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from collections.abc import Sequence
 import torch
 
 from vitral.errors import VitralError
-from vitral.models.vit import PositionEmbedding
+from vitral.models.vit import PositionEmbedding, ViTConfig
 from vitral.weights.checkpoint import Checkpoint
-from vitral.weights.key_mapping import State
+from vitral.weights.key_mapping import State, fold_layer_scale
 
 
-def _no_variant(variant: str, variants: Sequence[str]) -> str:
-    if variant == "plain":
-        return f"no plain ViT, only with what vitral calls {' or '.join(variants)}"
-    return f"no variant '{variant}'"
+class NotRepresentableError(VitralError):
+    """The format of another library cannot represent this model."""
+
+    def __init__(self, library: str, reason: str) -> None:
+        super().__init__(
+            f"{library} cannot represent this model: {reason}", "Use another format; --to vitral supports every model"
+        )
 
 
-def writable(
+def exportable_state(
     checkpoint: Checkpoint,
     library: str,
     *,
@@ -27,33 +30,51 @@ def writable(
     poolings: Sequence[str] = ("class",),
     registers: bool = False,
     qk_norm: bool = False,
-    hidden: bool = False,
+    hidden_head: bool = False,
     norm_eps: float | None = None,
     gelu: str | None = None,
 ) -> tuple[State, list[str]]:
-    """The tensors, with a position table, if this library can hold the model; and what will be different there."""
+    """Tensors with an explicit position table, and notes about differences in the other library.
+
+    The arguments state what the library supports; a model that needs more raises `NotRepresentableError`. `norm_eps`
+    and `gelu` are values that the library fixes.
+    """
     config, notes = checkpoint.config, []
-    lacks = {
-        _no_variant(checkpoint.variant, variants): checkpoint.variant not in variants,
-        f"no pooling '{config.pooling}'": config.pooling not in poolings,
-        f"no registers, this model {config.registers}": config.registers > 0 and not registers,
-        "no norms on q and k": config.qk_norm and not qk_norm,
-        "no hidden layer in the head": config.head == "mlp" and not hidden,
-        f"no positions '{config.positions}'": "rotary" in config.positions,
+    unsupported = {
+        f"variant '{checkpoint.variant}' (supported: {', '.join(variants)})": checkpoint.variant not in variants,
+        f"{config.pooling} pooling": config.pooling not in poolings,
+        f"{config.registers} registers": config.registers > 0 and not registers,
+        "q and k norms": config.qk_norm and not qk_norm,
+        "a hidden layer in the head": config.head == "mlp" and not hidden_head,
+        f"{config.positions} positions": "rotary" in config.positions,
     }
-    for lack, so in lacks.items():
-        if so:
-            raise VitralError(f"{library} cannot hold this model: it has {lack}", "another family may: --to vitral can")
+    for feature, is_needed in unsupported.items():
+        if is_needed:
+            raise NotRepresentableError(library, f"it does not support {feature}")
     if norm_eps is not None and config.norm_eps != norm_eps:
-        notes.append(f"norm eps is {norm_eps:g} in {library}, here {config.norm_eps:g}: logits move a little")
+        notes.append(f"norm eps is {norm_eps:g} in {library}, {config.norm_eps:g} here: logits change slightly")
     if gelu is not None and config.gelu != gelu:
-        notes.append(f"GELU is {gelu} in {library}, here {config.gelu}: logits move in the third decimal")
+        notes.append(f"GELU is {gelu} in {library}, {config.gelu} here: logits change by about 1e-3")
     state = {
         name: tensor for name, tensor in checkpoint.state.items() if not checkpoint.headless or ".out." not in name
     }
     if config.positions == "sincos":
         state["position_embedding.table"] = PositionEmbedding(config).table
     elif config.positions == "none":
-        rows = config.prefix - config.registers + math.prod(config.grid)
+        rows = config.num_prefix_tokens - config.registers + math.prod(config.grid)
         state["position_embedding.table"] = torch.zeros(1, rows, config.width)
     return state, notes
+
+
+def unflatten_patch_kernel(state: State, config: ViTConfig) -> None:
+    """Restore the shape of the patch convolution: (D, C·P·P) to (D, C, P, P)."""
+    kernel = state["patch_embedding.project.weight"]
+    state["patch_embedding.project.weight"] = kernel.unflatten(1, (config.channels, config.patch_size, -1))
+
+
+def fold_unsupported_layer_scale(checkpoint: Checkpoint, state: State) -> list[str]:
+    """For libraries without layer scale: fold it into the weights; returns a note if there was any."""
+    if checkpoint.config.layer_scale is None:
+        return []
+    fold_layer_scale(state)
+    return ["layer scale is multiplied into the preceding projections"]
