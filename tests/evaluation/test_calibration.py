@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from vitral.errors import VitralError
 from vitral.evaluation.calibration import fit_calibration, fit_ood_threshold, fit_temperature
 from vitral.models.calibration import Calibration, id_score
 from vitral.runs.model_io import load_model_config
+
+TINY_MODEL: dict[str, Any] = {"model.depth": 1, "model.width": 32}
 
 
 @settings(max_examples=25, deadline=None)
@@ -117,7 +120,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "digits"
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched)
-        vitral.train("digits", out=out, epochs=2, **{"model.depth": 1, "model.width": 32})
+        vitral.train("digits", out=out, epochs=2, **TINY_MODEL)
     return out
 
 

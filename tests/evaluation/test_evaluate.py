@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,13 @@ from vitral.evaluation.data import FileImages, load_eval_target, load_split
 from vitral.evaluation.evaluate import calibrate_model, compare_models, evaluate
 from vitral.inference.predictor import Predictor
 
-TINY_PHOTO_MODEL = {"model.image_size": (16, 16), "model.patch_size": 8, "model.width": 24, "model.depth": 1}
+TINY_MODEL: dict[str, Any] = {"model.depth": 1, "model.width": 32}
+TINY_PHOTO_MODEL: dict[str, Any] = {
+    "model.image_size": (16, 16),
+    "model.patch_size": 8,
+    "model.width": 24,
+    "model.depth": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "digits"
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched)
-        vitral.train("digits", epochs=8, out=out, **{"model.depth": 1, "model.width": 32})
+        vitral.train("digits", epochs=8, out=out, **TINY_MODEL)
     return out
 
 
@@ -82,7 +89,7 @@ def test_tta_averages_the_logits_of_the_engine(run: Path) -> None:
 
 @pytest.mark.usefixtures("no_figures")
 def test_a_longer_training_is_significantly_better(run: Path, command: Command, tmp_path: Path) -> None:
-    vitral.train("digits", epochs=1, out=tmp_path / "worse", **{"model.depth": 1, "model.width": 32})
+    vitral.train("digits", epochs=1, out=tmp_path / "worse", **TINY_MODEL)
     code, out, err = command("compare", run, tmp_path / "worse", "--json")
     assert (code, err) == (0, "")
     comparison = json.loads(out)

@@ -54,6 +54,7 @@ def test_the_threshold_holds_on_new_images() -> None:
     result = evaluate_threshold(0.05, (confidence, correct), (new_confidence, new_correct))
     assert result.error_rate is not None
     assert result.coverage is not None
+    assert result.confidence is not None
     assert result.error_rate.low < 0.05 < result.error_rate.high + 0.02
     assert result.coverage.value == pytest.approx((new_confidence >= result.confidence).double().mean().item())
 

@@ -47,10 +47,11 @@ def to_model_input(model_config: ModelConfig, images: list[Tensor]) -> Tensor:
 def export(path: Path, model_and_config: tuple[ViT, ModelConfig] | None = None, **options: Any) -> ParityReport:
     model, model_config = model_and_config or build_calibrated_model()
     images = images_of_many_sizes(24, model_config.preprocessing.channels)
+    arguments: dict[str, Any] = {"to": "onnx", "precision": "fp32", "preprocessing": False} | options
     return export_model(
         reference_predictor(model, model_config),
         path,
-        **{"to": "onnx", "precision": "fp32", "preprocessing": False} | options,
+        **arguments,
         calibration_images=to_model_input(model_config, images[:12]),
         images=images,
         labels=None,
@@ -131,7 +132,8 @@ def test_smoothing_activations_does_not_change_the_logits(kind: str) -> None:
     smoothed = smooth_activations(model, collect_activation_ranges(model, [images], preprocessing))
     expected, actual = (reference_logits(m, preprocessing, images) for m in (model, smoothed))
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-    assert not torch.equal(model.encoder.blocks[0].norm1.weight, smoothed.encoder.blocks[0].norm1.weight)
+    norm_weights = (m.get_parameter("encoder.blocks.0.norm1.weight") for m in (model, smoothed))
+    assert not torch.equal(*norm_weights)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -172,7 +174,7 @@ def test_a_file_that_disagrees_with_the_model_is_deleted(tmp_path: Path, monkeyp
     def build_wrong_graph(model: ViT, *arguments: Any, **keywords: Any) -> Any:
         wrong, _ = build_calibrated_model()
         with torch.no_grad():
-            wrong.encoder.blocks[1].mlp.contract.weight.mul_(-3)
+            wrong.get_parameter("encoder.blocks.1.mlp.contract.weight").mul_(-3)
         return build_graph(wrong, *arguments, **keywords)
 
     monkeypatch.setattr(onnx_file, "build_graph", build_wrong_graph)

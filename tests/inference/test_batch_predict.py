@@ -63,7 +63,7 @@ def predicted_files(out: Path) -> list[str]:
     if out.suffix == ".csv":
         with out.open(newline="", encoding="utf-8") as file:
             return [row["file"] for row in csv.DictReader(file) if row["rank"] in ("", "1")]
-    import pyarrow.parquet
+    import pyarrow.parquet  # type: ignore[import-untyped]
 
     return pyarrow.parquet.read_table(out).column("file").to_pylist()
 
@@ -159,7 +159,7 @@ def test_predictions_of_another_job_are_not_mixed_in(
     arguments: dict[str, Any] = {"engine": "reference"} if difference == "engine" else {}
     second = Predictor.load(model_dir, device="cpu", **arguments)
     if difference == "model":
-        second.model.head.out.bias.data += 1
+        second.model.get_parameter("head.out.bias").data += 1
     with pytest.raises(VitralError, match="another model or engine") as caught:
         predict_to_file(second, [images], out, top=2 if difference == "top" else 3)
     assert "rm -r" in caught.value.hint

@@ -128,8 +128,8 @@ def test_concurrent_calls_return_the_logits_of_their_own_images() -> None:
 def test_an_outlier_column_of_the_hidden_layer_stays_in_fp32() -> None:
     model, preprocessing = build_model("class")
     with torch.no_grad():  # as in trained ViTs: one hidden activation in the hundreds, the others below five
-        model.encoder.blocks[1].mlp.expand.bias[7] = 300.0
-        model.encoder.blocks[1].mlp.contract.weight[:, 7] *= 0.01
+        model.get_parameter("encoder.blocks.1.mlp.expand.bias")[7] = 300.0
+        model.get_parameter("encoder.blocks.1.mlp.contract.weight")[:, 7] *= 0.01
     images = smooth_images(24)
     ranges = collect_activation_ranges(model, [smooth_images(32, seed=1)], preprocessing)
     assert ranges["blocks.1.mlp.contract"][1].max() > 290

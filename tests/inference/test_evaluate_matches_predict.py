@@ -61,8 +61,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
     decoded = (predictor.decode_image(path)[1] for path in sorted(photos.rglob("*.*")))
     images = torch.stack([pixels for pixels in decoded if isinstance(pixels, torch.Tensor)])
     with torch.no_grad():
-        model.head.out.bias.sub_(predictor.logits(images).mean(dim=0))
-        model.head.out.bias[len(CLASSES) :] = -100.0
+        bias = model.get_parameter("head.out.bias")
+        bias.sub_(predictor.logits(images).mean(dim=0))
+        bias[len(CLASSES) :] = -100.0
     save_model(folder, model, model_config)
     save_activation_ranges(folder, collect_activation_ranges(model, images.split(16), model_config.preprocessing))
     return folder

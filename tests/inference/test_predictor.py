@@ -44,7 +44,7 @@ def photos(tmp_path: Path) -> Path:
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     for seed, name in enumerate(("a.png", "b.bmp", "c.tiff", "more/d e.png", "more/ü.webp")):
-        lossless = {"lossless": True} if name.endswith("webp") else {}
+        lossless: dict[str, Any] = {"lossless": True} if name.endswith("webp") else {}
         smooth_photo(seed, 20 + 7 * seed, 50 - 5 * seed).save(folder / name, **lossless)
     return folder
 

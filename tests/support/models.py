@@ -90,7 +90,7 @@ def save_random_model(folder: Path, channels: int = 3, image_size: tuple[int, in
         image_size=image_size, patch_size=8, channels=channels, num_classes=len(ANIMALS), width=width, depth=2, heads=2
     )
     model = ViT(config)
-    torch.nn.init.normal_(model.head.out.weight)
+    torch.nn.init.normal_(model.get_parameter("head.out.weight"))
     preprocessing = Preprocessing(
         image_size=image_size, channels=channels, mean=(0.5,) * channels, std=(0.25,) * channels
     )
