@@ -156,17 +156,18 @@ def run_lock(run: Run, world: World) -> Iterator[None]:
 def _evaluate_run(run: Run, setup: TrainingSetup, world: World, console: Console) -> Predictor:
     """Calibrate the trained model, evaluate it on the test set and write the report. All ranks take part."""
     predictor = Predictor.load(run.path, device=setup.recipe.device)
-    if not len(setup.dataset.test) and not len(setup.dataset.validation):
+    dataset = setup.evaluation_dataset
+    if not len(dataset.test) and not len(dataset.validation):
         console.print("\nThere are neither test nor validation images, so the accuracy is unknown.")
         return predictor
-    target = load_eval_target(predictor, dataset=setup.dataset)
-    if len(setup.dataset.validation):
+    target = load_eval_target(predictor, dataset=dataset)
+    if len(dataset.validation):
         world.broadcast_from_rank0(lambda: calibrate_model(predictor, target.validation_split))
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
     evaluation, logits = evaluate_target(target, tta=setup.recipe.tta)
     if world.is_rank0:
         write_run_report(run, target, evaluation, logits)
-        terminal.print_result(console, run, setup.recipe, setup.dataset.name, evaluation)
+        terminal.print_result(console, run, setup.recipe, dataset.name, evaluation)
     world.broadcast_from_rank0(lambda: None)  # the other ranks wait for the report
     return predictor
 
