@@ -13,31 +13,13 @@ from PIL import Image
 from sklearn.decomposition import PCA
 from torch import Tensor
 
-from explain.test_methods import KINDS, TINY, alive
+from support.vit_kinds import KINDS, TINY, predictor_for, random_model
 from vitral.cli.commands import figures as command
-from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
-from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT, ViTConfig, apply_rope
 from vitral.reporting.figures import paper
-from vitral.runs.model_io import ModelConfig, save_model
-
-
-def predictor_for(model: ViT, cpu: Hardware) -> Predictor:
-    config, C = model.config, model.config.channels
-    preprocessing = Preprocessing(image_size=config.image_size, channels=C, mean=(0.5,) * C, std=(0.5,) * C)
-    variant = next(v for k, (v, c) in KINDS.items() if c == config)
-    model_config = ModelConfig(
-        architecture=config,
-        preprocessing=preprocessing,
-        classes=tuple("abcde"),
-        trained_on="x",
-        epoch=1,
-        variant=variant,
-    )
-    return Predictor(model, model_config, cpu)
-
+from vitral.runs.model_io import save_model
 
 # ── filters ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -76,7 +58,7 @@ def test_cosine_similarity_of_known_vectors() -> None:
 
 
 def test_rope_similarity_equals_that_of_rotated_vectors() -> None:
-    model = alive("plain", ViTConfig(**TINY, positions="rotary", pooling="mean"))
+    model = random_model("plain", ViTConfig(**TINY, positions="rotary", pooling="mean"))
     rotary = model.encoder.rotary_position
     assert rotary is not None
     similarity = paper.rope_similarity(rotary.rope)
@@ -120,7 +102,7 @@ def test_attention_distance_of_known_matrices() -> None:
 
 
 def test_attention_distances_of_a_model_equal_those_of_its_trace() -> None:
-    model, images = alive(*KINDS["registers, one channel"]), torch.randn(20, 1, 8, 12)
+    model, images = random_model(*KINDS["registers, one channel"]), torch.randn(20, 1, 8, 12)
     distances = paper.attention_distances(model, images)
     with torch.no_grad():
         second = paper.attention_distance(model.trace(images).attention[1], (2, 3), 4)
@@ -135,7 +117,7 @@ def test_attention_distances_of_a_model_equal_those_of_its_trace() -> None:
 def test_figures_of_every_kind_of_vit(kind: str, tmp_path: Path, cpu: Hardware) -> None:
     variant, config = KINDS[kind]
     images = torch.randint(0, 255, (3, config.channels, 8, 12), dtype=torch.uint8)
-    written, skipped = paper.plot_paper_figures(predictor_for(alive(variant, config), cpu), tmp_path, images)
+    written, skipped = paper.plot_paper_figures(predictor_for(random_model(variant, config), cpu), tmp_path, images)
     names = {file.name for file in written}
     assert {f"paper-{n}.{k}" for n in ("filters", "distance", "attention") for k in ("png", "svg")} <= names
     assert ("paper-positions.png" in names) == (config.positions != "none") == (skipped == [])
@@ -151,7 +133,7 @@ def test_command_reports_skipped_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cpu: Hardware
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    predictor = predictor_for(alive(*KINDS["class"]), cpu)
+    predictor = predictor_for(random_model(*KINDS["class"]), cpu)
     save_model(tmp_path / "model", predictor.model, predictor.model_config)
     assert command.COMMAND(["model", "--out", "there"]) == 0
     output = capsys.readouterr().out

@@ -203,7 +203,7 @@ def test_attention_figure_for_greyscale_and_colour_and_every_pooling(
         title, best = image_axes.get_title(loc="left"), int(p_K.argmax())
         assert title.startswith(NAMES[best][:10])
         assert f"{p_K[best]:.0%}" in title
-        assert ("(true: " in title) == (best != label)
+        assert (", true: " in title) == (best != label)
 
 
 def test_attention_figure_of_a_single_wide_image(tmp_path: Path, cpu: Hardware) -> None:

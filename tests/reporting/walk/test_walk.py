@@ -15,9 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 import vitral.models.vit
-from explain.test_methods import KINDS, alive
-from reporting.figures.test_paper import predictor_for
-from reporting.html.test_report import browser  # noqa: F401
+from support.vit_kinds import KINDS, predictor_for, random_model
 from vitral.cli.commands import walk as command
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
@@ -47,7 +45,7 @@ def make_walk(name: str, cpu: Hardware, lang: str = "en") -> tuple[Walk, Predict
     preprocessing = Preprocessing(image_size=config.image_size, channels=C, mean=(0.5,) * C, std=(0.5,) * C)
     names = tuple(f"class <{i}>" for i in range(config.num_classes))
     model_config = ModelConfig(architecture=config, preprocessing=preprocessing, classes=names, trained_on="x", epoch=1)
-    predictor = Predictor(alive("plain", config), model_config, cpu)
+    predictor = Predictor(random_model("plain", config), model_config, cpu)
     picture = Image.effect_noise((300, 240), 60).convert("L" if C == 1 else "RGB")
     return walk(predictor, picture, lang), predictor, picture  # type: ignore[arg-type]
 
@@ -131,7 +129,7 @@ def test_out_of_distribution_image_is_called_unknown(
 @pytest.mark.parametrize("kind", KINDS)
 def test_walk_of_every_kind_of_vit(kind: str, cpu: Hardware) -> None:
     variant, config = KINDS[kind]
-    predictor = predictor_for(alive(variant, config), cpu)
+    predictor = predictor_for(random_model(variant, config), cpu)
     for lang in ("en", "ko"):
         result = walk(predictor, Image.effect_noise((24, 16), 60), lang, layer=2, head=2)  # type: ignore[arg-type]
         keys = {step.key for step in result.steps}
@@ -164,7 +162,7 @@ def test_first_steps_show_the_code_that_normalises_and_cuts(cpu: Hardware) -> No
 def test_residual_figure_shows_the_value_added_with_layer_scale(cpu: Hardware) -> None:
     _, config = SHAPES["MNIST"]
     torch.manual_seed(0)
-    model = alive("plain", replace(config, layer_scale=0.1))
+    model = random_model("plain", replace(config, layer_scale=0.1))
     _, predictor, image = make_walk("MNIST", cpu)
     model_config = replace(predictor.model_config, architecture=model.config)
     result = walk(Predictor(model, model_config, cpu), image)
@@ -237,7 +235,7 @@ def test_page_is_self_contained_and_escapes_names(cpu: Hardware) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
-def test_page_in_a_browser(cpu: Hardware, tmp_path: Path, browser: Any, width: int, scheme: str) -> None:  # noqa: F811
+def test_page_in_a_browser(cpu: Hardware, tmp_path: Path, browser: Any, width: int, scheme: str) -> None:
     result, _, _ = make_walk("MNIST", cpu, "ko")
     file = tmp_path / "walk.html"
     file.write_text(walk_html.render_html(result), encoding="utf-8")

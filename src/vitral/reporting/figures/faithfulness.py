@@ -20,8 +20,8 @@ def plot_faithfulness(result: FaithfulnessResult, path: Path) -> Path:
     colours = colormaps["viridis"](np.linspace(0, 0.92, max(len(result.rows) - 1, 1)))
     line_styles = ["-", "--", "-.", (0, (1, 1))]  # distinguishable without colours
     for axes, title, curve in (
-        (deletion_axes, "Deletion: most important patches covered first (lower is better)", "deleted"),
-        (insertion_axes, "Insertion: most important patches shown first (higher is better)", "inserted"),
+        (deletion_axes, "Deletion: most important patches covered first (lower is better)", "deletion_curve"),
+        (insertion_axes, "Insertion: most important patches shown first (higher is better)", "insertion_curve"),
     ):
         for index, row in enumerate(result.rows):
             values = getattr(row, curve)

@@ -77,7 +77,7 @@ def plot_explanation(explanation: Explanation, path: Path, colormap: Colormap = 
     for row_axes, heats in zip(grid, rows, strict=True):
         label = heats[0].label
         draw_image(row_axes[0], np.asarray(explanation.image))
-        title = f"{shorten(label.name, 20)} {format_percent(label.probability)}"
+        title = f"{shorten(label.name, 20)} ({format_percent(label.probability)})"
         colour = BLUE if label.name == explanation.prediction[0].name else GRAY
         row_axes[0].set_title(title, fontsize=11, loc="left", color=colour, weight="bold", parse_math=False)
         for axes, heat in zip(row_axes[1:], heats, strict=True):

@@ -234,7 +234,7 @@ def plot_rollout_examples(predictor: Predictor, images_NCHW: Tensor) -> Figure:
         draw_image(image_axes, image)
         draw_image(attention_axes, overlay_heatmap(image, heatmaps[index]))
         best = int(probabilities[index].argmax())
-        title = f"{shorten(predictor.classes[best], 18)} {format_percent(float(probabilities[index, best]))}"
+        title = f"{shorten(predictor.classes[best], 18)} ({format_percent(float(probabilities[index, best]))})"
         image_axes.set_title(title, fontsize=8, loc="left", pad=3, parse_math=False)
     return figure
 

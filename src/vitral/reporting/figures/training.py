@@ -114,9 +114,9 @@ def plot_attention(predictor: Predictor, images_NCHW: Tensor, labels_N: Tensor, 
         image_axes, attention_axes = grid[index // columns, 3 * (index % columns) :][:2]
         predicted = int(p_K.argmax())
         correct = predicted == label
-        title = f"{shorten(predictor.classes[predicted], 13)} {p_K[predicted]:.0%}"
+        title = f"{shorten(predictor.classes[predicted], 13)} ({p_K[predicted]:.0%})"
         if not correct:
-            title += f" (true: {shorten(predictor.classes[label], 13)})"
+            title += f", true: {shorten(predictor.classes[label], 13)}"
         draw_image(image_axes, to_rgb(image))
         colour = "black" if correct else ORANGE
         image_axes.set_title(title, fontsize=10, color=colour, loc="left", pad=3, parse_math=False)

@@ -21,7 +21,7 @@ ORDERS = (
     ("original", "original"),
     ("name", "by name"),
     ("errors", "most errors first"),
-    ("similar", "confused classes next to each other"),
+    ("similar", "confused classes adjacent"),
 )
 
 

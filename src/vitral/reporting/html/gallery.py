@@ -48,8 +48,8 @@ def gallery_items(data: ReportData, indices: Tensor, p_NK: Tensor) -> Iterator[s
     for image, heatmap, prediction, index in zip(images, heatmaps, predicted.tolist(), indices.tolist(), strict=True):
         true = int(data.split.labels[index])
         correct = prediction == true
-        label = f"{names[prediction]} {percent(p_NK[index, prediction].item(), 1)}"
-        verdict = "correct" if correct else f"true class: {names[true]} ({percent(p_NK[index, true].item(), 1)})"
+        label = f"{names[prediction]} ({percent(p_NK[index, prediction].item(), 1)})"
+        verdict = "correct" if correct else f"true: {names[true]} ({percent(p_NK[index, true].item(), 1)})"
         rgb = to_rgb(image)
         yield (
             f'<li class="two"><img{style} src="{image_data_uri(rgb)}" alt="{text(f"image of class {names[true]}")}"> '

@@ -34,7 +34,7 @@ def definition_table(pairs: Iterable[tuple[str, str]]) -> str:
     rows = "".join(
         f'<tr><th scope="row">{text(name)}</th><td class="text">{text(value)}</td></tr>' for name, value in pairs
     )
-    return f'<div class="wide"><table>{rows}</table></div>'
+    return f'<div class="wide"><table class="definitions">{rows}</table></div>'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:

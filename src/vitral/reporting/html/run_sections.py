@@ -19,7 +19,7 @@ def summary_section(data: ReportData) -> str:
     metrics = [("Accuracy", headline.accuracy, True), ("Top-5 accuracy", headline.top5, True)]
     metrics += [("Macro F1", headline.macro_f1, True), ("Cross-entropy", headline.nll, False)]
     metrics += [("Brier score", headline.brier, False), ("Calibration error (ECE)", headline.ece, True)]
-    metrics += [("Area under risk-coverage curve (AURC)", headline.aurc, False)]
+    metrics += [("AURC (risk-coverage)", headline.aurc, False)]
     rows = [
         (name, percent(m.value), interval(m)) if is_share else (name, f"{m.value:.4f}", f"{m.low:.4f}–{m.high:.4f}")
         for name, m, is_share in metrics

@@ -32,7 +32,7 @@
       image.src = data.images[index];
       image.alt = `image of class ${names[trueClass]}`;
       if (data.pixelated) image.className = "pixels";
-      item.append(image, create("div", `${names[predicted]} ${(100 * confidence).toFixed(1)}%`));
+      item.append(image, create("div", `${names[predicted]} (${(100 * confidence).toFixed(1)}%)`));
       list.append(item);
     }
     panel.append(list);
