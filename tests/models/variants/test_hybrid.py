@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from support.common import identical, textures
-from support.references import answers, lively, pictures, timm
+from support.references import compute_logits, random_images, randomize_weights, timm
 from vitral.data.datasets import Split
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
@@ -154,13 +154,13 @@ def test_presets_have_the_parameters_of_timm_models(preset: str, timm_name: str,
     ids=["R26+S/32", "R50, stride 16", "R50, stride 32", "root only"],
 )
 def test_timm_weights_give_timm_logits(timm_name: str, arguments: dict[str, Any], config: HybridConfig) -> None:
-    reference = lively(timm.create_model(timm_name, num_classes=7, **arguments))
+    reference = randomize_weights(timm.create_model(timm_name, num_classes=7, **arguments))
     model = HybridViT(config).eval()
     model.load_state_dict(convert_timm(reference))
-    x = pictures(*config.image_size, channels=config.channels)
-    expected = answers(reference, x)
+    x = random_images(*config.image_size, channels=config.channels)
+    expected = compute_logits(reference, x)
     assert expected.std() > 0.1
-    torch.testing.assert_close(answers(model, x), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compute_logits(model, x), expected, rtol=1e-4, atol=1e-4)
 
 
 # Stems
@@ -210,7 +210,7 @@ def test_conv_stem_costs_about_one_block(preset: str) -> None:
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("kernel", [1, 3, 7])
 def test_std_conv_uses_same_padding_and_standardised_weights(kernel: int, stride: int) -> None:
-    conv, x = lively(StdConv(8, 4, kernel, stride)), pictures(12, 6, channels=8)
+    conv, x = randomize_weights(StdConv(8, 4, kernel, stride)), random_images(12, 6, channels=8)
     filters = conv.weight - conv.weight.mean(dim=(1, 2, 3), keepdim=True)
     filters = filters / filters.std(dim=(1, 2, 3), keepdim=True, correction=0)
     pad = max(kernel - stride, 0)
@@ -222,7 +222,7 @@ def test_std_conv_uses_same_padding_and_standardised_weights(kernel: int, stride
 
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (1, 1)])
 def test_compiled_stem_runs_as_matmul(kernel: int, stride: int) -> None:
-    conv, x = lively(StdConv(3, 8, kernel, stride)), pictures(12, 6)
+    conv, x = randomize_weights(StdConv(3, 8, kernel, stride)), random_images(12, 6)
     operations: list[str] = []
 
     def record_operations(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -236,30 +236,30 @@ def test_compiled_stem_runs_as_matmul(kernel: int, stride: int) -> None:
 
 @stems
 def test_logits_do_not_depend_on_the_scale_of_filters(config: HybridConfig) -> None:
-    model, x = lively(HybridViT(config)), pictures(*config.image_size)
-    expected = answers(model, x)
+    model, x = randomize_weights(HybridViT(config)), random_images(*config.image_size)
+    expected = compute_logits(model, x)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, StdConv):
                 module.weight.mul_(7).add_(0.3)
-    torch.testing.assert_close(answers(model, x), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(compute_logits(model, x), expected, rtol=1e-3, atol=1e-4)
 
 
 @stems
 def test_logits_do_not_depend_on_batch_or_training_mode(config: HybridConfig) -> None:
-    model, x = lively(HybridViT(config)), pictures(*config.image_size, count=3)
-    expected = answers(model, x)
-    torch.testing.assert_close(answers(model, x[1:2]), expected[1:2], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(answers(model.train(), x), expected)
+    model, x = randomize_weights(HybridViT(config)), random_images(*config.image_size, count=3)
+    expected = compute_logits(model, x)
+    torch.testing.assert_close(compute_logits(model, x[1:2]), expected[1:2], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compute_logits(model.train(), x), expected)
 
 
 def test_initial_bottlenecks_are_identities_and_logits_zero() -> None:
     torch.manual_seed(0)
-    model, x = HybridViT(RESNET), pictures(*RESNET.image_size)
+    model, x = HybridViT(RESNET), random_images(*RESNET.image_size)
     stem: Any = model.patch_embedding.stem
     positive = torch.rand(2, 256, 4, 6)
     assert torch.equal(stem.stages[1][1](positive), positive)
-    assert answers(model, x).abs().max() == 0
+    assert compute_logits(model, x).abs().max() == 0
     assert 0.3 < model.patch_embedding(x).std() < 3
 
 
@@ -268,8 +268,8 @@ def test_initial_bottlenecks_are_identities_and_logits_zero() -> None:
 
 @stems
 def test_gradient_reaches_every_parameter(config: HybridConfig) -> None:
-    model = lively(HybridViT(config)).train()
-    F.cross_entropy(model(pictures(*config.image_size)), torch.tensor([0, 3])).backward()
+    model = randomize_weights(HybridViT(config)).train()
+    F.cross_entropy(model(random_images(*config.image_size)), torch.tensor([0, 3])).backward()
     unreached = [n for n, p in model.named_parameters() if p.grad is None or not 1e-8 < p.grad.norm() < 1e3]
     assert unreached == []
 
@@ -278,10 +278,10 @@ def test_gradient_reaches_every_parameter(config: HybridConfig) -> None:
 @pytest.mark.parametrize("pooling", ["class", "mean"])
 def test_trace_has_the_logits_of_forward_and_the_pixels_of_each_token(config: HybridConfig, pooling: Any) -> None:
     config = replace(config, pooling=pooling, registers=1, positions="learned+rotary")
-    model, x = lively(HybridViT(config)), pictures(*config.image_size)
+    model, x = randomize_weights(HybridViT(config)), random_images(*config.image_size)
     with torch.inference_mode():
         trace = model.trace(x)
-    torch.testing.assert_close(trace.logits, answers(model, x))
+    torch.testing.assert_close(trace.logits, compute_logits(model, x))
     assert trace.grid == config.grid == (2, 3)
     assert trace.num_prefix_tokens == config.num_prefix_tokens
     assert trace.margin == margin(config)
@@ -294,14 +294,14 @@ def test_trace_has_the_logits_of_forward_and_the_pixels_of_each_token(config: Hy
 
 @stems
 def test_other_image_sizes_warn_or_are_refused(config: HybridConfig) -> None:
-    model, P, margins = lively(HybridViT(config)), config.patch_size, 2 * margin(config)
+    model, P, margins = randomize_weights(HybridViT(config)), config.patch_size, 2 * margin(config)
     with pytest.warns(UserWarning, match="positions resampled from 2×3 to 3×1 patches"):
-        assert answers(model, pictures(3 * P + margins, P + margins)).shape == (2, 5)
+        assert compute_logits(model, random_images(3 * P + margins, P + margins)).shape == (2, 5)
     if margins:
         with pytest.raises(ValueError, match="images of 12×4 pixels are too small"):
-            model(pictures(12, 4))
+            model(random_images(12, 4))
     with pytest.raises(ValueError, match=f"image height {P + 2} is not divisible by the patch size {P}"):
-        model(pictures(P + 2, P))
+        model(random_images(P + 2, P))
 
 
 def margin(config: HybridConfig) -> int:
@@ -310,8 +310,8 @@ def margin(config: HybridConfig) -> int:
 
 @pytest.mark.parametrize("config", [CONV, UNPADDED], ids=["same padding", "no same padding"])
 def test_changed_patch_changes_its_own_token_most(config: HybridConfig) -> None:
-    stem, offset = lively(HybridViT(config)).patch_embedding.stem, margin(config)
-    x = pictures(*config.image_size, count=50)
+    stem, offset = randomize_weights(HybridViT(config)).patch_embedding.stem, margin(config)
+    x = random_images(*config.image_size, count=50)
     for token in range(6):
         changed = x.clone()
         y, z = offset + 4 * (token // 3), offset + 4 * (token % 3)
@@ -332,7 +332,7 @@ def test_explain_payload_covers_the_area_of_the_patches(
     card = ModelConfig(
         architecture=config, preprocessing=seen, classes=names, trained_on="x", epoch=1, variant="hybrid"
     )
-    predictor = Predictor(lively(HybridViT(config)), card, cpu)
+    predictor = Predictor(randomize_weights(HybridViT(config)), card, cpu)
     pixels = torch.randint(0, 256, (3, *config.image_size), dtype=torch.uint8)
     payload = explain_image(predictor, pixels, ExplainRequest(methods=("rollout",)))
     assert payload["grid"] == [2, 3]
@@ -341,7 +341,7 @@ def test_explain_payload_covers_the_area_of_the_patches(
 
 
 def test_explanations_work_without_same_padding(cpu: Hardware) -> None:
-    predictor = Predictor(lively(HybridViT(UNPADDED)), make_model_config(UNPADDED), cpu)
+    predictor = Predictor(randomize_weights(HybridViT(UNPADDED)), make_model_config(UNPADDED), cpu)
     pixels = torch.randint(0, 256, (12, 3, *UNPADDED.image_size), dtype=torch.uint8)
     image = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
     explanation = heatmaps.explanation_to_dict(explain(predictor, image, methods=["rollout"]), predictor, [])
@@ -359,21 +359,21 @@ def test_explanations_work_without_same_padding(cpu: Hardware) -> None:
 
 @stems
 def test_exported_model_accepts_any_batch_size(config: HybridConfig) -> None:
-    model = lively(HybridViT(config))
-    example, batch = pictures(*config.image_size), torch.export.Dim("batch")
+    model = randomize_weights(HybridViT(config))
+    example, batch = random_images(*config.image_size), torch.export.Dim("batch")
     exported: Any = torch.export.export(model, (example,), dynamic_shapes=({0: batch},)).module()
     for size in (1, 2, 5):
-        x = pictures(*config.image_size, count=size)
+        x = random_images(*config.image_size, count=size)
         torch.testing.assert_close(exported(x), model(x))
 
 
 @stems
 def test_bf16_logits_are_close_to_fp32(config: HybridConfig) -> None:
-    model, x = lively(HybridViT(config)), pictures(*config.image_size)
-    expected = answers(model, x)
+    model, x = randomize_weights(HybridViT(config)), random_images(*config.image_size)
+    expected = compute_logits(model, x)
     with torch.autocast("cpu", torch.bfloat16):
-        autocast = answers(model, x)
-    converted = answers(model.bfloat16(), x.bfloat16())
+        autocast = compute_logits(model, x)
+    converted = compute_logits(model.bfloat16(), x.bfloat16())
     for logits in (autocast, converted):
         assert logits.dtype == torch.bfloat16
         assert (logits.float() - expected).norm() < 0.1 * expected.norm()
@@ -397,7 +397,7 @@ def test_conv_hybrid_learns_textures() -> None:
         loss.backward()
         adam.step()
     validation = textures(40, seed=2)
-    correct = answers(model.eval(), validation.images.float() / 128 - 1).argmax(dim=1) == validation.labels
+    correct = compute_logits(model.eval(), validation.images.float() / 128 - 1).argmax(dim=1) == validation.labels
     assert correct.float().mean() > 0.9
 
 
@@ -468,7 +468,7 @@ def test_preset_accepts_overrides() -> None:
     model = HybridViT.from_preset("conv-Ti/4", num_classes=10, depth=1)
     assert type(model) is HybridViT is VARIANTS["hybrid"]
     assert variant_name(model) == "hybrid"
-    assert model(pictures(32, 32)).shape == (2, 10)
+    assert model(random_images(32, 32)).shape == (2, 10)
 
 
 def test_unknown_preset_or_field_suggests_the_closest() -> None:
@@ -483,14 +483,14 @@ def test_unknown_preset_or_field_suggests_the_closest() -> None:
 
 @stems
 def test_model_folder_round_trip(config: HybridConfig, tmp_path: Path) -> None:
-    model, model_config = lively(HybridViT(config)), make_model_config(config)
+    model, model_config = randomize_weights(HybridViT(config)), make_model_config(config)
     save_model(tmp_path, model, model_config)
     loaded, loaded_config = load_model(tmp_path)
     assert loaded_config == model_config
     assert type(loaded) is HybridViT
     assert identical(loaded.state_dict(), model.state_dict())
-    x = pictures(*config.image_size)
-    assert torch.equal(answers(loaded, x), answers(model, x))
+    x = random_images(*config.image_size)
+    assert torch.equal(compute_logits(loaded, x), compute_logits(model, x))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from vitral.recipes.schema import DataConfig, Recipe, read_recipe
 from vitral.runs.model_io import ModelConfig, load_model, save_model
 from vitral.training.setup import resolve_recipe, setup_training
 from vitral.training.state import init_state
-from vitral.weights.adapt import transfer
+from vitral.weights.adapt import adapt_weights
 from vitral.weights.checkpoint import Checkpoint
 
 SMALL = ViTConfig(image_size=(8, 8), patch_size=2, channels=1, num_classes=10, width=16, depth=2, heads=2)
@@ -96,12 +96,12 @@ def test_freezing_blocks_of_a_distilled_model_freezes_its_tokens(train_tiny, cpu
 
 def test_fine_tuning_keeps_the_variant(tmp_path):
     source = checkpoint("distilled")
-    save_model(tmp_path / "deit", source.build(), source.card)
+    save_model(tmp_path / "deit", source.build(), source.model_config)
     ready = setup_training(resolve_recipe("digits", None, init_from=str(tmp_path / "deit")))
     assert (ready.recipe.variant, ready.recipe.name) == ("distilled", "folder-finetune")
     assert ready.initial_weights is not None
     VARIANTS["distilled"](ready.recipe.model).load_state_dict(ready.initial_weights)
-    assert any("both learn from the labels" in note for note in ready.notes)
+    assert any("both heads are kept and trained on the labels" in note for note in ready.notes)
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def checkpoint(variant: str) -> Checkpoint:
         epoch=1,
         variant=variant_name(model),
     )
-    return Checkpoint.of(model.eval(), model_config)
+    return Checkpoint.from_model(model.eval(), model_config)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_transfer_to_another_image_size_keeps_common_classes(variant):
     source = checkpoint(variant)
     config = replace(source.config, image_size=(12, 8), num_classes=2)
-    moved = transfer(source, variant, config, ("7", "new"))
+    moved = adapt_weights(source, variant, config, ("7", "new"))
     model = VARIANTS[variant](config).eval()
     model.load_state_dict(moved.state)
     images = torch.rand(2, 1, 12, 8)
@@ -188,29 +188,29 @@ def test_transfer_to_another_image_size_keeps_common_classes(variant):
 
 
 def test_transfer_of_a_distilled_checkpoint_notes_that_both_heads_learn():
-    assert "both learn from the labels" in " ".join(transfer(checkpoint("distilled"), "distilled", SMALL, NAMES).notes)
+    assert "both heads are kept and trained on the labels" in " ".join(adapt_weights(checkpoint("distilled"), "distilled", SMALL, NAMES).notes)
 
 
 @pytest.mark.parametrize(
     ("variant", "changes", "hint"),
     [
-        ("hybrid", {"channels": 3}, "the stem sees channels"),
-        ("hybrid", {"conv": ConvStemConfig(widths=(8, 16), strides=(1, 2))}, "the stem sees"),
-        ("patch-norm", {"patch_size": 4}, "a norm sees each pixel"),
+        ("hybrid", {"channels": 3}, "stem depends on the channels"),
+        ("hybrid", {"conv": ConvStemConfig(widths=(8, 16), strides=(1, 2))}, "stem depends on"),
+        ("patch-norm", {"patch_size": 4}, "the norm over pixels depends on"),
     ],
 )
 def test_transfer_that_is_impossible_is_refused_with_a_reason(variant, changes, hint):
     with pytest.raises(VitralError) as refused:
-        transfer(checkpoint(variant), variant, replace(CONFIGS[variant], **changes), NAMES)
+        adapt_weights(checkpoint(variant), variant, replace(CONFIGS[variant], **changes), NAMES)
     assert hint in refused.value.hint
 
 
 def test_transfer_from_another_variant_is_refused():
-    with pytest.raises(VitralError, match="the checkpoint is a distilled ViT, the recipe's model a plain one"):
-        transfer(checkpoint("distilled"), "plain", SMALL, NAMES)
+    with pytest.raises(VitralError, match="the checkpoint is a distilled ViT, the recipe's model a plain ViT"):
+        adapt_weights(checkpoint("distilled"), "plain", SMALL, NAMES)
 
 
 def test_transfer_resamples_kernels_on_the_feature_map():
     source = checkpoint("hybrid")
-    moved = transfer(source, "hybrid", replace(source.config, patch_size=4), NAMES)
+    moved = adapt_weights(source, "hybrid", replace(source.config, patch_size=4), NAMES)
     assert moved.state["patch_embedding.project.weight"].shape == (16, 8 * 2 * 2)
