@@ -1,4 +1,4 @@
-"""A hub of models on this machine: as much of the real one's HTTP interface as huggingface_hub needs."""
+"""A local model hub with the part of the HTTP API that huggingface_hub uses."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TOKEN = "hf_a_token_that_may_write"
+TOKEN = "hf_token_with_write_access"
 
 
 @dataclass
 class Hub:
+    """Content of the hub: files by repository, and what was requested."""
+
     endpoint: str = ""
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     private: dict[str, bool] = field(default_factory=dict)
-    messages: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)  # of the commits
 
 
 @contextmanager
 def fake_hub() -> Iterator[Hub]:
+    """Run the hub in a thread; use it by setting HF_ENDPOINT to `endpoint`."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None: ...
 
-        def answer(self, status: int, content: Any = None, **headers: str) -> None:
+        def respond(self, status: int, content: Any = None, **headers: str) -> None:
             body = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
             for name, value in ({"Content-Length": str(len(body))} | headers).items():
@@ -43,54 +46,54 @@ def fake_hub() -> Iterator[Hub]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"] or 0))
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                return self.answer(401, {"error": "Invalid username or password."})
+                return self.respond(401, {"error": "Invalid username or password."})
             parts = self.path.strip("/").split("/")
             if parts == ["api", "repos", "create"]:
-                asked = json.loads(body)
-                name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
+                request = json.loads(body)
+                name = "/".join(part for part in (request.get("organization"), request["name"]) if part)
                 name = name if "/" in name else f"me/{name}"
                 hub.repositories.setdefault(name, {})
-                hub.private[name] = asked.get("private") or asked.get("visibility") == "private"
-                return self.answer(200, {"url": f"{hub.endpoint}/{name}"})
+                hub.private[name] = request.get("private") or request.get("visibility") == "private"
+                return self.respond(200, {"url": f"{hub.endpoint}/{name}"})
             if parts == ["api", "validate-yaml"]:
-                return self.answer(200, {"errors": [], "warnings": []})
+                return self.respond(200, {"errors": [], "warnings": []})
             name, action = "/".join(parts[2:4]), parts[4]
             if action == "preupload":
                 files = [
                     {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
                     for file in json.loads(body)["files"]
                 ]
-                return self.answer(200, {"files": files})
+                return self.respond(200, {"files": files})
             if action == "commit":
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "header":
                         hub.messages.append(line["value"]["summary"])
                     else:
                         hub.repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                said = {"commitUrl": f"{hub.endpoint}/{name}/commit/{COMMIT}", "commitOid": COMMIT, "success": True}
-                return self.answer(200, said)
-            return self.answer(404, {"error": self.path})
+                commit = {"commitUrl": f"{hub.endpoint}/{name}/commit/{COMMIT}", "commitOid": COMMIT, "success": True}
+                return self.respond(200, commit)
+            return self.respond(404, {"error": self.path})
 
         def do_GET(self) -> None:
             parts = self.path.split("?")[0].strip("/").split("/")
             if parts[:2] == ["api", "models"]:
                 name = "/".join(parts[2:4])
                 if name not in hub.repositories:
-                    return self.answer(404, {"error": "not found"}, X_Error_Code="RepoNotFound")
+                    return self.respond(404, {"error": "not found"}, X_Error_Code="RepoNotFound")
                 if "tree" in parts:
                     entries = [
                         {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
                         for path, content in hub.repositories[name].items()
                     ]
-                    return self.answer(200, entries)
+                    return self.respond(200, entries)
                 files = [{"rfilename": path} for path in hub.repositories[name]]
-                return self.answer(200, {"id": name, "sha": COMMIT, "siblings": files, "private": False, "tags": []})
+                return self.respond(200, {"id": name, "sha": COMMIT, "siblings": files, "private": False, "tags": []})
             name, path = "/".join(parts[:2]), "/".join(parts[4:])
             content = hub.repositories.get(name, {}).get(path)
             if content is None:
-                return self.answer(404, {"error": "not found"}, X_Error_Code="EntryNotFound")
+                return self.respond(404, {"error": "not found"}, X_Error_Code="EntryNotFound")
             tag = f'"{hashlib.sha1(content).hexdigest()}"'
-            return self.answer(200, content, ETag=tag, X_Repo_Commit=COMMIT, Content_Type="application/octet-stream")
+            return self.respond(200, content, ETag=tag, X_Repo_Commit=COMMIT, Content_Type="application/octet-stream")
 
         do_HEAD = do_GET
 

@@ -1,4 +1,4 @@
-"""hf:owner/name, against a cache made by hand: no test reaches the hub."""
+"""hf:owner/name with a prepared cache; no test connects to the hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-READ = """
+READ_SCRIPT = """
 import sys
 from vitral import weights
 from vitral.errors import VitralError
@@ -27,57 +27,59 @@ for source in sys.argv[1:]:
 """
 
 
-def asked(*sources: str, **environment: str) -> str:
-    """What reading these says, in a process with this environment: huggingface_hub reads it when imported."""
+def read_in_process(*sources: str, **environment: str) -> str:
+    """Notes or error of each source, read in a new process, because huggingface_hub reads the environment on import."""
     script = Path(environment["HF_HOME"]) / "read.py"
-    script.write_text(READ)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE"))}
-    process = Process(*sources, script=script, environment=clean | environment)
-    said, complaint = process.communicate(120)
-    assert process.returncode == 0, complaint
-    return said.strip()
+    script.write_text(READ_SCRIPT)
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE"))}
+    process = Process(*sources, script=script, environment=inherited | environment)
+    out, err = process.communicate(120)
+    assert process.returncode == 0, err
+    return out.strip()
 
 
-def cached(home: Path) -> None:
-    """A model as huggingface_hub keeps it."""
+def fill_cache(home: Path) -> None:
+    """Write a model as huggingface_hub caches it."""
     repository = home / "hub" / "models--someone--small-vit"
     snapshot = repository / "snapshots" / COMMIT
-    sizes = {"image_size": (32, 32), "patch_size": 8, "width": 48, "depth": 2, "heads": 4, "classes": 7}
+    sizes = {"image_size": (32, 32), "patch_size": 8, "width": 48, "depth": 2, "heads": 4, "num_classes": 7}
     weights.write(as_checkpoint(randomize_weights(ViT(ViTConfig(**sizes)))), snapshot, to="transformers")
     (repository / "refs").mkdir()
     for reference in ("main", "v1"):
         (repository / "refs" / reference).write_text(COMMIT)
 
 
-def test_a_model_in_the_cache_is_read_offline_at_any_revision(tmp_path: Path) -> None:
-    cached(tmp_path)
-    said = asked("hf:someone/small-vit", "hf:someone/small-vit@v1", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
-    assert said.count("transformers: patches of 8") == 2
-    assert said.count("heads: 4, from config.json") == 2
+def test_cached_model_is_read_offline_at_any_revision(tmp_path: Path) -> None:
+    fill_cache(tmp_path)
+    notes = read_in_process(
+        "hf:someone/small-vit", "hf:someone/small-vit@v1", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1"
+    )
+    assert notes.count("transformers: patch size 8") == 2
+    assert notes.count("heads: 4, from config.json") == 2
 
 
-def test_offline_without_the_model_is_two_lines(tmp_path: Path) -> None:
-    said = asked("hf:someone/absent", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1").splitlines()
-    assert said[0] == "ERROR hf:someone/absent: not in the cache, and the hub was not reached"
-    assert "no network?" in said[1]
-    assert len(said) == 2
+def test_missing_model_offline_is_an_error_of_two_lines(tmp_path: Path) -> None:
+    lines = read_in_process("hf:someone/absent", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1").splitlines()
+    assert lines[0] == "ERROR hf:someone/absent: not in the cache, and the hub is unreachable"
+    assert "Check the network connection" in lines[1]
+    assert len(lines) == 2
 
 
-def test_a_hub_that_nobody_reaches_is_two_lines(tmp_path: Path) -> None:
-    said = asked("hf:someone/absent", HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9").splitlines()
-    assert said[0] == "ERROR hf:someone/absent: not in the cache, and the hub was not reached"
-    assert "no network?" in said[1]
-    assert len(said) == 2
+def test_unreachable_hub_is_an_error_of_two_lines(tmp_path: Path) -> None:
+    lines = read_in_process("hf:someone/absent", HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9").splitlines()
+    assert lines[0] == "ERROR hf:someone/absent: not in the cache, and the hub is unreachable"
+    assert "Check the network connection" in lines[1]
+    assert len(lines) == 2
 
 
-def test_without_huggingface_hub_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_huggingface_hub_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(VitralError, match="needs huggingface_hub") as error:
         weights.read("hf:someone/small-vit")
-    assert error.value.hint == "pip install 'vitral[hub]'"
+    assert error.value.hint == "Install it with: pip install 'vitral[hub]'"
 
 
 @pytest.mark.parametrize("source", ["hf:", "hf:name", "hf:a/b/c", "hf:../x"])
-def test_a_name_that_cannot_be_one_is_refused(source: str) -> None:
+def test_invalid_name_is_refused(source: str) -> None:
     with pytest.raises(VitralError, match="hf:"):
         weights.read(source)
