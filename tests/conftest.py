@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 import torch
 
+from support.browser import launch_browser
 from support.common import Command, Fit, skip_figures, textures
 from vitral.cli import main as cli
 from vitral.data.datasets import Dataset, Split
@@ -71,6 +73,13 @@ def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", connect_locally)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, driven by Playwright. Not shared between modules: its event loop would disturb other tests."""
+    with launch_browser() as running:
+        yield running
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_train_prints_the_result_and_next_commands_that_work_when_copied(vitral,
     assert copied[3][2:] == ["digits", "--recipe", str(out / "recipe.toml"), "--epochs", "2"]
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_recipe_printed_by_show_can_be_trained(vitral, tmp_path):
     _, toml, _ = vitral("recipes", "show", "digits")
     (tmp_path / "mine.toml").write_text(toml)
@@ -132,7 +132,7 @@ def test_recipe_printed_by_show_can_be_trained(vitral, tmp_path):
     assert (code, err) == (0, "")
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_recipe_can_be_used_for_another_dataset(vitral, tmp_path):
     out = tmp_path / "run"
     words = ("--epochs", 1, "--model.depth", 1, "--model.width", 32, "--batch-size", 256)

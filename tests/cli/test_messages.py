@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from support.common import Command, leave_out_pictures
+from support.common import Command, skip_figures
 from support.photos import save_photo
 from support.served import server
 from vitral import api, weights
@@ -67,18 +67,18 @@ def test_every_command_prints_how_it_interpreted_a_checkpoint(
     folder: Path, words: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("vitral.doctor.advice.TIMED", 0.0)
-    leave_out_pictures(monkeypatch)
+    monkeypatch.setattr("vitral.doctor.advice.BENCHMARK_SECONDS", 0.0)
+    skip_figures(monkeypatch)
     _, out, err = command(*shlex.split(words))
     notes = Predictor.load(folder / "checkpoint").notes
-    assert any("transformers: patches of 8" in note for note in notes)
+    assert any("transformers: patch size 8" in note for note in notes)
     for note in notes:
         assert f"  {note}\n" in err or f"{note}\n" in out
     if "--json" in words:
         json.loads(out)
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_convert_hints_at_the_flag_for_another_resolution(
     folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,29 +12,18 @@ import io
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from support.served import make_image, server, tiny_model
 
 expect.set_options(timeout=60_000)
 PAGE = Path(__file__).parents[2] / "src" / "vitral" / "serve" / "page"
-CHROMIUM_ARGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +33,6 @@ def running(tmp_path_factory):
     digits = tiny_model(folder / "digits", channels=1, size=28, mean=0.13)
     with server(insects, digits) as process:
         yield process
-
-
-@pytest.fixture(scope="module")
-def browser():
-    program = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        if os.environ.get("VITRAL_NEEDS_CHROMIUM"):
-            pytest.fail("chromium not found, but VITRAL_NEEDS_CHROMIUM is set")
-        pytest.skip("chromium not found (apt-get install chromium)")
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=program, args=list(CHROMIUM_ARGS))
-        yield launched
-        launched.close()
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def group_by_class(heats: Sequence[Heatmap]) -> list[list[Heatmap]]:
     """One list per class, in the requested order."""
     rows: list[list[Heatmap]] = []
     for heat in heats:
-        if not rows or rows[-1][0].label is not heat.label:
+        if not rows or rows[-1][0].label != heat.label:
             rows.append([])
         rows[-1].append(heat)
     return rows

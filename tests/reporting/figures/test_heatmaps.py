@@ -1,0 +1,52 @@
+"""Heatmaps drawn over images: what is drawn, where, and in which colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from support.vit_kinds import KINDS, predictor_for, random_model
+from vitral.device.select import Hardware
+from vitral.explain import Explanation, explain
+from vitral.reporting.figures import heatmaps
+
+
+def explain_gray_image(cpu: Hardware, methods: list[str], targets: Sequence[str] = ()) -> Explanation:
+    predictor = predictor_for(random_model(*KINDS["class"]), cpu)
+    return explain(predictor, Image.new("RGB", (60, 20), "gray"), methods, targets)
+
+
+def test_class_independent_heatmaps_are_drawn_once(cpu: Hardware, tmp_path: Path) -> None:
+    """The first row has the image and both methods, the others only the image and the class-specific method."""
+    explanation = explain_gray_image(cpu, ["rollout", "relevance"], ["a", "b", "c"])
+    path = heatmaps.plot_explanation(explanation, tmp_path / "sheet.png")
+    with Image.open(path) as sheet:
+        pixels = np.asarray(sheet.convert("RGB")).astype(int)
+    is_drawn = (pixels != pixels[-1, -1]).any(axis=2)  # the last pixel is background
+    drawn = [
+        [cell.mean() > 0.4 for cell in np.array_split(row, 3, axis=1)] for row in np.array_split(is_drawn, 3, axis=0)
+    ]
+    assert [row[1] for row in drawn] == [True, False, False]
+    assert [row[2] for row in drawn] == [True, True, True]
+
+
+def test_overlay_is_dark_outside_the_crop_and_bright_on_important_regions(cpu: Hardware) -> None:
+    explanation = explain_gray_image(cpu, ["rollout"])
+    over = np.asarray(heatmaps.render_heatmap(explanation.image, explanation.heatmaps[0])).astype(int).sum(axis=2)
+    left, _, right, _ = explanation.crop
+    assert (left, right) == (15, 45)
+    assert (over[:, :left] == over[0, 0]).all()
+    assert over[0, 0] < over[:, left:right].min()
+    heat = explanation.heatmaps[0].display[:, left:right]
+    assert over[:, left:right].flat[heat.argmax()] > over[:, left:right].flat[heat.argmin()]
+
+
+def test_positive_and_negative_evidence_have_different_colours() -> None:
+    pixels = np.full((1, 3, 3), 0.5)
+    against, neither, for_it = heatmaps.blend_signed(pixels, np.array([[-1.0, 0.0, 1.0]]))[0]
+    assert for_it[2] > for_it[0] + 0.3
+    assert against[0] > against[2] + 0.3
+    assert np.ptp(neither) == 0
