@@ -200,7 +200,7 @@ def test_fix_list_has_one_row_per_file_and_issue(photos, tmp_path):
     }
     assert all(row["fix"] for row in rows)
     (detail,) = [row["detail"] for row in rows if row["path"].endswith("ant.jpg")]
-    assert detail == "exact duplicate labelled bees; group 1"
+    assert detail == "labelled bees; group 1"
 
 
 def test_csv_list_is_diagnosed_like_a_folder(split_photos, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -178,7 +178,7 @@ def _random_batch(
 def estimate_memory(recipe: Recipe, num_images: int, hardware: Hardware) -> float:
     """Peak memory in bytes: weights, gradients, two AdamW moments, EMA weights, activations and the decoded images."""
     num_parameters = count_parameters(recipe.model).total
-    device = "gpu" if hardware.gpu_memory_bytes else "cpu"
+    device: Literal["gpu", "cpu"] = "gpu" if hardware.gpu_memory_bytes else "cpu"
     bytes_per_image = activation_bytes(recipe.model, hardware.precision, device).total
     preprocessing = make_preprocessing(recipe)
     height, width = (side / preprocessing.crop for side in preprocessing.image_size)

@@ -142,11 +142,9 @@ def class_balance_issues(train_counts: dict[str, int]) -> Iterator[Issue]:
             f"{largest} {train_counts[largest]:,}",
             fix="Train with --sampling balanced, or add images of the rare classes",
         )
-    small = [name for name in ascending if train_counts[name] < SMALL_CLASS]
-    if small:
-        examples = ", ".join(f"{name} ({train_counts[name]})" for name in small[:5]) + (
-            ", ..." if len(small) > 5 else ""
-        )
+    small_classes = [name for name in ascending if train_counts[name] < SMALL_CLASS]
+    if small_classes:
+        examples = truncate_list([f"{name} ({train_counts[name]})" for name in small_classes], 5)
         yield Issue(
             kind="small-class",
             level="warning",

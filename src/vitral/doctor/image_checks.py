@@ -63,7 +63,7 @@ def unreadable_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
             "error",
             "unreadable file(s)",
             [str(image.path) for image in unreadable],
-            "Remove them or copy them again",
+            "Remove or copy again",
             details=[str(image.error) for image in unreadable],
         )
 
@@ -96,7 +96,7 @@ def _duplicate_group_issues(similarity: str, groups: Sequence[Sequence[Inspected
             f"{name}(s) with conflicting labels",
             _paths(conflicting),
             "Decide which label is correct and remove the other copies",
-            details=_group_details(conflicting, lambda image: f"{name} labelled {image.label}"),
+            details=_group_details(conflicting, lambda image: f"labelled {image.label}; "),
         )
     if leaking:
         yield file_issue(
@@ -105,7 +105,7 @@ def _duplicate_group_issues(similarity: str, groups: Sequence[Sequence[Inspected
             f"{name}(s) across {' and '.join(splits)}",
             _paths(leaking),
             "Remove them from the training split; they inflate the measured accuracy",
-            details=_group_details(leaking, lambda image: f"{name} in {image.split}"),
+            details=_group_details(leaking, lambda image: f"in {image.split}; "),
         )
     if harmless:
         yield file_issue(
@@ -114,7 +114,7 @@ def _duplicate_group_issues(similarity: str, groups: Sequence[Sequence[Inspected
             f"{name}(s)",
             _paths(harmless),
             "Keep one of each group",
-            details=_group_details(harmless, lambda image: name),
+            details=_group_details(harmless, lambda image: ""),
             count=sum(len(group) - 1 for group in harmless),
         )
 
@@ -123,8 +123,8 @@ def _paths(groups: Sequence[Sequence[InspectedImage]]) -> list[str]:
     return [str(image.path) for group in groups for image in group]
 
 
-def _group_details(groups: Sequence[Sequence[InspectedImage]], detail: Callable[[InspectedImage], str]) -> list[str]:
-    return [f"{detail(image)}; group {number}" for number, group in enumerate(groups, start=1) for image in group]
+def _group_details(groups: Sequence[Sequence[InspectedImage]], prefix: Callable[[InspectedImage], str]) -> list[str]:
+    return [f"{prefix(image)}group {number}" for number, group in enumerate(groups, start=1) for image in group]
 
 
 def outlier_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
@@ -155,15 +155,15 @@ def outlier_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
             "image-mode",
             other_mode,
             f"image(s) not {MODE_NAMES.get(usual_mode, usual_mode)} like the others ({counts})",
-            "Check that they are intended; they are converted when read",
+            "Check that this is intended; images are converted when read",
             mode_name,
         ),
-        ("image-size", small, "image(s) much smaller than the others", "Remove or replace them", size_text),
+        ("image-size", small, "image(s) much smaller than the others", "Remove or replace", size_text),
         (
             "image-size",
             long,
             f"image(s) with an aspect ratio above {MAX_ASPECT_RATIO:g}, of which only the center is used",
-            "Crop them to the relevant part",
+            "Crop to the relevant part",
             size_text,
         ),
         (

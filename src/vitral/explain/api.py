@@ -22,7 +22,7 @@ from vitral.explain.method import Method, rescale_for_display
 from vitral.explain.registry import DEFAULT, METHODS
 from vitral.inference.prediction import Label, rank_labels
 from vitral.inference.predictor import ImageInput, Predictor
-from vitral.weights.files import EXPORTED
+from vitral.weights.files import EXPORT_SUFFIXES
 
 MAX_OVERLAY_SIDE = 1024  # pixels of the longer side of the displayed image; heatmaps have no more detail
 
@@ -55,7 +55,7 @@ class Explanation:
 
 def load_explainable(path: Path | str, labels: Path | None = None) -> Predictor:
     """Load a model for explanation; exported models have neither attention nor gradients and are refused."""
-    if Path(path).suffix.lower() in EXPORTED:
+    if Path(path).suffix.lower() in EXPORT_SUFFIXES:
         raise VitralError(
             f"{path} is an exported model, which has neither attention nor gradients",
             "Use the run it was exported from",

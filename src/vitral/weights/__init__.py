@@ -1,8 +1,8 @@
 """Checkpoints of other libraries: `vitral.weights.read("model.safetensors").build()`.
 
-Each format has one module with a key mapping, a reader (`to_vitral`) and a writer (`from_vitral`). What was read from
-the files and what had to be assumed is listed in `Checkpoint.notes`. Attributes are loaded on first use, so that
-importing this package does not import torch.
+Each format has one module with a key mapping, a reader (`to_vitral`) and a writer (`from_vitral`). `Checkpoint.notes`
+describes the files and the assumptions that were made. Attributes are loaded on first use, so that importing this
+package does not import torch.
 """
 
 from __future__ import annotations

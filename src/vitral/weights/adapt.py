@@ -25,7 +25,7 @@ FIXED_FIELDS = ("width", "depth", "heads", "pooling", "positions", "registers", 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedWeights:
     state: dict[str, Tensor]
-    notes: tuple[str, ...]  # what was changed, one line each
+    notes: tuple[str, ...]  # changes, one line each
 
 
 def adapt_weights(checkpoint: Checkpoint, variant: str, config: ViTConfig, classes: tuple[str, ...]) -> AdaptedWeights:

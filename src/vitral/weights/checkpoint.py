@@ -20,7 +20,7 @@ NO_HEAD = "(no head)"  # the only class name of a model folder made from weights
 class Checkpoint:
     """Weights, architecture and preprocessing read from a file, folder or the hub. `build()` returns the model.
 
-    `notes` lists what was read and what had to be assumed, for the user to check.
+    `notes` describes the files and lists the assumptions that were made, for the user to check.
     """
 
     format: str  # one of vitral.weights.FORMATS
