@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vitral.data.files.folders import LAYOUT_HINT, no_class_folders_error
 from vitral.data.registry.sources import BUILTIN_DATASETS
-from vitral.doctor.folder_checks import list_csv, list_folder
+from vitral.doctor.folder_checks import ListedImage, list_csv, list_folder
 from vitral.doctor.image_checks import (
     InspectedImage,
     describe_modes,
@@ -22,7 +22,7 @@ from vitral.doctor.image_checks import (
     unreadable_issues,
 )
 from vitral.doctor.issue import Issue
-from vitral.errors import VitralError, error_reason
+from vitral.errors import VitralError, error_reason, truncate_list
 from vitral.utils.serialization import to_dict
 
 SMALL_CLASS = 10  # training images; with fewer, a class can neither be learned nor evaluated reliably
@@ -101,7 +101,7 @@ def diagnose(path: Path | str) -> Diagnosis:
     return diagnosis
 
 
-def _list_images(path: Path | str) -> tuple[Sequence[Any], list[Issue]]:
+def _list_images(path: Path | str) -> tuple[list[ListedImage], list[Issue]]:
     name, path = str(path), Path(path)
     if not path.exists() and name in BUILTIN_DATASETS:
         raise VitralError(f"{name} is a built-in dataset, which needs no checks", f"Train on it: vitral train {name}")
