@@ -93,7 +93,7 @@ def collect_operands(model: ViT, images_BCHW: Tensor, wrong_labels: float) -> li
     for block in model.encoder.blocks:
         recorded.append({})
         for name in LAYERS:
-            layer = block.attention.qkv if name == "qkv" else getattr(block.mlp, name)
+            layer = block.get_submodule("attention.qkv" if name == "qkv" else f"mlp.{name}")
 
             def hook(_: object, args: tuple[Tensor], out: Tensor, record: Any = recorded[-1], name: str = name) -> None:
                 out.retain_grad()

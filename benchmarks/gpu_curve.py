@@ -315,11 +315,11 @@ def main() -> None:
         print(NO_GPU_NOTICE)
         args.preset, args.image_size, args.data, args.batch_size = "tiny", 8, "digits", 32
         args.steps, args.parallel = min(args.steps, 100), 1
-    cases = [(setting, seed) for seed in range(args.seeds) for setting in args.settings]
+    cases: list[tuple[str, int]] = [(setting, seed) for seed in range(args.seeds) for setting in args.settings]
     num_threads = max(1, (os.cpu_count() or 2) // min(args.parallel, len(cases)))
     with ThreadPoolExecutor(args.parallel) as pool, tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-        runs = list(pool.map(lambda case: run_in_subprocess(*case, args, num_threads), cases))
+        runs = list(pool.map(lambda case: run_in_subprocess(case[0], case[1], args, num_threads), cases))
     comparison = compare_settings(runs)
     for run in runs:
         if "failed" in run:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from support.common import Command, skip_figures
+from support.common import TINY_MODEL, Command, skip_figures
 from support.photos import save_photo
 from vitral import api, weights
 from vitral.data.preprocess import Preprocessing
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "binary.txt").write_bytes(bytes(range(128, 256)))
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched)
-        api.train("digits", epochs=1, out=folder / "run", **{"model.depth": 1, "model.width": 32})
+        api.train("digits", epochs=1, out=folder / "run", **TINY_MODEL)
     config = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=192, depth=1, heads=3)
     preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     model_config = ModelConfig(

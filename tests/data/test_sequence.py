@@ -212,7 +212,7 @@ def test_torchvision_dataset_is_loaded():
     assert sorted([*dataset.train.labels.tolist(), *dataset.validation.labels.tolist()]) == sorted(labels)
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_sequence_can_be_trained_and_resumed(tmp_path, capsys):
     tiny: dict[str, Any] = {
         "model.image_size": (32, 32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -15,6 +16,8 @@ from vitral import weights
 from vitral.data.preprocess import Preprocessing
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig
+
+SMALL_MODEL: dict[str, Any] = {"model.width": 32, "model.depth": 2, "model.heads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,7 @@ def reader_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = folder / "runs" / "mine"
     with pytest.MonkeyPatch.context() as monkeypatch:
         skip_figures(monkeypatch)
-        vitral.train("digits", epochs=1, out=run, **{"model.width": 32, "model.depth": 2, "model.heads": 2})
+        vitral.train("digits", epochs=1, out=run, **SMALL_MODEL)
     shutil.copytree(run, folder / "runs" / "other")
     config = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=192, depth=1, heads=3)
     preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)

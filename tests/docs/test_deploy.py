@@ -9,11 +9,12 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -60,7 +61,7 @@ def test_every_deployment_file_is_mentioned_in_the_guide():
 
 def test_the_systemd_unit_allows_enough_time_to_stop():
     unit = configparser.ConfigParser(strict=False, interpolation=None)
-    unit.optionxform = str
+    unit.optionxform = str  # type: ignore[assignment, method-assign]  # keep upper case
     unit.read(DEPLOY / "vitral.service")
     words = shlex.split(unit["Service"]["ExecStart"])
     assert words[0].endswith("/bin/vitral")
@@ -103,8 +104,8 @@ def test_kubernetes_probes_ports_and_grace_period_match_the_server():
     assert drain > probe["periodSeconds"] * probe["failureThreshold"]  # the load balancer notices before draining ends
     labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert kinds["Service"]["spec"]["selector"] == labels == kinds["Deployment"]["spec"]["selector"]["matchLabels"]
-    user = re.search(r"^USER (\d+)", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
-    assert pod["securityContext"]["runAsUser"] == int(user[1])
+    (user,) = re.findall(r"^USER (\d+)", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    assert pod["securityContext"]["runAsUser"] == int(user)
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
@@ -132,11 +133,11 @@ def test_nginx_timeouts_match_the_server():
     text = (DEPLOY / "nginx.conf").read_text()
 
     def seconds(directive: str) -> float:
-        return float(re.search(rf"{directive} (\d+)s;", text)[1])
+        return float(re.findall(rf"{directive} (\d+)s;", text)[0])
 
     assert seconds("proxy_read_timeout") > Limits().body_timeout_s + Limits().request_timeout_s
     assert seconds("    keepalive_timeout") < Limits().keep_alive_s
-    assert int(re.search(r"client_max_body_size (\d+)m;", text)[1]) == Limits().max_body_mib
+    assert re.findall(r"client_max_body_size (\d+)m;", text) == [str(Limits().max_body_mib)]
     assert text.count("{") == text.count("}")
 
 
@@ -184,7 +185,7 @@ def test_triton_config_names_the_tensors_of_an_export(exported):
     assert text.count("[") == text.count("]")
     types = {"tensor(uint8)": "TYPE_UINT8", "tensor(float)": "TYPE_FP32"}
     for kind, tensors in (("input", session.get_inputs()), ("output", session.get_outputs())):
-        block = re.search(rf"^{kind} \[(.*?)^\]", text, flags=re.DOTALL | re.MULTILINE)[1]
+        (block,) = re.findall(rf"^{kind} \[(.*?)^\]", text, flags=re.DOTALL | re.MULTILINE)
         tensors_in_config = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ ([\d, ]+) \]', block)
         assert [(name, kind) for name, kind, _ in tensors_in_config] == [(t.name, types[t.type]) for t in tensors]
         for (_, _, dims), tensor in zip(tensors_in_config, tensors, strict=True):
@@ -216,13 +217,15 @@ def test_ray_deployment_predicts_like_the_model(exported, monkeypatch):
         kind.bind = classmethod(lambda cls, *arguments: cls(*arguments))
         return kind
 
-    ray = types.ModuleType("ray")
+    ray: Any = types.ModuleType("ray")
     ray.serve = types.SimpleNamespace(batch=batch, deployment=deployment)
     monkeypatch.setitem(sys.modules, "ray", ray)
     config = yaml.safe_load((DEPLOY / "ray" / "config.yaml").read_text())
     (application,) = config["applications"]
     module, function = application["import_path"].split(":")
     spec = importlib.util.spec_from_file_location(module, DEPLOY / "ray" / f"{module}.py")
+    assert spec is not None
+    assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     assert hasattr(loaded, application["deployments"][0]["name"])
@@ -294,15 +297,25 @@ def pip_index() -> str:
     return os.environ.get("PIP_INDEX_URL") or configured.stdout.strip() or "https://pypi.org/simple"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_dockerfile_commands_build_a_working_server(tmp_path, network):
-    """Runs the instructions in order with every path below a temporary folder; no container engine is needed."""
-    root = tmp_path / "root"
-    place, environment = root, {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home")}
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """What the Dockerfile leaves behind: files below `root`, environment, working folder and commands."""
+
+    root: Path
+    folder: Path
+    environment: dict[str, str]
+    entrypoint: list[str]
+    arguments: list[str]
+    health_check: str
+
+
+def build_container(root: Path, home: Path) -> Container:
+    """Run the instructions in order with every path below `root`; no container engine is needed."""
+    folder, environment = root, {"PATH": os.environ["PATH"], "HOME": str(home)}
     environment |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_"))}
-    health = entry = command = None
+    last: dict[str, str] = {}  # the last instruction of a kind counts
     for kind, argument in instructions():
+        last[kind] = argument
         if kind == "ARG":
             environment["TORCH_INDEX"] = pip_index()
         elif kind == "ENV":
@@ -310,57 +323,77 @@ def test_the_dockerfile_commands_build_a_working_server(tmp_path, network):
                 name, _, value = pair.partition("=")
                 environment[name] = f"{root}{value}" if value.startswith("/") else value
         elif kind == "WORKDIR":
-            place = root / argument.strip("/")
-            place.mkdir(parents=True, exist_ok=True)
+            folder = root / argument.strip("/")
+            folder.mkdir(parents=True, exist_ok=True)
         elif kind == "COPY" and "--from" not in argument:
-            *sources, target = argument.split()
-            for source in sources:
-                goal = place / target if target != "./" else place / source
-                if (ROOT / source).is_dir():
-                    shutil.copytree(ROOT / source, goal, ignore=shutil.ignore_patterns("__pycache__"))
-                else:
-                    shutil.copy(ROOT / source, goal)
+            copy_into(folder, argument.split())
         elif kind == "RUN":
-            run = f'export PATH="{Path(sys.executable).parent}:$PATH"; {argument}' if "venv" in argument else argument
-            done = subprocess.run(
-                ["sh", "-ec", run], cwd=place, env=environment, capture_output=True, text=True, timeout=700
+            command = (
+                f'export PATH="{Path(sys.executable).parent}:$PATH"; {argument}' if "venv" in argument else argument
             )
+            done = subprocess.run(["sh", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True)
             assert done.returncode == 0, f"{argument}\n{done.stderr[-3000:]}"
-        elif kind == "HEALTHCHECK":
-            health = argument.partition("CMD ")[2]
-        elif kind == "ENTRYPOINT":
-            entry = json.loads(argument)
-        elif kind == "CMD":
-            command = json.loads(argument)
-    model = tiny_model(root / command[0].strip("/"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = [f"{root}{entry[0]}", *entry[1:], str(model)]
-    started = [port if word == "8000" else "127.0.0.1" if word == "0.0.0.0" else word for word in started]
-    health = health.replace(":8000", f":{port}")
-    environment |= {"HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
-    log = (tmp_path / "log").open("w")
-    server = subprocess.Popen(started, env=environment, cwd=place, stderr=log, stdout=log)
+    return Container(
+        root=root,
+        folder=folder,
+        environment=environment | {"HOME": "/nonexistent", "OMP_NUM_THREADS": "1"},
+        entrypoint=json.loads(last["ENTRYPOINT"]),
+        arguments=json.loads(last["CMD"]),
+        health_check=last["HEALTHCHECK"].partition("CMD ")[2],
+    )
+
+
+def copy_into(folder: Path, words: list[str]) -> None:
+    *sources, target = words
+    for source in sources:
+        destination = folder / (source if target == "./" else target)
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, destination, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / source, destination)
+
+
+def wait_for_port(server: subprocess.Popen[bytes], log: Path) -> int:
+    """The port in the server's first log line; it was started with port 0."""
+    while True:
+        assert server.poll() is None, log.read_text()
+        for line in log.read_text().splitlines(keepends=True):
+            if line.endswith("\n") and json.loads(line)["event"] == "listening":
+                return int(json.loads(line)["url"].rpartition(":")[2])
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_dockerfile_commands_build_a_working_server(tmp_path, network):
+    container = build_container(tmp_path / "root", tmp_path / "home")
+    model = tiny_model(container.root / container.arguments[0].strip("/"))
+    replaced = {"8000": "0", "0.0.0.0": "127.0.0.1"}
+    command = [f"{container.root}{container.entrypoint[0]}", *container.entrypoint[1:], str(model)]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            [replaced.get(word, word) for word in command],
+            env=container.environment,
+            cwd=container.folder,
+            stderr=file,
+            stdout=file,
+        )
     try:
-        until = time.monotonic() + 90
-        while (done := subprocess.run(["sh", "-c", health], env=environment, capture_output=True)).returncode:
-            assert time.monotonic() < until, (tmp_path / "log").read_text()
-            assert server.poll() is None, (tmp_path / "log").read_text()
+        port = wait_for_port(server, log)
+        check = ["sh", "-c", container.health_check.replace(":8000", f":{port}").replace("timeout=2", "timeout=60")]
+        while subprocess.run(check, env=container.environment, capture_output=True).returncode:
+            assert server.poll() is None, log.read_text()
             time.sleep(0.5)
-        assert done.returncode == 0
         url = f"http://127.0.0.1:{port}"
-        name = httpx.get(f"{url}/v1/models").json()["models"][0]["name"]
-        reply = httpx.post(f"{url}/v1/models/{name}/predict", content=make_image(), timeout=30)
+        name = httpx.get(f"{url}/v1/models", timeout=60).json()["models"][0]["name"]
+        reply = httpx.post(f"{url}/v1/models/{name}/predict", content=make_image(), timeout=60)
         assert reply.status_code == 200, reply.text
-        assert httpx.get(url).status_code == 200  # the wheel contains the web page
+        assert httpx.get(url, timeout=60).status_code == 200  # the wheel contains the web page
         server.terminate()
-        assert server.wait(30) == 0
-        assert subprocess.run(["sh", "-c", health], env=environment, capture_output=True).returncode != 0
+        assert server.wait(120) == 0, log.read_text()
+        assert subprocess.run(check, env=container.environment, capture_output=True).returncode != 0
     finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait(10)
-        log.close()
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert all(json.loads(line) for line in lines)  # JSON lines only, no warnings
+        server.kill()
+        server.wait(60)
+    assert all(json.loads(line) for line in log.read_text().splitlines())  # JSON lines only, no warnings

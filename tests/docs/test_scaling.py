@@ -30,7 +30,7 @@ def table_rows() -> list[str]:
         plan = CostEstimate(config=preset(name), gpus=64, batch_size=4096, gpu=GPUS["H100"])
         memory = [
             plan.memory(kind, checkpointing).total / GIB for kind in ("ddp", "fsdp") for checkpointing in (False, True)
-        ]  # type: ignore[arg-type]
+        ]
         sharded = plan.communication("fsdp")
         low, high = (f"{seconds * 1000:.0f}" for seconds in plan.step_seconds("ddp"))
         figures = " | ".join(f"{value:.1f}" for value in memory)

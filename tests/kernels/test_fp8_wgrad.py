@@ -124,7 +124,7 @@ def test_fp8_weight_gradients_agree_with_bf16(
     model, tokens = small_model(32, depth=2, registers=15 if cls_only else 16, **overrides)
     with torch.no_grad():
         for block in model.encoder.blocks:
-            block.mlp.contract.weight *= 8  # type: ignore[union-attr]
+            block.get_parameter("mlp.contract.weight").mul_(8)
     assert tokens.shape[:2] == (2, 80)
     grads = param_grads(model, tokens, grad_ratio, fp8_wgrad=True)
     block_wgrads = [(48, 160, 64), (64, 160, 48), (144, 160, 48)]  # contract, expand, qkv

@@ -197,7 +197,14 @@ def test_training_from_host_memory_equals_training_from_gpu_memory(
 )
 def test_the_fused_encoder_agrees_with_the_reference(overrides: dict[str, Any], precision: PrecisionOption) -> None:
     hardware = select_hardware(device="gpu", precision=precision)
-    sizes = {"image_size": (32, 32), "patch_size": 4, "num_classes": 10, "width": 256, "depth": 3, "heads": 4}
+    sizes: dict[str, Any] = {
+        "image_size": (32, 32),
+        "patch_size": 4,
+        "num_classes": 10,
+        "width": 256,
+        "depth": 3,
+        "heads": 4,
+    }
     torch.manual_seed(0)
     model = ViT(ViTConfig(**sizes | overrides)).to(hardware.device)
     assert encoder_checks.unsupported_reason(model, hardware) is None
@@ -222,7 +229,7 @@ def test_the_cuda_engine_agrees_with_the_model_for_any_batch_size(
         image_size=(image_size, image_size), patch_size=patch_size, num_classes=10, width=256, depth=3, heads=heads
     )
     model = ViT(config).eval()
-    torch.nn.init.normal_(model.head.out.weight, std=0.05)  # a new head is zero
+    torch.nn.init.normal_(model.get_parameter("head.out.weight"), std=0.05)  # a new head is zero
     preprocessing = Preprocessing(image_size=config.image_size, channels=3, mean=(0.4,) * 3, std=(0.2,) * 3)
     images = torch.randint(0, 256, (300, 3, image_size, image_size), dtype=torch.uint8)
     with torch.inference_mode():
@@ -278,8 +285,9 @@ def test_the_fused_stem_agrees_with_the_reference(gpu: Hardware, name: str) -> N
     messages: list[str] = []
     assert make_fused_stem(model, gpu, messages.append) is not None, messages
     images = torch.randn(8, model.config.channels, *model.config.image_size, device=gpu.device)
+    stem: Any = model.patch_embedding.stem
     with torch.no_grad():
-        expected, out = model.patch_embedding.stem(images), FusedConvStem(model.patch_embedding.stem)(images)
+        expected, out = stem(images), FusedConvStem(stem)(images)
     assert (out.float() - expected).norm() / expected.norm() < 0.02
 
 

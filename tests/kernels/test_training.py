@@ -26,7 +26,7 @@ def test_models_of_one_shape_share_the_compiled_embedding_and_are_freed(monkeypa
     """A second training in one process neither compiles again nor keeps the first model alive."""
     from torch._dynamo.testing import CompileCounter
 
-    counter, compile_fn = CompileCounter(), torch.compile  # type: ignore[no-untyped-call]
+    counter, compile_fn = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compile_fn(function, backend=counter))
     use_pytorch_attention(monkeypatch)
 
@@ -40,7 +40,7 @@ def test_models_of_one_shape_share_the_compiled_embedding_and_are_freed(monkeypa
     references: list[weakref.ref[ViT]] = []
     for _ in range(2):
         model = HybridViT(config).train()
-        torch.nn.init.normal_(model.head.out.weight)
+        torch.nn.init.normal_(model.get_parameter("head.out.weight"))
         images, forward = torch.randn(1, 3, 8, 8), make_training_forward(model, hardware)
         logits = forward(images)
         logits.sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from vitral.runs.run import Run
 
 Fit = Callable[..., Run]
 Command = Callable[..., tuple[int, str, str]]
+# Recipe overrides for training that should take a second.
+TINY_MODEL: dict[str, Any] = {"model.depth": 1, "model.width": 32}
 
 
 def textures(count: int, seed: int, size: int = 8, channels: int = 1) -> Split:

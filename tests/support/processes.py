@@ -103,7 +103,7 @@ def run_ranks(script: Path, *arguments: object, world_size: int = 2) -> None:
     This process hosts the rendezvous store, as torchrun does, so that no port is chosen before it is bound. Gloo uses
     the loopback interface, so that the machine's host name and network do not matter.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {
@@ -223,7 +223,7 @@ def exit_process(code: object) -> NoReturn:
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    threading._shutdown()  # joins the threads of idle pools
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the threads of idle pools
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -33,7 +33,7 @@ def tiny_model(
         image_size=(size, size), patch_size=size // 4, channels=channels, num_classes=4, width=32, depth=3, heads=2
     )
     model = ViT(config)
-    torch.nn.init.normal_(model.head.out.weight)
+    torch.nn.init.normal_(model.get_parameter("head.out.weight"))
     model_config = ModelConfig(
         architecture=config,
         preprocessing=Preprocessing(
@@ -69,13 +69,13 @@ class Server:
         self.listening = threading.Event()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
-        assert self.listening.wait(60), "".join(self.lines)
+        assert self.listening.wait(240), "".join(self.lines)
         assert self.log_entries("listening"), "".join(self.lines)
         self.url: str = self.log_entries("listening")[0]["url"]
         self.port = int(self.url.rpartition(":")[2])
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while httpx.get(f"{self.url}/readyz", timeout=30).status_code != 200:
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, "".join(self.lines)
             time.sleep(0.05)
 
     def _read(self) -> None:
@@ -98,9 +98,9 @@ class Server:
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
-    def wait(self, seconds: float = 30) -> int:
+    def wait(self, seconds: float = 120) -> int:
         code = self.process.wait(seconds)
-        self.reader.join(5)
+        self.reader.join(60)
         return code
 
 
@@ -111,6 +111,6 @@ def server(*arguments: object) -> Iterator[Server]:
         yield running
     finally:
         running.process.kill()
-        running.process.communicate(10)
-        running.reader.join(5)
+        running.process.communicate(60)
+        running.reader.join(60)
         running.stderr.close()

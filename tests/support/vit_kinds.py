@@ -9,8 +9,8 @@ import torch
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.inference.predictor import Predictor
-from vitral.models.variants import VARIANTS, HybridConfig, variant_name
-from vitral.models.variants.hybrid import ConvStemConfig
+from vitral.models.variants import VARIANTS, variant_name
+from vitral.models.variants.hybrid import ConvStemConfig, HybridConfig
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig
 

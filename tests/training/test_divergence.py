@@ -27,6 +27,7 @@ from vitral.runs.run import Run
 from vitral.training import checkpoint, step
 from vitral.training.callbacks import Callback
 from vitral.training.nan_debug import is_finite
+from vitral.training.optim.schedule import set_learning_rate
 from vitral.training.signals import Interrupted
 from vitral.training.trainer import MAX_ROLLBACKS, Trainer
 
@@ -40,7 +41,7 @@ def set_learning_rate_at(monkeypatch: pytest.MonkeyPatch, index: int, lr: float)
 
 def diverge_above(monkeypatch: pytest.MonkeyPatch, index: int, max_lr: float) -> None:
     """Schedule a learning rate of 1 in one step, which destroys the weights unless it is lowered to `max_lr`."""
-    apply = step.set_learning_rate
+    apply = set_learning_rate
     set_learning_rate_at(monkeypatch, index, 1.0)
     monkeypatch.setattr(
         step, "set_learning_rate", lambda optimizers, lr: apply(optimizers, 1e30 if lr > max_lr else min(lr, 1e-2))

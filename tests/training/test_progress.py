@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vitral.training import progress
 from vitral.training.progress import HEADER, ProgressTable, format_duration
 
 METRICS: dict[str, Any] = {
@@ -42,7 +41,7 @@ def test_columns_are_empty_without_validation() -> None:
 
 def test_a_log_file_gets_a_line_per_minute_within_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr("vitral.training.progress.time.monotonic", lambda: now)
     console, output = make_console()
     with ProgressTable(console, steps_per_epoch=1000) as table:
         for batch in range(1, 181):

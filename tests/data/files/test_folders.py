@@ -158,7 +158,7 @@ def test_folder_with_the_name_of_a_builtin_dataset_is_mentioned(tmp_path, monkey
 
 
 @pytest.mark.parametrize("layout", ["photos", "split"])
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_folder_can_be_trained_evaluated_and_predicted(request, tmp_path, capsys, layout):
     root = request.getfixturevalue(layout)
     out = tmp_path / "run"
@@ -172,7 +172,7 @@ def test_folder_can_be_trained_evaluated_and_predicted(request, tmp_path, capsys
     assert json.loads(capsys.readouterr().out)["top1"] > 0.9
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_evaluation_on_a_subset_of_the_classes_matches_them_by_name(photos, tmp_path):
     for index in range(20):
         save_photo(photos / "aphids" / f"{index}.jpg", COLOURS["wasps"], index)

@@ -309,7 +309,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_pack_command_makes_the_pack_that_training_uses_and_that_can_be_moved(
     photos, tmp_path, capsys, forbid_decoding
 ):

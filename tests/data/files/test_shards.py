@@ -210,7 +210,7 @@ def test_server_without_range_requests_or_connection_is_reported(server_url):
         list_shards("http://127.0.0.1:9/a.tar", 0.1)
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_model_trains_on_shards(local_shards, tmp_path):
     tiny: dict[str, Any] = {
         "model.image_size": (32, 32),

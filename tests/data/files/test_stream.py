@@ -140,7 +140,7 @@ def test_read_ahead_is_bounded(streamed, monkeypatch):
     batches.close()
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_figures")
 def test_training_on_streamed_images_gives_the_weights_of_packed_images(photos, tmp_path):
     tiny: dict[str, Any] = {
         "model.image_size": (32, 32),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_gradient_hooks_do_not_keep_the_optimizer_alive() -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     optimizer = Muon([parameter], lr=0.1, weight_decay=0.0)
     optimizer.overlap_with_backward()
-    references = [weakref.ref(optimizer), weakref.ref(parameter)]
+    references: list[weakref.ref[Any]] = [weakref.ref(optimizer), weakref.ref(parameter)]
     del optimizer, parameter
     gc.collect()
     assert [reference() for reference in references] == [None, None]
