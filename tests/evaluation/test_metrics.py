@@ -18,6 +18,7 @@ from torch import nn
 from support.logits import class_names, noisy_logits
 from vitral.errors import VitralError
 from vitral.evaluation.metrics import Metrics, compute_metrics, wilson_interval
+from vitral.inference.prediction import rank_labels
 
 
 @settings(max_examples=50, deadline=None)
@@ -97,6 +98,16 @@ def test_the_most_frequent_confusions_come_first() -> None:
     assert metrics.most_confused() == [("a", "c", 7), ("c", "a", 7), ("c", "b", 3), ("a", "b", 2), ("b", "a", 1)]
     assert metrics.most_confused(2) == [("a", "c", 7), ("c", "a", 7)]
     assert metrics_of_confusion([[3, 0], [0, 4]]).most_confused() == []
+
+
+def test_equal_logits_rank_in_the_order_of_the_classes_as_in_predictions() -> None:
+    logits = torch.randint(0, 3, (200, 12), generator=torch.Generator().manual_seed(0)).float()
+    labels = torch.arange(200) % 12
+    names = class_names(12)
+    ranked = [[label.name for label in rank_labels(names, row, None)] for row in logits.softmax(dim=1).tolist()]
+    metrics = compute_metrics(logits, labels, names)
+    assert metrics.top1 == np.mean([order[0] == names[label] for order, label in zip(ranked, labels, strict=True)])
+    assert metrics.top5 == np.mean([names[label] in order[:5] for order, label in zip(ranked, labels, strict=True)])
 
 
 def test_an_empty_set_is_refused() -> None:

@@ -65,8 +65,7 @@ def compute_metrics(logits_NK: Tensor, labels_N: Tensor, classes: tuple[str, ...
             f"labels are class indices from 0 ({classes[0]}) to {K - 1} ({classes[-1]})",
         )
     labels_N = labels_N.to(logits_NK.device)
-    top5 = logits_NK.topk(min(5, K), dim=1).indices
-    confusion = torch.bincount(labels_N * K + top5[:, 0], minlength=K * K).view(K, K).cpu().double()
+    confusion = torch.bincount(labels_N * K + logits_NK.argmax(dim=1), minlength=K * K).view(K, K).cpu().double()
     correct, predicted, true = confusion.diag(), confusion.sum(dim=0), confusion.sum(dim=1)
     precision, recall = correct / predicted.clamp_min(1), correct / true.clamp_min(1)
     f1 = 2 * correct / (predicted + true).clamp_min(1)
@@ -79,12 +78,22 @@ def compute_metrics(logits_NK: Tensor, labels_N: Tensor, classes: tuple[str, ...
         top1=top1,
         top1_low=low,
         top1_high=high,
-        top5=(top5 == labels_N[:, None]).any(dim=1).double().mean().item(),
+        top5=(label_ranks(logits_NK, labels_N) < 5).double().mean().item(),
         per_class=tuple(
             ClassMetrics(name=name, precision=p, recall=r, f1=f, support=n) for name, p, r, f, n in per_class
         ),
         confusion=tuple(tuple(row) for row in confusion.long().tolist()),
     )
+
+
+def label_ranks(logits_NK: Tensor, labels_N: Tensor) -> Tensor:
+    """Position (N,) of each label among the classes by decreasing logit, from 0.
+
+    Equal logits rank in the order of the classes, as in predictions (`rank_labels`). bf16 logits do tie.
+    """
+    own_N1 = logits_NK.gather(1, labels_N[:, None])
+    is_earlier_NK = torch.arange(logits_NK.shape[1], device=logits_NK.device) < labels_N[:, None]
+    return ((logits_NK > own_N1) | ((logits_NK == own_N1) & is_earlier_NK)).sum(dim=1)
 
 
 def wilson_interval(proportion: float, count: int, z: float = 1.96) -> tuple[float, float]:
