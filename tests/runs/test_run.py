@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.common import Fit, leave_out_pictures
+from support.common import Fit, skip_figures
 from vitral import __version__, api
 from vitral.errors import VitralError
 from vitral.recipes.schema import Recipe, read_recipe
@@ -148,7 +148,7 @@ def test_training_writes_the_documented_files(tmp_path: Path) -> None:
 
 
 def test_environment_records_versions_hardware_and_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_out_pictures(monkeypatch)
+    skip_figures(monkeypatch)
     api.train("digits", out=tmp_path / "run", **TINY | {"epochs": 1})
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (environment["format"], environment["vitral"]) == (2, __version__)
@@ -169,7 +169,7 @@ def test_recorded_command_can_be_typed_by_others() -> None:
 
 
 def test_recipe_of_a_run_repeats_it_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_out_pictures(monkeypatch)
+    skip_figures(monkeypatch)
     overrides = TINY | {"seed": 5, "model.dropout": 0.1, "augment.cutmix": 1.0}
     api.train("digits", out=tmp_path / "one", **overrides)
     first = Run.open(tmp_path / "one")

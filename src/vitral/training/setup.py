@@ -131,6 +131,7 @@ class TrainingSetup:
 
     recipe: Recipe  # complete: written to a file, it repeats the run
     dataset: Dataset  # resized to the model's image size, except training images that are cropped at random
+    evaluation_dataset: Dataset  # the same with the validation images as loaded: `load_eval_target` resizes them
     preprocessing: Preprocessing
     initial_weights: dict[str, Tensor] | None  # None: drawn at random
     notes: tuple[str, ...]  # adaptations of the checkpoint's weights, one sentence each
@@ -154,10 +155,12 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, dataset.classes)
         initial_weights, notes = adapted.state, (*checkpoint.notes, *adapted.notes)
     train = dataset.train if recipe.augment.crop else resize_split(dataset.train, preprocessing)
+    evaluation_dataset = replace(dataset, train=train)
     dataset = replace(dataset, train=train, validation=resize_split(dataset.validation, preprocessing))
     return TrainingSetup(
         recipe=recipe,
         dataset=dataset,
+        evaluation_dataset=evaluation_dataset,
         preprocessing=preprocessing,
         initial_weights=initial_weights,
         notes=notes,

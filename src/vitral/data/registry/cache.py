@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from filelock import FileLock
 from vitral.data.registry.checksums import ChecksummedFile
 from vitral.data.registry.errors import failure_reason
 from vitral.errors import VitralError
+from vitral.utils.atomic import atomic_writer
 
 
 def cache_dir() -> Path:
@@ -51,9 +51,8 @@ def mark_verified(path: Path, file: ChecksummedFile) -> None:
         stamps = {name: stamp for name, stamp in _read_stamps().items() if Path(name).exists()}
         stamps[str(path.resolve())] = _stamp(path, file)
         cache_dir().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache_dir(), prefix="verified-", delete=False) as out:
-            json.dump(stamps, out, indent=1)
-        Path(out.name).replace(cache_dir() / "verified.json")
+        with atomic_writer(cache_dir() / "verified.json") as out:
+            out.write(json.dumps(stamps, indent=1).encode())
 
 
 def _stamp(path: Path, file: ChecksummedFile) -> list[object]:
