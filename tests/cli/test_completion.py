@@ -43,14 +43,14 @@ def complete_in_bash(line: str, folder: Path) -> list[str]:
         f"source vitral.bash; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _vitral; "
         "printf '%s\\n' \"${COMPREPLY[@]}\""
     )
-    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=True, timeout=240)
     return done.stdout.split()
 
 
 def complete_in_fish(line: str, folder: Path) -> list[str]:
     script = f"source vitral.fish; complete -C '{line}'"
     done = subprocess.run(
-        ["fish", "--no-config", "-c", script], cwd=folder, capture_output=True, text=True, check=True, timeout=60
+        ["fish", "--no-config", "-c", script], cwd=folder, capture_output=True, text=True, check=True, timeout=240
     )
     return [candidate.split("\t")[0] for candidate in done.stdout.splitlines()]
 
@@ -84,7 +84,7 @@ def read_available(terminal: int) -> str:
     return os.read(terminal, 65536).decode(errors="replace") if readable else ""
 
 
-def wait_for(condition: Callable[[], bool], timeout: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], timeout: float = 240) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline
@@ -97,7 +97,7 @@ SHELLS = {"bash": complete_in_bash, "zsh": complete_in_zsh, "fish": complete_in_
 def test_scripts_have_no_syntax_errors(shell: str, folder: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    subprocess.run([shell, "-n", str(folder / f"vitral.{shell}")], check=True, timeout=60)
+    subprocess.run([shell, "-n", str(folder / f"vitral.{shell}")], check=True, timeout=240)
 
 
 @pytest.mark.parametrize(("line", "expected"), COMPLETIONS)

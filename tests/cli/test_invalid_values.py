@@ -187,7 +187,7 @@ def test_invalid_values_are_reported_in_two_lines(working_folder: Path, words: s
 @pytest.mark.parametrize("words", ["predict run photo.png --top 0", "bench run --images 0", "data sing"])
 def test_invalid_values_in_a_separate_process(working_folder: Path, words: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "vitral", *shlex.split(words)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "vitral", *shlex.split(words)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 2
     check_two_lines(done.stderr)

@@ -212,7 +212,7 @@ def test_ascii_terminals_and_non_unicode_file_names_work(run, tmp_path):
     (tmp_path / "odd" / "x.png").rename(tmp_path / "odd" / "\udcff.png")
     command = [sys.executable, "-m", "vitral", "predict", str(run), str(tmp_path / "odd")]
     done = subprocess.run(
-        command, capture_output=True, timeout=120, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii"}
+        command, capture_output=True, timeout=240, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii"}
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\\udcff.png" in done.stdout

@@ -80,7 +80,7 @@ def test_systemd_accepts_the_unit(tmp_path):
         ["systemd-analyze", "verify", "--man=no", tmp_path / "vitral.service"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     complaints = [line for line in done.stderr.splitlines() if "vitral.service" in line]
     assert complaints == []
@@ -152,7 +152,7 @@ def test_nginx_accepts_the_configuration(tmp_path):
     (tmp_path / "nginx.conf").write_text(
         f"pid {tmp_path}/pid; error_log stderr; events {{}} http {{ access_log off; {text} }}"
     )
-    done = subprocess.run(["nginx", "-t", "-c", tmp_path / "nginx.conf"], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["nginx", "-t", "-c", tmp_path / "nginx.conf"], capture_output=True, text=True, timeout=240)
     assert "syntax is ok" in done.stderr, done.stderr
 
 

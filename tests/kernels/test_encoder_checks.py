@@ -207,6 +207,7 @@ def test_the_fused_expansion_is_compared_with_gemm_and_gelu(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_precompilation_covers_every_kernel_of_training_and_inference() -> None:
     done = run_support_script("compile_precompiled.py")
     count, threads, *missing = done.split()
@@ -216,14 +217,14 @@ def test_precompilation_covers_every_kernel_of_training_and_inference() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
     assert int(run_support_script("compile_kernels.py", str(capability))) > 50
 
 
 def run_support_script(name: str, *args: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / name), *args], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    """Output of a script in its own process. Compiling takes a minute, and several on a busy machine."""
+    done = subprocess.run([sys.executable, str(SUPPORT / name), *args], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -46,7 +46,7 @@ def test_the_reference_run_learns_and_exports_its_best_epoch(reference_run: Run)
 
 def wait_until(process: Process, condition: Callable[[], bool]) -> None:
     """Poll often: the condition may hold for only a few milliseconds."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while True:
         for _ in range(50):
             if condition():
@@ -108,7 +108,7 @@ def test_a_stopped_run_prints_the_command_that_resumes_it(
     try:
         wait_until(process, lambda: metrics_file.exists() and metrics_file.read_bytes().count(b"\n") >= 1)
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 130

