@@ -200,7 +200,7 @@ def build_peers(model: ViT, model_config: ModelConfig, args: argparse.Namespace)
 
     config, folder = model_config.architecture, Path(tempfile.mkdtemp())
     weights.write((model, model_config), folder / "transformers", to="transformers")
-    hf = transformers.ViTForImageClassification.from_pretrained(folder / "transformers").eval()  # type: ignore[no-untyped-call]
+    hf = transformers.ViTForImageClassification.from_pretrained(folder / "transformers").eval()
     vp = vit_pytorch.ViT(
         image_size=224,
         patch_size=16,

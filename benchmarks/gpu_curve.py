@@ -1,4 +1,4 @@
-"""Does lower precision train worse? Loss curves of the same training on real images at several precisions.
+"""Effect of lower precision on training: loss curves of the same training on real images at several precisions.
 
     python benchmarks/gpu_curve.py --settings autocast autocast-eager bf16 fp8 [--seeds 2] [--json gpu_curve.json]
     python benchmarks/gpu_curve.py --draw gpu_curve.json gpu_curve.png

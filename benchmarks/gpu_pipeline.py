@@ -1,4 +1,4 @@
-"""Training from JPEG files: does data loading slow down the GPU?
+"""Training from JPEG files: how much data loading slows down the GPU.
 
     python benchmarks/gpu_pipeline.py [--models B/16 S/16] [--images 24000] [--precision auto] [--save]
 

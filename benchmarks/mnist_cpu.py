@@ -3,7 +3,7 @@
     python benchmarks/mnist_cpu.py [--baseline 2] [--vitral 5] [--save]
 
 The baseline is the script that the project grew out of, reproduced below with its model, data pipeline and settings,
-including its mistakes. Every run is a process of its own; the runs alternate. The clock starts at the first training
+including its mistakes. Every run has its own process; the runs alternate. The clock starts at the first training
 step, with torch imported and the data loaded. For the baseline it stops after the first epoch whose test accuracy
 reaches 98% (it tests after every epoch). For vitral it stops at the end of a complete training, which selected its
 epoch on a validation split and evaluated the test set once. A vitral run that ends below 98% is reported as missed.

@@ -89,9 +89,7 @@ def test_activation_bytes_equal_what_autograd_saves(extra: dict[str, Any], bf16:
     hidden=st.integers(1, 200),
     pooling=st.sampled_from(["class", "mean"]),
 )
-def test_activation_bytes_any_size(
-    rows: int, width: int, heads: int, depth: int, hidden: int, pooling: Any
-) -> None:
+def test_activation_bytes_any_size(rows: int, width: int, heads: int, depth: int, hidden: int, pooling: Any) -> None:
     config = ViTConfig(
         image_size=(4 * rows, 8),
         patch_size=4,
@@ -114,7 +112,7 @@ def test_activation_bytes_with_checkpointing_equal_what_autograd_saves() -> None
     model = ViT(config)
     for block in model.encoder.blocks:
         forward = block.forward
-        block.forward = lambda *inputs, forward=forward: checkpoint(forward, *inputs, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = lambda *inputs, forward=forward: checkpoint(forward, *inputs, use_reentrant=False)
     by_storage: dict[int, int] = {}
 
     def record(tensor: Tensor) -> Tensor:
@@ -169,7 +167,7 @@ def test_optimizer_state_size_equals_real_optimizers() -> None:
     config = ViTConfig(**SMALL)
     for name in ("adamw", "sgd", "muon"):
         model = ViT(config)
-        optimizers = make_optimizers(model, OptimConfig(name=name))  # type: ignore[arg-type]
+        optimizers = make_optimizers(model, OptimConfig(name=name))
         model(torch.rand(2, 2, 28, 14)).square().sum().backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -253,7 +251,7 @@ def test_min_gpus_fit_and_half_of_them_do_not(memory: int) -> None:
     assert replace(training, gpus=gpus).fits(strategy, checkpointing)
     if gpus > 1:
         half = replace(training, gpus=gpus // 2)
-        assert not any(half.fits(k, c) for k in ("ddp", "fsdp") for c in (False, True))  # type: ignore[arg-type]
+        assert not any(half.fits(k, c) for k in ("ddp", "fsdp") for c in (False, True))
 
 
 def test_max_micro_batch_fits_and_one_more_image_does_not() -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import httpx
 import numpy as np
@@ -54,7 +55,9 @@ def empty_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def digit(index: int, *, ink: bool = False) -> tuple[Image.Image, str]:
     """A digit of scikit-learn with the size and margin of MNIST, and its label. `ink`: dark on light."""
-    pixels = Image.fromarray((DIGITS().images[index] * 255 / 16).astype(np.uint8)).resize((20, 20), Image.BICUBIC)
+    pixels = Image.fromarray((DIGITS().images[index] * 255 / 16).astype(np.uint8)).resize(
+        (20, 20), Image.Resampling.BICUBIC
+    )
     image = Image.new("L", (28, 28))
     image.paste(pixels, (4, 4))
     if ink:
@@ -315,7 +318,8 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trained") / "digits"
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched)
-        api.train("digits", out=path, epochs=1, **{"model.width": 16, "model.depth": 1, "model.heads": 2})
+        overrides: dict[str, Any] = {"model.width": 16, "model.depth": 1, "model.heads": 2}
+        api.train("digits", out=path, epochs=1, **overrides)
     return path
 
 
@@ -379,6 +383,8 @@ def test_fine_tuning_from_a_bundled_model(bundled_digits, no_figures):
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("bundle_model", ROOT / "tools" / "bundle_model.py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["bundle_model"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 INVALID = """
 predict run photo.png | --top 0 | --top -1 | --top x | --top '' | --top 1.5 | --labels missing.txt | --labels photos
     | --labels nothing.txt | --labels notes.txt | --labels binary.txt | --threads 0 | --threads -1
-    | --threads 1000000 | --engine fp8 | --engine fp4 | --device tpu | --device gpu | --out answers.docx
+    | --threads 1000000 | --engine fp8 | --engine fp4 | --device tpu | --device gpu | --out predictions.docx
     | --out photos
     | --out '' | --jsn
 predict | NOTHING | missing photo.png | run | run empty | '' photo.png | empty photo.png

@@ -173,12 +173,12 @@ def test_predict_prints_ranked_labels(vitral, run, digit):
 
 def test_predict_json_and_csv_agree(vitral, run, digit):
     _, out, _ = vitral("predict", run, digit, "--json", "--top", 10)
-    answer = json.loads(out)
-    assert answer["file"] == str(digit)
-    assert sum(label["probability"] for label in answer["labels"]) == pytest.approx(1)
+    prediction = json.loads(out)
+    assert prediction["file"] == str(digit)
+    assert sum(label["probability"] for label in prediction["labels"]) == pytest.approx(1)
     _, out, _ = vitral("predict", run, digit, "--csv", "--top", 10)
     rows = list(csv.DictReader(io.StringIO(out)))
-    assert [row["label"] for row in rows] == [label["name"] for label in answer["labels"]]
+    assert [row["label"] for row in rows] == [label["name"] for label in prediction["labels"]]
     code, _, err = vitral("predict", run, digit, "--csv", "--json")
     assert code == 2
     assert "--json and --csv cannot be combined" in err

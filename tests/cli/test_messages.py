@@ -124,7 +124,7 @@ def test_report_logs_its_progress(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ood_needs_validation_images(folder: Path) -> None:
-    with pytest.raises(VitralError, match="what it was trained on"):
+    with pytest.raises(VitralError, match="does not record its training dataset"):
         api.evaluate(folder / "checkpoint", data="digits", ood=str(folder / "photos"))
 
 

@@ -183,7 +183,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("predict", "run", "photos", "--out", "notes.txt/answers.csv"), "Not a directory"),
+        (("predict", "run", "photos", "--out", "notes.txt/predictions.csv"), "Not a directory"),
         (("probe", "photos", "--init-from", "run", "--out", "probe.xyz"), "Supported formats: .png"),
         (("data", "pack", "photos", "--out", "notes.txt/pack"), "Not a directory"),
         (("predict", "run", "photos", "--threads", "100000"), "got 100000"),

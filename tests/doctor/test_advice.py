@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from vitral.reporting.terminal.tables import print_diagnosis
 def run_command(*words: object) -> int:
     with pytest.raises(SystemExit) as stop:
         cli.main([str(word) for word in words])
-    return stop.value.code or 0
+    return int(stop.value.code or 0)
 
 
 def test_fine_tuning_is_recommended_for_few_photographs(photos, fast_benchmark, capsys):
@@ -74,7 +75,8 @@ def test_training_from_scratch_is_recommended_for_many_small_images(photos, fast
 def test_estimate_is_within_a_factor_of_five_of_the_real_training(photos, fast_benchmark, tmp_path):
     diagnosis = diagnose(photos)
     checkpoint = str(tmp_path / "run")
-    api.train(str(photos), epochs=1, out=checkpoint, **{"model.depth": 1, "model.image_size": (32, 32)})
+    overrides: dict[str, Any] = {"model.depth": 1, "model.image_size": (32, 32)}
+    api.train(str(photos), epochs=1, out=checkpoint, **overrides)
     recommendation = recommend(diagnosis, init_from=checkpoint)
     start = time.perf_counter()
     api.train(str(photos), init_from=checkpoint, out=tmp_path / "fine-tuned")

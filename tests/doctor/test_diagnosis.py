@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -207,7 +207,7 @@ def test_csv_list_is_diagnosed_like_a_folder(split_photos, tmp_path):
     rows = [(file, file.parent.name, file.parent.parent.name) for file in sorted(split_photos.rglob("*.jpg"))]
     csv_file = tmp_path / "photos.csv"
 
-    def write_csv(rows: list[tuple[object, ...]]) -> None:
+    def write_csv(rows: Sequence[tuple[object, ...]]) -> None:
         lines = [f"{path},{label},{split}" for path, label, split in rows]
         csv_file.write_text("\n".join(["path,label,split", *lines]))
 

@@ -18,7 +18,7 @@ from vitral.errors import VitralError
 from vitral.explain import faithfulness as f
 from vitral.explain.pair import widen_for_pair
 from vitral.inference.predictor import Predictor
-from vitral.models.vit import ViTConfig
+from vitral.models.vit import Positions, ViTConfig
 from vitral.runs.model_io import ModelConfig
 
 
@@ -69,7 +69,7 @@ def test_pointing_scores_count_correct_halves() -> None:
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos", "rotary", "learned+rotary", "none"])
-def test_pair_model_embeds_each_half_like_a_single_image(positions: str) -> None:
+def test_pair_model_embeds_each_half_like_a_single_image(positions: Positions) -> None:
     config = ViTConfig(image_size=(8, 8), patch_size=4, num_classes=3, width=16, depth=1, heads=2, positions=positions)
     model = random_model("plain", replace(config, registers=1))
     pair_model, image = widen_for_pair(model), torch.randn(1, 3, 8, 8)

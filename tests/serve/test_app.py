@@ -41,12 +41,19 @@ def predictor(tmp_path_factory) -> Predictor:
     return Predictor.load(tiny_model(tmp_path_factory.mktemp("insects"), ood_threshold=6.0), device="cpu")
 
 
+class Client(TestClient):
+    """A client with access to the state of the server."""
+
+    state: ServerState
+    model: ServedModel
+
+
 @contextmanager
 def serving(predictor, keys=(), wait_until_ready=True, **limits):
     state = ServerState(limits=replace(Limits(), **limits), key_digests=hash_keys(keys))
     with ThreadPoolExecutor(2) as decode_pool, make_model_pool(2) as model_pool:
         model = ServedModel("insects", predictor, state.limits, decode_pool, model_pool, state.metrics, workers=2)
-        with TestClient(create_app([model], state), raise_server_exceptions=True) as client:
+        with Client(create_app([model], state), raise_server_exceptions=True) as client:
             while wait_until_ready and client.get("/readyz").status_code != 200:
                 pass
             client.state, client.model = state, model
@@ -75,7 +82,7 @@ def model_input(predictor: Predictor, content: bytes) -> torch.Tensor:
 def with_logits(predictor: Predictor, logits) -> Predictor:
     """A predictor whose forward pass is replaced."""
     changed = copy.copy(predictor)
-    changed.logits = logits
+    changed.logits = logits  # type: ignore[method-assign]
     return changed
 
 
@@ -331,8 +338,8 @@ def test_api_keys_protect_all_but_public_paths(predictor):
             ):
                 assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
                 assert response.json()["error"]["message"] == "this server requires an API key"
-        for headers in ({"authorization": "Bearer first"}, {"x-api-key": "zweiter-schlüssel".encode()}):
-            assert client.post(PREDICT, content=make_image(), headers=headers).status_code == 200
+        for key in (("authorization", b"Bearer first"), ("x-api-key", "zweiter-schlüssel".encode())):
+            assert client.post(PREDICT, content=make_image(), headers=dict([key])).status_code == 200
 
 
 def test_ready_between_warm_up_and_draining(predictor):

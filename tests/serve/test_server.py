@@ -69,7 +69,7 @@ def status(response: bytes) -> int:
 
 
 def is_alive(running) -> bool:
-    return httpx.post(running.url + PREDICT, content=make_image(), timeout=20).status_code == 200
+    return httpx.post(running.url + PREDICT, content=make_image(), timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_unread_response_is_dropped(strict):
 
 
 def dropped_connections(running) -> float:
-    text = httpx.get(f"{running.url}/metrics", timeout=20).text
+    text = httpx.get(f"{running.url}/metrics", timeout=60).text
     value = text.partition('vitral_dropped_connections_total{reason="unread_response"} ')[2].partition("\n")[0]
     return float(value or 0)
 
@@ -159,7 +159,8 @@ async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, r
 
 async def load(running, clients: int, body: bytes, is_done, until_closed: bool = False):
     """Clients that send requests back to back until `is_done(statuses)`: counts of statuses, and connection errors."""
-    statuses, failures = Counter(), []
+    statuses: Counter[int] = Counter()
+    failures: list[str] = []
 
     async def client() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
@@ -194,7 +195,7 @@ def test_overload_is_refused_and_memory_stays_bounded(model):
         assert failures == []
         assert set(statuses) <= {200, 429, 503}
         assert running.memory_mib - before < 250
-        text = httpx.get(f"{running.url}/metrics", timeout=20).text
+        text = httpx.get(f"{running.url}/metrics", timeout=60).text
         assert "vitral_request_body_bytes 0.0" in text
         assert 'vitral_queued_images{model="tiny"} 0.0' in text
 
@@ -214,7 +215,7 @@ def test_sigterm_under_load_completes_all_accepted_requests(model):
             clients = asyncio.create_task(load(running, 24, make_image(size=(300, 200)), is_done, until_closed=True))
             await busy.wait()
             running.terminate()
-            async with httpx.AsyncClient(timeout=20) as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 while (ready := await http.get(f"{running.url}/readyz")).status_code == 200:
                     await asyncio.sleep(0.02)
                 health = await http.get(f"{running.url}/healthz")
@@ -255,17 +256,17 @@ def test_every_log_line_is_json(strict):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 def test_schemathesis_finds_no_undocumented_response(model, tmp_path):
     import subprocess
     import sys
     from pathlib import Path
 
     with server(model) as running:
-        command = [Path(sys.executable).with_name("schemathesis"), "run", f"{running.url}/openapi.json"]
+        command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{running.url}/openapi.json"]
         checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
         options = ["--checks", checks, "--max-examples", "60", "--seed", "1", "--no-color"]
-        done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-6000:]
         assert running.process.poll() is None
 

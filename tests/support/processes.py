@@ -174,7 +174,7 @@ def fork_server() -> socket.socket:
 
 
 def serve(connection: socket.socket) -> None:
-    """Fork for each request with file descriptors; answer requests without them with a child's exit status."""
+    """Fork for each request with file descriptors; reply to requests without them with a child's exit status."""
     for name in PRELOADED:
         import_module(name)
     while True:

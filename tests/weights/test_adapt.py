@@ -173,7 +173,7 @@ def test_fine_tuning_is_repeated_by_its_recipe(source, photos, tmp_path):
 
 
 def test_invalid_freeze_is_refused(source, photos, tmp_path):
-    with pytest.raises(VitralError, match="freeze must be 'backbone' or a number of blocks, not 'all'"):
+    with pytest.raises(VitralError, match="freeze must be 'backbone' or a number of blocks, got 'all'"):
         vitral.train(str(photos), init_from=str(source), freeze="all", out=tmp_path / "run")
 
 
@@ -188,7 +188,7 @@ def test_missing_checkpoint_is_refused(photos, tmp_path):
 def run_command(*words: object) -> int:
     with pytest.raises(SystemExit) as stop:
         cli.main([str(word) for word in words])
-    return stop.value.code or 0
+    return int(stop.value.code or 0)
 
 
 def test_probe_evaluates_features_without_training(source, photos, tmp_path, capsys):
@@ -215,12 +215,21 @@ def test_embed_writes_the_input_of_the_head(source, photos, tmp_path, capsys):
 
 
 def test_embed_holds_few_batches_and_keeps_the_order(source, photos, tmp_path, monkeypatch):
-    predictor, decoded, batches = vitral.load(source), [], []
-    decode_image, features = predictor.decode_image, predictor.features
-    monkeypatch.setattr(predictor, "decode_image", lambda file: decoded.append(file) or decode_image(file))
-    monkeypatch.setattr(
-        predictor, "features", lambda images: batches.append((len(decoded), len(images))) or features(images)
-    )
+    predictor = vitral.load(source)
+    decode_image, compute_features = predictor.decode_image, predictor.features
+    decoded: list[Path] = []
+    batches: list[tuple[int, int]] = []  # files decoded so far, and images in the batch
+
+    def recording_decode_image(file):
+        decoded.append(file)
+        return decode_image(file)
+
+    def recording_features(images):
+        batches.append((len(decoded), len(images)))
+        return compute_features(images)
+
+    monkeypatch.setattr(predictor, "decode_image", recording_decode_image)
+    monkeypatch.setattr(predictor, "features", recording_features)
     files = sorted((photos / "red").glob("*.png")) * 40
     count, errors = vitral.embed(predictor, files, tmp_path / "features.npy")
     assert (count, errors) == (len(files), [])

@@ -42,8 +42,8 @@ def fill_cache(home: Path) -> None:
     """Write a model as huggingface_hub caches it."""
     repository = home / "hub" / "models--someone--small-vit"
     snapshot = repository / "snapshots" / COMMIT
-    sizes = {"image_size": (32, 32), "patch_size": 8, "width": 48, "depth": 2, "heads": 4, "num_classes": 7}
-    weights.write(as_checkpoint(randomize_weights(ViT(ViTConfig(**sizes)))), snapshot, to="transformers")
+    config = ViTConfig(image_size=(32, 32), patch_size=8, width=48, depth=2, heads=4, num_classes=7)
+    weights.write(as_checkpoint(randomize_weights(ViT(config))), snapshot, to="transformers")
     (repository / "refs").mkdir()
     for reference in ("main", "v1"):
         (repository / "refs" / reference).write_text(COMMIT)

@@ -21,7 +21,7 @@ from support.references import (
 )
 from vitral import weights
 from vitral.errors import VitralError
-from vitral.models.vit import ViT, ViTConfig
+from vitral.models.vit import Pooling, ViT, ViTConfig
 
 D, h, d, M, P, L, K, SIDE = 24, 3, 8, 40, 4, 3, 5, 12  # width, heads, head, MLP, patch, depth, classes, image
 N = (SIDE // P) ** 2
@@ -29,6 +29,10 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 SEEDS = itertools.count(1)
+
+
+def save_npz(path: Path, arrays: dict[str, Any]) -> None:
+    np.savez(path, **arrays)
 
 
 def random_array(*shape: int, scale: float = 0.3, mean: float = 0.0) -> np.ndarray[Any, Any]:
@@ -173,7 +177,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_equal_those_of_flax(layout: str, tmp_path: Path) -> None:
     arrays = LAYOUTS[layout]()
-    np.savez(tmp_path / "reference.npz", **arrays)
+    save_npz(tmp_path / "reference.npz", arrays)
     checkpoint = weights.read(tmp_path / "reference.npz")
     x = random_images(SIDE, SIDE)
     assert checkpoint.format == "npz"
@@ -189,7 +193,7 @@ def test_logits_equal_those_of_flax(layout: str, tmp_path: Path) -> None:
 
 def test_scanned_encoder_is_unstacked(tmp_path: Path) -> None:
     arrays = big_vision("map", scanned=True)
-    np.savez(tmp_path / "scanned.npz", **arrays)
+    save_npz(tmp_path / "scanned.npz", arrays)
     unstacked = dict(arrays)
     for name in [name for name in arrays if "encoderblock/" in name]:
         stacked = unstacked.pop(name)
@@ -201,10 +205,9 @@ def test_scanned_encoder_is_unstacked(tmp_path: Path) -> None:
 
 def test_optimizer_state_and_text_tower_are_ignored(tmp_path: Path) -> None:
     image_tower = {name.replace("params/", "params/img/"): array for name, array in big_vision("map").items()}
-    np.savez(
+    save_npz(
         tmp_path / "both.npz",
-        **image_tower,
-        **{"params/txt/Embed_0/embedding": random_array(9, D), "opt/step": np.array(7)},
+        image_tower | {"params/txt/Embed_0/embedding": random_array(9, D), "opt/step": np.array(7)},
     )
     checkpoint = weights.read(tmp_path / "both.npz")
     assert "used params/img/; ignored 2 other tensors" in checkpoint.notes
@@ -213,7 +216,7 @@ def test_optimizer_state_and_text_tower_are_ignored(tmp_path: Path) -> None:
 def test_jax_bfloat16_is_read(tmp_path: Path) -> None:
     arrays = vision_transformer()
     bf16 = {name: torch.from_numpy(array).bfloat16() for name, array in arrays.items()}
-    np.savez(tmp_path / "bf16.npz", **{name: t.view(torch.uint16).numpy().view("V2") for name, t in bf16.items()})
+    save_npz(tmp_path / "bf16.npz", {name: t.view(torch.uint16).numpy().view("V2") for name, t in bf16.items()})
     checkpoint = weights.read(tmp_path / "bf16.npz")
     assert {tensor.dtype for tensor in checkpoint.state.values()} == {torch.bfloat16}
     x = random_images(SIDE, SIDE)
@@ -224,7 +227,7 @@ def test_jax_bfloat16_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{}, {"class_token": False, "global_pool": "map"}], ids=["class token", "MAP"])
 @pytest.mark.parametrize("tiny", [False, True], ids=["small", "Ti/16"])
 def test_written_file_is_read_by_timm(tiny: bool, changes: dict[str, Any], tmp_path: Path) -> None:
-    pooling = "attention" if changes else "class"
+    pooling: Pooling = "attention" if changes else "class"
     side, patch, width, depth, heads = (224, 16, 192, 12, 3) if tiny else (32, 8, 48, 3, 4)
     sizes: dict[str, Any] = {"image_size": (side, side), "patch_size": patch, "width": width, "depth": depth}
     model = randomize_weights(ViT(ViTConfig(**sizes, heads=heads, num_classes=7, pooling=pooling, gelu="tanh")))
@@ -249,12 +252,13 @@ def test_written_file_is_read_by_timm(tiny: bool, changes: dict[str, Any], tmp_p
 def test_sincos_positions_need_the_image_size_and_are_not_written(tmp_path: Path) -> None:
     arrays = big_vision("gap")
     table = arrays.pop("params/pos_embedding")
-    np.savez(tmp_path / "fixed.npz", **arrays)
+    save_npz(tmp_path / "fixed.npz", arrays)
     with pytest.raises(VitralError, match="has no position table"):
         weights.read(tmp_path / "fixed.npz")
     checkpoint = weights.read(tmp_path / "fixed.npz", image_size=(SIDE, SIDE))
     assert checkpoint.config.positions == "sincos"
     model, x = checkpoint.build(), random_images(SIDE, SIDE)
+    assert model.position_embedding is not None
     sincos = model.position_embedding.table.numpy()
     assert sincos.shape == table.shape
     torch.testing.assert_close(
@@ -266,12 +270,12 @@ def test_sincos_positions_need_the_image_size_and_are_not_written(tmp_path: Path
 
 
 def test_hybrid_stem_is_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "hybrid.npz", **vision_transformer() | {"conv_root/kernel": random_array(7, 7, 3, 64)})
+    save_npz(tmp_path / "hybrid.npz", vision_transformer() | {"conv_root/kernel": random_array(7, 7, 3, 64)})
     with pytest.raises(VitralError, match="convolutional stem before the patches"):
         weights.read(tmp_path / "hybrid.npz")
 
 
 def test_object_array_is_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "objects.npz", **{"embedding/kernel": np.array([{"a": 1}], dtype=object)}, allow_pickle=True)
+    save_npz(tmp_path / "objects.npz", {"embedding/kernel": np.array([{"a": 1}], dtype=object)})
     with pytest.raises(VitralError, match=r"refused to load .*objects\.npz: it could execute code"):
         weights.read(tmp_path / "objects.npz")

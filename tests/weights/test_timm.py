@@ -87,7 +87,8 @@ def test_round_trip_preserves_logits_and_tensors(kind: str, tmp_path: Path) -> N
     reference = randomize_weights(VisionTransformer(**arguments))
     source = save_for_hub(tmp_path / "reference", reference, arguments)
     checkpoint = weights.read(source)
-    x = random_images(*reference.patch_embed.img_size, channels=reference.in_chans)
+    height, width = reference.patch_embed.img_size
+    x = random_images(height, width, channels=reference.in_chans)
     assert checkpoint.format == "timm"
     assert checkpoint.variant == variant
     assert_same_logits(checkpoint.build(), reference, x)

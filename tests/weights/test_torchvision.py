@@ -106,8 +106,15 @@ def test_missing_qkv_bias_is_written_as_zeros(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_feature_is_refused(changes: dict[str, Any], variant: str, reason: str, tmp_path: Path) -> None:
-    sizes = {"image_size": (32, 32), "patch_size": 8, "width": 48, "depth": 2, "heads": 4, "num_classes": 7}
-    model = VARIANTS[variant](ViTConfig(**sizes | changes))
+    sizes: dict[str, Any] = {
+        "image_size": (32, 32),
+        "patch_size": 8,
+        "width": 48,
+        "depth": 2,
+        "heads": 4,
+        "num_classes": 7,
+    }
+    model = VARIANTS[variant](ViTConfig(**sizes | {"num_classes": 7} | changes))
     with pytest.raises(VitralError, match=reason):
         weights.write(as_checkpoint(model), tmp_path / "refused.pth", to="torchvision")
     assert not (tmp_path / "refused.pth").exists()

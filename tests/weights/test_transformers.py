@@ -81,7 +81,8 @@ def test_round_trip_preserves_logits_and_tensors(kind: str, tmp_path: Path) -> N
     reference.save_pretrained(tmp_path / "reference")
     checkpoint = weights.read(tmp_path / "reference")
     size = changes.get("image_size", 32)
-    x = random_images(*(size if isinstance(size, list) else (size, size)), channels=changes.get("num_channels", 3))
+    height, width = size if isinstance(size, list) else (size, size)
+    x = random_images(height, width, channels=changes.get("num_channels", 3))
     assert checkpoint.variant == variant
     assert f"heads: {(SMALL | changes)['num_attention_heads']}, from config.json" in checkpoint.notes
     assert_same_logits(checkpoint.build(), reference, x)
@@ -246,8 +247,15 @@ def test_swiglu_of_dinov2_giant_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_vitral_model_is_written_as_the_equivalent_class(changes: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    sizes = {"image_size": (32, 32), "patch_size": 8, "width": 48, "depth": 3, "heads": 4, "num_classes": 7}
-    model = randomize_weights(ViT(ViTConfig(**sizes | changes)))
+    sizes: dict[str, Any] = {
+        "image_size": (32, 32),
+        "patch_size": 8,
+        "width": 48,
+        "depth": 3,
+        "heads": 4,
+        "num_classes": 7,
+    }
+    model = randomize_weights(ViT(ViTConfig(**sizes | {"num_classes": 7} | changes)))
     preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     names = tuple("abcdefg")
     model_config = ModelConfig(
@@ -272,7 +280,14 @@ def test_vitral_model_is_written_as_the_equivalent_class(changes: dict[str, Any]
     ],
 )
 def test_unsupported_feature_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    sizes = {"image_size": (32, 32), "patch_size": 8, "width": 48, "depth": 3, "heads": 4, "num_classes": 7}
-    model = ViT(ViTConfig(**sizes | changes))
+    sizes: dict[str, Any] = {
+        "image_size": (32, 32),
+        "patch_size": 8,
+        "width": 48,
+        "depth": 3,
+        "heads": 4,
+        "num_classes": 7,
+    }
+    model = ViT(ViTConfig(**sizes | {"num_classes": 7} | changes))
     with pytest.raises(VitralError, match=reason):
         weights.write(as_checkpoint(model), tmp_path / "reference", to="transformers")

@@ -60,7 +60,8 @@ def test_round_trip_preserves_logits_and_tensors(kind: str, tmp_path: Path) -> N
     reference = randomize_weights(model_class(**arguments))
     torch.save(reference.state_dict(), tmp_path / "reference.pt")
     checkpoint = weights.read(tmp_path / "reference.pt", heads=arguments["heads"], image_size=arguments["image_size"])
-    x = random_images(*arguments["image_size"], channels=arguments.get("channels", 3))
+    height, width = arguments["image_size"]
+    x = random_images(height, width, channels=arguments.get("channels", 3))
     assert (checkpoint.format, checkpoint.variant) == ("vit-pytorch", "patch-norm")
     assert_same_logits(checkpoint.build(), reference, x)
     weights.write(checkpoint, tmp_path / "converted.pt", to="vit-pytorch")

@@ -96,7 +96,13 @@ def make_model_config(config: ViTConfig, **changes: Any) -> ModelConfig:
         image_size=config.image_size, channels=config.channels, mean=(0.5,) * 3, std=(0.5,) * 3
     )
     classes = tuple(f"class {k}" for k in range(config.num_classes))
-    fields = {"architecture": config, "preprocessing": preprocessing, "classes": classes, "trained_on": "-", "epoch": 0}
+    fields: dict[str, Any] = {
+        "architecture": config,
+        "preprocessing": preprocessing,
+        "classes": classes,
+        "trained_on": "-",
+        "epoch": 0,
+    }
     return ModelConfig(**fields | {"variant": "hybrid"} | changes)
 
 
@@ -171,7 +177,7 @@ def test_feature_map_has_the_size_and_channels_of_the_config(preset: str) -> Non
     config = HYBRIDS[preset]
     with torch.device("meta"):
         model = HybridViT(config)
-        feature_map = model.patch_embedding.stem(torch.empty(1, 3, *config.image_size))
+        feature_map = model.patch_embedding.get_submodule("stem")(torch.empty(1, 3, *config.image_size))
         tokens = model.patch_embedding(torch.empty(1, 3, *config.image_size))
     height, width = config.image_size
     stride = config.stem.stride
@@ -390,14 +396,14 @@ def test_conv_hybrid_learns_textures() -> None:
     data = textures(96, seed=1)
     model = HybridViT(replace(CONV, image_size=(8, 8), channels=1, num_classes=4))
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    x = data.images.float() / 128 - 1
+    x = data.images[:].float() / 128 - 1
     for _ in range(30):
         adam.zero_grad()
         loss = F.cross_entropy(model(x), data.labels)
         loss.backward()
         adam.step()
     validation = textures(40, seed=2)
-    correct = compute_logits(model.eval(), validation.images.float() / 128 - 1).argmax(dim=1) == validation.labels
+    correct = compute_logits(model.eval(), validation.images[:].float() / 128 - 1).argmax(dim=1) == validation.labels
     assert correct.float().mean() > 0.9
 
 

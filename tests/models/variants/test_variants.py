@@ -58,7 +58,7 @@ def recipe(variant: str) -> Recipe:
 def command(*words: object) -> int:
     with pytest.raises(SystemExit) as stop:
         cli.main([str(word) for word in words])
-    return stop.value.code or 0
+    return int(stop.value.code or 0)
 
 
 def test_configs_cover_every_variant():
@@ -188,7 +188,9 @@ def test_transfer_to_another_image_size_keeps_common_classes(variant):
 
 
 def test_transfer_of_a_distilled_checkpoint_notes_that_both_heads_learn():
-    assert "both heads are kept and trained on the labels" in " ".join(adapt_weights(checkpoint("distilled"), "distilled", SMALL, NAMES).notes)
+    assert "both heads are kept and trained on the labels" in " ".join(
+        adapt_weights(checkpoint("distilled"), "distilled", SMALL, NAMES).notes
+    )
 
 
 @pytest.mark.parametrize(

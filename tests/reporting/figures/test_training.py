@@ -65,9 +65,9 @@ def predictor(
         registers=registers,
     )
     model = ViT(config)
-    nn.init.normal_(model.head.out.weight)
+    nn.init.normal_(model.get_parameter("head.out.weight"))
     for block in model.encoder.blocks:
-        nn.init.normal_(block.attention.qkv.weight)
+        nn.init.normal_(block.get_parameter("attention.qkv.weight"))
     preprocessing = Preprocessing(
         image_size=image_size, channels=channels, mean=(0.5,) * channels, std=(0.25,) * channels
     )
@@ -114,14 +114,17 @@ def test_curves_show_every_epoch_and_the_best_one(tmp_path: Path, drawn: list[Fi
     assert is_figure_file(path)
     loss, accuracy = drawn[0].axes
     for axes, metric in ((loss, "loss"), (accuracy, "top1")):
-        training, validation = axes.lines[:2]
+        lines: list[Any] = axes.lines[:2]
+        training, validation = lines
         assert list(training.get_xdata()) == [1, 2, 3, 4, 5]
         assert list(training.get_ydata()) == [row[f"train_{metric}"] for row in ROWS]
         assert list(validation.get_ydata()) == [row[f"validation_{metric}"] for row in ROWS]
         assert training.get_color() != validation.get_color()
-    assert list(accuracy.lines[2].get_xdata()) == [3, 3]
-    legend = [text.get_text() for text in accuracy.get_legend().get_texts()]
-    assert legend == ["training (augmented)", "validation", "best epoch (3)"]
+    best_epoch: Any = accuracy.lines[2]
+    assert list(best_epoch.get_xdata()) == [3, 3]
+    legend = accuracy.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["training (augmented)", "validation", "best epoch (3)"]
 
 
 def test_curves_of_one_epoch_have_one_integer_tick(tmp_path: Path, drawn: list[Figure]) -> None:
@@ -258,8 +261,8 @@ def test_attention_overview_shows_image_patches_attention_and_prediction(
     heat = rollout_heatmaps(model, image[None])[0]
     assert np.array_equal(np.asarray(heatmap_axes.images[0].get_array()), overlay_heatmap(shown, heat))
     best = model.probabilities(image[None])[0].topk(5)
-    bars = [bar.get_width() for bar in class_axes.patches][1::2]
-    assert bars == pytest.approx(best.values.tolist())
+    bars: list[Any] = list(class_axes.patches)[1::2]
+    assert [bar.get_width() for bar in bars] == pytest.approx(best.values.tolist())
     assert texts(class_axes)[::2] == [shorten(NAMES[index], 14) for index in best.indices.tolist()]
     assert texts(class_axes)[1::2] == [format_percent(probability) for probability in best.values.tolist()]
     tops = [axes.get_position().y1 for axes in drawn[0].axes]
@@ -278,7 +281,7 @@ def test_attention_overview_is_legible_at_900_pixels(tmp_path: Path, cpu: Hardwa
     path = figures.plot_attention_overview(predictor(cpu), noise(1, 16, 16), tmp_path / "attention_overview.png")
     width = width_of(path)
     assert width >= 900
-    points = [text.get_fontsize() for axes in drawn[0].axes for text in (axes.title, *axes.texts)]
+    points = [float(text.get_fontsize()) for axes in drawn[0].axes for text in (axes.title, *axes.texts)]
     assert min(points) * 130 / 72 * 900 / width >= 13, "characters of at least 13 pixels"
 
 

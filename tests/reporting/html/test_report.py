@@ -20,6 +20,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from support.common import TINY_MODEL
 from vitral import api
 from vitral.cli import main as cli
 from vitral.data.datasets import Split
@@ -54,7 +55,7 @@ def make_report_data(
         image_size=(size, size), patch_size=8, channels=channels, num_classes=len(classes), width=16, depth=2, heads=2
     )
     model = ViT(config)
-    torch.nn.init.normal_(model.head.out.weight)
+    torch.nn.init.normal_(model.get_parameter("head.out.weight"))
     preprocessing = Preprocessing(
         image_size=(size, size), channels=channels, mean=(0.5,) * channels, std=(0.5,) * channels
     )
@@ -71,12 +72,12 @@ def make_report_data(
     labels = torch.arange(images) % len(classes)
     logits = predictor.logits(inputs)
     robustness = measure_robustness(inputs[:20], labels[:20], lambda x: predictor.logits(x).argmax(dim=1))
-    scores = tuple(torch.randn(200, generator=torch.Generator().manual_seed(seed)) - seed for seed in range(3))
+    scores = [torch.randn(200, generator=torch.Generator().manual_seed(seed)) - seed for seed in range(3)]
     ood = OODResult(
         dataset="<i>other</i>",
         ood_images=200,
         id_images=200,
-        scores=(evaluate_score("energy", (scores[0], *scores[:2])),),
+        scores=(evaluate_score("energy", (scores[0], scores[0], scores[1])),),
     )
     evaluation = build_report(logits, labels, classes, model_config.calibration, ood=ood, robustness=robustness)
     return ReportData(
@@ -222,7 +223,9 @@ def test_chart_is_valid_svg_with_marks_at_the_right_positions() -> None:
     assert float(circle.attrib["cx"]) == pytest.approx((first[0] + last[0]) / 2, abs=0.11)
     assert float(circle.attrib["cy"]) == pytest.approx((first[1] + last[1]) / 2, abs=0.11)
     assert first[1] > last[1], "larger values are higher"
-    assert figure.find("svg").attrib["aria-label"] == "a <chart>"
+    svg = figure.find("svg")
+    assert svg is not None
+    assert svg.attrib["aria-label"] == "a <chart>"
     assert padded_range([math.nan, 1.0, 3.0]) == pytest.approx((0.88, 3.12))
 
 
@@ -239,7 +242,7 @@ def test_spectral_order_puts_confused_classes_next_to_each_other() -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "digits"
-    api.train("digits", epochs=4, out=out, **{"model.depth": 1, "model.width": 32})
+    api.train("digits", epochs=4, out=out, **TINY_MODEL)
     return out
 
 
@@ -287,8 +290,8 @@ def test_full_report_of_a_folder_has_the_findings_of_the_doctor(
     for index in range(24):
         save_photo(tmp_path / "photos" / ("a", "b")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
     (tmp_path / "photos" / "a" / "broken.jpg").write_text("not an image")
-    model = {"model.image_size": (16, 16), "model.patch_size": 8, "model.width": 24, "model.depth": 1}
-    more = {"precision": "fp32", "data.unreadable": 0.5}
+    model: dict[str, Any] = {"model.image_size": (16, 16), "model.patch_size": 8, "model.width": 24, "model.depth": 1}
+    more: dict[str, Any] = {"precision": "fp32", "data.unreadable": 0.5}
     api.train(str(tmp_path / "photos"), out=tmp_path / "run", epochs=1, **model, **more)
     diagnosis = diagnose(tmp_path / "photos")
     assert diagnosis.image_sizes not in (tmp_path / "run" / "report.html").read_text()
@@ -310,7 +313,16 @@ def test_empty_split_is_refused(run: Path) -> None:
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Any]:
     """Open a file in a browser. Afterwards, check for messages, dialogs and network requests."""
-    contexts, problems = [], []
+    contexts: list[Any] = []
+    problems: list[str] = []
+
+    def on_dialog(dialog: Any) -> None:
+        problems.append(dialog.message)
+        dialog.dismiss()
+
+    def on_request(url: str, page: Path) -> None:
+        if not url.startswith(("data:", page.as_uri())):
+            problems.append(url)
 
     def open_file(path: Path, **options: Any) -> Any:
         context = browser.new_context(**options)
@@ -319,8 +331,8 @@ def open_page(browser: Any) -> Iterator[Any]:
         tab.set_default_timeout(60_000)
         tab.on("console", lambda message: problems.append(message.text))
         tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
-        tab.on("request", lambda r: r.url.startswith(("data:", path.as_uri())) or problems.append(r.url))
+        tab.on("dialog", on_dialog)
+        tab.on("request", lambda request: on_request(request.url, path))
         tab.goto(path.as_uri())
         tab.wait_for_selector('html[data-ready="yes"]')
         return tab

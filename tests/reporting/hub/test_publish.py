@@ -204,7 +204,7 @@ def test_missing_network_is_reported(run, monkeypatch):
     [
         (["hf:me/x"], "no token for writing to hf:me/x", "hf auth login"),
         (["me/x"], "'me/x' is not a model name on the hub", "hf:owner/name"),
-        (["hf:me/x", "--dry-run", "--folder", "{run}"], "already exists and is not empty", "choose another --folder"),
+        (["hf:me/x", "--dry-run", "--folder", "{run}"], "already exists and is not empty", "Choose another --folder"),
     ],
 )
 def test_errors_are_two_lines(run, monkeypatch, capsys, words, what, hint):

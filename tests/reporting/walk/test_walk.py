@@ -65,10 +65,8 @@ def test_every_step_from_pixels_to_logits(name: str, lang: str, cpu: Hardware) -
         assert step.figures
         assert "{" not in step.text + step.title + "".join(p.caption for p in step.figures)
     best = predictor.predict(picture).best
-    assert (result.top_classes[0].name, result.top_classes[0].probability) == (
-        best.name,
-        pytest.approx(best.probability, rel=1e-4),
-    )
+    assert result.top_classes[0].name == best.name
+    assert result.top_classes[0].probability == pytest.approx(best.probability, rel=1e-4)
 
 
 def test_figures_show_the_values_of_the_model(cpu: Hardware) -> None:
@@ -78,7 +76,7 @@ def test_figures_show_the_values_of_the_model(cpu: Hardware) -> None:
     image = predictor.model_config.preprocessing.normalise(pixels[None])
     with torch.no_grad():
         trace = predictor.model.trace(image)
-    values = {key: [p.values for p in step.figures] for key, step in steps.items()}
+    values: dict[str, list[Any]] = {key: [p.values for p in step.figures] for key, step in steps.items()}
     np.testing.assert_array_equal(values["flatten"][0], trace.patches[0].numpy())
     np.testing.assert_array_equal(values["embed"][0], trace.tokens[0][0].numpy())
     np.testing.assert_array_equal(values["attention"][0], trace.attention[0][0, 0].numpy())
@@ -131,7 +129,7 @@ def test_walk_of_every_kind_of_vit(kind: str, cpu: Hardware) -> None:
     variant, config = KINDS[kind]
     predictor = predictor_for(random_model(variant, config), cpu)
     for lang in ("en", "ko"):
-        result = walk(predictor, Image.effect_noise((24, 16), 60), lang, layer=2, head=2)  # type: ignore[arg-type]
+        result = walk(predictor, Image.effect_noise((24, 16), 60), lang, layer=2, head=2)
         keys = {step.key for step in result.steps}
         assert ("class_token" in keys) == (config.pooling == "class")
         assert ("rotary" in keys) == ("rotary" in config.positions)
@@ -240,11 +238,16 @@ def test_page_in_a_browser(cpu: Hardware, tmp_path: Path, browser: Any, width: i
     file = tmp_path / "walk.html"
     file.write_text(walk_html.render_html(result), encoding="utf-8")
     trouble: list[str] = []
+
+    def on_request(url: str) -> None:
+        if not url.startswith(("data:", file.as_uri())):
+            trouble.append(url)
+
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     tab = context.new_page()
     tab.on("console", lambda message: trouble.append(message.text))
     tab.on("pageerror", lambda error: trouble.append(str(error)))
-    tab.on("request", lambda asked: asked.url.startswith(("data:", file.as_uri())) or trouble.append(asked.url))
+    tab.on("request", lambda request: on_request(request.url))
     tab.goto(file.as_uri())
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
@@ -292,7 +295,7 @@ def test_command(
     _, predictor, _ = make_walk("MNIST", cpu)
     for name in ("old", "new"):
         save_model(tmp_path / "runs" / name / "model", predictor.model, predictor.model_config)
-    assert command.default_model(Path("digit.png")).name == "new"
+    assert Path(command.default_model(Path("digit.png"))).name == "new"
     assert command.COMMAND(["digit.png", "--lang", "ko", "--no-code"]) == 0
     assert "패치 임베딩" in capsys.readouterr().out
     assert command.COMMAND(["digit.png", "--out", "walk.html", "--model", "runs/old"]) == 0
