@@ -1,4 +1,4 @@
-"""RandAugment, TrivialAugment and colour jitter: which operation each image of a batch gets, and how strong.
+"""RandAugment, TrivialAugment and colour jitter: sample an operation and its strength for each image of a batch.
 
 The operations themselves are in image_ops.py. All draws are made on the device, one operation per image.
 
@@ -25,7 +25,7 @@ OpArguments = dict[str, Tensor]  # operation → (B,) arguments, in the units of
 class AutoAugmentPolicy:
     """RandAugment or TrivialAugment.
 
-    RandAugment (arXiv 1909.13719) comes in the two dialects that recipes use: big_vision's and AugReg's (magnitudes up
+    RandAugment (arXiv 1909.13719) comes in the two versions that recipes use: big_vision's and AugReg's (magnitudes up
     to 30, always applied), and timm's as in DeiT. timm's "rand-m9-mstd0.5-inc1" is magnitude 9, magnitude_std 0.5,
     increasing, probability 0.5. TrivialAugment (arXiv 2103.10158) uses its "wide" space and has no parameters.
     """

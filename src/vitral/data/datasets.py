@@ -1,4 +1,4 @@
-"""Datasets as training sees them, and the built-in ones: `load("mnist")`.
+"""`Dataset` and `Split`, and the built-in datasets: `load("mnist")`.
 
 Built-in datasets fit into memory: their splits are two tensors. Other datasets may read images on access
 (`vitral.data.lazy_images`).

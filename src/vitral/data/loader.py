@@ -1,6 +1,6 @@
 """Training batches in an order that depends only on seed and epoch.
 
-A position in a run is therefore two numbers, epoch and step, and a resumed run gets the batches it would have got.
+Epoch and step therefore identify a position in a run, and a resumed run continues with the same batches.
 Images may be on the device, in a memory-mapped file or streamed.
 """
 

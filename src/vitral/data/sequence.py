@@ -93,7 +93,7 @@ def load_sequence(
         check_unreadable_fraction(errors.values(), len(labels), read_options.unreadable)
         labels = replace_or_drop_unreadable(array, labels, errors, replace=True)
         groups = connected_groups(len(labels), near_duplicate_pairs(thumbnails))
-        images, note = torch.from_numpy(array), f"{len(errors)} unreadable replaced" if errors else ""
+        images, note = torch.from_numpy(array), f"{len(errors)} unreadable replaced" if errors else None
         digest = hashlib.sha256(array.data)
     else:
         images, groups = SequenceImages(data, labels, stored, read_options.unreadable), np.arange(len(labels))
@@ -126,7 +126,7 @@ def _select(images: Images, labels: np.ndarray[Any, Any], mask: np.ndarray[Any, 
 class SequenceImages(LazyImages):
     """Images read from a sequence on access.
 
-    By a single thread, one batch ahead: few sequences support concurrent access.
+    A single thread reads one batch ahead, because few sequences support concurrent access.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""CPUs: how many this process may use, which instructions they have, whether other programs keep them busy."""
+"""CPUs: the number available to this process, their instruction sets and their current load."""
 
 from __future__ import annotations
 

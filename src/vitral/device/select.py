@@ -1,4 +1,4 @@
-"""Device, precision and compilation: what this machine offers, what a run uses of it, and why.
+"""Select device, precision and compilation for a run, with the reason for each choice.
 
 `select_hardware` has no side effects; with several processes, `vitral.distributed.world.init_distributed` joins them.
 """
@@ -32,7 +32,7 @@ MIN_WIDTH_BF16 = 192
 # kernels, 0.96x at 192. Equal accuracy was shown for width 768 (docs/explanation/results.md).
 MIN_WIDTH_FP8 = 512
 
-# Compilation takes about a minute; a shorter training does not earn it back.
+# Compilation takes about a minute, more than it saves in a shorter run.
 MIN_STEPS_TO_COMPILE = 3000
 
 
@@ -108,7 +108,7 @@ def fallback_from_fp8(hardware: Hardware, reason: str, log: LogFn = no_log) -> H
     if not hardware.fp8:
         return hardware
     if not hardware.fp8_is_auto:
-        raise VitralError(f"FP8 is unavailable: {reason}", "use --precision bf16, or auto")
+        raise VitralError(f"FP8 is unavailable: {reason}", "Use --precision bf16 or auto")
     log(f"using bf16 instead of FP8: {reason}")
     return hardware.without_fp8(reason)
 

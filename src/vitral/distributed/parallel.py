@@ -30,7 +30,7 @@ _BUFFER_ARGUMENT = next(
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """How the ranks share a training, and why."""
+    """How a run is parallelised, and why."""
 
     mode: ParallelMode
     reason: str

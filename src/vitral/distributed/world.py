@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from vitral.errors import VitralError
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)  # a rank that does not answer for longer is considered dead
+TIMEOUT = timedelta(minutes=30)  # a rank that does not respond for this long is considered dead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,9 @@ def _int_from_env(name: str, default: int) -> int:
     try:
         return int(value) if value else default
     except ValueError as error:
-        raise VitralError(f"{name} must be an integer, got {value!r}", "torchrun sets this variable") from error
+        raise VitralError(
+            f"{name} must be an integer, got {value!r}", "Start the processes with torchrun, which sets this variable"
+        ) from error
 
 
 def _is_communication_error(error: RuntimeError) -> bool:

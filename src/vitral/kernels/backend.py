@@ -134,7 +134,7 @@ class TritonBackend:
     def _select_forward(
         self, model: ViT, hardware: Hardware, batch_size: int, unsupported: str | None
     ) -> tuple[Callable[[Tensor], Tensor] | None, Hardware]:
-        """The fused forward pass, or None; and the hardware in use, without FP8 where it had to be given up."""
+        """The fused forward pass, or None; and the hardware in use, without FP8 if it is unavailable."""
         if unsupported is None and not hardware.use_triton:
             unsupported = "fused kernels are disabled"
         reason = unsupported

@@ -25,7 +25,7 @@ from vitral.kernels.encoder_forward import ForwardPass
 from vitral.kernels.linear import EncoderWeights
 from vitral.models.vit import Encoder, EncoderBlock, Grid, Residual, RopeTable, ViT
 
-RECOMPUTE_THRESHOLD = 2**25  # hidden activations per block from which on norms and GELU are recomputed, not saved
+RECOMPUTE_THRESHOLD = 2**25  # with more hidden activations per block, norms and GELU are recomputed instead of saved
 MAX_WIDTH = 4096  # a program holds whole rows of tokens
 
 
@@ -63,9 +63,9 @@ class FusedEncoder:
     recompute_threshold: see RECOMPUTE_THRESHOLD.
     cls_only: return only the first token, (B, 1, D).
     fp8_wgrad: weight-gradient GEMMs in FP8 too.
-    fused_block_min_tokens: number of tokens from which on everything in a block after attention is one kernel (unless
-        norms and GELU are saved or branches dropped). In FP8 inference, the MLP's expansion and GELU are one kernel.
-        None: never.
+    fused_block_min_tokens: minimum number of tokens for the fused post-attention kernel, which also requires that norms
+        and GELU are not saved and no branches are dropped. In FP8 inference, minimum for the fused expansion with
+        GELU. None: never.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class BackwardPass:
         self.param_grads[block.attention.project.bias] = project_bias
 
     def mlp(self, saved: SavedForBackward) -> tuple[Tensor, Tensor]:
-        """Gradients of the MLP's input and of its hidden activations; `expand`'s weight gradient is still to do."""
+        """Gradients of the MLP's input and hidden activations; the caller computes `expand`'s weight gradient."""
         mlp, weights, grads = saved.block.mlp, self.encoder.weights, self.param_grads
         grad_gelu, bound = weights.input_gradient(self.grads.branch, self.grads.branch_fp8, mlp.contract.weight)
         gelu, grad_hidden, grad_hidden_fp8, grads[mlp.expand.bias] = bias_gelu_backward(

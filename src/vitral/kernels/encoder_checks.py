@@ -76,7 +76,7 @@ def use_fp8_wgrad(model: ViT, hardware: Hardware, batch_size: int, log: LogFn) -
 def fused_block_min_tokens(
     model: ViT, hardware: Hardware, training: bool = False, batch_size: int = 16, log: LogFn = no_log
 ) -> int | None:
-    """Number of tokens from which on `FusedEncoder` uses the kernels of `block`, or None if it never does.
+    """Minimum number of tokens for which `FusedEncoder` uses the kernels of `block`; None: never.
 
     bf16: the post-attention kernel, for narrow models, unless training saves norms and GELU or drops branches.
     FP8: the expansion with GELU, in inference only.

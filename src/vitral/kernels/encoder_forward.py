@@ -45,7 +45,7 @@ class QkvInput(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """Output of attention, (M, D), in bf16 or FP8, and what its backward pass needs."""
+    """Output of attention, (M, D), in bf16 or FP8, and the tensors that its backward pass needs."""
 
     out: Tensor | None
     out_fp8: Fp8Tensor | None = None

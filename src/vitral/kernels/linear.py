@@ -1,4 +1,4 @@
-"""The encoder's linear layers: weights in bf16 or FP8 for the GEMMs, and the GEMMs.
+"""The encoder's linear layers: the GEMMs and their weights in bf16 or FP8.
 
 Master weights stay in fp32 and are cast once per step; weight gradients are fp32.
 """
@@ -68,7 +68,7 @@ class EncoderWeights:
 
     @torch.no_grad()
     def cast(self, training: bool) -> None:
-        """Cast and quantize the present weights."""
+        """Cast and quantize the current weights."""
         if copies := {p: copy for p, copy in self.compute.items() if copy.dtype != p.dtype}:
             torch._foreach_copy_(list(copies.values()), list(copies))
         if not self.fp8:

@@ -1,7 +1,7 @@
-"""Comparison of a kernel with its PyTorch reference on the device at hand, before the kernel is first used.
+"""Comparison of a kernel with its PyTorch reference on the current device, before the kernel is first used.
 
-The kernels were written on a few GPUs. On any other one they may fail to compile, run out of shared memory or compute
-something else; then the reference is used instead.
+The kernels were developed on a few GPU models. On others they may fail to compile, run out of shared memory or return
+wrong results; the reference is then used instead.
 """
 
 from __future__ import annotations

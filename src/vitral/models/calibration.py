@@ -16,7 +16,7 @@ LogitScore = Literal["max-logit", "energy"]
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How to read a model's logits. Fitted on held-out images and stored in the model's config.json."""
+    """Temperature and OOD threshold for a model's logits, fitted on held-out images and stored in its config.json."""
 
     temperature: float = 1.0  # probabilities are softmax(logits / temperature)
     ood_score: LogitScore = "energy"

@@ -1,16 +1,18 @@
 """Model sizes of the papers by name: "B/16" → ViTConfig.
 
-Ti and S are from DeiT (arXiv 2012.12877), B, L and H from the paper (table 1), g and G from "Scaling Vision
-Transformers" (arXiv 2106.04560, table 2). The number after the slash is the patch size.
+Ti and S are from DeiT (arXiv 2012.12877), B, L and H from the ViT paper (arXiv 2010.11929, table 1), g and G from
+"Scaling Vision Transformers" (arXiv 2106.04560, table 2). The number after the slash is the patch size.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from vitral.errors import unknown_name_error
 from vitral.models.vit import ViTConfig
+
+ConfigT = TypeVar("ConfigT", bound=ViTConfig)
 
 PRESETS: dict[str, ViTConfig] = {
     "Ti/16": ViTConfig(patch_size=16, width=192, depth=12, heads=3),
@@ -49,8 +51,13 @@ def preset(name: str, **overrides: Any) -> ViTConfig:
         name = next((candidate for candidate in PRESETS if candidate.lower() == name.lower()), name)
     if name not in PRESETS:
         raise unknown_name_error("preset", name, PRESETS)
-    field_names = [field.name for field in fields(ViTConfig)]
+    return with_overrides(PRESETS[name], overrides)
+
+
+def with_overrides(config: ConfigT, overrides: dict[str, Any]) -> ConfigT:
+    """A copy of a preset's configuration with fields replaced. Raises VitralError for unknown fields."""
+    field_names = [field.name for field in fields(config)]
     for override in overrides:
         if override not in field_names:
-            raise unknown_name_error("field of ViTConfig", override, field_names)
-    return replace(PRESETS[name], **overrides)
+            raise unknown_name_error(f"field of {type(config).__name__}", override, field_names)
+    return replace(config, **overrides)

@@ -1,4 +1,4 @@
-"""The Vision Transformer, from pixels to logits, in the order the data meets it.
+"""The Vision Transformer, from pixels to logits, in data-flow order.
 
     images ──▶ PatchEmbedding ──▶ ClassToken + PositionEmbedding ──▶ Encoder ──▶ ClassificationHead ──▶ logits
     B C H W       B N D              B T D                            B T D        B D                  B K
@@ -27,7 +27,7 @@ Positions = Literal["learned", "sincos", "rotary", "learned+rotary", "none"]
 Head = Literal["linear", "mlp"]
 Gelu = Literal["exact", "tanh"]
 Grid = tuple[int, int]  # patches down, patches across
-LEARNED_VECTORS = ("token", "table", "registers", "probe")  # last parts of the names of tokens and positions
+LEARNED_VECTORS = ("token", "table", "registers", "probe")  # parameter-name suffixes of tokens and positions
 RopeTable = Tensor  # cosines and sines of the rotary position angles, 2 T d/2
 
 
@@ -161,11 +161,8 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.grid, self.num_cls_tokens, self.fixed = (
-            config.grid,
-            int(config.pooling == "class"),
-            config.positions == "sincos",
-        )
+        self.grid, self.num_cls_tokens = config.grid, int(config.pooling == "class")
+        self.fixed = config.positions == "sincos"
         if self.fixed:
             self.register_buffer("table", self.sincos_table(config.grid, config.width), persistent=False)
         else:

@@ -23,7 +23,7 @@ def digits() -> Recipe:
     return Recipe(
         name="digits",
         data=DataConfig(name="digits", validation=0.1),
-        model=gray(
+        model=greyscale_vit(
             image_size=(8, 8), patch_size=2, width=64, depth=4, heads=4, positions="learned+rotary", qk_norm=True
         ),
         augment=AugmentConfig(shift=1, rotate=10.0, scale=0.1, border="black"),
@@ -39,7 +39,7 @@ def mnist() -> Recipe:
     return Recipe(
         name="mnist",
         data=DataConfig(name="mnist", validation=1 / 12),
-        model=gray(patch_size=7, width=96, depth=4, heads=4, mlp_width=192, positions="learned+rotary"),
+        model=greyscale_vit(patch_size=7, width=96, depth=4, heads=4, mlp_width=192, positions="learned+rotary"),
         augment=AugmentConfig(shift=2, rotate=10.0, scale=0.1, border="black"),
         optim=OptimConfig(name="muon", lr=5e-3, weight_decay=0.1),
         epochs=20,
@@ -54,7 +54,7 @@ def mnist_quick() -> Recipe:
     return Recipe(
         name="mnist-quick",
         data=DataConfig(name="mnist", validation=1 / 12),
-        model=gray(patch_size=7, width=64, depth=3, heads=4, mlp_width=128),
+        model=greyscale_vit(patch_size=7, width=64, depth=3, heads=4, mlp_width=128),
         augment=AugmentConfig(shift=1, border="black"),
         optim=OptimConfig(name="muon", lr=1e-2, weight_decay=0.1, schedule="linear"),
         epochs=3,
@@ -68,7 +68,9 @@ def fashion_mnist() -> Recipe:
     return Recipe(
         name="fashion-mnist",
         data=DataConfig(name="fashion-mnist", validation=1 / 12),
-        model=gray(patch_size=4, width=96, depth=4, heads=4, mlp_width=192, positions="learned+rotary", qk_norm=True),
+        model=greyscale_vit(
+            patch_size=4, width=96, depth=4, heads=4, mlp_width=192, positions="learned+rotary", qk_norm=True
+        ),
         augment=AugmentConfig(shift=1, flip=True, border="black"),
         optim=OptimConfig(name="muon", lr=4e-3, weight_decay=0.1),
         epochs=30,
@@ -249,10 +251,10 @@ def folder_scratch() -> Recipe:
     )
 
 
-def gray(**settings: Any) -> ViTConfig:
-    """A ViT for small grey-scale images of ten classes."""
-    shared: dict[str, Any] = {"image_size": (28, 28), "channels": 1, "num_classes": 10}
-    return ViTConfig(**shared | settings)
+def greyscale_vit(**overrides: Any) -> ViTConfig:
+    """A ViT for 28x28 greyscale images of ten classes, with overrides."""
+    defaults: dict[str, Any] = {"image_size": (28, 28), "channels": 1, "num_classes": 10}
+    return ViTConfig(**defaults | overrides)
 
 
 GROUPS: dict[str, dict[str, Callable[[], Recipe]]] = {

@@ -165,16 +165,16 @@ def augreg_in1k(size: str = "B/16", level: str | None = None) -> Recipe:
     """B/16 of "How to train your ViT?" (arXiv 2106.10270) on ImageNet: sigmoid loss, level "medium2".
 
     Each size has its own augmentation level (AUGREG_LEVELS): light1 for Ti/16, medium1 for S/32, medium2 for others.
-    In Python, `augreg_in1k("S/32")` gives the recipe for another size. Weight decay as in plain-s16. The paper
+    In Python, `augreg_in1k("S/32")` returns the recipe for another size. Weight decay as in plain-s16. The paper
     publishes 50,000 models and no single accuracy for this one; see its table of checkpoints.
     """
-    layers, magnitude, mixup = AUGREG_LEVELS[level or AUGREG_LEVEL_OF.get(size, "medium2")]
+    num_ops, magnitude, mixup = AUGREG_LEVELS[level or AUGREG_LEVEL_OF.get(size, "medium2")]
     return Recipe(
         name="augreg-in1k",
         data=IMAGENET,
         model=preset(size, head="mlp"),
         augment=replace(
-            INCEPTION, policy=AutoAugmentPolicy(name="randaugment", num_ops=layers, magnitude=magnitude), mixup=mixup
+            INCEPTION, policy=AutoAugmentPolicy(name="randaugment", num_ops=num_ops, magnitude=magnitude), mixup=mixup
         ),
         optim=OptimConfig(lr=1e-3, weight_decay=1e-4 / 1e-3, grad_clip=1.0, warmup=10_000.0),
         loss="sigmoid",

@@ -53,7 +53,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
-            raise ValueError(f"data.validation must be at least 0 and below 1, not {self.validation}")
+            raise ValueError(f"data.validation must be at least 0 and below 1, got {self.validation}")
         self.read_options  # noqa: B018 - validates the fields it is made of
 
     @property
@@ -81,17 +81,17 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
-            raise ValueError(f"optim.lr must be above 0, not {self.lr}")
+            raise ValueError(f"optim.lr must be above 0, got {self.lr}")
         if not 0 < self.layer_decay <= 1:
-            raise ValueError(f"optim.layer_decay must be above 0 and at most 1, not {self.layer_decay}")
+            raise ValueError(f"optim.layer_decay must be above 0 and at most 1, got {self.layer_decay}")
         if self.muon_weight_decay is not None and not self.muon_weight_decay >= 0:
-            raise ValueError(f"optim.muon_weight_decay must not be negative, not {self.muon_weight_decay}")
+            raise ValueError(f"optim.muon_weight_decay must be at least 0, got {self.muon_weight_decay}")
         for name in ("lr_base_batch_size", "weight_decay", "grad_clip", "warmup", "final_lr"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"optim.{name} must be a finite number and not negative, not {getattr(self, name)}")
+                raise ValueError(f"optim.{name} must be a finite number of at least 0, got {getattr(self, name)}")
         for name, values in (("betas", self.betas), ("momentum", (self.momentum,))):
             if not all(0 <= value < 1 for value in values):
-                raise ValueError(f"optim.{name} must be at least 0 and below 1, not {getattr(self, name)}")
+                raise ValueError(f"optim.{name} must be at least 0 and below 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,26 +135,26 @@ class Recipe:
         if reason := init_scheme_unsupported_reason(self.init_schemes, self.variant, self.model):
             raise ValueError(reason)
         if self.freeze not in ("", "backbone") and not self.freeze.isdigit():
-            raise ValueError(f"freeze must be 'backbone' or a number of blocks, not {self.freeze!r}")
+            raise ValueError(f"freeze must be 'backbone' or a number of blocks, got {self.freeze!r}")
         if self.freeze.isdigit() and int(self.freeze) > self.model.depth:
-            raise ValueError(f"freeze must be at most {self.model.depth}, the model's depth, not {self.freeze}")
+            raise ValueError(f"freeze must be at most {self.model.depth}, the model's depth, got {self.freeze}")
         minimums = {"epochs": 1, "batch_size": 1, "grad_accum": 1, "keep_checkpoints": 1, "checkpoint_epochs": 0}
         for name, minimum in minimums.items():
             if getattr(self, name) < minimum:
-                raise ValueError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}")
         for name in ("label_smoothing", "ema", "ema_decay"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if not self.checkpoint_minutes >= 0:
-            raise ValueError(f"checkpoint_minutes must not be negative, not {self.checkpoint_minutes}")
+            raise ValueError(f"checkpoint_minutes must be at least 0, got {self.checkpoint_minutes}")
         if self.ema and self.ema_decay:
             raise ValueError(f"ema and ema_decay exclude each other, but are {self.ema} and {self.ema_decay}")
         if self.grad_accum > self.batch_size:
-            raise ValueError(f"grad_accum must be at most batch_size, {self.batch_size}, not {self.grad_accum}")
+            raise ValueError(f"grad_accum must be at most batch_size, {self.batch_size}, got {self.grad_accum}")
         if self.sampling == self.class_weights == "balanced":
             raise ValueError("sampling and class_weights must not both be balanced: rare classes would count twice")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be at least 0 and below 2**32, not {self.seed}")
+            raise ValueError(f"seed must be at least 0 and below 2**32, got {self.seed}")
 
     @property
     def lr_scale(self) -> float:

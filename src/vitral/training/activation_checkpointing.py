@@ -12,7 +12,7 @@ from vitral.models.vit import ViT
 
 
 def checkpoint_activations(model: ViT) -> None:
-    """Make each block save only its input and recompute the rest during backward, with the same random draws.
+    """Make each block save only its input and recompute its activations during backward, with the same random draws.
 
     The forward pass runs twice, so that a step takes about a third longer. The gradients are the same.
     """

@@ -1,8 +1,8 @@
 """The computations of a training step: augmentation, forward pass, loss and optimizer update.
 
-`ReferenceBackend` is plain PyTorch and defines what is correct. On an NVIDIA GPU `make_backend` wraps it in
+`ReferenceBackend` is plain PyTorch and defines the correct result. On an NVIDIA GPU `make_backend` wraps it in
 `vitral.kernels.backend.TritonBackend`, which overrides the computations it has faster kernels for, after checking them
-against the reference. No other code asks whether there is a kernel for something.
+against the reference. No other code checks whether a kernel is available.
 
 Shapes: B images, C channels, H x W pixels, K classes.
 """
@@ -31,9 +31,9 @@ from vitral.utils.progress import LogFn, no_log
 
 
 class Backend(Protocol):
-    """The computations of a training step. `ReferenceBackend` defines what is correct."""
+    """The computations of a training step. `ReferenceBackend` defines the correct results."""
 
-    hardware: Hardware  # as used: bf16 after FP8, selected automatically, turned out to be unavailable
+    hardware: Hardware  # in use: without FP8 if FP8 was selected automatically but is unavailable
 
     def augment(self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None) -> Batch:
         """uint8 images (B, C, H, W) and labels (B,) to normalised images and soft targets (B, K).
@@ -103,7 +103,8 @@ class ReferenceBackend:
         return gradient_sync(self._forward, is_last)
 
     def optimizer_step(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in reversed(optimizers):  # Muon, the first, last: its update may already be running
+        # In reverse, so that Muon steps last: its update may already be running on side streams.
+        for optimizer in reversed(optimizers):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 

@@ -12,7 +12,7 @@ from vitral.runs.run import Run
 
 
 class Callback:
-    """Receives what happens during training. Override the events of interest; the defaults do nothing."""
+    """Receives training events. Override the methods of interest; the defaults do nothing."""
 
     def on_message(self, message: str) -> None:
         """A one-line message for the user, such as a fallback and its reason."""

@@ -85,9 +85,9 @@ def load(path: Path, placement: PlacementFn = lambda _: None, world: World = SIN
             "Delete it to resume from the previous one",
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found_format = state.get("format") if isinstance(state, dict) else None
+        format_number = state.get("format") if isinstance(state, dict) else None
         raise VitralError(
-            f"the checkpoint {path} has format {found_format}; this version of vitral reads format {FORMAT}",
+            f"the checkpoint {path} has format {format_number}; this version of vitral reads format {FORMAT}",
             "Resume with the version of vitral that wrote it",
         )
     return state

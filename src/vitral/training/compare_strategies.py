@@ -7,7 +7,7 @@
     out/*/evaluation.json       which evaluation images were classified correctly; a part that has it is not repeated
 
 Without a test set, the validation set is used for the evaluation, and part of the training set takes its place for
-selecting the best epoch, so that the images used for the evaluation have selected nothing.
+selecting the best epoch, so that no choice was made on the evaluation images.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def check_comparison(finetune_recipe: Recipe, seeds: int) -> None:
     if not finetune_recipe.init_from:
         raise VitralError("--compare needs a checkpoint to fine-tune", "Name one with --init-from")
     if seeds < 1:
-        raise VitralError(f"--seeds must be at least 1, not {seeds}", "Omit --seeds for 3")
+        raise VitralError(f"--seeds must be at least 1, got {seeds}", "Omit --seeds for 3")
 
 
 def default_scratch_recipe(finetune_recipe: Recipe) -> Recipe:
@@ -258,8 +258,8 @@ def fit_probe(split: EvaluationSplit, folder: Path) -> tuple[ViT, float]:
     hardware = select_hardware(device=recipe.device, precision="fp32", compile="no")
     model.to(hardware.device)
     fit_splits = [resize_split(dataset.train, preprocessing), dataset.validation]
-    features = torch.cat([compute_features(model, one.images, preprocessing, hardware) for one in fit_splits])
-    labels = torch.cat([one.labels for one in fit_splits])
+    features = torch.cat([compute_features(model, fit.images, preprocessing, hardware) for fit in fit_splits])
+    labels = torch.cat([fit.labels for fit in fit_splits])
     set_head(model.cpu(), *fit_linear_head((features, labels), len(dataset.classes)))
     config = ModelConfig(
         architecture=recipe.model,

@@ -43,7 +43,7 @@ def init_sigmoid_head_bias(model: nn.Module) -> None:
 def identity(model: nn.Module) -> None:
     """Zero the last matrix of each residual branch, so that every block starts as the identity (arXiv 1901.09321).
 
-    The signal reaches the head unchanged, and each branch contributes as it learns.
+    The tokens reach the head unchanged at first, and each branch contributes as it learns.
     """
     for name, parameter in model.named_parameters():
         if name.endswith(RESIDUAL_OUTPUT):
@@ -66,7 +66,7 @@ def local_heads(model: ViT) -> None:
 
     Only the biases of queries and keys are set; RoPE makes them position-dependent. All keys get the same bias b, all
     queries get b rotated by an offset, so that their dot product is largest where key position = query position +
-    offset. The signs of b alternate, which the dot product does not see, because QK-norm would remove a common mean.
+    offset. The signs of b alternate, because QK-norm would remove a common mean; they cancel in the dot product.
     """
     config, rotary = model.config, model.encoder.rotary_position
     assert rotary is not None

@@ -111,7 +111,7 @@ def locate_nonfinite(model: nn.Module, recompute: Callable[[], Tensor]) -> tuple
 def describe_divergence(loss: Tensor, step: int, reports: Iterable[NonFiniteReport]) -> str:
     """One sentence about the repeated step. `reports`: one per rank; only the rank with the bad image may see it."""
     per_rank = list(reports)
-    report = next((one for one in per_rank if one.nonfinite_in is not None), per_rank[0])
+    report = next((report for report in per_rank if report.nonfinite_in is not None), per_rank[0])
     if not loss.isfinite():
         what = f"the loss is not finite at step {step + 1}"
     elif report.nonfinite_in is not None:

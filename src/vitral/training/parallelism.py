@@ -1,4 +1,4 @@
-"""The parallelism of a training: a recipe and the hardware in, a `ParallelPlan` out."""
+"""Choose the parallelism of a run from its recipe and hardware."""
 
 from __future__ import annotations
 

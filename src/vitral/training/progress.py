@@ -1,6 +1,6 @@
 """Training progress on the terminal: a table with one line per epoch and a progress bar for the current epoch.
 
-Where the output is not a terminal, a line per minute replaces the bar.
+If the output is not a terminal, one line per minute replaces the bar.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ProgressTable(Callback):
 
 
 class StatusProgress(Callback):
-    """One status line for several trainings in sequence: the current one and its remaining time."""
+    """One status line for several runs in sequence: the current run and its remaining time."""
 
     def __init__(self, status: Status) -> None:
         self.status, self.label = status, ""

@@ -1,4 +1,4 @@
-"""environment.json: where and how a run was made, and whether a resumed run still has the same data."""
+"""environment.json: the hardware, versions, command and data of a run, and checks against it when a run is resumed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def started_in_fp8(run: Run) -> bool:
 
 
 def format_command(arguments: list[str]) -> str:
-    """The command line as one would type it, whatever folder the program is in."""
+    """The command line as typed, without the folder of the `vitral` program."""
     program = arguments[0] if Path(arguments[0]).name not in ("vitral", "__main__.py") else "vitral"
     return shlex.join([program, *arguments[1:]])
 
@@ -106,7 +106,7 @@ def git_revision() -> str | None:
 
 
 def launch_id() -> str | None:
-    """What stays the same when torchrun restarts its processes: its run id, or its own process id."""
+    """An id that survives restarts by torchrun: its run id, or its host and process id; None without torchrun."""
     if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
         return None
     return f"{platform.node()} {os.getppid()}" if run_id == "none" else run_id

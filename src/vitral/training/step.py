@@ -20,7 +20,7 @@ MAX_LOSS_RATIO = 1000  # a loss this many times that of a uniform prediction cou
 
 @dataclass(frozen=True)
 class StepContext:
-    """What stays the same in every step."""
+    """The constants of a run that every step needs."""
 
     recipe: Recipe
     backend: Backend
@@ -73,7 +73,7 @@ def forward_backward(
     for index, (micro_images, micro_targets, micro_labels) in enumerate(micro_batches, start=1):
         with backend.gradient_sync(is_last=index == num_micro_batches):
             loss_sum, num_correct = backend.loss(backend.forward(micro_images), micro_targets, micro_labels)
-            (loss_sum * (world.size / B)).backward()  # gradients are averaged over the ranks; we want their sum
+            (loss_sum * (world.size / B)).backward()  # gradients are averaged over the ranks, not summed
         sums.append(torch.stack([loss_sum.detach() / B, num_correct]))
     mean_loss, total_correct = world.all_reduce_sum(
         torch.stack(sums).sum(dim=0) if num_micro_batches > 1 else sums[0]

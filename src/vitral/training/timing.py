@@ -11,7 +11,7 @@ WARMUP_STEPS = 5  # steps of a process that may compile kernels or capture CUDA 
 
 
 class TrainingClock:
-    """Training time, accumulated in `TrainState.elapsed_seconds` across interruptions, and what follows from it."""
+    """Training time, accumulated in `TrainState.elapsed_seconds` across interruptions, and speeds derived from it."""
 
     def __init__(self, state: TrainState, batch_size: int) -> None:
         self.process_start = self.last_stop = time.perf_counter()
@@ -28,7 +28,7 @@ class TrainingClock:
     def training_seconds(self, state: TrainState) -> float:
         """Duration of the epoch's steps, without validation and as if none had been a warm-up step.
 
-        Where there are only warm-up steps, their own duration.
+        If there were only warm-up steps, the duration of those.
         """
         started, first_step = (
             self.timed_from if self.timed_from[1] < state.step else (self.process_start, self.first_step)

@@ -126,7 +126,7 @@ class Trainer:
             class_weights_K=class_weights_K,
             log=self.callbacks.on_message,
         )
-        if self.backend.hardware != hardware:  # FP8, selected automatically, turned out to be unavailable
+        if self.backend.hardware != hardware:  # FP8 was selected automatically but is unavailable
             self.hardware = self.backend.hardware
             record_precision(self.run, self.hardware)
         mix_off = recipe.augment.mix_off_last
@@ -281,7 +281,7 @@ class Trainer:
     def _diagnose(self, error: Diverged) -> str:
         """Repeat the bad step with the weights and random draws it had, with hooks on every module."""
         state = self.state
-        snapshot = next((one for one in reversed(self.rng_snapshots) if one.step == error.step), None)
+        snapshot = next((snapshot for snapshot in reversed(self.rng_snapshots) if snapshot.step == error.step), None)
         if snapshot is None:
             return error.what
         steps_since = state.step - snapshot.step

@@ -74,7 +74,7 @@ def thumbnails(
     read: Callable[[Any], Path | bytes] = lambda file: file,
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Array:
-    """Thumbnails uint8 (N, 32, 32, 3); black, which is similar to nothing, for unreadable files."""
+    """Thumbnails uint8 (N, 32, 32, 3); black, which matches nothing, for unreadable files."""
     array = np.zeros((len(files), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
 
     def fill(index: int) -> None:

@@ -62,9 +62,9 @@ def is_file_dataset(name: str) -> bool:
 
     Built-in names take precedence: `mnist` is the built-in dataset, `./mnist` a folder of that name.
     """
-    is_elsewhere = name.startswith(SEQUENCE_PREFIX) or is_shard_pattern(name)
+    is_sequence_or_shards = name.startswith(SEQUENCE_PREFIX) or is_shard_pattern(name)
     is_path = name.endswith((".csv", "/", os.sep)) or os.sep in name
-    return is_elsewhere or is_path or (name not in BUILTIN_DATASETS and Path(name).is_dir())
+    return is_sequence_or_shards or is_path or (name not in BUILTIN_DATASETS and Path(name).is_dir())
 
 
 def load_file_dataset(

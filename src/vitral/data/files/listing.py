@@ -75,7 +75,7 @@ def hold_out_validation(
 ) -> DatasetListing:
     """Move a stratified fraction of the training images to validation.
 
-    `groups` numbers copies of one image alike; they stay in one split. None: copies were not detected.
+    Copies of one image have the same number in `groups` and stay in one split. None: copies were not detected.
     """
     train = listing.splits["train"]
     labels = np.array([label for _, label in train])

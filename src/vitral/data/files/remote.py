@@ -11,7 +11,7 @@ from typing import IO
 
 from vitral.errors import VitralError
 
-MAX_IMAGE_BYTES = 256 * 2**20  # of one image
+MAX_IMAGE_BYTES = 256 * 2**20
 TIMEOUT_S = 30
 MAX_ATTEMPTS = 3
 HINT = "Check the URL and that the server is reachable"

@@ -1,4 +1,4 @@
-"""Errors of a single source of files. They are not shown as such: the next source is tried."""
+"""Errors of a single source of files. The next source is then tried; `fetch_files` reports all failures."""
 
 from __future__ import annotations
 

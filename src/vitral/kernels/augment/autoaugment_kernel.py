@@ -1,6 +1,6 @@
 """Triton kernel for the operations of RandAugment, TrivialAugment and colour jitter.
 
-Each operation reproduces `data.autoaugment.apply_ops` value by value, in the same number formats.
+Each operation reproduces `data.image_ops.apply_ops` value by value, with the same precision.
 """
 
 from __future__ import annotations

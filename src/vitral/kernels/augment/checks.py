@@ -1,4 +1,4 @@
-"""Which augmentations the kernels support, and how closely they match `data.augment` on the device at hand."""
+"""Which augmentations the kernels support, and how closely they match `data.augment` on the current device."""
 
 from __future__ import annotations
 

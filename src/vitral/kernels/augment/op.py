@@ -65,7 +65,7 @@ def fused_augment(
 
 
 def fused_apply_ops(images_BCHW: Tensor, ops_B: Tensor, args_B: Tensor, centers_2B: Tensor | None = None) -> Tensor:
-    """`data.autoaugment.apply_ops` in one launch: one operation per image, uint8 to uint8."""
+    """`data.image_ops.apply_ops` in one launch: one operation per image, uint8 to uint8."""
     B, C, H, W = images_BCHW.shape
     images, out = images_BCHW.contiguous(), torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
     tables = torch.empty(B, C, 256, dtype=torch.uint8, device=images.device)

@@ -11,10 +11,10 @@ from vitral.kernels.block import kernel as kernels
 from vitral.kernels.fp8.op import Fp8Tensor, Fp8Weight, empty_fp8
 from vitral.kernels.precompile import launch
 
-# The post-attention kernel: widest tokens that fit into registers, and the number of tokens from which on it is faster.
+# The post-attention kernel: largest widths that fit into registers, and the minimum number of tokens for a speed-up.
 MAX_INFERENCE_WIDTH, MAX_TRAINING_WIDTH, MIN_BLOCK_TOKENS = 256, 192, 6144
 BLOCK_ROWS, BLOCK_N = 64, 32  # tokens per program, and weight rows or columns per step
-# The FP8 expansion with GELU: widest tokens, number of tokens from which on it is faster, splits of the hidden columns.
+# The FP8 expansion with GELU: largest width, minimum number of tokens for a speed-up, splits of the hidden columns.
 MAX_EXPAND_WIDTH, MIN_EXPAND_TOKENS, COL_SPLITS = 384, 16384, 2
 
 

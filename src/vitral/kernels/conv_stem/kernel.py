@@ -1,7 +1,7 @@
 """Triton kernels for a small convolutional stem: patch extraction and GroupNorm + ReLU.
 
-Feature maps are channels-last, (B, H, W, C). A GroupNorm program handles some channels of one image and passes over
-the pixels twice, for the statistics and for the result; the second pass finds them in the cache.
+Feature maps are channels-last, (B, H, W, C). A GroupNorm program handles a block of channels of one image and reads
+the pixels twice, for the statistics and for the result; the second pass reads from the cache.
 """
 
 from __future__ import annotations

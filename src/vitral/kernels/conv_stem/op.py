@@ -1,7 +1,7 @@
 """The convolutional stem for training on a GPU: convolutions by cuDNN, everything between them by Triton kernels.
 
-Feature maps are channels-last, (B, H, W, E). The filters of the first convolution see so few values that a GEMM on
-extracted patches is faster than a convolution. GroupNorm writes its output already padded for the next convolution.
+Feature maps are channels-last, (B, H, W, E). The filters of the first convolution are so small that a GEMM on
+extracted patches is faster than cuDNN. GroupNorm writes its output already padded for the next convolution.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Patch embedding straight from the images: patches are gathered while they are multiplied."""
+"""Patch embedding directly from the images: the GEMM gathers the patches as it loads them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def embed_patches_kernel(
 
     Reads images (B, CHANNELS, HEIGHT, WIDTH), uint8 if NORMALISE, else bf16; scale, shift (K,) fp32, K =
     CHANNELS·PATCH²; W (DIM, K) in the dtype of out; offset (patches per image, DIM) fp32 = bias and position. Writes
-    out (B, NUM_PREFIX + patches per image, DIM), but for the prefix tokens. num_patches counts all images.
+    out (B, NUM_PREFIX + patches per image, DIM), except the prefix tokens. num_patches counts all images.
     Grid: (blocks of BLOCK_N columns, blocks of BLOCK_M patches).
     """
     K: tl.constexpr = CHANNELS * PATCH * PATCH

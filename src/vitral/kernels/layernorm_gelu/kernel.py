@@ -1,8 +1,8 @@
 """Elementwise kernels between the encoder's GEMMs: residual + bias + LayerNorm, and bias + GELU.
 
 Each is one pass over the tokens. The residual addition, the branch's bias, stochastic depth and LayerNorm are one
-kernel, so are their gradients; gradients of biases and norm parameters are summed where the values are read anyway; an
-FP8 copy of the result is written while the result is in registers.
+kernel forward and one backward. The backward kernels also sum the gradients of biases and norm parameters. An FP8 copy
+of a result is written while the result is in registers.
 
 Rows are tokens: matrices are (num_rows, NUM_COLS), contiguous, bf16 (fp32 in tests). Arithmetic is fp32, except for
 GELU with an FP8 result (see gelu.py).

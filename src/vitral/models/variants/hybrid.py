@@ -13,7 +13,7 @@ Shapes:  E channels of the feature map   s stride of the stem   others as in vit
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.errors import unknown_name_error
+from vitral.models.presets import with_overrides
 from vitral.models.vit import Grid, PatchEmbedding, ViT, ViTConfig
 
 GROUPS = 32  # groups of the ResNet's group norms (arXiv 1803.08494)
@@ -62,7 +63,7 @@ def conv_as_matmul(x_BEHW: Tensor, filters_OEkk: Tensor, stride: int, padding: i
 
 
 class ConvNorm(nn.Module):
-    """Convolution and group norm, which does not depend on the batch: training and inference compute the same."""
+    """Convolution and group norm. Group norm is independent of the batch, so training and inference agree."""
 
     def __init__(
         self, inputs: int, outputs: int, kernel: int, stride: int, groups: int, eps: float, same_padding: bool = True
@@ -313,8 +314,4 @@ def hybrid_preset(name: str, **overrides: Any) -> HybridConfig:
     by_lower = {preset.lower(): preset for preset in HYBRIDS}
     if name.lower() not in by_lower:
         raise unknown_name_error("hybrid", name, HYBRIDS)
-    field_names = [field.name for field in fields(HybridConfig)]
-    for override in overrides:
-        if override not in field_names:
-            raise unknown_name_error("field of HybridConfig", override, field_names)
-    return replace(HYBRIDS[by_lower[name.lower()]], **overrides)
+    return with_overrides(HYBRIDS[by_lower[name.lower()]], overrides)

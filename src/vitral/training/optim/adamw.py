@@ -1,7 +1,7 @@
 """AdamW that can update many small tensors in few launches.
 
-PyTorch's fused step gives 65,536 elements to each program. When Muon has the large matrices, the remaining tensors are
-too small to occupy a GPU that way. State and checkpoints are those of torch.optim.AdamW.
+PyTorch's fused step assigns 65,536 elements to each program. When Muon updates the large matrices, the remaining
+tensors are too small to occupy a GPU that way. State and checkpoints are those of torch.optim.AdamW.
 """
 
 from __future__ import annotations

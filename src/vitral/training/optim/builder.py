@@ -52,7 +52,7 @@ def make_optimizers(model: nn.Module, optim: OptimConfig, lr_device: torch.devic
 
 
 def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load a saved state into the existing tensors, which a captured CUDA graph knows by address.
+    """Load a saved state into the existing tensors, which a captured CUDA graph reads by address.
 
     Learning rates keep their form (number or tensor), whatever they were when the state was saved.
     """

@@ -24,7 +24,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: Tensor) -> None:
-        """Average in the weights after `step`, a tensor on the device, so that the host never waits."""
+        """Update the average after `step`, which is a tensor on the device so that the host never waits."""
         rate = 1 / ((10 + step) / 9).clamp(max=self.window)
         difference = torch._foreach_sub(self._weights, self._averages)
         torch._foreach_mul_(difference, rate)

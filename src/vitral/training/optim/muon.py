@@ -2,7 +2,7 @@
 
 torch.optim.Muon processes one matrix at a time. Here all matrices of the same size are orthogonalised together, which
 suits the blocks of a ViT: a few batched GEMMs per step instead of hundreds of small ones. Sharded matrices are
-gathered first, because singular vectors cannot be computed from some of the rows.
+gathered first, because singular vectors depend on all rows.
 
 Shapes: N matrices of size A x B with A ≤ B; taller ones are transposed.
 """
@@ -57,7 +57,7 @@ class MatrixSlice(NamedTuple):
 
 
 class GradientReadyHook:
-    """Remembers when the last gradient was accumulated.
+    """Records a CUDA event whenever a gradient is accumulated; `last_event` is the latest.
 
     A separate object, because Python's garbage collector does not see the hooks of a parameter: a hook that referred to
     the optimizer would keep it alive forever.

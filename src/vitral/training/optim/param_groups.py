@@ -1,7 +1,7 @@
-"""Decide how each parameter of a ViT is treated: frozen or trained, decayed or not, moved by Muon or not.
+"""Optimizer settings of each parameter of a ViT: frozen or trained, weight decay, learning-rate scale, Muon or not.
 
-Every decision that depends on a parameter's name is made in this file, from the names that `models/vit.py` and the
-variants give:
+Every decision that depends on a parameter's name is made in this file. The names are those of `models/vit.py` and its
+variants:
 
     patch_embedding.* class_token distillation_token position_embedding.* registers    layer 0: the embedding
     encoder.blocks.0.* ... encoder.blocks.{L-1}.*                                      layers 1 ... L
@@ -24,7 +24,7 @@ EMBEDDING = ("patch_", "class_", "distillation_", "position_", "registers")  # p
 POOLING = ("attention_", "pooled_")  # prefixes between the encoder and the head
 AFTER_BLOCKS = ("encoder.norm", "head", "attention_pooling", "pooled_norm")  # prefixes of layer L + 1
 
-NO_DECAY = LEARNED_VECTORS  # suffixes; weight decay would pull these vectors towards zero for no benefit
+NO_DECAY = LEARNED_VECTORS  # suffixes; weight decay would only pull these vectors towards zero
 FUSED_QKV = "qkv.weight"  # queries, keys and values: three square matrices stacked along the rows
 
 # Suffixes of the last matrix of each residual branch. Zero makes the block the identity.
@@ -45,7 +45,7 @@ class ParamSettings:
 def param_settings(name: str, parameter: nn.Parameter, optim: OptimConfig, depth: int) -> ParamSettings:
     """Settings of one trainable parameter of a model with `depth` blocks.
 
-    Matrices decay; norms, biases, tokens and position tables do not. Muon moves the matrices of the blocks.
+    Matrices decay; norms, biases, tokens and position tables do not. Muon updates the matrices of the blocks.
     """
     lr_scale = optim.layer_decay ** (depth + 1 - layer_index(name, depth))
     if parameter.ndim < 2 or name.endswith(NO_DECAY):

@@ -1,4 +1,4 @@
-"""The learning rate over the course of a run."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
