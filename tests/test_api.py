@@ -33,6 +33,13 @@ def test_train_load_and_predict_in_three_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_figures")
+def test_validation_images_are_cropped_once_before_calibration(tmp_path: Path) -> None:
+    model = vitral.train("digits", out=tmp_path / "run", **TINY, **{"data.crop": 0.8})
+    after_training = model.model_config.calibration
+    assert vitral.calibrate(tmp_path / "run") == after_training
+
+
+@pytest.mark.usefixtures("no_figures")
 def test_training_is_quiet_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vitral.train("digits", out=tmp_path / "run", **TINY)
     assert capsys.readouterr() == ("", "")
