@@ -180,7 +180,7 @@ def test_a_file_that_disagrees_with_the_model_is_deleted(tmp_path: Path, monkeyp
     monkeypatch.setattr(onnx_file, "build_graph", build_wrong_graph)
     with pytest.raises(VitralError, match="not exported: the fp32 file does not agree with the model") as caught:
         export(tmp_path / "model.onnx")
-    assert "they diverge at block 2" in caught.value.hint
+    assert "They diverge at block 2" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
 
 
@@ -228,9 +228,9 @@ def test_parity_counts_agreement_accuracy_and_difference() -> None:
 def test_the_first_divergent_block_is_named() -> None:
     expected = [torch.ones(2, 3) for _ in range(5)]
     actual = [tokens.clone() for tokens in expected]
-    assert first_divergent_block(expected, actual, 0.01) == "the relative error of every block is at most 0.0%"
+    assert first_divergent_block(expected, actual, 0.01) == "The relative error of every block is at most 0.0%"
     actual[2] += 0.5
-    assert first_divergent_block(expected, actual, 0.01).startswith("they diverge at block 2: relative error 50.0%")
+    assert first_divergent_block(expected, actual, 0.01).startswith("They diverge at block 2: relative error 50.0%")
 
 
 def test_the_exported_file_predicts_what_the_model_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

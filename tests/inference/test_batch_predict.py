@@ -86,7 +86,7 @@ def test_every_image_is_predicted_exactly_once(
     summary = re.search(r"120 predictions, 2 unreadable: (\S+), (\S+)", captured.out)
     assert summary is not None
     assert {summary[1], summary[2]} < set(image_files(images))
-    assert f"no images in {empty}" in captured.err
+    assert f"No images in {empty}" in captured.err
     assert list(tmp_path.iterdir()) == [out]
     with pytest.raises(VitralError, match="already exists"):
         predict_to_file(predictor, [images], out)
@@ -144,7 +144,7 @@ def test_an_interrupted_run_resumes_without_repeating_predictions(
     predict_to_file(resumed, [images], out)
     assert not {*resumed.predicted} & stored
     assert sorted(predicted_files(out)) == image_files(images)
-    assert f"resuming: {len(stored)} of 120 images are already predicted" in capsys.readouterr().err
+    assert f"Resuming: {len(stored)} of 120 images are already predicted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("difference", ["model", "engine", "top"])
@@ -166,7 +166,7 @@ def test_predictions_of_another_job_are_not_mixed_in(
 
 
 def test_invalid_arguments_are_refused_before_any_work(predictor: Predictor, images: Path, tmp_path: Path) -> None:
-    with pytest.raises(VitralError, match=r"supported suffixes: .parquet, .csv, .jsonl"):
+    with pytest.raises(VitralError, match=r"Supported suffixes: .parquet, .csv, .jsonl"):
         predict_to_file(predictor, [images], tmp_path / "predictions.xls")
     (tmp_path / "empty").mkdir()
     with pytest.raises(VitralError, match="no images in"):

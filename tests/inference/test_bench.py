@@ -108,7 +108,7 @@ def test_large_photographs_are_reduced_before_they_are_kept(trained: Path, tmp_p
 def test_a_model_of_unknown_origin_needs_a_dataset(trained: Path) -> None:
     predictor = Predictor.load(trained, device="cpu")
     predictor.model_config = replace(predictor.model_config, trained_on="")
-    with pytest.raises(VitralError, match="does not record what it was trained on"):
+    with pytest.raises(VitralError, match="does not record its training dataset"):
         load_calibration_images(predictor, None, 9)
 
 

@@ -1,4 +1,4 @@
-"""Cost of a training, estimated from the configuration: memory per GPU, communication volume, FLOPs and time.
+"""Cost of a training run, estimated from the configuration: memory per GPU, communication volume, FLOPs and time.
 
 Shapes:  T tokens   N patches   D width   M hidden width   h heads   K classes   P parameters   n GPUs
 
@@ -194,7 +194,7 @@ class CommunicationVolume:
 
 @dataclass(frozen=True, kw_only=True)
 class CostEstimate:
-    """The setup of a training, and the costs that follow from it."""
+    """The setup of a training run, and its estimated costs."""
 
     config: ViTConfig
     gpus: int = 8

@@ -182,7 +182,7 @@ def _resolve_type(source: _Source, node: ast.expr) -> Any:
 
 
 def _resolve_default(source: _Source, node: ast.expr | None) -> Any:
-    """The value of a default, if the source says it: a literal, a constant of the module, or `Class.field`."""
+    """The value of a default, if the source contains it: a literal, a constant of the module, or `Class.field`."""
     match node:
         case None:
             return NO_DEFAULT

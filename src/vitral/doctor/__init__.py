@@ -2,8 +2,8 @@
 
     files ─▶ classes and splits ─▶ each file decoded once, as a thumbnail ─▶ duplicates ─▶ issues and fixes
 
-Split names, decoder and duplicate detection are those of training, so that the issues are those a training would meet.
-`vitral.doctor.advice` recommends a training command and estimates its time and memory.
+Split names, decoder and duplicate detection are those of training, so that training would encounter the same
+issues. `vitral.doctor.advice` recommends a training command and estimates its time and memory.
 """
 
 from __future__ import annotations

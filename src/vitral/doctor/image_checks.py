@@ -19,8 +19,8 @@ from vitral.doctor.folder_checks import ListedImage
 from vitral.doctor.issue import Issue, file_issue
 
 SMALL_SIDE = 32  # pixels of the shorter side
-MAX_ASPECT_RATIO = 4.0  # beyond, a square center crop misses most of the image
-MODE_NAMES = {"L": "gray", "1": "black and white", "P": "palette", "PA": "palette", "LA": "gray with alpha"}
+MAX_ASPECT_RATIO = 4.0  # above, a square centre crop misses most of the image
+MODE_NAMES = {"L": "greyscale", "1": "black and white", "P": "palette", "PA": "palette", "LA": "greyscale with alpha"}
 SPLITS = ("train", "validation", "test")
 
 
@@ -139,8 +139,10 @@ def outlier_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
     def is_small(image: InspectedImage) -> bool:
         return min(image.size) < SMALL_SIDE or image.size[0] * image.size[1] < median_area / 64
 
-    small = [image for image in images if most_are_large and is_small(image)]
-    long = [image for image in images if max(image.size) > MAX_ASPECT_RATIO * min(image.size) and image not in small]
+    too_small = [image for image in images if most_are_large and is_small(image)]
+    long = [
+        image for image in images if max(image.size) > MAX_ASPECT_RATIO * min(image.size) and image not in too_small
+    ]
     animated = [image for image in images if image.frames > 1]
 
     def mode_name(image: InspectedImage) -> str:
@@ -158,11 +160,11 @@ def outlier_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
             "Check that this is intended; images are converted when read",
             mode_name,
         ),
-        ("image-size", small, "image(s) much smaller than the others", "Remove or replace", size_text),
+        ("image-size", too_small, "image(s) much smaller than the others", "Remove or replace", size_text),
         (
             "image-size",
             long,
-            f"image(s) with an aspect ratio above {MAX_ASPECT_RATIO:g}, of which only the center is used",
+            f"image(s) with an aspect ratio above {MAX_ASPECT_RATIO:g}, of which only the centre is used",
             "Crop to the relevant part",
             size_text,
         ),

@@ -16,7 +16,7 @@ class Issue:
     message: str  # one line, with up to two of the files
     fix: str
     files: tuple[str, ...] = ()  # empty if the issue concerns the dataset as a whole
-    details: tuple[str, ...] = ()  # one per file; empty if the message says everything
+    details: tuple[str, ...] = ()  # one per file; empty if the message contains everything
 
 
 def file_issue(

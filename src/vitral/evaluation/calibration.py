@@ -32,7 +32,7 @@ def fit_calibration(
     """
     if not len(logits_NK):
         raise VitralError(
-            "no validation images to calibrate on", "vitral train DATA --data.validation 0.1 holds some out"
+            "no validation images to calibrate on", "Hold some out: vitral train DATA --data.validation 0.1"
         )
     logits_NK, labels_N = logits_NK.detach().double().cpu(), labels_N.cpu()
     return Calibration(

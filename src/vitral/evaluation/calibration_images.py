@@ -28,7 +28,7 @@ from vitral.evaluation.data import (
 )
 from vitral.inference.predictor import READABLE_FORMATS, Predictor
 
-MAX_ORIGINAL_SIDE = 1024  # larger photographs are reduced, so that some hundred of them fit into memory
+MAX_ORIGINAL_SIDE = 1024  # larger photographs are downscaled, so that a few hundred of them fit into memory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +62,9 @@ def load_calibration_images(predictor: Predictor, data: str | None, count: int) 
     Without a validation split, training images are used without their labels: the accuracy on them means little.
     """
     if count < 2:
-        raise VitralError(f"--images must be at least 2, got {count}", "half calibrate, half are compared on")
+        raise VitralError(
+            f"--images must be at least 2, got {count}", "Half of them calibrate, the others are compared"
+        )
     name = data or training_dataset_name(predictor)
     folder = Path(name)
     if folder.is_dir() and not subfolders(folder):
@@ -72,7 +74,7 @@ def load_calibration_images(predictor: Predictor, data: str | None, count: int) 
     try:
         dataset = load_dataset_for(name, predictor, run_recipe(predictor))
     except VitralError as error:
-        hint = error.hint if data else "name a dataset or a folder with --data"
+        hint = error.hint if data else "Name a dataset or folder with --data"
         raise VitralError(f"no images to measure with: {error.what}", hint) from error
     has_validation = len(dataset.validation) > 0
     split = dataset.validation if has_validation else dataset.train

@@ -68,7 +68,7 @@ def compare_predictions(
 ) -> PairedComparison:
     """Compare the predicted class indices of two models."""
     if not len(labels_N):
-        raise VitralError("no images to compare the models on", "choose a dataset or folder with --data")
+        raise VitralError("no images to compare the models on", "Choose a dataset or folder with --data")
     first, second = first_predicted_N == labels_N, second_predicted_N == labels_N
     only_first, only_second = first & ~second, second & ~first
     (difference,) = mean_intervals(second[:, None].float() - first[:, None].float())

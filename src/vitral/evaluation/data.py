@@ -56,7 +56,7 @@ class FileImages(LazyImages):
         for indices in chosen:
             images, errors = self.decode(indices)
             if errors:
-                raise VitralError(next(iter(errors.values())), "remove or replace the file")
+                raise VitralError(next(iter(errors.values())), "Remove or replace the file")
             yield images
 
     def decode(self, indices: Tensor) -> tuple[Tensor, dict[int, str]]:
@@ -103,7 +103,7 @@ class EvalTarget:
     @cached_property
     def validation_split(self) -> Split:
         """Validation images of the training dataset; may be empty. Thresholds are chosen on them."""
-        name = training_dataset_name(self.predictor, "thresholds are chosen on its validation images")
+        name = training_dataset_name(self.predictor, "Thresholds are chosen on its validation images")
         dataset = self.dataset if self.dataset.name == name else load_dataset_for(name, self.predictor, self.recipe)
         return load_split(dataset.validation, self.predictor, classes=dataset.classes)
 
@@ -134,7 +134,7 @@ def load_eval_target(
         split = "test" if data or len(dataset.test) else "validation"
     labelled: Split = getattr(dataset, split)
     if not len(labelled) and not data:
-        raise VitralError(f"{dataset.name} has no {split} images", "omit --split, or name another folder with --data")
+        raise VitralError(f"{dataset.name} has no {split} images", "Omit --split, or name another folder with --data")
     parts = (labelled,) if len(labelled) else (dataset.train, dataset.validation)
     loaded = [load_split(part, predictor, classes=dataset.classes) for part in parts if len(part)]
     images = loaded[0].images if len(loaded) == 1 else torch.cat([part.images[:] for part in loaded])
@@ -178,13 +178,13 @@ def check_classes(dataset: Dataset, predictor: Predictor) -> None:
     ]
     raise VitralError(
         f"{dataset.name} has classes that the model does not have: {truncate_list(unknown)}",
-        (f"did you mean {truncate_list(suggestions)}? " if suggestions else "")
+        (f"Did you mean {truncate_list(suggestions)}? " if suggestions else "")
         + f"The model has {truncate_list(predictor.classes)}; class names for a checkpoint without any: --labels FILE",
     )
 
 
 def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None) -> Dataset:
-    """A built-in dataset, or a person's files, with the same validation split as in the training run."""
+    """A built-in dataset, or the user's files, with the same validation split as in the training run."""
     preprocessing = predictor.model_config.preprocessing
     if not is_file_dataset(name):
         if recipe is None:
@@ -224,12 +224,12 @@ def run_recipe(predictor: Predictor) -> Recipe | None:
     return read_recipe(file) if file is not None and file.is_file() else None
 
 
-def training_dataset_name(predictor: Predictor, hint: str = "name a dataset or folder with --data") -> str:
+def training_dataset_name(predictor: Predictor, hint: str = "Name a dataset or folder with --data") -> str:
     """Name of the dataset or folder that the model was trained on. Unknown for checkpoints of other libraries."""
     name = predictor.model_config.trained_on
     if not name or name.partition(": ")[0] in FORMATS:
         model = f"{predictor.path}, a checkpoint of another library," if predictor.path else "the model"
-        raise VitralError(f"{model} does not record what it was trained on", hint)
+        raise VitralError(f"{model} does not record its training dataset", hint)
     return name
 
 
@@ -240,7 +240,7 @@ def check_training_data_exists(predictor: Predictor) -> None:
     if not is_remote and not Path(name).exists():
         raise VitralError(
             f"{predictor.path or 'the model'} was trained on {name}, which does not exist here",
-            "name the images with --data, or run vitral in the folder where the training was started",
+            "Name the images with --data, or run vitral in the folder where the training was started",
         )
 
 

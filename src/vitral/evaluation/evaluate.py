@@ -62,9 +62,9 @@ def evaluate(
     if max_error is not None and not len(target.validation_split):
         raise VitralError(
             f"--max-error needs validation images, and {training_dataset_name(predictor)} has none",
-            "vitral train DATA --data.validation 0.1 holds some out",
+            "Hold some out: vitral train DATA --data.validation 0.1",
         )
-    message = f"evaluating on {len(target.split):,} {target.split_name} images"
+    message = f"Evaluating on {len(target.split):,} {target.split_name} images"
     log(message)
 
     def forward(images: Images) -> Tensor:
@@ -99,12 +99,12 @@ def calibrate_model(
     if predictor.path is None or is_checkpoint(predictor.path):
         raise VitralError(
             "only models in vitral's own format can store a calibration",
-            "convert it first: vitral convert SOURCE FOLDER --to vitral",
+            "Convert it first: vitral convert SOURCE FOLDER --to vitral",
         )
     if name := bundled.bundled_name(predictor.path):
         raise VitralError(
             f"the bundled model {name} is read-only",
-            f'calibrate a copy: cp -r "$(vitral models where {name})" my-{name}; vitral evaluate my-{name} --calibrate',
+            f'Calibrate a copy: cp -r "$(vitral models where {name})" my-{name}; vitral evaluate my-{name} --calibrate',
         )
     logits = predictor.logits(validation.images) if len(validation) else torch.empty(0, len(predictor.classes))
     calibration = fit_calibration(
@@ -137,11 +137,11 @@ def choose_threshold(target: EvalTarget, logits: Tensor, max_error: float) -> Co
 
 def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn) -> OODResult:
     """Compare three OOD scores on the target's images and on images of another dataset or folder."""
-    log(f"evaluating OOD detection on {ood_data}")
+    log(f"Evaluating OOD detection on {ood_data}")
     predictor, validation = target.predictor, target.validation_split
     trained_on = predictor.model_config.trained_on
     if ood_data == trained_on:
-        raise VitralError(f"the model was trained on {ood_data}", "--ood expects images that it was not trained on")
+        raise VitralError(f"the model was trained on {ood_data}", "Pass --ood images that it was not trained on")
     ood_images = load_ood_images(ood_data, predictor)
     dataset = load_dataset_for(trained_on, predictor, target.recipe)
     train = load_split(dataset.train, predictor, indices=evenly_spaced_indices(len(dataset.train), MAX_IMAGES))
@@ -175,14 +175,14 @@ def load_ood_images(name: str, predictor: Predictor) -> Tensor:
         indices = evenly_spaced_indices(len(test), MAX_IMAGES)
         return to_model_input(test.images[indices], predictor.model_config.preprocessing)
     if not Path(name).exists():
-        raise VitralError(f"no such folder: {name}", "--ood expects a folder of images or a built-in dataset")
+        raise VitralError(f"no such folder: {name}", "Pass --ood a folder of images or a built-in dataset")
     files = find_images([Path(name)])
     selected = (files[index] for index in evenly_spaced_indices(len(files), MAX_IMAGES).tolist())
     images = [
         pixels for batch in predictor.decode_batches(selected) for _, pixels in batch if isinstance(pixels, Tensor)
     ]
     if not images:
-        raise VitralError(f"no readable images in {name}", "--ood expects a folder of images or a built-in dataset")
+        raise VitralError(f"no readable images in {name}", "Pass --ood a folder of images or a built-in dataset")
     return torch.stack(images)
 
 
@@ -191,7 +191,7 @@ def corruption_robustness(target: EvalTarget, max_images: int, log: LogFn) -> Ro
     indices, completed = evenly_spaced_indices(len(target.split), max_images), count()
 
     def predict_classes(images: Tensor) -> Tensor:
-        log(f"evaluating on {len(images):,} corrupted images: {next(completed)} of {NUM_CORRUPTIONS} corruptions done")
+        log(f"Evaluating on {len(images):,} corrupted images: {next(completed)} of {NUM_CORRUPTIONS} corruptions done")
         return target.predictor.logits(images).argmax(dim=1)
 
     return measure_robustness(target.split.images[indices], target.split.labels[indices], predict_classes)
@@ -203,13 +203,13 @@ def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:
         differing = set(first.predictor.classes) ^ set(second.predictor.classes)
         raise VitralError(
             f"the models have different classes: {truncate_list(sorted(differing))} in only one of them",
-            "only models with the same classes can be compared",
+            "Only models with the same classes can be compared",
         )
     if len(first.split) != len(second.split):
         raise VitralError(
             f"the models would be evaluated on different images: {len(first.split):,} of {first.dataset.name}, "
             f"{len(second.split):,} of {second.dataset.name}",
-            "choose the images for both with --data and --split",
+            "Choose the images for both with --data and --split",
         )
     classes = first.predictor.classes
     to_first = class_indices(second.predictor.classes, classes)
@@ -217,7 +217,7 @@ def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:
     if not torch.equal(to_first[second.split.labels], labels):
         raise VitralError(
             f"the models were trained on different data: {first.dataset.name} and {second.dataset.name}",
-            "choose the images for both with --data",
+            "Choose the images for both with --data",
         )
     first_predicted, second_predicted = (
         target.predictor.logits(target.split.images).argmax(dim=1) for target in (first, second)

@@ -56,13 +56,13 @@ class Metrics:
 def compute_metrics(logits_NK: Tensor, labels_N: Tensor, classes: tuple[str, ...]) -> Metrics:
     N, K = logits_NK.shape
     if not N:
-        raise VitralError("no images to evaluate", "choose a dataset or folder with --data")
+        raise VitralError("no images to evaluate", "Choose a dataset or folder with --data")
     if len(classes) != K:
-        raise VitralError(f"expected {K} class names, got {len(classes)}", "pass one name per logit")
+        raise VitralError(f"expected {K} class names, got {len(classes)}", "Pass one name per logit")
     if invalid := labels_N[(labels_N < 0) | (labels_N >= K)].unique().tolist():
         raise VitralError(
             f"labels outside the model's {K} classes: {', '.join(map(str, invalid[:5]))}",
-            f"labels are class indices from 0 ({classes[0]}) to {K - 1} ({classes[-1]})",
+            f"Labels are class indices from 0 ({classes[0]}) to {K - 1} ({classes[-1]})",
         )
     labels_N = labels_N.to(logits_NK.device)
     confusion = torch.bincount(labels_N * K + logits_NK.argmax(dim=1), minlength=K * K).view(K, K).cpu().double()

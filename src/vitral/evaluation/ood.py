@@ -61,7 +61,7 @@ class Mahalanobis:
     def __init__(self, features_ND: Tensor, labels_N: Tensor) -> None:
         x = features_ND.double()
         if not len(x):
-            raise VitralError("the Mahalanobis score needs training images", "pass the features of some")
+            raise VitralError("the Mahalanobis score needs training images", "Pass features of training images")
         classes, class_N = labels_N.unique(return_inverse=True)
         sums = torch.zeros(len(classes), x.shape[1], dtype=torch.float64).index_add_(0, class_N, x)
         self.means_KD = sums / class_N.bincount()[:, None]
@@ -118,7 +118,7 @@ def auroc_and_fpr95(id_N: Tensor, ood_M: Tensor) -> tuple[Interval, Interval]:
     if not (len(id_scores) and len(ood_scores)):
         raise VitralError(
             "no in-distribution images" if len(ood_scores) else "no out-of-distribution images",
-            "choose a folder that contains images",
+            "Choose a folder that contains images",
         )
     num_not_above, num_below = (torch.searchsorted(id_scores, ood_scores, right=right) for right in (True, False))
 

@@ -93,10 +93,10 @@ def probe(
     if it is None.
     """
     if seeds < 2:
-        raise VitralError(f"seeds must be at least 2, got {seeds}", "the default is 100")
+        raise VitralError(f"seeds must be at least 2, got {seeds}", "The default is 100")
     if not shots or min(shots) < 1:
         raise VitralError(
-            f"shots must be at least 1 image per class each, got {tuple(shots)}", "the default is 1, 5, 10 and 25"
+            f"shots must be at least 1 image per class each, got {tuple(shots)}", "The default is 1, 5, 10 and 25"
         )
     train = validate_features("training", train, classes, None)
     test = validate_features("test", test, classes, train[0].shape[1])
@@ -134,18 +134,18 @@ def validate_features(
             "Predictor.features computes them",
         )
     if not len(labels):
-        raise VitralError(f"no {split} images", "vitral doctor FOLDER shows what a folder contains")
+        raise VitralError(f"no {split} images", "See what the folder contains: vitral doctor FOLDER")
     if width is not None and features.shape[1] != width:
         raise VitralError(
             f"{split} features have width {features.shape[1]}, training features {width}",
-            "compute all features with the same model",
+            "Compute all features with the same model",
         )
     if not features.isfinite().all():
-        raise VitralError(f"some {split} features are not finite", "the model's weights may be corrupt")
+        raise VitralError(f"some {split} features are not finite", "The model's weights may be corrupt")
     if invalid := labels[(labels < 0) | (labels >= len(classes))].unique().tolist():
         raise VitralError(
             f"{split} labels outside the {len(classes)} classes: {', '.join(map(str, invalid[:5]))}",
-            "labels are class indices from 0",
+            "Labels are class indices from 0",
         )
     return features, labels
 
@@ -156,7 +156,7 @@ def few_shot_results(
     """Rows for each number of shots that every class has, and notes about those left out."""
     counts = torch.bincount(train[1], minlength=len(classes))
     if int((counts > 0).sum()) < 2:
-        raise VitralError("probing needs training images of at least two classes", "use one folder per class")
+        raise VitralError("probing needs training images of at least two classes", "Use one folder per class")
     notes = [f"{classes[k]}: no training images" for k in (counts == 0).nonzero().flatten().tolist()]
     present = counts[counts > 0]
     rarest = classes[int(torch.where(counts > 0, counts, counts.max() + 1).argmin())]
@@ -232,7 +232,7 @@ def full_data_row(
 
 def mean_and_interval(accuracies: Sequence[float]) -> tuple[float, float, float]:
     """Mean and its 95% interval by Student's t distribution."""
-    from scipy.special import stdtrit  # type: ignore[import-untyped]
+    from scipy.special import stdtrit
 
     n = len(accuracies)
     mean = math.fsum(accuracies) / n

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitral.data.decode import decode_image
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError, unknown_name_error
+from vitral.errors import VitralError, truncate_list, unknown_name_error
 from vitral.explain.method import Method, rescale_for_display
 from vitral.explain.registry import DEFAULT, METHODS
 from vitral.inference.prediction import Label, rank_labels
@@ -83,8 +83,8 @@ def explain(
     option_values = dict(options or {})
     for name in option_values:
         if not any(name in method.options for method in selected):
-            known_options = sorted({option for method in selected for option in method.options})
-            raise unknown_name_error(f"option of {', '.join(m.name for m in selected)}", name, known_options)
+            available = sorted({option for method in selected for option in method.options})
+            raise unknown_name_error(f"option of {', '.join(m.name for m in selected)}", name, available)
     original = decode_image(image)
     pixels_CHW = predictor.model_config.preprocessing.resize_and_crop(original)
     probabilities, is_ood = next(predictor.calibrated_rows(predictor.logits(pixels_CHW[None])))
@@ -168,9 +168,8 @@ def class_index(predictor: Predictor, target: str | int) -> int:
         return matches[0]
     if str(target).isdigit() and int(target) < len(names):
         return int(target)
-    known_names = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     error = unknown_name_error("class", str(target), names)
-    raise VitralError(error.what, f"Classes of the model: {known_names}")
+    raise VitralError(error.what, f"Classes of the model: {truncate_list(names, 8)}")
 
 
 def crop_box(preprocessing: Preprocessing, size: Size, target_size: Size) -> tuple[int, int, int, int]:

@@ -3,9 +3,9 @@
 deletion    Cover the most important patches first; the predicted probability should fall quickly. Area under the curve
             over the covered share, lower is better (arXiv 1806.07421).
 insertion   Reveal the most important patches first; the probability should rise quickly. Higher is better.
-pointing    Two images of different classes side by side: is the half of the target class marked more? Each pair is
-            tested for both classes, so a heatmap that ignores the class scores one half. The model input is twice as
-            wide (pair.py). Only pairs count of which the model recognises each half with the other covered.
+pointing    Two images of different classes side by side; the half of the target class should be marked more. Each pair
+            is tested for both classes, so a heatmap that ignores the class scores one half. The model input is twice as
+            wide (pair.py). Only pairs whose halves the model recognises, each with the other covered, are counted.
 
 Covered patches have the mean colour. Shapes:  B images   N patches   S steps   H, W pixels
 """
@@ -35,7 +35,7 @@ from vitral.models.vit import Grid, ViT
 MAX_BATCH_SIZE = 128  # images per forward pass
 MAP_BATCH_SIZE = 16  # images per heatmap batch, limited by attention and its gradients
 MAX_CURVE_POINTS = 16
-MAX_PATCHES_FOR_SLOW = 64  # methods with a pass per patch are not tested with more
+MAX_PATCHES_FOR_SLOW = 64  # methods with one forward pass per patch are not tested on larger grids
 NUM_RESAMPLES = 2000
 RANDOM = "random"  # name of the baseline
 
@@ -148,7 +148,7 @@ def recommend(rows: Sequence[MethodScore]) -> str:
     return min(rows, key=lambda row: (ranks[row.method], row.seconds)).method
 
 
-# ── maps ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── heatmaps ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def heatmap_fn(model: Model, name: str, rng: torch.Generator) -> HeatmapFn:
@@ -182,9 +182,9 @@ def deletion_insertion_curves(
     ):
         B, S, _ = marked.shape
         at_pixels = patch_masks_to_pixels(marked.flatten(0, 1), grid, images).unflatten(0, (B, S))[:, :, None]
-        for kept, into in ((~at_pixels, deleted), (at_pixels, inserted)):
-            shown = (images[:, None] * kept).flatten(0, 1)
-            into.append(batched_logits(model, shown).softmax(dim=1).unflatten(0, (B, S))[torch.arange(B), :, targets])
+        for visible, curves in ((~at_pixels, deleted), (at_pixels, inserted)):
+            shown = (images[:, None] * visible).flatten(0, 1)
+            curves.append(batched_logits(model, shown).softmax(dim=1).unflatten(0, (B, S))[torch.arange(B), :, targets])
     return torch.cat(deleted).cpu(), torch.cat(inserted).cpu()
 
 
@@ -242,7 +242,7 @@ def pointing_scores(heatmaps: HeatmapFn, pairs_BCHW: Tensor, classes_B2: Tensor)
     return hits
 
 
-# ── small tools ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── helpers ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.inference_mode()

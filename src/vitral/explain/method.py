@@ -63,8 +63,8 @@ class Method:
         """Refuse unknown options, and models that do not provide what the method needs."""
         for name in options:
             if name not in self.options:
-                known = f"Options of {self.name}: {', '.join(self.options) or 'none'}"
-                raise VitralError(f"{self.name} has no option {name!r}.{did_you_mean(name, self.options)}", known)
+                hint = f"Options of {self.name}: {', '.join(self.options) or 'none'}"
+                raise VitralError(f"{self.name} has no option {name!r}.{did_you_mean(name, self.options)}", hint)
         if self.needs != "logits" and not isinstance(model, ViT):
             raise VitralError(
                 f"{self.name} needs the {'gradients' if self.needs == 'gradients' else 'attention'} of a ViT, "
@@ -92,12 +92,12 @@ def check_images(model: Model, images_BCHW: Tensor) -> None:
     if len(shape) != 4 or shape[1] != C:
         raise VitralError(
             f"expected images of shape ({C}, height, width), got {shape[1:]}",
-            "explain(predictor, image) converts images of any kind",
+            "Use explain(predictor, image), which converts images of any kind",
         )
     try:
         check_divisible(shape[2:], model.config.patch_size)
     except ValueError as error:
-        raise VitralError(str(error), "explain(predictor, image) resizes images of any size") from error
+        raise VitralError(str(error), "Use explain(predictor, image), which resizes images of any size") from error
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def widen_for_pair(model: ViT) -> ViT:
 def repeat_horizontally(table_1TD: Tensor, num_prefix_tokens: int, grid: Grid, columns: int) -> Tensor:
     """Repeat the patch rows of a position table for a grid of twice the width.
 
-    If patches leave a margin in each image, one extra column lies on the seam; it gets the positions of the first
+    If patches leave a margin in each image, one extra column covers the seam; it gets the positions of the first
     column of the right half.
     """
     patches = table_1TD[:, num_prefix_tokens:].unflatten(1, grid)

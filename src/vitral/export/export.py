@@ -1,4 +1,4 @@
-"""Write an exported file, load it back, compare it with the model, and only then give it its name."""
+"""Write an exported file, load it back, compare it with the model, and only then rename it to its final name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vitral.inference.predictor import Predictor
 Target = Literal["onnx", "torch", "aoti"]
 SUFFIX_BY_TARGET = {"onnx": ".onnx", "torch": ".pt2", "aoti": ".pt2"}
 BATCH_SIZE = 8
-# Relative RMS error of the tokens from which a block counts as diverged.
+# Relative RMS error of the tokens above which a block counts as diverged.
 DIVERGENCE_TOLERANCE = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.05, "int8": 0.15}
 
 
@@ -45,10 +45,12 @@ def export_model(
         labels: class indices of `images`, if known.
     """
     if preprocessing and to != "onnx":
-        raise VitralError("preprocessing can only be exported to ONNX", "use --to onnx, or omit --preprocessing")
+        raise VitralError("preprocessing can only be exported to ONNX", "Use --to onnx, or omit --preprocessing")
     suffix = SUFFIX_BY_TARGET[to]
     if out.suffix != suffix:
-        raise VitralError(f"expected a file name that ends in {suffix}, got {out}", f"--out {out.with_suffix(suffix)}")
+        raise VitralError(
+            f"expected a file name that ends in {suffix}, got {out}", f"Use --out {out.with_suffix(suffix)}"
+        )
     with _temporary_sibling(out) as file:
         exported = _write(file, predictor, to, precision, preprocessing, calibration_images)
         model_inputs = torch.stack([_decode(predictor, image) for image in images])

@@ -83,7 +83,7 @@ def check_parity(parity: ParityReport, precision: ExportPrecision, locate: Calla
     if failures:
         raise VitralError(
             f"not exported: the {precision} file does not agree with the model: {'; '.join(failures)}",
-            locate() or "export in fp32",
+            locate() or "Export in fp32",
         )
 
 
@@ -99,5 +99,5 @@ def first_divergent_block(expected: Sequence[Tensor], actual: Sequence[Tensor], 
         if not errors[-1] <= tolerance:
             name = "the embedding" if index == 0 else "the logits" if index == len(expected) - 1 else f"block {index}"
             before = f": relative error {errors[-1]:.1%}, {errors[-2]:.2%} before" if index else ""
-            return f"they diverge at {name}{before}"
-    return f"the relative error of every block is at most {max(errors):.1%}"
+            return f"They diverge at {name}{before}"
+    return f"The relative error of every block is at most {max(errors):.1%}"

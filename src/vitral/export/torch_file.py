@@ -36,7 +36,7 @@ def read_pt2(path: Path) -> LoadedModel:
 
 def write_aoti(path: Path, model: ViT, config: ModelConfig, precision: ExportPrecision) -> None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
-        raise VitralError("AOTInductor requires a C++ compiler", "install g++, or use --to torch")
+        raise VitralError("AOTInductor requires a C++ compiler", "Install g++, or use --to torch")
     metadata = json.dumps(export_metadata(config, precision))
     program = _capture(model, config, precision)
     with warnings.catch_warnings():
@@ -55,5 +55,5 @@ def read_aoti(path: Path) -> LoadedModel:
 
 def _capture(model: ViT, config: ModelConfig, precision: ExportPrecision) -> torch.export.ExportedProgram:
     if precision == "int8":
-        raise VitralError("int8 can only be exported to ONNX", "use --to onnx --precision int8, or --precision bf16")
+        raise VitralError("int8 can only be exported to ONNX", "Use --to onnx --precision int8, or --precision bf16")
     return capture_graph(ExportWrapper(model, config, precision).eval(), example_images(config))

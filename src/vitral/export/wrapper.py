@@ -69,7 +69,7 @@ def example_images(config: ModelConfig, count: int = 2) -> Tensor:
     if config.architecture.image_size != (H, W):
         raise VitralError(
             f"the architecture expects images of {config.architecture.image_size}, the preprocessing returns {(H, W)}",
-            "correct image_size in its config.json",
+            "Correct image_size in its config.json",
         )
     return (torch.arange(count * C * H * W) * 37 % 256).to(torch.uint8).view(count, C, H, W)
 
@@ -85,7 +85,7 @@ def capture_graph(module: ExportWrapper, images: Tensor) -> torch.export.Exporte
         message = (str(error).splitlines() or [type(error).__name__])[0]
         raise VitralError(
             f"torch.export cannot trace {type(module.model).__name__}: {message}",
-            "the standard ViT and most variants can be exported",
+            "The standard ViT and most variants can be exported",
         ) from error
 
 
@@ -96,7 +96,7 @@ def smooth_activations(model: ViT, ranges: ActivationRanges) -> ViT:
     Half of a column's excess magnitude moves from the layer norm (or v) into the following weights (arXiv 2211.10438).
     """
     if reason := unsupported_reason(model):
-        raise VitralError(f"int8 export unavailable: {reason}", "use --precision fp32")
+        raise VitralError(f"int8 export unavailable: {reason}", "Use --precision fp32")
     model = copy.deepcopy(model)
     for index, block in enumerate(model.encoder.blocks):
         assert isinstance(block, EncoderBlock)

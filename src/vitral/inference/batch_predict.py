@@ -62,7 +62,7 @@ def predict_to_file(
         progress.finish(f"{out}: {count:,} prediction{'s' if count != 1 else ''}{errors}")
         empty = [str(path) for path in paths if path.is_dir() and next(iter_images([path]), None) is None]
         if empty:
-            print(f"no images in {truncate_list(empty, MAX_LISTED)}", file=sys.stderr)
+            print(f"No images in {truncate_list(empty, MAX_LISTED)}", file=sys.stderr)
     return 1 if unreadable else 0
 
 
@@ -73,13 +73,13 @@ def _path_hash(path: str) -> bytes:
 def _prepare(predictor: Predictor, paths: Sequence[Path], out: Path, parts: Path, top: int) -> None:
     """Check the arguments, create the folder of parts, or check that an existing one belongs to the same job."""
     if out.suffix.lower() not in SUFFIXES:
-        raise VitralError(f"cannot write predictions to {out.name}", f"supported suffixes: {', '.join(SUFFIXES)}")
+        raise VitralError(f"cannot write predictions to {out.name}", f"Supported suffixes: {', '.join(SUFFIXES)}")
     if out.suffix.lower() == ".parquet":
         _import_pyarrow()
     if next(iter_images(paths), None) is None:
         raise VitralError(f"no images in {', '.join(map(str, paths))}", READABLE_FORMATS)
     if out.exists() and not parts.exists():
-        raise VitralError(f"{out} already exists", "choose another --out, or delete it")
+        raise VitralError(f"{out} already exists", "Choose another --out, or delete it")
     parts.mkdir(parents=True, exist_ok=True)
     for leftover in parts.glob(".part-*"):  # of an interrupted write
         leftover.unlink(missing_ok=True)
@@ -93,7 +93,7 @@ def _prepare(predictor: Predictor, paths: Sequence[Path], out: Path, parts: Path
     if job_file.exists() and json.loads(job_file.read_text()) != job:
         raise VitralError(
             f"{parts} holds predictions of another model or engine, or with another --top",
-            f"delete it to start over: rm -r {parts}",
+            f"Delete it to start over: rm -r {parts}",
         )
     atomic_write(job_file, json.dumps(job))
 
@@ -215,7 +215,7 @@ class _Progress:
         self.start = self.last = time.monotonic()
         self.is_terminal = sys.stderr.isatty()
         if done and not quiet:
-            print(f"resuming: {done:,} of {total:,} images are already predicted", file=sys.stderr)
+            print(f"Resuming: {done:,} of {total:,} images are already predicted", file=sys.stderr)
 
     def step(self) -> None:
         self.count += 1

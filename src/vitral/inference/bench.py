@@ -40,7 +40,7 @@ def build_engines(
     The activation ranges that int8 needs are stored in `folder`, if one is given.
     """
     if reason := unsupported_reason(model):
-        raise VitralError(f"there is only the reference engine for this model: {reason}", "no benchmark is needed")
+        raise VitralError(f"there is only the reference engine for this model: {reason}", "No benchmark is needed")
     fp32 = CpuEngine(model, preprocessing, "fp32")
     engines: dict[str, CpuEngine] = {"fp32": fp32}
     margins: Margins = {}
@@ -91,7 +91,7 @@ def run_bench(
         torch.set_num_threads(max(threads))
         if warning := busy_warning():
             log(warning)
-        log(f"calibrating on {len(images_NCHW[::2])} images")
+        log(f"Calibrating on {len(images_NCHW[::2])} images")
         engines, margins = build_engines(model, preprocessing, images_NCHW[::2], folder)
         test_images = images_NCHW[1::2]
         agreement, recheck_rate = measure_agreement(engines, test_images)
@@ -135,15 +135,15 @@ def run_bench(
 
 def check_bench_arguments(num_images: int, threads: Sequence[int], batch_sizes: Sequence[int], seconds: float) -> None:
     if num_images < MIN_IMAGES:
-        raise VitralError(f"{num_images} images are too few for a benchmark", f"at least {MIN_IMAGES} are needed")
+        raise VitralError(f"{num_images} images are too few for a benchmark", f"At least {MIN_IMAGES} are needed")
     check_threads(threads)
     if not 0 < seconds < math.inf:
-        raise VitralError(f"seconds must be positive, got {seconds}", "the default is --seconds 1")
+        raise VitralError(f"seconds must be positive, got {seconds}", "The default is --seconds 1")
     for batch_size in batch_sizes:
         if not 1 <= batch_size <= MAX_BATCH_SIZE:
             raise VitralError(
                 f"expected batch sizes between 1 and {MAX_BATCH_SIZE:,}, got {batch_size}",
-                "for example --batch-sizes 1 8 32",
+                "For example --batch-sizes 1 8 32",
             )
 
 

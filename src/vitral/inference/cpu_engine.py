@@ -81,9 +81,9 @@ class CpuEngine:
         ranges: ActivationRanges | None = None,
     ) -> None:
         if reason := unsupported_reason(model) or cpu_unsupported_reason(precision):
-            raise VitralError(f"{precision} engine unavailable: {reason}", "use --engine reference")
+            raise VitralError(f"{precision} engine unavailable: {reason}", "Use --engine reference")
         if precision == "int8" and ranges is None:
-            raise VitralError("int8 engine unavailable: no activation ranges", "vitral bench RUN measures them")
+            raise VitralError("int8 engine unavailable: no activation ranges", "Measure them with: vitral bench RUN")
         self.precision, self.dtype = precision, COMPUTE_DTYPES[precision]
         self.model = copy.copy(model)  # shares all submodules except the patch embedding
         self.model._modules = dict(model._modules)

@@ -49,7 +49,7 @@ class Uint8Model(nn.Module):
                 # The head is applied separately, so that features and logits share the fused forward pass.
                 self.head, self.model.head = self.model.head, nn.Identity()
             elif hardware.fp8:
-                raise VitralError(f"fp8 engine unavailable: {self.fused_unsupported}", "use --engine bf16 or auto")
+                raise VitralError(f"fp8 engine unavailable: {self.fused_unsupported}", "Use --engine bf16 or auto")
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
         """uint8 to the engine's dtype without an fp32 copy, which would be the largest tensor of the forward pass."""

@@ -40,7 +40,7 @@ class ReferenceEngine:
 
 
 class SizedEngine(Engine, Protocol):
-    """An engine that knows the size of its weights."""
+    """An engine that reports the size of its weights."""
 
     @property
     def nbytes(self) -> int: ...

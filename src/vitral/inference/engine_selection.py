@@ -152,7 +152,7 @@ def select_engine(
     if name not in ENGINE_NAMES:
         raise VitralError(
             f"expected engine to be one of {', '.join(ENGINE_NAMES)}, got {name!r}",
-            "auto: what vitral bench recommends, or fp32",
+            "Use auto for the engine that vitral bench recommends",
         )
     if hardware.device.type == "cpu":
         return select_cpu_engine(model, preprocessing, hardware, folder, name, threads)
@@ -175,7 +175,7 @@ def select_cpu_engine(
     `threads`, or to the recommended number unless OMP_NUM_THREADS is set.
     """
     if name == "fp8":
-        raise VitralError("fp8 engine unavailable: CPUs have no FP8 units", "use --engine auto")
+        raise VitralError("fp8 engine unavailable: CPUs have no FP8 units", "Use --engine auto")
     if threads is not None:
         check_threads((threads,))
     bench = load_bench_results(folder).get(cpu_name()) if folder is not None else None
@@ -187,7 +187,7 @@ def select_cpu_engine(
         return reference_engine(model, preprocessing, hardware, "requested")
     if reason := unsupported_reason(model):
         if name not in ("auto", "fp32"):
-            raise VitralError(f"{name} engine unavailable: {reason}", "use --engine reference")
+            raise VitralError(f"{name} engine unavailable: {reason}", "Use --engine reference")
         return reference_engine(model, preprocessing, hardware, reason)
 
     def choice(selected: str, reason: str) -> EngineChoice:
@@ -218,7 +218,7 @@ def build_engine(
     """Build the CPU engine with this name, or raise a VitralError that names what is missing."""
     precision: CpuPrecision = name.removesuffix("-cascade")  # type: ignore[assignment]
     if reason := cpu_unsupported_reason(precision):
-        raise VitralError(f"{name} engine unavailable: {reason}", "use --engine fp32")
+        raise VitralError(f"{name} engine unavailable: {reason}", "Use --engine fp32")
     ranges = load_activation_ranges(folder) if precision == "int8" and folder is not None else None
     if precision == "int8" and ranges is None:
         raise VitralError("int8 engine unavailable: its activation ranges have not been measured", _bench_hint(folder))
@@ -235,7 +235,7 @@ def build_engine(
 
 
 def _bench_hint(folder: Path | None) -> str:
-    return f"vitral bench {'RUN' if folder is None else shell_quote(bundled.display_name(folder))} measures it"
+    return f"Measure it with: vitral bench {'RUN' if folder is None else shell_quote(bundled.display_name(folder))}"
 
 
 def cuda_hardware(name: EngineName, compile: CompileOption, throughput: bool) -> Hardware:
@@ -251,7 +251,7 @@ def select_cuda_engine(
 ) -> EngineChoice:
     """bf16 where the GPU supports it, captured as CUDA graphs; the reference engine if the capture fails."""
     if name not in ("auto", "fp32", "bf16", "fp8"):
-        raise VitralError(f"{name} engine unavailable: it runs on CPUs only", "use --engine bf16, fp8 or fp32 on a GPU")
+        raise VitralError(f"{name} engine unavailable: it runs on CPUs only", "Use --engine bf16, fp8 or fp32 on a GPU")
     try:
         engine = CudaEngine(model, preprocessing, hardware)
         C, (H, W) = preprocessing.channels, preprocessing.image_size
@@ -261,7 +261,7 @@ def select_cuda_engine(
     except RuntimeError as error:
         message = (str(error).splitlines() or ["unknown error"])[0]
         if hardware.fp8:
-            raise VitralError(f"fp8 engine unavailable: {message}", "use --engine bf16 or auto") from error
+            raise VitralError(f"fp8 engine unavailable: {message}", "Use --engine bf16 or auto") from error
         fp32 = replace(hardware, precision="fp32", compile=False)
         return reference_engine(model, preprocessing, fp32, f"CUDA graph capture failed: {message}")
     precision = "fp8" if hardware.fp8 else hardware.precision
@@ -281,5 +281,5 @@ def check_threads(counts: Iterable[int]) -> None:
     for threads in counts:
         if not 1 <= threads <= limit:
             raise VitralError(
-                f"expected threads between 1 and {limit}, got {threads}", f"this machine has {available_cpus()} CPUs"
+                f"expected threads between 1 and {limit}, got {threads}", f"This machine has {available_cpus()} CPUs"
             )

@@ -79,7 +79,7 @@ def compute_features(
     if not len(images_NCHW):
         raise VitralError(
             "no images to compute features of",
-            "very small or very similar sets have no validation split: add images, or create a folder named val",
+            "Very small or very similar sets have no validation split: add images, or create a folder named val",
         )
     features, was_training = [], model.training
     model.eval()
@@ -95,9 +95,9 @@ def compute_features(
 
 def check_images(images_NCHW: Images, preprocessing: Preprocessing) -> None:
     if not len(images_NCHW):
-        raise VitralError("no images to evaluate", "choose a dataset or folder with --data")
+        raise VitralError("no images to evaluate", "Choose a dataset or folder with --data")
     if images_NCHW.shape[1] != preprocessing.channels:
         raise VitralError(
             f"expected images with {preprocessing.channels} channels, got {images_NCHW.shape[1]}",
-            "vitral.data.preprocess.to_model_input converts between greyscale and RGB",
+            "Convert between greyscale and RGB with vitral.data.preprocess.to_model_input",
         )

@@ -56,4 +56,4 @@ def load_activation_ranges(folder: Path) -> ActivationRanges | None:
     try:
         return load_file(path) if path.is_file() else None
     except (OSError, SafetensorError) as error:
-        raise VitralError(f"cannot read {path}: {error}", "delete it and run vitral bench again") from error
+        raise VitralError(f"cannot read {path}: {error}", "Delete it and run vitral bench again") from error

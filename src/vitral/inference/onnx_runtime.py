@@ -4,7 +4,7 @@
     vitral predict model.onnx photo.jpg
 
 The metadata of the file holds class names, preprocessing and calibration. Images are decoded and resized by the same
-code as everywhere in vitral.
+code as in the rest of vitral.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OnnxModel:
         except ImportError as error:
             raise VitralError("ONNX models require ONNX Runtime", "pip install onnxruntime") from error
         if not self.path.is_file():
-            raise VitralError(f"no such file: {self.path}", "vitral export RUN --to onnx creates one")
+            raise VitralError(f"no such file: {self.path}", "Create one with: vitral export RUN --to onnx")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         if threads is not None:
@@ -54,7 +54,7 @@ class OnnxModel:
             return onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions have no common base class
             raise VitralError(
-                f"ONNX Runtime cannot read {self.path}: {str(error).splitlines()[0]}", "copy or export it again"
+                f"ONNX Runtime cannot read {self.path}: {str(error).splitlines()[0]}", "Copy or export it again"
             ) from error
 
     def _read_metadata(self) -> dict[str, Any]:
@@ -62,14 +62,14 @@ class OnnxModel:
         if text is None:
             raise VitralError(
                 f"{self.path} was not exported by vitral: it has no class names and no preprocessing",
-                "vitral export RUN --to onnx creates a file that has them",
+                "Create a file that has them: vitral export RUN --to onnx",
             )
         metadata: dict[str, Any] = json.loads(text)
         if metadata.get("format") != METADATA_FORMAT:
             raise VitralError(
                 f"{self.path} has metadata format {metadata.get('format')}; this version of vitral reads "
                 f"{METADATA_FORMAT}",
-                "export it again, or: pip install --upgrade vitral",
+                "Export it again, or: pip install --upgrade vitral",
             )
         return metadata
 

@@ -31,7 +31,7 @@ class Prediction:
     @property
     def best(self) -> Label:
         if not self.labels:
-            raise VitralError(f"no prediction for {self.source}: {self.error}", "check .error before .best")
+            raise VitralError(f"no prediction for {self.source}: {self.error}", "Check .error before .best")
         return self.labels[0]
 
 

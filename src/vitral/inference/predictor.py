@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ImageInput = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor  # arrays: see data.sequence.decode_image
 DecodedImage = tuple[str, Tensor | str]  # source, and uint8 pixels (C, H, W) or an error message
-READABLE_FORMATS = "supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
+READABLE_FORMATS = "Supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
 # Thresholds for `predict_inverted`, shared with the web page: mean pixel of a training set of bright strokes on a dark
 # background, and border brightness of an image with dark strokes on a bright background.
 DARK_MEAN, BRIGHT_BORDER = 0.45, 0.6
@@ -82,7 +82,7 @@ class Predictor:
             labels: text file with one class name per line, for a checkpoint without class names.
             heads: number of attention heads, for a checkpoint whose tensors do not determine it.
             engine: "auto" uses what `vitral bench` recommends on this CPU, or fp32; bf16 on a GPU. "reference" is the
-                plain fp32 module. `Predictor.engine` says which engine is in use and why.
+                plain fp32 module. `Predictor.engine` states which engine is in use and why.
             threads: CPU threads of the process.
             compile: on a GPU, use torch.compile where there are no fused kernels; takes about a minute.
             throughput: on a GPU, use the fused kernels, which take a few seconds to start.
@@ -181,7 +181,7 @@ class Predictor:
         if not len(images_NCHW):
             raise VitralError(
                 "no images to compute features of",
-                "very small or very similar sets have no validation split: add images, or create a folder named val",
+                "Very small or very similar sets have no validation split: add images, or create a folder named val",
             )
         return self.engine.features(images_NCHW)
 
@@ -213,7 +213,7 @@ class Predictor:
         if not isinstance(split, Split):
             raise VitralError(
                 f"expected labelled images such as vitral.data.load('mnist').test, got {split!r}",
-                "to evaluate on a dataset or folder by name: vitral.evaluate(model, data=NAME)",
+                "To evaluate on a dataset or folder by name: vitral.evaluate(model, data=NAME)",
             )
         images = to_model_input(split.images, self.model_config.preprocessing)
         return compute_metrics(self.logits(images), split.labels, self.classes)
@@ -293,12 +293,12 @@ def read_class_names(path: Path, num_classes: int) -> tuple[str, ...]:
         names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise VitralError(
-            f"cannot read class names from {path}: {error_reason(error)}", "expected a text file with one name per line"
+            f"cannot read class names from {path}: {error_reason(error)}", "Expected a text file with one name per line"
         ) from error
     if len(names) != num_classes:
         raise VitralError(
             f"{path} has {len(names)} names, but the model has {num_classes} classes",
-            "write one name per line, in the order of the classes",
+            "Write one name per line, in the order of the classes",
         )
     return names
 

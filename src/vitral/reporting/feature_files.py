@@ -46,7 +46,7 @@ def write_features(names: Sequence[str | Path], features_ND: Tensor, path: Path 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise VitralError(f"cannot create {path.parent}: {error_reason(error)}", "choose another --out") from error
+        raise VitralError(f"cannot create {path.parent}: {error_reason(error)}", "Choose another --out") from error
     WRITERS[path.suffix.lower()](files, features_ND.detach().float().cpu().numpy(), path)
     return path
 
@@ -92,7 +92,7 @@ def _import_parquet() -> tuple[Any, Any]:
     try:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise VitralError("writing Parquet files needs pyarrow", "pip install 'vitral[data]'") from error
+        raise VitralError("writing Parquet requires pyarrow", "pip install 'vitral[data]'") from error
 
 
 def _encode(text: str) -> bytes:

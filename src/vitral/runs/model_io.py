@@ -33,7 +33,7 @@ class ModelConfig:
     preprocessing: Preprocessing
     classes: tuple[str, ...]  # class names in the order of the logits
     trained_on: str  # name of the dataset
-    epoch: int  # epoch with the best validation accuracy, from which the weights are
+    epoch: int  # epoch of these weights, the one with the best validation accuracy
     variant: str = "plain"  # name in vitral.models.variants.VARIANTS
     calibration: Calibration = field(default_factory=Calibration)
 
@@ -107,7 +107,7 @@ def find_model_dir(path: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if folder == path:
-        hint = "; ".join((*bundled.shadowing_notes(path), newest_runs_hint(path)))
+        hint = "; ".join((newest_runs_hint(path), *bundled.shadowing_notes(path)))
         raise VitralError(f"{path} contains neither a run nor a model", hint)
     raise VitralError(
         f"{path} has no trained model; training stopped during epoch {len(Run(path).load_metrics()) + 1}",

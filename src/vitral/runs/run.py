@@ -1,4 +1,4 @@
-"""The run folder: everything that one training leaves behind.
+"""The run folder: everything that one training run writes.
 
 runs/<recipe>-<date>-<id>/
   recipe.toml         complete: `vitral train --recipe runs/x/recipe.toml` repeats the run

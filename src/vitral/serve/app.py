@@ -176,7 +176,7 @@ def _add_model_routes(app: FastAPI, models: Sequence[ServedModel], state: Server
         )
         async with _receive_uploads(request, state) as uploads:
             if len(uploads) > 1:
-                hint = "send one request per image"
+                hint = "Send one request per image"
                 raise RequestError(413, "too_many_images", "explain takes one image per request", hint)
             explanation = await model.explain(uploads[0], explain_request)
         return json_response({"model": model.name, "version": model.version} | explanation)
@@ -283,5 +283,5 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
-        hint = f"search for request id {request.scope['request_id']}"
+        hint = f"Search for request id {request.scope['request_id']}"
         return error_response(RequestError(500, "internal_error", "internal server error; see the server log", hint))

@@ -18,7 +18,7 @@ from vitral import explain
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import Trace
 
-MAX_ATTENTION_BYTES = 8 * 2**20  # above it, heads are averaged, and then the first layers are omitted
+MAX_ATTENTION_BYTES = 8 * 2**20  # if exceeded, heads are averaged, and then the first layers are omitted
 SERVED_METHODS = ("rollout", "relevance", "gradcam")  # the methods that need at most one forward and backward pass
 
 

@@ -18,7 +18,7 @@ ErrorCode = Literal[
     "body_timeout",  # 408: the body arrived too slowly
     "body_too_large",  # 413
     "too_many_images",  # 413: more images than one request may have
-    "unsupported_media_type",  # 415: a Content-Type that is not read
+    "unsupported_media_type",  # 415: a Content-Type that is not supported
     "invalid_parameter",  # 422: a query parameter has a wrong value
     "unreadable_image",  # 422, or for one image of several: not an image, or a damaged one
     "image_too_large",  # 422, or for one image of several: more pixels than allowed

@@ -101,7 +101,7 @@ class RequestMiddleware:
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, key_digest) for key_digest in self.state.key_digests]
         if not any(matches):
-            hint = "send the header: Authorization: Bearer KEY"
+            hint = "Send the header: Authorization: Bearer KEY"
             raise RequestError(401, "unauthorized", "this server requires an API key", hint)
 
     def _add_headers(self, message: Message, request_id: str) -> None:

@@ -51,14 +51,14 @@ def default_name(source: str) -> str:
 def model_names(sources: Sequence[str], names: Sequence[str]) -> list[str]:
     """One unique URL-safe name per model: the given names, or names derived from the sources."""
     if names and len(names) != len(sources):
-        raise VitralError(f"{len(sources)} models but {len(names)} names", "pass --name once per model, or not at all")
+        raise VitralError(f"{len(sources)} models but {len(names)} names", "Pass --name once per model, or not at all")
     result = list(names) or [default_name(source) for source in sources]
     for name in result:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-            hint = "use letters, digits, dots, dashes and underscores"
+            hint = "Use letters, digits, dots, dashes and underscores"
             raise VitralError(f"invalid model name {name!r}", hint)
     if duplicates := [name for name in result if result.count(name) > 1]:
-        raise VitralError(f"two models are named {duplicates[0]!r}", "name them with --name FIRST --name SECOND")
+        raise VitralError(f"two models are named {duplicates[0]!r}", "Name them with --name FIRST --name SECOND")
     return result
 
 
@@ -79,7 +79,7 @@ class ServedModel:
         if channels not in PIL_MODES:
             raise VitralError(
                 f"{name} expects images with {channels} channels; image files have 1, 3 or 4",
-                "use the model from Python: Predictor.logits(images)",
+                "Use the model from Python: Predictor.logits(images)",
             )
         self.name, self.predictor, self.limits = name, predictor, limits
         self.decode_pool, self.model_pool, self.metrics = decode_pool, model_pool, metrics

@@ -22,7 +22,7 @@ from vitral.data.decode import ImageDecodeError, ImageTooLargeError, decode_imag
 from vitral.data.preprocess import Preprocessing
 from vitral.serve.limits import MIB, Budget, ErrorCode, Limits, RequestError
 
-BODY_HINT = 'send image files as multipart/form-data, one image as raw bytes, or JSON: {"images": ["<base64>"]}'
+BODY_HINT = 'Send image files as multipart/form-data, one image as raw bytes, or JSON: {"images": ["<base64>"]}'
 DISCARD_FACTOR = 4  # an oversized body is read up to this multiple of the limit before the connection is closed
 
 
@@ -45,7 +45,7 @@ async def read_body(request: Request, limits: Limits, body_bytes: Budget) -> Asy
     max_bytes = limits.max_body_mib * MIB
     body, acquired = bytearray(), 0
     too_large = RequestError(
-        413, "body_too_large", f"the body exceeds {limits.max_body_mib} MiB", "send fewer or smaller images"
+        413, "body_too_large", f"the body exceeds {limits.max_body_mib} MiB", "Send fewer or smaller images"
     )
     try:
         content_length = request.headers.get("content-length", "")
@@ -99,7 +99,7 @@ def _invalid_body(message: str, hint: str = BODY_HINT) -> RequestError:
 
 def _too_many_images(limits: Limits) -> RequestError:
     message = f"more than {limits.max_images} images in one request"
-    return RequestError(413, "too_many_images", message, "split them into several requests")
+    return RequestError(413, "too_many_images", message, "Split them into several requests")
 
 
 def parse_uploads(content_type: str, body: bytearray, limits: Limits) -> list[Upload]:
@@ -156,7 +156,7 @@ class _MultipartReader:
         field_name = options.get(b"name", b"").decode("utf-8", "replace")
         file_name = options.get(b"filename")
         if file_name is None:
-            hint = "pass parameters in the query string: ?top=3"
+            hint = "Pass parameters in the query string: ?top=3"
             raise _invalid_body(f"the form field {field_name[:40]!r} is not a file", hint)
         if len(self.uploads) == self.limits.max_images:
             raise _too_many_images(self.limits)
@@ -168,7 +168,7 @@ class _MultipartReader:
 
 def _parse_multipart(body: bytearray, boundary: bytes, limits: Limits) -> list[Upload]:
     if not boundary:
-        hint = "let the HTTP library set the Content-Type header"
+        hint = "Let the HTTP library set the Content-Type header"
         raise _invalid_body("multipart/form-data without a boundary", hint)
     reader = _MultipartReader(limits)
     try:
@@ -176,7 +176,7 @@ def _parse_multipart(body: bytearray, boundary: bytes, limits: Limits) -> list[U
         parser.write(bytes(body))
         parser.finalize()
     except ValueError as error:
-        raise _invalid_body("malformed multipart body", "let the HTTP library encode it") from error
+        raise _invalid_body("malformed multipart body", "Let the HTTP library encode it") from error
     if not reader.complete:
         raise _invalid_body("the multipart body is truncated")
     return reader.uploads

@@ -63,7 +63,7 @@ class DrainingServer(uvicorn.Server):
 def bind_socket(host: str, port: int) -> socket.socket:
     """Bind before the models are loaded, so that a port in use is reported at once."""
     if not 0 <= port < 2**16:
-        raise VitralError(f"invalid port {port}", "use a port from 1 to 65535, or 0 for any free port")
+        raise VitralError(f"invalid port {port}", "Use a port from 1 to 65535, or 0 for any free port")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family[0], family[1], family[2])
@@ -71,7 +71,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
         listener.bind(family[4])
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise VitralError(f"cannot listen on {host}:{port}: {reason}", "choose another --port or --host") from error
+        raise VitralError(f"cannot listen on {host}:{port}: {reason}", "Choose another --port or --host") from error
     return listener
 
 

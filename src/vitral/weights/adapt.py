@@ -117,7 +117,7 @@ def adapt_heads(state: dict[str, Tensor], checkpoint: Checkpoint, classes: tuple
 
 
 def adapt_channels(kernels_DE: Tensor, old: int, new: int) -> Tensor:
-    """Patch kernels for `new` channels: summed for gray images, otherwise repeated and rescaled to the same sum."""
+    """Patch kernels for `new` channels: summed for greyscale, otherwise repeated and rescaled to the same sum."""
     kernels = kernels_DE.unflatten(1, (old, -1))  # (D, C, P·P)
     if new == 1:
         return kernels.sum(dim=1)

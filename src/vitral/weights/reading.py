@@ -54,7 +54,7 @@ def resolve_heads(
 ) -> int:
     """The number of attention heads, which cannot be inferred from most formats' tensors.
 
-    In order of precedence: `stored` in a config (`origin` says which), specified by the user, usual for this width.
+    In order of precedence: `stored` in a config (`origin` names it), specified by the user, usual for this width.
     """
     if stored is not None:
         if hints.heads not in (None, stored):
@@ -117,7 +117,7 @@ def _matching_sizes_hint(num_patches: int, patch: int, source: str) -> str:
 def infer_config(
     raw: RawCheckpoint, state: State, source_key: SourceKeyFn, layer_scale: float | None = None, **settings: Any
 ) -> ViTConfig:
-    """Infer the remaining fields of the config from the tensors; `settings` are those that the reader knows."""
+    """Infer the remaining fields of the config from the tensors; `settings` are the fields set by the reader."""
 
     def shape(key: str) -> tuple[int, ...]:
         if key not in state or state[key].ndim == 0:
@@ -151,7 +151,7 @@ def infer_config(
 
 
 def _invalid_config_error(source: str, error: ValueError) -> VitralError:
-    return VitralError(f"{source}: {error}", "vitral cannot build the model that the tensors describe")
+    return VitralError(f"{source}: {error}", "No model of vitral matches these tensors")
 
 
 def _classifier_keys(state: State) -> list[str]:

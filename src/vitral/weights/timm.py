@@ -232,7 +232,7 @@ def _read_preprocessing(
     preprocessing = build_preprocessing(input_size, channels, mean_std, crop, interpolation, notes)
     notes.append(f"preprocessing from config.json: {describe_preprocessing(preprocessing)}")
     if stored.get("crop_mode", "center") != "center":
-        notes.append(f"timm's crop_mode is {stored['crop_mode']}; vitral uses a center crop")
+        notes.append(f"timm's crop_mode is {stored['crop_mode']}; vitral uses a centre crop")
     return preprocessing
 
 

@@ -231,7 +231,7 @@ def _read_preprocessing(
     preprocessing = build_preprocessing(input_size, channels, mean_std, crop, interpolation, notes)
     notes.append(f"preprocessing from preprocessor_config.json: {describe_preprocessing(preprocessing)}")
     if "shortest_edge" not in str(stored.get("size")):
-        notes.append("transformers resizes to a square; vitral keeps the aspect ratio and crops the center")
+        notes.append("transformers resizes to a square; vitral keeps the aspect ratio and crops the centre")
     if input_size != size:
         notes.append(
             f"images are {input_size[0]}×{input_size[1]}, positions are for {size[0]}×{size[1]}: they are resampled"

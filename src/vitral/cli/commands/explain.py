@@ -66,7 +66,7 @@ def explain(args: ExplainArgs) -> int:
     if args.top is not None and (args.target or args.top < 1):
         raise VitralError(
             "--top must be at least 1 and cannot be combined with --target",
-            "--top 3 explains the three most probable classes, --target NAME explains one class",
+            "Use --top 3 for the three most probable classes, or --target NAME for one class",
         )
     methods, options = selected_methods(args), method_options(args)
     predictor = load_explainable(args.model, args.labels)

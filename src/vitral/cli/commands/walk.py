@@ -51,7 +51,7 @@ def walk(args: WalkArgs) -> int:
         terminal.print_walk(steps, code=args.code)
         return 0
     write_walk(steps, args.out)
-    best = [Label(name=answer.name, probability=answer.probability) for answer in steps.top_classes[:1]]
+    best = [Label(name=score.name, probability=score.probability) for score in steps.top_classes[:1]]
     print(f"{args.image}   {prediction_text(best, steps.is_ood)}")
     print(f"Wrote {args.out} ({len(steps.steps)} steps)")
     return 0

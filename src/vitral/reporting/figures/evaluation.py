@@ -43,7 +43,7 @@ def plot_evaluation(report: EvaluationReport, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise VitralError(
-            f"cannot create {folder}: {error_reason(error)}", "choose another --figures folder"
+            f"cannot create {folder}: {error_reason(error)}", "Choose another --figures folder"
         ) from error
     paths = [
         plot_reliability(report.uncalibrated, report.calibrated, report.temperature, folder / "reliability.png"),

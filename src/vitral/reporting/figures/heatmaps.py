@@ -137,7 +137,7 @@ def write_explanation(
                 written.append(folder / f"{name}.npy")
                 np.save(written[-1], heat.values)
     except OSError as error:
-        raise VitralError(f"cannot write to {folder}: {error.strerror or error}", "choose another --out") from error
+        raise VitralError(f"cannot write to {folder}: {error.strerror or error}", "Choose another --out") from error
     return written
 
 

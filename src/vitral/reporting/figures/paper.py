@@ -101,7 +101,7 @@ def plot_filters(model: ViT) -> Figure:
 
 
 def filter_to_image(filter_CPP: Tensor) -> Array:
-    """(P, P, 3) or (P, P) in [0, 1], with zero as medium gray."""
+    """(P, P, 3) or (P, P) in [0, 1], with zero as medium grey."""
     magnitude = filter_CPP.abs().max().clamp_min(1e-12)
     image = (filter_CPP / magnitude / 2 + 0.5)[: 3 if len(filter_CPP) >= 3 else 1]
     array: Array = image.permute(1, 2, 0).squeeze(-1).numpy()
@@ -243,7 +243,7 @@ def load_sample_images(predictor: Predictor, paths: Sequence[Path], max_count: i
     """Up to `max_count` evenly spaced images of the files and folders, as model input: uint8, (N, C, H, W)."""
     files = find_images(list(paths))
     if not files:
-        hint = "supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
+        hint = "Supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
         raise VitralError(f"no images in {', '.join(map(str, paths))}", hint)
     selected = [files[int(index)] for index in evenly_spaced_indices(len(files), max_count)]
     preprocessing = predictor.model_config.preprocessing

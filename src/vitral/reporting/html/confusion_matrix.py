@@ -1,4 +1,4 @@
-"""Report section with the confusion matrix, the images behind its cells, and metrics per class."""
+"""Report section with the confusion matrix, the images of its cells, and metrics per class."""
 
 from __future__ import annotations
 

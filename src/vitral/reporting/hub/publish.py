@@ -80,7 +80,7 @@ def resolve_model_config(path: str | Path, checkpoint: Checkpoint) -> ModelConfi
 def write_portable(checkpoint: Checkpoint, folder: Path) -> tuple[str, list[str]]:
     """Write the model in the first format that can represent it; returns the format and notes for the model card."""
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
-        raise VitralError(f"{folder} already exists and is not empty", "choose another --folder")
+        raise VitralError(f"{folder} already exists and is not empty", "Choose another --folder")
     unsupported = []
     for family in PREFERRED_FAMILIES:
         try:

@@ -102,7 +102,7 @@ class WalkBuilder:
         self, predictor: Predictor, pixels_CHW: Tensor, image_1CHW: Tensor, lang: Lang, layer: int, head: int
     ) -> None:
         if not isinstance(predictor.model, ViT):
-            raise VitralError("the walk needs a ViT; this model only has logits", "pass the run it was exported from")
+            raise VitralError("the walk needs a ViT; this model only has logits", "Pass the run it was exported from")
         self.predictor, self.model, self.lang = predictor, predictor.model, lang
         config = self.config = predictor.model.config
         self.block = index_from_one("layer", layer, config.depth) or 0
@@ -120,7 +120,7 @@ class WalkBuilder:
             "E": self.trace.patches.shape[-1], "D": config.width, "T": self.trace.tokens[0].shape[1],
             "h": config.heads, "d": config.width // config.heads, "M": config.hidden_width, "L": config.depth,
             "K": config.num_classes, "l": self.block + 1, "before": self.block, "head": self.head + 1,
-            "front": "x_{class}; " if self.has_class_token else "",
+            "class_token": "x_{class}; " if self.has_class_token else "",
             "scale_attention": "λ ⊙ " if has_layer_scale else "",
             "scale_mlp": "λ ⊙ " if has_layer_scale else "",
             "registers": config.registers,
