@@ -1,4 +1,4 @@
-# vitral serve on a CPU, as a user without rights.
+# vitral serve on a CPU, as an unprivileged user.
 #   docker build -t vitral .
 #   docker run --rm -p 8000:8000 -v "$PWD/runs/mine:/model:ro" vitral
 FROM python:3.11-slim AS build
