@@ -16,6 +16,7 @@ from vitral.cli import main as cli
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md"))]
 BLOCK = re.compile(r"(?P<marker><!-- test: [^\n]* -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL)
+SLOW_PAGES = {"export"}  # exports three files
 FASTER = {
     "train": ["--epochs", "1"],
     "bench": ["--seconds", "0.01", "--batch-sizes", "1", "--threads", "1", "--images", "64"],
@@ -64,7 +65,11 @@ def run_shell_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
         Path(out).write_text(printed.out, encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page.stem in SLOW_PAGES else []) for page in PAGES],
+    ids=[page.stem for page in PAGES],
+)
 def test_every_block_of_the_page_runs(
     page: Path,
     reader_folder: Path,
@@ -90,4 +95,4 @@ def test_every_block_of_the_page_runs(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_page_has_a_block_that_runs(page: Path) -> None:
-    assert any(not block.skipped for block in blocks_of(page)) or page.stem == "scale-out"
+    assert any(not block.skipped for block in blocks_of(page)) or page.stem in ("scale-out", "serve")

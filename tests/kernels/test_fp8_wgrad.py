@@ -134,6 +134,7 @@ def test_fp8_weight_gradients_agree_with_bf16(
         assert (grad - expected).norm() <= (0.2 if grad.ndim == 2 else 1e-3) * expected.norm().clamp_min(0.01)
 
 
+@pytest.mark.slow
 def test_weight_gradients_are_not_in_fp8_if_tokens_are_not_a_multiple_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
     gemms = emulate_fp8_gemms(monkeypatch)
     model, tokens = small_model(32)
