@@ -19,7 +19,7 @@ def test_defragment_preserves_values_and_requires_grad() -> None:
     assert layer.weight.requires_grad
 
 
-def test_on_a_cpu_there_is_no_limit_and_no_copy() -> None:
+def test_cpu_has_no_memory_limit_and_needs_no_copy() -> None:
     tensor = torch.arange(5)
     assert to_pinned_cpu(tensor) is tensor
     assert dataset_budget_bytes(CPU) == math.inf

@@ -53,7 +53,7 @@ def test_output_and_gradients_match_pytorch(T: int, d: int, separate_qk: bool) -
     ],
     ids=str,
 )
-def test_the_encoder_uses_it_and_matches_the_reference(
+def test_the_encoder_uses_the_kernel_and_matches_the_reference(
     image_size: int, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokens = small_model(image_size, **overrides)

@@ -55,7 +55,7 @@ def test_ood_detection_uses_the_stored_threshold(run: Path, tmp_path: Path) -> N
     assert thresholds == {"max-logit": None, "energy": CALIBRATION.ood_threshold, "mahalanobis": None}
 
 
-def test_calibrating_says_what_is_missing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibration_without_validation_images_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_vitral("evaluate", run, "--calibrate", expect=2)
     assert "validation images" in error_lines(capsys)[0]
 

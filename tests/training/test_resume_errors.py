@@ -39,7 +39,7 @@ def newest_checkpoint(path: Path) -> Path:
 # Models and runs that are missing
 
 
-def test_predicting_with_an_unfinished_run_says_how_to_resume_it(
+def test_predicting_with_an_unfinished_run_names_the_resume_command(
     stopped_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     Image.new("L", (8, 8)).save(tmp_path / "x.png")

@@ -32,7 +32,7 @@ def test_images_are_sorted_by_name_at_each_level(tree):
     assert list(iter_images([tree])) == find_images([tree]) == sorted(find_images([tree]))
 
 
-def test_walk_yields_other_files_if_asked_and_need_not_descend(tree):
+def test_walk_can_yield_other_suffixes_and_stay_in_one_folder(tree):
     every = relative(walk_files(tree, suffixes=None), tree)
     assert every == ["a/1.webp", "a/2.PNG", "a/notes.txt", "b.jpg", "c/d/e.tiff", "z.txt"]
     assert relative(walk_files(tree, recursive=False), tree) == ["b.jpg"]

@@ -21,6 +21,6 @@ def test_curves_have_a_validation_line_only_if_there_was_validation() -> None:
 
 
 @pytest.mark.parametrize(("hardware", "is_exact"), [("2 CPU cores", True), ("NVIDIA H200", False)])
-def test_only_runs_on_a_cpu_are_said_to_repeat_bit_for_bit(tmp_path: Path, hardware: str, is_exact: bool) -> None:
+def test_only_cpu_runs_are_described_as_bit_reproducible(tmp_path: Path, hardware: str, is_exact: bool) -> None:
     command = reproduction_commands(Run(tmp_path), {"hardware": hardware})[-1]
     assert ("bit-exact" in command) is is_exact

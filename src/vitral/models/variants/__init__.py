@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vitral.errors import unknown_name_error
@@ -21,6 +22,12 @@ VARIANTS: dict[str, type[ViT]] = {
     "class-and-mean": ClassAndMeanViT,
     "hybrid": HybridViT,
 }
+# Checks of the variants that support only some options of ViTConfig; they raise ValueError.
+CONFIG_CHECKS: dict[str, Callable[[ViTConfig], None]] = {
+    "distilled": DistilledViT.check_config,
+    "late-norm": LateNormViT.check_config,
+    "class-and-mean": ClassAndMeanViT.check_config,
+}
 # Configuration classes of the variants with fields of their own; the others use ViTConfig.
 VARIANT_CONFIGS: dict[str, type[ViTConfig]] = {"hybrid": HybridConfig}
 
@@ -31,13 +38,15 @@ def config_class(variant: Any) -> type[ViTConfig]:
 
 
 def check_variant(variant: str, config: ViTConfig) -> None:
-    """Raise ValueError if the variant does not exist or `config` belongs to another one."""
+    """Raise ValueError if the variant does not exist or does not support `config`."""
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
     expected, actual = config_class(variant).__name__, type(config).__name__
     if expected != actual:
         presets = f"; use a hybrid preset: {', '.join(HYBRIDS)}" if variant == "hybrid" else ""
         raise ValueError(f"the architecture of variant {variant!r} must be a {expected}, got a {actual}{presets}")
+    if variant in CONFIG_CHECKS:
+        CONFIG_CHECKS[variant](config)
 
 
 def resolve_preset(name: str, **overrides: Any) -> tuple[str, ViTConfig]:

@@ -12,11 +12,15 @@ from vitral.models.vit import ClassificationHead, ViT, ViTConfig, initialise
 
 class ClassAndMeanViT(ViT):
     def __init__(self, config: ViTConfig) -> None:
-        if config.pooling != "class":
-            raise ValueError("variant 'class-and-mean' requires pooling 'class'")
+        self.check_config(config)
         super().__init__(config)
         self.head = ClassificationHead(replace(config, width=2 * config.width))
         initialise(self)
+
+    @staticmethod
+    def check_config(config: ViTConfig) -> None:
+        if config.pooling != "class":
+            raise ValueError("variant 'class-and-mean' requires pooling 'class'")
 
     def pool(self, tokens_BTD: Tensor, attentions: list[Tensor] | None = None) -> Tensor:
         """B 2D: [class token; mean of the patches]."""

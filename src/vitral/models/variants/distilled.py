@@ -26,13 +26,17 @@ class DistilledHead(nn.Module):
 
 class DistilledViT(ViT):
     def __init__(self, config: ViTConfig) -> None:
-        if (config.pooling, config.positions, config.registers) != ("class", "learned", 0):
-            raise ValueError("variant 'distilled' requires pooling 'class', positions 'learned' and registers 0")
+        self.check_config(config)
         super().__init__(config)
         self.distillation_token = nn.Parameter(torch.empty(1, 1, config.width))
         self.distillation_position_table = nn.Parameter(torch.empty(1, 1, config.width))
         self.head = DistilledHead(config)
         initialise(self)
+
+    @staticmethod
+    def check_config(config: ViTConfig) -> None:
+        if (config.pooling, config.positions, config.registers) != ("class", "learned", 0):
+            raise ValueError("variant 'distilled' requires pooling 'class', positions 'learned' and registers 0")
 
     def embed(self, images_BCHW: Tensor, grid: Grid) -> Tensor:
         """[x_class; x_distillation; x1·E; …; xN·E] + E_pos."""

@@ -9,10 +9,14 @@ from vitral.models.vit import ViT, ViTConfig
 
 class LateNormViT(ViT):
     def __init__(self, config: ViTConfig) -> None:
-        if config.pooling != "mean":
-            raise ValueError("variant 'late-norm' requires pooling 'mean'; for other poolings it equals the plain ViT")
+        self.check_config(config)
         super().__init__(config)
         self.pooled_norm, self.encoder.norm = self.encoder.norm, nn.Identity()
+
+    @staticmethod
+    def check_config(config: ViTConfig) -> None:
+        if config.pooling != "mean":
+            raise ValueError("variant 'late-norm' requires pooling 'mean'; for other poolings it equals the plain ViT")
 
     def pool(self, tokens_BTD: Tensor, attentions: list[Tensor] | None = None) -> Tensor:
         return self.pooled_norm(super().pool(tokens_BTD, attentions))
