@@ -93,6 +93,6 @@ def test_busy_machine_is_mentioned_next_to_the_estimate(
     recommendation = recommend(diagnosis)
     assert (recommendation.busy_warning or "").startswith("this machine is busy (load 99.0")
     print_diagnosis(diagnosis, recommendation)
-    assert "GB; this machine is busy (load 99.0 on" in capsys.readouterr().out
+    assert "Note: this machine is busy (load 99.0 on" in capsys.readouterr().out
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     assert recommend(diagnosis).busy_warning is None

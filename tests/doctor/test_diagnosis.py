@@ -29,7 +29,7 @@ def test_clean_folder_has_no_issues(photos, split_photos):
     diagnosis = diagnose(split_photos)
     assert diagnosis.issues == []
     assert diagnosis.splits == {"train": 26, "validation": 8}
-    assert diagnosis.image_sizes == "120×90 pixels"
+    assert diagnosis.image_sizes == "120x90 pixels"
     assert diagnosis.image_modes == "all RGB"
 
 

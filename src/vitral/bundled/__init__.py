@@ -42,7 +42,7 @@ def missing_model_hint(source: Path | str = "", other_hint: str = "") -> str:
     text = str(source)
     suggestion = did_you_mean(text, model_names())
     bundled_hint = "" if "/" in text else f"{suggestion} Bundled models: {', '.join(model_names())}".strip()
-    return "; ".join(filter(None, (bundled_hint, other_hint)))
+    return ". ".join(filter(None, (bundled_hint, other_hint)))
 
 
 def bundled_name(path: Path | str) -> str | None:

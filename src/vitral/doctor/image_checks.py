@@ -149,7 +149,7 @@ def outlier_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
         return MODE_NAMES.get(image.mode, image.mode)
 
     def size_text(image: InspectedImage) -> str:
-        return f"{image.size[0]}×{image.size[1]}"
+        return f"{image.size[0]}x{image.size[1]}"
 
     counts = ", ".join(f"{n} {name}" for name, n in Counter(map(mode_name, other_mode)).most_common())
     checks: list[tuple[str, Sequence[InspectedImage], str, str, Callable[[InspectedImage], str]]] = [
@@ -183,16 +183,16 @@ def outlier_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
 
 
 def describe_sizes(images: Sequence[InspectedImage]) -> str:
-    """`384×512 pixels`, or the median size and the range of sides."""
+    """`384x512 pixels`, or the median size and the range of sides."""
     sizes = {image.size for image in images}
     if not sizes:
         return "size unknown"
     if len(sizes) == 1:
         width, height = sizes.pop()
-        return f"{width}×{height} pixels"
+        return f"{width}x{height} pixels"
     median_width, median_height = (statistics.median(image.size[side] for image in images) for side in (0, 1))
     shortest, longest = min(map(min, sizes)), max(map(max, sizes))
-    return f"about {median_width:.0f}×{median_height:.0f} pixels (sides from {shortest} to {longest})"
+    return f"about {median_width:.0f}x{median_height:.0f} pixels (sides from {shortest} to {longest})"
 
 
 def describe_modes(images: Sequence[InspectedImage]) -> str:

@@ -30,7 +30,7 @@ def summary(args: SummaryArgs) -> int:
 
     if args.model is None:
         raise VitralError(
-            "no model given", f"Presets: {', '.join([*PRESETS, *HYBRIDS])}; {bundled.missing_model_hint()}"
+            "no model given", f"Presets: {', '.join([*PRESETS, *HYBRIDS])}. {bundled.missing_model_hint()}"
         )
     if args.levels < 1:
         raise VitralError(f"--levels must be at least 1, got {args.levels}", "The default is 3")
@@ -54,7 +54,7 @@ def architecture_of(name: str) -> tuple[str, Any]:
         return resolve_preset(name)
     except VitralError as error:
         if not name.startswith("hf:") and not Path(bundled.resolve(name)).exists():
-            raise VitralError(error.what, f"{error.hint}; {bundled.missing_model_hint()}") from error
+            raise VitralError(error.what, f"{error.hint}. {bundled.missing_model_hint()}") from error
     checkpoint = weights.read(name)
     return checkpoint.variant, checkpoint.config
 

@@ -114,12 +114,13 @@ def print_diagnosis(diagnosis: Diagnosis, recommendation: Recommendation | None)
     if recommendation is None:
         print_line("\nFix the errors first: this folder cannot be trained on.")
         return
-    warning = f"; {recommendation.busy_warning}" if recommendation.busy_warning else ""
     print_line(
         f"\nRecommended: {recommendation.summary} (about {_duration(recommendation.seconds)} on "
-        f"{recommendation.hardware}, {recommendation.memory_bytes / 1e9:.1f} GB{warning})\n"
+        f"{recommendation.hardware}, {recommendation.memory_bytes / 1e9:.1f} GB)\n"
         f"{recommendation.reason}.\n  {recommendation.command}"
     )
+    if recommendation.busy_warning:
+        print_line(f"\nNote: {recommendation.busy_warning}")
 
 
 def _class_count(diagnosis: Diagnosis) -> str:
