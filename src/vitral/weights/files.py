@@ -136,7 +136,7 @@ def _load_file(raw: RawCheckpoint, path: Path) -> None:
 def _detect_file_kind(path: Path) -> str:
     if path.suffix.lower() in EXPORT_SUFFIXES:
         raise VitralError(
-            f"{path} is an exported model, which only vitral predict and vitral serve accept",
+            f"{path} is an exported model, which only vitral predict accepts (.onnx)",
             "Pass the run that it was exported from",
         )
     size = path.stat().st_size
