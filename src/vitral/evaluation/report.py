@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitral.evaluation.bootstrap import Interval, bootstrap, intervals, percentile_interval
-from vitral.evaluation.metrics import Metrics, compute_metrics
+from vitral.evaluation.metrics import Metrics, compute_metrics, label_ranks
 from vitral.evaluation.ood import OODResult
 from vitral.evaluation.reliability import (
     Reliability,
@@ -112,7 +112,7 @@ def headline(p_NK: Tensor, labels_N: Tensor) -> Headline:
     confidence, predicted = p.max(dim=1)
     correct = (predicted == labels).double()
     sorted_correct = sort_by_confidence(confidence, correct).float()
-    in_top5 = (p.topk(min(5, K), dim=1).indices == labels[:, None]).any(dim=1)
+    in_top5 = label_ranks(p, labels) < 5
     means_NV = torch.stack(
         [correct, in_top5.double(), negative_log_likelihoods(p, labels), brier_scores(p, labels)], dim=1
     ).float()
