@@ -27,8 +27,8 @@ def cost_text(preset: str, gpu: str, estimate: dict[str, Any], duration: str) ->
     time_unit = (1, "days") if max(days) >= 2 else (1 / 24, "hours")
     lines = [
         f"{preset}: {estimate['parameters'] / 1e6:,.1f} M parameters, {estimate['tokens']:,} tokens per image",
-        f"Batch size {estimate['batch_size']:,} on {estimate['gpus']:,} x {gpu}, {estimate['precision']}, micro-batches of "
-        f"{estimate['micro_batch']:,} images per GPU",
+        f"Batch size {estimate['batch_size']:,} on {estimate['gpus']:,} x {gpu}, {estimate['precision']}, "
+        f"micro-batches of {estimate['micro_batch']:,} images per GPU",
         "",
         f"{'Memory per GPU (GiB)':<30}{'DDP':>9}{'FSDP':>9}",
         row("weights", "weights", GIB, memory),
@@ -55,8 +55,8 @@ def cost_text(preset: str, gpu: str, estimate: dict[str, Any], duration: str) ->
         "",
         f"Strategy   {estimate['strategy'].upper()}{checkpointing}: {estimate['reason']}",
         f"Capacity   {capacity_text(estimate, gpu)}",
-        f"Step       {estimate['flops_per_step'] / 1e15:,.2f} PFLOP, {range_text(estimate['step_seconds'], 1e-3, 'ms')} "
-        f"at {estimate['mfu']:.0%} MFU",
+        f"Step       {estimate['flops_per_step'] / 1e15:,.2f} PFLOP, "
+        f"{range_text(estimate['step_seconds'], 1e-3, 'ms')} at {estimate['mfu']:.0%} MFU",
         f"Training   {duration}: {range_text(days, *time_unit)}",
         "",
         "Times range from communication fully overlapped with compute to not overlapped. The MFU is an assumption:",
