@@ -34,7 +34,8 @@ def test_train_load_and_predict_in_three_lines(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_figures")
 def test_validation_images_are_cropped_once_before_calibration(tmp_path: Path) -> None:
-    model = vitral.train("digits", out=tmp_path / "run", **TINY, **{"data.crop": 0.8})
+    overrides: dict[str, Any] = TINY | {"data.crop": 0.8}
+    model = vitral.train("digits", out=tmp_path / "run", **overrides)
     after_training = model.model_config.calibration
     assert vitral.calibrate(tmp_path / "run") == after_training
 
