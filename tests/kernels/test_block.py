@@ -14,7 +14,7 @@ from vitral.kernels.encoder import FusedEncoder
 from vitral.kernels.fp8.op import quantize_weight
 from vitral.kernels.layernorm_gelu.op import LayerNormParams, add_layernorm
 
-pytestmark = requires_interpreter
+pytestmark = [requires_interpreter, pytest.mark.slow]
 
 MODELS: dict[str, dict[str, Any]] = {
     "class token": {"width": 96, "heads": 3},

@@ -19,7 +19,7 @@ from vitral.kernels.layernorm_gelu.op import LayerNormParams, add_layernorm
 from vitral.kernels.reduce.op import ColumnSums
 from vitral.models.vit import ViT
 
-pytestmark = requires_interpreter
+pytestmark = [requires_interpreter, pytest.mark.slow]
 
 
 def quantize_rows(matrix: torch.Tensor) -> Fp8Tensor:

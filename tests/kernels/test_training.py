@@ -15,7 +15,7 @@ from vitral.kernels.training import make_training_forward
 from vitral.models.variants.hybrid import ConvStemConfig, HybridConfig, HybridViT
 from vitral.models.vit import ViT
 
-pytestmark = requires_interpreter
+pytestmark = [requires_interpreter, pytest.mark.slow]
 
 SIZES: dict[str, Any] = {
     "image_size": (8, 8), "patch_size": 4, "num_classes": 10, "width": 48, "depth": 1, "heads": 3, "mlp_width": 96,

@@ -662,6 +662,7 @@ def test_resampled_positions_stay_bf16(positions: str) -> None:
     assert logits.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_model_has_the_same_logits() -> None:

