@@ -254,7 +254,7 @@ def load(path: str | Path, *, engine: EngineName = "auto", device: DeviceOption 
     Args:
         path: Run or model folder, checkpoint file, `hf:owner/name`, or the name of a bundled model ("mnist").
         engine: Inference engine: "auto", "reference" (the plain fp32 module), "fp32", "bf16", "int8" or "fp8".
-        device: "auto", "cpu" or "gpu".
+        device: "auto", "cpu" or "gpu" (also "cuda"). CUDA_VISIBLE_DEVICES selects one of several GPUs.
     """
     return Predictor.load(path, device=device, engine=engine)
 

@@ -54,6 +54,21 @@ def test_gpu_is_selected_if_available(fake_machine: FakeMachine) -> None:
     assert (hardware.use_triton, hardware.fp8) == (has_triton, False)
 
 
+def test_cuda_means_gpu(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=True)
+    assert select_hardware(device="cuda").device == select_hardware(device="gpu").device == torch.device("cuda", 0)
+    fake_machine(gpu=False)
+    with pytest.raises(VitralError, match="no GPU found"):
+        select_hardware(device="cuda")
+
+
+def test_an_unknown_device_is_an_error_that_names_the_variable_for_several_gpus(fake_machine: FakeMachine) -> None:
+    fake_machine(gpu=True)
+    with pytest.raises(VitralError, match="'cuda:1'; expected one of auto, cpu, gpu, cuda") as error:
+        select_hardware(device="cuda:1")  # type: ignore[arg-type]
+    assert "CUDA_VISIBLE_DEVICES" in error.value.hint
+
+
 def test_fp8_request_means_bf16_with_fp8_gemms(fake_machine: FakeMachine) -> None:
     fake_machine(gpu=True)
     if find_spec("triton") is None:

@@ -11,7 +11,7 @@ from typing import Literal
 from vitral.cli.config_fields import ConfigField, read_config_fields
 
 EngineFlag = Literal["auto", "reference", "fp32", "bf16", "int8", "bf16-cascade", "int8-cascade", "fp8"]
-DeviceFlag = Literal["auto", "cpu", "gpu"]
+DeviceFlag = Literal["auto", "cpu", "gpu", "cuda"]
 SplitFlag = Literal["test", "validation", "train"]
 
 

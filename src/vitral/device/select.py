@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -20,7 +20,7 @@ from vitral.distributed.world import SINGLE_PROCESS, World, world_from_env
 from vitral.errors import VitralError
 from vitral.utils.progress import LogFn, no_log
 
-DeviceOption = Literal["auto", "cpu", "gpu"]
+DeviceOption = Literal["auto", "cpu", "gpu", "cuda"]  # cuda: the same as gpu
 PrecisionOption = Literal["auto", "fp32", "bf16", "fp8"]
 CompileOption = Literal["auto", "yes", "no"]
 
@@ -163,8 +163,13 @@ def select_hardware(
 
 
 def _select_device(option: DeviceOption, world: World) -> tuple[torch.device, str]:
+    if option not in get_args(DeviceOption):
+        raise VitralError(
+            f"no device named {option!r}; expected one of {', '.join(get_args(DeviceOption))}",
+            "CUDA_VISIBLE_DEVICES=1 in front of the command selects the second GPU",
+        )
     available = torch.cuda.is_available()
-    if option == "gpu" and not available:
+    if option in ("gpu", "cuda") and not available:
         raise VitralError("no GPU found that PyTorch can use", "Use --device cpu or auto")
     if option == "cpu":
         return torch.device("cpu"), "--device cpu"

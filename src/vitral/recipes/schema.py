@@ -119,7 +119,7 @@ class Recipe:
     ema: float = 0.0  # window of the weight average, as a fraction of the run; 0: no averaging
     ema_decay: float = 0.0  # the same as a decay per step: 0.99996 averages over 25,000 steps
     seed: int = 0  # seed of weights, batch order and augmentation
-    device: DeviceOption = "auto"  # auto: a GPU if there is one
+    device: DeviceOption = "auto"  # auto: a GPU if there is one; CUDA_VISIBLE_DEVICES selects among several
     precision: PrecisionOption = "auto"  # fp8: GEMMs in 8 bits, for wide models on recent GPUs
     compile: CompileOption = "auto"  # torch.compile and CUDA graphs
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # several processes: replicate or shard the model

@@ -24,7 +24,7 @@ class PredictArgs:
     csv: bool = option(False, "print CSV")
     engine: EngineFlag = option("auto", ENGINE_HELP)
     threads: int | None = option(None, "number of CPU threads")
-    device: DeviceFlag = option("auto", "device to run on")
+    device: DeviceFlag = option("auto", "device to run on; CUDA_VISIBLE_DEVICES selects one of several GPUs")
     labels: Path | None = option(None, LABELS_HELP)
     heads: int | None = option(None, HEADS_HELP)
 

@@ -31,7 +31,7 @@ class ServeArgs:
     port: int = option(8000, "port to listen on; 0 picks a free one")
     keys: Path | None = option(None, "file with one API key per line (default: the variable VITRAL_API_KEYS)")
     engine: EngineFlag = option("auto", ENGINE_HELP)
-    device: DeviceFlag = option("auto", "device to run on")
+    device: DeviceFlag = option("auto", "device to run on; CUDA_VISIBLE_DEVICES selects one of several GPUs")
     threads: int | None = option(None, "CPU threads per batch; several batches run in parallel if cores allow")
     labels: Path | None = option(None, LABELS_HELP)
     log: Literal["auto", "text", "json"] = option("auto", "log format; auto: text on a terminal, otherwise JSON lines")
