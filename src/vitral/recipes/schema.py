@@ -109,6 +109,7 @@ class Recipe:
     keep_image_size: bool = False  # with init_from: use the recipe's image size instead of the checkpoint's
     freeze: str = ""  # "backbone": train only the head; a number: freeze the embedding and that many blocks
     epochs: int = 10  # passes over the training set
+    patience: int = 0  # stop after this many epochs without a better validation result; 0: train all epochs
     batch_size: int = 128  # images per optimizer step, over all processes
     grad_accum: int = 1  # micro-batches per optimizer step; more of them need less memory
     activation_checkpointing: bool = False  # recompute activations during backward: less memory, a third more time
@@ -138,7 +139,8 @@ class Recipe:
             raise ValueError(f"freeze must be 'backbone' or a number of blocks, got {self.freeze!r}")
         if self.freeze.isdigit() and int(self.freeze) > self.model.depth:
             raise ValueError(f"freeze must be at most {self.model.depth}, the model's depth, got {self.freeze}")
-        minimums = {"epochs": 1, "batch_size": 1, "grad_accum": 1, "keep_checkpoints": 1, "checkpoint_epochs": 0}
+        minimums = {"epochs": 1, "patience": 0, "batch_size": 1, "grad_accum": 1, "keep_checkpoints": 1}
+        minimums["checkpoint_epochs"] = 0
         for name, minimum in minimums.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}")

@@ -80,7 +80,7 @@ class Trainer:
         self.resume()
         with defer_signals() as self.interrupt:
             self.start()
-            while self.state.epoch < self.recipe.epochs:
+            while self.state.epoch < self.recipe.epochs and not self.patience_is_over():
                 try:
                     self.train_epoch()
                     metrics = self.validate()
@@ -88,6 +88,7 @@ class Trainer:
                     self.handle_divergence(error)
                     continue
                 self.end_epoch(metrics)
+            self.report_early_stop()
         self.export_best_model()
 
     # Phases, in the order in which they happen.
@@ -338,6 +339,18 @@ class Trainer:
 
     # Helpers.
 
+    def patience_is_over(self) -> bool:
+        """Whether validation has not improved for `patience` epochs, from the state alone: a resume is exact."""
+        state, patience = self.state, self.recipe.patience
+        return bool(patience and state.best) and state.epoch - state.best["epoch"] >= patience
+
+    def report_early_stop(self) -> None:
+        if (epoch := self.state.epoch) < self.recipe.epochs:
+            patience = f"{self.recipe.patience} epoch{'s' if self.recipe.patience > 1 else ''}"
+            self.callbacks.on_message(
+                f"Stopped early after epoch {epoch} of {self.recipe.epochs}: no improvement for {patience}"
+            )
+
     def check_finite(self) -> None:
         """Read the device's flag and raise Diverged if a loss or gradient was not finite."""
         if (step := int(self.state.first_nonfinite_step.item())) >= 0:
@@ -361,10 +374,15 @@ class Trainer:
 
 
 def check_splits(recipe: Recipe, dataset: Dataset) -> None:
-    """Refuse a dataset without training images, or without the validation images that the recipe holds out."""
+    """Refuse a dataset without training images, or without the validation images that the recipe needs."""
     for name, split, is_needed in (
         ("training", dataset.train, True),
         ("validation", dataset.validation, recipe.data.validation > 0),
     ):
         if is_needed and not len(split):
             raise VitralError(f"{dataset.name} has no {name} images", "Change --data.validation")
+    if recipe.patience and not len(dataset.validation):
+        raise VitralError(
+            f"--patience {recipe.patience} needs validation images, but {dataset.name} has none",
+            "Hold some out with --data.validation 0.1, or omit --patience",
+        )

@@ -102,9 +102,9 @@ def run_facts(target: EvalTarget, epochs: tuple[dict[str, Any], ...], environmen
     if epochs:
         last = epochs[-1]
         speed = f", {last['images_per_second']:,.0f} images/s" if "images_per_second" in last else ""
-        facts.append(
-            ("Training", f"{format_duration(last.get('seconds', 0.0))}{speed}; weights of epoch {config.epoch}")
-        )
+        stopped = recipe is not None and last["epoch"] < recipe.epochs
+        epoch = f"weights of epoch {config.epoch}" + (f"; stopped early after epoch {last['epoch']}" if stopped else "")
+        facts.append(("Training", f"{format_duration(last.get('seconds', 0.0))}{speed}; {epoch}"))
     if environment.get("hardware"):
         facts.append(("Hardware", f"{environment['hardware']}, {environment.get('precision', '')}".rstrip(", ")))
     facts.append(("Report created", time.strftime("%Y-%m-%d %H:%M")))
