@@ -57,6 +57,7 @@ from vitral.reporting.run_report import write_run_report
 from vitral.reporting.terminal import training as terminal
 from vitral.runs.model_io import find_model_dir
 from vitral.runs.run import RUNS, Run, new_run_path
+from vitral.training.callbacks import Callback
 from vitral.training.compare_strategies import StrategyComparison, check_comparison, compare_strategies
 from vitral.training.parallelism import parallel_plan
 from vitral.training.progress import ProgressTable, StatusProgress
@@ -123,19 +124,22 @@ def train(
     parallel = parallel_plan(setup.recipe, hardware)
     run = create_or_update_run(world, run, setup, hardware, parallel, out)
     terminal.print_run_summary(console, setup, hardware, parallel, run)
-    with world.rank_failure_guard(f"vitral train --resume {shell_quote(run)}"), run_lock(run, world):
-        with ProgressTable(console, setup.steps_per_epoch) as progress:
-            Trainer(
-                setup.recipe,
-                setup.dataset,
-                setup.preprocessing,
-                run,
-                hardware,
-                parallel=parallel,
-                callbacks=[progress],
-                initial_weights=setup.initial_weights,
-            ).fit()
-        return _evaluate_run(run, setup, world, console)
+    progress = ProgressTable(console, setup.steps_per_epoch)
+    trainer = Trainer(
+        setup.recipe,
+        setup.dataset,
+        setup.preprocessing,
+        run,
+        hardware,
+        parallel=parallel,
+        callbacks=[progress],
+        initial_weights=setup.initial_weights,
+    )
+    resume_command = f"vitral train --resume {shell_quote(run)}"
+    with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():
+        with progress:
+            trainer.fit()
+        return _evaluate_run(run, setup, world, console, trainer.callbacks)
 
 
 def join_process_group(device: DeviceOption) -> World:
@@ -153,7 +157,7 @@ def run_lock(run: Run, world: World) -> Iterator[None]:
         yield
 
 
-def _evaluate_run(run: Run, setup: TrainingSetup, world: World, console: Console) -> Predictor:
+def _evaluate_run(run: Run, setup: TrainingSetup, world: World, console: Console, callbacks: Callback) -> Predictor:
     """Calibrate the trained model, evaluate it on the test set and write the report. All ranks take part."""
     predictor = Predictor.load(run.path, device=setup.recipe.device)
     dataset = setup.evaluation_dataset
@@ -165,6 +169,7 @@ def _evaluate_run(run: Run, setup: TrainingSetup, world: World, console: Console
         world.broadcast_from_rank0(lambda: calibrate_model(predictor, target.validation_split))
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
     evaluation, logits = evaluate_target(target, tta=setup.recipe.tta)
+    callbacks.on_evaluation(evaluation.scalars())
     if world.is_rank0:
         write_run_report(run, target, evaluation, logits)
         terminal.print_result(console, run, setup.recipe, dataset.name, evaluation)

@@ -1,11 +1,6 @@
 from __future__ import annotations
 
-import sys
-
-import pytest
-
 from support.common import Fit
-from vitral.errors import VitralError
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback, CallbackList, MetricsFile
 
@@ -38,26 +33,3 @@ def test_a_callback_list_forwards_every_event_in_order() -> None:
     callbacks.on_step(1, 1, 0.5, 10.0, 1.0)
     callbacks.on_epoch_end({}, 0.0)
     assert events == [("a", "hello"), ("b", "hello"), ("a", 3), ("b", 3)]
-
-
-def test_tensorboard_receives_the_metrics_of_each_epoch(train_tiny: Fit) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = train_tiny(epochs=2, tensorboard=True)
-    events = EventAccumulator(str(run.path / "tensorboard"))
-    events.Reload()
-    for name in ("train_loss", "train_top1", "validation_loss", "validation_top1", "lr"):
-        written = [(event.step, event.value) for event in events.Scalars(name)]
-        assert written == [(row["epoch"], pytest.approx(row[name], rel=1e-6)) for row in run.load_metrics()]
-
-
-def test_tensorboard_is_off_by_default(train_tiny: Fit) -> None:
-    assert not (train_tiny(epochs=1).path / "tensorboard").exists()
-
-
-def test_missing_tensorboard_names_the_install_command(train_tiny: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(VitralError, match="TensorBoard is not installed") as error:
-        train_tiny(tensorboard=True)
-    assert "vitral[tensorboard]" in error.value.hint

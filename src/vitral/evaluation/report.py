@@ -68,6 +68,12 @@ class EvaluationReport(Metrics):
     engine: Mapping[str, Any] = field(default_factory=dict)  # EngineChoice.info() of the engine in use
     tta: TTA = "none"
 
+    def scalars(self) -> dict[str, float]:
+        """The main metrics by split and name, as in `test_top1`, for experiment trackers."""
+        headline = {f.name: getattr(self.headline, f.name).value for f in fields(self.headline) if f.name != "accuracy"}
+        values = {"top1": self.top1, "loss": self.loss, **headline}
+        return {f"{self.split}_{name}": float(value) for name, value in values.items()}
+
 
 def build_report(
     logits_NK: Tensor,

@@ -29,7 +29,7 @@ from vitral.utils.serialization import from_dict, to_dict
 # Fields that may change when a run is resumed: computation and disk usage, not the result.
 RESUMABLE_FIELDS = (
     "device", "precision", "compile", "parallel", "grad_accum", "activation_checkpointing", "tta", "checkpoint_epochs",
-    "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard",
+    "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard", "wandb", "mlflow",
 )  # fmt: skip
 
 
@@ -129,7 +129,9 @@ class Recipe:
     checkpoint_minutes: float = 10.0  # minutes between checkpoints within an epoch
     keep_checkpoints: int = 2  # newest checkpoints to keep
     on_nan: Literal["stop", "rollback"] = "stop"  # rollback: return to a checkpoint and halve the learning rate
-    tensorboard: bool = False  # write TensorBoard logs
+    tensorboard: bool = False  # write TensorBoard logs to the run folder
+    wandb: bool = False  # log to Weights & Biases (WANDB_PROJECT, WANDB_MODE=offline, ...)
+    mlflow: bool = False  # log to MLflow (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...)
 
     def __post_init__(self) -> None:
         check_variant(self.variant, self.model)

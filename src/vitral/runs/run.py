@@ -4,6 +4,7 @@ runs/<recipe>-<date>-<id>/
   recipe.toml         complete: `vitral train --recipe runs/x/recipe.toml` repeats the run
   environment.json    versions, hardware with reasons, seed, git revision, data fingerprint
   metrics.jsonl       one line per epoch
+  loggers.json        ids of the run at Weights & Biases and MLflow, if it is logged there
   model/              weights.safetensors and config.json: the portable model (see model_io.py)
   checkpoints/        everything for an exact resume
   test.json           evaluation on the test set at the end of the training
@@ -42,6 +43,7 @@ class Run:
         self.recipe_file = path / "recipe.toml"
         self.environment_file = path / "environment.json"
         self.metrics_file = path / "metrics.jsonl"
+        self.logger_file = path / "loggers.json"
         self.test_file = path / "test.json"
         self.model_dir = path / "model"
         self.checkpoint_dir = path / "checkpoints"

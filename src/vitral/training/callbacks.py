@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from vitral.distributed.world import SINGLE_PROCESS, World
-from vitral.errors import VitralError
 from vitral.runs.run import Run
 
 
@@ -25,6 +24,12 @@ class Callback:
 
     def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
         """An epoch has been trained and validated. `metrics` is its line in metrics.jsonl."""
+
+    def on_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """The finished model has been evaluated. The names of its metrics begin with the split, as in `test_top1`."""
+
+    def on_end(self, succeeded: bool) -> None:
+        """No further events follow. `succeeded` is false after an error or an interruption."""
 
 
 class CallbackList(Callback):
@@ -49,6 +54,24 @@ class CallbackList(Callback):
         for callback in self.callbacks:
             callback.on_epoch_end(metrics, seconds_left)
 
+    def on_evaluation(self, metrics: Mapping[str, float]) -> None:
+        for callback in self.callbacks:
+            callback.on_evaluation(metrics)
+
+    def on_end(self, succeeded: bool) -> None:
+        for callback in self.callbacks:
+            callback.on_end(succeeded)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Call `on_end` when the context is left."""
+        try:
+            yield
+        except BaseException:
+            self.on_end(False)
+            raise
+        self.on_end(True)
+
 
 class MetricsFile(Callback):
     """Writes metrics.jsonl, one line per epoch, on rank 0. If that fails, all ranks fail with the same error."""
@@ -68,20 +91,3 @@ class MetricsFile(Callback):
     def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
         self.rows.append(metrics)
         self.world.broadcast_from_rank0(lambda: self.run.write_metrics(self.rows))
-
-
-class TensorBoard(Callback):
-    """Writes the metrics of each epoch to the run's tensorboard folder."""
-
-    def __init__(self, run: Run) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise VitralError("TensorBoard is not installed", "pip install 'vitral[tensorboard]'") from error
-        self.writer = SummaryWriter(run.path / "tensorboard")
-
-    def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
-        for name, value in metrics.items():
-            if isinstance(value, float) and math.isfinite(value):
-                self.writer.add_scalar(name, value, metrics["epoch"])
-        self.writer.flush()

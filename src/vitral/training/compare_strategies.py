@@ -235,16 +235,17 @@ def train_part(split: EvaluationSplit, folder: Path, seed: int, callbacks: Seque
         run = Run.create(folder.parent, folder.name, folder)
         atomic_write(run.recipe_file, recipe.to_toml())
     hardware = training_hardware(replace(setup, recipe=recipe, dataset=split.dataset))
-    with run.lock():
-        Trainer(
-            recipe,
-            split.dataset,
-            setup.preprocessing,
-            run,
-            hardware,
-            callbacks=callbacks,
-            initial_weights=setup.initial_weights,
-        ).fit()
+    trainer = Trainer(
+        recipe,
+        split.dataset,
+        setup.preprocessing,
+        run,
+        hardware,
+        callbacks=callbacks,
+        initial_weights=setup.initial_weights,
+    )
+    with run.lock(), trainer.callbacks.ending():
+        trainer.fit()
     return load_model(folder)[0], float(run.load_metrics()[-1]["seconds"])
 
 

@@ -32,6 +32,7 @@ from vitral.models.variants import resolve_preset
 from vitral.recipes.builtin import RECIPES, get_recipe
 from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
+from vitral.training.loggers import check_loggers
 from vitral.weights.adapt import adapt_weights
 
 REGULARISATION = ("dropout", "dropout_attention", "dropout_embedding", "drop_path")  # model fields a recipe decides
@@ -146,6 +147,7 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
 
     `items`: a sequence of (image, label) to use instead of the dataset that the recipe names.
     """
+    check_loggers(recipe)
     dataset, recipe = load_training_data(recipe, progress, items)
     preprocessing = make_preprocessing(recipe)
     initial_weights: dict[str, Tensor] | None = None

@@ -33,7 +33,8 @@ from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_wei
 from vitral.runs.run import Run
 from vitral.training import checkpoint
 from vitral.training.backend import make_backend
-from vitral.training.callbacks import Callback, CallbackList, MetricsFile, TensorBoard
+from vitral.training.callbacks import Callback, CallbackList, MetricsFile
+from vitral.training.loggers import make_loggers
 from vitral.training.loss import balanced_class_weights, per_image_losses
 from vitral.training.nan_debug import Diverged, RngSnapshot, describe_divergence, locate_nonfinite
 from vitral.training.parallelism import parallel_plan
@@ -97,8 +98,8 @@ class Trainer:
         """Build the loader, the state before the first step and the backend."""
         recipe, hardware = self.recipe, self.hardware
         check_splits(recipe, self.dataset)
-        if recipe.tensorboard and self.world.is_rank0:
-            self.callbacks.callbacks.append(TensorBoard(self.run))
+        if self.world.is_rank0:
+            self.callbacks.callbacks += make_loggers(recipe, self.run, self.callbacks.on_message)
         train = self.dataset.train
         self.loader = Loader(
             images=to_device_if_fits(train.images, hardware),
