@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import statistics
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from uvicorn.server import ServerState
 
 from support.served import make_image, server, tiny_model
 from vitral.serve.connection import make_protocol
-from vitral.serve.limits import Limits
+from vitral.serve.limits import YIELD_AFTER_S, Limits
 from vitral.serve.metrics import ServerMetrics
 
 PREDICT = "/v1/models/tiny/predict"
@@ -139,6 +140,89 @@ def test_slow_clients_do_not_delay_others(strict):
     assert is_alive(strict)  # one after the other, the hundred timeouts would take minutes
     for connection in connections:
         connection.close()
+
+
+@contextmanager
+def slow_bodies(running, count: int, sent: int = 1):
+    """Connections that have sent the first bytes of a body of 5,000 bytes."""
+    with ExitStack() as stack:
+        connections = []
+        for _ in range(count):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=60))
+            connection.sendall(post(b"x" * sent, length=5000))
+            connections.append(connection)
+        yield connections
+
+
+def get(running, path: str) -> int:
+    return httpx.get(running.url + path, timeout=60).status_code
+
+
+def test_slow_bodies_take_no_slot(model):
+    with server(model, "--max-requests", 2) as running, slow_bodies(running, 8):
+        assert is_alive(running)
+        assert [get(running, path) for path in ("/metrics", "/healthz", "/readyz", "/v1/models")] == [200] * 4
+
+
+def test_body_below_the_minimum_rate_times_out(model):
+    """Ten bytes per second are progress, but not enough."""
+    with server(model, "--stall-timeout-s", 1, "--body-timeout-s", 600) as running:
+        started = time.monotonic()
+        response = exchange_bytes(running.port, post(b"x", length=5000), *[b"x"] * 300, pause=0.1)
+    assert status(response) == 408
+    assert time.monotonic() - started < 25  # of the 30 s that the client would have sent
+    assert b"Send at least 1 KiB/s" in response
+
+
+def test_incomplete_requests_give_way_when_connections_run_out(model):
+    """More connections than allowed: those that never complete a request are closed, and everyone else is served."""
+    with server(model, "--max-connections", 8) as running, slow_bodies(running, 6) as connections:
+        for _ in range(2):
+            connections.append(socket.create_connection(("127.0.0.1", running.port)))  # sends nothing
+        time.sleep(YIELD_AFTER_S + 0.5)
+        assert [get(running, path) for path in ("/healthz", "/readyz", "/metrics")] == [200] * 3
+        assert is_alive(running)
+        assert status(receive_all(connections[0])) == 503
+        for connection in connections[6:]:
+            connection.close()
+
+
+def test_incomplete_bodies_give_way_when_memory_runs_out(model):
+    """Four clients hold all the memory for bodies and send just enough to stay connected."""
+    with server(model, "--max-body-mib", 1, "--max-total-body-mib", 4) as running, ExitStack() as stack:
+        held = post(b"x" * 1_040_000, length=2**20)
+        holders = []
+        for _ in range(4):
+            holders.append(stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=60)))
+            holders[-1].sendall(held)
+        time.sleep(YIELD_AFTER_S + 0.5)
+        body = make_image(size=(400, 300))
+        assert len(body) > 4 * 2**20 - 4 * 1_040_000  # more than what is left
+        assert httpx.post(running.url + PREDICT, content=body, timeout=60).status_code == 200
+        assert status(receive_all(holders[0])) == 408
+
+
+@pytest.mark.slow
+def test_slow_body_flood_delays_nobody(model):
+    """More slow bodies than slots, one byte per second each, until the server has ended all of them."""
+    with server(model) as running, slow_bodies(running, 300) as connections, ThreadPoolExecutor(1) as pool:
+
+        def drip() -> None:
+            for _ in range(20):
+                time.sleep(1)
+                for connection in connections:
+                    with suppress(ConnectionError):
+                        connection.sendall(b"x")
+
+        dripping, seconds = pool.submit(drip), []
+        while not dripping.done():
+            started = time.monotonic()
+            assert is_alive(running)
+            assert get(running, "/metrics") == get(running, "/readyz") == 200
+            seconds.append(time.monotonic() - started)
+            time.sleep(0.1)
+        assert statistics.median(seconds) < 2
+        assert {status(receive_all(connection)) for connection in connections} <= {408, 0}
 
 
 def test_oversized_chunked_body_is_refused(strict):

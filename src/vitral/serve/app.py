@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from vitral.serve.explain_payload import SERVED_METHODS, ExplainRequest
 from vitral.serve.limits import ErrorCode, RequestError
 from vitral.serve.middleware import RequestMiddleware, ServerState, error_response
 from vitral.serve.models import ServedModel
-from vitral.serve.request_parsing import Upload, parse_uploads, read_body
+from vitral.serve.request_parsing import Upload, parse_uploads
 
 PAGE_DIR = Path(__file__).parent / "page"
 MEDIA_TYPES = {
@@ -102,7 +102,10 @@ async def _receive_uploads(request: Request, state: ServerState) -> AsyncIterato
         raise RequestError(503, "not_ready", "the server is warming up; retry in a moment", retry_after=2)
     limits = state.limits
     try:
-        async with read_body(request, limits, state.body_bytes) as body, asyncio.timeout(limits.request_timeout_s):
+        async with AsyncExitStack() as stack:
+            body = await stack.enter_async_context(state.bodies.receive(request))
+            stack.enter_context(state.in_flight.hold(1))  # a slot is taken only for a complete body
+            await stack.enter_async_context(asyncio.timeout(limits.request_timeout_s))
             content_type, size = request.headers.get("content-type", ""), len(body)
             if size < INLINE_PARSE_BYTES:
                 uploads = parse_uploads(content_type, body, limits)
@@ -127,12 +130,12 @@ def _add_model_routes(app: FastAPI, models: Sequence[ServedModel], state: Server
             raise RequestError(404, "not_found", error.what, error.hint)
         return models_by_name[name]
 
-    @app.get("/v1/models", response_model=schema.ModelList, responses=_error_responses(401, 429))
+    @app.get("/v1/models", response_model=schema.ModelList, responses=_error_responses(401))
     async def list_models() -> Response:
         """List all models."""
         return json_response({"models": [model.description() for model in models]})
 
-    @app.get(path, response_model=schema.ModelInfo, responses=_error_responses(401, 404, 429))
+    @app.get(path, response_model=schema.ModelInfo, responses=_error_responses(401, 404))
     async def describe_model(name: str) -> Response:
         """Describe one model: classes, sizes, version and engine."""
         return json_response(find_model(name).description())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from vitral.serve.limits import Limits
+from vitral.serve.limits import YIELD_AFTER_S, Limits
 from vitral.serve.metrics import ServerMetrics
 
 _BODY = b'{"error": {"code": "too_many_connections", "message": "too many connections; retry in a moment"}}'
@@ -16,23 +18,47 @@ TOO_MANY_CONNECTIONS = (
 )
 
 
+def incomplete_since(connection: Any) -> float:
+    """When the connection started to wait for a complete request; infinity while a complete request is in progress."""
+    cycle = connection.cycle
+    in_progress = cycle is not None and not cycle.more_body and not cycle.response_complete
+    return math.inf if in_progress or connection.transport.is_closing() else float(connection.waiting_since)
+
+
 def make_protocol(limits: Limits, metrics: ServerMetrics) -> type[H11Protocol]:
-    """A protocol class that closes connections whose headers never complete or whose response is never read."""
+    """A protocol class that closes connections whose headers never complete or whose response is never read.
+
+    When there are too many connections, the one that has waited the longest for a complete request is closed.
+    """
 
     class TimeoutProtocol(H11Protocol):
         header_timer: asyncio.TimerHandle | None = None  # running while request headers are incomplete
         write_timer: asyncio.TimerHandle | None = None  # running while the client does not read the response
         close_timer: asyncio.TimerHandle | None = None  # running while a closing connection has unread data
 
+        waiting_since = 0.0  # loop.time() of the end of the last response, or of the first byte of this request
+
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            now = self.waiting_since = self.loop.time()
             if len(self.connections) > limits.max_connections:
-                transport.write(TOO_MANY_CONNECTIONS)
-                transport.close()
-            else:
-                self._start_header_timer()
+                oldest: Any = min(self.connections, key=incomplete_since)
+                if now - incomplete_since(oldest) < YIELD_AFTER_S:
+                    transport.write(TOO_MANY_CONNECTIONS)
+                    return transport.close()
+                oldest.give_way()
+            self._start_header_timer()
+
+        def give_way(self) -> None:
+            metrics.dropped_connections.labels("too_many_connections").inc()
+            if self.cycle is not None and not (self.cycle.response_started or self.transport.is_closing()):
+                self.transport.write(TOO_MANY_CONNECTIONS)
+            self.transport.close()
+            self._start_close_timer()
 
         def data_received(self, data: bytes) -> None:
+            if self.cycle is not None and self.cycle.response_complete and self.header_timer is None:
+                self.waiting_since = self.loop.time()
             super().data_received(data)
             if self.cycle is None or self.cycle.response_complete:
                 self._start_header_timer()
@@ -59,6 +85,7 @@ def make_protocol(limits: Limits, metrics: ServerMetrics) -> type[H11Protocol]:
                 self.write_timer = None
 
         def on_response_complete(self) -> None:
+            self.waiting_since = self.loop.time()
             super().on_response_complete()
             self._start_close_timer()
 

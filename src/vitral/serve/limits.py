@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 MIB = 2**20
+YIELD_AFTER_S = (
+    2.0  # requests that have been incomplete for longer are dropped when others need their memory or connection
+)
 
 ErrorCode = Literal[
     "invalid_body",  # 400: empty, malformed or without an image
@@ -39,13 +42,14 @@ class Limits:
     max_megapixels: int = 50  # size of one image, checked in its header before decoding
     max_images: int = 64  # images per request
     max_queue: int = 256  # images queued per model; further requests receive status 429
-    max_requests: int = 256  # requests in progress; further requests receive status 429
+    max_requests: int = 256  # requests in progress, counted from the end of their bodies; others receive status 429
     max_connections: int = 1024  # open connections; further connections receive status 503
     max_batch: int = 32  # images per forward pass
     batch_wait_ms: float = 5.0  # longest time an image waits for others that are being decoded
     request_timeout_s: float = 30.0  # from the last byte of the body to the response
     header_timeout_s: float = 10.0  # for receiving the request headers
     body_timeout_s: float = 60.0  # for receiving the request body
+    min_body_kib_s: float = 1.0  # slowest average rate at which a request body may arrive, in KiB per second
     stall_timeout_s: float = 10.0  # without progress while a body is received or a response is sent
     keep_alive_s: float = 75.0  # idle time of a connection (longer than nginx's, so that nginx closes first)
     drain_s: float = 2.0  # after SIGTERM, /readyz fails but requests are still accepted for this time

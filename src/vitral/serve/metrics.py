@@ -41,7 +41,7 @@ class ServerMetrics:
         self.body_bytes = Gauge("vitral_request_body_bytes", "Request bodies in memory.", registry=registry)
         self.dropped_connections = Counter(
             "vitral_dropped_connections_total",
-            "Connections closed because of a timeout: headers never completed, or a response not read.",
+            "Connections closed early: incomplete headers, an unread response, or too many connections.",
             ["reason"],
             registry=registry,
         )

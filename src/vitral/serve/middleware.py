@@ -1,4 +1,4 @@
-"""ASGI middleware around every request: API keys, concurrency limit, security headers, log and metrics."""
+"""ASGI middleware around every request: API keys, security headers, log and metrics."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vitral.serve.body import BodyReceiver
 from vitral.serve.limits import MIB, Budget, Limits, RequestError
 from vitral.serve.metrics import ServerMetrics
 
@@ -51,6 +52,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.body_bytes = Budget(self.limits.max_total_body_mib * MIB, "the server's memory for request bodies is full")
         self.in_flight = Budget(self.limits.max_requests, "too many requests in progress")
+        self.bodies = BodyReceiver(self.limits, self.body_bytes)
 
 
 def hash_keys(keys: Sequence[str]) -> tuple[bytes, ...]:
@@ -88,8 +90,7 @@ class RequestMiddleware:
             if path in PUBLIC_PATHS or path.startswith("/page/"):
                 return await self.app(scope, receive, send)
             self._check_key(Headers(scope=scope))
-            with self.state.in_flight.hold(1):
-                return await self.app(scope, receive, send)
+            return await self.app(scope, receive, send)
         except RequestError as error:
             await error_response(error)(scope, receive, send)
 

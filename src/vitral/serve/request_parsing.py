@@ -1,4 +1,4 @@
-"""Read a request body and extract the images: multipart files, raw bytes, or base64 strings in JSON.
+"""Extract the images of a request body: multipart files, raw bytes, or base64 strings in JSON.
 
 A client can only send bytes. Paths, URLs and pickled objects are never interpreted, and the bytes stay in memory until
 the request ends.
@@ -6,24 +6,19 @@ the request ends.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
 from vitral.data.decode import ImageDecodeError, ImageTooLargeError, decode_image, read_header
 from vitral.data.preprocess import Preprocessing
-from vitral.serve.limits import MIB, Budget, ErrorCode, Limits, RequestError
+from vitral.serve.limits import ErrorCode, Limits, RequestError
 
 BODY_HINT = 'Send image files as multipart/form-data, one image as raw bytes, or JSON: {"images": ["<base64>"]}'
-DISCARD_FACTOR = 4  # an oversized body is read up to this multiple of the limit before the connection is closed
 
 
 class Upload(NamedTuple):
@@ -37,60 +32,6 @@ class ImageError(Exception):
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code, self.message = code, message
-
-
-@asynccontextmanager
-async def read_body(request: Request, limits: Limits, body_bytes: Budget) -> AsyncIterator[bytearray]:
-    """Receive the whole body, with its size counted against `body_bytes` until the context exits."""
-    max_bytes = limits.max_body_mib * MIB
-    body, acquired = bytearray(), 0
-    too_large = RequestError(
-        413, "body_too_large", f"the body exceeds {limits.max_body_mib} MiB", "Send fewer or smaller images"
-    )
-    try:
-        content_length = request.headers.get("content-length", "")
-        if content_length.isdecimal() and int(content_length) > max_bytes:
-            await _discard(request, limits)
-            raise too_large
-        try:
-            async with asyncio.timeout(limits.body_timeout_s):
-                async for chunk in _chunks(request, limits.stall_timeout_s):
-                    if len(body) + len(chunk) > max_bytes:
-                        await _discard(request, limits)
-                        raise too_large
-                    body_bytes.acquire(len(chunk))
-                    acquired += len(chunk)
-                    body += chunk
-        except TimeoutError as error:
-            raise RequestError(408, "body_timeout", "the body arrived too slowly") from error
-        except ClientDisconnect as error:
-            raise RequestError(400, "connection_closed", "the connection closed before the end of the body") from error
-        yield body
-    finally:
-        body_bytes.release(acquired)
-
-
-async def _chunks(request: Request, stall_timeout_s: float) -> AsyncIterator[bytes]:
-    stream = request.stream().__aiter__()
-    while True:
-        async with asyncio.timeout(stall_timeout_s):
-            chunk = await anext(stream, None)
-        if chunk is None:
-            return
-        yield chunk
-
-
-async def _discard(request: Request, limits: Limits) -> None:
-    """Read on without storing anything: a client that is cut off while it sends does not see the response."""
-    discarded = 0
-    try:
-        async with asyncio.timeout(limits.stall_timeout_s):
-            async for chunk in request.stream():
-                discarded += len(chunk)
-                if discarded > DISCARD_FACTOR * limits.max_body_mib * MIB:
-                    return
-    except (TimeoutError, ClientDisconnect, RuntimeError):
-        return
 
 
 def _invalid_body(message: str, hint: str = BODY_HINT) -> RequestError:
