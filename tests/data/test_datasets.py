@@ -222,10 +222,19 @@ LABELS = st.lists(st.integers(0, 9), max_size=300).map(lambda labels: np.array(l
 @given(labels=LABELS, fraction=st.floats(0, 0.999))
 def test_holdout_is_exact_and_stratified(labels, fraction):
     held_out = stratified_holdout(labels, fraction, seed=0)
-    assert held_out.sum() == round(fraction * len(labels))
+    used_up = 0  # classes of which all images but one are held out
     for label in np.unique(labels):
         in_class = labels == label
         assert abs(held_out[in_class].sum() - fraction * in_class.sum()) <= 1
+        assert held_out[in_class].sum() < in_class.sum(), "a class keeps at least one training image"
+        used_up += held_out[in_class].sum() == in_class.sum() - 1
+    assert round(fraction * len(labels)) - used_up <= held_out.sum() <= round(fraction * len(labels))
+
+
+def test_only_image_of_a_class_is_trained_on():
+    labels = np.arange(10)  # 1.5 images would be held out
+    assert not stratified_holdout(labels, 0.15, seed=0).any()
+    assert not stratified_holdout(labels, 0.15, seed=0, groups=np.arange(10) // 2).any()
 
 
 @given(labels=LABELS, fraction=st.floats(0, 0.999), seed=st.integers(0, 5))

@@ -362,6 +362,27 @@ def test_folder_is_an_error(tmp_path: Path) -> None:
         decode_image(full)
 
 
+def test_named_pipe_is_an_error_and_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    for read in (decode_image, read_header):
+        with pytest.raises(ImageDecodeError, match=r"pipe\.jpg: a named pipe, not a file"):
+            read(tmp_path / "pipe.jpg")
+
+
+def test_dangling_link_names_its_target(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").symlink_to("gone.jpg")
+    with pytest.raises(ImageDecodeError, match=r"a\.jpg: dangling link to gone\.jpg"):
+        decode_image(tmp_path / "a.jpg")
+
+
+def test_reduced_decoding_has_the_same_pixel_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = encode(Image.fromarray(gradient(400, 640)), "JPEG")
+    monkeypatch.setattr(decode, "MAX_PIXELS", 640 * 400 - 1)
+    for reduced in (False, True):
+        with pytest.raises(ImageTooLargeError, match="640×400 pixels"):
+            decode_image(content, min_size=(40, 60), allow_reduced_jpeg=reduced)
+
+
 def test_header_is_read_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     content = encode(Image.new("L", (20, 12)), "PNG")
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))

@@ -56,6 +56,7 @@ class Dataset:
     source: str  # for display: "from the package registry (official mirror: no route to host)"
     fingerprint: str  # identifies training pixels and labels before the split, wherever the files came from
     load_test: Callable[[], Split] = field(repr=False)
+    notes: tuple[str, ...] = ()  # for display, one sentence each: what was skipped or merged
 
     @cached_property
     def test(self) -> Split:
@@ -104,7 +105,8 @@ def stratified_holdout(
     """Mask of the images to hold out: round(fraction · N) in total, from each class its share to within one image.
 
     Each class contributes its share rounded down; the remaining images come from the classes with the largest
-    remainders. Uses RandomState because NumPy guarantees that its stream never changes (NEP 19), unlike `default_rng`.
+    remainders. The last image of a class is never held out, so that every class can be trained on.
+    Uses RandomState because NumPy guarantees that its stream never changes (NEP 19), unlike `default_rng`.
     Images with equal numbers in `groups` are copies of one image and stay together; a class may then contribute
     slightly fewer images.
     """
@@ -114,6 +116,7 @@ def stratified_holdout(
     counts = np.floor(shares).astype(int)
     remaining = round(fraction * len(labels)) - int(counts.sum())
     counts[np.argsort(counts - shares, kind="stable")[:remaining]] += 1
+    counts = np.minimum(counts, [len(members) - 1 for members in class_members])
     if groups is not None and len(np.unique(groups)) < len(labels):
         quotas = dict(zip(np.unique(labels).tolist(), counts.tolist(), strict=True))
         return _hold_out_groups(labels, groups, quotas, random)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vitral.data.files.walk import find_images
+from vitral.data.files.walk import irregular_file_kind, iter_images
 from vitral.errors import VitralError
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # Pillow's other decoders may start external programs
@@ -66,14 +66,16 @@ def decode_image(
     """
     if isinstance(source, Image.Image):
         with _translate_errors(source, name or "the image"):
-            return _load_upright_8bit(source.copy(), name or "the image")
+            _check_pixel_count(source, name or "the image")
+            return _load_upright_8bit(source.copy())
     if not isinstance(source, Path | str | bytes):
         return decode_image(_array_to_pil(source), name=name)
     name = name or ("the image" if isinstance(source, bytes) else str(source))
     with _translate_errors(source, name), _open(source) as image:
+        _check_pixel_count(image, name)  # of the file, before a reduced decode makes it smaller
         if allow_reduced_jpeg and min_size is not None:
             _reduce_jpeg(image, max(min_size))
-        return _load_upright_8bit(image, name)
+        return _load_upright_8bit(image)
 
 
 def read_header(source: Path | str | bytes) -> ImageHeader:
@@ -83,7 +85,17 @@ def read_header(source: Path | str | bytes) -> ImageHeader:
 
 
 def _open(source: Path | str | bytes) -> Image.Image:
-    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=IMAGE_FORMATS)
+    if isinstance(source, bytes):
+        return Image.open(io.BytesIO(source), formats=IMAGE_FORMATS)
+    if (kind := irregular_file_kind(Path(source).stat().st_mode)) is not None:  # opening a pipe would block
+        raise ImageDecodeError(f"{source}: {kind}, not a file", "Write the image to a file first")
+    return Image.open(source, formats=IMAGE_FORMATS)
+
+
+def _check_pixel_count(image: Image.Image, name: str) -> None:
+    if image.width * image.height > MAX_PIXELS:
+        limit = f"{MAX_PIXELS / 10**6:g} megapixels"
+        raise ImageTooLargeError(f"{name}: {image.width}×{image.height} pixels, more than the limit of {limit}")
 
 
 @contextlib.contextmanager
@@ -100,9 +112,11 @@ def _translate_errors(source: object, name: str) -> Iterator[None]:
     except FileNotFoundError as error:
         if re.match(r"https?:/", name):  # Path collapses the second slash
             raise ImageDecodeError(f"{name}: a URL, not a file", "Download the image first") from error
+        if Path(name).is_symlink():
+            raise ImageDecodeError(f"{name}: dangling link to {Path(name).readlink()}", "Restore that file") from error
         raise ImageDecodeError(f"{name}: no such file", "Check the path") from error
     except IsADirectoryError as error:
-        if not find_images([Path(name)]):
+        if next(iter_images([Path(name)]), None) is None:
             raise ImageDecodeError(f"{name}: a folder without images") from error
         raise ImageDecodeError(f"{name}: a folder, not an image", "Name an image in it") from error
     except PermissionError as error:
@@ -132,9 +146,7 @@ def _reduce_jpeg(image: Image.Image, min_side: int) -> None:
         image.draft(None, (image.width * min_side // short, image.height * min_side // short))
 
 
-def _load_upright_8bit(image: Image.Image, name: str) -> Image.Image:
-    if image.width * image.height > MAX_PIXELS:
-        raise ImageTooLargeError(f"{name}: {image.width}×{image.height} pixels, more than the limit")
+def _load_upright_8bit(image: Image.Image) -> Image.Image:
     image.load()
     with contextlib.suppress(Exception):  # with corrupt metadata only the orientation is lost
         ImageOps.exif_transpose(image, in_place=True)  # in place: no copy if the image is already upright

@@ -10,13 +10,21 @@ from typing import NamedTuple
 
 from vitral.data.files.folders import read_csv_list
 from vitral.data.files.listing import SPLIT_NAMES
-from vitral.data.files.walk import IMAGE_SUFFIXES, find_images, subfolders, walk_files
+from vitral.data.files.walk import ImageWalk, SkippedFile, SkipReason, find_images, subfolders
 from vitral.doctor.issue import Issue, Level, file_issue
 from vitral.errors import shell_quote
 
-UNSUPPORTED_SUFFIXES = frozenset(
-    {".heic", ".heif", ".avif", ".jxl", ".jp2", ".psd", ".svg", ".dng", ".cr2", ".nef", ".arw", ".raw"}
-)
+SKIP_FIXES = {  # what to do about a skipped file or folder; hidden ones need no action
+    SkipReason.DANGLING_LINK: "Copy the file to which the link points, or remove the link",
+    SkipReason.LINK_LOOP: "Remove the link",
+    SkipReason.REPEATED_FOLDER: "Remove the link to it",
+    SkipReason.UNREADABLE_FOLDER: "Change its permissions",
+    SkipReason.UNREADABLE_FILE: "Change its permissions",
+    SkipReason.NOT_REGULAR: "Remove it",
+    SkipReason.UNSUPPORTED_FORMAT: "Convert to JPEG or PNG",
+    SkipReason.NOT_AN_IMAGE: "Move elsewhere",
+    SkipReason.OUTSIDE_CLASSES: "Move to a class folder",
+}
 
 
 class ListedImage(NamedTuple):
@@ -35,19 +43,16 @@ def list_folder(path: Path) -> tuple[list[ListedImage], list[Issue]]:
     else:
         issues += _ignored_folder_issues(folder for folder in folders if folder not in splits)
     listing: list[ListedImage] = []
-    stray_images: list[str] = []
+    skipped: list[SkippedFile] = []
+    walk = ImageWalk(skipped.append)
     for root, split in splits.items():
-        stray_images += map(str, walk_files(root, recursive=False))
-        for folder in subfolders(root):
-            files = find_images([folder])
+        for folder in walk.subfolders(root):
+            files = list(walk.images(folder))
             listing += [ListedImage(file, folder.name, split) for file in files]
             if not files:
                 message = f"{folder} contains no images and is not a class"
                 issues.append(_folder_issue("empty-class", folder, message, "Add images or remove it", "warning"))
-    if stray_images:
-        description, fix = "image(s) outside class folders", "Move to a class folder"
-        issues.append(file_issue("stray-image", "warning", description, stray_images, fix))
-    issues += _stray_file_issues(folder for root in splits for folder in subfolders(root))
+    issues += _skipped_issues(skipped)
     issues += _class_name_issues(listing)
     return listing, issues
 
@@ -76,8 +81,10 @@ def _split_name_issues(path: Path, folders: list[Path], splits: dict[Path, str])
         class_folders = [subfolder for subfolder in subfolders(folder) if find_images([subfolder])]
         nested_splits = sorted(p.name for p in class_folders if p.name.lower() in SPLIT_NAMES)
         if any(SPLIT_NAMES[name.lower()] == "train" for name in nested_splits):
-            direct_files = [f for p in class_folders for f in walk_files(p, suffixes=None, recursive=False)]
-            if all(file.suffix.lower() in IMAGE_SUFFIXES for file in direct_files):
+            others: list[SkippedFile] = []
+            walk = ImageWalk(others.append)
+            direct_files = [file for p in class_folders for file in walk.images(p, recursive=False)]
+            if all(file.reason == SkipReason.HIDDEN for file in others):
                 fix = f"Use {path}/train/{folder.name}" if direct_files else f"Use: vitral train {shell_quote(folder)}"
                 yield issue(folder, f"contains the splits {', '.join(nested_splits)} one level down", fix)
             continue
@@ -123,20 +130,18 @@ def _ignored_folder_issues(folders: Iterable[Path]) -> Iterator[Issue]:
             yield _folder_issue("ignored-folder", folder, message, "Move it into a split or elsewhere", "warning")
 
 
-def _stray_file_issues(folders: Iterable[Path]) -> Iterator[Issue]:
-    """Files in class folders that are not read as images."""
-    unsupported, others = [], []
-    for folder in folders:
-        for file in walk_files(folder, suffixes=None):
-            if file.suffix.lower() in UNSUPPORTED_SUFFIXES:
-                unsupported.append(str(file))
-            elif file.suffix.lower() not in IMAGE_SUFFIXES:
-                others.append(str(file))
-    if unsupported:
-        description, fix = "image(s) in unsupported formats", "Convert to JPEG or PNG"
-        yield file_issue("unsupported-format", "warning", description, unsupported, fix)
-    if others:
-        yield file_issue("stray-file", "warning", "non-image file(s) in class folders", others, "Move elsewhere")
+def _skipped_issues(skipped: Sequence[SkippedFile]) -> Iterator[Issue]:
+    """Files and folders that training does not read, by reason."""
+    kinds = {
+        SkipReason.OUTSIDE_CLASSES: "stray-image",
+        SkipReason.UNSUPPORTED_FORMAT: "unsupported-format",
+        SkipReason.NOT_AN_IMAGE: "stray-file",
+    }
+    for reason, fix in SKIP_FIXES.items():
+        paths = [str(file.path) for file in skipped if file.reason == reason]
+        if paths:
+            description = reason.describe(len(paths)).partition(" ")[2]
+            yield file_issue(kinds.get(reason, "skipped-file"), "warning", description, paths, fix)
 
 
 def _class_name_issues(listing: Sequence[ListedImage]) -> Iterator[Issue]:

@@ -215,6 +215,7 @@ def dataset_from_listing(listing: DatasetListing, predictor: Predictor, max_unre
         source=listing.source,
         fingerprint="",
         load_test=lambda: split("test"),
+        notes=listing.notes,
     )
 
 

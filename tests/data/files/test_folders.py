@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,68 @@ def test_hidden_and_empty_folders_and_other_files_are_not_classes(photos):
     (photos / "empty").mkdir()
     (photos / "notes.txt").write_text("text")
     (photos / "ants" / "Thumbs.db").write_text("not an image")
+    save_photo(photos / "lost.jpg", COLOURS["ants"], 0)
+    (photos / "ants" / "gone.jpg").symlink_to("nowhere.jpg")
+    os.mkfifo(photos / "bees" / "pipe.jpg")
     listing = list_folder(photos, validation=0.2)
     assert listing.classes == ("ants", "bees")
     assert split_sizes(listing) == (32, 8, 0)
+    (note,) = listing.notes
+    assert note == (
+        f"skipped 7 files: 1 hidden ({photos}/.ipynb_checkpoints), 1 dangling link ({photos}/ants/gone.jpg), "
+        f"1 named pipe, socket or device ({photos}/bees/pipe.jpg), "
+        f"2 not images ({photos}/notes.txt, {photos}/ants/Thumbs.db), "
+        f"1 image outside class folders ({photos}/lost.jpg), 1 folder without images ({photos}/empty)"
+    )
+    assert load_file_dataset(photos, PREPROCESSING, validation=0.2).notes == listing.notes
+
+
+def test_linked_class_folder_is_a_class(photos, tmp_path):
+    (photos / "bees").rename(tmp_path / "elsewhere")
+    (photos / "bees").symlink_to(tmp_path / "elsewhere")
+    assert split_sizes(list_folder(photos, validation=0.2)) == (32, 8, 0)
+
+
+def test_folder_next_to_the_splits_is_reported(split):
+    save_photo(split / "unsorted" / "0.jpg", COLOURS["ants"], 0)
+    assert list_folder(split, validation=0.2).notes == (
+        f"skipped 1 file: 1 folder that is not a split ({split}/unsorted)",
+    )
+
+
+def test_subfolders_of_a_class_folder_are_merged_with_a_note(photos):
+    save_class_folders(photos / "ants", ("bees", "wasps"), 2, first_seed=50)
+    listing = list_folder(photos, validation=0.2)
+    assert listing.classes == ("ants", "bees")
+    assert sum(split_sizes(listing)) == 44
+    (note,) = listing.notes
+    assert note.startswith("subfolders are merged into their class: ants (bees, wasps). To use them as classes, move")
+
+
+@pytest.mark.parametrize("names", [("ants", "bees"), ("train", "val")])
+def test_folder_one_level_too_high_is_an_error_that_names_the_right_folder(tmp_path, names):
+    for name in names:
+        save_class_folders(tmp_path / "all" / "insects" / name, ("ants", "bees"), 2)
+    with pytest.raises(
+        VitralError, match=f"has one class folder, insects, with the subfolders {', '.join(names)}"
+    ) as e:
+        list_folder(tmp_path / "all", validation=0.2)
+    assert e.value.hint.endswith(f"pass the folder that contains them: {tmp_path}/all/insects")
+
+
+def test_class_with_a_single_image_is_trained_on_with_a_note(photos):
+    save_photo(photos / "wasps" / "0.jpg", COLOURS["wasps"], 0)
+    listing = list_folder(photos, validation=0.5)
+    assert {label for _, label in listing.splits["train"]} == {0, 1, 2}
+    assert {label for _, label in listing.splits["validation"]} == {0, 1}
+    (note,) = listing.notes
+    assert note == "wasps: a single image, used for training; the validation split has none. Add more images"
+
+
+def test_named_pipe_is_not_a_dataset(tmp_path):
+    os.mkfifo(tmp_path / "list.csv")
+    with pytest.raises(VitralError, match=r"list\.csv is a named pipe, not a folder or CSV file"):
+        list_folder(tmp_path / "list.csv", validation=0.2)
 
 
 def test_folder_named_test_is_a_class_without_a_train_folder(photos):

@@ -1,13 +1,24 @@
-"""The directory walk: order, hidden files, symbolic links and folders without images."""
+"""The directory walk: order, links, files that are no images, and what is reported as skipped."""
 
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from vitral.data.files.walk import find_images, iter_images, subfolders, walk_files
+from vitral.data.files.walk import (
+    ImageWalk,
+    SkippedFile,
+    SkippedFiles,
+    SkipReason,
+    find_images,
+    has_image_content,
+    iter_images,
+    subfolders,
+)
 
 
 def create_files(root: Path, *names: str) -> None:
@@ -32,28 +43,101 @@ def test_images_are_sorted_by_name_at_each_level(tree):
     assert list(iter_images([tree])) == find_images([tree]) == sorted(find_images([tree]))
 
 
-def test_walk_can_yield_other_suffixes_and_stay_in_one_folder(tree):
-    every = relative(walk_files(tree, suffixes=None), tree)
-    assert every == ["a/1.webp", "a/2.PNG", "a/notes.txt", "b.jpg", "c/d/e.tiff", "z.txt"]
-    assert relative(walk_files(tree, recursive=False), tree) == ["b.jpg"]
+def test_walk_can_stay_in_one_folder(tree):
+    assert relative(ImageWalk().images(tree, recursive=False), tree) == ["b.jpg"]
 
 
-def test_linked_folders_are_listed_but_not_followed(tree, tmp_path_factory):
+def skipped_entries(root: Path) -> dict[str, SkipReason]:
+    """Reasons by relative path."""
+    skipped: list[SkippedFile] = []
+    list(iter_images([root], skipped.append))
+    assert len({entry.path for entry in skipped}) == len(skipped), "each is reported once"
+    return {str(entry.path.relative_to(root)): entry.reason for entry in skipped}
+
+
+def test_links_to_files_and_folders_are_followed(tree, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
-    (other / "1.jpg").write_bytes(b"")
+    create_files(other, "1.jpg", "deep/2.jpg")
     (tree / "link").symlink_to(other)
-    (tree / "broken.jpg").symlink_to(tree / "missing.jpg")
     (tree / "linked.jpg").symlink_to(other / "1.jpg")
-    assert relative(find_images([tree]), tree) == ["a/1.webp", "a/2.PNG", "b.jpg", "c/d/e.tiff", "linked.jpg"]
-    assert find_images([tree / "link"]) == [tree / "link" / "1.jpg"]
+    assert relative(find_images([tree]), tree) == [
+        "a/1.webp", "a/2.PNG", "b.jpg", "c/d/e.tiff", "linked.jpg", "link/1.jpg", "link/deep/2.jpg",
+    ]  # fmt: skip
+    assert find_images([tree / "link"]) == [tree / "link" / "1.jpg", tree / "link" / "deep" / "2.jpg"]
     assert relative(subfolders(tree), tree) == ["a", "c", "link"]
+
+
+def test_each_folder_is_listed_once_and_under_its_own_name(tmp_path):
+    create_files(tmp_path, "cats/1.jpg", "cats/deep/2.jpg")
+    (tmp_path / "a").symlink_to(tmp_path / "cats")
+    (tmp_path / "cats" / "deep" / "up").symlink_to(tmp_path)
+    (tmp_path / "self.jpg").symlink_to(tmp_path / "self.jpg")
+    assert relative(find_images([tmp_path]), tmp_path) == ["cats/1.jpg", "cats/deep/2.jpg"]
+    assert skipped_entries(tmp_path) == {
+        "a": SkipReason.REPEATED_FOLDER,
+        "cats/deep/up": SkipReason.REPEATED_FOLDER,
+        "self.jpg": SkipReason.LINK_LOOP,
+    }
+
+
+def test_everything_that_is_not_listed_is_reported_with_a_reason(tree):
+    create_files(tree, "phone.HEIC", "raw.dng")
+    (tree / "a" / "broken.jpg").symlink_to(tree / "missing.jpg")
+    os.mkfifo(tree / "a" / "pipe.jpg")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(tree / "s.png"))  # an absolute path may be longer than the system allows
+    assert skipped_entries(tree) == {
+        ".hidden": SkipReason.HIDDEN,
+        "a/.x.jpg": SkipReason.HIDDEN,
+        "a/broken.jpg": SkipReason.DANGLING_LINK,
+        "a/notes.txt": SkipReason.NOT_AN_IMAGE,
+        "a/pipe.jpg": SkipReason.NOT_REGULAR,
+        "phone.HEIC": SkipReason.UNSUPPORTED_FORMAT,
+        "raw.dng": SkipReason.UNSUPPORTED_FORMAT,
+        "s.png": SkipReason.NOT_REGULAR,
+        "z.txt": SkipReason.NOT_AN_IMAGE,
+    }
+
+
+def test_unreadable_folder_is_reported(tmp_path):
+    skipped: list[SkippedFile] = []
+    assert list(ImageWalk(skipped.append).images(tmp_path / "gone")) == []
+    assert skipped == [(tmp_path / "gone", SkipReason.UNREADABLE_FOLDER)]
+
+
+@pytest.mark.parametrize("name", ["photo", "photo.jpg_original", "photo.bin", "photo.JFIF", "photo.jpe"])
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"])
+def test_image_is_recognised_by_its_content_if_the_suffix_is_unusual(tmp_path, name, format):
+    Image.new("RGB", (4, 4)).save(tmp_path / name, format)
+    assert find_images([tmp_path]) == [tmp_path / name]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"BMW notes: the car is red and blue", b"RIFF\0\0\0\0WAVEfmt ", b"\xff\xd8", b"II.txt"]
+)
+def test_other_content_is_not_an_image(tmp_path, content):
+    assert not has_image_content(content)
+    (tmp_path / "file").write_bytes(content)
+    assert find_images([tmp_path]) == []
+
+
+def test_summary_counts_reasons_and_names_the_first_files():
+    skipped = SkippedFiles()
+    assert skipped.summary() is None
+    skipped.add(SkippedFile(Path("notes.txt"), SkipReason.NOT_AN_IMAGE))
+    assert skipped.summary() == "skipped 1 file: 1 not an image (notes.txt)"
+    for index in range(5):
+        skipped.add(SkippedFile(Path(f"{index}.jpg"), SkipReason.DANGLING_LINK))
+    assert skipped.summary() == (
+        "skipped 6 files: 5 dangling links (0.jpg, 1.jpg, 2.jpg and 2 more), 1 not an image (notes.txt)"
+    )
 
 
 def test_hidden_folder_is_searched_if_given_by_name(tree):
     assert find_images([tree / ".hidden"]) == [tree / ".hidden" / "x.jpg"]
 
 
-def test_suffixes_decide_what_is_an_image(tmp_path):
+def test_files_with_the_suffix_of_an_image_are_not_opened(tmp_path):
     images = ["a/2.JPG", "a/b/deep.tiff", "b.png", "c d/ünï códe 猫.webp", "z.Gif"]
     others = [
         ".hidden.png", ".git/x.png", "a/.ipynb_checkpoints/2-checkpoint.jpg", "__MACOSX/._2.jpg", "a/notes.txt",

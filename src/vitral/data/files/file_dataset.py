@@ -165,6 +165,7 @@ def read_listing(
         source="; ".join([listing.source, *reader.notes]),
         fingerprint=index.fingerprint,
         load_test=lambda: reader.read("test"),
+        notes=listing.notes,
     )
 
 

@@ -4,14 +4,15 @@
     photos/train/ants  photos/val/ants  [photos/test/ants]  existing splits are used
     photos.csv                                              columns path, label and, optionally, split
 
-Hidden folders and folders without images are not classes.
+Folders without images are not classes. Images in subfolders of a class folder belong to that class. walk.py decides
+which files are images.
 """
 
 from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,11 @@ import numpy as np
 from vitral.data.files.duplicates import duplicate_groups
 from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_validation, make_listing
 from vitral.data.files.packed import fingerprint
-from vitral.data.files.walk import subfolders, walk_files
+from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason, irregular_file_kind, iter_images
 from vitral.data.files.workers import ImageLocation
 from vitral.data.progress_bars import progress_bars
 from vitral.data.registry.cache import cache_dir
-from vitral.errors import VitralError, did_you_mean
+from vitral.errors import VitralError, did_you_mean, shell_quote, truncate_list
 
 LabelledFiles = dict[str, list[tuple[Path, str]]]  # split → files with class names
 LAYOUT_HINT = "Use one folder per class: photos/ants, photos/bees"
@@ -36,22 +37,23 @@ def list_folder(path: Path, validation: float, progress: bool = False) -> Datase
     """List the images of a folder or CSV file. Without a validation split, the fraction `validation` is held out."""
     if not path.exists():
         raise VitralError(f"no folder or list named {path}", LAYOUT_HINT)
-    files = read_csv_list(path) if path.is_file() else _read_folders(path)
-    if not files["train"] and path.is_dir():
-        raise no_class_folders_error(path)
+    if (kind := irregular_file_kind(path.stat().st_mode)) is not None:
+        raise VitralError(f"{path} is {kind}, not a folder or CSV file", LAYOUT_HINT)
+    files, notes = _list_class_folders(path) if path.is_dir() else (read_csv_list(path), [])
     images = {split: [(ImageLocation(str(file)), label) for file, label in items] for split, items in files.items()}
-    listing = make_listing(str(path), images, source=f"from {path}", hint=LAYOUT_HINT)
+    listing = make_listing(str(path), images, source=f"from {path}", hint=LAYOUT_HINT, notes=notes)
     if listing.splits["validation"]:
         return listing
     groups = _cached_duplicate_groups([Path(location.path) for location, _ in listing.splits["train"]], progress)
     return hold_out_validation(listing, validation, groups)
 
 
-def no_class_folders_error(path: Path) -> VitralError:
+def no_class_folders_error(path: Path, skipped: SkippedFiles | None = None) -> VitralError:
     """The error for a folder whose images, if there are any, are not in class folders."""
-    count = sum(1 for _ in walk_files(path))
+    count = sum(1 for _ in iter_images([path]))
     hint = f"Move its {count:,} images to one folder per class: {path}/ants, {path}/bees" if count else LAYOUT_HINT
-    return VitralError(f"{path} has no images in class folders", hint)
+    reasons = skipped.summary() if skipped is not None and not count else None
+    return VitralError(f"{path} has no images in class folders" + (f"; {reasons}" if reasons else ""), hint)
 
 
 def _cached_duplicate_groups(files: Sequence[Path], progress: bool) -> np.ndarray[Any, Any]:
@@ -70,15 +72,59 @@ def _cached_duplicate_groups(files: Sequence[Path], progress: bool) -> np.ndarra
     return groups
 
 
-def _read_folders(path: Path) -> LabelledFiles:
-    splits = {folder: SPLIT_NAMES[name] for folder in subfolders(path) if (name := folder.name.lower()) in SPLIT_NAMES}
-    if "train" not in splits.values():  # without a training split, a folder named "test" is a class
-        splits = {path: "train"}
+def _list_class_folders(path: Path) -> tuple[LabelledFiles, list[str]]:
+    """Images of the class folders in `path`, and notes on skipped files and merged subfolders."""
+    skipped = SkippedFiles()
+    walk = ImageWalk(skipped.add)
     files: LabelledFiles = {"train": [], "validation": [], "test": []}
-    for root, split in splits.items():
-        for folder in subfolders(root):
-            files[split] += [(file, folder.name) for file in walk_files(folder)]
-    return files
+    nested: dict[Path, dict[str, None]] = {}  # class folder → names of its subfolders that contain images
+    for folder, split in _class_folders(path, walk):
+        num_before = len(files[split]) + skipped.counts.total()
+        for file in walk.images(folder):
+            files[split].append((file, folder.name))
+            if file.parent != folder:
+                nested.setdefault(folder, {})[file.relative_to(folder).parts[0]] = None
+        if len(files[split]) + skipped.counts.total() == num_before:
+            skipped.add(SkippedFile(folder, SkipReason.NO_IMAGES))
+    if not files["train"]:
+        raise no_class_folders_error(path, skipped)
+    if len({label for _, label in files["train"]}) == 1:
+        _check_folder_level(path, nested)
+    return files, [note for note in (skipped.summary(), _nested_note(nested)) if note]
+
+
+def _class_folders(path: Path, walk: ImageWalk) -> Iterator[tuple[Path, str]]:
+    """Class folders and their splits."""
+    folders = walk.subfolders(path)
+    splits = {folder: SPLIT_NAMES[name] for folder in folders if (name := folder.name.lower()) in SPLIT_NAMES}
+    if "train" not in splits.values():  # without a training split, a folder named "test" is a class
+        yield from ((folder, "train") for folder in folders)
+        return
+    for folder in folders:
+        if folder in splits:
+            yield from ((class_folder, splits[folder]) for class_folder in walk.subfolders(folder))
+        else:
+            walk.on_skip(SkippedFile(folder, SkipReason.NOT_A_SPLIT))
+
+
+def _check_folder_level(path: Path, nested: Mapping[Path, Iterable[str]]) -> None:
+    """Raise VitralError if the only class folder contains the folders that seem to be the classes."""
+    for folder, names in nested.items():
+        if len(subfolder_names := list(names)) > 1:
+            raise VitralError(
+                f"{path} has one class folder, {folder.name}, with the subfolders {truncate_list(subfolder_names)}",
+                f"If these are the classes, pass the folder that contains them: {shell_quote(folder)}",
+            )
+
+
+def _nested_note(nested: Mapping[Path, Iterable[str]]) -> str | None:
+    if not nested:
+        return None
+    classes = [f"{folder.name} ({truncate_list(list(names), 3)})" for folder, names in nested.items()]
+    return (
+        f"subfolders are merged into their class: {truncate_list(classes, 3)}. To use them as classes, move them up "
+        "one level or list the images in a CSV file"
+    )
 
 
 def read_csv_list(path: Path) -> LabelledFiles:

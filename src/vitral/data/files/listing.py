@@ -35,6 +35,7 @@ class DatasetListing:
     splits: Mapping[str, Sequence[LabelledLocation]]  # train, validation, test
     source: str  # for display
     state: object = None  # distinguishes versions of a dataset whose files do not change path, size or time
+    notes: tuple[str, ...] = ()  # for display, one sentence each: skipped files, merged folders, classes of one image
 
 
 def make_listing(
@@ -44,6 +45,7 @@ def make_listing(
     source: str,
     hint: str,
     state: object = None,
+    notes: Sequence[str] = (),
     class_key: Callable[[str], Any] | None = None,
 ) -> DatasetListing:
     """Assign class indices. The classes are those of the training images, sorted by `class_key`.
@@ -67,7 +69,7 @@ def make_listing(
             )
     index = class_index_map(classes)
     splits = {split: [(location, index[label]) for location, label in items] for split, items in images.items()}
-    return DatasetListing(name=name, classes=classes, splits=splits, source=source, state=state)
+    return DatasetListing(name=name, classes=classes, splits=splits, source=source, state=state, notes=tuple(notes))
 
 
 def hold_out_validation(
@@ -89,4 +91,12 @@ def hold_out_validation(
         "train": [item for item, is_held_out in zip(train, held_out, strict=True) if not is_held_out],
         "validation": [item for item, is_held_out in zip(train, held_out, strict=True) if is_held_out],
     }
-    return replace(listing, splits=splits, source=source)
+    single = [name for name, count in zip(listing.classes, np.bincount(labels), strict=True) if count == 1]
+    notes = (*listing.notes, _single_image_note(single)) if single and fraction else listing.notes
+    return replace(listing, splits=splits, source=source, notes=notes)
+
+
+def _single_image_note(classes: Sequence[str]) -> str:
+    """What happens to classes with a single image when images are held out for validation."""
+    number = "a single image" if len(classes) == 1 else "a single image each"
+    return f"{truncate_list(classes)}: {number}, used for training; the validation split has none. Add more images"

@@ -42,6 +42,7 @@ def print_run_summary(
     lines = [
         f"Data      {dataset.name}: {len(dataset.train):,} train, {len(dataset.validation):,} validation"
         + (f" ({source})" if source else ""),
+        *(f"          {note}" for note in dataset.notes),
         f"Model     {kind} {size}/{model.patch_size}, width {model.width}, depth {model.depth}, heads {model.heads} "
         f"({parameters / 1e6:.2f} M parameters, {model.grid[0] * model.grid[1]} patches)",
         *(f"          {note}" for note in setup.notes),
