@@ -47,6 +47,30 @@ for name, collective in (("broadcast", world.broadcast_from_rank0), ("run_on_all
     except VitralError as error:
         results[f"failed {name}"] = [error.what, error.hint]
 
+class UnknownToTheOthers(BaseException):
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+def divide():
+    return 1 // 0
+
+def interrupt():
+    raise KeyboardInterrupt
+
+def raise_unpicklable():
+    raise UnknownToTheOthers("only rank 0 has this class")
+
+results["causes"] = []
+for function in (divide, interrupt, raise_unpicklable, lambda: lambda: None, lambda: Path("missing").read_text()):
+    try:
+        world.broadcast_from_rank0(function)
+    except BaseException as error:
+        results["causes"].append([type(error).__name__, str(error)])
+try:
+    world.run_on_all(lambda: 1 // (1 - world.rank))
+except BaseException as error:
+    results["failed on rank 1"] = [type(error).__name__, str(error)]
+
 marker = folder / "marker"
 def marker_existed():
     existed = marker.exists()
@@ -83,6 +107,32 @@ def test_collectives_return_the_same_on_every_rank(results: Results) -> None:
 def test_failure_on_one_rank_is_raised_on_all(results: Results) -> None:
     for rank_results in results:
         assert rank_results["failed broadcast"] == rank_results["failed run_on_all"] == ["what failed", "what to do"]
+
+
+def test_any_exception_on_rank_0_reaches_the_other_ranks_with_its_type_and_message(results: Results) -> None:
+    hint = "The traceback is in the output of rank 0"
+    missing = ["VitralError", "missing: No such file or directory"]
+    assert results[0]["causes"][:3] == [  # type: ignore[index]
+        ["ZeroDivisionError", "integer division or modulo by zero"],
+        ["KeyboardInterrupt", ""],
+        ["UnknownToTheOthers", "only rank 0 has this class"],
+    ]
+    assert results[1]["causes"][:3] == [  # type: ignore[index]
+        ["VitralError", f"rank 0 failed with ZeroDivisionError: integer division or modulo by zero\n{hint}"],
+        ["VitralError", f"rank 0 failed with KeyboardInterrupt\n{hint}"],
+        ["VitralError", f"rank 0 failed with UnknownToTheOthers: only rank 0 has this class\n{hint}"],
+    ]
+    for rank_results in results:
+        unpicklable, not_found = rank_results["causes"][3:]  # type: ignore[index]
+        assert "ickle" in unpicklable[1]
+        assert not_found == missing
+
+
+def test_failure_of_any_rank_in_run_on_all_is_raised_on_all(results: Results) -> None:
+    assert results[1]["failed on rank 1"] == ["ZeroDivisionError", "integer division or modulo by zero"]
+    kind, message = results[0]["failed on rank 1"]  # type: ignore[misc]
+    assert kind == "VitralError"
+    assert message.startswith("rank 1 failed with ZeroDivisionError: integer division or modulo by zero\n")
 
 
 def test_run_on_all_calls_local_rank_0_first(results: Results) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -59,17 +60,30 @@ class World:
         """Call `function` on rank 0 and return its result on every rank. If it fails, every rank raises its error."""
         if self.size == 1:
             return function()
-        return self.all_gather_objects([_attempt(function)] if self.is_rank0 else [])[0].value()
+        attempt = _Attempt(lambda: pickle.dumps(function()), self.rank) if self.is_rank0 else None
+        (outcome,) = self.all_gather_objects([] if attempt is None else [(attempt.result, attempt.failure)])
+        if attempt is not None:
+            attempt.raise_error()
+        result, failure = outcome
+        if failure is not None:
+            raise VitralError(*failure)
+        return cast(T, pickle.loads(result))
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """Call `function` on every rank, first on local rank 0 of each machine. If one of these fails, all raise."""
+        """Call `function` on every rank, first on local rank 0 of each machine. If it fails on one rank, all raise."""
         if self.size == 1:
             return function()
-        outcome = _attempt(function) if self.local_rank == 0 else None
-        for error in self.all_gather_objects([outcome and outcome.error]):
-            if error:
-                raise VitralError(*error)
-        return outcome.value() if outcome else function()
+        attempt = None
+        for is_turn in (self.local_rank == 0, self.local_rank != 0):
+            if is_turn:
+                attempt = _Attempt(function, self.rank)
+            failures = self.all_gather_objects([attempt.failure if attempt and is_turn else None])
+            if attempt is not None:
+                attempt.raise_error()
+            if failure := next(filter(None, failures), None):
+                raise VitralError(*failure)
+        assert attempt is not None
+        return cast(T, attempt.result)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -181,26 +195,31 @@ class AsyncFlags:
         return tuple(bool(flag) for flag in flags.tolist())
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """The result of a call on one rank, or the message and hint of its error."""
+class _Attempt:
+    """A call on this rank. If it fails, `failure` is what the other ranks raise, as message and hint.
 
-    result: Any = None
-    error: tuple[str, str] | None = None
+    An exception is not sent itself: another rank may not be able to unpickle it.
+    """
 
-    def value(self) -> Any:
+    def __init__(self, function: Callable[[], Any], rank: int) -> None:
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.failure: tuple[str, str] | None = None
+        try:
+            self.result = function()
+        except VitralError as error:
+            self.error, self.failure = error, (error.what, error.hint)
+        except OSError as error:
+            self.failure = f"{error.filename or 'system error'}: {error.strerror or error}", ""
+            self.error = VitralError(*self.failure)
+        except BaseException as error:  # whatever it is, the other ranks wait for the outcome
+            cause = ": ".join(filter(None, (type(error).__name__, str(error))))
+            self.error = error
+            self.failure = f"rank {rank} failed with {cause}", f"The traceback is in the output of rank {rank}"
+
+    def raise_error(self) -> None:
         if self.error is not None:
-            raise VitralError(*self.error)
-        return self.result
-
-
-def _attempt(function: Callable[[], Any]) -> _Outcome:
-    try:
-        return _Outcome(result=function())
-    except VitralError as error:
-        return _Outcome(error=(error.what, error.hint))
-    except OSError as error:
-        return _Outcome(error=(f"{error.filename or 'system error'}: {error.strerror or error}", ""))
+            raise self.error
 
 
 def _int_from_env(name: str, default: int) -> int:
