@@ -223,3 +223,11 @@ def test_class_names_that_are_not_unicode_are_refused_before_training(photos, tm
     err = refused(capsys, "train", str(photos), "--epochs", "1", "--out", str(tmp_path / "run"))
     assert "not valid Unicode" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_seeds_without_compare_name_both_right_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    err = refused(capsys, "train", "digits", "--seeds", "5")
+    assert err.splitlines() == [
+        "error: --seeds is the number of runs per strategy of --compare",
+        "       Compare strategies with: --init-from CHECKPOINT --compare --seeds 5. Set the seed of one run with: --seed 5",
+    ]

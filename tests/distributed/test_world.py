@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ results["flags"].append(flags.flush(world.rank == 0, False))
 (folder / f"{world.rank}.json").write_text(json.dumps(results))
 """
 
-Results = list[dict[str, object]]
+Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -112,25 +113,25 @@ def test_failure_on_one_rank_is_raised_on_all(results: Results) -> None:
 def test_any_exception_on_rank_0_reaches_the_other_ranks_with_its_type_and_message(results: Results) -> None:
     hint = "The traceback is in the output of rank 0"
     missing = ["VitralError", "missing: No such file or directory"]
-    assert results[0]["causes"][:3] == [  # type: ignore[index]
+    assert results[0]["causes"][:3] == [
         ["ZeroDivisionError", "integer division or modulo by zero"],
         ["KeyboardInterrupt", ""],
         ["UnknownToTheOthers", "only rank 0 has this class"],
     ]
-    assert results[1]["causes"][:3] == [  # type: ignore[index]
+    assert results[1]["causes"][:3] == [
         ["VitralError", f"rank 0 failed with ZeroDivisionError: integer division or modulo by zero\n{hint}"],
         ["VitralError", f"rank 0 failed with KeyboardInterrupt\n{hint}"],
         ["VitralError", f"rank 0 failed with UnknownToTheOthers: only rank 0 has this class\n{hint}"],
     ]
     for rank_results in results:
-        unpicklable, not_found = rank_results["causes"][3:]  # type: ignore[index]
+        unpicklable, not_found = rank_results["causes"][3:]
         assert "ickle" in unpicklable[1]
         assert not_found == missing
 
 
 def test_failure_of_any_rank_in_run_on_all_is_raised_on_all(results: Results) -> None:
     assert results[1]["failed on rank 1"] == ["ZeroDivisionError", "integer division or modulo by zero"]
-    kind, message = results[0]["failed on rank 1"]  # type: ignore[misc]
+    kind, message = results[0]["failed on rank 1"]
     assert kind == "VitralError"
     assert message.startswith("rank 1 failed with ZeroDivisionError: integer division or modulo by zero\n")
 

@@ -140,9 +140,10 @@ def test_training_writes_the_documented_files(tmp_path: Path) -> None:
     assert files >= {
         "recipe.toml", "environment.json", "metrics.jsonl", "test.json", "report.html", "model/config.json",
         "model/weights.safetensors", "checkpoints/best.safetensors", "checkpoints/step-000000005.pt",
-        "checkpoints/step-000000010.pt", "checkpoints/.lock", "figures/curves.png", "figures/confusion.png",
+        "checkpoints/step-000000010.pt", "figures/curves.png", "figures/confusion.png",
         "figures/attention.png",
     }  # fmt: skip
+    assert not any(Path(name).name.startswith(".") for name in files), "locks and temporary files are deleted"
     assert (tmp_path / "run" / "figures" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "run" / "test.json").read_text())["images"] == 359
 
@@ -188,3 +189,4 @@ def test_lock_prevents_a_second_training_in_the_same_folder(tmp_path: Path) -> N
         pass
     with run.lock():
         assert (run.checkpoint_dir / ".lock").exists()
+    assert list(run.checkpoint_dir.iterdir()) == []

@@ -77,7 +77,7 @@ def test_resume_is_bit_exact_after_sigkill(tmp_path: Path, reference_run: Run, m
         run_vitral("train", "--resume", path)
     assert_equals_reference(path, reference_run)
     if moment != "after the last step":  # the next checkpoint deletes temporary files
-        assert [file.name for file in (path / "checkpoints").glob(".*")] == [".lock"]
+        assert list((path / "checkpoints").glob(".*")) == []
 
 
 def test_resume_is_bit_exact_after_kills_at_random_moments(tmp_path: Path, reference_run: Run) -> None:

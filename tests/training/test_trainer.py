@@ -223,6 +223,25 @@ def test_a_batch_larger_than_the_dataset_is_the_whole_dataset(train_tiny: Fit) -
     assert [row["step"] for row in run.load_metrics()] == [1, 2, 3]
 
 
+def test_an_epoch_of_one_step_is_announced_with_the_flag_that_changes_it(train_tiny: Fit) -> None:
+    class Messages(Callback):
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def on_message(self, message: str) -> None:
+            self.texts.append(message)
+
+    messages = Messages()
+    train_tiny("single", messages, batch_size=64, epochs=1)
+    assert messages.texts == [
+        "Each epoch is a single optimizer step: the batch size is 64 and there are 96 training images; "
+        "use --batch-size 12 for 8 steps per epoch"
+    ]
+    messages.texts.clear()
+    train_tiny("several", messages, batch_size=12, epochs=1)
+    assert messages.texts == []
+
+
 def test_incomplete_batches_are_dropped(train_tiny: Fit, dataset: Dataset) -> None:
     callback = RecordSteps()
     train_tiny(callback=callback, dataset=replace(dataset, train=textures(25, seed=1)), batch_size=10, epochs=2)

@@ -21,10 +21,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from vitral.errors import VitralError, shell_quote
 from vitral.utils.atomic import atomic_write
+from vitral.utils.locks import file_lock
 
 RUNS = Path("runs")  # default parent of new run folders
 RUN_FORMAT = 2  # of run and model folders; increased when files of older versions can no longer be read
@@ -80,7 +81,7 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Prevent other processes from training in this folder."""
         try:
-            with FileLock(self.checkpoint_dir / ".lock", timeout=0):
+            with file_lock(self.checkpoint_dir / ".lock", timeout=0):
                 yield
         except Timeout as error:
             raise VitralError(f"another process is training in {self}", "Wait for it or stop it") from error

@@ -166,6 +166,8 @@ class Trainer:
                 f"steps, so the learning rate stays far below {recipe.optim.lr * recipe.lr_scale:g}; "
                 "use --optim.warmup 0.1 for a tenth of the run"
             )
+        if self.loader.steps_per_epoch == 1:
+            self.callbacks.on_message(describe_single_step_epochs(recipe.batch_size, len(self.dataset.train)))
         self.clock = TrainingClock(self.state, self.batch_size)
         if recipe.on_nan == "rollback" and not self.resumed:
             self.save_checkpoint()
@@ -372,6 +374,15 @@ class Trainer:
             f"training stopped after step {self.state.step} of {self.total_steps}; a checkpoint is saved",
             f"Resume it with: vitral train --resume {shell_quote(self.run)}",
         )
+
+
+def describe_single_step_epochs(batch_size: int, num_images: int) -> str:
+    """Say that an epoch is a single step, and which smaller batch size gives several."""
+    smaller = max(num_images // 8, 1)
+    return (
+        f"Each epoch is a single optimizer step: the batch size is {batch_size:,} and there are {num_images:,} training "
+        f"images; use --batch-size {smaller} for {num_images // smaller} steps per epoch"
+    )
 
 
 def check_splits(recipe: Recipe, dataset: Dataset) -> None:

@@ -56,7 +56,7 @@ class TrainArgs:
     compare: bool = option(
         False, "train from scratch, as a linear probe and fine-tuned, and recommend one of them", group=COMPARE
     )
-    seeds: int = option(3, "runs per strategy", group=COMPARE)
+    seeds: int | None = option(None, "runs per strategy (default: 3)", group=COMPARE)
     json: bool = option(False, "print the comparison as JSON", group=COMPARE)
 
 
@@ -69,11 +69,19 @@ def train(args: TrainArgs) -> int:
         return 0
     if args.heads is not None and "init_from" not in args.overrides:
         raise VitralError("--heads needs a checkpoint (--init-from)", "Set the model's own heads with --model.heads N")
+    if args.seeds is not None and not args.compare:
+        raise VitralError(
+            "--seeds is the number of runs per strategy of --compare",
+            f"Compare strategies with: --init-from CHECKPOINT --compare --seeds {args.seeds}. "
+            f"Set the seed of one run with: --seed {args.seeds}",
+        )
     start: dict[str, Any] = {"recipe": args.recipe, "preset": args.preset, "heads": args.heads, "out": args.out}
     if not args.compare:
         api.train(args.data, quiet=False, **start, **args.overrides)
         return 0
-    result = api.compare(args.data, seeds=args.seeds, quiet=args.json, **start, **args.overrides)
+    result = api.compare(
+        args.data, seeds=3 if args.seeds is None else args.seeds, quiet=args.json, **start, **args.overrides
+    )
     if args.json:
         print(json.dumps(result.as_dict()))
     else:

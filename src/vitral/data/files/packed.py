@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from vitral.data.files.unreadable import check_unreadable_fraction, replace_or_drop_unreadable
@@ -41,6 +40,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
 from vitral.errors import VitralError
 from vitral.utils.atomic import atomic_write
+from vitral.utils.locks import file_lock
 from vitral.utils.serialization import from_dict, to_dict
 
 FORMAT = 2
@@ -145,7 +145,7 @@ def pack_split(
 ) -> PackedSplit:
     """Read a split from the pack, decoding it first if necessary. Other processes wait for the one that decodes."""
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{folder.name}.{name}.lock"):
+    with file_lock(folder.parent / f".{folder.name}.{name}.lock"):
         if (split := read_split(folder, name)) is not None:
             return split
         with _temporary_array(folder, name, (len(locations), *stored.shape)) as (temporary, images):

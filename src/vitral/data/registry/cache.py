@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import platformdirs
-from filelock import FileLock
 
 from vitral.data.registry.checksums import ChecksummedFile
 from vitral.data.registry.errors import failure_reason
 from vitral.errors import VitralError
 from vitral.utils.atomic import atomic_writer
+from vitral.utils.locks import file_lock
 
 
 def cache_dir() -> Path:
@@ -72,17 +72,14 @@ def _read_stamps() -> dict[str, Any]:
 def locked_staging(name: str) -> Iterator[Path]:
     """The staging folder of a dataset, for one process at a time. Unfinished downloads stay in it for the next try."""
     staging = cache_dir() / "fetching" / name
-    lock = FileLock(staging.with_suffix(".lock"))
-    try:
-        staging.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        raise VitralError(
-            f"cannot write to the cache {cache_dir()}: {failure_reason(error)}",
-            "Set VITRAL_HOME to a writable folder, or VITRAL_DATA to one that contains the files",
-        ) from None
-    try:
+    with ExitStack() as stack:
+        try:
+            staging.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(file_lock(staging.with_suffix(".lock")))
+        except OSError as error:
+            raise VitralError(
+                f"cannot write to the cache {cache_dir()}: {failure_reason(error)}",
+                "Set VITRAL_HOME to a writable folder, or VITRAL_DATA to one that contains the files",
+            ) from None
         staging.mkdir(exist_ok=True)
         yield staging
-    finally:
-        lock.release()
