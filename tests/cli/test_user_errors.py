@@ -229,5 +229,6 @@ def test_seeds_without_compare_name_both_right_calls(capsys: pytest.CaptureFixtu
     err = refused(capsys, "train", "digits", "--seeds", "5")
     assert err.splitlines() == [
         "error: --seeds is the number of runs per strategy of --compare",
-        "       Compare strategies with: --init-from CHECKPOINT --compare --seeds 5. Set the seed of one run with: --seed 5",
+        "       Compare strategies with: --init-from CHECKPOINT --compare --seeds 5. "
+        "Set the seed of one run with: --seed 5",
     ]

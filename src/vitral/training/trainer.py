@@ -380,8 +380,8 @@ def describe_single_step_epochs(batch_size: int, num_images: int) -> str:
     """Say that an epoch is a single step, and which smaller batch size gives several."""
     smaller = max(num_images // 8, 1)
     return (
-        f"Each epoch is a single optimizer step: the batch size is {batch_size:,} and there are {num_images:,} training "
-        f"images; use --batch-size {smaller} for {num_images // smaller} steps per epoch"
+        f"Each epoch is a single optimizer step: the batch size is {batch_size:,} and there are {num_images:,} "
+        f"training images; use --batch-size {smaller} for {num_images // smaller} steps per epoch"
     )
 
 
