@@ -108,6 +108,27 @@ def test_torch_cuda_is_used_only_in_device_code(file: Path) -> None:
     assert not uses + compares
 
 
+# Messages between vitral's own processes, files with a known checksum, and the body of a request.
+PLAIN_JSON = ("utils/json_toml.py", "data/files/worker.py", "data/files/workers.py", "data/registry/convert.py")
+PARSES_REQUESTS = "serve/request_parsing.py"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [f for f in FILES if not f.relative_to(SOURCE).as_posix().endswith((*PLAIN_JSON, PARSES_REQUESTS))],
+    ids=module_name,
+)
+def test_json_is_written_and_read_with_the_helpers_that_are_strict_and_bounded(file: Path) -> None:
+    names = {"dumps", "dump", "loads", "load"}
+    calls = [
+        f"{file.name}:{node.lineno} {node.value.id}.{node.attr}"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id == "json" and node.attr in names
+    ]
+    assert not calls, "use vitral.utils.json_toml"
+
+
 def run_python(code: str) -> str:
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr

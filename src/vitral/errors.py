@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Iterable, Sequence
+from unicodedata import category
+
+CONTROL_CATEGORIES = ("Cc", "Cf", "Zl", "Zp")  # control and formatting characters, line and paragraph separators
 
 
 class VitralError(Exception):
@@ -24,6 +27,13 @@ def error_reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8 text"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def one_line(text: str, limit: int = 1000) -> str:
+    """Text for one line of a terminal: control characters escaped, the middle of a very long text left out."""
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+    return "".join(c.encode("unicode_escape").decode() if category(c) in CONTROL_CATEGORIES else c for c in text)
 
 
 def shell_quote(path: object) -> str:

@@ -15,7 +15,6 @@ from vitral.training.provenance import (
     create_run,
     find_interrupted_run,
     format_command,
-    read_environment,
     record_precision,
     started_in_fp8,
 )
@@ -27,7 +26,7 @@ def run(tmp_path: Path, recipe: Recipe, dataset: Dataset, cpu: Hardware) -> Run:
 
 
 def test_environment_records_hardware_seed_data_and_command(run: Run, dataset: Dataset) -> None:
-    environment = read_environment(run)
+    environment = run.load_environment()
     assert (environment["precision"], environment["parallel"], environment["world_size"]) == ("fp32", "single", 1)
     assert set(environment["reasons"]) == {"device", "precision", "compile", "parallel"}
     assert environment["seed"] == 0
@@ -36,12 +35,12 @@ def test_environment_records_hardware_seed_data_and_command(run: Run, dataset: D
 
 
 def test_the_fallback_from_fp8_is_recorded(run: Run) -> None:
-    before = read_environment(run)
+    before = run.load_environment()
     hardware = select_hardware(device="cpu", precision="bf16")
     fallback = replace(hardware, fp8=True, fp8_is_auto=True).without_fp8("no FP8 units")
     record_precision(run, fallback)
     reasons = before["reasons"] | {"precision": fallback.reasons["precision"]}
-    assert read_environment(run) == before | {"precision": "bf16", "reasons": reasons}
+    assert run.load_environment() == before | {"precision": "bf16", "reasons": reasons}
     assert "no FP8 units" in fallback.reasons["precision"]
 
 
@@ -49,13 +48,13 @@ def test_a_damaged_environment_file_is_ignored(run: Run) -> None:
     run.environment_file.write_text("{")
     record_precision(run, select_hardware(device="cpu"))
     assert run.environment_file.read_text() == "{"
-    assert read_environment(run) == {}
+    assert run.load_environment() == {}
     assert not started_in_fp8(run)
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("bf16", False), ("fp8", True)])
 def test_started_in_fp8_reads_the_recorded_precision(run: Run, precision: str, expected: bool) -> None:
-    run.environment_file.write_text(json.dumps(read_environment(run) | {"precision": precision}))
+    run.environment_file.write_text(json.dumps(run.load_environment() | {"precision": precision}))
     assert started_in_fp8(run) is expected
 
 

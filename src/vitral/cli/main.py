@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import re
 import sys
@@ -22,7 +21,8 @@ from typing import Any, NoReturn
 
 from vitral import __version__, bundled
 from vitral.cli.parsing import add_suggestion
-from vitral.errors import VitralError, did_you_mean
+from vitral.errors import VitralError, did_you_mean, one_line
+from vitral.utils.json_toml import dump_json
 
 # task -> (name, arguments, summary)
 COMMAND_GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
@@ -132,9 +132,9 @@ def exit_with_error(error: VitralError) -> NoReturn:
     """Print what is wrong and what to do; exit with 2, or with 130 if training was interrupted."""
     report_to_torchrun(error.what)
     interrupted = type(error).__name__ == "Interrupted"  # by name, because its module imports torch
-    print(error.what if interrupted else f"error: {error.what}", file=sys.stderr)
-    for line in error.hint.splitlines():
-        print(line if interrupted else f"       {line}", file=sys.stderr)
+    print(one_line(error.what) if interrupted else f"error: {one_line(error.what)}", file=sys.stderr)
+    for line in error.hint.split("\n") if error.hint else ():
+        print(one_line(line) if interrupted else f"       {one_line(line)}", file=sys.stderr)
     sys.exit(130 if interrupted else 2)
 
 
@@ -151,4 +151,4 @@ def report_to_torchrun(message: str) -> None:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         report = {"message": {"message": message, "extraInfo": extra}}
         with suppress(OSError):
-            Path(file).write_text(json.dumps(report), encoding="utf-8")
+            Path(file).write_text(dump_json(report), encoding="utf-8")

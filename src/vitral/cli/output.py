@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 import unicodedata
 from collections.abc import Sequence
 from typing import Literal
 
 from vitral.inference.prediction import CSV_COLUMNS, Label, Prediction, csv_rows, prediction_to_dict
+from vitral.utils.json_toml import dump_json
 
 OutputFormat = Literal["text", "json", "csv"]
 
@@ -18,7 +18,7 @@ def print_predictions(predictions: Sequence[Prediction], output_format: OutputFo
     """Print predictions to stdout and unreadable files to stderr. Returns the exit status."""
     if output_format == "json":
         for prediction in predictions:
-            print(json.dumps(prediction_to_dict(prediction)))
+            print(dump_json(prediction_to_dict(prediction)))
     elif output_format == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(CSV_COLUMNS)

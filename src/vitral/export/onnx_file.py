@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 import logging
 import tempfile
 import warnings
@@ -32,6 +31,7 @@ from vitral.inference.int8_calibration import ActivationRanges, collect_activati
 from vitral.inference.onnx_runtime import METADATA_FORMAT, METADATA_KEY
 from vitral.models.vit import ViT
 from vitral.runs.model_io import ModelConfig
+from vitral.utils.json_toml import dump_json
 
 OPSET = 20
 MIN_BF16_SIZE = 64  # smaller tensors are not worth a cast
@@ -69,7 +69,7 @@ def write_onnx(
         "has_preprocessing": preprocessing,
     }
     del onnx_model.metadata_props[:]
-    onnx.helper.set_model_props(onnx_model, {METADATA_KEY: json.dumps(metadata)})
+    onnx.helper.set_model_props(onnx_model, {METADATA_KEY: dump_json(metadata)})
     onnx.checker.check_model(onnx_model)
     onnx.save(onnx_model, str(path))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from vitral.errors import VitralError
 from vitral.export.wrapper import ExportPrecision, ExportWrapper, capture_graph, example_images, export_metadata
 from vitral.models.vit import ViT
 from vitral.runs.model_io import ModelConfig
+from vitral.utils.json_toml import dump_json, parse_json
 
 METADATA_FILE = "vitral.json"  # in a .pt2 archive
 AOTI_METADATA_KEY = "vitral"
@@ -23,7 +23,7 @@ LoadedModel = tuple[Callable[[Tensor], tuple[Tensor, Tensor]], dict[str, Any]]  
 
 
 def write_pt2(path: Path, model: ViT, config: ModelConfig, precision: ExportPrecision) -> None:
-    metadata = json.dumps(export_metadata(config, precision))
+    metadata = dump_json(export_metadata(config, precision))
     torch.export.save(_capture(model, config, precision), path, extra_files={METADATA_FILE: metadata})
 
 
@@ -31,13 +31,13 @@ def read_pt2(path: Path) -> LoadedModel:
     """Load a .pt2 file. Load only files you trust: loading can execute code."""
     extra_files = {METADATA_FILE: ""}
     module = torch.export.load(path, extra_files=extra_files).module()
-    return module, json.loads(extra_files[METADATA_FILE])
+    return module, parse_json(extra_files[METADATA_FILE])
 
 
 def write_aoti(path: Path, model: ViT, config: ModelConfig, precision: ExportPrecision) -> None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         raise VitralError("AOTInductor requires a C++ compiler", "Install g++, or use --to torch")
-    metadata = json.dumps(export_metadata(config, precision))
+    metadata = dump_json(export_metadata(config, precision))
     program = _capture(model, config, precision)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,7 +50,7 @@ def write_aoti(path: Path, model: ViT, config: ModelConfig, precision: ExportPre
 
 def read_aoti(path: Path) -> LoadedModel:
     package = torch._inductor.aoti_load_package(str(path))
-    return package, json.loads(package.loader.get_metadata()[AOTI_METADATA_KEY])
+    return package, parse_json(package.loader.get_metadata()[AOTI_METADATA_KEY])
 
 
 def _capture(model: ViT, config: ModelConfig, precision: ExportPrecision) -> torch.export.ExportedProgram:

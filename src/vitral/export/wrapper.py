@@ -14,7 +14,7 @@ from vitral.errors import VitralError
 from vitral.inference.cpu_engine import unsupported_reason
 from vitral.inference.int8_calibration import ActivationRanges
 from vitral.models.vit import EncoderBlock, ViT
-from vitral.runs.model_io import ModelConfig
+from vitral.runs.model_io import ModelConfig, published_name
 from vitral.utils.serialization import to_dict
 
 ExportPrecision = Literal["fp32", "fp16", "bf16", "int8"]
@@ -30,7 +30,7 @@ def export_metadata(config: ModelConfig, precision: ExportPrecision) -> dict[str
         "preprocessing": to_dict(config.preprocessing),
         "calibration": to_dict(config.calibration),
         "precision": precision,
-        "trained_on": config.trained_on,
+        "trained_on": published_name(config.trained_on),
     }
 
 

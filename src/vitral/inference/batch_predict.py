@@ -12,7 +12,6 @@ import csv
 import hashlib
 import importlib
 import io
-import json
 import shutil
 import sys
 import time
@@ -28,6 +27,7 @@ from vitral.errors import VitralError, truncate_list
 from vitral.inference.prediction import CSV_COLUMNS, Prediction, csv_rows, prediction_from_dict, prediction_to_dict
 from vitral.inference.predictor import READABLE_FORMATS, Predictor
 from vitral.utils.atomic import atomic_write, atomic_writer
+from vitral.utils.json_toml import dump_json, parse_json, read_json
 
 PART_SIZE, PART_SECONDS = 512, 10.0  # a part is written after this many predictions or seconds
 MAX_LISTED = 3  # unreadable files and empty folders named in the summary
@@ -90,12 +90,12 @@ def _prepare(predictor: Predictor, paths: Sequence[Path], out: Path, parts: Path
         "classes": len(predictor.classes),
     }
     job_file = parts / "job.json"
-    if job_file.exists() and json.loads(job_file.read_text()) != job:
+    if job_file.exists() and read_json(job_file) != job:
         raise VitralError(
             f"{parts} holds predictions of another model or engine, or with another --top",
             f"Delete it to start over: rm -r {parts}",
         )
-    atomic_write(job_file, json.dumps(job))
+    atomic_write(job_file, dump_json(job))
 
 
 def _weights_fingerprint(predictor: Predictor) -> str:
@@ -121,7 +121,7 @@ class _PartWriter:
 
     def flush(self) -> None:
         if self.predictions:
-            lines = [json.dumps(prediction_to_dict(prediction)) + "\n" for prediction in self.predictions]
+            lines = [dump_json(prediction_to_dict(prediction)) + "\n" for prediction in self.predictions]
             atomic_write(self.folder / f"part-{self.rank}-{self.number:06}.jsonl", "".join(lines))
             self.number += 1
         self.predictions, self.last_write = [], time.monotonic()
@@ -131,7 +131,7 @@ def _read_parts(parts: Path) -> Iterator[dict[str, Any]]:
     for part in sorted(parts.glob("part-*.jsonl")):
         with part.open(encoding="utf-8") as lines:
             for line in lines:
-                yield json.loads(line)
+                yield parse_json(line)
 
 
 def _merge(parts: Path, out: Path) -> tuple[list[str], int]:
@@ -159,7 +159,7 @@ def _printable(path: str) -> str:
 
 def _write_jsonl(records: Iterator[dict[str, Any]], file: Any) -> None:
     for record in records:
-        file.write((json.dumps(record) + "\n").encode())
+        file.write((dump_json(record) + "\n").encode())
 
 
 def _write_csv(records: Iterator[dict[str, Any]], file: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from vitral.inference.engine import CascadeEngine, Engine, ReferenceEngine
 from vitral.inference.int8_calibration import load_activation_ranges
 from vitral.models.vit import ViT
 from vitral.utils.atomic import atomic_write
+from vitral.utils.json_toml import dump_json, read_json
 from vitral.utils.progress import ProgressFn, no_progress
 from vitral.utils.serialization import from_dict, to_dict
 
@@ -72,7 +72,7 @@ class BenchResult:
 def load_bench_results(folder: Path) -> dict[str, BenchResult]:
     """Results by CPU name. An unreadable file counts as no results: it affects speed only."""
     try:
-        values = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        values = read_json(folder / FILE_NAME)
         results = {}
         for cpu, result in values.items():
             margins = {name: float(margin) for name, margin in result.pop("margins").items()}
@@ -87,7 +87,7 @@ def save_bench_result(folder: Path, result: BenchResult) -> None:
     results = load_bench_results(folder) | {result.cpu: result}
     values = {cpu: to_dict(each) | {"margins": each.margins, "rows": [to_dict(row) for row in each.rows]}
               for cpu, each in results.items()}  # fmt: skip
-    atomic_write(folder / FILE_NAME, json.dumps(values, indent=1) + "\n")
+    atomic_write(folder / FILE_NAME, dump_json(values, indent=1) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ code as in the rest of vitral.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from vitral.data.decode import ImageDecodeError, decode_image
 from vitral.data.resize_crop import PIL_MODES, resize_and_crop
 from vitral.errors import VitralError
 from vitral.inference.prediction import Prediction, assemble_predictions
+from vitral.utils.json_toml import parse_json
 
 METADATA_KEY = "vitral"
 METADATA_FORMAT = 2
@@ -64,7 +64,7 @@ class OnnxModel:
                 f"{self.path} was not exported by vitral: it has no class names and no preprocessing",
                 "Create a file that has them: vitral export RUN --to onnx",
             )
-        metadata: dict[str, Any] = json.loads(text)
+        metadata: dict[str, Any] = parse_json(text)
         if metadata.get("format") != METADATA_FORMAT:
             raise VitralError(
                 f"{self.path} has metadata format {metadata.get('format')}; this version of vitral reads "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from vitral.errors import VitralError, error_reason
 from vitral.models.variants import check_variant, config_class
 from vitral.models.vit import ViTConfig
 from vitral.recipes.options import TTA, InitScheme, LossName, init_scheme_unsupported_reason
+from vitral.utils.json_toml import read_toml
 from vitral.utils.serialization import from_dict, to_dict
 
 # Fields that may change when a run is resumed: computation and disk usage, not the result.
@@ -217,13 +217,13 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe from a TOML file."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = read_toml(path)
     except (OSError, UnicodeDecodeError) as error:
         raise VitralError(
             f"cannot read the recipe {path}: {error_reason(error)}",
             "`vitral recipes show NAME > FILE.toml` writes one",
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise VitralError(
             f"{path} is not valid TOML: {error}", "`vitral recipes show NAME` prints a valid recipe"
         ) from error

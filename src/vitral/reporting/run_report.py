@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from torch import Tensor
@@ -16,12 +15,13 @@ from vitral.reporting.html.report import write_report
 from vitral.reporting.html.report_data import collect_report_data
 from vitral.runs.run import Run
 from vitral.utils.atomic import atomic_write
+from vitral.utils.json_toml import dump_json
 
 EXAMPLE = "example.png"
 
 
 def write_run_report(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> None:
-    atomic_write(run.test_file, json.dumps(evaluation.as_dict(), indent=2) + "\n")
+    atomic_write(run.test_file, dump_json(evaluation.as_dict(), indent=2) + "\n")
     try:
         write_figures(run, target, evaluation)
     except OSError as error:

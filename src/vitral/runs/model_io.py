@@ -5,9 +5,8 @@ It is portable: `model/` of a run folder can be copied and used on its own.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from safetensors import SafetensorError
@@ -16,12 +15,13 @@ from safetensors.torch import save as to_safetensors
 
 from vitral import __version__, bundled
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import VitralError, error_reason, shell_quote
 from vitral.models.calibration import Calibration
 from vitral.models.variants import VARIANTS, check_variant, config_class
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.run import RUN_FORMAT, Run, format_error, newest_runs_hint, read_error_guard
 from vitral.utils.atomic import atomic_write
+from vitral.utils.json_toml import dump_json, read_json_object
 from vitral.utils.serialization import from_dict, to_dict
 
 
@@ -46,6 +46,19 @@ class ModelConfig:
         check_variant(self.variant, self.architecture)
 
 
+def published_name(source: str) -> str:
+    """The name of a dataset or checkpoint without the folders of this machine, for files that are published.
+
+    Built-in datasets and `hf:owner/name` are unchanged; so is the format in "timm: /models/vit.safetensors".
+    """
+    library, separator, path = source.rpartition(": ")
+    if "/" in library:
+        library, separator, path = "", "", source
+    if not path.startswith("hf:"):
+        path = PurePath(path.replace("\\", "/")).name or "images"
+    return f"{library}{separator}{path}"
+
+
 def save_model(folder: Path, model: ViT, config: ModelConfig) -> None:
     """Write weights.safetensors, then config.json: a folder that contains config.json is complete."""
     try:
@@ -58,7 +71,7 @@ def save_model(folder: Path, model: ViT, config: ModelConfig) -> None:
 
 def save_model_config(folder: Path, config: ModelConfig) -> None:
     content = {"format": RUN_FORMAT, "vitral_version": __version__, **to_dict(config)}
-    atomic_write(folder / "config.json", json.dumps(content, indent=2) + "\n")
+    atomic_write(folder / "config.json", dump_json(content, indent=2) + "\n")
 
 
 def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
@@ -128,11 +141,14 @@ def _tensor_difference(name: str, expected: dict[str, torch.Tensor], actual: dic
 def load_model_config(path: Path) -> ModelConfig:
     """Read config.json. Raises VitralError for damaged files and other formats."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version = content.pop("format")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise VitralError(f"cannot read {path}: {error!r}", "Copy it again, or train again") from error
-    vitral_version = content.pop("vitral_version", None)
+        content = read_json_object(path)
+    except (OSError, ValueError) as error:
+        raise VitralError(f"cannot read {path}: {error_reason(error)}", "Copy it again, or train again") from error
+    if "format" not in content:
+        raise VitralError(
+            f"cannot read {path}: vitral did not write it (it has no field 'format')", "Copy it again, or train again"
+        )
+    version, vitral_version = content.pop("format"), content.pop("vitral_version", None)
     if version != RUN_FORMAT:
         raise format_error(path, version, vitral_version)
     try:

@@ -13,7 +13,7 @@ runs/<recipe>-<date>-<id>/
 
 from __future__ import annotations
 
-import json
+import math
 import secrets
 import time
 from collections.abc import Iterator
@@ -23,8 +23,9 @@ from typing import Any
 
 from filelock import Timeout
 
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import VitralError, error_reason, shell_quote
 from vitral.utils.atomic import atomic_write
+from vitral.utils.json_toml import dump_json, parse_json, read_bytes, read_json_object
 from vitral.utils.locks import file_lock
 
 RUNS = Path("runs")  # default parent of new run folders
@@ -101,34 +102,55 @@ class Run:
 
     def _check_format(self) -> None:
         """Refuse a folder whose environment.json has another format. A missing or damaged file is ignored."""
-        environment: Any = None
-        with suppress(OSError, ValueError):
-            environment = json.loads(self.environment_file.read_text(encoding="utf-8"))
-        if isinstance(environment, dict) and environment.get("format", 1) != RUN_FORMAT:
+        environment = self.load_environment()
+        if environment and environment.get("format", 1) != RUN_FORMAT:
             raise format_error(self.path, environment.get("format", 1), environment.get("vitral"))
+
+    def load_environment(self) -> dict[str, Any]:
+        """The content of environment.json; empty if it is missing or damaged."""
+        with suppress(OSError, ValueError):
+            return read_json_object(self.environment_file)
+        return {}
 
     @property
     def has_model(self) -> bool:
         return (self.model_dir / "config.json").is_file() and (self.model_dir / "weights.safetensors").is_file()
 
     def load_metrics(self) -> list[dict[str, Any]]:
-        """One dictionary per epoch. Incomplete lines, left by a crash, are skipped."""
+        """One dictionary of numbers per epoch; null is NaN. Lines that a crash or an editor damaged are skipped."""
         if not self.metrics_file.exists():
             return []
+        try:
+            lines = read_bytes(self.metrics_file).splitlines()
+        except (OSError, ValueError) as error:
+            raise VitralError(
+                f"cannot read {self.metrics_file}: {error_reason(error)}", "Expected one line of JSON per epoch"
+            ) from error
         rows = []
-        for line in self.metrics_file.read_bytes().splitlines():
+        for line in lines:
             with suppress(ValueError):
-                rows.append(json.loads(line))
+                row = parse_json(line)
+                if is_metrics_row(row):
+                    rows.append({name: math.nan if value is None else value for name, value in row.items()})
         return rows
 
     def write_metrics(self, rows: list[dict[str, Any]]) -> None:
-        atomic_write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
+        atomic_write(self.metrics_file, "".join(dump_json(row) + "\n" for row in rows))
 
     def __fspath__(self) -> str:
         return str(self.path)
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def is_metrics_row(row: Any) -> bool:
+    """Whether a parsed line of metrics.jsonl has an epoch and no values other than numbers."""
+    return (
+        isinstance(row, dict)
+        and type(row.get("epoch")) is int
+        and all(value is None or isinstance(value, int | float) for value in row.values())
+    )
 
 
 def format_error(path: Path, version: object, vitral_version: object) -> VitralError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
@@ -24,6 +23,7 @@ from vitral.serve.limits import ErrorCode, RequestError
 from vitral.serve.middleware import RequestMiddleware, ServerState, error_response
 from vitral.serve.models import ServedModel
 from vitral.serve.request_parsing import Upload, parse_uploads
+from vitral.utils.json_toml import dump_json
 
 PAGE_DIR = Path(__file__).parent / "page"
 MEDIA_TYPES = {
@@ -57,7 +57,7 @@ AttentionParameter = Annotated[bool, Query(description="include the attention of
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    text = dump_json(content, ensure_ascii=False, separators=(",", ":"))
     return Response(text, status_code=status, media_type="application/json")
 
 

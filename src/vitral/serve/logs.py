@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from typing import Any, Literal, TextIO
+
+from vitral.utils.json_toml import dump_json
 
 LogFormat = Literal["text", "json"]
 
@@ -31,7 +32,7 @@ class LogFormatter(logging.Formatter):
     def _json(self, record: logging.LogRecord, fields: dict[str, Any], traceback: str | None) -> str:
         timestamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
         entry = {"time": timestamp, "level": record.levelname.lower(), "event": record.getMessage()} | fields
-        return json.dumps(entry | ({"traceback": traceback} if traceback else {}), ensure_ascii=False)
+        return dump_json(entry | ({"traceback": traceback} if traceback else {}), ensure_ascii=False)
 
 
 def configure_logging(stream: TextIO, log_format: LogFormat) -> None:

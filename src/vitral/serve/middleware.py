@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import logging
 import secrets
 import time
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vitral.serve.body import BodyReceiver
 from vitral.serve.limits import MIB, Budget, Limits, RequestError
 from vitral.serve.metrics import ServerMetrics
+from vitral.utils.json_toml import dump_json
 
 PUBLIC_PATHS = ("/", "/docs", "/openapi.json", "/healthz", "/readyz", "/favicon.ico")  # and /page/...: no key needed
 UNLOGGED_ROUTES = ("/healthz", "/readyz", "/metrics", "/page/{file}")  # polled by machines; counted but not logged
@@ -124,5 +124,5 @@ class RequestMiddleware:
 
 
 def error_response(error: RequestError) -> Response:
-    content = json.dumps(error.to_dict(), ensure_ascii=False)
+    content = dump_json(error.to_dict(), ensure_ascii=False)
     return Response(content, status_code=error.status, headers=error.headers, media_type="application/json")

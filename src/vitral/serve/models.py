@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -20,11 +19,13 @@ from vitral.data.resize_crop import PIL_MODES
 from vitral.errors import VitralError
 from vitral.inference.prediction import rank_labels
 from vitral.inference.predictor import Predictor
+from vitral.runs.model_io import published_name
 from vitral.serve.batcher import Batcher, Ticket
 from vitral.serve.explain_payload import SERVED_METHODS, ExplainRequest, explain_image
 from vitral.serve.limits import Limits, RequestError
 from vitral.serve.metrics import ServerMetrics
 from vitral.serve.request_parsing import ImageError, Upload, decode_upload
+from vitral.utils.json_toml import dump_json
 from vitral.utils.serialization import to_dict
 
 JsonObject = dict[str, Any]
@@ -33,7 +34,7 @@ Scores = tuple[list[float], bool]  # calibrated probabilities, and whether the i
 
 def model_version(predictor: Predictor) -> str:
     """Twelve hexadecimal digits that change whenever the weights or the model configuration change."""
-    digest = hashlib.sha256(json.dumps(to_dict(predictor.model_config), sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(dump_json(to_dict(predictor.model_config), sort_keys=True, default=str).encode())
     for name, tensor in sorted(predictor.model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data if tensor.numel() else b"")
@@ -159,7 +160,7 @@ class ServedModel:
             "depth": architecture.depth,
             "heads": architecture.heads,
             "parameters": sum(parameter.numel() for parameter in self.predictor.model.parameters()),
-            "trained_on": config.trained_on,
+            "trained_on": published_name(config.trained_on),
             "mean": list(config.preprocessing.mean),
             "calibrated": config.calibration.temperature != 1,
             "detects_ood": config.calibration.ood_threshold is not None,

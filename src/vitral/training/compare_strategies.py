@@ -12,7 +12,6 @@ selecting the best epoch, so that no choice was made on the evaluation images.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from vitral.training.setup import TrainingSetup, resize_split, resolve_recipe, s
 from vitral.training.signals import Interrupted
 from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
+from vitral.utils.json_toml import dump_json, read_json
 from vitral.utils.progress import LogFn, no_log
 from vitral.utils.serialization import to_dict
 
@@ -146,7 +146,7 @@ def compare_strategies(
         model_folders={name: str(out / ("probe" if name == "probe" else f"{name}-0")) for name in results},
         notes=setups["fine-tune"].notes,
     )
-    atomic_write(out / "comparison.json", json.dumps(comparison.as_dict(), indent=2) + "\n")
+    atomic_write(out / "comparison.json", dump_json(comparison.as_dict(), indent=2) + "\n")
     return comparison
 
 
@@ -179,14 +179,14 @@ def write_settings(out: Path, recipes: dict[str, Recipe]) -> None:
     settings = {name: recipe.result_fields() for name, recipe in recipes.items()}
     file = out / "compare.json"
     try:
-        if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != settings:
+        if file.is_file() and read_json(file) != settings:
             raise VitralError(f"{out} holds a comparison with other settings", "Choose another --out")
         if not file.is_file():
             Run.check_available(out)
             out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise VitralError(f"cannot use {out}: {error}", "Choose another --out") from error
-    atomic_write(file, json.dumps(settings, indent=2) + "\n")
+    atomic_write(file, dump_json(settings, indent=2) + "\n")
 
 
 def split_for_evaluation(setup: TrainingSetup) -> EvaluationSplit:
@@ -294,14 +294,14 @@ def evaluate_part(model: ViT, split: EvaluationSplit, folder: Path, seconds: flo
         "data": split.dataset.fingerprint,
         "correct": correct.astype(int).tolist(),
     }
-    atomic_write(folder / "evaluation.json", json.dumps(values) + "\n")
+    atomic_write(folder / "evaluation.json", dump_json(values) + "\n")
     return PartResult(correct=correct, seconds=seconds)
 
 
 def read_result(folder: Path, split: EvaluationSplit) -> PartResult | None:
     """The result of a finished part; None if there is none or the data has changed since."""
     try:
-        values = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        values = read_json(folder / "evaluation.json")
         correct = np.array(values["correct"], dtype=bool)
         is_current = values["data"] == split.dataset.fingerprint and len(correct) == len(split.evaluation)
         return PartResult(correct=correct, seconds=float(values["seconds"])) if is_current else None

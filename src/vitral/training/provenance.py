@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -25,6 +24,7 @@ from vitral.recipes.schema import RESUMABLE_FIELDS, Recipe, read_recipe
 from vitral.runs.run import RUN_FORMAT, RUNS, Run
 from vitral.training.setup import TrainingSetup
 from vitral.utils.atomic import atomic_write
+from vitral.utils.json_toml import dump_json
 
 
 def create_run(
@@ -63,15 +63,7 @@ def describe_environment(
 
 
 def _write_environment(run: Run, environment: dict[str, Any]) -> None:
-    atomic_write(run.environment_file, json.dumps(environment, indent=2) + "\n")
-
-
-def read_environment(run: Run) -> dict[str, Any]:
-    """The run's environment.json; empty if it is missing or damaged."""
-    with suppress(OSError, ValueError):
-        if isinstance(environment := json.loads(run.environment_file.read_text(encoding="utf-8")), dict):
-            return environment
-    return {}
+    atomic_write(run.environment_file, dump_json(environment, indent=2) + "\n")
 
 
 def precision_name(hardware: Hardware) -> str:
@@ -80,13 +72,14 @@ def precision_name(hardware: Hardware) -> str:
 
 def record_precision(run: Run, hardware: Hardware) -> None:
     """Update the precision in environment.json after it changed during setup."""
-    if environment := read_environment(run):
-        reasons = environment["reasons"] | {"precision": hardware.reasons["precision"]}
+    if environment := run.load_environment():
+        saved = environment.get("reasons")
+        reasons = (saved if isinstance(saved, dict) else {}) | {"precision": hardware.reasons["precision"]}
         _write_environment(run, environment | {"precision": precision_name(hardware), "reasons": reasons})
 
 
 def started_in_fp8(run: Run) -> bool:
-    return read_environment(run).get("precision") == "fp8"
+    return run.load_environment().get("precision") == "fp8"
 
 
 def format_command(arguments: list[str]) -> str:
@@ -120,7 +113,7 @@ def find_interrupted_run(out: str | Path | None) -> Path | None:
     for file in files:
         with suppress(OSError):
             run = Run(file.parent)
-            is_same_launch = read_environment(run).get("launch_id") == current_launch
+            is_same_launch = run.load_environment().get("launch_id") == current_launch
             is_finished = run.has_model and run.test_file.is_file()
             if is_same_launch and run.recipe_file.is_file() and not is_finished:
                 return run.path
@@ -172,7 +165,7 @@ def check_resumable(overrides: dict[str, Any]) -> None:
 def check_data_unchanged(run: Run, dataset: Dataset) -> None:
     """Refuse to resume on data with another fingerprint than the run started with."""
     try:
-        fingerprint = read_environment(run)["data"]["fingerprint"]
+        fingerprint = run.load_environment()["data"]["fingerprint"]
     except (KeyError, TypeError):
         return
     if fingerprint != dataset.fingerprint:

@@ -7,7 +7,6 @@ remove tensors from the dictionary to free them.
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import re
 import warnings
@@ -26,6 +25,7 @@ from torch import Tensor
 from vitral import bundled
 from vitral.errors import VitralError
 from vitral.utils.atomic import atomic_writer
+from vitral.utils.json_toml import read_json
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 EXPORT_SUFFIXES = (".onnx", ".pt2")  # exported models, which can only predict
@@ -94,7 +94,7 @@ def _load_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise VitralError(f"{path} is not valid JSON: {error_in_one_line(error)}", DAMAGED_HINT) from error
     if not isinstance(content, dict):

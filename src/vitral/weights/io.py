@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from vitral import bundled
@@ -10,6 +9,7 @@ from vitral.errors import VitralError, unknown_name_error
 from vitral.models.vit import ViT
 from vitral.runs.model_io import ModelConfig, check_heads, find_model_dir, load_model_config, save_model_config
 from vitral.utils.atomic import atomic_write
+from vitral.utils.json_toml import dump_json
 from vitral.weights import hub, npz, timm, torchvision, transformers, vit_pytorch
 from vitral.weights.checkpoint import NO_HEAD, ArchitectureHints, Checkpoint, ConvertedModel
 from vitral.weights.detect import detect_format
@@ -144,7 +144,7 @@ def _save_converted(converted: ConvertedModel, path: Path, is_file: bool) -> lis
     if is_file and converted.json_files:
         return [*converted.notes, f"config.json was not written; to include it, write a folder: {path.with_suffix('')}"]
     for name, content in converted.json_files.items():
-        atomic_write(path / name, json.dumps(content, indent=2) + "\n")
+        atomic_write(path / name, dump_json(content, indent=2) + "\n")
     return converted.notes
 
 

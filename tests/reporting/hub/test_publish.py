@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from vitral.errors import VitralError
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViTConfig
 from vitral.recipes.builtin import get_recipe
-from vitral.recipes.schema import Recipe
+from vitral.recipes.schema import Recipe, read_recipe
 from vitral.reporting.hub.publish import push
+from vitral.runs.model_io import load_model, save_model
 from vitral.weights import Checkpoint
 
 SMALL = ViTConfig(image_size=(24, 32), patch_size=8, num_classes=3, width=24, depth=2, heads=2)
@@ -142,9 +144,53 @@ def test_model_card_has_the_evaluation_results(run, tmp_path):
     assert "also used to select the best epoch" in card.text
     assert "Recipe folder-scratch: muon, lr 0.003, 1 epochs" in card.text
     assert str(run.parent) not in card.text, "no paths of the training machine"
-    assert (tmp_path / "there" / "training.toml").read_bytes() == (run / "recipe.toml").read_bytes()
+    published, original = read_recipe(tmp_path / "there" / "training.toml"), read_recipe(run / "recipe.toml")
+    assert published == original.with_overrides({"data.name": "insects"})
     for library in ("vitral.load(", "timm.create_model(", "pipeline("):
         assert library in card.text
+
+
+def published_text(folder: Path) -> str:
+    """The bytes of all published files as text."""
+    return "".join(file.read_bytes().decode("latin-1") for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("positions", ["learned", "learned+rotary"])  # in timm's format, and in vitral's
+def test_published_files_contain_no_path_of_the_training_machine(positions, run, tmp_path):
+    source = tmp_path / "home" / "alice" / "run"
+    shutil.copytree(run, source)
+    overrides = {"init_from": str(tmp_path / "home/alice/vit.safetensors"), "data.name": str(tmp_path / "home/alice/p")}
+    (source / "recipe.toml").write_text(read_recipe(run / "recipe.toml").with_overrides(overrides).to_toml())
+    model, config = load_model(source)
+    if positions != "learned":
+        architecture = replace(config.architecture, positions=positions)
+        model, config = VARIANTS["plain"](architecture), replace(config, architecture=architecture)
+    save_model(source / "model", model, replace(config, trained_on=str(tmp_path / "home/alice/p")))
+    push(source, "hf:me/insects", folder=tmp_path / "there", dry_run=True)
+    text = published_text(tmp_path / "there")
+    assert "alice" not in text
+    assert str(tmp_path) not in text
+    recipe = read_recipe(tmp_path / "there" / "training.toml")
+    assert (recipe.init_from, recipe.data.name) == ("vit.safetensors", "p")
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, "[1]", '{"top1": "high"}', '{"top1": 1}', "\0", '{"images": ' + "9" * 5_000 + "}"]
+)
+def test_damaged_test_results_are_refused(content, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "test.json").write_text(content)
+    with pytest.raises(VitralError, match=r"test\.json") as caught:
+        push(tmp_path / "run", "hf:me/insects", folder=tmp_path / "there", dry_run=True)
+    assert "Delete the file" in caught.value.hint
+
+
+def test_results_without_a_finite_loss_are_published(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    test = json.loads((run / "test.json").read_text())
+    (tmp_path / "run" / "test.json").write_text(json.dumps(test | {"loss": None}))
+    push(tmp_path / "run", "hf:me/insects", folder=tmp_path / "there", dry_run=True)
+    assert "Cross-entropy" not in (tmp_path / "there" / "README.md").read_text()
 
 
 def test_model_card_of_another_librarys_checkpoint_has_no_results(run, tmp_path):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 
 from vitral.cli.messages import EVAL_DATA_HELP, JSON_HELP, MODEL_HELP, announce_downloads, load_model
 from vitral.cli.parsing import Command, argument, option
+from vitral.utils.json_toml import dump_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def bench(args: BenchArgs) -> int:
     if args.json:
         from vitral.utils.serialization import to_dict
 
-        print(json.dumps(to_dict(result)))
+        print(dump_json(to_dict(result)))
     else:
         from vitral.reporting.terminal.bench import print_bench
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from vitral.cli.messages import (
@@ -16,6 +15,7 @@ from vitral.cli.messages import (
 )
 from vitral.cli.options import EngineFlag, SplitFlag
 from vitral.cli.parsing import Command, argument, option
+from vitral.utils.json_toml import dump_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def compare(args: CompareArgs) -> int:
     announce_downloads(*(args.data or model.model_config.trained_on for model in (first, second)))
     comparison = api.compare_models(first, second, data=args.data, split=args.split)
     if args.json:
-        print(json.dumps(comparison.as_dict()))
+        print(dump_json(comparison.as_dict()))
     else:
         print_paired_comparison(comparison, args.first, args.second)
     return 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from vitral.cli.messages import JSON_HELP, print_checkpoint_notes
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError
+from vitral.utils.json_toml import dump_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def doctor(args: DoctorArgs) -> int:
     num_rows = write_fix_list(diagnosis, args.fix_list) if args.fix_list else 0
     if args.json:
         content = diagnosis.as_dict() | {"recommendation": recommendation.as_dict() if recommendation else None}
-        print(json.dumps(content))
+        print(dump_json(content))
     else:
         from vitral.reporting.terminal import tables
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from vitral.cli.messages import (
 )
 from vitral.cli.options import EngineFlag, SplitFlag
 from vitral.cli.parsing import Command, argument, option
+from vitral.utils.json_toml import dump_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def evaluate(args: EvaluateArgs) -> int:
             log=log,
         )
     if args.json:
-        print(json.dumps(report.as_dict()))
+        print(dump_json(report.as_dict()))
     else:
         print_evaluation(report, args.full)
     if args.figures is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from vitral.cli.options import SplitFlag
 from vitral.cli.output import display_width, exit_status, label_text, pad, prediction_text
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError
+from vitral.utils.json_toml import dump_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def explain_file(
         explanation, args.out, name, args.colormap, overlays=args.overlays, npy=args.npy
     )
     if args.json:
-        print(json.dumps(heatmaps.explanation_to_dict(explanation, predictor, written)))
+        print(dump_json(heatmaps.explanation_to_dict(explanation, predictor, written)))
     else:
         text = prediction_text(explanation.prediction[:3], explanation.is_ood)
         print(f"{pad(str(file), width)}   {text}   {written[0]}")
@@ -171,7 +171,7 @@ def measure_faithfulness(args: ExplainArgs) -> int:
             log=lambda name: log(f"Testing {name}"),
         )
     if args.json:
-        print(json.dumps(faithfulness_to_dict(result)))
+        print(dump_json(faithfulness_to_dict(result)))
         return 0
     print_faithfulness(result)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from vitral import bundled
 from vitral.cli.parsing import Command, CommandGroup, argument
 from vitral.errors import truncate_list, unknown_name_error
+from vitral.utils.json_toml import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def check_name(name: str) -> str:
 def describe(name: str) -> str:
     """Classes, test accuracy, image size and file size in one line."""
     folder = bundled.BUNDLED_DIR / name
-    config, test = (json.loads((folder / file).read_text("utf-8")) for file in ("model/config.json", "test.json"))
+    config, test = (read_json(folder / file) for file in ("model/config.json", "test.json"))
     height, width = config["preprocessing"]["image_size"]
     size = (folder / "model" / "weights.safetensors").stat().st_size
     return (

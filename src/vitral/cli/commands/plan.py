@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from vitral.cli.messages import JSON_HELP
 from vitral.cli.options import vit_fields
 from vitral.cli.parsing import Command, argument, config_options, option
 from vitral.errors import VitralError
+from vitral.utils.json_toml import dump_json
 
 GB = 10**9
 
@@ -74,7 +74,7 @@ def plan(args: PlanArgs) -> int:
     strategy = None if args.strategy == "auto" else args.strategy
     estimate = cost.cost_as_dict(training, args.images * args.epochs, strategy)
     if args.json:
-        print(json.dumps({"preset": args.preset, **estimate}, indent=2))
+        print(dump_json({"preset": args.preset, **estimate}, indent=2))
     else:
         from vitral.reporting.terminal.cost import cost_text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from vitral.cli.messages import DATA_HELP, ENGINE_HELP, HEADS_HELP, JSON_HELP, M
 from vitral.cli.options import EngineFlag
 from vitral.cli.parsing import Command, argument, option, required_option
 from vitral.errors import VitralError
+from vitral.utils.json_toml import dump_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def probe(args: ProbeArgs) -> int:
     predictor = load_model(args.init_from, heads=args.heads, engine=args.engine)
     result = api.probe(args.data, predictor, out=args.out)
     if args.json:
-        print(json.dumps(result.as_dict()))
+        print(dump_json(result.as_dict()))
     else:
         tables.print_probe(result)
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from vitral.cli.config_fields import ConfigField, read_config_fields
 from vitral.cli.messages import DATA_HELP, HEADS_HELP
 from vitral.cli.parsing import Command, argument, config_options, option
 from vitral.errors import VitralError, shell_quote
+from vitral.utils.json_toml import dump_json
 
 COMMON = "Common flags"
 COMPARE = "Comparison of training strategies"
@@ -83,7 +83,7 @@ def train(args: TrainArgs) -> int:
         args.data, seeds=3 if args.seeds is None else args.seeds, quiet=args.json, **start, **args.overrides
     )
     if args.json:
-        print(json.dumps(result.as_dict()))
+        print(dump_json(result.as_dict()))
     else:
         from vitral.reporting.terminal import tables
 

@@ -12,7 +12,6 @@ so a packed dataset may be larger than memory.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import warnings
@@ -40,6 +39,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
 from vitral.errors import VitralError
 from vitral.utils.atomic import atomic_write
+from vitral.utils.json_toml import dump_json, read_json
 from vitral.utils.locks import file_lock
 from vitral.utils.serialization import from_dict, to_dict
 
@@ -89,12 +89,12 @@ def fingerprint(locations: Iterable[ImageLocation], *parameters: object) -> str:
 
 def write_index(folder: Path, index: PackIndex) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(folder / INDEX, json.dumps(to_dict(index), indent=1))
+    atomic_write(folder / INDEX, dump_json(to_dict(index), indent=1))
 
 
 def read_index(folder: Path) -> PackIndex:
     try:
-        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        content = read_json(folder / INDEX)
         format_number = content.get("format")
         index = from_dict(PackIndex, content) if format_number == FORMAT else None
     except (OSError, ValueError, AttributeError, VitralError) as error:
@@ -116,7 +116,7 @@ def is_packed(path: Path) -> bool:
 def read_split(folder: Path, name: str) -> PackedSplit | None:
     """Memory-map a split; None if it does not exist, is incomplete or has an older format."""
     try:
-        metadata = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        metadata = read_json(folder / f"{name}.json")
         images = np.load(folder / f"{name}.npy", mmap_mode="r")
     except (OSError, ValueError):
         return None
@@ -170,7 +170,7 @@ def pack_split(
             temporary.replace(folder / f"{name}.npy")
         messages = [errors[row] for row in sorted(errors)]
         metadata = {"format": FORMAT, "labels": final_labels.tolist(), "unreadable": messages}
-        atomic_write(folder / f"{name}.json", json.dumps(metadata))
+        atomic_write(folder / f"{name}.json", dump_json(metadata))
     split = read_split(folder, name)
     assert split is not None
     return split
@@ -235,7 +235,7 @@ def remove_stale_packs(folder: Path, index: PackIndex) -> None:
         if other == folder or not is_packed(other):
             continue
         with suppress(OSError, ValueError, AttributeError):
-            content = json.loads((other / INDEX).read_text(encoding="utf-8"))
+            content = read_json(other / INDEX)
             is_same = content.get("stored") == to_dict(index.stored) or content.get("format") != FORMAT
             if content.get("source") == index.source and is_same:
                 shutil.rmtree(other)

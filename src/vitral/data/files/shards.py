@@ -12,7 +12,6 @@ read in any order, a position in an epoch is as exact as with files, and nothing
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from vitral.data.files.workers import ImageLocation
 from vitral.data.registry.cache import cache_dir
 from vitral.errors import VitralError
 from vitral.utils.atomic import atomic_write
+from vitral.utils.json_toml import dump_json, parse_json, read_json
 
 LABEL_SUFFIXES = ("cls", "txt", "json")  # in order of precedence
 JSON_LABEL_KEYS = ("label", "class", "cls", "class_name")
@@ -95,7 +95,7 @@ def shard_index(shard: str, version: str) -> list[ShardEntry]:
     """Offsets, sizes and labels of the images of a shard; cached until its version changes."""
     cached = cache_dir() / "shards" / f"{hashlib.sha256(repr((shard, version)).encode()).hexdigest()[:24]}.json"
     try:
-        return [(offset, size, label) for offset, size, label in json.loads(cached.read_text(encoding="utf-8"))]
+        return [(offset, size, label) for offset, size, label in read_json(cached)]
     except (OSError, ValueError):
         pass
     if is_url(shard):
@@ -108,7 +108,7 @@ def shard_index(shard: str, version: str) -> list[ShardEntry]:
     if not entries:
         raise VitralError(f"{shard} has no labelled images", LABEL_HINT)
     cached.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(cached, json.dumps(entries))
+    atomic_write(cached, dump_json(entries))
     return entries
 
 
@@ -149,7 +149,7 @@ def _parse_label(suffix: str, content: bytes) -> str | None:
     """The label in a member: the text, or from JSON a string, a number or one of the fields `JSON_LABEL_KEYS`."""
     try:
         text = content.decode("utf-8-sig").strip()
-        value: Any = json.loads(text) if suffix == "json" else text
+        value: Any = parse_json(text) if suffix == "json" else text
     except ValueError:
         return None
     if isinstance(value, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,6 +14,7 @@ from vitral.data.registry.checksums import ChecksummedFile
 from vitral.data.registry.errors import failure_reason
 from vitral.errors import VitralError
 from vitral.utils.atomic import atomic_writer
+from vitral.utils.json_toml import dump_json, read_json
 from vitral.utils.locks import file_lock
 
 
@@ -52,7 +52,7 @@ def mark_verified(path: Path, file: ChecksummedFile) -> None:
         stamps[str(path.resolve())] = _stamp(path, file)
         cache_dir().mkdir(parents=True, exist_ok=True)
         with atomic_writer(cache_dir() / "verified.json") as out:
-            out.write(json.dumps(stamps, indent=1).encode())
+            out.write(dump_json(stamps, indent=1).encode())
 
 
 def _stamp(path: Path, file: ChecksummedFile) -> list[object]:
@@ -62,7 +62,7 @@ def _stamp(path: Path, file: ChecksummedFile) -> list[object]:
 
 def _read_stamps() -> dict[str, Any]:
     try:
-        stamps = json.loads((cache_dir() / "verified.json").read_bytes())
+        stamps = read_json(cache_dir() / "verified.json")
     except (OSError, ValueError):
         return {}
     return stamps if isinstance(stamps, dict) else {}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
 from vitral.evaluation.bootstrap import Interval
+from vitral.utils.json_toml import dump_json
 
 
 def json_for_script(value: Any) -> str:
     """JSON that cannot close the surrounding script element."""
     return (
-        json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+        dump_json(value, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -53,8 +52,8 @@ def collect_report_data(
     thorough: also check the images of a dataset folder with the doctor.
     """
     run = Run(path) if target.recipe is not None else None
-    epochs = tuple(row for row in run.load_metrics() if "epoch" in row) if run else ()
-    environment = read_environment(run.environment_file) if run else {}
+    epochs = tuple(run.load_metrics()) if run else ()
+    environment = run.load_environment() if run else {}
     counts = class_counts(target)
     return ReportData(
         title=f"Vision Transformer trained on {target.predictor.model_config.trained_on}",
@@ -117,15 +116,6 @@ def format_duration(seconds: float) -> str:
     return (
         f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds_left} s" if minutes else f"{seconds_left} s"
     )
-
-
-def read_environment(file: Path) -> dict[str, Any]:
-    """Contents of environment.json; empty if it cannot be read."""
-    try:
-        environment = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return environment if isinstance(environment, dict) else {}
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

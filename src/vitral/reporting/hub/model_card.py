@@ -5,15 +5,20 @@ The metadata between two lines of dashes is YAML. JSON is valid YAML, so it is w
 
 from __future__ import annotations
 
-import json
-import tomllib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vitral import __version__
-from vitral.runs.model_io import ModelConfig
+from vitral.errors import VitralError, error_reason
+from vitral.evaluation.metrics import Metrics
+from vitral.recipes.schema import Recipe, read_recipe
+from vitral.runs.model_io import ModelConfig, published_name
+from vitral.runs.run import Run
+from vitral.utils.json_toml import dump_json, read_json_object
+from vitral.utils.serialization import field_names, from_dict, to_dict
 from vitral.weights.checkpoint import describe_architecture
 from vitral.weights.preprocessing import describe_preprocessing
 
@@ -36,16 +41,14 @@ class RunRecord:
     environment: dict[str, Any]
 
     @classmethod
-    def load(cls, run: Path) -> RunRecord:
-        def read(name: str) -> dict[str, Any]:
-            try:
-                content = (run / name).read_text(encoding="utf-8")
-                values = tomllib.loads(content) if name.endswith(".toml") else json.loads(content)
-            except (OSError, ValueError):
-                return {}
-            return values if isinstance(values, dict) else {}
-
-        return cls(test=read("test.json"), recipe=read("recipe.toml"), environment=read("environment.json"))
+    def load(cls, path: Path) -> RunRecord:
+        run = Run(path)
+        recipe = read_recipe(run.recipe_file) if run.recipe_file.is_file() else None
+        return cls(
+            test=_load_test(run.test_file),
+            recipe=to_dict(_published_recipe(recipe)) if recipe else {},
+            environment=run.load_environment(),
+        )
 
     @property
     def split(self) -> str:
@@ -54,6 +57,28 @@ class RunRecord:
     @property
     def init_from(self) -> str:
         return str(self.recipe.get("init_from", ""))
+
+
+def _published_recipe(recipe: Recipe) -> Recipe:
+    """A recipe without the paths of this machine."""
+    names = {"data.name": published_name(recipe.data.name)}
+    return recipe.with_overrides(names | ({"init_from": published_name(recipe.init_from)} if recipe.init_from else {}))
+
+
+def _load_test(file: Path) -> dict[str, Any]:
+    """The content of test.json, whose metrics are complete; empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    hint = "Delete the file to publish the model without results"
+    try:
+        test = read_json_object(file)
+        metrics = {name: test[name] for name in field_names(Metrics) if test.get(name) is not None}
+        from_dict(Metrics, {"loss": math.nan} | metrics | {"confusion": ()})  # the card does not show the matrix
+    except (OSError, ValueError) as error:
+        raise VitralError(f"cannot read {file}: {error_reason(error)}", hint) from error
+    except VitralError as error:
+        raise VitralError(f"{file}: {error.what}", hint) from error
+    return test
 
 
 def render_model_card(
@@ -66,7 +91,7 @@ def render_model_card(
 ) -> str:
     """The complete README.md."""
     metadata = {key: value for key, value in _metadata(config, record, repository, family, license).items() if value}
-    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in metadata.items()), "---", ""]
+    lines = ["---", *(f"{key}: {dump_json(value, ensure_ascii=False)}" for key, value in metadata.items()), "---", ""]
     names = ", ".join(config.classes[:MAX_NAMED_CLASSES])
     if len(config.classes) > MAX_NAMED_CLASSES:
         names += f" and {len(config.classes) - MAX_NAMED_CLASSES} more"
@@ -117,16 +142,14 @@ def _metadata(
 
 
 def _dataset_name(config: ModelConfig, record: RunRecord) -> str:
-    """Name of the dataset, without the path to it on the training machine."""
-    name = str(record.recipe.get("data", {}).get("name", config.trained_on)).rstrip("/")
-    return Path(name).name or name
+    return str(record.recipe["data"]["name"]) if record.recipe else published_name(config.trained_on)
 
 
 def results_section(record: RunRecord) -> list[str]:
     test = record.test
     if not test:
         return ["No evaluation results are available.", ""]
-    calibrated_on_test = "every other test image" in str(test.get("bundled", {}).get("calibrated_on", ""))
+    calibrated_on_test = "every other test image" in str(_nested(test, "bundled", "calibrated_on"))
     caveats = {
         "test": " (half of them were also used for calibration)" if calibrated_on_test else " (evaluated once)",
         "validation": " (also used to select the best epoch, so slightly optimistic)",
@@ -140,7 +163,7 @@ def results_section(record: RunRecord) -> list[str]:
         "|---|---|---|",
         f"| Top-1 accuracy | {test['top1']:.2%} | {100 * test['top1_low']:.2f}-{test['top1_high']:.2%} |",
         *([f"| Top-5 accuracy | {test['top5']:.2%} | |"] if len(test["per_class"]) > 5 else []),
-        f"| Cross-entropy (uncalibrated) | {test['loss']:.4f} | |",
+        *([f"| Cross-entropy (uncalibrated) | {test['loss']:.4f} | |"] if test["loss"] is not None else []),
         "",
     ]
     if len(test["per_class"]) <= MAX_TABLE_CLASSES:
@@ -157,18 +180,17 @@ def training_section(config: ModelConfig, record: RunRecord, recipe_file: str) -
     recipe, environment = record.recipe, record.environment
     if not recipe:
         return []
-    optim, fingerprint = recipe.get("optim", {}), environment.get("data", {}).get("fingerprint")
-    init_from = record.init_from if record.init_from.startswith("hf:") else Path(record.init_from).name
-    has_validation = recipe.get("data", {}).get("validation", 1)
+    optim, fingerprint = recipe["optim"], _nested(environment, "data", "fingerprint")
+    has_validation = recipe["data"]["validation"]
     selection = "best on the validation images" if has_validation else "last epoch; no validation images"
     frozen = f", frozen: {recipe['freeze']}" if recipe.get("freeze") else ""
     lines = [
         "## Training",
         "",
         f"- Dataset: {_dataset_name(config, record)}" + (f" (fingerprint {fingerprint})" if fingerprint else ""),
-        f"- Initialised from {init_from}" if record.init_from else "- Trained from scratch",
-        f"- Recipe {recipe.get('name')}: {optim.get('name')}, lr {optim.get('lr')}, {recipe.get('epochs')} epochs, "
-        f"batch size {recipe.get('batch_size')}, {optim.get('schedule')} schedule, seed {recipe.get('seed')}{frozen}",
+        f"- Initialised from {record.init_from}" if record.init_from else "- Trained from scratch",
+        f"- Recipe {recipe['name']}: {optim['name']}, lr {optim['lr']}, {recipe['epochs']} epochs, "
+        f"batch size {recipe['batch_size']}, {optim['schedule']} schedule, seed {recipe['seed']}{frozen}",
         f"- Weights of epoch {config.epoch} ({selection})",
     ]
     if environment:
@@ -177,6 +199,12 @@ def training_section(config: ModelConfig, record: RunRecord, recipe_file: str) -
             f"{environment.get('precision')}"
         )
     return [*lines, f"- Complete recipe: `{recipe_file}`", ""]
+
+
+def _nested(values: dict[str, Any], group: str, name: str) -> Any:
+    """`values[group][name]`; None if there is no such value."""
+    inner = values.get(group)
+    return inner.get(name) if isinstance(inner, dict) else None
 
 
 def _usage(library: str, repository: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,8 +10,9 @@ import torch
 
 from vitral import bundled, weights
 from vitral.errors import VitralError
+from vitral.recipes.schema import recipe_from_dict
 from vitral.reporting.hub.model_card import LOADED_BY, RECIPE_FILE, RunRecord, render_model_card
-from vitral.runs.model_io import ModelConfig, find_model_dir, load_model_config
+from vitral.runs.model_io import ModelConfig, find_model_dir, load_model_config, published_name
 from vitral.utils.atomic import atomic_write
 from vitral.utils.progress import LogFn, no_log
 from vitral.weights import Checkpoint, hub
@@ -54,7 +55,8 @@ def push(
     """
     repository, revision = hub.parse_hub_name(destination)
     path = bundled.resolve(path)
-    checkpoint, record = weights.read(path, heads=heads), RunRecord.load(Path(path))
+    record, checkpoint = RunRecord.load(Path(path)), weights.read(path, heads=heads)
+    checkpoint = replace(checkpoint, source=published_name(checkpoint.source))
     if checkpoint.format != "vitral":
         for note in checkpoint.notes:
             log(note)
@@ -63,8 +65,8 @@ def push(
         family, notes = write_portable(checkpoint, output)
         config = resolve_model_config(path, checkpoint)
         atomic_write(output / "README.md", render_model_card(config, record, repository, family, notes, license))
-        if (recipe := Path(path) / "recipe.toml").is_file():
-            atomic_write(output / RECIPE_FILE, recipe.read_bytes())
+        if record.recipe:
+            atomic_write(output / RECIPE_FILE, recipe_from_dict(record.recipe).to_toml())
         files = tuple((file.name, file.stat().st_size) for file in sorted(output.iterdir()))
         url = None if dry_run else hub.upload(output, repository, private=private, revision=revision)
     return PushResult(loaded_by=LOADED_BY[family], files=files, notes=tuple(notes), url=url)
