@@ -8,7 +8,6 @@ is an error before training starts; a logger that fails later is reported once a
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import secrets
@@ -21,6 +20,7 @@ from vitral.recipes.schema import Recipe
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
 from vitral.utils.atomic import atomic_write
+from vitral.utils.json_toml import dump_json, read_json
 from vitral.utils.progress import LogFn
 from vitral.utils.serialization import to_dict
 
@@ -202,14 +202,14 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _logger_ids(run: Run) -> dict[str, str]:
     try:
-        ids = json.loads(run.logger_file.read_text(encoding="utf-8"))
+        ids = read_json(run.logger_file)
     except (OSError, ValueError):
         return {}
     return ids if isinstance(ids, dict) else {}
 
 
 def _save_logger_id(run: Run, name: str, run_id: str) -> None:
-    atomic_write(run.logger_file, json.dumps(_logger_ids(run) | {name: run_id}) + "\n")
+    atomic_write(run.logger_file, dump_json(_logger_ids(run) | {name: run_id}) + "\n")
 
 
 def _is_set(variable: str) -> bool:
