@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,21 @@ def announce_downloads(*names: str | None) -> None:
     sizes = {entry.name: entry.size for entry in data.list_datasets() if not entry.is_cached}
     missing = {name for name in names if name in sizes and not is_file_dataset(name)}
     print_notes(f"downloading {name} ({sizes[name] / 1e6:.0f} MB)" for name in sorted(missing))
+
+
+def find_image_files(paths: Sequence[Path]) -> list[Path]:
+    """List the images of files and folders, and print what was skipped in the folders."""
+    from vitral.data.decode import SUPPORTED_FORMATS
+    from vitral.data.files.walk import SkippedFiles, find_images
+
+    skipped = SkippedFiles()
+    files = find_images(paths, skipped.add)
+    summary = skipped.summary()
+    if not files:
+        what = f"no images in {', '.join(map(str, paths))}"
+        raise VitralError(f"{what}; {summary}" if summary else what, SUPPORTED_FORMATS)
+    print_notes([summary] if summary else [])
+    return files
 
 
 @contextmanager

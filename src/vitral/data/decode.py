@@ -21,6 +21,7 @@ from vitral.data.files.walk import irregular_file_kind, iter_images
 from vitral.errors import VitralError
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # Pillow's other decoders may start external programs
+SUPPORTED_FORMATS = "Supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
 MAX_PIXELS = 100_000_000  # larger images could exhaust memory when decoded
 TOO_LARGE_HINT = f"Resize the image to at most {MAX_PIXELS // 10**6} megapixels"
 
@@ -28,7 +29,7 @@ TOO_LARGE_HINT = f"Resize the image to at most {MAX_PIXELS // 10**6} megapixels"
 class ImageDecodeError(VitralError):
     """The file or value is not an image, or it is corrupt or too large."""
 
-    def __init__(self, what: str, hint: str = "Supported formats: JPEG, PNG, WebP, BMP, GIF, TIFF") -> None:
+    def __init__(self, what: str, hint: str = SUPPORTED_FORMATS) -> None:
         super().__init__(what, hint)
 
 

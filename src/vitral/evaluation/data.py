@@ -99,6 +99,7 @@ class EvalTarget:
     dataset: Dataset
     split_name: str
     split: Split
+    notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
     @cached_property
     def validation_split(self) -> Split:
@@ -136,7 +137,8 @@ def load_eval_target(
     if not len(labelled) and not data:
         raise VitralError(f"{dataset.name} has no {split} images", "Omit --split, or name another folder with --data")
     parts = (labelled,) if len(labelled) else (dataset.train, dataset.validation)
-    loaded = [load_split(part, predictor, classes=dataset.classes) for part in parts if len(part)]
+    notes = list(dataset.notes)
+    loaded = [load_split(part, predictor, classes=dataset.classes, notes=notes) for part in parts if len(part)]
     images = loaded[0].images if len(loaded) == 1 else torch.cat([part.images[:] for part in loaded])
     labels = torch.cat([part.labels for part in loaded])
     return EvalTarget(
@@ -145,15 +147,22 @@ def load_eval_target(
         dataset=dataset,
         split_name=split,
         split=Split(images=images, labels=labels),
+        notes=tuple(notes),
     )
 
 
 def load_split(
-    split: Split, predictor: Predictor, *, classes: tuple[str, ...] | None = None, indices: Tensor | None = None
+    split: Split,
+    predictor: Predictor,
+    *,
+    classes: tuple[str, ...] | None = None,
+    indices: Tensor | None = None,
+    notes: list[str] | None = None,
 ) -> Split:
     """A split, or the images of it at `indices`, at the model's input size. Unreadable files are left out.
 
-    `classes` are the class names of the labels, which are converted to the model's class indices.
+    `classes` are the class names of the labels, which are converted to the model's class indices. A sentence about
+    unreadable files is added to `notes`.
     """
     labels = split.labels if indices is None else split.labels[indices]
     if classes is not None:
@@ -164,6 +173,9 @@ def load_split(
         if errors:
             readable = torch.tensor([position not in errors for position in range(len(images))])
             images, labels = images[readable], labels[readable]
+            if notes is not None:
+                messages = truncate_list([errors[position] for position in sorted(errors)], 3)
+                notes.append(f"left out {len(errors):,} unreadable file{'s' if len(errors) > 1 else ''}: {messages}")
         return Split(images=images, labels=labels)
     selected = split.images if indices is None else split.images[indices]
     return Split(images=to_model_input(selected, predictor.model_config.preprocessing), labels=labels)

@@ -83,7 +83,7 @@ def evaluate(
         robustness=corruption_robustness(target, corrupted_images, log) if corrupted_images else None,
         split=target.split_name,
     )
-    return report, logits
+    return replace(report, notes=target.notes), logits
 
 
 def calibrate_model(

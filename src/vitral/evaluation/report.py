@@ -67,6 +67,7 @@ class EvaluationReport(Metrics):
     calibrated_on: str = "validation"  # split on which temperature and OOD threshold were fitted
     engine: Mapping[str, Any] = field(default_factory=dict)  # EngineChoice.info() of the engine in use
     tta: TTA = "none"
+    notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
     def scalars(self) -> dict[str, float]:
         """The main metrics by split and name, as in `test_top1`, for experiment trackers."""

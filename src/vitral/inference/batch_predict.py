@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from vitral.data.files.walk import iter_images
+from vitral.data.files.walk import SkippedFiles, iter_images
 from vitral.errors import VitralError, truncate_list
 from vitral.inference.prediction import CSV_COLUMNS, Prediction, csv_rows, prediction_from_dict, prediction_to_dict
 from vitral.inference.predictor import READABLE_FORMATS, Predictor
@@ -43,7 +43,9 @@ def predict_to_file(
     parts = out.with_name(out.name + ".parts")
     world.broadcast_from_rank0(lambda: _prepare(predictor, paths, out, parts, top))
     done = {_path_hash(record["file"]) for record in _read_parts(parts)}
-    progress = _Progress(sum(1 for _ in iter_images(paths)), len(done), quiet or not world.is_rank0, world.size)
+    skipped = SkippedFiles()
+    total = sum(1 for _ in iter_images(paths, skipped.add))
+    progress = _Progress(total, len(done), quiet or not world.is_rank0, world.size)
     remaining = (
         path
         for path in iter_images(paths)
@@ -60,6 +62,8 @@ def predict_to_file(
     if world.is_rank0 and not quiet:
         errors = f", {len(unreadable):,} unreadable: {truncate_list(unreadable, MAX_LISTED)}" if unreadable else ""
         progress.finish(f"{out}: {count:,} prediction{'s' if count != 1 else ''}{errors}")
+        if summary := skipped.summary():
+            print(f"  {summary}", file=sys.stderr)
         empty = [str(path) for path in paths if path.is_dir() and next(iter_images([path]), None) is None]
         if empty:
             print(f"No images in {truncate_list(empty, MAX_LISTED)}", file=sys.stderr)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vitral import bundled, weights
 from vitral.data.datasets import Split
-from vitral.data.decode import ImageDecodeError, decode_image
+from vitral.data.decode import SUPPORTED_FORMATS, ImageDecodeError, decode_image
 from vitral.data.files.walk import find_images
 from vitral.data.lazy_images import Images, SubsetImages
 from vitral.data.preprocess import to_model_input
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ImageInput = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor  # arrays: see data.sequence.decode_image
 DecodedImage = tuple[str, Tensor | str]  # source, and uint8 pixels (C, H, W) or an error message
-READABLE_FORMATS = "Supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
+READABLE_FORMATS = SUPPORTED_FORMATS
 # Thresholds for `predict_inverted`, shared with the web page: mean pixel of a training set of bright strokes on a dark
 # background, and border brightness of an image with dark strokes on a bright background.
 DARK_MEAN, BRIGHT_BORDER = 0.45, 0.6

@@ -14,6 +14,7 @@ from vitral.cli.messages import (
     SPLIT_HELP,
     announce_downloads,
     load_model,
+    print_notes,
     status_line,
 )
 from vitral.cli.options import EngineFlag, SplitFlag
@@ -69,6 +70,7 @@ def evaluate(args: EvaluateArgs) -> int:
             robustness=args.robustness,
             log=log,
         )
+    print_notes(report.notes)
     if args.json:
         print(dump_json(report.as_dict()))
     else:

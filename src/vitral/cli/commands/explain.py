@@ -11,6 +11,7 @@ from vitral.cli.messages import (
     LABELS_HELP,
     MODEL_HELP,
     announce_downloads,
+    find_image_files,
     missing_images_error,
     print_notes,
     status_line,
@@ -59,7 +60,6 @@ def explain(args: ExplainArgs) -> int:
         return measure_faithfulness(args)
     if not args.files:
         raise missing_images_error("explain", args.model)
-    from vitral.data.files.walk import find_images
     from vitral.explain import load_explainable
     from vitral.reporting.figures import heatmaps
 
@@ -71,12 +71,7 @@ def explain(args: ExplainArgs) -> int:
     methods, options = selected_methods(args), method_options(args)
     predictor = load_explainable(args.model, args.labels)
     print_notes(predictor.notes)
-    files = find_images(list(args.files))
-    if not files:
-        raise VitralError(
-            f"no images in {', '.join(map(str, args.files))}",
-            "Supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF",
-        )
+    files = find_image_files(args.files)
     width = max(display_width(str(file)) for file in files)
     names = heatmaps.unique_stems(files)
     succeeded = [

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitral.cli.messages import LABELS_HELP, MODEL_HELP, print_notes
+from vitral.cli.messages import LABELS_HELP, MODEL_HELP, find_image_files, print_notes
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError
 
@@ -32,7 +32,7 @@ def figures(args: FiguresArgs) -> int:
     predictor = load_explainable(args.model, args.labels)
     print_notes(predictor.notes)
     images = (
-        paper.load_sample_images(predictor, args.images, args.count)
+        paper.load_sample_images(predictor, find_image_files(args.images), args.count)
         if args.images
         else test_images(predictor, args.count)
     )

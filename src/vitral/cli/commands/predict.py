@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.cli.messages import BUNDLED, ENGINE_HELP, HEADS_HELP, LABELS_HELP, load_model, missing_images_error
+from vitral.cli.messages import (
+    BUNDLED,
+    ENGINE_HELP,
+    HEADS_HELP,
+    LABELS_HELP,
+    find_image_files,
+    load_model,
+    missing_images_error,
+)
 from vitral.cli.options import DeviceFlag, EngineFlag
 from vitral.cli.output import OutputFormat, print_predictions
 from vitral.cli.parsing import Command, argument, option
@@ -59,24 +67,18 @@ def predict(args: PredictArgs) -> int:
         from vitral.inference.batch_predict import predict_to_file
 
         return predict_to_file(predictor, args.files, args.out, top=args.top)
-    return print_predictions(predictor.predict_files(args.files, top=args.top), output_format)
+    return print_predictions(list(predictor.predict_many(find_image_files(args.files), top=args.top)), output_format)
 
 
 def predict_onnx(args: PredictArgs, output_format: OutputFormat) -> int:
     """Run an exported model with ONNX Runtime. Imports neither torch nor any dependency but numpy and Pillow."""
-    from vitral.data.files.walk import find_images
     from vitral.inference.onnx_runtime import OnnxModel
 
     for flag in ("out", "labels", "heads"):
         if getattr(args, flag) is not None:
             raise VitralError(f"--{flag} does not apply to an exported model", "Use the run that it was exported from")
-    files = find_images(list(args.files))
-    if not files:
-        raise VitralError(
-            f"no images in {', '.join(map(str, args.files))}", "Supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
-        )
     model = OnnxModel(args.model, args.threads)
-    return print_predictions(list(model.predict_many(files, args.top)), output_format)
+    return print_predictions(list(model.predict_many(find_image_files(args.files), args.top)), output_format)
 
 
 COMMAND = Command("predict", PredictArgs, predict)

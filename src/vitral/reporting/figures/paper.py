@@ -16,8 +16,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vitral.data.decode import decode_image
-from vitral.data.files.walk import find_images
-from vitral.errors import VitralError
 from vitral.evaluation.data import evenly_spaced_indices
 from vitral.inference.predictor import Predictor
 from vitral.models.variants.hybrid import HybridEmbedding
@@ -239,12 +237,8 @@ def plot_rollout_examples(predictor: Predictor, images_NCHW: Tensor) -> Figure:
     return figure
 
 
-def load_sample_images(predictor: Predictor, paths: Sequence[Path], max_count: int) -> Tensor:
-    """Up to `max_count` evenly spaced images of the files and folders, as model input: uint8, (N, C, H, W)."""
-    files = find_images(list(paths))
-    if not files:
-        hint = "Supported formats: JPEG, PNG, WebP, BMP, GIF and TIFF"
-        raise VitralError(f"no images in {', '.join(map(str, paths))}", hint)
+def load_sample_images(predictor: Predictor, files: Sequence[Path], max_count: int) -> Tensor:
+    """Up to `max_count` evenly spaced images of the files, as model input: uint8, (N, C, H, W)."""
     selected = [files[int(index)] for index in evenly_spaced_indices(len(files), max_count)]
     preprocessing = predictor.model_config.preprocessing
     return torch.stack([preprocessing.resize_and_crop(decode_image(file)) for file in selected])
