@@ -25,7 +25,9 @@ from vitral.data.datasets import Split
 from vitral.data.datasets import load as load_dataset
 from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
 from vitral.device.cpu import available_cpus
-from vitral.device.select import DeviceOption, select_hardware
+from vitral.device.select import DeviceOption, Hardware, select_hardware
+from vitral.device.threads import thread_count
+from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import World, init_distributed
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE
@@ -65,9 +67,10 @@ from vitral.training.provenance import (
     check_resumable,
     create_or_update_run,
     open_unfinished_run,
+    recorded_threads,
     started_in_fp8,
 )
-from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware
+from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware, with_threads
 from vitral.training.trainer import Trainer, check_splits
 from vitral.utils.progress import LogFn, no_log
 
@@ -121,9 +124,19 @@ def train(
     setup = world.run_on_all(lambda: setup_training(resolved, not console.quiet, items))
     world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
     hardware = training_hardware(setup, continues_fp8=run is None or started_in_fp8(run))
+    hardware, threads = with_threads(setup, hardware, recorded_threads(run))
     parallel = parallel_plan(setup.recipe, hardware)
-    run = create_or_update_run(world, run, setup, hardware, parallel, out)
-    terminal.print_run_summary(console, setup, hardware, parallel, run)
+    with thread_count(threads):
+        run = create_or_update_run(world, run, setup, hardware, parallel, out)
+        terminal.print_run_summary(console, setup, hardware, parallel, run)
+        return _train_and_evaluate(run, setup, hardware, parallel, console)
+
+
+def _train_and_evaluate(
+    run: Run, setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan, console: Console
+) -> Predictor:
+    """Train in the run folder, or continue there, and evaluate the model."""
+    world = hardware.world
     progress = ProgressTable(console, setup.steps_per_epoch)
     trainer = Trainer(
         setup.recipe,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vitral.device import select
+from vitral.device.cpu import available_cpus
 from vitral.device.select import MIN_STEPS_TO_COMPILE, MIN_WIDTH_BF16, Hardware, bf16_is_faster, select_hardware
 from vitral.errors import VitralError
 
@@ -226,6 +227,6 @@ def test_hardware_prints_what_is_used_and_why(fake_machine: FakeMachine) -> None
     fake_machine(gpu=False, cpu_bf16=True)
     hardware = select_hardware(width=16)
     assert str(hardware).replace("cores", "core") == (
-        f"{torch.get_num_threads()} CPU core, fp32 (faster than bf16 at width 16); no GPU found"
+        f"{available_cpus()} CPU core, fp32 (faster than bf16 at width 16); no GPU found"
     )
     hardware.synchronize()

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from vitral.device.cpu import cpu_has_bf16
+from vitral.device.cpu import available_cpus, cpu_has_bf16
 from vitral.device.cuda_graphs import GraphedStep
 from vitral.device.memory import gpu_memory_bytes
 from vitral.distributed.world import SINGLE_PROCESS, World, world_from_env
@@ -89,8 +89,8 @@ class Hardware:
         """ "2 CPU cores", or the name of the GPU."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
-        threads = torch.get_num_threads()
-        return f"{threads} CPU core{'s' if threads != 1 else ''}"
+        cores = available_cpus()
+        return f"{cores} CPU core{'s' if cores != 1 else ''}"
 
     @property
     def gpu_memory_bytes(self) -> int | None:
@@ -100,7 +100,8 @@ class Hardware:
     def __str__(self) -> str:
         count = f"{self.world.size} x " if self.world.size > 1 else ""
         reasons = [self.reasons[name] for name in ("device", "world", "triton") if name in self.reasons]
-        return f"{count}{self.name}, {self.precision} ({self.reasons['precision']}); {'; '.join(reasons)}"
+        threads = f", {self.reasons['threads']}" if "threads" in self.reasons else ""
+        return f"{count}{self.name}{threads}, {self.precision} ({self.reasons['precision']}); {'; '.join(reasons)}"
 
 
 def fallback_from_fp8(hardware: Hardware, reason: str, log: LogFn = no_log) -> Hardware:

@@ -28,8 +28,8 @@ from vitral.utils.serialization import from_dict, to_dict
 
 # Fields that may change when a run is resumed: computation and disk usage, not the result.
 RESUMABLE_FIELDS = (
-    "device", "precision", "compile", "parallel", "grad_accum", "activation_checkpointing", "tta", "checkpoint_epochs",
-    "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard", "wandb", "mlflow",
+    "device", "threads", "precision", "compile", "parallel", "grad_accum", "activation_checkpointing", "tta",
+    "checkpoint_epochs", "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard", "wandb", "mlflow",
 )  # fmt: skip
 
 
@@ -121,6 +121,7 @@ class Recipe:
     ema_decay: float = 0.0  # the same as a decay per step: 0.99996 averages over 25,000 steps
     seed: int = 0  # seed of weights, batch order and augmentation
     device: DeviceOption = "auto"  # auto: a GPU if there is one; CUDA_VISIBLE_DEVICES selects among several
+    threads: int = 0  # CPU threads; 0: the fastest number, by a short measurement at the start
     precision: PrecisionOption = "auto"  # fp8: GEMMs in 8 bits, for wide models on recent GPUs
     compile: CompileOption = "auto"  # torch.compile and CUDA graphs
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # several processes: replicate or shard the model
@@ -142,7 +143,7 @@ class Recipe:
         if self.freeze.isdigit() and int(self.freeze) > self.model.depth:
             raise ValueError(f"freeze must be at most {self.model.depth}, the model's depth, got {self.freeze}")
         minimums = {"epochs": 1, "patience": 0, "batch_size": 1, "grad_accum": 1, "keep_checkpoints": 1}
-        minimums["checkpoint_epochs"] = 0
+        minimums |= {"checkpoint_epochs": 0, "threads": 0}
         for name, minimum in minimums.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}")

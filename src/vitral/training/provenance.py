@@ -82,6 +82,14 @@ def started_in_fp8(run: Run) -> bool:
     return run.load_environment().get("precision") == "fp8"
 
 
+def recorded_threads(run: Run | None) -> int | None:
+    """CPU threads that a run was started with; None for a new run or one that was started on a GPU."""
+    environment = read_environment(run) if run is not None else {}
+    threads = environment.get("threads")
+    is_valid = isinstance(threads, int) and threads > 0 and "CPU" in str(environment.get("hardware"))
+    return threads if is_valid else None
+
+
 def format_command(arguments: list[str]) -> str:
     """The command line as typed, without the folder of the `vitral` program."""
     program = arguments[0] if Path(arguments[0]).name not in ("vitral", "__main__.py") else "vitral"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from vitral import weights
@@ -27,6 +28,7 @@ from vitral.data.preprocess import Preprocessing, channel_stats, to_model_input
 from vitral.data.registry.fetch import check_dataset_name
 from vitral.data.sequence import ItemSequence, load_sequence
 from vitral.device.select import Hardware, select_hardware
+from vitral.device.threads import select_threads
 from vitral.errors import VitralError
 from vitral.models.variants import resolve_preset
 from vitral.recipes.builtin import RECIPES, get_recipe
@@ -181,6 +183,21 @@ def training_hardware(setup: TrainingSetup, continues_fp8: bool = True) -> Hardw
         steps=setup.steps_per_epoch * recipe.epochs,
         from_scratch=not recipe.init_from and continues_fp8,
     )
+
+
+def with_threads(setup: TrainingSetup, hardware: Hardware, recorded: int | None = None) -> tuple[Hardware, int]:
+    """The number of CPU threads for a run, and the hardware with the reason. Sets nothing.
+
+    `recorded` is the number that a resumed run was started with. On a GPU, and in each of several processes, it is the
+    current number unless the recipe sets one.
+    """
+    recipe, model = setup.recipe, setup.recipe.model
+    if not recipe.threads and (hardware.device.type != "cpu" or hardware.world.size > 1):
+        return hardware, torch.get_num_threads()
+    num_tokens = model.grid[0] * model.grid[1] + model.num_prefix_tokens
+    rows = min(recipe.batch_size, len(setup.dataset.train)) * num_tokens // recipe.grad_accum
+    choice = select_threads(recipe.threads, width=model.width, rows=rows, recorded=recorded)
+    return replace(hardware, reasons=hardware.reasons | {"threads": str(choice)}), choice.threads
 
 
 def load_training_data(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from vitral.cli.output import OutputFormat, print_predictions
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError, shell_quote
 
+MANY_FILES = 32  # files from which on the number of threads is measured
+
 
 @dataclass(frozen=True, kw_only=True)
 class PredictArgs:
@@ -31,7 +34,7 @@ class PredictArgs:
     json: bool = option(False, "print one JSON object per image")
     csv: bool = option(False, "print CSV")
     engine: EngineFlag = option("auto", ENGINE_HELP)
-    threads: int | None = option(None, "number of CPU threads")
+    threads: int | None = option(None, "number of CPU threads (default: measured if there are many images)")
     device: DeviceFlag = option("auto", "device to run on; CUDA_VISIBLE_DEVICES selects one of several GPUs")
     labels: Path | None = option(None, LABELS_HELP)
     heads: int | None = option(None, HEADS_HELP)
@@ -63,6 +66,11 @@ def predict(args: PredictArgs) -> int:
             f"Train one: vitral train DATA --init-from {shell_quote(args.model)}; "
             f"or extract features: vitral embed {shell_quote(args.model)} FILES... --out features.npy",
         )
+    if args.threads is None and (args.out or len(args.files) >= MANY_FILES or any(map(Path.is_dir, args.files))):
+        from vitral.inference.threads import use_fastest_threads
+
+        if (choice := use_fastest_threads(predictor)) is not None and "slower" in choice.reason:
+            print(f"Using {choice}", file=sys.stderr)
     if args.out is not None:
         from vitral.inference.batch_predict import predict_to_file
 

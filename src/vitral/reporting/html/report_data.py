@@ -131,8 +131,11 @@ def reproduction_commands(run: Run | None, environment: dict[str, Any]) -> tuple
         return ()
     command = environment.get("command")
     original = (f"# original command\n{command}",) if isinstance(command, str) and command else ()
-    bit_exact = " (bit-exact)" if "core" in str(environment.get("hardware", "")) else ""  # CPU sums have a fixed order
-    return (*original, f"# repeat the run{bit_exact}\nvitral train --recipe {shell_quote(run.recipe_file)}")
+    repeat = f"vitral train --recipe {shell_quote(run.recipe_file)}"
+    if "core" in str(environment.get("hardware", "")):  # CPU sums have a fixed order for a number of threads
+        threads = f" --threads {environment['threads']}" if "threads" in environment else ""
+        return (*original, f"# repeat the run (bit-exact)\n{repeat}{threads}")
+    return (*original, f"# repeat the run\n{repeat}")
 
 
 def check_data(target: EvalTarget, counts: dict[str, tuple[int, ...]], thorough: bool) -> tuple[str, ...]:
