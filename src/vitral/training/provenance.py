@@ -84,7 +84,7 @@ def started_in_fp8(run: Run) -> bool:
 
 def recorded_threads(run: Run | None) -> int | None:
     """CPU threads that a run was started with; None for a new run or one that was started on a GPU."""
-    environment = read_environment(run) if run is not None else {}
+    environment = run.load_environment() if run is not None else {}
     threads = environment.get("threads")
     is_valid = isinstance(threads, int) and threads > 0 and "CPU" in str(environment.get("hardware"))
     return threads if is_valid else None
