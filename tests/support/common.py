@@ -29,9 +29,10 @@ def textures(count: int, seed: int, size: int = 8, channels: int = 1) -> Split:
 
 
 def skip_figures(patched: pytest.MonkeyPatch) -> None:
-    """Skip the slow output after training. Commands that write figures or reports themselves still do."""
+    """Skip the slow output before and after training. Commands that write figures or reports themselves still do."""
     patched.setattr("vitral.reporting.run_report.write_figures", lambda *_: None)
     patched.setattr("vitral.reporting.run_report.write_html", lambda *_: None)
+    patched.setattr("vitral.api.write_augmented_figure", lambda *_: None)
 
 
 def identical(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

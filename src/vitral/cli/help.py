@@ -6,19 +6,22 @@ import inspect
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vitral.cli.config_fields import NO_DEFAULT
-from vitral.cli.parsing import Command, CommandGroup, Flag
+from vitral.cli.parsing import Command, CommandGroup, Flag, HelpDefaults
 
 COLUMN = 30  # where help texts begin
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
-def command_help(command: Command[Any]) -> str:
-    """Usage, description, arguments and grouped flags of a command."""
+def command_help(command: Command[Any], defaults: HelpDefaults | None = None) -> str:
+    """Usage, description, arguments and grouped flags of a command. `defaults` replace those of some flags."""
     flags = command.flags
+    if defaults is not None:
+        flags = [replace(flag, default=defaults.values.get(flag.dest, flag.default)) for flag in flags]
     arguments = [flag for flag in flags if flag.is_positional]
     usage = " ".join(
         ["usage: vitral", command.name]
@@ -31,8 +34,11 @@ def command_help(command: Command[Any]) -> str:
         if not flag.is_positional:
             groups.setdefault(flag.group, []).append(flag)
     sections = [usage, wrap_paragraphs(inspect.getdoc(command.args) or "")]
+    if defaults is not None:
+        sections.append(wrap_paragraphs(defaults.note))
     for title, members in groups.items():
-        rows = {spelling(flag): flag_text(flag) for flag in members}
+        show_switches = defaults is not None and defaults.show_switches
+        rows = {spelling(flag): flag_text(flag, show_switches) for flag in members}
         if title == list(groups)[-1]:
             rows["-h, --help"] = "show this help"
         sections.append(f"{title}\n{format_rows(rows)}")
@@ -78,11 +84,13 @@ def metavar(flag: Flag) -> str:
     return "HEIGHT WIDTH" if flag.dest.endswith("image_size") else f"{name} {name}"
 
 
-def flag_text(flag: Flag) -> str:
+def flag_text(flag: Flag, show_switches: bool = False) -> str:
     """The help text, with the default unless it is absent, empty or explained in the text."""
     is_empty = flag.default is NO_DEFAULT or flag.default is None or flag.default in ("", ())
-    if is_empty or flag.is_switch or "default" in flag.help:
+    if is_empty or "default" in flag.help:
         return flag.help
+    if flag.is_switch:
+        return f"{flag.help} (default: on)" if show_switches and flag.default else flag.help
     values = flag.default if isinstance(flag.default, tuple) else (flag.default,)
     return f"{flag.help} (default: {' '.join(map(str, values))})".lstrip()
 

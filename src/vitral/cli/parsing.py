@@ -117,12 +117,22 @@ def config_options(
 
 
 @dataclass(frozen=True)
+class HelpDefaults:
+    """Defaults of configuration fields that depend on the rest of the command line, for its help."""
+
+    note: str  # a sentence that says where they come from
+    values: Mapping[str, Any]  # by dotted path; NO_DEFAULT hides the default
+    show_switches: bool = False  # state whether a switch is on
+
+
+@dataclass(frozen=True)
 class Command(Generic[T]):
     """Name, arguments and action of a command. `action` returns the exit status."""
 
     name: str
     args: type[T]
     action: Callable[[T], int]
+    help_defaults: Callable[[T | None], HelpDefaults] | None = None  # from the other words of the command line
 
     def __call__(self, words: Sequence[str]) -> int:
         return self.action(self.parse(words))
@@ -143,10 +153,19 @@ class Command(Generic[T]):
         except _HelpRequested:
             from vitral.cli.help import command_help
 
-            print(command_help(self), end="")
+            print(command_help(self, self._help_defaults(words)), end="")
             raise SystemExit(0) from None
         except _UsageError as error:
             raise VitralError(str(error), f"See `vitral {self.name} --help`") from error
+
+    def _help_defaults(self, words: Sequence[str]) -> HelpDefaults | None:
+        if self.help_defaults is None:
+            return None
+        try:
+            args = self.args(**_parse_words(self.flags, [word for word in words if word not in ("-h", "--help")]))
+        except _UsageError:
+            args = None
+        return self.help_defaults(args)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ __all__ = ["BUILTIN_DATASETS", "Dataset", "Split", "load"]
 # Fixed, independent of a run's seed: all runs hold out the same images, so that results are comparable and no earlier
 # run has trained on them.
 VALIDATION_SEED = 2010_11929
-TEST_SEED = 2021  # digits only: it has no official test set
+TEST_SEED = 2021  # of digits, which has no official test set, and of `test_split`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,6 +124,26 @@ def stratified_holdout(
     for members, count in zip(class_members, counts, strict=True):
         held_out[random.permutation(members)[:count]] = True
     return held_out
+
+
+def holdout_masks(
+    labels: np.ndarray[Any, Any],
+    *,
+    validation: float,
+    test: float,
+    groups: np.ndarray[Any, Any] | None = None,
+) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Masks of the images to hold out for validation and for testing. `validation` is a fraction of the other images.
+
+    The test images depend on `test` alone, so that models selected on different validation splits stay comparable.
+    """
+    is_test = stratified_holdout(labels, test, seed=TEST_SEED, groups=groups)
+    others = np.flatnonzero(~is_test)
+    is_validation = np.zeros_like(is_test)
+    is_validation[others] = stratified_holdout(
+        labels[others], validation, seed=VALIDATION_SEED, groups=None if groups is None else groups[others]
+    )
+    return is_validation, is_test
 
 
 def _hold_out_groups(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.classes import class_index_map
-from vitral.data.datasets import VALIDATION_SEED, Dataset, Split, stratified_holdout
+from vitral.data.datasets import Dataset, Split, holdout_masks
 from vitral.data.decode import ImageDecodeError, decode_image
 from vitral.data.files.duplicates import THUMBNAIL_SIZE, connected_groups, near_duplicate_pairs, thumbnail
 from vitral.data.files.file_dataset import SEQUENCE_PREFIX, ReadOptions, storage_preprocessing
@@ -77,10 +77,11 @@ def load_sequence(
     preprocessing: Preprocessing,
     *,
     validation: float,
+    test_split: float = 0.0,
     read_options: ReadOptions,
     progress: bool = False,
 ) -> Dataset:
-    """Load a sequence and hold out the fraction `validation`; copies of an image stay in one split.
+    """Load a sequence and hold out fractions for validation and testing; copies of an image stay in one split.
 
     Small sequences are decoded into memory, larger ones are read on access.
     """
@@ -103,17 +104,18 @@ def load_sequence(
         )
         digest = hashlib.sha256(b"by labels")  # hashing the pixels would mean reading all images
     digest.update(repr((classes, stored)).encode() + labels.tobytes())
-    held_out = stratified_holdout(labels, validation, seed=VALIDATION_SEED, groups=groups)
-    train, validation_split = (_select(images, labels, mask) for mask in (~held_out, held_out))
-    empty_test = Split(images=torch.zeros(0, *stored.shape, dtype=torch.uint8), labels=torch.zeros(0).long())
+    is_validation, is_test = holdout_masks(labels, validation=validation, test=test_split, groups=groups)
+    masks = (~(is_validation | is_test), is_validation, is_test)
+    train, validation_part, test_part = (_select(images, labels, mask) for mask in masks)
+    held_out = [f"{test_split:.0%} held out for testing"] * (test_split > 0)
     return Dataset(
         name=sequence_name(data),
         classes=classes,
         train=train,
-        validation=validation_split,
-        source="; ".join(filter(None, [f"{validation:.0%} held out for validation", note])),
+        validation=validation_part,
+        source="; ".join(filter(None, [*held_out, f"{validation:.0%} held out for validation", note])),
         fingerprint=digest.hexdigest()[:16],
-        load_test=lambda: empty_test,
+        load_test=lambda: test_part,
     )
 
 

@@ -206,7 +206,8 @@ def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None) -> 
         return load_file_dataset(name, preprocessing)
     if recipe is None:
         return dataset_from_listing(list_images(name, DEFAULT_FILE_VALIDATION), predictor, MAX_UNREADABLE)
-    listing = list_images(name, recipe.data.validation)
+    test_split = recipe.data.test_split if name == recipe.data.name else 0.0
+    listing = list_images(name, recipe.data.validation, test_split=test_split)
     return dataset_from_listing(listing, predictor, recipe.data.read_options.unreadable)
 
 

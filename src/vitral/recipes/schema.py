@@ -43,6 +43,7 @@ class DataConfig:
 
     name: str  # built-in dataset, folder, CSV list or shard pattern
     validation: float = 0.1  # fraction of the training set to hold out for validation
+    test_split: float = 0.0  # fraction to hold out as a test split, from data without one
     mean: tuple[float, ...] | None = None  # per-channel mean in [0, 1]; computed from the training set if omitted
     std: tuple[float, ...] | None = None  # per-channel standard deviation; computed from the training set if omitted
     crop: float = 1.0  # side of the central crop, as a fraction of the resized image's shorter side
@@ -52,8 +53,9 @@ class DataConfig:
     workers: int = ReadOptions.workers  # image decoding processes; 0: one per CPU
 
     def __post_init__(self) -> None:
-        if not 0 <= self.validation < 1:
-            raise ValueError(f"data.validation must be at least 0 and below 1, got {self.validation}")
+        for name in ("validation", "test_split"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"data.{name} must be at least 0 and below 1, got {getattr(self, name)}")
         self.read_options  # noqa: B018 - validates the fields it is made of
 
     @property
@@ -187,7 +189,7 @@ class Recipe:
 
     def to_toml(self) -> str:
         """Every field, except those that are None, which TOML cannot represent."""
-        return re.sub(r"\[\n(?:    .*,\n)+\]", _on_one_line, tomli_w.dumps(to_dict(self)))
+        return arrays_on_one_line(tomli_w.dumps(to_dict(self)))
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Recipe:
         """A copy with some fields replaced; nested fields by dotted names: `{"optim.lr": 3e-4}`."""
@@ -206,8 +208,13 @@ class Recipe:
         return recipe_from_dict(values)
 
 
-def _on_one_line(array: re.Match[str]) -> str:
-    return f"[{', '.join(line.strip().removesuffix(',') for line in array[0].splitlines()[1:-1])}]"
+def arrays_on_one_line(toml: str) -> str:
+    """TOML as tomli_w writes it, with each array on one line."""
+
+    def join(array: re.Match[str]) -> str:
+        return f"[{', '.join(line.strip().removesuffix(',') for line in array[0].splitlines()[1:-1])}]"
+
+    return re.sub(r"\[\n(?:    .*,\n)+\]", join, toml)
 
 
 def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:

@@ -8,6 +8,7 @@ training_hardware Recipe -> device, precision and compilation
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -204,17 +205,21 @@ def load_training_data(
     recipe: Recipe, progress: bool = False, items: ItemSequence | None = None
 ) -> tuple[Dataset, Recipe]:
     """Load the dataset and complete the recipe with the number of classes, mean and standard deviation."""
-    validation, read_options = recipe.data.validation, recipe.data.read_options
-    if items is not None:
+    data = recipe.data
+    if items is not None or is_file_dataset(data.name):
         placeholder = make_preprocessing(with_placeholder_stats(recipe))
-        dataset = load_sequence(items, placeholder, validation=validation, read_options=read_options, progress=progress)
-    elif is_file_dataset(recipe.data.name):
-        placeholder = make_preprocessing(with_placeholder_stats(recipe))
-        dataset = load_file_dataset(
-            recipe.data.name, placeholder, validation=validation, read_options=read_options, progress=progress
+        load_images = partial(load_file_dataset, data.name) if items is None else partial(load_sequence, items)
+        dataset = load_images(
+            placeholder,
+            validation=data.validation,
+            test_split=data.test_split,
+            read_options=data.read_options,
+            progress=progress,
         )
     else:
-        dataset = load(recipe.data.name, validation=validation, progress=progress)
+        if data.test_split:
+            raise VitralError(f"{data.name} has a test split of its own", "Omit --test-split")
+        dataset = load(data.name, validation=data.validation, progress=progress)
         if Path(recipe.data.name).is_dir():
             dataset = replace(
                 dataset, source=f"{dataset.source}; write ./{recipe.data.name} for the folder of that name"
@@ -235,7 +240,7 @@ def pack_dataset(recipe: Recipe, out: Path | None = None, progress: bool = False
         raise VitralError(
             f"{recipe.data.name} is a built-in dataset and needs no packing", "Use: vitral data pack FOLDER"
         )
-    listing = list_images(recipe.data.name, recipe.data.validation, progress)
+    listing = list_images(recipe.data.name, recipe.data.validation, progress, recipe.data.test_split)
     preprocessing = make_preprocessing(with_placeholder_stats(recipe))
     folder, index = pack_location(listing, storage_preprocessing(preprocessing))
     if out is not None:

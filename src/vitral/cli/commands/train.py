@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitral.cli.config_fields import ConfigField, read_config_fields
+from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
 from vitral.cli.messages import DATA_HELP, HEADS_HELP
-from vitral.cli.parsing import Command, argument, config_options, option
+from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
+from vitral.cli.recipe_values import chosen_recipe, recipe_values, varying_fields
 from vitral.errors import VitralError, shell_quote
 from vitral.utils.json_toml import dump_json
 
@@ -17,7 +18,7 @@ COMMON = "Common flags"
 COMPARE = "Comparison of training strategies"
 COMMON_FIELDS = ("init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
 GROUP_TITLES = {
-    "": "Training (defaults: the recipe's)",
+    "": "Training",
     "model": "Model",
     "data": "Data",
     "augment": "Augmentation",
@@ -28,7 +29,7 @@ GROUP_TITLES = {
 def recipe_fields() -> Iterable[ConfigField]:
     """Fields of a recipe, those of hybrid models included, the common ones first."""
     recipe = list(read_config_fields("vitral.recipes.schema", "Recipe"))
-    fields = {field.path: field for field in recipe if field.path != "data.name"}
+    fields = {field.path: field for field in recipe if field.path not in ("data.name", "data.test_split")}
     for field in read_config_fields("vitral.models.variants.hybrid", "HybridConfig", "model."):
         fields.setdefault(field.path, field)
     return [fields.pop(path) for path in COMMON_FIELDS] + list(fields.values())
@@ -52,6 +53,9 @@ class TrainArgs:
     overrides: Mapping[str, Any] = config_options(recipe_fields, group=group_title)
     out: Path | None = option(None, "run folder to create (default: runs/<recipe>-<date>-<id>)", group=COMMON)
     resume: Path | None = option(None, "run folder of an interrupted run to continue", group=COMMON)
+    test_split: float | None = option(
+        None, "fraction to hold out as a test split, from a folder or list without one: 0.1", group=COMMON
+    )
     heads: int | None = option(None, HEADS_HELP, group="Model")
     compare: bool = option(
         False, "train from scratch, as a linear probe and fine-tuned, and recommend one of them", group=COMPARE
@@ -63,6 +67,8 @@ class TrainArgs:
 def train(args: TrainArgs) -> int:
     from vitral import api
 
+    if args.test_split is not None:  # the short form of --data.test-split
+        args = replace(args, overrides={**args.overrides, "data.test_split": args.test_split})
     if args.resume is not None:
         check_resume_flags(args)
         api.train(resume=args.resume, quiet=False, **args.overrides)
@@ -99,11 +105,30 @@ def check_resume_flags(args: TrainArgs) -> None:
     names = ("data", "recipe", "preset", "heads", "out", "compare")
     fixed = [name for name in names if getattr(args, name)] + [p for p in args.overrides if p not in RESUMABLE_FIELDS]
     if fixed:
-        flag = f"--{fixed[0].replace('_', '-')}" if fixed[0] != "data" else args.data
+        name = fixed[0].removeprefix("data.") if fixed[0] == "data.test_split" else fixed[0]
+        flag = f"--{name.replace('_', '-')}" if name != "data" else args.data
         raise VitralError(
             f"{flag} cannot be changed when a run is resumed",
             f"Start a new run instead: vitral train --recipe {shell_quote(args.resume)}/recipe.toml",
         )
 
 
-COMMAND = Command("train", TrainArgs, train)
+def help_defaults(args: TrainArgs | None) -> HelpDefaults:
+    """The values of the recipe that this command line uses, or a sentence about which recipe will decide."""
+    has_checkpoint = args is not None and "init_from" in args.overrides
+    if args is None or (name := chosen_recipe(args.recipe, args.data, has_checkpoint, args.resume)) is None:
+        note = (
+            "Defaults: the recipe's. Without --recipe, that is folder-finetune with --init-from, the recipe named like "
+            "a built-in dataset, or folder-scratch. To see them, add the data, --recipe or --init-from before --help."
+        )
+        return HelpDefaults(note, dict.fromkeys(varying_fields(), NO_DEFAULT))
+    values = recipe_values(name)
+    note = f"Defaults: those of the recipe {name}, and the checkpoint's architecture." if has_checkpoint else ""
+    if has_checkpoint:
+        values = {path: value for path, value in values.items() if not path.startswith("model.")}
+        architecture = {field.path: NO_DEFAULT for field in recipe_fields() if field.path.startswith("model.")}
+        values = architecture | values
+    return HelpDefaults(note or f"Defaults: those of the recipe {name}.", values, show_switches=True)
+
+
+COMMAND = Command("train", TrainArgs, train, help_defaults)

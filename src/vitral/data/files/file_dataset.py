@@ -72,6 +72,7 @@ def load_file_dataset(
     preprocessing: Preprocessing,
     *,
     validation: float = 0.15,
+    test_split: float = 0.0,
     read_options: ReadOptions | None = None,
     allow_reduced_jpeg: bool = True,
     progress: bool = False,
@@ -86,9 +87,11 @@ def load_file_dataset(
             "Resume from Python with vitral.train(sequence, resume=RUN), or evaluate on files with --data FOLDER",
         )
     if is_packed(Path(path)):
+        if test_split:
+            raise VitralError(f"{path} is packed, so its splits are fixed", "Use --test-split with the original images")
         return read_packed(Path(path), preprocessing)
     return read_listing(
-        list_images(path, validation, progress),
+        list_images(path, validation, progress, test_split),
         preprocessing,
         read_options or ReadOptions(),
         allow_reduced_jpeg=allow_reduced_jpeg,
@@ -96,11 +99,11 @@ def load_file_dataset(
     )
 
 
-def list_images(path: Path | str, validation: float, progress: bool = False) -> DatasetListing:
+def list_images(path: Path | str, validation: float, progress: bool = False, test_split: float = 0.0) -> DatasetListing:
     """List the images of class folders, a CSV file or shards."""
     if is_shard_pattern(str(path)):
-        return list_shards(str(path), validation)
-    return list_folder(Path(path), validation, progress)
+        return list_shards(str(path), validation, test_split)
+    return list_folder(Path(path), validation, progress, test_split)
 
 
 def storage_preprocessing(preprocessing: Preprocessing) -> Preprocessing:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from vitral.data.files.duplicates import duplicate_groups
-from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_validation, make_listing
+from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_splits, make_listing, needs_holdout
 from vitral.data.files.packed import fingerprint
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason, irregular_file_kind, iter_images
 from vitral.data.files.workers import ImageLocation
@@ -33,8 +33,11 @@ LabelledFiles = dict[str, list[tuple[Path, str]]]  # split → files with class 
 LAYOUT_HINT = "Use one folder per class: photos/ants, photos/bees"
 
 
-def list_folder(path: Path, validation: float, progress: bool = False) -> DatasetListing:
-    """List the images of a folder or CSV file. Without a validation split, the fraction `validation` is held out."""
+def list_folder(path: Path, validation: float, progress: bool = False, test_split: float = 0.0) -> DatasetListing:
+    """List the images of a folder or CSV file.
+
+    Without a validation split, the fraction `validation` is held out; without a test split, the fraction `test_split`.
+    """
     if not path.exists():
         raise VitralError(f"no folder or list named {path}", LAYOUT_HINT)
     if (kind := irregular_file_kind(path.stat().st_mode)) is not None:
@@ -42,10 +45,10 @@ def list_folder(path: Path, validation: float, progress: bool = False) -> Datase
     files, notes = _list_class_folders(path) if path.is_dir() else (read_csv_list(path), [])
     images = {split: [(ImageLocation(str(file)), label) for file, label in items] for split, items in files.items()}
     listing = make_listing(str(path), images, source=f"from {path}", hint=LAYOUT_HINT, notes=notes)
-    if listing.splits["validation"]:
+    if not needs_holdout(listing, test_split):
         return listing
     groups = _cached_duplicate_groups([Path(location.path) for location, _ in listing.splits["train"]], progress)
-    return hold_out_validation(listing, validation, groups)
+    return hold_out_splits(listing, validation, groups, test_split)
 
 
 def no_class_folders_error(path: Path, skipped: SkippedFiles | None = None) -> VitralError:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vitral.data.classes import class_index_map
-from vitral.data.datasets import VALIDATION_SEED, stratified_holdout
+from vitral.data.datasets import holdout_masks
 from vitral.data.files.workers import ImageLocation
 from vitral.errors import VitralError, did_you_mean, truncate_list
 
@@ -72,27 +72,38 @@ def make_listing(
     return DatasetListing(name=name, classes=classes, splits=splits, source=source, state=state, notes=tuple(notes))
 
 
-def hold_out_validation(
-    listing: DatasetListing, fraction: float, groups: np.ndarray[Any, Any] | None
+def needs_holdout(listing: DatasetListing, test_split: float) -> bool:
+    """Whether a validation or test split must be held out. Refuses `test_split` for data that has a test split."""
+    if test_split and listing.splits["test"]:
+        raise VitralError(
+            f"{listing.name} has a test split of {len(listing.splits['test']):,} images", "Omit --test-split"
+        )
+    return not listing.splits["validation"] or test_split > 0
+
+
+def hold_out_splits(
+    listing: DatasetListing, validation: float, groups: np.ndarray[Any, Any] | None, test_split: float = 0.0
 ) -> DatasetListing:
-    """Move a stratified fraction of the training images to validation.
+    """Move stratified fractions of the training images to test and, unless there is a validation split, to validation.
 
     Copies of one image have the same number in `groups` and stay in one split. None: copies were not detected.
     """
     train = listing.splits["train"]
     labels = np.array([label for _, label in train])
-    held_out = stratified_holdout(labels, fraction, seed=VALIDATION_SEED, groups=groups)
-    source = f"{listing.source}, {fraction:.0%} held out for validation"
+    if has_validation := bool(listing.splits["validation"]):
+        validation = 0.0
+    is_validation, is_test = holdout_masks(labels, validation=validation, test=test_split, groups=groups)
+    held_out = [f"{test_split:.0%} held out for testing"] * (test_split > 0)
+    held_out += [f"{validation:.0%} held out for validation"] * (not has_validation)
+    source = ", ".join([listing.source, *held_out])
     num_copies = 0 if groups is None else len(groups) - len(np.unique(groups))
     if num_copies:
         source += f", {num_copies:,} near-duplicate{'s' if num_copies > 1 else ''} kept in one split"
-    splits = {
-        **listing.splits,
-        "train": [item for item, is_held_out in zip(train, held_out, strict=True) if not is_held_out],
-        "validation": [item for item, is_held_out in zip(train, held_out, strict=True) if is_held_out],
-    }
+    splits = {split: list(items) for split, items in listing.splits.items()} | {"train": []}
+    for item, for_validation, for_test in zip(train, is_validation, is_test, strict=True):
+        splits["validation" if for_validation else "test" if for_test else "train"].append(item)
     single = [name for name, count in zip(listing.classes, np.bincount(labels), strict=True) if count == 1]
-    notes = (*listing.notes, _single_image_note(single)) if single and fraction else listing.notes
+    notes = (*listing.notes, _single_image_note(single)) if single and (validation or test_split) else listing.notes
     return replace(listing, splits=splits, source=source, notes=notes)
 
 

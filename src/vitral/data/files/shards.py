@@ -22,7 +22,14 @@ from typing import IO, Any
 import numpy as np
 
 from vitral.data.files.duplicates import connected_groups, near_duplicate_pairs, thumbnails
-from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, NamedLocation, hold_out_validation, make_listing
+from vitral.data.files.listing import (
+    SPLIT_NAMES,
+    DatasetListing,
+    NamedLocation,
+    hold_out_splits,
+    make_listing,
+    needs_holdout,
+)
 from vitral.data.files.remote import MAX_IMAGE_BYTES, is_url, open_url, read_range, url_version
 from vitral.data.files.walk import IMAGE_SUFFIXES
 from vitral.data.files.worker import read_location
@@ -44,10 +51,11 @@ def is_shard_pattern(name: str) -> bool:
     return re.search(r"\.tar(\.|$)", name) is not None
 
 
-def list_shards(pattern: str, validation: float) -> DatasetListing:
+def list_shards(pattern: str, validation: float, test_split: float = 0.0) -> DatasetListing:
     """List the images in the shards that match `pattern`.
 
-    Splits come from the names of the shards. Without a validation split, the fraction `validation` is held out.
+    Splits come from the names of the shards. Without a validation split, the fraction `validation` is held out;
+    without a test split, the fraction `test_split`.
     """
     shards = expand_pattern(pattern)
     versions = [url_version(shard) if is_url(shard) else _file_version(Path(shard)) for shard in shards]
@@ -57,12 +65,12 @@ def list_shards(pattern: str, validation: float) -> DatasetListing:
         images[split] += [(ImageLocation(shard, offset, size), label) for offset, size, label in entries]
     source = f"from {len(shards):,} shard{'s' if len(shards) > 1 else ''}"
     listing = make_listing(pattern, images, source=source, hint=LABEL_HINT, state=versions, class_key=_numbers_first)
-    if listing.splits["validation"]:
+    if not needs_holdout(listing, test_split):
         return listing
     if not any(map(is_url, shards)):
         groups = _duplicate_groups([location for location, _ in listing.splits["train"]])
-        return hold_out_validation(listing, validation, groups)
-    listing = hold_out_validation(listing, validation, None)
+        return hold_out_splits(listing, validation, groups, test_split)
+    listing = hold_out_splits(listing, validation, None, test_split)
     return replace(listing, source=f"{listing.source}, near-duplicates not detected in remote shards")
 
 
