@@ -55,7 +55,7 @@ from vitral.reporting.figures.comparison import plot_probe, plot_strategy_compar
 from vitral.reporting.html.report import write_report
 from vitral.reporting.html.report_data import collect_report_data
 from vitral.reporting.hub.publish import push as push
-from vitral.reporting.run_report import write_run_report
+from vitral.reporting.run_report import write_augmented_figure, write_run_report
 from vitral.reporting.terminal import training as terminal
 from vitral.runs.model_io import find_model_dir
 from vitral.runs.run import RUNS, Run, new_run_path
@@ -150,6 +150,7 @@ def _train_and_evaluate(
     )
     resume_command = f"vitral train --resume {shell_quote(run)}"
     with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():
+        world.broadcast_from_rank0(lambda: write_augmented_figure(run, setup))
         with progress:
             trainer.fit()
         return _evaluate_run(run, setup, world, console, trainer.callbacks)

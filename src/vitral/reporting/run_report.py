@@ -10,14 +10,25 @@ from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.data import EvalTarget
 from vitral.evaluation.report import EvaluationReport
 from vitral.reporting.figures import training as figures
+from vitral.reporting.figures.augmented import plot_augmented
 from vitral.reporting.figures.images import save_image
 from vitral.reporting.html.report import write_report
-from vitral.reporting.html.report_data import collect_report_data
+from vitral.reporting.html.report_data import AUGMENTED, collect_report_data
 from vitral.runs.run import Run
+from vitral.training.augmented_examples import augmented_examples
+from vitral.training.setup import TrainingSetup
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
 
 EXAMPLE = "example.png"
+
+
+def write_augmented_figure(run: Run, setup: TrainingSetup) -> None:
+    """Draw augmented training images before the first step, so that a bad augmentation is seen early."""
+    path = run.figure_dir / AUGMENTED
+    if not path.exists():
+        images, targets = augmented_examples(setup.recipe, setup.dataset, setup.preprocessing)
+        plot_augmented(images, targets, setup.dataset.classes, path)
 
 
 def write_run_report(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> None:

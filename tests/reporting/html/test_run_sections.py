@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from vitral.reporting.html.report_data import reproduction_commands
 from vitral.reporting.html.run_sections import training_section
@@ -24,3 +26,11 @@ def test_curves_have_a_validation_line_only_if_there_was_validation() -> None:
 def test_only_cpu_runs_are_described_as_bit_reproducible(tmp_path: Path, hardware: str, is_exact: bool) -> None:
     command = reproduction_commands(Run(tmp_path), {"hardware": hardware})[-1]
     assert ("bit-exact" in command) is is_exact
+
+
+def test_the_training_section_embeds_the_augmented_images() -> None:
+    png = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(png, "PNG")
+    section = training_section(ROWS, png.getvalue())
+    assert '<img src="data:image/jpeg;base64,' in section
+    assert "<img" not in training_section(ROWS)

@@ -33,7 +33,7 @@ def render_report(data: ReportData) -> str:
     examples = ConfusionExamples.select(data)
     sections = [
         ("summary", "Summary", summary_section(data)),
-        ("training", "Training", training_section(data.epochs)),
+        ("training", "Training", training_section(data.epochs, data.augmented)),
         ("confusion", "Confusion matrix", confusion_section(data, examples)),
         ("errors", "Errors and uncertain predictions", gallery_section(data)),
         ("calibration", "Calibration", calibration_section(data.evaluation)),

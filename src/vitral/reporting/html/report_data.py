@@ -22,6 +22,7 @@ from vitral.inference.predictor import Predictor
 from vitral.runs.run import Run
 
 Pairs = tuple[tuple[str, str], ...]  # name, value
+AUGMENTED = "augmented.png"  # in the run's figures folder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +42,7 @@ class ReportData:
     environment: Pairs = ()
     commands: tuple[str, ...] = ()  # that reproduce the run
     recipe: str = ""  # contents of recipe.toml
+    augmented: bytes = b""  # PNG of augmented training images
     full_report_command: str = ""  # the command that adds the missing sections
 
 
@@ -55,6 +57,7 @@ def collect_report_data(
     epochs = tuple(run.load_metrics()) if run else ()
     environment = run.load_environment() if run else {}
     counts = class_counts(target)
+    augmented = Run(path).figure_dir / AUGMENTED
     return ReportData(
         title=f"Vision Transformer trained on {target.predictor.model_config.trained_on}",
         predictor=target.predictor,
@@ -69,6 +72,7 @@ def collect_report_data(
         environment=tuple((name.replace("_", " "), value) for name, value in flatten(environment)),
         commands=reproduction_commands(run, environment),
         recipe=run.recipe_file.read_text(encoding="utf-8") if run and run.recipe_file.is_file() else "",
+        augmented=augmented.read_bytes() if run and augmented.is_file() else b"",
         full_report_command=f"vitral report {shell_quote(bundled.display_name(path))}",
     )
 

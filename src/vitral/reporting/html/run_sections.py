@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any
+
+from PIL import Image
 
 from vitral.reporting.html import charts
 from vitral.reporting.html.charts import Chart, nice_ticks, padded_range
@@ -35,13 +39,23 @@ def summary_section(data: ReportData) -> str:
     return f'<div class="columns"><div>{definition_table(data.facts)}</div><div>{metric_table}</div></div>{footnote}'
 
 
-def training_section(epochs: tuple[dict[str, Any], ...]) -> str:
-    """Loss and accuracy per epoch. epochs: rows of metrics.jsonl."""
+def training_section(epochs: tuple[dict[str, Any], ...], augmented: bytes = b"") -> str:
+    """Loss and accuracy per epoch, and augmented training images. epochs: rows of metrics.jsonl."""
     if not epochs:
         return ""
     curves = (("loss", "loss", charts.number), ("top1", "accuracy", charts.percent))
     drawn = "".join(_training_chart(epochs, metric, name, number_format) for metric, name, number_format in curves)
-    return f'<div class="columns">{drawn}</div>'
+    return f'<div class="columns">{drawn}</div>{_augmented_images(augmented)}'
+
+
+def _augmented_images(png: bytes) -> str:
+    if not png:
+        return ""
+    with Image.open(io.BytesIO(png)) as image, io.BytesIO() as jpeg:  # a fifth of the PNG's size
+        image.convert("RGB").save(jpeg, "JPEG", quality=85)
+        data = base64.b64encode(jpeg.getvalue()).decode()
+    caption = "Training images as the model sees them, after augmentation, with their targets"
+    return f'<div class="wide"><img src="data:image/jpeg;base64,{data}" alt="{caption}"></div>{note(caption + ".")}'
 
 
 def _training_chart(epochs: tuple[dict[str, Any], ...], metric: str, name: str, number_format: Any) -> str:

@@ -71,7 +71,7 @@ def print_result(console: Console, run: Run, recipe: Recipe, dataset_name: str, 
     lines += [
         f"\nMost confused     {confused or 'none'}",
         f"Report            {run.report_file}",
-        f"Figures           {run.figure_dir}/  (confusion.png, attention.png, curves.png)",
+        f"Figures           {run.figure_dir}/  (confusion.png, attention.png, curves.png, augmented.png)",
         "\nNext steps",
     ]
     example = shell_quote(run.figure_dir / EXAMPLE)

@@ -1,0 +1,37 @@
+"""Augmented training images, to look at before training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+
+from vitral.data.augment import augment_batch
+from vitral.data.datasets import Dataset
+from vitral.data.loader import Loader
+from vitral.data.preprocess import Preprocessing
+from vitral.recipes.schema import Recipe
+
+
+def augmented_examples(
+    recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, count: int = 16
+) -> tuple[Tensor, Tensor]:
+    """The first images of the first batch as the reference backend augments them: uint8 (B, C, H, W), targets (B, K).
+
+    Draws from a generator of its own, so training is not affected; the draws are therefore not those of training.
+    """
+    train = dataset.train
+    loader = Loader(
+        images=train.images,
+        labels=train.labels,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        sampling=recipe.sampling,
+        repeat=recipe.augment.repeat,
+    )
+    indices = loader.order(0)[: min(count, recipe.batch_size)]
+    generator = Generator().manual_seed(recipe.seed)
+    images, targets = augment_batch(
+        recipe.augment, preprocessing, len(dataset.classes), train.images[indices], train.labels[indices], generator
+    )
+    mean, std = (torch.tensor(values)[:, None, None] for values in (preprocessing.mean, preprocessing.std))
+    return ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8), targets
