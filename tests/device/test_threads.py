@@ -45,8 +45,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(threads, "available_cpus", lambda: cpus)
         monkeypatch.setattr(threads, "load_average", lambda: load)
-        monkeypatch.setattr(threads.torch, "get_num_threads", lambda: 16)  # torch does not know the cgroup's quota
-        monkeypatch.setattr(threads.torch, "set_num_threads", lambda count: setattr(threads, "active", count))
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 16)  # torch does not know the cgroup's quota
+        monkeypatch.setattr(torch, "set_num_threads", lambda count: setattr(threads, "active", count))
         monkeypatch.setattr(threads, "active", 16, raising=False)
 
     return configure

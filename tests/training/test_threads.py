@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_a_resumed_run_uses_the_threads_it_was_started_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_figures: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Sums in another number of threads round differently. The environment of the second process does not matter."""
-    small = {"epochs": 2, "batch_size": 600, "model.depth": 1, "model.width": 16, "device": "cpu"}
+    small: dict[str, Any] = {"epochs": 2, "batch_size": 600, "model.depth": 1, "model.width": 16, "device": "cpu"}
     monkeypatch.setattr(ProgressTable, "on_epoch_end", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(Interrupted):
         vitral.train("digits", out=tmp_path / "run", threads=1, **small)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,14 +98,9 @@ def test_training_records_the_test_split_and_evaluation_uses_it(
 
 def test_a_sequence_is_split_too(tmp_path: Path, no_figures: None) -> None:
     images = np.random.default_rng(0).integers(0, 255, (40, 8, 8, 3), dtype=np.uint8)
-    model = vitral.train(
-        [(image, index % 2) for index, image in enumerate(images)],
-        out=tmp_path / "run",
-        epochs=1,
-        batch_size=8,
-        device="cpu",
-        **{"data.test_split": 0.2, "model.image_size": (8, 8), "model.patch_size": 4, "model.width": 24,
-           "model.depth": 1},
-    )  # fmt: skip
+    small: dict[str, Any] = {"model.image_size": (8, 8), "model.patch_size": 4, "model.width": 24, "model.depth": 1}
+    items = [(image, index % 2) for index, image in enumerate(images)]
+    small |= {"epochs": 1, "batch_size": 8, "device": "cpu", "data.test_split": 0.2}
+    model = vitral.train(items, out=tmp_path / "run", **small)
     assert model.path is not None
     assert '"split": "test"' in (tmp_path / "run" / "test.json").read_text()
