@@ -46,7 +46,7 @@ from vitral.export.parity import ParityReport
 from vitral.export.wrapper import ExportPrecision
 from vitral.inference.bench import run_bench
 from vitral.inference.engine_selection import BenchResult, EngineName
-from vitral.inference.predictor import Predictor, is_checkpoint
+from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration, LogitScore
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.reporting.demo import compare_with_bundled, print_bundled_comparison
@@ -57,8 +57,7 @@ from vitral.reporting.html.report_data import collect_report_data
 from vitral.reporting.hub.publish import push as push
 from vitral.reporting.run_report import write_augmented_figure, write_run_report
 from vitral.reporting.terminal import training as terminal
-from vitral.runs.model_io import find_model_dir
-from vitral.runs.run import RUNS, Run, new_run_path
+from vitral.runs.run import RUNS, Run, find_model_dir, is_checkpoint, new_run_path
 from vitral.training.callbacks import Callback
 from vitral.training.compare_strategies import StrategyComparison, check_comparison, compare_strategies
 from vitral.training.parallelism import parallel_plan

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Iterable, Sequence
 from unicodedata import category
 
-CONTROL_CATEGORIES = ("Cc", "Cf", "Zl", "Zp")  # control and formatting characters, line and paragraph separators
+SUBSTITUTION_COST = 1.2  # more than one: in a name of three letters, another letter makes another word
+MAX_NAME_LENGTH = 100  # longer names are not compared
 
 
 class VitralError(Exception):
@@ -33,7 +33,18 @@ def one_line(text: str, limit: int = 1000) -> str:
     """Text for one line of a terminal: control characters escaped, the middle of a very long text left out."""
     if len(text) > limit:
         text = f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
-    return "".join(c.encode("unicode_escape").decode() if category(c) in CONTROL_CATEGORIES else c for c in text)
+    return "".join(c.encode("unicode_escape").decode() if is_control(c) else c for c in text)
+
+
+def short_repr(value: object, limit: int = 120) -> str:
+    """`repr(value)` for a message, shortened."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def is_control(character: str) -> bool:
+    """Whether a character moves the cursor, changes the line or the direction of text, instead of being printed."""
+    return category(character) in ("Cc", "Cf", "Zl", "Zp")
 
 
 def shell_quote(path: object) -> str:
@@ -48,9 +59,40 @@ def truncate_list(names: Sequence[str], limit: int = 6) -> str:
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """ " Did you mean 'cifar10'?" for "cifar01"; an empty string if no choice is similar."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f" Did you mean '{by_lower[matches[0]]}'?" if matches else ""
+    match = nearest_name(name, choices)
+    return f" Did you mean '{match}'?" if match is not None else ""
+
+
+def nearest_name(name: str, choices: Iterable[str]) -> str | None:
+    """The choice that `name` is probably a misspelling of, upper and lower case being equal; None if there is none.
+
+    At most three letters may differ, and fewer in short names, where another letter makes another word.
+    """
+    typed, best, best_cost = name.lower(), None, float("inf")
+    for choice in choices:
+        longest = max(len(typed), len(choice))
+        limit = min(max(1.0, 0.3 * longest), 3.0)
+        if abs(len(typed) - len(choice)) <= limit and longest < MAX_NAME_LENGTH:
+            cost = edit_distance(typed, choice.lower())
+            if cost <= limit and cost < best_cost:
+                best, best_cost = choice, cost
+    return best
+
+
+def edit_distance(a: str, b: str) -> float:
+    """Damerau-Levenshtein distance: inserting, deleting or swapping costs 1, replacing costs SUBSTITUTION_COST."""
+    before: list[float] = []
+    row: list[float] = list(range(len(b) + 1))
+    for i, letter in enumerate(a, start=1):
+        above, row = row, [float(i)]
+        for j, other in enumerate(b, start=1):
+            cost = above[j - 1] + (0 if letter == other else SUBSTITUTION_COST)
+            cost = min(cost, above[j] + 1, row[j - 1] + 1)
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before = above
+    return row[-1]
 
 
 def unknown_name_error(kind: str, name: str, choices: Iterable[str]) -> VitralError:

@@ -59,6 +59,16 @@ def test_toml_nested_deeper_is_a_value_error(depth):
         parse_toml("a = " + "[" * depth + "]" * depth)
 
 
+@pytest.mark.parametrize("text", ["[" + ".".join(["a"] * 100_000) + "]", ".".join(["a"] * 100_000) + " = 1"])
+def test_toml_keys_with_too_many_dots_are_refused_at_once(text):
+    with pytest.raises(ValueError, match="nested more than 100 levels"):
+        parse_toml(text)
+
+
+def test_toml_values_may_have_any_number_of_dots():
+    assert parse_toml(f'a = "{"." * 1_000}"')
+
+
 @pytest.mark.parametrize("digits", ["1" * 21, "-" + "1" * 400, "1" * 5_000])
 def test_long_integers_are_a_value_error(digits):
     for parse, text in ((parse_json, f'{{"a": [{digits}]}}'), (parse_toml, f"a = [{digits}]")):
@@ -85,5 +95,6 @@ def test_damaged_files_are_a_value_error(tmp_path, monkeypatch):
         read_json_object(file)
     monkeypatch.setattr(json_toml, "MAX_FILE_BYTES", 2**20)
     file.write_bytes(b" " * (2**20 + 1))
-    with pytest.raises(ValueError, match="larger than 1 MiB"):
-        read_text(file)
+    for read in (read_text, read_toml):
+        with pytest.raises(ValueError, match="larger than 1 MiB"):
+            read(file)

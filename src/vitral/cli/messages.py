@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitral import bundled
 from vitral.errors import VitralError, shell_quote
+from vitral.utils.progress import LogFn, progress_lines
 
 if TYPE_CHECKING:
     from vitral.inference.predictor import Predictor
@@ -50,7 +51,7 @@ def print_notes(notes: Iterable[str]) -> None:
 def announce_downloads(*names: str | None) -> None:
     """Print which of these datasets have to be downloaded."""
     from vitral import data
-    from vitral.data.files.file_dataset import is_file_dataset
+    from vitral.data.names import is_file_dataset
 
     sizes = {entry.name: entry.size for entry in data.list_datasets() if not entry.is_cached}
     missing = {name for name in names if name in sizes and not is_file_dataset(name)}
@@ -73,11 +74,16 @@ def find_image_files(paths: Sequence[Path]) -> list[Path]:
 
 
 @contextmanager
-def status_line() -> Iterator[Callable[[str], None]]:
-    """A status line on stderr that disappears at the end; nothing is printed if stderr is not a terminal."""
+def status_line(message: str = "Loading") -> Iterator[LogFn]:
+    """A status line on stderr that disappears at the end; if stderr is not a terminal, a line every 30 seconds."""
     from rich.console import Console
 
-    with Console(stderr=True, highlight=False).status("Loading") as line:
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        with progress_lines(message) as log:
+            yield log
+        return
+    with console.status(message) as line:
         yield line.update
 
 

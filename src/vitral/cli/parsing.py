@@ -14,7 +14,6 @@ their defaults come from a recipe or a preset.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections import deque
@@ -335,9 +334,8 @@ def _suggest_flag(name: str, flag_names: Sequence[str]) -> str:
     """Prefer a nested flag with the same last part (--lr: --optim.lr), then a completion, then the closest spelling."""
     same_last_part = [flag for flag in flag_names if flag.endswith(f".{name.lstrip('-')}")]
     completions = [flag for flag in flag_names if flag.startswith(name) and name != "--"]
-    closest = difflib.get_close_matches(name, flag_names, n=1, cutoff=0.6)
-    suggestions = same_last_part or completions or closest
-    return f" Did you mean '{suggestions[0]}'?" if suggestions else ""
+    suggestions = same_last_part or completions
+    return f" Did you mean '{suggestions[0]}'?" if suggestions else did_you_mean(name, flag_names)
 
 
 def _is_flag(word: str) -> bool:

@@ -22,7 +22,7 @@ from vitral.data.classes import class_index_map
 from vitral.data.datasets import Dataset, Split, holdout_masks
 from vitral.data.decode import ImageDecodeError, decode_image
 from vitral.data.files.duplicates import THUMBNAIL_SIZE, connected_groups, near_duplicate_pairs, thumbnail
-from vitral.data.files.file_dataset import SEQUENCE_PREFIX, ReadOptions, storage_preprocessing
+from vitral.data.files.file_dataset import ReadOptions, storage_preprocessing
 from vitral.data.files.listing import SPLIT_NAMES
 from vitral.data.files.unreadable import (
     check_unreadable_fraction,
@@ -31,6 +31,7 @@ from vitral.data.files.unreadable import (
     warn_unreadable,
 )
 from vitral.data.lazy_images import Images, LazyImages, SubsetImages
+from vitral.data.names import SEQUENCE_PREFIX
 from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
 from vitral.errors import VitralError, truncate_list

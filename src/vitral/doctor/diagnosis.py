@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitral.data.files.folders import LAYOUT_HINT, no_class_folders_error
-from vitral.data.registry.sources import BUILTIN_DATASETS
+from vitral.data.files.folders import no_class_folders_error
+from vitral.data.names import check_files_exist
 from vitral.doctor.folder_checks import ListedImage, list_csv, list_folder
 from vitral.doctor.image_checks import (
     InspectedImage,
@@ -102,11 +102,8 @@ def diagnose(path: Path | str) -> Diagnosis:
 
 
 def _list_images(path: Path | str) -> tuple[list[ListedImage], list[Issue]]:
-    name, path = str(path), Path(path)
-    if not path.exists() and name in BUILTIN_DATASETS:
-        raise VitralError(f"{name} is a built-in dataset, which needs no checks", f"Train on it: vitral train {name}")
-    if not path.exists():
-        raise VitralError(f"no folder or CSV file {path}", LAYOUT_HINT)
+    path = Path(path)
+    check_files_exist(path)
     try:
         listing, issues = list_folder(path) if path.is_dir() else list_csv(path)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from vitral.data.files.folders import read_csv_list
 from vitral.data.files.listing import SPLIT_NAMES
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkipReason, find_images, subfolders
 from vitral.doctor.issue import Issue, Level, file_issue
-from vitral.errors import shell_quote
+from vitral.errors import nearest_name, shell_quote
 
 SKIP_FIXES = {  # what to do about a skipped file or folder; hidden ones need no action
     SkipReason.DANGLING_LINK: "Copy the file to which the link points, or remove the link",
@@ -116,8 +115,7 @@ def _repeated_split_issues(splits: dict[Path, str]) -> Iterator[Issue]:
 
 
 def _similar_split_name(folder: Path) -> str | None:
-    matches = difflib.get_close_matches(folder.name.lower(), SPLIT_NAMES, n=1, cutoff=0.7)
-    return matches[0] if matches else None
+    return nearest_name(folder.name, SPLIT_NAMES)
 
 
 def _ignored_folder_issues(folders: Iterable[Path]) -> Iterator[Issue]:

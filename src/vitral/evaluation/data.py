@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -19,18 +18,18 @@ from torch import Tensor
 from vitral.data.classes import class_indices
 from vitral.data.datasets import Dataset, Split
 from vitral.data.datasets import load as load_builtin_dataset
-from vitral.data.files.file_dataset import SEQUENCE_PREFIX, is_file_dataset, list_images, load_file_dataset
+from vitral.data.files.file_dataset import list_images, load_file_dataset
 from vitral.data.files.listing import DatasetListing
 from vitral.data.files.packed import is_packed
-from vitral.data.files.shards import is_shard_pattern
 from vitral.data.files.unreadable import check_unreadable_fraction
 from vitral.data.files.worker import read_location
 from vitral.data.files.workers import ImageLocation
 from vitral.data.lazy_images import LazyImages
+from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset, is_shard_pattern
 from vitral.data.preprocess import to_model_input
 from vitral.data.registry.sources import BUILTIN_DATASETS
 from vitral.device.cpu import available_cpus
-from vitral.errors import VitralError, truncate_list
+from vitral.errors import VitralError, nearest_name, truncate_list
 from vitral.inference.engine_selection import EngineName
 from vitral.inference.predictor import Predictor
 from vitral.recipes.schema import Recipe, read_recipe
@@ -186,7 +185,7 @@ def check_classes(dataset: Dataset, predictor: Predictor) -> None:
     if not unknown:
         return
     suggestions = [
-        f"{name} → {match[0]}" for name in unknown if (match := get_close_matches(name, predictor.classes, n=1))
+        f"{name} → {match}" for name in unknown if (match := nearest_name(name, predictor.classes)) is not None
     ]
     raise VitralError(
         f"{dataset.name} has classes that the model does not have: {truncate_list(unknown)}",

@@ -13,9 +13,9 @@ from vitral import bundled
 from vitral.data.classes import class_indices
 from vitral.data.datasets import Split
 from vitral.data.datasets import load as load_builtin_dataset
-from vitral.data.files.file_dataset import is_file_dataset
 from vitral.data.files.walk import find_images
 from vitral.data.lazy_images import Images
+from vitral.data.names import is_file_dataset
 from vitral.data.preprocess import to_model_input
 from vitral.errors import VitralError, truncate_list
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, fit_calibration
@@ -32,10 +32,11 @@ from vitral.evaluation.report import EvaluationReport, build_report
 from vitral.evaluation.robustness import NUM_CORRUPTIONS, Robustness, measure_robustness
 from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate_threshold
 from vitral.evaluation.tta import tta_logits
-from vitral.inference.predictor import Predictor, is_checkpoint
+from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration, LogitScore, id_score
 from vitral.recipes.options import TTA
-from vitral.runs.model_io import find_model_dir, save_model_config
+from vitral.runs.model_io import save_model_config
+from vitral.runs.run import find_model_dir, is_checkpoint
 from vitral.utils.progress import LogFn, no_log
 
 MAX_IMAGES = 10_000  # training images for the Mahalanobis distance, OOD images, images to corrupt

@@ -28,6 +28,7 @@ from vitral.inference.prediction import CSV_COLUMNS, Prediction, csv_rows, predi
 from vitral.inference.predictor import READABLE_FORMATS, Predictor
 from vitral.utils.atomic import atomic_write, atomic_writer
 from vitral.utils.json_toml import dump_json, parse_json, read_json
+from vitral.utils.progress import progress_interval
 
 PART_SIZE, PART_SECONDS = 512, 10.0  # a part is written after this many predictions or seconds
 MAX_LISTED = 3  # unreadable files and empty folders named in the summary
@@ -212,7 +213,7 @@ def _parquet_row(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Progress:
-    """Progress on stderr: one line rewritten twice per second on a terminal, one line every 10 s elsewhere."""
+    """Progress on stderr: one line rewritten twice per second on a terminal, one line every 30 s elsewhere."""
 
     def __init__(self, total: int, done: int, quiet: bool, num_ranks: int) -> None:
         self.total, self.resumed, self.count, self.quiet, self.num_ranks = total, done, 0, quiet, num_ranks
@@ -224,7 +225,7 @@ class _Progress:
     def step(self) -> None:
         self.count += 1
         now = time.monotonic()
-        if self.quiet or now - self.last < (0.5 if self.is_terminal else 10):
+        if self.quiet or now - self.last < (0.5 if self.is_terminal else progress_interval()):
             return
         self.last, speed = now, self.count * self.num_ranks / (now - self.start)
         done = min(self.resumed + self.count * self.num_ranks, self.total)  # assumes that all ranks are equally fast

@@ -23,18 +23,20 @@ from vitral.data.datasets import Split
 from vitral.data.decode import SUPPORTED_FORMATS, ImageDecodeError, decode_image
 from vitral.data.files.walk import find_images
 from vitral.data.lazy_images import Images, SubsetImages
+from vitral.data.names import read_class_names
 from vitral.data.preprocess import to_model_input
 from vitral.device.cpu import available_cpus
 from vitral.device.select import CompileOption, DeviceOption, Hardware, select_hardware
 from vitral.distributed.world import init_distributed
-from vitral.errors import VitralError, error_reason
+from vitral.errors import VitralError
 from vitral.inference.engine_selection import EngineChoice, EngineName, reference_engine, select_engine
 from vitral.inference.forward import check_images, padded_shard
 from vitral.inference.prediction import Label as Label
 from vitral.inference.prediction import Prediction as Prediction
 from vitral.inference.prediction import assemble_predictions, rank_labels
 from vitral.models.vit import ViT
-from vitral.runs.model_io import ModelConfig, check_heads, find_model_dir, load_model
+from vitral.runs.model_io import ModelConfig, check_heads, load_model
+from vitral.runs.run import find_model_dir, is_checkpoint
 from vitral.utils.progress import ProgressFn, no_progress
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ class Predictor:
             check_heads(path, heads, model_config)
             folder = bundled.measurement_dir(find_model_dir(Path(source)))
         if labels is not None:
-            classes = read_class_names(labels, model_config.architecture.num_classes)
+            classes = load_class_names(labels, model_config.architecture.num_classes)
             model_config = replace(model_config, classes=classes)
         hardware = select_hardware(device=device, precision="fp32", compile="no")
         init_distributed(hardware.world, hardware.device)
@@ -278,23 +280,8 @@ class Predictor:
         return zip(calibration.probabilities(logits_BK).tolist(), calibration.is_ood(logits_BK).tolist(), strict=True)
 
 
-def is_checkpoint(path: Path | str) -> bool:
-    """Whether a path is a checkpoint of another library rather than a run or model folder of vitral."""
-    folder = Path(path)
-    is_vitral = (
-        (folder / "recipe.toml").is_file() or (folder / "model").is_dir() or (folder / "weights.safetensors").is_file()
-    )
-    is_foreign_folder = folder.is_dir() and not is_vitral and any(folder.iterdir())
-    return str(path).startswith("hf:") or folder.is_file() or is_foreign_folder
-
-
-def read_class_names(path: Path, num_classes: int) -> tuple[str, ...]:
-    try:
-        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise VitralError(
-            f"cannot read class names from {path}: {error_reason(error)}", "Expected a text file with one name per line"
-        ) from error
+def load_class_names(path: Path, num_classes: int) -> tuple[str, ...]:
+    names = read_class_names(path)
     if len(names) != num_classes:
         raise VitralError(
             f"{path} has {len(names)} names, but the model has {num_classes} classes",

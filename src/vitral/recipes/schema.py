@@ -19,12 +19,14 @@ from vitral.data.files.file_dataset import ReadOptions
 from vitral.data.loader import Sampling
 from vitral.data.preprocess import Interpolation
 from vitral.device.select import CompileOption, DeviceOption, PrecisionOption
-from vitral.errors import VitralError, error_reason
+from vitral.errors import VitralError, error_reason, is_control, short_repr
 from vitral.models.variants import check_variant, config_class
 from vitral.models.vit import ViTConfig
 from vitral.recipes.options import TTA, InitScheme, LossName, init_scheme_unsupported_reason
 from vitral.utils.json_toml import read_toml
 from vitral.utils.serialization import from_dict, to_dict
+
+MAX_NAME_BYTES = 200  # file systems limit names to 255, and a run folder adds date and id
 
 # Fields that may change when a run is resumed: computation and disk usage, not the result.
 RESUMABLE_FIELDS = (
@@ -137,6 +139,7 @@ class Recipe:
     mlflow: bool = False  # log to MLflow (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...)
 
     def __post_init__(self) -> None:
+        check_name(self.name)
         check_variant(self.variant, self.model)
         if reason := init_scheme_unsupported_reason(self.init_schemes, self.variant, self.model):
             raise ValueError(reason)
@@ -206,6 +209,13 @@ class Recipe:
                     )
             inner[name] = to_dict(value)
         return recipe_from_dict(values)
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a name that cannot be part of a run folder's name, such as a path."""
+    is_path = name.startswith(".") or "/" in name or "\\" in name
+    if not name or is_path or any(map(is_control, name)) or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+        raise ValueError(f"name must be a plain name, because run folders are named after it; got {short_repr(name)}")
 
 
 def arrays_on_one_line(toml: str) -> str:

@@ -13,13 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 
-from vitral import __version__, bundled
+from vitral import __version__
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError, error_reason, shell_quote
+from vitral.errors import VitralError, error_reason
 from vitral.models.calibration import Calibration
 from vitral.models.variants import VARIANTS, check_variant, config_class
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.run import RUN_FORMAT, Run, format_error, newest_runs_hint, read_error_guard
+from vitral.runs.run import RUN_FORMAT, find_model_dir, format_error, read_error_guard
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json, read_json_object
 from vitral.utils.serialization import from_dict, to_dict
@@ -110,22 +110,6 @@ def check_heads(path: Path | str, heads: int | None, config: ModelConfig) -> Non
     """Refuse a number of heads that contradicts config.json. Other libraries' weights may need it, vitral's do not."""
     if heads not in (None, config.architecture.heads):
         raise VitralError(f"{path} has {config.architecture.heads} heads, got --heads {heads}", "Omit --heads")
-
-
-def find_model_dir(path: Path) -> Path:
-    """The model folder: `path` itself, or model/ inside a run folder."""
-    if not path.exists():
-        raise VitralError(f"no run or model folder {path}", bundled.missing_model_hint(path, newest_runs_hint(path)))
-    folder = path / "model" if (path / "model").is_dir() or (path / "recipe.toml").is_file() else path
-    if (folder / "config.json").is_file():
-        return folder
-    if folder == path:
-        hint = "; ".join((newest_runs_hint(path), *bundled.shadowing_notes(path)))
-        raise VitralError(f"{path} contains neither a run nor a model", hint)
-    raise VitralError(
-        f"{path} has no trained model; training stopped during epoch {len(Run(path).load_metrics()) + 1}",
-        f"Resume it with: vitral train --resume {shell_quote(path)}",
-    )
 
 
 def _tensor_difference(name: str, expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> str | None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from filelock import Timeout
 
+from vitral import bundled
 from vitral.errors import VitralError, error_reason, shell_quote
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json, parse_json, read_bytes, read_json_object
@@ -142,6 +143,32 @@ class Run:
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def find_model_dir(path: Path) -> Path:
+    """The model folder: `path` itself, or model/ inside a run folder."""
+    if not path.exists():
+        raise VitralError(f"no run or model folder {path}", bundled.missing_model_hint(path, newest_runs_hint(path)))
+    folder = path / "model" if (path / "model").is_dir() or (path / "recipe.toml").is_file() else path
+    if (folder / "config.json").is_file():
+        return folder
+    if folder == path:
+        hint = "; ".join((newest_runs_hint(path), *bundled.shadowing_notes(path)))
+        raise VitralError(f"{path} contains neither a run nor a model", hint)
+    raise VitralError(
+        f"{path} has no trained model; training stopped during epoch {len(Run(path).load_metrics()) + 1}",
+        f"Resume it with: vitral train --resume {shell_quote(path)}",
+    )
+
+
+def is_checkpoint(path: Path | str) -> bool:
+    """Whether a path is a checkpoint of another library rather than a run or model folder of vitral."""
+    folder = Path(path)
+    is_vitral = (
+        (folder / "recipe.toml").is_file() or (folder / "model").is_dir() or (folder / "weights.safetensors").is_file()
+    )
+    is_foreign_folder = folder.is_dir() and not is_vitral and any(folder.iterdir())
+    return str(path).startswith("hf:") or folder.is_file() or is_foreign_folder
 
 
 def is_metrics_row(row: Any) -> bool:

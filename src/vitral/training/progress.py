@@ -1,6 +1,6 @@
 """Training progress on the terminal: a table with one line per epoch and a progress bar for the current epoch.
 
-If the output is not a terminal, one line per minute replaces the bar.
+If the output is not a terminal, one line every 30 s replaces the bar.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vitral.training.callbacks import Callback
+from vitral.utils.progress import format_duration, progress_interval
 
 HEADER = (
     f"{'Epoch':>5}   {'Train loss':>10} {'Acc.':>8}   {'Val. loss':>9} {'Acc.':>8}   {'Images/s':>9}   {'Remaining':>9}"
 )
-LOG_INTERVAL = 60.0  # seconds between lines within an epoch, without a progress bar
 BAR_WIDTH = 30
 
 
@@ -59,7 +59,7 @@ class ProgressTable(Callback):
             self.live.update(bar, refresh=True)
 
     def _print_line(self, epoch: int, batch: int, loss: float, images_per_second: float, seconds_left: float) -> None:
-        if time.monotonic() - self.last_output < LOG_INTERVAL:
+        if time.monotonic() - self.last_output < progress_interval():
             return
         self.last_output = time.monotonic()
         position = f"step {batch:,} of {self.steps_per_epoch:,}"
@@ -96,10 +96,3 @@ class StatusProgress(Callback):
 
     def on_step(self, epoch: int, batch: int, loss: float, images_per_second: float, seconds_left: float) -> None:
         self.status.update(f"{self.label}: epoch {epoch}, {format_duration(seconds_left)} remaining")
-
-
-def format_duration(seconds: float) -> str:
-    """0:07, 12:30, 1:02:03."""
-    minutes, seconds_part = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds_part:02}" if hours else f"{minutes}:{seconds_part:02}"

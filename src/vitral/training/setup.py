@@ -17,7 +17,6 @@ from torch import Tensor
 from vitral import weights
 from vitral.data.datasets import BUILTIN_DATASETS, Dataset, Split, load
 from vitral.data.files.file_dataset import (
-    is_file_dataset,
     list_images,
     load_file_dataset,
     pack_location,
@@ -25,6 +24,7 @@ from vitral.data.files.file_dataset import (
     storage_preprocessing,
 )
 from vitral.data.files.packed import is_packed, read_index
+from vitral.data.names import is_file_dataset
 from vitral.data.preprocess import Preprocessing, channel_stats, to_model_input
 from vitral.data.registry.fetch import check_dataset_name
 from vitral.data.sequence import ItemSequence, load_sequence

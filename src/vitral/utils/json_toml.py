@@ -16,6 +16,7 @@ from typing import Any
 MAX_DEPTH = 100  # of nested lists and objects; functions that recurse over a parsed value stay far below Python's limit
 MAX_DIGITS = 19  # of an integer: 64 bits
 MAX_FILE_BYTES = 256 * 2**20
+MAX_TOML_BYTES = 2**20  # of files that people write; tomllib is slow
 
 
 def dump_json(value: Any, **options: Any) -> str:
@@ -44,6 +45,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
+    if any(line.partition("=")[0].count(".") > MAX_DEPTH for line in text.splitlines()):
+        raise _too_deep()  # a dotted key; tomllib takes quadratic time for it
     try:
         values = tomllib.loads(text)
     except RecursionError:
@@ -56,12 +59,13 @@ def parse_toml(text: str) -> dict[str, Any]:
     return values
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file of at most `MAX_FILE_BYTES`."""
+def read_bytes(path: Path, max_bytes: int | None = None) -> bytes:
+    """The content of a file of at most `max_bytes`, by default `MAX_FILE_BYTES`."""
+    max_bytes = MAX_FILE_BYTES if max_bytes is None else max_bytes
     with path.open("rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"larger than {MAX_FILE_BYTES // 2**20} MiB")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"larger than {max_bytes // 2**20} MiB")
     return content
 
 
@@ -83,7 +87,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    return parse_toml(read_text(path))
+    return parse_toml(read_bytes(path, MAX_TOML_BYTES).decode())
 
 
 def _parse_int(digits: str) -> int:

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from vitral.errors import VitralError, did_you_mean
+from vitral.errors import VitralError, did_you_mean, short_repr
 
 T = TypeVar("T")
 
@@ -83,5 +83,6 @@ def _convert(expected: Any, value: Any, name: str) -> Any:
     type_name = expected.__name__ if isinstance(expected, type) else str(expected)
     description = f"one of {', '.join(map(str, arguments))}" if origin is Literal else type_name
     raise VitralError(
-        f"{name} must be {description}, got {value!r}", "Write numbers bare, text in quotes and lists in brackets"
+        f"{name} must be {description}, got {short_repr(value)}",
+        "Write numbers bare, text in quotes and lists in brackets",
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 from vitral import bundled
 from vitral.errors import VitralError, unknown_name_error
 from vitral.models.vit import ViT
-from vitral.runs.model_io import ModelConfig, check_heads, find_model_dir, load_model_config, save_model_config
+from vitral.runs.model_io import ModelConfig, check_heads, load_model_config, save_model_config
+from vitral.runs.run import find_model_dir
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
 from vitral.weights import hub, npz, timm, torchvision, transformers, vit_pytorch

@@ -13,8 +13,9 @@ import torch
 import vitral
 from support.photos import COLOURS, PREPROCESSING, save_class_folders, save_photo
 from vitral.cli import main as cli
-from vitral.data.files.file_dataset import is_file_dataset, load_file_dataset
+from vitral.data.files.file_dataset import load_file_dataset
 from vitral.data.files.folders import list_folder
+from vitral.data.names import is_file_dataset
 from vitral.errors import VitralError
 from vitral.recipes.builtin import get_recipe
 from vitral.training.setup import load_training_data

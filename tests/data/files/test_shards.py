@@ -18,8 +18,9 @@ import webdataset
 import vitral
 from support.photos import COLOURS, PREPROCESSING, noisy_image
 from vitral.data.decode import decode_image
-from vitral.data.files.file_dataset import ReadOptions, is_file_dataset, load_file_dataset, storage_preprocessing
+from vitral.data.files.file_dataset import ReadOptions, load_file_dataset, storage_preprocessing
 from vitral.data.files.shards import list_shards, shard_index, shard_splits
+from vitral.data.names import is_file_dataset
 from vitral.errors import VitralError
 
 NAMES = sorted(COLOURS)

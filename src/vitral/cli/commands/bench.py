@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from vitral.cli.checks import check_inputs
 from vitral.cli.messages import EVAL_DATA_HELP, JSON_HELP, MODEL_HELP, announce_downloads, load_model
 from vitral.cli.parsing import Command, argument, option
 from vitral.utils.json_toml import dump_json
@@ -27,6 +28,7 @@ class BenchArgs:
 
 
 def bench(args: BenchArgs) -> int:
+    check_inputs(args.model, data=args.data)
     from vitral import api
 
     predictor = load_model(args.model, device="cpu", engine="reference")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
     ENGINE_HELP,
     EVAL_DATA_HELP,
@@ -12,6 +13,7 @@ from vitral.cli.messages import (
     SPLIT_HELP,
     announce_downloads,
     load_model,
+    status_line,
 )
 from vitral.cli.options import EngineFlag, SplitFlag
 from vitral.cli.parsing import Command, argument, option
@@ -31,12 +33,14 @@ class CompareArgs:
 
 
 def compare(args: CompareArgs) -> int:
+    check_inputs(args.first, args.second, data=args.data)
     from vitral import api
     from vitral.reporting.terminal.evaluation import print_paired_comparison
 
     first, second = load_model(args.first, engine=args.engine), load_model(args.second, engine=args.engine)
     announce_downloads(*(args.data or model.model_config.trained_on for model in (first, second)))
-    comparison = api.compare_models(first, second, data=args.data, split=args.split)
+    with status_line("Comparing"):
+        comparison = api.compare_models(first, second, data=args.data, split=args.split)
     if args.json:
         print(dump_json(comparison.as_dict()))
     else:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vitral.cli.checks import check_inputs
 from vitral.cli.messages import BUNDLED, HEADS_HELP
 from vitral.cli.parsing import Command, argument, option
 
@@ -24,6 +25,7 @@ class ConvertArgs:
 
 
 def convert(args: ConvertArgs) -> int:
+    check_inputs(args.source)
     from vitral import weights
 
     notes = weights.convert(args.source, args.destination, to=args.to, heads=args.heads, image_size=args.image_size)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.cli.messages import JSON_HELP, print_checkpoint_notes
+from vitral.cli.checks import check_inputs
+from vitral.cli.messages import JSON_HELP, print_checkpoint_notes, status_line
 from vitral.cli.parsing import Command, argument, option
+from vitral.data.names import check_files_exist
 from vitral.errors import VitralError
 from vitral.utils.json_toml import dump_json
 
@@ -25,6 +27,8 @@ class DoctorArgs:
 
 
 def doctor(args: DoctorArgs) -> int:
+    check_inputs(args.init_from)
+    check_files_exist(args.folder)
     from vitral.doctor import diagnose, write_fix_list
     from vitral.doctor.advice import recommend
 
@@ -32,8 +36,9 @@ def doctor(args: DoctorArgs) -> int:
         print_checkpoint_notes(args.init_from)
     if args.fix_list is not None and (args.fix_list.is_dir() or not args.fix_list.absolute().parent.is_dir()):
         raise VitralError(f"cannot write {args.fix_list}", "Pass --fix-list a CSV file in an existing folder")
-    diagnosis = diagnose(args.folder)
-    recommendation = recommend(diagnosis, init_from=args.init_from) if diagnosis.is_trainable else None
+    with status_line("Checking the images"):
+        diagnosis = diagnose(args.folder)
+        recommendation = recommend(diagnosis, init_from=args.init_from) if diagnosis.is_trainable else None
     num_rows = write_fix_list(diagnosis, args.fix_list) if args.fix_list else 0
     if args.json:
         content = diagnosis.as_dict() | {"recommendation": recommendation.as_dict() if recommendation else None}

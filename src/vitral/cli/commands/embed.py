@@ -6,7 +6,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.cli.messages import ENGINE_HELP, HEADS_HELP, MODEL_HELP, find_image_files, load_model, missing_images_error
+from vitral.cli.checks import check_inputs
+from vitral.cli.messages import (
+    ENGINE_HELP,
+    HEADS_HELP,
+    MODEL_HELP,
+    find_image_files,
+    load_model,
+    missing_images_error,
+    status_line,
+)
 from vitral.cli.options import EngineFlag
 from vitral.cli.output import exit_status
 from vitral.cli.parsing import Command, argument, option, required_option
@@ -26,10 +35,12 @@ class EmbedArgs:
 def embed(args: EmbedArgs) -> int:
     if not args.files:
         raise missing_images_error("embed", args.model)
+    check_inputs(args.model, images=args.files)
     from vitral import api
 
-    predictor = load_model(args.model, heads=args.heads, engine=args.engine)
-    count, errors = api.embed(predictor, find_image_files(args.files), args.out)
+    with status_line("Computing features"):
+        predictor = load_model(args.model, heads=args.heads, engine=args.engine)
+        count, errors = api.embed(predictor, find_image_files(args.files), args.out)
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
     print(f"Wrote {args.out} ({count:,} {'image' if count == 1 else 'images'})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
     ENGINE_HELP,
     EVAL_DATA_HELP,
@@ -47,6 +48,8 @@ class EvaluateArgs:
 
 
 def evaluate(args: EvaluateArgs) -> int:
+    check_inputs(args.model, data=args.data, labels=args.labels)
+    check_inputs(data=args.ood)
     from vitral import api
     from vitral.reporting.terminal.evaluation import print_evaluation
 

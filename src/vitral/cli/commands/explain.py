@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
     LABELS_HELP,
     MODEL_HELP,
@@ -57,9 +58,11 @@ class ExplainArgs:
 
 def explain(args: ExplainArgs) -> int:
     if args.faithfulness is not None:
+        check_inputs(args.model, data=args.faithfulness, labels=args.labels)
         return measure_faithfulness(args)
     if not args.files:
         raise missing_images_error("explain", args.model)
+    check_inputs(args.model, images=args.files, labels=args.labels)
     from vitral.explain import load_explainable
     from vitral.reporting.figures import heatmaps
 

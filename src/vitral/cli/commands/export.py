@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vitral.cli.messages import EVAL_DATA_HELP, LABELS_HELP, MODEL_HELP, announce_downloads, load_model
+from vitral.cli.checks import check_inputs
+from vitral.cli.messages import EVAL_DATA_HELP, LABELS_HELP, MODEL_HELP, announce_downloads, load_model, status_line
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import shell_quote
 
@@ -29,19 +30,21 @@ class ExportArgs:
 
 
 def export(args: ExportArgs) -> int:
+    check_inputs(args.model, data=args.data, labels=args.labels)
     from vitral import api
 
     predictor = load_model(args.model, device="cpu", engine="reference", labels=args.labels)
     announce_downloads(args.data or predictor.model_config.trained_on)
-    file, parity = api.export(
-        predictor,
-        to=args.to,
-        precision=args.precision,
-        preprocessing=args.preprocessing,
-        out=args.out,
-        data=args.data,
-        images=args.images,
-    )
+    with status_line("Exporting"):
+        file, parity = api.export(
+            predictor,
+            to=args.to,
+            precision=args.precision,
+            preprocessing=args.preprocessing,
+            out=args.out,
+            data=args.data,
+            images=args.images,
+        )
     print(f"Exported {file} ({file.stat().st_size / 1e6:.1f} MB): {parity}")
     if args.to == "onnx":
         print(f"Next step: vitral predict {shell_quote(file)} photo.jpg   (needs numpy, pillow and onnxruntime only)")

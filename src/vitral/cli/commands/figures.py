@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitral.cli.messages import LABELS_HELP, MODEL_HELP, find_image_files, print_notes
+from vitral.cli.checks import check_inputs
+from vitral.cli.messages import LABELS_HELP, MODEL_HELP, find_image_files, print_notes, status_line
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError
 
@@ -24,6 +25,7 @@ class FiguresArgs:
 
 
 def figures(args: FiguresArgs) -> int:
+    check_inputs(args.model, images=args.images, labels=args.labels)
     from vitral.explain import load_explainable
     from vitral.reporting.figures import paper
 
@@ -40,7 +42,8 @@ def figures(args: FiguresArgs) -> int:
     is_run = (model_path / "recipe.toml").is_file()
     folder = args.out or (model_path / "figures" if is_run else Path("figures"))
     try:
-        written, skipped = paper.plot_paper_figures(predictor, folder, images)
+        with status_line("Drawing"):
+            written, skipped = paper.plot_paper_figures(predictor, folder, images)
     except OSError as error:
         raise VitralError(f"cannot write to {folder}: {error.strerror or error}", "Choose another --out") from error
     for file in written:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
     BUNDLED,
     ENGINE_HELP,
@@ -50,6 +51,7 @@ def predict(args: PredictArgs) -> int:
     output_format: OutputFormat = "json" if args.json else "csv" if args.csv else "text"
     if args.model.lower().endswith(".onnx"):
         return predict_onnx(args, output_format)
+    check_inputs(args.model, images=args.files, labels=args.labels)
     from vitral.weights.checkpoint import NO_HEAD
 
     predictor = load_model(

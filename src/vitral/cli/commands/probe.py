@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.cli.messages import DATA_HELP, ENGINE_HELP, HEADS_HELP, JSON_HELP, MODEL_HELP, load_model
+from vitral.cli.checks import check_inputs
+from vitral.cli.messages import DATA_HELP, ENGINE_HELP, HEADS_HELP, JSON_HELP, MODEL_HELP, load_model, status_line
 from vitral.cli.options import EngineFlag
 from vitral.cli.parsing import Command, argument, option, required_option
 from vitral.errors import VitralError
@@ -28,11 +29,13 @@ class ProbeArgs:
 def probe(args: ProbeArgs) -> int:
     if args.out is not None and args.out.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise VitralError(f"cannot write a plot to {args.out}", "Supported formats: .png, .svg, .pdf")
+    check_inputs(args.init_from, data=args.data)
     from vitral import api
     from vitral.reporting.terminal import tables
 
     predictor = load_model(args.init_from, heads=args.heads, engine=args.engine)
-    result = api.probe(args.data, predictor, out=args.out)
+    with status_line("Computing features and fitting classifiers"):
+        result = api.probe(args.data, predictor, out=args.out)
     if args.json:
         print(dump_json(result.as_dict()))
     else:

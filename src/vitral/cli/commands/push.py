@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitral.cli.checks import check_inputs
 from vitral.cli.messages import HEADS_HELP, MODEL_HELP, print_notes
 from vitral.cli.parsing import Command, argument, option
 
@@ -26,6 +27,7 @@ class PushArgs:
 
 
 def push(args: PushArgs) -> int:
+    check_inputs(args.model)
     from vitral import api
 
     result = api.push(

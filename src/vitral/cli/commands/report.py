@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
     ENGINE_HELP,
     EVAL_DATA_HELP,
@@ -35,6 +36,8 @@ class ReportArgs:
 
 
 def report(args: ReportArgs) -> int:
+    check_inputs(args.model, data=args.data, labels=args.labels)
+    check_inputs(data=args.ood)
     from vitral import api
 
     predictor = load_model(args.model, labels=args.labels, engine=args.engine)

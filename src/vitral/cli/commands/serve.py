@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral import bundled
+from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import ConfigField, read_config_fields
 from vitral.cli.messages import BUNDLED, ENGINE_HELP, LABELS_HELP, print_notes
 from vitral.cli.options import DeviceFlag, EngineFlag
@@ -49,6 +50,7 @@ def serve(args: ServeArgs) -> int:
         limits = Limits(**args.limits)
     except ValueError as error:
         raise VitralError(str(error), "See `vitral serve --help`") from error
+    check_inputs(*args.models, labels=args.labels)
     print_notes(note for model in args.models for note in bundled.shadowing_notes(model))
     try:
         from vitral.serve.server import serve as run_server

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
 from vitral.cli.messages import DATA_HELP, HEADS_HELP
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
 from vitral.cli.recipe_values import chosen_recipe, recipe_values, varying_fields
 from vitral.errors import VitralError, shell_quote
+from vitral.runs.run import Run
 from vitral.utils.json_toml import dump_json
 
 COMMON = "Common flags"
@@ -65,6 +67,10 @@ class TrainArgs:
 
 
 def train(args: TrainArgs) -> int:
+    if args.resume is None:
+        check_inputs(args.overrides.get("init_from") or None, data=args.data, recipe=args.recipe)
+    elif args == TrainArgs(resume=args.resume):
+        Run.open(args.resume)
     from vitral import api
 
     if args.test_split is not None:  # the short form of --data.test-split

@@ -5,7 +5,6 @@ Decoded images are packed in the cache if they fit (packed.py), otherwise decode
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from dataclasses import dataclass, field, replace
@@ -28,16 +27,15 @@ from vitral.data.files.packed import (
     remove_stale_packs,
     write_index,
 )
-from vitral.data.files.shards import is_shard_pattern, list_shards
+from vitral.data.files.shards import list_shards
 from vitral.data.files.stream import StreamedImages
 from vitral.data.lazy_images import Images, MappedImages
+from vitral.data.names import SEQUENCE_PREFIX, is_shard_pattern
 from vitral.data.preprocess import Preprocessing, to_model_input
 from vitral.data.registry.cache import cache_dir
-from vitral.data.registry.sources import BUILTIN_DATASETS
 from vitral.errors import VitralError
 
 GIB = 2**30
-SEQUENCE_PREFIX = "sequence:"  # name of a dataset that was passed as a Python sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +53,6 @@ class ReadOptions:
             raise ValueError(f"data.unreadable must be from 0 to 1, got {self.unreadable}")
         if self.workers < 0:
             raise ValueError(f"data.workers must be at least 0, got {self.workers}")
-
-
-def is_file_dataset(name: str) -> bool:
-    """Whether a name refers to a folder, list, shards or Python sequence instead of a built-in dataset.
-
-    Built-in names take precedence: `mnist` is the built-in dataset, `./mnist` a folder of that name.
-    """
-    is_sequence_or_shards = name.startswith(SEQUENCE_PREFIX) or is_shard_pattern(name)
-    is_path = name.endswith((".csv", "/", os.sep)) or os.sep in name
-    return is_sequence_or_shards or is_path or (name not in BUILTIN_DATASETS and Path(name).is_dir())
 
 
 def load_file_dataset(

@@ -25,12 +25,12 @@ from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_spli
 from vitral.data.files.packed import fingerprint
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason, irregular_file_kind, iter_images
 from vitral.data.files.workers import ImageLocation
+from vitral.data.names import LAYOUT_HINT
 from vitral.data.progress_bars import progress_bars
 from vitral.data.registry.cache import cache_dir
 from vitral.errors import VitralError, did_you_mean, shell_quote, truncate_list
 
 LabelledFiles = dict[str, list[tuple[Path, str]]]  # split → files with class names
-LAYOUT_HINT = "Use one folder per class: photos/ants, photos/bees"
 
 
 def list_folder(path: Path, validation: float, progress: bool = False, test_split: float = 0.0) -> DatasetListing:

@@ -47,10 +47,6 @@ LABEL_HINT = "Each image needs a label: a .cls, .txt or .json member with the na
 ShardEntry = tuple[int, int, str]  # offset, size and label of an image
 
 
-def is_shard_pattern(name: str) -> bool:
-    return re.search(r"\.tar(\.|$)", name) is not None
-
-
 def list_shards(pattern: str, validation: float, test_split: float = 0.0) -> DatasetListing:
     """List the images in the shards that match `pattern`.
 

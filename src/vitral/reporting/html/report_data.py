@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def run_facts(target: EvalTarget, epochs: tuple[dict[str, Any], ...], environmen
         speed = f", {last['images_per_second']:,.0f} images/s" if "images_per_second" in last else ""
         stopped = recipe is not None and last["epoch"] < recipe.epochs
         epoch = f"weights of epoch {config.epoch}" + (f"; stopped early after epoch {last['epoch']}" if stopped else "")
-        facts.append(("Training", f"{format_duration(last.get('seconds', 0.0))}{speed}; {epoch}"))
+        facts.append(("Training", f"{format_duration(last.get('seconds', math.nan))}{speed}; {epoch}"))
     if environment.get("hardware"):
         facts.append(("Hardware", f"{environment['hardware']}, {environment.get('precision', '')}".rstrip(", ")))
     facts.append(("Report created", time.strftime("%Y-%m-%d %H:%M")))
@@ -115,6 +116,8 @@ def run_facts(target: EvalTarget, epochs: tuple[dict[str, Any], ...], environmen
 
 
 def format_duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "unknown duration"
     minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (

@@ -12,7 +12,8 @@ from vitral import bundled, weights
 from vitral.errors import VitralError
 from vitral.recipes.schema import recipe_from_dict
 from vitral.reporting.hub.model_card import LOADED_BY, RECIPE_FILE, RunRecord, render_model_card
-from vitral.runs.model_io import ModelConfig, find_model_dir, load_model_config, published_name
+from vitral.runs.model_io import ModelConfig, load_model_config, published_name
+from vitral.runs.run import find_model_dir
 from vitral.utils.atomic import atomic_write
 from vitral.utils.progress import LogFn, no_log
 from vitral.weights import Checkpoint, hub

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from vitral import __version__
-from vitral.data.files.file_dataset import SEQUENCE_PREFIX
+from vitral.data.names import SEQUENCE_PREFIX
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import shell_quote

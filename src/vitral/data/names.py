@@ -1,0 +1,65 @@
+"""Names of datasets and classes: built-in datasets, the user's files, and lists of class names.
+
+Does not import torch, so that the command line can refuse a name at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from vitral.data.registry.fetch import check_dataset_name
+from vitral.data.registry.sources import BUILTIN_DATASETS
+from vitral.errors import VitralError, error_reason, is_control
+from vitral.utils.json_toml import read_text
+
+SEQUENCE_PREFIX = "sequence:"  # name of a dataset that was passed as a Python sequence
+LAYOUT_HINT = "Use one folder per class: photos/ants, photos/bees"
+
+
+def is_file_dataset(name: str) -> bool:
+    """Whether a name refers to a folder, list, shards or Python sequence instead of a built-in dataset.
+
+    Built-in names take precedence: `mnist` is the built-in dataset, `./mnist` a folder of that name.
+    """
+    is_sequence_or_shards = name.startswith(SEQUENCE_PREFIX) or is_shard_pattern(name)
+    is_path = name.endswith((".csv", "/", os.sep)) or os.sep in name
+    return is_sequence_or_shards or is_path or (name not in BUILTIN_DATASETS and Path(name).is_dir())
+
+
+def is_shard_pattern(name: str) -> bool:
+    return re.search(r"\.tar(\.|$)", name) is not None
+
+
+def check_dataset_exists(name: str) -> None:
+    """Raise VitralError unless `name` is a built-in dataset or an existing path. Shards are not looked up."""
+    if name.startswith(SEQUENCE_PREFIX) or is_shard_pattern(name):
+        return
+    if not is_file_dataset(name):
+        check_dataset_name(name)
+    elif not Path(name).exists():
+        raise VitralError(f"no folder or list named {name}", LAYOUT_HINT)
+
+
+def check_files_exist(path: Path) -> None:
+    """Raise VitralError unless `path` exists. Unlike other commands, the doctor does not accept built-in datasets."""
+    if path.exists():
+        return
+    if str(path) in BUILTIN_DATASETS:
+        raise VitralError(f"{path} is a built-in dataset, which needs no checks", f"Train on it: vitral train {path}")
+    raise VitralError(f"no folder or CSV file {path}", LAYOUT_HINT)
+
+
+def read_class_names(path: Path) -> tuple[str, ...]:
+    """Class names from a text file, one per line."""
+    try:
+        lines = read_text(path).removeprefix("\ufeff").split("\n")  # a byte order mark, as Windows editors write
+    except (OSError, ValueError) as error:
+        raise VitralError(
+            f"cannot read class names from {path}: {error_reason(error)}", "Expected a text file with one name per line"
+        ) from error
+    for number, line in enumerate(lines, start=1):
+        if any(is_control(character) for character in line.strip() if character != "\t"):
+            raise VitralError(f"{path}, line {number} contains a control character", "Expected one class name per line")
+    return tuple(line.strip() for line in lines if line.strip())
