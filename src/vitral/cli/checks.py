@@ -44,17 +44,15 @@ def check_inputs(
 
 
 def check_recipe(recipe: str) -> None:
-    """Raise VitralError if there is no built-in recipe or file of this name."""
+    """Raise VitralError if there is no built-in recipe or readable file of this name."""
     from vitral.cli.recipe_values import builtin_values
+    from vitral.recipes.files import read_recipe_values
 
     if not recipe.endswith(".toml"):
         if recipe not in builtin_values():
             raise unknown_name_error("recipe", recipe, builtin_values())
-    elif not Path(recipe).exists():
-        raise VitralError(
-            f"cannot read the recipe {recipe}: No such file or directory",
-            "`vitral recipes show NAME > FILE.toml` writes one",
-        )
+    else:
+        read_recipe_values(Path(recipe))
 
 
 def check_model(source: str) -> None:

@@ -6,7 +6,6 @@ and `python tools/write_recipe_values.py` writes the file again.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -14,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from vitral.errors import unknown_name_error
+from vitral.recipes.files import read_recipe_values
+from vitral.utils.json_toml import parse_toml
 
 
 @cache
 def builtin_values() -> dict[str, dict[str, Any]]:
     """The fields of each built-in recipe that differ from the defaults of their classes, by dotted path."""
     text = (files("vitral.recipes") / "builtin_values.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return parse_toml(text)
 
 
 def varying_fields() -> set[str]:
@@ -42,8 +43,7 @@ def chosen_recipe(recipe: str | None, data: str | None, has_checkpoint: bool, re
 def recipe_values(name: str) -> dict[str, Any]:
     """Field values by dotted path: of a built-in recipe those that differ from the defaults, of a TOML file all."""
     if name.endswith(".toml"):
-        with Path(name).open("rb") as file:
-            return flatten(tomllib.load(file))
+        return flatten(read_recipe_values(Path(name)))
     if name not in builtin_values():
         raise unknown_name_error("recipe", name, builtin_values())
     return builtin_values()[name]

@@ -19,11 +19,11 @@ from vitral.data.files.file_dataset import ReadOptions
 from vitral.data.loader import Sampling
 from vitral.data.preprocess import Interpolation
 from vitral.device.select import CompileOption, DeviceOption, PrecisionOption
-from vitral.errors import VitralError, error_reason, is_control, short_repr
+from vitral.errors import VitralError, is_control, short_repr
 from vitral.models.variants import check_variant, config_class
 from vitral.models.vit import ViTConfig
+from vitral.recipes.files import read_recipe_values
 from vitral.recipes.options import TTA, InitScheme, LossName, init_scheme_unsupported_reason
-from vitral.utils.json_toml import read_toml
 from vitral.utils.serialization import from_dict, to_dict
 
 MAX_NAME_BYTES = 200  # file systems limit names to 255, and a run folder adds date and id
@@ -234,17 +234,7 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
 
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe from a TOML file."""
-    try:
-        values = read_toml(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise VitralError(
-            f"cannot read the recipe {path}: {error_reason(error)}",
-            "`vitral recipes show NAME > FILE.toml` writes one",
-        ) from error
-    except ValueError as error:
-        raise VitralError(
-            f"{path} is not valid TOML: {error}", "`vitral recipes show NAME` prints a valid recipe"
-        ) from error
+    values = read_recipe_values(path)
     try:
         return recipe_from_dict(values)
     except VitralError as error:

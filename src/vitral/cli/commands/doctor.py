@@ -8,7 +8,6 @@ from pathlib import Path
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import JSON_HELP, print_checkpoint_notes, status_line
 from vitral.cli.parsing import Command, argument, option
-from vitral.data.names import check_files_exist
 from vitral.errors import VitralError
 from vitral.utils.json_toml import dump_json
 
@@ -27,6 +26,8 @@ class DoctorArgs:
 
 
 def doctor(args: DoctorArgs) -> int:
+    from vitral.data.names import check_files_exist
+
     check_inputs(args.init_from)
     check_files_exist(args.folder)
     from vitral.doctor import diagnose, write_fix_list

@@ -13,7 +13,6 @@ from vitral.cli.messages import DATA_HELP, HEADS_HELP
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
 from vitral.cli.recipe_values import chosen_recipe, recipe_values, varying_fields
 from vitral.errors import VitralError, shell_quote
-from vitral.runs.run import Run
 from vitral.utils.json_toml import dump_json
 
 COMMON = "Common flags"
@@ -70,6 +69,8 @@ def train(args: TrainArgs) -> int:
     if args.resume is None:
         check_inputs(args.overrides.get("init_from") or None, data=args.data, recipe=args.recipe)
     elif args == TrainArgs(resume=args.resume):
+        from vitral.runs.run import Run
+
         Run.open(args.resume)
     from vitral import api
 
