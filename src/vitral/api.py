@@ -58,6 +58,7 @@ from vitral.reporting.hub.publish import push as push
 from vitral.reporting.run_report import write_augmented_figure, write_run_report
 from vitral.reporting.terminal import training as terminal
 from vitral.runs.run import RUNS, Run, find_model_dir, is_checkpoint, new_run_path
+from vitral.training.batch_size import resolve_batch_size
 from vitral.training.callbacks import Callback
 from vitral.training.compare_strategies import StrategyComparison, check_comparison, compare_strategies
 from vitral.training.parallelism import parallel_plan
@@ -126,6 +127,9 @@ def train(
     hardware, threads = with_threads(setup, hardware, recorded_threads(run))
     parallel = parallel_plan(setup.recipe, hardware)
     with thread_count(threads):
+        setup, note = resolve_batch_size(setup, hardware, parallel)
+        if note:
+            console.print(note, soft_wrap=True)
         run = create_or_update_run(world, run, setup, hardware, parallel, out)
         terminal.print_run_summary(console, setup, hardware, parallel, run)
         return _train_and_evaluate(run, setup, hardware, parallel, console)

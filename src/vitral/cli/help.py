@@ -76,7 +76,7 @@ def spelling(flag: Flag) -> str:
 
 
 def metavar(flag: Flag) -> str:
-    name = "|".join(flag.choices) or METAVARS[flag.item_type]
+    name = "|".join(flag.choices) or "|".join([METAVARS[flag.item_type], *flag.keywords])
     if not flag.is_tuple or flag.repeatable:
         return name
     if flag.is_variadic:

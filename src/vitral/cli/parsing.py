@@ -63,6 +63,12 @@ class Flag:
         return self.type
 
     @property
+    def keywords(self) -> tuple[str, ...]:
+        """Words that a flag accepts instead of a value, as in `int | Literal["auto"]`."""
+        others = [kind for kind in typing.get_args(self.type) if kind is not self.value_type]
+        return tuple(word for kind in others if typing.get_origin(kind) is Literal for word in typing.get_args(kind))
+
+    @property
     def is_switch(self) -> bool:
         return self.value_type is bool
 
@@ -299,7 +305,7 @@ def _positional_values(arguments: Sequence[Flag], words: Sequence[str]) -> dict[
 
 def _convert(flag: Flag, words: Sequence[str]) -> Any:
     """The value of a flag from its words, e.g. `["32,32"]` or `["32", "32"]` to (32, 32)."""
-    accepts_none = flag.value_type is not flag.type and flag.item_type not in (str, Path)
+    accepts_none = types.NoneType in typing.get_args(flag.type) and flag.item_type not in (str, Path)
     if accepts_none and [word.lower() for word in words] == ["none"]:
         return None
     if not flag.is_tuple:
@@ -318,6 +324,8 @@ def _convert(flag: Flag, words: Sequence[str]) -> Any:
 
 
 def _convert_one(flag: Flag, word: str) -> Any:
+    if word in flag.keywords:
+        return word
     if flag.choices:
         if word not in flag.choices:
             suggestion = did_you_mean(word, flag.choices)
@@ -327,7 +335,8 @@ def _convert_one(flag: Flag, word: str) -> Any:
     try:
         return flag.item_type(word)
     except ValueError:
-        raise _UsageError(f"{flag.name}: expected {TYPE_NAMES[flag.item_type]}, got {word!r}") from None
+        expected = " or ".join([TYPE_NAMES[flag.item_type], *flag.keywords])
+        raise _UsageError(f"{flag.name}: expected {expected}, got {word!r}") from None
 
 
 def _suggest_flag(name: str, flag_names: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,34 @@ def defragment(tensors: Sequence[Tensor], device: torch.device) -> None:
 def dataset_budget_bytes(device: torch.device) -> float:
     """Bytes a data set may occupy on the device: half of the free GPU memory, unlimited on a CPU (no copy is made)."""
     return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else torch.inf
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of the GPU; None on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def peak_bytes(device: torch.device, compute: Callable[[], object]) -> int | None:
+    """Peak memory of tensors on the GPU during a computation; None if there is not enough memory for it."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        compute()
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        return None
+    return torch.cuda.max_memory_allocated(device)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Return the allocator's unused memory to the driver."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch could not allocate a tensor, on a GPU or on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def gpu_memory_bytes(device: torch.device) -> int | None:

@@ -114,7 +114,8 @@ class Recipe:
     freeze: str = ""  # "backbone": train only the head; a number: freeze the embedding and that many blocks
     epochs: int = 10  # passes over the training set
     patience: int = 0  # stop after this many epochs without a better validation result; 0: train all epochs
-    batch_size: int = 128  # images per optimizer step, over all processes
+    batch_size: int = 128  # images per optimizer step, over all processes; auto: as many as the GPU's memory allows
+    auto_batch_size: bool = False  # replace batch_size by a measured one; written as batch_size = "auto"
     grad_accum: int = 1  # micro-batches per optimizer step; more of them need less memory
     activation_checkpointing: bool = False  # recompute activations during backward: less memory, a third more time
     sampling: Sampling = "uniform"  # balanced: draw each class equally often, repeating images of rare classes
@@ -198,6 +199,10 @@ class Recipe:
         """A copy with some fields replaced; nested fields by dotted names: `{"optim.lr": 3e-4}`."""
         values = to_dict(self)
         for path, value in overrides.items():
+            if path == "batch_size":
+                values["auto_batch_size"] = value == "auto"
+                if value == "auto":  # keeps the recipe's batch size, for a CPU
+                    continue
             inner = values
             *groups, name = path.split(".")
             for group in groups:
@@ -229,6 +234,8 @@ def arrays_on_one_line(toml: str) -> str:
 
 def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     """A recipe from nested dictionaries. The variant decides the class of `model`."""
+    if values.get("batch_size") == "auto":
+        values = {name: value for name, value in values.items() if name != "batch_size"} | {"auto_batch_size": True}
     return from_dict(Recipe, values, field_types={"model": config_class(values.get("variant"))})
 
 

@@ -95,10 +95,11 @@ class StepRunner:
     def _train_step(self, images_BCHW: Tensor, labels_B: Tensor) -> None:
         train_step(self.state, images_BCHW, labels_B, self.context)
 
-    def run(self, images_BCHW: Tensor, labels_B: Tensor) -> None:
-        """One step. Does not advance `state.step`."""
+    def run(self, images_BCHW: Tensor, labels_B: Tensor, lr: float | None = None) -> None:
+        """One step, at the scheduled learning rate unless `lr` is given. Does not advance `state.step`."""
         state, recipe = self.state, self.context.recipe
-        lr = learning_rate(state.step, self.total_steps, recipe.optim) * recipe.lr_scale * 0.5**state.rollbacks
+        if lr is None:
+            lr = learning_rate(state.step, self.total_steps, recipe.optim) * recipe.lr_scale * 0.5**state.rollbacks
         set_learning_rate(state.optimizers, lr)
         state.step_tensor.fill_(state.step)
         self._step(images_BCHW, labels_B)

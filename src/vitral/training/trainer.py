@@ -20,6 +20,7 @@ from torch import Tensor
 from vitral.data.datasets import Dataset
 from vitral.data.loader import Loader, to_device_if_fits
 from vitral.data.preprocess import Preprocessing
+from vitral.device.memory import is_out_of_memory
 from vitral.device.select import Hardware
 from vitral.distributed.dtensor import full_state_dict
 from vitral.distributed.parallel import ParallelPlan
@@ -37,6 +38,7 @@ from vitral.training.callbacks import Callback, CallbackList, MetricsFile
 from vitral.training.loggers import make_loggers
 from vitral.training.loss import balanced_class_weights, per_image_losses
 from vitral.training.nan_debug import Diverged, RngSnapshot, describe_divergence, locate_nonfinite
+from vitral.training.out_of_memory import out_of_memory_error
 from vitral.training.parallelism import parallel_plan
 from vitral.training.provenance import record_precision
 from vitral.training.signals import Interrupted, defer_signals
@@ -88,6 +90,10 @@ class Trainer:
                 except Diverged as error:
                     self.handle_divergence(error)
                     continue
+                except RuntimeError as error:
+                    if is_out_of_memory(error):
+                        raise out_of_memory_error(self.recipe, self.hardware, self.run) from error
+                    raise
                 self.end_epoch(metrics)
             self.report_early_stop()
         self.export_best_model()

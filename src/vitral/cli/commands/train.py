@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
@@ -18,6 +18,7 @@ from vitral.utils.json_toml import dump_json
 COMMON = "Common flags"
 COMPARE = "Comparison of training strategies"
 COMMON_FIELDS = ("init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
+OTHER_FLAGS = ("data.name", "data.test_split", "auto_batch_size")  # DATA, --test-split, --batch-size auto
 GROUP_TITLES = {
     "": "Training",
     "model": "Model",
@@ -30,7 +31,8 @@ GROUP_TITLES = {
 def recipe_fields() -> Iterable[ConfigField]:
     """Fields of a recipe, those of hybrid models included, the common ones first."""
     recipe = list(read_config_fields("vitral.recipes.schema", "Recipe"))
-    fields = {field.path: field for field in recipe if field.path not in ("data.name", "data.test_split")}
+    fields = {field.path: field for field in recipe if field.path not in OTHER_FLAGS}
+    fields["batch_size"] = replace(fields["batch_size"], type=int | Literal["auto"])
     for field in read_config_fields("vitral.models.variants.hybrid", "HybridConfig", "model."):
         fields.setdefault(field.path, field)
     return [fields.pop(path) for path in COMMON_FIELDS] + list(fields.values())

@@ -1,0 +1,25 @@
+"""The error for a training step that does not fit into memory."""
+
+from __future__ import annotations
+
+from vitral.device.select import Hardware
+from vitral.errors import VitralError, shell_quote
+from vitral.recipes.schema import Recipe
+from vitral.runs.run import Run
+
+GIB = 2**30
+
+
+def out_of_memory_error(recipe: Recipe, hardware: Hardware, run: Run | None = None) -> VitralError:
+    """What ran out of memory, and the flags that need less. Only --grad-accum can be changed for a run that exists."""
+    total = hardware.gpu_memory_bytes
+    kind = f"GPU memory ({hardware.name}, {total / GIB:.0f} GiB)" if total else "memory"
+    what = f"out of {kind} with batch size {recipe.batch_size}"
+    if recipe.grad_accum >= recipe.batch_size:
+        return VitralError(what, "Use --activation-checkpointing, a smaller --model.image-size or a smaller model")
+    accumulate = f"--grad-accum {min(2 * recipe.grad_accum, recipe.batch_size)}"
+    resume = f": vitral train --resume {shell_quote(run)} {accumulate}" if run is not None else f": {accumulate}"
+    return VitralError(
+        what,
+        f"Keep the result with less memory{resume}\nOr start again with --batch-size {max(recipe.batch_size // 2, 1)}",
+    )

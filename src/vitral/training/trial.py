@@ -1,0 +1,40 @@
+"""A trainer to measure with before a run: speed, memory, learning rates. It writes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from vitral.device.select import Hardware
+from vitral.distributed.parallel import ParallelPlan
+from vitral.runs.run import Run
+from vitral.training.setup import TrainingSetup
+from vitral.training.trainer import Trainer
+
+
+def trial_trainer(setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan | None = None) -> Trainer:
+    """A trainer in the state before the first step. The run seeds its own state, so trials do not change its result."""
+    recipe = replace(setup.recipe, tensorboard=False, wandb=False, mlflow=False)
+    trainer = Trainer(
+        recipe,
+        setup.dataset,
+        setup.preprocessing,
+        Run(Path(os.devnull)),
+        hardware,
+        parallel=parallel,
+        initial_weights=setup.initial_weights,
+    )
+    trainer.setup()
+    return trainer
+
+
+def endless_batches(trainer: Trainer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Training batches, epoch after epoch."""
+    epoch = 0
+    while True:
+        yield from trainer.loader.epoch(epoch)
+        epoch += 1
