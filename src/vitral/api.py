@@ -177,7 +177,7 @@ def run_lock(run: Run, world: World) -> Iterator[None]:
 def _evaluate_run(run: Run, setup: TrainingSetup, world: World, console: Console, callbacks: Callback) -> Predictor:
     """Calibrate the trained model, evaluate it on the test set and write the report. All ranks take part."""
     predictor = Predictor.load(run.path, device=setup.recipe.device)
-    dataset = setup.evaluation_dataset
+    dataset = setup.dataset
     if not len(dataset.test) and not len(dataset.validation):
         console.print("\nThere are neither test nor validation images, so the accuracy is unknown.")
         return predictor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.lazy_images import Images
+from vitral.data.preprocess import Preprocessing, to_model_input
 from vitral.data.registry.fetch import check_dataset_name, fetch_files
 from vitral.data.registry.formats import READERS, Arrays, load_digits
 from vitral.data.registry.sources import BUILTIN_DATASETS, CLASS_NAMES
@@ -37,12 +38,19 @@ class Split:
 
     images: Images  # uint8 (N, C, H, W)
     labels: Tensor  # int64 (N,)
+    is_model_input: bool = False  # whether the images are resized and cropped for the model already
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __repr__(self) -> str:
         return f"Split({len(self):,} images of {'×'.join(map(str, self.images.shape[1:]))})"
+
+    def to_model_input(self, preprocessing: Preprocessing) -> Split:
+        """The split with images of the model's input size."""
+        if self.is_model_input:
+            return self
+        return replace(self, images=to_model_input(self.images, preprocessing), is_model_input=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -89,6 +90,7 @@ def load_sequence(
     stored = storage_preprocessing(preprocessing)
     classes, labels = _classes_and_labels(data)
     images: Images
+    errors: dict[int, str] = {}
     if len(labels) * int(np.prod(stored.shape)) <= MAX_IN_MEMORY_BYTES:
         with progress_bars(progress, "images") as report_progress:
             array, thumbnails, errors = _decode_all(data, stored, partial(report_progress, "reading"))
@@ -106,8 +108,14 @@ def load_sequence(
         digest = hashlib.sha256(b"by labels")  # hashing the pixels would mean reading all images
     digest.update(repr((classes, stored)).encode() + labels.tobytes())
     is_validation, is_test = holdout_masks(labels, validation=validation, test=test_split, groups=groups)
-    masks = (~(is_validation | is_test), is_validation, is_test)
-    train, validation_part, test_part = (_select(images, labels, mask) for mask in masks)
+    train = _select(images, labels, ~(is_validation | is_test))
+    inputs: Images = images
+    if stored.image_size != preprocessing.image_size:  # crop held-out images from the originals, as predictions do
+        inputs = SequenceImages(data, labels, preprocessing, read_options.unreadable, errors)
+    validation_part, test_part = (
+        _model_input(_select(inputs, labels, mask), in_memory=isinstance(images, Tensor))
+        for mask in (is_validation, is_test)
+    )
     held_out = [f"{test_split:.0%} held out for testing"] * (test_split > 0)
     return Dataset(
         name=sequence_name(data),
@@ -126,6 +134,10 @@ def _select(images: Images, labels: np.ndarray[Any, Any], mask: np.ndarray[Any, 
     return Split(images=selected, labels=torch.from_numpy(labels)[rows])
 
 
+def _model_input(split: Split, in_memory: bool) -> Split:
+    return replace(split, images=split.images[:] if in_memory else split.images, is_model_input=True)
+
+
 class SequenceImages(LazyImages):
     """Images read from a sequence on access.
 
@@ -133,11 +145,16 @@ class SequenceImages(LazyImages):
     """
 
     def __init__(
-        self, data: ItemSequence, labels: np.ndarray[Any, Any], stored: Preprocessing, max_unreadable: float
+        self,
+        data: ItemSequence,
+        labels: np.ndarray[Any, Any],
+        stored: Preprocessing,
+        max_unreadable: float,
+        unreadable: Mapping[int, str] | None = None,
     ) -> None:
         self.data, self.labels, self.stored, self.max_unreadable = data, labels, stored, max_unreadable
         self.shape = (len(labels), *stored.shape)
-        self.unreadable: dict[int, str] = {}  # index → error message
+        self.unreadable = dict(unreadable or {})  # index → error message
 
     def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
         with ThreadPoolExecutor(1) as thread:

@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,6 @@ from vitral.data.files.worker import read_location
 from vitral.data.files.workers import ImageLocation
 from vitral.data.lazy_images import LazyImages
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset, is_shard_pattern
-from vitral.data.preprocess import to_model_input
 from vitral.data.registry.sources import BUILTIN_DATASETS
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError, nearest_name, truncate_list
@@ -145,7 +144,7 @@ def load_eval_target(
         recipe=recipe,
         dataset=dataset,
         split_name=split,
-        split=Split(images=images, labels=labels),
+        split=Split(images=images, labels=labels, is_model_input=True),
         notes=tuple(notes),
     )
 
@@ -175,9 +174,9 @@ def load_split(
             if notes is not None:
                 messages = truncate_list([errors[position] for position in sorted(errors)], 3)
                 notes.append(f"left out {len(errors):,} unreadable file{'s' if len(errors) > 1 else ''}: {messages}")
-        return Split(images=images, labels=labels)
+        return Split(images=images, labels=labels, is_model_input=True)
     selected = split.images if indices is None else split.images[indices]
-    return Split(images=to_model_input(selected, predictor.model_config.preprocessing), labels=labels)
+    return replace(split, images=selected, labels=labels).to_model_input(predictor.model_config.preprocessing)
 
 
 def check_classes(dataset: Dataset, predictor: Predictor) -> None:
@@ -217,7 +216,7 @@ def dataset_from_listing(listing: DatasetListing, predictor: Predictor, max_unre
         items = listing.splits[name]
         labels = torch.tensor([label for _, label in items], dtype=torch.int64)
         images = FileImages([location for location, _ in items], predictor, max_unreadable)
-        return Split(images=images, labels=labels)
+        return Split(images=images, labels=labels, is_model_input=True)
 
     return Dataset(
         name=listing.name,

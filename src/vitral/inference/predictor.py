@@ -24,7 +24,6 @@ from vitral.data.decode import SUPPORTED_FORMATS, ImageDecodeError, decode_image
 from vitral.data.files.walk import find_images
 from vitral.data.lazy_images import Images, SubsetImages
 from vitral.data.names import read_class_names
-from vitral.data.preprocess import to_model_input
 from vitral.device.cpu import available_cpus
 from vitral.device.select import CompileOption, DeviceOption, Hardware, select_hardware
 from vitral.distributed.world import init_distributed
@@ -217,7 +216,7 @@ class Predictor:
                 f"expected labelled images such as vitral.data.load('mnist').test, got {split!r}",
                 "To evaluate on a dataset or folder by name: vitral.evaluate(model, data=NAME)",
             )
-        images = to_model_input(split.images, self.model_config.preprocessing)
+        images = split.to_model_input(self.model_config.preprocessing).images
         return compute_metrics(self.logits(images), split.labels, self.classes)
 
     def decode_image(self, image: ImageInput) -> DecodedImage:

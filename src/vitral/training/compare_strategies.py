@@ -37,7 +37,7 @@ from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import ModelConfig, load_model, save_model
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
-from vitral.training.setup import TrainingSetup, resize_split, resolve_recipe, setup_training, training_hardware
+from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware
 from vitral.training.signals import Interrupted
 from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
@@ -192,14 +192,15 @@ def write_settings(out: Path, recipes: dict[str, Recipe]) -> None:
 def split_for_evaluation(setup: TrainingSetup) -> EvaluationSplit:
     dataset = setup.dataset
     if len(dataset.test):
-        test = resize_split(dataset.test, setup.preprocessing)
+        test = dataset.test.to_model_input(setup.preprocessing)
         return EvaluationSplit(setup=setup, dataset=dataset, evaluation=test, description=f"{len(test):,} test images")
     images, labels = dataset.train.images, dataset.train.labels
     held_out = torch.from_numpy(stratified_holdout(labels.numpy(), HOLDOUT, seed=VALIDATION_SEED))
-    selection = resize_split(
-        Split(images=select_images(images, held_out), labels=labels[held_out]), setup.preprocessing
+    train, selection = (
+        replace(dataset.train, images=select_images(images, mask), labels=labels[mask])
+        for mask in (~held_out, held_out)
     )
-    train = Split(images=select_images(images, ~held_out), labels=labels[~held_out])
+    selection = selection.to_model_input(setup.preprocessing)
     return EvaluationSplit(
         setup=setup,
         dataset=replace(dataset, train=train, validation=selection),
@@ -258,7 +259,7 @@ def fit_probe(split: EvaluationSplit, folder: Path) -> tuple[ViT, float]:
     model.load_state_dict(split.setup.initial_weights)
     hardware = select_hardware(device=recipe.device, precision="fp32", compile="no")
     model.to(hardware.device)
-    fit_splits = [resize_split(dataset.train, preprocessing), dataset.validation]
+    fit_splits = [dataset.train.to_model_input(preprocessing), dataset.validation]
     features = torch.cat([compute_features(model, fit.images, preprocessing, hardware) for fit in fit_splits])
     labels = torch.cat([fit.labels for fit in fit_splits])
     set_head(model.cpu(), *fit_linear_head((features, labels), len(dataset.classes)))

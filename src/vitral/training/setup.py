@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitral import weights
-from vitral.data.datasets import BUILTIN_DATASETS, Dataset, Split, load
+from vitral.data.datasets import BUILTIN_DATASETS, Dataset, load
 from vitral.data.files.file_dataset import (
     list_images,
     load_file_dataset,
@@ -25,7 +25,7 @@ from vitral.data.files.file_dataset import (
 )
 from vitral.data.files.packed import is_packed, read_index
 from vitral.data.names import is_file_dataset
-from vitral.data.preprocess import Preprocessing, channel_stats, to_model_input
+from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.data.registry.fetch import check_dataset_name
 from vitral.data.sequence import ItemSequence, load_sequence
 from vitral.device.select import Hardware, select_hardware
@@ -135,7 +135,6 @@ class TrainingSetup:
 
     recipe: Recipe  # complete: written to a file, it repeats the run
     dataset: Dataset  # resized to the model's image size, except training images that are cropped at random
-    evaluation_dataset: Dataset  # the same with the validation images as loaded: `load_eval_target` resizes them
     preprocessing: Preprocessing
     initial_weights: dict[str, Tensor] | None  # None: drawn at random
     notes: tuple[str, ...]  # adaptations of the checkpoint's weights, one sentence each
@@ -159,13 +158,11 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         checkpoint = weights.read(recipe.init_from, heads=recipe.model.heads)
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, dataset.classes)
         initial_weights, notes = adapted.state, (*checkpoint.notes, *adapted.notes)
-    train = dataset.train if recipe.augment.crop else resize_split(dataset.train, preprocessing)
-    evaluation_dataset = replace(dataset, train=train)
-    dataset = replace(dataset, train=train, validation=resize_split(dataset.validation, preprocessing))
+    train = dataset.train if recipe.augment.crop else dataset.train.to_model_input(preprocessing)
+    dataset = replace(dataset, train=train, validation=dataset.validation.to_model_input(preprocessing))
     return TrainingSetup(
         recipe=recipe,
         dataset=dataset,
-        evaluation_dataset=evaluation_dataset,
         preprocessing=preprocessing,
         initial_weights=initial_weights,
         notes=notes,
@@ -274,8 +271,3 @@ def make_preprocessing(recipe: Recipe) -> Preprocessing:
     except ValueError as error:
         message = str(error).replace("preprocessing.", "data.")
         raise VitralError(message, "`vitral train --help` lists the flags") from error
-
-
-def resize_split(split: Split, preprocessing: Preprocessing) -> Split:
-    """The split with images of the model's size."""
-    return Split(images=to_model_input(split.images, preprocessing), labels=split.labels)

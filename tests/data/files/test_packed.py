@@ -26,6 +26,7 @@ from vitral.cli.commands import data as data_command
 from vitral.data.decode import decode_image
 from vitral.data.files import packed
 from vitral.data.files.file_dataset import ReadOptions, load_file_dataset, storage_preprocessing
+from vitral.data.files.folders import list_folder
 from vitral.data.files.packed import is_packed, read_index, read_split
 from vitral.data.files.unreadable import replacement_for
 from vitral.data.registry.cache import cache_dir
@@ -212,7 +213,7 @@ def test_pack_of_an_older_format_is_not_used(photos):
         content = json.loads((pack / name).read_text())
         (pack / name).write_text(json.dumps({**content, "format": 1}))
     assert read_split(pack, "train") is None
-    with pytest.raises(VitralError, match="packed in format 1, expected 2"):
+    with pytest.raises(VitralError, match=f"packed in format 1, expected {packed.FORMAT}"):
         read_index(pack)
     assert torch.equal(load_file_dataset(photos, PREPROCESSING).train.images[:], images)
 
@@ -227,6 +228,95 @@ def test_older_packs_of_the_same_folder_are_deleted(photos):
     load_file_dataset(photos, PREPROCESSING)
     assert pack.exists()
     assert not old.exists()
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def make_empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def flip_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-len(content) // 4] ^= 1
+    file.write_bytes(content)
+
+
+def change_content(file: Path) -> None:
+    """Replace a file by another valid one: images of another shape, or JSON that is not an object."""
+    if file.suffix == ".npy":
+        np.save(file, np.zeros((80, 3, 4, 4), dtype=np.uint8))
+    else:
+        file.write_text("[1, 2]")
+
+
+DAMAGES = [truncate, make_empty, flip_bit, change_content]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["train.npy", "train.json", "validation.npy", "validation.json"])
+def test_damaged_pack_is_reported_and_written_again(photos, name, damage, capsys):
+    first = load_file_dataset(photos, PREPROCESSING)
+    expected = [split.images[:].clone() for split in (first.train, first.validation)]
+    (pack,) = packs(photos)
+    damage(pack / name)
+    for is_first in (True, False):
+        again = load_file_dataset(photos, PREPROCESSING)
+        assert torch.equal(again.train.images[:], expected[0])
+        assert torch.equal(again.validation.images[:], expected[1])
+        warnings = capsys.readouterr().err.splitlines()
+        assert len(warnings) == is_first
+        assert all(line.startswith(f"warning: damaged cache file {pack / name} (") for line in warnings)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_index_is_written_again(photos, damage):
+    load_file_dataset(photos, PREPROCESSING)
+    (pack,) = packs(photos)
+    index = read_index(pack)
+    damage(pack / "index.json")
+    load_file_dataset(photos, PREPROCESSING)
+    assert read_index(pack) == index
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_duplicate_groups_are_computed_again(tmp_path, damage, capsys):
+    photos = save_class_folders(tmp_path / "photos", ("ants", "bees"), 10)
+    shutil.copy(photos / "ants" / "00.jpg", photos / "ants" / "copy.jpg")
+    before = set((cache_dir() / "copies").glob("*"))
+    expected = list_folder(photos, 0.2)
+    (cached,) = set((cache_dir() / "copies").glob("*")) - before
+    damage(cached)
+    for is_first in (True, False):
+        assert list_folder(photos, 0.2) == expected
+        assert capsys.readouterr().err.count(f"warning: damaged cache file {cached} (") == is_first
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, Path.unlink])
+@pytest.mark.parametrize("name", ["index.json", "train.npy", "train.json"])
+def test_damaged_pack_without_the_original_images_is_an_error(photos, tmp_path, name, damage):
+    pack = tmp_path / "mine.pack"
+    setup.pack_dataset(setup.resolve_recipe(str(photos), None).with_overrides({"model.image_size": (16, 16)}), pack)
+    damage(pack / name)
+    if name == "index.json" and damage == Path.unlink:
+        return  # no longer recognised as a pack
+    with pytest.raises(VitralError, match=f"mine.pack/{name} is damaged: ") as caught:
+        load_file_dataset(pack, PREPROCESSING)
+    assert caught.value.hint == "Copy the pack again, or pack the images again"
+
+
+def test_copied_pack_is_verified_once(photos, tmp_path, monkeypatch):
+    pack = tmp_path / "mine.pack"
+    setup.pack_dataset(setup.resolve_recipe(str(photos), None).with_overrides({"model.image_size": (16, 16)}), pack)
+    copy = Path(shutil.copytree(pack, tmp_path / "copy.pack", copy_function=shutil.copyfile))  # times are not copied
+    first = read_split(copy, "train")
+    monkeypatch.setattr(packed, "_file_checksum", lambda _: pytest.fail("read again"))
+    second = read_split(copy, "train")
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first.images, second.images)
 
 
 def test_full_disk_is_an_error_with_an_alternative(photos, monkeypatch):
@@ -330,8 +420,11 @@ def test_pack_command_makes_the_pack_that_training_uses_and_that_can_be_moved(
     vitral.train(str(tmp_path / "mine.pack"), out=tmp_path / "two", **tiny)
     weights = [load_weights(tmp_path / run / "model" / "weights.safetensors") for run in ("one", "two")]
     assert identical(*weights)
-    other = vitral.train(str(tmp_path / "mine.pack"), out=tmp_path / "three", **{**tiny, "model.image_size": (48, 48)})
-    assert other.model_config.preprocessing.image_size == (48, 48)
+    other = vitral.train(str(tmp_path / "mine.pack"), out=tmp_path / "three", **{**tiny, "model.image_size": (16, 16)})
+    assert other.model_config.preprocessing.image_size == (16, 16)
+    with pytest.raises(VitralError, match="holds images of 35x35 pixels, too small for a model of 48x48") as e:
+        vitral.train(str(tmp_path / "mine.pack"), out=tmp_path / "four", **{**tiny, "model.image_size": (48, 48)})
+    assert f"vitral data pack {photos} --out FOLDER --image-size 48 48" in e.value.hint
     save_photo(photos / "a" / "0.jpg", COLOURS["ants"], 1)
     save_photo(photos / "b" / "0.jpg", COLOURS["bees"], 1)
     with pytest.raises(VitralError, match=r"mine\.pack already exists"):

@@ -17,6 +17,7 @@ from vitral.data.files.folders import list_folder
 from vitral.data.files.listing import DatasetListing
 from vitral.data.files.packed import (
     FORMAT,
+    DamagedPackError,
     PackedSplit,
     PackIndex,
     fingerprint,
@@ -33,7 +34,7 @@ from vitral.data.lazy_images import Images, MappedImages
 from vitral.data.names import SEQUENCE_PREFIX, is_shard_pattern
 from vitral.data.preprocess import Preprocessing, to_model_input
 from vitral.data.registry.cache import cache_dir
-from vitral.errors import VitralError
+from vitral.errors import VitralError, shell_quote
 
 GIB = 2**30
 
@@ -62,12 +63,12 @@ def load_file_dataset(
     validation: float = 0.15,
     test_split: float = 0.0,
     read_options: ReadOptions | None = None,
-    allow_reduced_jpeg: bool = True,
     progress: bool = False,
 ) -> Dataset:
-    """Load a dataset of image files, resized for `preprocessing` but not cropped, so that crops can be drawn.
+    """Load a dataset of image files for a model with `preprocessing`.
 
-    `allow_reduced_jpeg` speeds up the decoding of large JPEGs (see `decode_image`).
+    Training images are resized but not cropped, so that crops can be drawn. Validation and test images are model
+    input, the same pixels as in a prediction.
     """
     if str(path).startswith(SEQUENCE_PREFIX):
         raise VitralError(
@@ -82,7 +83,6 @@ def load_file_dataset(
         list_images(path, validation, progress, test_split),
         preprocessing,
         read_options or ReadOptions(),
-        allow_reduced_jpeg=allow_reduced_jpeg,
         progress=progress,
     )
 
@@ -95,21 +95,22 @@ def list_images(path: Path | str, validation: float, progress: bool = False, tes
 
 
 def storage_preprocessing(preprocessing: Preprocessing) -> Preprocessing:
-    """Preprocessing of stored images: the size before the crop, so that crops can be drawn; not normalised."""
+    """Preprocessing of stored training images: the size before the crop, so that crops can be drawn."""
     height, width = (int(side / preprocessing.crop) for side in preprocessing.image_size)
-    half = (0.5,) * preprocessing.channels  # placeholder
-    return replace(preprocessing, image_size=(height, width), crop=1.0, mean=half, std=half)
+    return replace(_without_normalisation(preprocessing), image_size=(height, width), crop=1.0)
 
 
-def pack_location(
-    listing: DatasetListing, stored: Preprocessing, *, allow_reduced_jpeg: bool = True
-) -> tuple[Path, PackIndex]:
+def _without_normalisation(preprocessing: Preprocessing) -> Preprocessing:
+    """The same size and crop with placeholders for mean and std, which do not affect stored pixels."""
+    half = (0.5,) * preprocessing.channels
+    return replace(preprocessing, mean=half, std=half)
+
+
+def pack_location(listing: DatasetListing, stored: Preprocessing) -> tuple[Path, PackIndex]:
     """Folder of the packed dataset in the cache, and its index. Changed files lead to another folder."""
     locations = [location for items in listing.splits.values() for location, _ in items]
     labels = {split: [label for _, label in items] for split, items in listing.splits.items()}
     parameters = [stored.image_size, stored.channels, stored.interpolation, listing.classes, labels, listing.state]
-    if not allow_reduced_jpeg:
-        parameters.append("full JPEG decoding")
     digest = fingerprint(locations, *parameters)
     index = PackIndex(
         classes=listing.classes,
@@ -128,23 +129,22 @@ def read_listing(
     read_options: ReadOptions,
     *,
     pack_folder: Path | None = None,
-    allow_reduced_jpeg: bool = True,
     progress: bool = False,
 ) -> Dataset:
     """Load a listed dataset: packed in the cache or in `pack_folder`, or streamed. Test images are decoded lazily."""
     stored = storage_preprocessing(preprocessing)
-    folder, index = pack_location(listing, stored, allow_reduced_jpeg=allow_reduced_jpeg)
+    folder, index = pack_location(listing, stored)
     reader = _SplitReader(
         listing=listing,
         stored=stored,
+        model_input=_without_normalisation(preprocessing),
         folder=pack_folder or folder,
         must_pack=pack_folder is not None,
         options=read_options,
-        allow_reduced_jpeg=allow_reduced_jpeg,
         progress=progress,
     )
     train, validation = reader.read("train"), reader.read("validation")
-    if (reader.folder / "train.json").is_file() and not is_packed(reader.folder):
+    if (reader.folder / "train.json").is_file() and not _has_index(reader.folder, index):
         write_index(reader.folder, index)
         if pack_folder is None:
             remove_stale_packs(reader.folder, index)
@@ -165,19 +165,21 @@ class _SplitReader:
     """Reads the splits of a listing, packed or streamed, and collects notes for display."""
 
     listing: DatasetListing
-    stored: Preprocessing
+    stored: Preprocessing  # of training images
+    model_input: Preprocessing  # of validation and test images
     folder: Path
     must_pack: bool
     options: ReadOptions
-    allow_reduced_jpeg: bool
     progress: bool
     notes: list[str] = field(default_factory=list)
 
     def read(self, split: str) -> Split:
-        items = self.listing.splits[split]
-        if not items:
-            return _empty_split(self.stored)
+        if not self.listing.splits[split]:
+            return _empty_split(self._preprocessing(split))
         return self._packed(split) if self._should_pack(split) else self._streamed(split)
+
+    def _preprocessing(self, split: str) -> Preprocessing:
+        return self.stored if split == "train" else self.model_input
 
     def _should_pack(self, split: str) -> bool:
         if self.must_pack or (self.options.pack > 0 and (self.folder / f"{split}.json").is_file()):
@@ -199,9 +201,9 @@ class _SplitReader:
         images = StreamedImages(
             locations,
             labels,
-            self.stored,
+            self._preprocessing(split),
             max_unreadable=self.options.unreadable,
-            allow_reduced_jpeg=self.allow_reduced_jpeg,
+            split=split,
             workers=self.options.workers,
         )
         if split == "train":
@@ -210,7 +212,7 @@ class _SplitReader:
                 f"{self._budget_bytes() / GIB:.3g} GiB available for packing: decoded in every epoch by "
                 f"{images.workers} workers with a {images.buffer_bytes / 2**20:.0f} MiB buffer"
             )
-        return Split(images=images, labels=torch.tensor(labels))
+        return Split(images=images, labels=torch.tensor(labels), is_model_input=split != "train")
 
     def _packed(self, split: str) -> Split:
         locations, labels = zip(*self.listing.splits[split], strict=True)
@@ -219,15 +221,22 @@ class _SplitReader:
             split,
             locations,
             labels,
-            self.stored,
+            self._preprocessing(split),
             max_unreadable=self.options.unreadable,
-            allow_reduced_jpeg=self.allow_reduced_jpeg,
             workers=self.options.workers,
             progress=self.progress,
         )
         if packed.unreadable:
             self.notes.append(_unreadable_note(split, packed))
-        return Split(images=packed.images, labels=packed.labels)
+        return Split(images=packed.images, labels=packed.labels, is_model_input=split != "train")
+
+
+def _has_index(folder: Path, index: PackIndex) -> bool:
+    """Whether the index of a pack is there and undamaged."""
+    try:
+        return is_packed(folder) and read_index(folder) == index
+    except VitralError:
+        return False
 
 
 def _unreadable_note(split: str, packed: PackedSplit) -> str:
@@ -237,32 +246,66 @@ def _unreadable_note(split: str, packed: PackedSplit) -> str:
 
 
 def read_packed(folder: Path, preprocessing: Preprocessing) -> Dataset:
-    """Load a packed folder, for example one copied from another machine, without the original files."""
+    """Load a packed folder, for example one copied from another machine, without the original files.
+
+    Images that were packed for another model are resized again. Raises VitralError if they are smaller than the model
+    input.
+    """
     index, target = read_index(folder), storage_preprocessing(preprocessing)
+    _check_packed_size(folder, index, preprocessing)
+    packed_for: list[str] = []  # sizes of other models, for which validation or test images were packed
 
     def load(split: str) -> Split:
+        wanted = target if split == "train" else _without_normalisation(preprocessing)
+        if split not in index.splits:
+            return _empty_split(wanted)
         packed = read_split(folder, split)
         if packed is None:
-            return _empty_split(target)
+            raise DamagedPackError(folder / f"{split}.json", "missing")
         images: Images = packed.images
-        if tuple(images.shape[1:]) != target.shape:
-            images = MappedImages(images, lambda batch: to_model_input(batch, target), target.shape)
-        return Split(images=images, labels=packed.labels)
+        if packed.preprocessing != wanted:  # stored images are cropped already
+            resize = replace(wanted, crop=1.0)
+            images = MappedImages(images, lambda batch: to_model_input(batch, resize), resize.shape)
+            if split != "train":
+                packed_for.append(_size_text(packed.preprocessing.image_size))
+        return Split(images=images, labels=packed.labels, is_model_input=split != "train")
 
-    size = "×".join(map(str, index.stored.image_size))
+    train, validation = load("train"), load("validation")
+    note = (
+        "validation and test images were packed for a model of {} pixels and are resized, so accuracies may differ "
+        "slightly from those on the original files"
+    )
+    resized = "" if index.stored == target else f", resized to {_size_text(target.image_size)}"
     return Dataset(
         name=str(folder),
         classes=index.classes,
-        train=load("train"),
-        validation=load("validation"),
-        source=f"packed at {size} from {index.source}",
+        train=train,
+        validation=validation,
+        source=f"packed at {_size_text(index.stored.image_size)} from {index.source}{resized}",
         fingerprint=index.fingerprint,
         load_test=lambda: load("test"),
+        notes=tuple(note.format(size) for size in packed_for),
     )
 
 
+def _size_text(size: tuple[int, int]) -> str:
+    return "x".join(map(str, size))
+
+
+def _check_packed_size(folder: Path, index: PackIndex, preprocessing: Preprocessing) -> None:
+    """Refuse packed images that are smaller than the model input: the detail that the model needs is missing."""
+    stored, needed = index.stored.image_size, preprocessing.image_size
+    if stored[0] < needed[0] or stored[1] < needed[1]:
+        raise VitralError(
+            f"{folder} holds images of {_size_text(stored)} pixels, too small for a model of {_size_text(needed)}",
+            f"Pack them for this model: vitral data pack {shell_quote(index.source)} --out FOLDER "
+            f"--image-size {needed[0]} {needed[1]}, or with the --init-from of the training",
+        )
+
+
 def _empty_split(stored: Preprocessing) -> Split:
-    return Split(images=torch.zeros(0, *stored.shape, dtype=torch.uint8), labels=torch.zeros(0).long())
+    images = torch.zeros(0, *stored.shape, dtype=torch.uint8)
+    return Split(images=images, labels=torch.zeros(0).long(), is_model_input=True)
 
 
 def _free_bytes(folder: Path) -> float:

@@ -11,7 +11,6 @@ which files are images.
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from vitral.data.files.checked_json import read_cached_json, write_checked_json
 from vitral.data.files.duplicates import duplicate_groups
 from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_splits, make_listing, needs_holdout
 from vitral.data.files.packed import fingerprint
@@ -61,17 +61,13 @@ def no_class_folders_error(path: Path, skipped: SkippedFiles | None = None) -> V
 
 def _cached_duplicate_groups(files: Sequence[Path], progress: bool) -> np.ndarray[Any, Any]:
     """Groups of duplicate files; cached until a file changes."""
-    cached = cache_dir() / "copies" / f"{fingerprint(ImageLocation(str(file)) for file in files)}.npy"
-    if cached.is_file():
-        groups: np.ndarray[Any, Any] = np.load(cached)
-        return groups
+    cached = cache_dir() / "copies" / f"{fingerprint(ImageLocation(str(file)) for file in files)}.json"
+    if (content := read_cached_json(cached)) is not None and len(content["groups"]) == len(files):
+        return np.array(content["groups"], dtype=np.int64)
     with progress_bars(progress, "images") as report_progress:
         groups = duplicate_groups(files, partial(report_progress, "finding duplicates"))
-    with suppress(OSError):  # without the cache, duplicates are searched again next time
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        temporary = cached.with_name(f"{cached.stem}.{os.getpid()}.npy")
-        np.save(temporary, groups)
-        temporary.replace(cached)
+    with suppress(OSError, VitralError):  # without the cache, duplicates are searched again next time
+        write_checked_json(cached, {"groups": groups.tolist()})
     return groups
 
 

@@ -1,12 +1,16 @@
 """Packed datasets: every split decoded once into a memory-mapped file and then read at memory speed.
 
-    photos-3f9c0a…-v2/       one folder per dataset; the name contains the fingerprint of files, labels and image size
+    photos-3f9c0a…-v3/       one folder per dataset; the name contains the fingerprint of files, labels and image size
       index.json             classes, image size and channels, source
-      train.npy              uint8 (N, C, H, W)      train.json   labels, unreadable files
+      train.npy              uint8 (N, C, H, W)      train.json   labels, unreadable files, preprocessing, checksum
       validation.npy …       test.npy …              written on first access
 
-The .json of a split is written last: a split without it is incomplete. The operating system caches the pages in use,
-so a packed dataset may be larger than memory.
+Training images are stored larger than the model input, so that crops can be drawn, and may be decoded at a reduced
+size. Validation and test images are stored as model input, pixel for pixel what `Predictor` computes from the files.
+
+The .json of a split is written last: a split without it is incomplete. It holds size, time and checksum of the .npy
+file, which is read again only if size or time have changed. The operating system caches the pages in use, so a packed
+dataset may be larger than memory.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import hashlib
 import os
 import shutil
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,25 +31,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitral.data.files.checked_json import read_checked_json, warn_rebuilt, write_checked_json
 from vitral.data.files.unreadable import check_unreadable_fraction, replace_or_drop_unreadable
 from vitral.data.files.worker import DecodeOptions, decode_into
 from vitral.data.files.workers import (
     FILES_PER_MESSAGE,
-    TORCH_RESIZE_MIN_FILES,
     DecodeErrors,
     DecodeWorkers,
     ImageLocation,
+    decode_options,
 )
 from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
-from vitral.errors import VitralError
-from vitral.utils.atomic import atomic_write
-from vitral.utils.json_toml import dump_json, read_json
+from vitral.errors import VitralError, error_reason
+from vitral.utils.json_toml import read_json_object
 from vitral.utils.locks import file_lock
 from vitral.utils.serialization import from_dict, to_dict
 
-FORMAT = 2
+FORMAT = 3
 INDEX = "index.json"
+CHUNK_BYTES = 16 * 2**20  # read at a time to compute a checksum
 SUBMIT_FILES = 4096  # files submitted to the workers at a time
 MIN_FILES_FOR_WORKERS = 256  # fewer files are decoded before workers would have started
 
@@ -54,7 +60,7 @@ class PackIndex:
     """Contents of index.json."""
 
     classes: tuple[str, ...]
-    stored: Preprocessing  # image_size is the size of the stored pixels
+    stored: Preprocessing  # of training images: image_size is the size of the stored pixels
     fingerprint: str
     source: str  # path of the original folder or list, for display
     splits: tuple[str, ...] = ()  # names of the splits that are not empty
@@ -68,6 +74,15 @@ class PackedSplit:
     images: Tensor  # uint8 (N, C, H, W)
     labels: Tensor  # int64 (N,)
     unreadable: tuple[str, ...]  # error messages
+    preprocessing: Preprocessing  # with which the images were resized and cropped; mean and std do not apply
+
+
+class DamagedPackError(VitralError):
+    """A file of a pack is missing, incomplete or has other content than was written."""
+
+    def __init__(self, file: Path, reason: object) -> None:
+        super().__init__(f"{file} is damaged: {reason}", "Copy the pack again, or pack the images again")
+        self.file, self.reason = file, reason
 
 
 def fingerprint(locations: Iterable[ImageLocation], *parameters: object) -> str:
@@ -88,19 +103,15 @@ def fingerprint(locations: Iterable[ImageLocation], *parameters: object) -> str:
 
 
 def write_index(folder: Path, index: PackIndex) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(folder / INDEX, dump_json(to_dict(index), indent=1))
+    write_checked_json(folder / INDEX, to_dict(index))
 
 
 def read_index(folder: Path) -> PackIndex:
     try:
-        content = read_json(folder / INDEX)
-        format_number = content.get("format")
-        index = from_dict(PackIndex, content) if format_number == FORMAT else None
-    except (OSError, ValueError, AttributeError, VitralError) as error:
-        raise VitralError(
-            f"{folder} is not a packed dataset: {error}", "Create one with: vitral data pack FOLDER"
-        ) from error
+        format_number = read_json_object(folder / INDEX).get("format")
+        index = from_dict(PackIndex, read_checked_json(folder / INDEX)) if format_number == FORMAT else None
+    except (OSError, ValueError, VitralError) as error:
+        raise DamagedPackError(folder / INDEX, error_reason(error)) from error
     if index is None:
         raise VitralError(
             f"{folder} was packed in format {format_number}, expected {FORMAT}",
@@ -114,21 +125,61 @@ def is_packed(path: Path) -> bool:
 
 
 def read_split(folder: Path, name: str) -> PackedSplit | None:
-    """Memory-map a split; None if it does not exist, is incomplete or has an older format."""
+    """Memory-map a split; None if it does not exist, is incomplete or has an older format.
+
+    Raises DamagedPackError if its files have other content than was written.
+    """
+    file, images_file = folder / f"{name}.json", folder / f"{name}.npy"
     try:
-        metadata = read_json(folder / f"{name}.json")
-        images = np.load(folder / f"{name}.npy", mmap_mode="r")
-    except (OSError, ValueError):
+        if read_json_object(file).get("format") != FORMAT:
+            return None
+        metadata = read_checked_json(file)
+        preprocessing = from_dict(Preprocessing, metadata["preprocessing"])
+    except FileNotFoundError:
         return None
-    if metadata.get("format") != FORMAT:
-        return None
-    if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(metadata["labels"]):
-        return None
+    except (OSError, ValueError, VitralError) as error:
+        raise DamagedPackError(file, error_reason(error)) from error
+    try:
+        if _file_state(images_file) != metadata["file_state"]:
+            _verify_checksum(images_file, file, metadata)
+        images = np.load(images_file, mmap_mode="r")
+        if images.dtype != np.uint8 or images.shape != (len(metadata["labels"]), *preprocessing.shape):
+            raise ValueError(f"{images.dtype} of shape {images.shape}")
+    except (OSError, ValueError, EOFError) as error:
+        raise DamagedPackError(images_file, error_reason(error)) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the array being read-only
         mapped = torch.from_numpy(images)
-    labels = torch.tensor(metadata["labels"]).long()
-    return PackedSplit(images=mapped, labels=labels, unreadable=tuple(metadata["unreadable"]))
+    return PackedSplit(
+        images=mapped,
+        labels=torch.tensor(metadata["labels"]).long(),
+        unreadable=tuple(metadata["unreadable"]),
+        preprocessing=preprocessing,
+    )
+
+
+def _file_state(file: Path) -> list[int]:
+    """Size and modification time, which tell whether a file has been changed or copied since it was verified."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _file_checksum(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as opened:
+        while chunk := opened.read(CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def _verify_checksum(images_file: Path, file: Path, metadata: dict[str, Any]) -> None:
+    """Raise ValueError if the images have another checksum; otherwise remember the state of the file."""
+    if images_file.stat().st_size != metadata["file_state"][0]:
+        raise ValueError(f"{images_file.stat().st_size:,} bytes, expected {metadata['file_state'][0]:,}")
+    if _file_checksum(images_file) != metadata["images_checksum"]:
+        raise ValueError("wrong checksum")
+    with suppress(OSError, VitralError):  # in a read-only folder the checksum is computed every time
+        write_checked_json(file, {**metadata, "file_state": _file_state(images_file)})
 
 
 def pack_split(
@@ -139,14 +190,18 @@ def pack_split(
     stored: Preprocessing,
     *,
     max_unreadable: float,
-    allow_reduced_jpeg: bool = True,
     workers: int = 0,
     progress: bool = False,
 ) -> PackedSplit:
     """Read a split from the pack, decoding it first if necessary. Other processes wait for the one that decodes."""
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder.parent / f".{folder.name}.{name}.lock"):
-        if (split := read_split(folder, name)) is not None:
+        try:
+            split = read_split(folder, name)
+        except DamagedPackError as error:
+            warn_rebuilt(error.file, error.reason)
+            split = None
+        if split is not None and split.preprocessing == stored:
             return split
         with _temporary_array(folder, name, (len(locations), *stored.shape)) as (temporary, images):
             with progress_bars(progress, "images") as report_progress:
@@ -154,11 +209,7 @@ def pack_split(
                     temporary,
                     images,
                     locations,
-                    DecodeOptions(
-                        interpolation=stored.interpolation,
-                        torch_resize=len(locations) >= TORCH_RESIZE_MIN_FILES,
-                        allow_reduced_jpeg=allow_reduced_jpeg,
-                    ),
+                    decode_options(name, stored, len(locations)),
                     workers,
                     partial(report_progress, f"decoding {name}"),
                 )
@@ -168,12 +219,23 @@ def pack_split(
             if len(final_labels) < len(locations):
                 _truncate_array(temporary, images, len(final_labels))
             temporary.replace(folder / f"{name}.npy")
-        messages = [errors[row] for row in sorted(errors)]
-        metadata = {"format": FORMAT, "labels": final_labels.tolist(), "unreadable": messages}
-        atomic_write(folder / f"{name}.json", dump_json(metadata))
+        _write_metadata(folder, name, stored, final_labels.tolist(), [errors[row] for row in sorted(errors)])
     split = read_split(folder, name)
     assert split is not None
     return split
+
+
+def _write_metadata(folder: Path, name: str, stored: Preprocessing, labels: list[int], unreadable: list[str]) -> None:
+    images_file = folder / f"{name}.npy"
+    metadata = {
+        "format": FORMAT,
+        "labels": labels,
+        "unreadable": unreadable,
+        "preprocessing": to_dict(stored),
+        "file_state": _file_state(images_file),
+        "images_checksum": _file_checksum(images_file),
+    }
+    write_checked_json(folder / f"{name}.json", metadata)
 
 
 @contextmanager
@@ -234,8 +296,8 @@ def remove_stale_packs(folder: Path, index: PackIndex) -> None:
     for other in folder.parent.iterdir():
         if other == folder or not is_packed(other):
             continue
-        with suppress(OSError, ValueError, AttributeError):
-            content = read_json(other / INDEX)
+        with suppress(OSError, ValueError):
+            content = read_json_object(other / INDEX)
             is_same = content.get("stored") == to_dict(index.stored) or content.get("format") != FORMAT
             if content.get("source") == index.source and is_same:
                 shutil.rmtree(other)

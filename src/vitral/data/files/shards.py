@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from vitral.data.files.checked_json import read_cached_json, write_checked_json
 from vitral.data.files.duplicates import connected_groups, near_duplicate_pairs, thumbnails
 from vitral.data.files.listing import (
     SPLIT_NAMES,
@@ -36,8 +37,7 @@ from vitral.data.files.worker import read_location
 from vitral.data.files.workers import ImageLocation
 from vitral.data.registry.cache import cache_dir
 from vitral.errors import VitralError
-from vitral.utils.atomic import atomic_write
-from vitral.utils.json_toml import dump_json, parse_json, read_json
+from vitral.utils.json_toml import parse_json
 
 LABEL_SUFFIXES = ("cls", "txt", "json")  # in order of precedence
 JSON_LABEL_KEYS = ("label", "class", "cls", "class_name")
@@ -97,11 +97,9 @@ def shard_splits(shards: Sequence[str]) -> list[str]:
 
 def shard_index(shard: str, version: str) -> list[ShardEntry]:
     """Offsets, sizes and labels of the images of a shard; cached until its version changes."""
-    cached = cache_dir() / "shards" / f"{hashlib.sha256(repr((shard, version)).encode()).hexdigest()[:24]}.json"
-    try:
-        return [(offset, size, label) for offset, size, label in read_json(cached)]
-    except (OSError, ValueError):
-        pass
+    cached = cache_dir() / "shards" / f"{hashlib.sha256(repr((shard, version)).encode()).hexdigest()[:24]}-v2.json"
+    if (content := read_cached_json(cached)) is not None:
+        return [(offset, size, label) for offset, size, label in content["entries"]]
     if is_url(shard):
         read_range(shard, 0, 512)  # fails early if the server does not support range requests
         with open_url(shard) as file:
@@ -111,8 +109,7 @@ def shard_index(shard: str, version: str) -> list[ShardEntry]:
             entries = list(_read_entries(file, shard))
     if not entries:
         raise VitralError(f"{shard} has no labelled images", LABEL_HINT)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(cached, dump_json(entries))
+    write_checked_json(cached, {"entries": entries})
     return entries
 
 

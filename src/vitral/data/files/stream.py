@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.files.unreadable import check_unreadable_fraction, replacement_for, warn_unreadable
-from vitral.data.files.worker import DecodeOptions
-from vitral.data.files.workers import (
-    TORCH_RESIZE_MIN_FILES,
-    DecodeErrors,
-    DecodeWorkers,
-    ImageLocation,
-    shared_buffer,
-)
+from vitral.data.files.workers import DecodeErrors, DecodeWorkers, ImageLocation, decode_options, shared_buffer
 from vitral.data.lazy_images import LazyImages
 from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import available_cpus
@@ -55,7 +48,7 @@ class StreamedImages(LazyImages):
         stored: Preprocessing,
         *,
         max_unreadable: float,
-        allow_reduced_jpeg: bool = True,
+        split: str = "train",
         workers: int = 0,
         warn: Callable[[str], None] = warn_unreadable,
     ) -> None:
@@ -63,11 +56,7 @@ class StreamedImages(LazyImages):
         self.shape = (len(locations), *stored.shape)
         self.unreadable: dict[int, str] = {}  # index → error message; each is reported once
         self.max_unreadable, self.workers, self.warn = max_unreadable, workers or available_cpus(), warn
-        self.options = DecodeOptions(
-            interpolation=stored.interpolation,
-            torch_resize=len(locations) >= TORCH_RESIZE_MIN_FILES,
-            allow_reduced_jpeg=allow_reduced_jpeg,
-        )
+        self.options = decode_options(split, stored, len(locations))
         image_bytes = int(np.prod(stored.shape))
         self.slot_rows = max(min(1024, MAX_BUFFER_BYTES // image_bytes) // NUM_SLOTS, 1)
         self._idle: SlotBuffer | None = None

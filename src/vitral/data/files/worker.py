@@ -30,6 +30,7 @@ class DecodeOptions(NamedTuple):
     """How images are decoded and resized."""
 
     interpolation: str
+    crop: float = 1.0
     torch_resize: bool = False
     allow_reduced_jpeg: bool = True
 
@@ -64,7 +65,7 @@ def decode_into(
                 name=name,
             )
             target[row] = resize_and_crop(
-                image, (height, width), channels, 1.0, options.interpolation, use_torch=options.torch_resize
+                image, (height, width), channels, options.crop, options.interpolation, use_torch=options.torch_resize
             )
         except VitralError as error:
             errors[row] = error.what

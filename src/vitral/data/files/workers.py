@@ -23,11 +23,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.data.files.worker import DecodeOptions
+from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
 
 TORCH_RESIZE_MIN_FILES = 5000  # from here on, faster resizing outweighs the import of torch in every worker
 FILES_PER_MESSAGE = 8  # hides the latency of the pipe; few enough that all workers finish at about the same time
+
+
+def decode_options(split: str, stored: Preprocessing, count: int) -> DecodeOptions:
+    """Options for decoding `count` images of a split at the size and crop of `stored`.
+
+    Training images are decoded as fast as possible. Validation and test images are decoded in full and resized with
+    Pillow: every reported number is measured on the pixels that `Predictor` computes from the same files.
+    """
+    is_train = split == "train"
+    return DecodeOptions(
+        interpolation=stored.interpolation,
+        crop=stored.crop,
+        torch_resize=is_train and count >= TORCH_RESIZE_MIN_FILES,
+        allow_reduced_jpeg=is_train,
+    )
 
 
 class ImageLocation(NamedTuple):
