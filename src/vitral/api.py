@@ -24,15 +24,15 @@ from vitral import bundled
 from vitral.data.datasets import Split
 from vitral.data.datasets import load as load_dataset
 from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
-from vitral.device.cpu import available_cpus
+from vitral.device.cpu import available_cpus, cpu_name
 from vitral.device.select import DeviceOption, Hardware, select_hardware
 from vitral.device.threads import thread_count
 from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import World, init_distributed
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE
-from vitral.evaluation.calibration_images import load_calibration_images
 from vitral.evaluation.compare import PairedComparison
+from vitral.evaluation.comparison_images import load_comparison_images
 from vitral.evaluation.data import SplitName, load_dataset_for, load_eval_target, load_split
 from vitral.evaluation.evaluate import MAX_IMAGES, calibrate_model
 from vitral.evaluation.evaluate import compare_models as compare_targets
@@ -42,10 +42,15 @@ from vitral.evaluation.probe import probe as probe_features
 from vitral.evaluation.report import EvaluationReport
 from vitral.export.export import SUFFIX_BY_TARGET, Target, export_model
 from vitral.export.onnx_file import require_onnx
-from vitral.export.parity import ParityReport
+from vitral.export.parity import MIN_AGREEMENT, ParityReport, check_image_count
 from vitral.export.wrapper import ExportPrecision
 from vitral.inference.bench import run_bench
-from vitral.inference.engine_selection import BenchResult, EngineName
+from vitral.inference.engine_selection import (
+    BenchResult,
+    EngineName,
+    delete_bench_result,
+    load_bench_results,
+)
 from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration, LogitScore
 from vitral.recipes.schema import Recipe, read_recipe
@@ -476,7 +481,7 @@ def bench(
     model: str | Path | Predictor,
     *,
     data: str | None = None,
-    images: int = 512,
+    images: int = 1000,
     threads: Sequence[int] = (),
     batch_sizes: Sequence[int] = (1, 8, 32),
     seconds: float = 1.0,
@@ -484,22 +489,28 @@ def bench(
 ) -> BenchResult:
     """Measure the speed of all inference engines on this CPU and store the recommendation with the model.
 
-    From then on, engine "auto" is the recommended one. Nothing is stored for checkpoints of other libraries.
+    From then on, engine "auto" is the recommended one; `load_bench` returns the stored result and `reset_bench`
+    deletes it. An engine other than fp32 is recommended only if its top-1 labels are those of fp32 for more than 99% of
+    all images with 95% confidence, which takes at least 381 images. Nothing is stored for checkpoints of other
+    libraries.
 
     Args:
         model: The model to measure.
         data: Dataset or folder to measure with. Default: the validation images of the dataset it was trained on.
-        images: Number of images: half for calibration, half for the comparison with fp32.
+        images: Maximum number of images to compare with fp32. int8 is calibrated on training images or, if those are
+            not available, on every fourth image.
         threads: Numbers of threads. Default: one, and all CPUs.
         batch_sizes: Batch sizes.
         seconds: Duration of each measurement.
         log: Called with one line per phase.
     """
     predictor = _reference_predictor(model)
+    comparison = load_comparison_images(predictor, data, images)
     return run_bench(
         predictor.model,
         predictor.model_config.preprocessing,
-        load_calibration_images(predictor, data, images).images,
+        comparison.images,
+        comparison.calibration,
         bench_folder(predictor),
         threads=threads or sorted({1, available_cpus()}),
         batch_sizes=batch_sizes,
@@ -517,6 +528,26 @@ def bench_folder(predictor: Predictor) -> Path | None:
     return folder
 
 
+def load_bench(model: str | Path | Predictor) -> BenchResult | None:
+    """The stored benchmark of this CPU, which determines engine "auto"; None if there is none.
+
+    Args:
+        model: The model that was measured.
+    """
+    folder = bench_folder(_reference_predictor(model))
+    return load_bench_results(folder).get(cpu_name()) if folder is not None else None
+
+
+def reset_bench(model: str | Path | Predictor) -> BenchResult | None:
+    """Delete the stored benchmark of this CPU and return it. Engine "auto" is then fp32 again.
+
+    Args:
+        model: The model that was measured.
+    """
+    folder = bench_folder(_reference_predictor(model))
+    return delete_bench_result(folder) if folder is not None else None
+
+
 def export(
     model: str | Path | Predictor,
     *,
@@ -525,9 +556,12 @@ def export(
     preprocessing: bool = False,
     out: str | Path | None = None,
     data: str | None = None,
-    images: int = 256,
+    images: int | None = None,
+    min_agreement: float = MIN_AGREEMENT,
 ) -> tuple[Path, ParityReport]:
     """Export a model to one file and compare the file with the model on real images.
+
+    Nothing is written if they disagree. At least 100 images are compared, unless `images` is smaller.
 
     Args:
         model: The model to export.
@@ -536,22 +570,24 @@ def export(
         preprocessing: Include resizing and cropping, so that the file accepts images of any size. ONNX only.
         out: File to write. Default: exports/ in the run or model folder, otherwise the current folder.
         data: Dataset or folder with images. Default: the validation images of the dataset it was trained on.
-        images: Number of images: half calibrate int8, half are compared on.
+        images: Maximum number of images to compare on. Default: all images of `data` up to 10,000, or 1,000 validation
+            images. int8 is calibrated on training images or, if those are not available, on every fourth image.
+        min_agreement: Share of images on which file and model must have the same top-1 label.
     """
     predictor = _reference_predictor(model)
     if to == "onnx":
         require_onnx()
     path = Path(out) if out is not None else default_export_path(predictor, to, precision)
-    calibration, comparison = load_calibration_images(predictor, data, images).halves()
+    comparison = load_comparison_images(predictor, data, images, calibrate=precision == "int8")
+    check_image_count(len(comparison), images)
     parity = export_model(
         predictor,
         path,
         to=to,
         precision=precision,
         preprocessing=preprocessing,
-        calibration_images=calibration.images,
-        images=comparison.originals,
-        labels=comparison.labels,
+        comparison=comparison,
+        min_agreement=min_agreement,
     )
     return path, parity
 

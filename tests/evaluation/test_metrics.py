@@ -17,8 +17,9 @@ from torch import nn
 
 from support.logits import class_names, noisy_logits
 from vitral.errors import VitralError
-from vitral.evaluation.metrics import Metrics, compute_metrics, wilson_interval
+from vitral.evaluation.metrics import Metrics, compute_metrics
 from vitral.inference.prediction import rank_labels
+from vitral.utils.intervals import wilson_interval
 
 
 @settings(max_examples=50, deadline=None)

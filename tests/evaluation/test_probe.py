@@ -28,9 +28,9 @@ from vitral.evaluation.feature_classifiers import (
     stratified_folds,
     vote,
 )
-from vitral.evaluation.metrics import wilson_interval
 from vitral.evaluation.probe import ProbeResult, ProbeRow, few_shot_regression, mean_and_interval, probe
 from vitral.inference.forward import compute_features
+from vitral.utils.intervals import wilson_interval
 
 
 def clouds(N: int, K: int, D: int = 12, apart: float = 3.0, seed: int = 0) -> LabelledFeatures:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vitral.evaluation.metrics import wilson_interval
 from vitral.evaluation.strategy_comparison import Strategy, bootstrap_accuracies, rank_strategies
+from vitral.utils.intervals import wilson_interval
 
 
 def strategy(name: str, errors: list[list[int]], seconds: float, images: int = 100) -> Strategy:

@@ -20,6 +20,7 @@ from support.models import (
     MODEL_KINDS,
     SMALL_CONFIG,
     build_calibrated_model,
+    comparison_images,
     images_of_many_sizes,
     reference_logits,
     reference_predictor,
@@ -30,6 +31,7 @@ from vitral.export import onnx_file, torch_file
 from vitral.export.export import SUFFIX_BY_TARGET, export_model
 from vitral.export.parity import ModelFn, ParityReport, check_parity, first_divergent_block, measure_parity
 from vitral.export.wrapper import ExportWrapper, smooth_activations
+from vitral.inference.agreement import Agreement
 from vitral.inference.int8_calibration import collect_activation_ranges
 from vitral.inference.onnx_runtime import OnnxModel
 from vitral.inference.predictor import Predictor
@@ -46,23 +48,17 @@ def to_model_input(model_config: ModelConfig, images: list[Tensor]) -> Tensor:
 
 def export(path: Path, model_and_config: tuple[ViT, ModelConfig] | None = None, **options: Any) -> ParityReport:
     model, model_config = model_and_config or build_calibrated_model()
-    images = images_of_many_sizes(24, model_config.preprocessing.channels)
+    predictor = reference_predictor(model, model_config)
+    images = images_of_many_sizes(124, model_config.preprocessing.channels)
     arguments: dict[str, Any] = {"to": "onnx", "precision": "fp32", "preprocessing": False} | options
-    return export_model(
-        reference_predictor(model, model_config),
-        path,
-        **arguments,
-        calibration_images=to_model_input(model_config, images[:12]),
-        images=images,
-        labels=None,
-    )
+    return export_model(predictor, path, **arguments, comparison=comparison_images(predictor, images, 100))
 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_every_kind_of_model_exports_to_onnx(tmp_path: Path, kind: str) -> None:
     model, model_config = build_calibrated_model(kind, depth=1)  # tracing time is proportional to the depth
     parity = export(tmp_path / "model.onnx", (model, model_config))
-    assert parity.top1_agreement == 1
+    assert parity.agreement.value == 1
     assert parity.max_abs_diff < 1e-4
     exported = OnnxModel(tmp_path / "model.onnx")
     # A batch size other than that of the traced example.
@@ -76,7 +72,7 @@ def test_every_kind_of_model_exports_to_onnx(tmp_path: Path, kind: str) -> None:
 
 def test_exported_preprocessing_accepts_images_of_any_size(tmp_path: Path) -> None:
     parity = export(tmp_path / "model.onnx", preprocessing=True)
-    assert parity.top1_agreement == 1
+    assert parity.agreement.value == 1
     assert parity.max_abs_diff < 1e-3
     exported = OnnxModel(tmp_path / "model.onnx")
     assert exported.has_preprocessing
@@ -100,7 +96,7 @@ def export_as(tmp_path_factory: pytest.TempPathFactory) -> ExportFn:
     @cache
     def export_once(precision: str) -> tuple[Path, ParityReport]:
         file = folder / f"{precision}.onnx"
-        return file, export(file, precision=precision)
+        return file, export(file, precision=precision, min_agreement=0.8)
 
     return export_once
 
@@ -109,7 +105,7 @@ def export_as(tmp_path_factory: pytest.TempPathFactory) -> ExportFn:
 def test_lower_precisions_make_smaller_files(export_as: ExportFn, precision: str, tolerance: float) -> None:
     (fp32_file, fp32_parity), (file, parity) = export_as("fp32"), export_as(precision)
     assert fp32_parity.max_abs_diff < 1e-4
-    assert parity.top1_agreement >= 0.9
+    assert parity.agreement.value >= 0.8
     assert 0 < parity.max_abs_diff < tolerance
     assert file.stat().st_size < fp32_file.stat().st_size
     assert OnnxModel(file).metadata["precision"] == precision
@@ -139,7 +135,7 @@ def test_smoothing_activations_does_not_change_the_logits(kind: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_torch_export_can_be_loaded_with_its_metadata(tmp_path: Path, precision: str) -> None:
     parity = export(tmp_path / "model.pt2", to="torch", precision=precision)
-    assert parity.top1_agreement >= 0.95
+    assert parity.agreement.value >= 0.95
     program, metadata = torch_file.read_pt2(tmp_path / "model.pt2")
     assert metadata["classes"] == list(CLASSES)
     assert metadata["calibration"]["temperature"] == 1.7
@@ -150,7 +146,7 @@ def test_a_torch_export_can_be_loaded_with_its_metadata(tmp_path: Path, precisio
 @pytest.mark.slow
 def test_an_aotinductor_package_can_be_loaded_with_its_metadata(tmp_path: Path) -> None:
     parity = export(tmp_path / "model.pt2", to="aoti")
-    assert parity.top1_agreement == 1
+    assert parity.agreement.value == 1
     assert torch_file.read_aoti(tmp_path / "model.pt2")[1]["classes"] == list(CLASSES)
 
 
@@ -213,16 +209,78 @@ def test_parity_counts_agreement_accuracy_and_difference() -> None:
     batches = [(batch, batch) for batch in images.split(10)]
     labels = torch.arange(4).repeat(10)
     parity = measure_parity(indexed_model(expected), indexed_model(actual), batches, labels)
-    assert parity.images == 40
-    assert parity.top1_agreement == pytest.approx(38 / 40)
+    assert parity.agreement == Agreement(same=38, images=40)
     assert parity.accuracy == pytest.approx((1.0, 38 / 40))
     assert parity.max_abs_diff == pytest.approx(0.9)
-    with pytest.raises(VitralError, match=r"agreement is 95.0% on 40 images.*accuracy drops from 100.00% to 95.00%"):
-        check_parity(parity, "fp32", lambda: "here")
-    one_differs = replace(parity, top1_agreement=39 / 40, accuracy=(1.0, 39 / 40), max_abs_diff=1e-5)
-    check_parity(one_differs, "fp32", lambda: "a single image may differ")
+    assert parity.mean_abs_diff == pytest.approx(2 * 0.9 / 40)
+
+
+def parity_report(same: int, images: int, max_abs_diff: float = 0.4) -> ParityReport:
+    return ParityReport(
+        agreement=Agreement(same=same, images=images),
+        max_abs_diff=max_abs_diff,
+        mean_abs_diff=0.01,
+        accuracy=None,
+        images_per_second=(1, 2),
+    )
+
+
+def test_less_than_99_percent_agreement_is_refused_unless_accepted() -> None:
+    check_parity(parity_report(990, 1000), "int8", lambda: "")
+    with pytest.raises(
+        VitralError, match=r"150 of 153 images, 98.04% \(95% CI 94.39-99.33%\), expected at least 99%"
+    ) as e:
+        check_parity(parity_report(150, 153), "int8", lambda: "They diverge at block 2")
+    assert e.value.hint == "They diverge at block 2. To accept this agreement: --min-agreement 0.98"
+    check_parity(parity_report(150, 153), "int8", lambda: "", min_agreement=0.98)
+
+
+def test_a_large_difference_of_a_probability_is_refused_at_any_agreement() -> None:
+    with pytest.raises(VitralError, match=r"a probability differs by 0\.4") as caught:
+        check_parity(parity_report(100, 100), "fp32", lambda: "here", min_agreement=0)
+    assert caught.value.hint == "here"
     with pytest.raises(VitralError, match="a probability differs by inf"):
-        check_parity(replace(one_differs, max_abs_diff=float("inf")), "int8", lambda: "")
+        check_parity(parity_report(100, 100, float("inf")), "int8", lambda: "", min_agreement=0)
+
+
+def test_the_report_states_images_and_interval() -> None:
+    text = str(replace(parity_report(150, 153), accuracy=(0.95, 0.93), calibration_images=244))
+    assert text == (
+        "same top-1 label on 150 of 153 images, 98.04% (95% CI 94.39-99.33%), probabilities differ by at most 0.4 "
+        "(mean 0.01), accuracy 95.00% → 93.00%, 1 → 2 images/s, calibrated on 244 other images"
+    )
+
+
+@pytest.fixture
+def run_with_photos(tmp_path: Path) -> tuple[Path, Path]:
+    """A run folder, and 110 images in two class folders without splits."""
+    save_model(tmp_path / "run" / "model", *build_calibrated_model())
+    for index, image in enumerate(images_of_many_sizes(110)):
+        file = tmp_path / "photos" / CLASSES[index % 2] / f"{index:03}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(file)
+    return tmp_path / "run", tmp_path / "photos"
+
+
+def test_the_file_is_compared_on_all_images_of_a_folder(
+    run_with_photos: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, photos = run_with_photos
+    run_vitral("export", run, "--to", "torch", "--data", photos)
+    output = capsys.readouterr().out
+    assert "same top-1 label on 110 of 110 images, 100.00% (95% CI 96.63-100.00%)" in output
+    assert "accuracy" in output
+
+
+def test_too_few_images_are_refused_unless_their_number_is_requested(
+    run_with_photos: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, photos = run_with_photos
+    run_vitral("export", run, "--to", "torch", "--data", photos / CLASSES[0], expect=2)
+    assert "55 images are too few" in capsys.readouterr().err
+    assert not (run / "exports").exists()
+    run_vitral("export", run, "--to", "torch", "--data", photos / CLASSES[0], "--images", "55")
+    assert "on 55 of 55 images" in capsys.readouterr().out
 
 
 def test_the_first_divergent_block_is_named() -> None:
@@ -239,8 +297,8 @@ def test_the_exported_file_predicts_what_the_model_predicts(tmp_path: Path, caps
     photos.mkdir()
     for index, image in enumerate(images_of_many_sizes(20)):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(photos / f"{index:02}.png")
-    run_vitral("export", tmp_path / "run", "--data", photos)
-    assert "top-1 agreement 100.00% on 10 images" in capsys.readouterr().out
+    run_vitral("export", tmp_path / "run", "--data", photos, "--images", "20")
+    assert "same top-1 label on 20 of 20 images" in capsys.readouterr().out
     run_vitral("predict", tmp_path / "run" / "exports" / "model.onnx", photos, "--json", "--top", "5")
     exported = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     predictions = Predictor.load(tmp_path / "run", device="cpu").predict_files([photos])

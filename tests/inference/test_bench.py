@@ -6,41 +6,48 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy import stats
 
 import vitral
-from support.common import Fit
+from support.common import Fit, textures
+from support.models import save_random_model
 from support.training import run_vitral
 from vitral.data.datasets import Dataset
 from vitral.device import cpu as cpu_info
 from vitral.errors import VitralError
-from vitral.evaluation.calibration_images import load_calibration_images
+from vitral.evaluation.comparison_images import load_comparison_images
 from vitral.evaluation.data import evenly_spaced_indices
+from vitral.inference.agreement import Agreement
 from vitral.inference.bench import recommend
 from vitral.inference.cpu_engine import supported_precisions
 from vitral.inference.engine_selection import BenchRow, load_bench_results
 from vitral.inference.predictor import Predictor
+from vitral.utils.intervals import images_to_show
 
 pytestmark = pytest.mark.skipif(not cpu_info.cpu_has_packed_linear(), reason="this build of PyTorch has no oneDNN")
 
 
-def bench_row(engine: str, images_per_second: float, agreement: float = 1.0, batch_size: int = 8) -> BenchRow:
+def bench_row(engine: str, images_per_second: float, same: int = 1000, images: int = 1000) -> BenchRow:
+    agreement = Agreement(same=same, images=images)
     return BenchRow(
-        engine=engine, threads=2, batch_size=batch_size, p50_ms=1, p95_ms=1, p99_ms=1,
-        images_per_second=images_per_second, memory_mb=1, agreement=agreement, recheck_rate=0,
+        engine=engine, threads=2, batch_size=8, p50_ms=1, p95_ms=1, p99_ms=1, images_per_second=images_per_second,
+        memory_mb=1, agreement=agreement.value, agreement_low=agreement.low, agreement_high=agreement.high,
+        recheck_rate=0,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([bench_row("fp32", 10), bench_row("bf16", 20), bench_row("int8", 40, 0.99)], "bf16"),
-        ([bench_row("fp32", 10), bench_row("bf16", 20, 0.9985), bench_row("int8", 40, 0.9989)], "fp32"),
-        ([bench_row("fp32", 10), bench_row("int8", 40, 0.9995), bench_row("int8-cascade", 30)], "int8"),
+        ([bench_row("fp32", 10), bench_row("bf16", 20), bench_row("int8", 40, same=996)], "bf16"),  # 98.98% to 99.84%
+        ([bench_row("fp32", 10), bench_row("bf16", 20, same=995), bench_row("int8", 40, same=990)], "fp32"),
+        ([bench_row("fp32", 10), bench_row("int8", 40, same=997), bench_row("int8-cascade", 30)], "int8"),
         ([bench_row("fp32", 10), bench_row("bf16", 11.5)], "fp32"),  # less than the minimum speedup
-        ([bench_row("fp32", 10), bench_row("fp32", 30, batch_size=32), bench_row("bf16", 20)], "fp32"),
+        ([bench_row("fp32", 10), bench_row("fp32", 30), bench_row("bf16", 20)], "fp32"),
     ],
 )
 def test_the_fastest_engine_that_agrees_with_fp32_is_recommended(rows: list[BenchRow], expected: str) -> None:
@@ -50,6 +57,23 @@ def test_the_fastest_engine_that_agrees_with_fp32_is_recommended(rows: list[Benc
     assert best.images_per_second >= max(row.images_per_second for row in rows if row.engine == "fp32")
 
 
+def test_few_images_cannot_recommend_a_faster_engine() -> None:
+    rows = [bench_row("fp32", 10, 16, 16), bench_row("int8", 40, 16, 16)]
+    best, reason = recommend(rows, 16)
+    assert best.engine == "fp32"
+    assert "int8 is not used: 4.0x fp32, same top-1 label on 16 of 16 images, 100.00% (95% CI 80.64-100.00%)" in reason
+    assert "at least 381 images are needed to show an agreement of 99%" in reason
+
+
+def test_the_number_of_images_needed_for_a_claim_is_exact() -> None:
+    needed = images_to_show(0.99)
+    assert needed == 381
+    assert Agreement(same=needed, images=needed).low >= 0.99 > Agreement(same=needed - 1, images=needed - 1).low
+    expected = stats.binomtest(380, 381).proportion_ci(method="wilson")
+    agreement = Agreement(same=380, images=381)
+    assert (agreement.low, agreement.high) == pytest.approx((expected.low, expected.high), abs=1e-4)
+
+
 @pytest.fixture
 def trained(train_tiny: Fit, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder whose training dataset can be loaded again."""
@@ -57,9 +81,12 @@ def trained(train_tiny: Fit, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) 
     return train_tiny().path
 
 
-def test_the_recommended_engine_is_stored_and_used(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+BENCH_OPTIONS = ("--seconds", "0.01", "--batch-sizes", "1", "4", "--threads", "1")
+
+
+def test_the_recommended_engine_is_stored_shown_and_reset(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads_before = torch.get_num_threads()
-    run_vitral("bench", trained, "--seconds", "0.01", "--batch-sizes", "1", "4", "--threads", "1", "--json")
+    run_vitral("bench", trained, *BENCH_OPTIONS, "--json")
     assert torch.get_num_threads() == threads_before
     result = json.loads(capsys.readouterr().out)
     engines = [*supported_precisions(), *(f"{precision}-cascade" for precision in supported_precisions()[1:])]
@@ -68,48 +95,102 @@ def test_the_recommended_engine_is_stored_and_used(trained: Path, capsys: pytest
     for row in result["rows"]:
         assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
         assert 0 <= row["recheck_rate"] <= 1
+        assert row["agreement_low"] <= row["agreement"] <= row["agreement_high"]
         assert row["agreement"] >= (0.999 if row["engine"] in ("fp32", "int8-cascade") else 0.7)
+    assert result["engine"] == "fp32", "176 images cannot show an agreement of 99%"
     stored = load_bench_results(trained / "model")[cpu_info.cpu_name()]
-    assert (stored.engine, stored.reason, stored.images) == (result["engine"], result["reason"], 20)
+    assert (stored.engine, stored.reason, stored.images) == (result["engine"], result["reason"], 132)
     assert str(Predictor.load(trained, device="cpu").engine) == f"{stored.engine} ({stored.reason})"
+    run_vitral("bench", trained, "--show", "--json")
+    assert json.loads(capsys.readouterr().out) == result
+    run_vitral("bench", trained, "--reset")
+    assert "predict, evaluate and serve use fp32 on this CPU" in capsys.readouterr().out
+    assert str(Predictor.load(trained, device="cpu").engine) == "fp32 (no benchmark on this CPU; run vitral bench)"
+    assert not {path.name for path in (trained / "model").iterdir()} & {"bench.json", "int8.safetensors"}
+    run_vitral("bench", trained, "--show")
+    assert "No benchmark is stored for this CPU" in capsys.readouterr().out
 
 
-def test_calibration_images_default_to_the_validation_split(trained: Path) -> None:
-    images = load_calibration_images(Predictor.load(trained, device="cpu"), None, 10)
-    assert images.images.shape == (10, 1, 8, 8)
+def test_a_result_without_intervals_is_not_used(trained: Path) -> None:
+    """An earlier version chose int8 because 16 of 16 images agreed."""
+    vitral.api.bench(trained, threads=(1,), batch_sizes=(1,), seconds=0.01)
+    file = trained / "model" / "bench.json"
+    results = json.loads(file.read_text())
+    for result in results.values():
+        result["engine"] = "int8"
+        for row in result["rows"]:
+            del row["agreement_low"], row["agreement_high"]
+    file.write_text(json.dumps(results))
+    assert Predictor.load(trained, device="cpu").engine.name == "fp32"
+
+
+def test_enough_validation_images_are_compared_and_training_images_calibrate(
+    trained: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    larger = replace(dataset, validation=textures(120, seed=2))
+    monkeypatch.setattr("vitral.evaluation.data.load_builtin_dataset", lambda name, **_: larger)
+    predictor = Predictor.load(trained, device="cpu")
+    images = load_comparison_images(predictor, None)
+    assert torch.equal(images.images, larger.validation.images[:])
     assert images.labels is not None
-    calibration, comparison = images.halves()
-    interleaved = torch.stack([calibration.images, comparison.images], dim=1).flatten(0, 1)
-    assert torch.equal(interleaved, images.images)
+    assert torch.equal(images.calibration, dataset.train.images[:])
+    assert len(load_comparison_images(predictor, None, 10)) == 10
 
 
-def test_calibration_images_of_a_flat_folder_have_no_labels(trained: Path, tmp_path: Path) -> None:
+def test_few_validation_images_are_extended_by_the_other_splits(trained: Path) -> None:
+    images = load_comparison_images(Predictor.load(trained, device="cpu"), None)
+    assert (len(images), len(images.calibration)) == (132, 44)
+    assert images.labels is None, "an accuracy on training images would be misleading"
+
+
+def test_images_of_a_flat_folder_have_no_labels(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "flat"
     folder.mkdir()
     for grey in (0, 100, 200):
         Image.new("L", (20, 12), grey).save(folder / f"{grey}.png")
     (folder / "broken.png").write_bytes(b"not an image")
-    images = load_calibration_images(Predictor.load(trained, device="cpu"), str(folder), 99)
+    predictor = Predictor.load(trained, device="cpu")
+    images = load_comparison_images(predictor, str(folder), calibrate=False)
     assert images.labels is None
     assert images.images[:, 0, 0, 0].tolist() == [0, 100, 200]
+    assert [Path(str(source)).name for source in images.sources] == ["0.png", "100.png", "200.png"]
     with pytest.raises(VitralError, match="3 images are too few for a benchmark"):
         vitral.api.bench(trained, data=str(folder))
 
 
-def test_large_photographs_are_reduced_before_they_are_kept(trained: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "large"
-    folder.mkdir()
-    Image.new("RGB", (4000, 1000), (255, 0, 0)).save(folder / "a.png")
-    Image.new("RGB", (300, 200), (0, 0, 255)).save(folder / "b.png")
-    images = load_calibration_images(Predictor.load(trained, device="cpu"), str(folder), 2)
-    assert [tuple(original.shape) for original in images.originals] == [(1, 256, 1024), (1, 200, 300)]
+def test_all_images_of_a_folder_without_splits_are_compared(tmp_path: Path) -> None:
+    model = Predictor.load(save_random_model(tmp_path / "model"), device="cpu")
+    for index in range(153):
+        file = tmp_path / "photos" / ("ant", "bee")[index % 2] / f"{index}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((9, 9, 3), index, dtype=np.uint8)).save(file)
+    images = load_comparison_images(model, str(tmp_path / "photos"), calibrate=False)
+    assert sorted(images.images[:, 0, 0, 0].tolist()) == list(range(153))
+    assert images.labels is not None
+    assert torch.equal(images.labels, images.images[:, 0, 0, 0].long() % 2)
+    calibrated = load_comparison_images(model, str(tmp_path / "photos"))
+    assert (len(calibrated), len(calibrated.calibration)) == (114, 39)
+    every = torch.cat([calibrated.images, calibrated.calibration])[:, 0, 0, 0]
+    assert sorted(every.tolist()) == list(range(153))
+
+
+def test_compared_images_are_decoded_as_for_a_prediction(tmp_path: Path) -> None:
+    """A photograph of 2000 pixels is neither reduced by the JPEG decoder nor resized twice."""
+    predictor = Predictor.load(save_random_model(tmp_path / "model"), device="cpu")
+    (tmp_path / "photos").mkdir()
+    noise = np.random.default_rng(0).integers(0, 256, (1500, 2000, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "photos" / "large.jpg")
+    images = load_comparison_images(predictor, str(tmp_path / "photos"), calibrate=False)
+    expected = predictor.decode_image(tmp_path / "photos" / "large.jpg")[1]
+    assert isinstance(expected, torch.Tensor)
+    assert torch.equal(images.images[0], expected)
 
 
 def test_a_model_of_unknown_origin_needs_a_dataset(trained: Path) -> None:
     predictor = Predictor.load(trained, device="cpu")
     predictor.model_config = replace(predictor.model_config, trained_on="")
     with pytest.raises(VitralError, match="does not record its training dataset"):
-        load_calibration_images(predictor, None, 9)
+        load_comparison_images(predictor, None, 9)
 
 
 def test_evenly_spaced_indices_cover_the_whole_range() -> None:

@@ -226,10 +226,10 @@ def model_dir(tmp_path: Path) -> Path:
 def bench_result(engine: str, cpu: str | None = None) -> BenchResult:
     row = BenchRow(
         engine=engine, threads=1, batch_size=8, p50_ms=1, p95_ms=2, p99_ms=3, images_per_second=9, memory_mb=1,
-        agreement=1, recheck_rate=0,
+        agreement=1, agreement_low=0.9, agreement_high=1, recheck_rate=0,
     )  # fmt: skip
     return BenchResult(
-        cpu=cpu or cpu_info.cpu_name(), versions="a test", date="today", images=9, rows=(row,),
+        cpu=cpu or cpu_info.cpu_name(), versions="a test", date="today", images=9, calibration_images=9, rows=(row,),
         margins={"bf16": 0.5, "int8": 1.0}, engine=engine, batch_size=8, reason="fastest",
     )  # fmt: skip
 

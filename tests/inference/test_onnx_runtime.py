@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from support.models import build_calibrated_model, images_of_many_sizes, reference_predictor, smooth_images
+from support.models import build_calibrated_model, comparison_images, images_of_many_sizes, reference_predictor
 from vitral.export.export import export_model
 from vitral.inference.predictor import Predictor
 from vitral.runs.model_io import save_model
@@ -30,15 +30,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "photos").mkdir()
     for index, image in enumerate(images_of_many_sizes(12)):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / "photos" / f"{index:02}.png")
+    predictor = reference_predictor(model, model_config)
     export_model(
-        reference_predictor(model, model_config),
+        predictor,
         folder / "model.onnx",
         to="onnx",
         precision="fp32",
         preprocessing=False,
-        calibration_images=smooth_images(1),
-        images=images_of_many_sizes(8),
-        labels=None,
+        comparison=comparison_images(predictor, images_of_many_sizes(8)),
     )
     return folder
 

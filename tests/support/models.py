@@ -11,8 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitral.data.decode import decode_image
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware, select_hardware
+from vitral.evaluation.comparison_images import ComparisonImages
 from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration
 from vitral.models.variants import VARIANTS
@@ -122,6 +124,13 @@ def images_of_many_sizes(count: int, channels: int = 3) -> list[Tensor]:
         array = np.array(picture.convert({1: "L", 3: "RGB"}[channels])).reshape(picture.height, picture.width, channels)
         images.append(torch.from_numpy(array).permute(2, 0, 1).contiguous())
     return images
+
+
+def comparison_images(predictor: Predictor, images: list[Tensor], num_calibration: int = 0) -> ComparisonImages:
+    """Unlabelled images, the first `num_calibration` of them to calibrate with."""
+    decoded = torch.stack([predictor.model_config.preprocessing.resize_and_crop(decode_image(i)) for i in images])
+    calibration, compared = decoded[:num_calibration], decoded[num_calibration:]
+    return ComparisonImages(images=compared, sources=images[num_calibration:], labels=None, calibration=calibration)
 
 
 def reference_logits(model: ViT, preprocessing: Preprocessing, images: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import vitral
 from support.common import skip_figures
 from support.training import error_lines, run_vitral
 from vitral.errors import VitralError
-from vitral.evaluation.calibration_images import load_calibration_images
+from vitral.evaluation.comparison_images import load_comparison_images
 from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration
 from vitral.runs.model_io import load_model_config, save_model_config
@@ -67,10 +67,10 @@ def test_the_report_names_the_images_of_the_calibration(run: Path, capsys: pytes
     assert CALIBRATION.fitted_on in page
 
 
-def test_training_images_used_for_calibration_have_no_labels(run: Path) -> None:
+def test_training_images_used_for_comparisons_have_no_labels(run: Path) -> None:
     """An accuracy on training images would be misleading."""
     model = vitral.load(run)
-    images = load_calibration_images(model, None, 8)
+    images = load_comparison_images(model, None, 8)
     assert len(images) == 8
     assert images.labels is None
-    assert load_calibration_images(model, "digits", 8).labels is not None, "the dataset was requested"
+    assert load_comparison_images(model, "digits", 8).labels is not None, "the dataset was requested"

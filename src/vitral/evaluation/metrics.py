@@ -5,7 +5,6 @@ Shapes:  N images   K classes
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.errors import VitralError
+from vitral.utils.intervals import wilson_interval
 from vitral.utils.serialization import to_dict
 
 
@@ -94,10 +94,3 @@ def label_ranks(logits_NK: Tensor, labels_N: Tensor) -> Tensor:
     own_N1 = logits_NK.gather(1, labels_N[:, None])
     is_earlier_NK = torch.arange(logits_NK.shape[1], device=logits_NK.device) < labels_N[:, None]
     return ((logits_NK > own_N1) | ((logits_NK == own_N1) & is_earlier_NK)).sum(dim=1)
-
-
-def wilson_interval(proportion: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """95% confidence interval of a proportion (Wilson, 1927), valid near 0 and 1 too."""
-    centre = (proportion + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z / (1 + z**2 / count) * math.sqrt(proportion * (1 - proportion) / count + z**2 / (4 * count**2))
-    return max(centre - half, 0.0), min(centre + half, 1.0)

@@ -35,7 +35,7 @@ from vitral.evaluation.feature_classifiers import (
     stratified_folds,
     vote,
 )
-from vitral.evaluation.metrics import wilson_interval
+from vitral.utils.intervals import wilson_interval
 from vitral.utils.serialization import to_dict
 
 Method = Literal["nearest neighbours", "linear", "least squares"]

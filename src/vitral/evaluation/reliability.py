@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.evaluation.metrics import wilson_interval
+from vitral.utils.intervals import wilson_interval
 
 NUM_BINS = 15
 MIN_IMAGES_PER_BIN = 10

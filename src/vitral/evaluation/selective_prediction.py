@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.evaluation.bootstrap import Interval
-from vitral.evaluation.metrics import wilson_interval
+from vitral.utils.intervals import wilson_interval
 
 MAX_CURVE_POINTS = 100
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vitral.evaluation.metrics import wilson_interval
+from vitral.utils.intervals import wilson_interval
 
 NUM_RESAMPLES = 10_000
 Array = np.ndarray[Any, Any]

@@ -5,15 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vitral.data.decode import decode_image
+from vitral.data.resize_crop import PIL_MODES
 from vitral.errors import VitralError
+from vitral.evaluation.comparison_images import ComparisonImages
 from vitral.export import onnx_file, torch_file
-from vitral.export.parity import ModelFn, ParityReport, check_parity, first_divergent_block, measure_parity
+from vitral.export.parity import (
+    MIN_AGREEMENT,
+    ModelFn,
+    ParityReport,
+    check_parity,
+    first_divergent_block,
+    measure_parity,
+)
 from vitral.export.wrapper import ExportPrecision, ExportWrapper
 from vitral.inference.onnx_runtime import OnnxModel
 from vitral.inference.predictor import Predictor
@@ -32,17 +44,15 @@ def export_model(
     to: Target,
     precision: ExportPrecision,
     preprocessing: bool,
-    calibration_images: Tensor,
-    images: Sequence[Tensor],
-    labels: Tensor | None,
+    comparison: ComparisonImages,
+    min_agreement: float = MIN_AGREEMENT,
 ) -> ParityReport:
     """Write `out` and compare it with the predictor. Raises a VitralError and writes nothing if they disagree.
 
     Args:
         predictor: must use the reference engine on the CPU.
-        calibration_images: uint8 (N, C, H, W) at the model's input size, for the int8 scales.
-        images: uint8 (C, H, W) of any sizes, to compare on.
-        labels: class indices of `images`, if known.
+        comparison: images to compare on, and those for the int8 scales.
+        min_agreement: share of images that must have the same top-1 label.
     """
     if preprocessing and to != "onnx":
         raise VitralError("preprocessing can only be exported to ONNX", "Use --to onnx, or omit --preprocessing")
@@ -51,18 +61,31 @@ def export_model(
         raise VitralError(
             f"expected a file name that ends in {suffix}, got {out}", f"Use --out {out.with_suffix(suffix)}"
         )
+    if not 0 <= min_agreement <= 1:
+        raise VitralError(f"--min-agreement must be between 0 and 1, got {min_agreement:g}", "The default is 0.99")
+    calibration = comparison.calibration
     with _temporary_sibling(out) as file:
-        exported = _write(file, predictor, to, precision, preprocessing, calibration_images)
-        model_inputs = torch.stack([_decode(predictor, image) for image in images])
-        file_inputs = [image[None] for image in images] if preprocessing else model_inputs.split(BATCH_SIZE)
-        batches = list(zip(model_inputs.split(1 if preprocessing else BATCH_SIZE), file_inputs, strict=True))
-        parity = measure_parity(_predictor_fn(predictor), exported, batches, labels)
+        exported = _write(file, predictor, to, precision, preprocessing, calibration)
+        batches = _batches(comparison, predictor.model_config.preprocessing.channels, preprocessing)
+        parity = measure_parity(_predictor_fn(predictor), exported, batches, comparison.labels)
         check_parity(
             parity,
             precision,
-            lambda: locate_divergence(predictor, to, precision, calibration_images, model_inputs[:BATCH_SIZE]),
+            lambda: locate_divergence(predictor, to, precision, calibration, comparison.images[:BATCH_SIZE]),
+            min_agreement,
         )
-    return parity
+    return replace(parity, calibration_images=len(calibration) if precision == "int8" else 0)
+
+
+def _batches(comparison: ComparisonImages, channels: int, preprocessing: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of batches: input of the model and input of the file, which are images of any size if it preprocesses."""
+    if not preprocessing:
+        yield from ((images, images) for images in comparison.images.split(BATCH_SIZE))
+        return
+    for images, source in zip(comparison.images.split(1), comparison.sources, strict=True):
+        original = decode_image(source).convert(PIL_MODES[channels])
+        array = np.array(original).reshape(original.height, original.width, channels)
+        yield images, torch.from_numpy(array).permute(2, 0, 1)[None]
 
 
 def _write(
@@ -96,12 +119,6 @@ def _temporary_sibling(out: Path) -> Iterator[Path]:
         file.replace(out)
     finally:
         file.unlink(missing_ok=True)
-
-
-def _decode(predictor: Predictor, image_CHW: Tensor) -> Tensor:
-    _, pixels = predictor.decode_image(image_CHW)
-    assert isinstance(pixels, Tensor), pixels
-    return pixels
 
 
 def _predictor_fn(predictor: Predictor) -> ModelFn:

@@ -15,14 +15,16 @@ from vitral import __version__
 from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import busy_warning, cpu_name
 from vitral.errors import VitralError
+from vitral.inference.agreement import Agreement, top1_agreement
 from vitral.inference.cpu_engine import CpuEngine, supported_precisions, unsupported_reason
 from vitral.inference.engine import CascadeEngine, cascade_margin
 from vitral.inference.engine_selection import BenchResult, BenchRow, check_threads, save_bench_result
 from vitral.inference.int8_calibration import collect_activation_ranges, save_activation_ranges
 from vitral.models.vit import ViT
+from vitral.utils.intervals import images_to_show
 from vitral.utils.progress import LogFn, no_log
 
-MIN_AGREEMENT = 0.999  # share of images with the same top-1 label as fp32 that a recommended engine must reach
+MIN_AGREEMENT = 0.99  # share of images with the same top-1 label as fp32; the 95% interval must lie above it
 MIN_SPEEDUP = 1.2  # over fp32 that a recommended engine must reach
 MIN_IMAGES = 16
 MAX_BATCH_SIZE = 4096
@@ -73,6 +75,7 @@ def run_bench(
     model: ViT,
     preprocessing: Preprocessing,
     images_NCHW: Tensor,
+    calibration_images_NCHW: Tensor,
     folder: Path | None = None,
     *,
     threads: Sequence[int],
@@ -82,8 +85,8 @@ def run_bench(
 ) -> BenchResult:
     """Measure all engines on uint8 images of the model's input size.
 
-    Every second image is used for calibration, the others for agreement and speed. The engines take turns, so that
-    background load affects all of them; each row takes about `seconds`. The result is stored in `folder`.
+    The engines take turns, so that background load affects all of them; each row takes about `seconds`. The result is
+    stored in `folder`.
     """
     check_bench_arguments(len(images_NCHW), threads, batch_sizes, seconds)
     threads_before = torch.get_num_threads()
@@ -91,16 +94,16 @@ def run_bench(
         torch.set_num_threads(max(threads))
         if warning := busy_warning():
             log(warning)
-        log(f"Calibrating on {len(images_NCHW[::2])} images")
-        engines, margins = build_engines(model, preprocessing, images_NCHW[::2], folder)
-        test_images = images_NCHW[1::2]
-        agreement, recheck_rate = measure_agreement(engines, test_images)
+        log(f"Calibrating on {len(calibration_images_NCHW):,} images")
+        engines, margins = build_engines(model, preprocessing, calibration_images_NCHW, folder)
+        log(f"Comparing with fp32 on {len(images_NCHW):,} images")
+        agreement, recheck_rate = measure_agreement(engines, images_NCHW)
         rows: list[BenchRow] = []
         for num_threads in threads:
             torch.set_num_threads(num_threads)
             for batch_size in batch_sizes:
                 log(f"{num_threads} thread{'s' if num_threads > 1 else ''}, batch size {batch_size}")
-                times = _time_in_turns(engines, _repeat_to(test_images, batch_size), batch_size, seconds)
+                times = _time_in_turns(engines, _repeat_to(images_NCHW, batch_size), batch_size, seconds)
                 rows += [
                     BenchRow(
                         engine=name,
@@ -108,19 +111,22 @@ def run_bench(
                         batch_size=batch_size,
                         **_speed(batch_size, times[name]),
                         memory_mb=round(engine.nbytes / 1e6, 1),
-                        agreement=agreement[name],
+                        agreement=agreement[name].value,
+                        agreement_low=agreement[name].low,
+                        agreement_high=agreement[name].high,
                         recheck_rate=recheck_rate.get(name, 0.0),
                     )
                     for name, engine in engines.items()
                 ]
     finally:
         torch.set_num_threads(threads_before)
-    best, reason = recommend(rows, len(test_images))
+    best, reason = recommend(rows, len(images_NCHW))
     result = BenchResult(
         cpu=cpu_name(),
         versions=f"vitral {__version__}, torch {torch.__version__}",
         date=time.strftime("%Y-%m-%d"),
-        images=len(test_images),
+        images=len(images_NCHW),
+        calibration_images=len(calibration_images_NCHW),
         rows=tuple(rows),
         margins=margins,
         engine=best.engine,
@@ -147,11 +153,10 @@ def check_bench_arguments(num_images: int, threads: Sequence[int], batch_sizes: 
             )
 
 
-def measure_agreement(engines: CpuEngines, images_NCHW: Tensor) -> tuple[dict[str, float], dict[str, float]]:
+def measure_agreement(engines: CpuEngines, images_NCHW: Tensor) -> tuple[dict[str, Agreement], dict[str, float]]:
     """Top-1 agreement of each engine with fp32, and the share of images that each cascade computes twice."""
     logits = {name: run_batched(engine, images_NCHW) for name, engine in engines.items()}
-    top1 = {name: values.argmax(dim=1) for name, values in logits.items()}
-    agreement = {name: float((labels == top1["fp32"]).double().mean()) for name, labels in top1.items()}
+    agreement = {name: top1_agreement(logits["fp32"], values) for name, values in logits.items()}
     recheck_rate = {
         name: float(engine.is_ambiguous(logits[name.removesuffix("-cascade")]).double().mean())
         for name, engine in engines.items()
@@ -196,14 +201,22 @@ def _speed(batch_size: int, times: list[float]) -> dict[str, float]:
 def recommend(rows: Sequence[BenchRow], num_images: int) -> tuple[BenchRow, str]:
     """The fastest row with sufficient agreement and speedup, otherwise the fastest fp32 row; and the reason."""
     fp32 = max((row for row in rows if row.engine == "fp32"), key=lambda row: row.images_per_second)
-    best = fp32
-    for row in sorted(rows, key=lambda row: row.images_per_second):
-        if row.agreement >= MIN_AGREEMENT and row.images_per_second > MIN_SPEEDUP * fp32.images_per_second:
-            best = row
-    speedup = best.images_per_second / fp32.images_per_second
+    faster = [row for row in rows if row.images_per_second > MIN_SPEEDUP * fp32.images_per_second]
+    agreeing = [row for row in faster if row.agreement_low >= MIN_AGREEMENT]
+    best = max(agreeing, key=lambda row: row.images_per_second, default=fp32)
     threads = f"{best.threads} thread{'s' if best.threads > 1 else ''}"
-    comparison = f"{speedup:.1f}x fp32" if best is not fp32 else "no faster engine agrees with fp32"
-    return best, (
-        f"{best.images_per_second:,.0f} images/s with {threads}, {comparison}; "
-        f"same top-1 label on {round(best.agreement * num_images):,} of {num_images:,} images"
-    )
+    speed = f"{best.images_per_second:,.0f} images/s with {threads}"
+    if best is not fp32:
+        return best, f"{speed}, {_comparison(best, fp32, num_images)}"
+    if not faster:
+        return best, f"{speed}; no engine is {MIN_SPEEDUP:g}x as fast"
+    fastest = max(faster, key=lambda row: row.images_per_second)
+    reason = f"{speed}; {fastest.engine} is not used: {_comparison(fastest, fp32, num_images)}"
+    if num_images < (needed := images_to_show(MIN_AGREEMENT)):
+        return best, f"{reason}; at least {needed} images are needed to show an agreement of {MIN_AGREEMENT:.0%}"
+    return best, f"{reason}, not above {MIN_AGREEMENT:.0%}"
+
+
+def _comparison(row: BenchRow, fp32: BenchRow, num_images: int) -> str:
+    agreement = Agreement(same=round(row.agreement * num_images), images=num_images)
+    return f"{row.images_per_second / fp32.images_per_second:.1f}x fp32, {agreement}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,6 +20,7 @@ from vitral.errors import VitralError, shell_quote
 from vitral.inference.cpu_engine import CpuEngine, CpuPrecision, cpu_unsupported_reason, unsupported_reason
 from vitral.inference.cuda_engine import CudaEngine
 from vitral.inference.engine import CascadeEngine, Engine, ReferenceEngine
+from vitral.inference.int8_calibration import FILE_NAME as ACTIVATION_RANGES_FILE_NAME
 from vitral.inference.int8_calibration import load_activation_ranges
 from vitral.models.vit import ViT
 from vitral.utils.atomic import atomic_write
@@ -50,6 +51,8 @@ class BenchRow:
     images_per_second: float
     memory_mb: float  # encoder weights
     agreement: float  # share of images with the same top-1 label as fp32
+    agreement_low: float  # 95% confidence interval
+    agreement_high: float
     recheck_rate: float  # share of images that a cascade computes twice
 
 
@@ -61,6 +64,7 @@ class BenchResult:
     versions: str
     date: str
     images: int  # that the agreement was measured on
+    calibration_images: int  # that int8 and the cascades were calibrated on, none of them measured on
     rows: tuple[BenchRow, ...]
     margins: dict[str, float] = field(default_factory=dict)  # of the cascades, by precision of the fast engine
     engine: str = "fp32"  # recommended
@@ -70,7 +74,7 @@ class BenchResult:
 
 
 def load_bench_results(folder: Path) -> dict[str, BenchResult]:
-    """Results by CPU name. An unreadable file counts as no results: it affects speed only."""
+    """Results by CPU name. A file that is unreadable or of another version counts as no results."""
     try:
         values = read_json(folder / FILE_NAME)
         results = {}
@@ -84,7 +88,22 @@ def load_bench_results(folder: Path) -> dict[str, BenchResult]:
 
 
 def save_bench_result(folder: Path, result: BenchResult) -> None:
-    results = load_bench_results(folder) | {result.cpu: result}
+    _write_bench_results(folder, load_bench_results(folder) | {result.cpu: result})
+
+
+def delete_bench_result(folder: Path) -> BenchResult | None:
+    """Delete the result of this CPU and return it; with the last result also the activation ranges of int8."""
+    results = load_bench_results(folder)
+    result = results.pop(cpu_name(), None)
+    if results:
+        _write_bench_results(folder, results)
+    else:
+        for name in (FILE_NAME, ACTIVATION_RANGES_FILE_NAME):
+            (folder / name).unlink(missing_ok=True)
+    return result
+
+
+def _write_bench_results(folder: Path, results: Mapping[str, BenchResult]) -> None:
     values = {cpu: to_dict(each) | {"margins": each.margins, "rows": [to_dict(row) for row in each.rows]}
               for cpu, each in results.items()}  # fmt: skip
     atomic_write(folder / FILE_NAME, dump_json(values, indent=1) + "\n")

@@ -16,7 +16,8 @@ from vitral.errors import shell_quote
 class ExportArgs:
     """Export a model with its class names, preprocessing and calibration as one file.
 
-    The file is loaded again and compared with the model on real images; if they disagree, no file is written.
+    The file is loaded again and compared with the model on at least 100 real images; if they disagree, no file is
+    written. int8 is calibrated on training images or, if those are not available, on every fourth image.
     """
 
     model: str = argument(MODEL_HELP)
@@ -24,8 +25,11 @@ class ExportArgs:
     precision: Literal["fp32", "fp16", "bf16", "int8"] = option("fp32", "precision of the exported weights")
     preprocessing: bool = option(False, "include resizing and cropping, for input images of any size (ONNX)")
     out: Path | None = option(None, "file to write (default: in exports/ of the run folder)")
-    data: str | None = option(None, f"images for int8 calibration and for the comparison: {EVAL_DATA_HELP}")
-    images: int = option(256, "number of images; half of them calibrate int8, the others are compared")
+    data: str | None = option(None, f"images to compare on: {EVAL_DATA_HELP}")
+    images: int | None = option(
+        None, "maximum number of images to compare on (default: all of --data, or 1,000 validation images)"
+    )
+    min_agreement: float = option(0.99, "share of images on which file and model must have the same top-1 label")
     labels: Path | None = option(None, LABELS_HELP)
 
 
@@ -44,8 +48,10 @@ def export(args: ExportArgs) -> int:
             out=args.out,
             data=args.data,
             images=args.images,
+            min_agreement=args.min_agreement,
         )
-    print(f"Exported {file} ({file.stat().st_size / 1e6:.1f} MB): {parity}")
+    print(f"Exported {file} ({file.stat().st_size / 1e6:.1f} MB)")
+    print(f"Compared with the model: {parity}")
     if args.to == "onnx":
         print(f"Next step: vitral predict {shell_quote(file)} photo.jpg   (needs numpy, pillow and onnxruntime only)")
     return 0

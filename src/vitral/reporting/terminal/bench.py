@@ -12,13 +12,11 @@ from vitral.reporting.terminal.tables import make_table
 COLUMNS = ("engine", "threads", "batch", "p50 ms", "p95", "p99", "images/s", "MB", "agree", "recheck")
 
 
-def print_bench(result: BenchResult, source: str = "") -> None:
-    """Print all rows and the recommended engine.
-
-    source: checkpoint of another library, next to which the result cannot be stored; empty for a model of vitral.
-    """
+def print_bench(result: BenchResult, model: str, *, is_stored: bool) -> None:
+    """Print all rows and the recommended engine. Results of checkpoints of other libraries are not stored."""
     console = Console(highlight=False)
-    console.print(f"{result.cpu} · {result.versions} · {result.images:,} images\n")
+    console.print(f"{result.cpu} · {result.versions} · {result.date}")
+    console.print(f"{result.images:,} images, calibrated on {result.calibration_images:,} others\n")
     table = make_table(COLUMNS, left=("engine",))
     table.padding, table.pad_edge = (0, 0, 0, 1), False
     previous_group = None
@@ -34,9 +32,16 @@ def print_bench(result: BenchResult, source: str = "") -> None:
     console.print(
         "[dim]agree: same top-1 label as fp32. recheck: images with a close result, computed again in fp32.[/dim]"
     )
-    console.print(f"\n[bold]{result.engine}[/bold]: {result.reason}. ", end="")
-    convert = f"To store this choice: vitral convert {shell_quote(source)} FOLDER, then vitral bench FOLDER"
-    console.print(convert if source else "predict and serve use it on this CPU.", soft_wrap=True)
+    console.print(f"\n[bold]{result.engine}[/bold]: {result.reason}.", soft_wrap=True)
+    name = shell_quote(model)
+    if not is_stored:
+        console.print(f"To store this choice: vitral convert {name} FOLDER, then vitral bench FOLDER", soft_wrap=True)
+        return
+    console.print(
+        f"predict, evaluate and serve use {result.engine} on this CPU. "
+        f"See this choice with vitral bench {name} --show, undo it with vitral bench {name} --reset.",
+        soft_wrap=True,
+    )
 
 
 def bench_cells(row: BenchRow, is_best: bool) -> list[str]:
