@@ -125,7 +125,7 @@ def test_faithfulness_command(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert COMMAND(words) == 0
     out, err = capsys.readouterr()
     assert " test images of photos" in err
-    assert all(name in out for name in ("rollout", "gradcam", "random", "Recommended for this model:", "4 images"))
+    assert all(name in out for name in ("rollout", "gradcam", "random", "4 images are too few", "--images 200"))
     assert max(map(len, out.splitlines())) <= 80 or "…" not in out
     assert (folder / "explained" / "faithfulness.png").is_file()
     assert COMMAND([*words, "--json"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,9 @@ from vitral.explain import faithfulness as f
 from vitral.explain.pair import widen_for_pair
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import Positions, ViTConfig
+from vitral.reporting.terminal.faithfulness import faithfulness_to_dict
 from vitral.runs.model_io import ModelConfig
+from vitral.utils.json_toml import dump_json
 
 
 def two_patch_classifier(images_BCHW: Tensor) -> Tensor:
@@ -90,23 +93,71 @@ def test_bootstrap_interval_agrees_with_the_normal_approximation() -> None:
     assert score.high == pytest.approx(score.mean + 1.96 * error, abs=0.2 * error)
 
 
-def method_score(
-    name: str, deletion: float, insertion: float, pointing: float | None, seconds: float = 1.0
-) -> f.MethodScore:
-    d, i = (f.MeanWithInterval(mean=x, low=x, high=x) for x in (deletion, insertion))
-    p = None if pointing is None else f.MeanWithInterval(mean=pointing, low=pointing, high=pointing)
+def row_with_gains(name: str, seconds: float = 1.0, **gains: tuple[float, float]) -> f.MethodScore:
+    """A row with the mean and the lower end of its gains over random heatmaps."""
+    zero = f.MeanWithInterval(mean=0, low=0, high=0)
+    intervals = {test: f.MeanWithInterval(mean=mean, low=low, high=2 * mean) for test, (mean, low) in gains.items()}
     return f.MethodScore(
-        method=name, deletion=d, insertion=i, pointing=p, seconds=seconds, deletion_curve=(), insertion_curve=()
-    )
+        method=name, deletion=zero, insertion=zero, pointing=zero, gains=intervals,  # type: ignore[arg-type]
+        seconds=seconds, deletion_curve=(), insertion_curve=(),
+    )  # fmt: skip
 
 
-def test_best_mean_rank_is_recommended_unless_random_is_better() -> None:
-    rows = [method_score("a", 0.1, 0.9, 0.5), method_score("b", 0.2, 0.8, 0.9), method_score("random", 0.5, 0.5, 0.5)]
-    assert f.recommend(rows) == "a"  # ranks 0 0 1 against 1 1 0
-    rows[0] = method_score("a", 0.3, 0.8, 0.5)
-    assert f.recommend(rows) == "b"
-    assert f.recommend([method_score("a", 0.6, 0.4, None), method_score("random", 0.5, 0.5, None)]) == "random"
-    assert f.recommend([method_score("a", 0.3, 0.6, None, 2.0), method_score("b", 0.3, 0.6, None, 1.0)]) == "b"
+def test_the_best_mean_rank_of_the_methods_that_beat_random_is_recommended() -> None:
+    random = row_with_gains("random")
+    chance = row_with_gains("rollout", deletion=(0.3, 0.2), insertion=(0.3, 0.2), pointing=(-0.12, -0.3))
+    good = row_with_gains("relevance", deletion=(0.2, 0.1), insertion=(0.2, 0.1), pointing=(0.4, 0.3))
+    better = row_with_gains("occlusion", deletion=(0.3, 0.1), insertion=(0.3, 0.1), pointing=(0.3, 0.1))
+    assert f.recommend([chance, good, random], 64, 64) == "relevance"
+    assert f.recommend([chance, good, better, random], 64, 64) == "occlusion", "ranks 0 0 1 against 1 1 0"
+    assert f.recommend([chance, random], 64, 64) is None, "pointing is at chance level"
+    without_pairs = row_with_gains("rollout", deletion=(0.3, 0.2), insertion=(0.3, 0.2))
+    assert f.recommend([without_pairs, random], 64, 0) == "rollout"
+    uncertain = row_with_gains("gradcam", deletion=(0.3, -0.01), insertion=(0.3, 0.2))
+    assert f.recommend([uncertain, random], 64, 0) is None
+    faster = row_with_gains("attention", 0.5, deletion=(0.3, 0.2), insertion=(0.3, 0.2))
+    assert f.recommend([without_pairs, faster, random], 64, 0) == "attention"
+
+
+def test_a_handful_of_images_recommends_nothing() -> None:
+    good = row_with_gains("relevance", deletion=(0.2, 0.1), insertion=(0.2, 0.1), pointing=(0.4, 0.3))
+    random = row_with_gains("random")
+    assert f.recommend([good, random], 9, 64) is None
+    assert f.recommend([good, random], 64, 9) is None
+    result = f.FaithfulnessResult(rows=(good, random), images=9, pairs=0, best=None)
+    assert result.recommendation() == "No method can be recommended for this model: 9 images are too few"
+
+
+def test_gains_are_paired_by_image() -> None:
+    """Images differ far more than methods do: only paired differences show which one is better."""
+    rng = torch.Generator().manual_seed(0)
+    level = torch.rand(40, 1, generator=rng).expand(40, 17)
+    noise = 0.01 * torch.randn(40, 1, generator=rng)
+    empty = torch.zeros(0, dtype=torch.float64)
+    random = f._Scores(deletion_curves=level, insertion_curves=level, hits=empty, seconds=1)
+    better = f._Scores(deletion_curves=level - 0.05, insertion_curves=level + 0.05 + noise, hits=empty, seconds=1)
+    row = f.method_score("relevance", better, random)
+    baseline = f.method_score(f.RANDOM, random, random)
+    assert baseline.gains == {}
+    assert row.insertion.low < baseline.insertion.high, "the intervals of the two means overlap"
+    assert row.beats_random("deletion")
+    assert row.beats_random("insertion")
+    assert not row.beats_random("pointing")
+    assert row.gains["deletion"].mean == pytest.approx(0.05, abs=1e-6)
+    assert row.gains["insertion"].mean == pytest.approx(0.05 + float(noise.mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_random_heatmaps_are_not_recommended(cpu: Hardware, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A method at chance level must not be recommended, however it ranks."""
+
+    def chance(model: object, images_BCHW: Tensor, targets_B: Tensor) -> Tensor:
+        return torch.rand(len(images_BCHW), *images_BCHW.shape[2:], generator=torch.Generator().manual_seed(seed))
+
+    monkeypatch.setitem(f.METHODS, "chance", chance)  # type: ignore[arg-type]
+    result = f.measure_faithfulness(make_predictor(cpu), textures(64, seed=4), ["chance"], num_images=48, num_pairs=32)
+    assert result.best is None
+    assert "no method beats random heatmaps in every test" in result.recommendation()
 
 
 def make_predictor(cpu: Hardware) -> Predictor:
@@ -135,7 +186,8 @@ def test_all_methods_are_measured_reproducibly(cpu: Hardware) -> None:
         assert row.deletion.low <= row.deletion.mean <= row.deletion.high
     repeated = f.measure_faithfulness(make_predictor(cpu), split, methods[:1], num_images=8, num_pairs=6)
     assert repeated.rows[0].deletion == result.rows[0].deletion
-    assert result.recommendation_reason()
+    assert result.best is None, "8 images are too few"
+    assert json.loads(dump_json(faithfulness_to_dict(result)))["rows"][0]["gains"].keys() >= {"deletion", "insertion"}
 
 
 def test_too_few_images_or_classes(cpu: Hardware) -> None:

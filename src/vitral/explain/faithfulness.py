@@ -7,6 +7,9 @@ pointing    Two images of different classes side by side; the half of the target
             is tested for both classes, so a heatmap that ignores the class scores one half. The model input is twice as
             wide (pair.py). Only pairs whose halves the model recognises, each with the other covered, are counted.
 
+A method is recommended only if it beats random heatmaps in every test: the 95% bootstrap interval of the difference,
+paired by image, lies above 0. Random scores are the mean over several random heatmaps of each image.
+
 Covered patches have the mean colour. Shapes:  B images   N patches   S steps   H, W pixels
 """
 
@@ -17,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,6 +42,9 @@ MAX_CURVE_POINTS = 16
 MAX_PATCHES_FOR_SLOW = 64  # methods with one forward pass per patch are not tested on larger grids
 NUM_RESAMPLES = 2000
 RANDOM = "random"  # name of the baseline
+NUM_RANDOM_MAPS = 4  # random heatmaps per image
+MIN_IMAGES = 10  # for a recommendation; the bootstrap interval of fewer images or pairs is too narrow
+Test = Literal["deletion", "insertion", "pointing"]
 
 HeatmapFn = Callable[[Tensor, Tensor], Tensor]  # normalised images (B, C, H, W), targets (B,) -> heatmaps (B, H, W)
 
@@ -59,9 +66,13 @@ class MethodScore:
     deletion: MeanWithInterval
     insertion: MeanWithInterval
     pointing: MeanWithInterval | None  # None if no pair was recognised
+    gains: Mapping[Test, MeanWithInterval]  # over random heatmaps, paired by image; positive is better
     seconds: float  # per heatmap
     deletion_curve: tuple[float, ...]  # mean probability, from nothing covered to everything
     insertion_curve: tuple[float, ...]
+
+    def beats_random(self, test: Test) -> bool:
+        return test in self.gains and self.gains[test].low > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +82,20 @@ class FaithfulnessResult:
     rows: tuple[MethodScore, ...]
     images: int
     pairs: int
-    best: str  # best mean rank over the tests; RANDOM if no method beats it
+    best: str | None  # best mean rank of the methods that beat random heatmaps in every test; None if there are none
 
-    def recommendation_reason(self) -> str:
+    def recommendation(self) -> str:
+        """The recommended method and its scores, or why there is none."""
+        if self.best is None:
+            few = f"{min(self.images, self.pairs or self.images)} images are too few"
+            none = "no method beats random heatmaps in every test"
+            is_small = min(self.images, self.pairs or self.images) < MIN_IMAGES
+            return f"No method can be recommended for this model: {few if is_small else none}"
         row = next(row for row in self.rows if row.method == self.best)
-        if self.best == RANDOM:
-            return "no method is better than random on this model"
-        scores = f"insertion {row.insertion.mean:.2f}, deletion {row.deletion.mean:.2f}"
-        return scores if row.pointing is None else f"{scores}, pointing {row.pointing.mean:.0%}"
+        scores = [f"insertion {row.insertion.mean:.2f}", f"deletion {row.deletion.mean:.2f}"]
+        if row.pointing is not None:
+            scores.append(f"pointing {row.pointing.mean:.0%}")
+        return f"Recommended for this model: {self.best} ({', '.join(scores)}), better than random in every test"
 
 
 def measure_faithfulness(
@@ -104,28 +121,77 @@ def measure_faithfulness(
     predicted = batched_logits(model, images).argmax(dim=1)
     pair_model = widen_for_pair(model)
     pair_images, pair_classes = recognised_pairs(predictor, pair_model, split, num_pairs, rng)
-    rows: list[MethodScore] = []
+    scores: dict[str, _Scores] = {}
     for name in (*methods, RANDOM):
         log(name)
-        start = time.perf_counter()
-        heat = heatmap_fn(model, name, rng)(images, predicted)
-        seconds = (time.perf_counter() - start) / len(images)
-        deletion, insertion = deletion_insertion_curves(model, images, predicted, heat)
-        hits = (
-            pointing_scores(heatmap_fn(pair_model, name, rng), pair_images, pair_classes) if len(pair_images) else None
+        scores[name] = _score_method(
+            (heatmap_fn(model, name, rng), heatmap_fn(pair_model, name, rng)),
+            model,
+            (images, predicted),
+            (pair_images, pair_classes),
+            repeats=NUM_RANDOM_MAPS if name == RANDOM else 1,
         )
-        rows.append(
-            MethodScore(
-                method=name,
-                deletion=bootstrap(area_under_curve(deletion)),
-                insertion=bootstrap(area_under_curve(insertion)),
-                pointing=None if hits is None else bootstrap(hits),
-                seconds=seconds,
-                deletion_curve=tuple(deletion.mean(dim=0).tolist()),
-                insertion_curve=tuple(insertion.mean(dim=0).tolist()),
-            )
-        )
-    return FaithfulnessResult(rows=tuple(rows), images=len(images), pairs=len(pair_images), best=recommend(rows))
+    rows = tuple(method_score(name, each, scores[RANDOM]) for name, each in scores.items())
+    best = recommend(rows, len(images), len(pair_images))
+    return FaithfulnessResult(rows=rows, images=len(images), pairs=len(pair_images), best=best)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Scores:
+    """Scores of one method per image and per pair, averaged over repetitions."""
+
+    deletion_curves: Tensor  # (B, S)
+    insertion_curves: Tensor  # (B, S)
+    hits: Tensor  # (pairs,); empty without pairs
+    seconds: float
+
+    def values(self) -> dict[Test, Tensor]:
+        """Scores (B,) of each test; higher is better."""
+        values: dict[Test, Tensor] = {
+            "deletion": -area_under_curve(self.deletion_curves),
+            "insertion": area_under_curve(self.insertion_curves),
+        }
+        return values | ({"pointing": self.hits} if len(self.hits) else {})
+
+
+def _score_method(
+    heatmaps: tuple[HeatmapFn, HeatmapFn],
+    model: Model,
+    images_and_targets: tuple[Tensor, Tensor],
+    pairs_and_classes: tuple[Tensor, Tensor],
+    repeats: int,
+) -> _Scores:
+    """Run all tests. `heatmaps` are those of single images and of pairs."""
+    images, targets = images_and_targets
+    start = time.perf_counter()
+    maps = [heatmaps[0](images, targets) for _ in range(repeats)]
+    seconds = (time.perf_counter() - start) / (len(images) * repeats)
+    curves = [deletion_insertion_curves(model, images, targets, heat) for heat in maps]
+    hits = torch.zeros(0, dtype=torch.float64)
+    if len(pairs_and_classes[0]):
+        hits = torch.stack([pointing_scores(heatmaps[1], *pairs_and_classes) for _ in range(repeats)]).mean(dim=0)
+    return _Scores(
+        deletion_curves=torch.stack([deletion for deletion, _ in curves]).mean(dim=0),
+        insertion_curves=torch.stack([insertion for _, insertion in curves]).mean(dim=0),
+        hits=hits,
+        seconds=seconds,
+    )
+
+
+def method_score(name: str, scores: _Scores, random: _Scores) -> MethodScore:
+    """Means with intervals, and the gains over random heatmaps."""
+    baseline = random.values()
+    gains = {test: bootstrap(values - baseline[test]) for test, values in scores.values().items()}
+    return MethodScore(
+        method=name,
+        deletion=bootstrap(area_under_curve(scores.deletion_curves)),
+        insertion=bootstrap(area_under_curve(scores.insertion_curves)),
+        pointing=bootstrap(scores.hits) if len(scores.hits) else None,
+        gains={} if name == RANDOM else gains,
+        seconds=scores.seconds,
+        deletion_curve=tuple(scores.deletion_curves.mean(dim=0).tolist()),
+        insertion_curve=tuple(scores.insertion_curves.mean(dim=0).tolist()),
+    )
 
 
 def applicable_methods(model: ViT) -> list[str]:
@@ -136,16 +202,22 @@ def applicable_methods(model: ViT) -> list[str]:
     ]
 
 
-def recommend(rows: Sequence[MethodScore]) -> str:
-    """The method with the best mean rank over the tests; the faster one on ties."""
-    tests: list[Mapping[str, float]] = [
-        {row.method: row.deletion.mean for row in rows},
-        {row.method: -row.insertion.mean for row in rows},
-    ]
-    if all(row.pointing is not None for row in rows):
-        tests.append({row.method: -row.pointing.mean for row in rows if row.pointing is not None})
-    ranks = {row.method: sum(sum(v < test[row.method] for v in test.values()) for test in tests) for row in rows}
-    return min(rows, key=lambda row: (ranks[row.method], row.seconds)).method
+def recommend(rows: Sequence[MethodScore], images: int, pairs: int) -> str | None:
+    """The method with the best mean rank over the tests among those that beat random in all of them.
+
+    The faster one on ties. Without pairs there is no pointing test. None if there are too few images.
+    """
+    if images < MIN_IMAGES or 0 < pairs < MIN_IMAGES:
+        return None
+    candidates = [row for row in rows if row.gains and all(row.beats_random(test) for test in row.gains)]
+    ranks = {
+        row.method: sum(
+            sum(other.gains[test].mean > gain.mean for other in candidates) for test, gain in row.gains.items()
+        )
+        for row in candidates
+    }
+    best = min(candidates, key=lambda row: (ranks[row.method], row.seconds), default=None)
+    return None if best is None else best.method
 
 
 # ── heatmaps ─────────────────────────────────────────────────────────────────────────────────────────────────────

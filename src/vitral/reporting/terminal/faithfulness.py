@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vitral.explain.faithfulness import RANDOM, FaithfulnessResult, MeanWithInterval
+from vitral.explain.faithfulness import RANDOM, FaithfulnessResult, MeanWithInterval, Test
 from vitral.utils.serialization import to_dict
 
 
@@ -21,16 +21,27 @@ def print_faithfulness(result: FaithfulnessResult) -> None:
     order = sorted(result.rows, key=lambda row: (row.method == RANDOM, row.deletion.mean - row.insertion.mean))
     for row in order:
         style = "bold" if row.method == result.best else "dim" if row.method == RANDOM else ""
-        cells = (format_score(row.deletion), format_score(row.insertion), format_score(row.pointing, percent=True))
+        scores: tuple[tuple[Test, MeanWithInterval | None], ...] = (
+            ("deletion", row.deletion),
+            ("insertion", row.insertion),
+            ("pointing", row.pointing),
+        )
+        cells = [
+            format_score(score, percent=test == "pointing") + (" " if not row.gains or row.beats_random(test) else "~")
+            for test, score in scores
+        ]
         table.add_row(row.method, *cells, f"{row.seconds:.3f}", style=style)
     console.print(table)
     pairs = f"{result.pairs} image pairs" if result.pairs else "no usable image pairs"
     console.print(
         f"\n{result.images} images, {pairs}; 95% bootstrap intervals. "
-        "Random pointing is correct in 50% of the pairs.\n\n"
-        f"Recommended for this model: [bold]{result.best}[/bold] ({result.recommendation_reason()})",
+        "Random pointing is correct in 50% of the pairs.\n"
+        "~ not better than random: the interval of the difference, paired by image, includes 0.\n\n"
+        f"{result.recommendation()}",
         soft_wrap=True,
     )
+    if result.best is None:
+        console.print("More images give narrower intervals, for example --images 200")
 
 
 def format_score(score: MeanWithInterval | None, percent: bool = False) -> str:
@@ -43,4 +54,6 @@ def format_score(score: MeanWithInterval | None, percent: bool = False) -> str:
 
 def faithfulness_to_dict(result: FaithfulnessResult) -> dict[str, Any]:
     values: dict[str, Any] = to_dict(result)
+    for row in values["rows"]:
+        row["gains"] = {test: to_dict(gain) for test, gain in row["gains"].items()}
     return values
