@@ -22,6 +22,13 @@ class VitralError(Exception):
         self.hint = hint
 
 
+class Interrupted(VitralError):
+    """Work was stopped by Ctrl-C or SIGTERM after its progress was saved; the hint says how to continue.
+
+    The command line exits with status 130.
+    """
+
+
 def error_reason(error: Exception) -> str:
     """The cause of an error without errno and file name, which the surrounding message already names."""
     if isinstance(error, UnicodeDecodeError):

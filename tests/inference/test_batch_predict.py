@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import pytest
 from PIL import Image
 
 from support.models import save_random_model
-from vitral.errors import VitralError
+from support.training import run_vitral
+from vitral.errors import Interrupted, VitralError
 from vitral.inference import batch_predict
 from vitral.inference.batch_predict import predict_to_file
 from vitral.inference.prediction import Prediction
@@ -87,9 +89,53 @@ def test_every_image_is_predicted_exactly_once(
     assert summary is not None
     assert {summary[1], summary[2]} < set(image_files(images))
     assert f"No images in {empty}" in captured.err
-    assert list(tmp_path.iterdir()) == [out]
-    with pytest.raises(VitralError, match="already exists"):
-        predict_to_file(predictor, [images], out)
+    assert sorted(tmp_path.iterdir()) == [out, tmp_path / f"{out.name}.job.json"]
+
+
+def test_a_finished_job_run_again_does_nothing(
+    predictor: Predictor, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "predictions.csv"
+    assert predict_to_file(predictor, [images], out) == 1  # two are unreadable
+    content, modified = out.read_bytes(), out.stat().st_mtime_ns
+    capsys.readouterr()
+    again = RecordingPredictor(predictor)
+    assert predict_to_file(again, [images], out) == 0
+    assert again.predicted == []
+    assert (out.read_bytes(), out.stat().st_mtime_ns) == (content, modified)
+    assert re.search(r"120 predictions, 2 unreadable: .*\. Finished before, nothing to do\n", capsys.readouterr().out)
+
+
+def test_a_file_that_is_not_the_result_of_this_job_is_not_replaced(
+    model_dir: Path, images: Path, tmp_path: Path
+) -> None:
+    predictor, out = Predictor.load(model_dir, device="cpu"), tmp_path / "predictions.csv"
+    predict_to_file(predictor, [images / "0"], out, quiet=True)
+    with pytest.raises(VitralError, match="predictions of other images"):
+        predict_to_file(predictor, [images / "2"], out)
+    with pytest.raises(VitralError, match="with another --top"):
+        predict_to_file(predictor, [images / "0"], out, top=1)
+    calibration = replace(predictor.model_config.calibration, temperature=2.0)
+    predictor.model_config = replace(predictor.model_config, calibration=calibration)
+    with pytest.raises(VitralError, match="another model or engine"):
+        predict_to_file(predictor, [images / "0"], out)
+    out.write_text("edited by hand")
+    with pytest.raises(VitralError, match=r"predictions\.csv already exists"):
+        predict_to_file(Predictor.load(model_dir, device="cpu"), [images / "0"], out)
+    assert out.read_text() == "edited by hand"
+
+
+def test_a_kill_between_the_result_and_the_cleanup_is_a_finished_job(
+    predictor: Predictor, images: Path, tmp_path: Path
+) -> None:
+    out, parts = tmp_path / "predictions.jsonl", tmp_path / "predictions.jsonl.parts"
+    predict_to_file(predictor, [images], out, quiet=True)
+    parts.mkdir()
+    (parts / "part-0-000002.jsonl").write_text("{}")
+    again = RecordingPredictor(predictor)
+    assert predict_to_file(again, [images], out, quiet=True) == 0
+    assert again.predicted == []
+    assert not parts.exists()
 
 
 def test_predictions_in_the_file_are_those_of_the_predictor(predictor: Predictor, images: Path, tmp_path: Path) -> None:
@@ -136,10 +182,11 @@ def test_an_interrupted_run_resumes_without_repeating_predictions(
     out, parts = tmp_path / "predictions.jsonl", tmp_path / "predictions.jsonl.parts"
     interrupted = RecordingPredictor(predictor)
     interrupted.max_batches = 4
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted, match=r"of 120 images are predicted and saved in .*\.parts") as caught:
         predict_to_file(interrupted, [images], out)
+    assert caught.value.hint == "Continue with the same command"
     stored = {json.loads(line)["file"] for part in parts.glob("part-*") for line in part.read_text().splitlines()}
-    assert 0 < len(stored) <= len(interrupted.predicted)
+    assert stored == {*interrupted.predicted}, "an interruption loses nothing"
     resumed = RecordingPredictor(predictor)
     predict_to_file(resumed, [images], out)
     assert not {*resumed.predicted} & stored
@@ -154,7 +201,7 @@ def test_predictions_of_another_job_are_not_mixed_in(
     out = tmp_path / "predictions.csv"
     first = RecordingPredictor(Predictor.load(model_dir, device="cpu"))
     first.max_batches = 1
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         predict_to_file(first, [images], out)
     arguments: dict[str, Any] = {"engine": "reference"} if difference == "engine" else {}
     second = Predictor.load(model_dir, device="cpu", **arguments)
@@ -202,6 +249,46 @@ batch_predict.PART_SIZE = 4
 predictor = Predictor.load(sys.argv[1], device="cpu")
 sys.exit(batch_predict.predict_to_file(predictor, [Path(sys.argv[2])], Path(sys.argv[3]), quiet=True))
 """
+
+
+SLOW_CLI = """
+import signal, sys, time
+from vitral.cli.main import main
+from vitral.inference.predictor import Predictor
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background ignores SIGINT
+predict_batch = Predictor.predict_batch
+
+def slow_predict_batch(self, batch, top):
+    print("next batch", file=sys.stderr, flush=True)
+    time.sleep(0.5)
+    yield from predict_batch(self, batch, top)
+
+Predictor.predict_batch = slow_predict_batch
+main(sys.argv[1:])
+"""
+
+
+def test_ctrl_c_says_how_to_continue_and_the_same_command_does(
+    model_dir: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "predictions.jsonl"
+    arguments = ["predict", str(model_dir), str(images), "--out", str(out), "--device", "cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_CLI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert [process.stderr.readline() for _ in range(2)] == ["next batch\n"] * 2
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130
+    lines = [line for line in errors.splitlines() if line != "next batch"]
+    assert re.fullmatch(r"interrupted; \d+ of 120 images are predicted and saved in .*\.parts", lines[0])
+    assert lines[1:] == ["Continue with the same command"]
+    assert not out.exists()
+    run_vitral(*arguments, expect=1)  # two images are unreadable
+    assert re.match(r"Resuming: \d+ of 120 images are already predicted", capsys.readouterr().err)
+    assert Counter(predicted_files(out)) == Counter(image_files(images))
+    run_vitral(*arguments)  # expects status 0
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from vitral.data.loader import Loader
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware, PrecisionOption, select_hardware
 from vitral.distributed.parallel import ParallelPlan
-from vitral.errors import VitralError
+from vitral.errors import Interrupted, VitralError
 from vitral.inference.cuda_engine import CudaEngine
 from vitral.models.variants import VARIANTS
 from vitral.models.variants.hybrid import HybridViT
@@ -34,7 +34,6 @@ from vitral.runs.run import Run
 from vitral.training.backend import make_backend
 from vitral.training.callbacks import Callback
 from vitral.training.optim.muon import Muon, fits_kernels
-from vitral.training.signals import Interrupted
 from vitral.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from support.common import Fit
 from vitral.cli import main as cli
+from vitral.errors import Interrupted
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import load_weights
 from vitral.runs.run import Run
 from vitral.training import checkpoint
 from vitral.training.callbacks import Callback
-from vitral.training.signals import Interrupted
 
 TIMING_KEYS = ("seconds", "training_seconds", "images_per_second")
 

@@ -22,13 +22,12 @@ from support.training import (
     weight_bytes,
 )
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError
+from vitral.errors import Interrupted, VitralError
 from vitral.runs.run import Run
 from vitral.training import checkpoint, step
 from vitral.training.callbacks import Callback
 from vitral.training.nan_debug import is_finite
 from vitral.training.optim.schedule import set_learning_rate
-from vitral.training.signals import Interrupted
 from vitral.training.trainer import MAX_ROLLBACKS, Trainer
 
 pytestmark = pytest.mark.usefixtures("no_figures")

@@ -14,10 +14,9 @@ import pytest
 
 from support.common import Command, Fit, identical
 from support.training import RaiseSigint, final_weights
-from vitral.errors import VitralError
+from vitral.errors import Interrupted, VitralError
 from vitral.training.callbacks import Callback
 from vitral.training.loggers import make_loggers
-from vitral.training.signals import Interrupted
 
 SMALL_DIGITS = (
     "train", "digits", "--epochs", 2, "--model.depth", 1, "--model.width", 16, "--batch-size", 600, "--device", "cpu",

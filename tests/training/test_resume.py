@@ -20,11 +20,11 @@ from support.training import (
     metrics_without_timing,
     set_epoch_learning_rates,
 )
+from vitral.errors import Interrupted
 from vitral.runs.model_io import load_model
 from vitral.runs.run import Run
 from vitral.training import checkpoint
 from vitral.training.callbacks import Callback
-from vitral.training.signals import Interrupted
 
 
 @pytest.mark.parametrize(

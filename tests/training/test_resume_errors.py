@@ -14,10 +14,9 @@ from PIL import Image
 from support.common import Fit
 from support.training import TRAIN_COMMAND, RaiseSigint, error_lines, run_vitral, weight_bytes
 from vitral import api
-from vitral.errors import VitralError
+from vitral.errors import Interrupted, VitralError
 from vitral.runs.run import Run
 from vitral.training import checkpoint
-from vitral.training.signals import Interrupted
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 

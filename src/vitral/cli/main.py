@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from vitral import __version__, bundled
 from vitral.cli.parsing import add_suggestion
-from vitral.errors import VitralError, did_you_mean, one_line
+from vitral.errors import Interrupted, VitralError, did_you_mean, one_line
 from vitral.utils.json_toml import dump_json
 
 # task -> (name, arguments, summary)
@@ -129,9 +129,9 @@ def help_text() -> str:
 
 
 def exit_with_error(error: VitralError) -> NoReturn:
-    """Print what is wrong and what to do; exit with 2, or with 130 if training was interrupted."""
+    """Print what is wrong and what to do; exit with 2, or with 130 after an interruption."""
     report_to_torchrun(error.what)
-    interrupted = type(error).__name__ == "Interrupted"  # by name, because its module imports torch
+    interrupted = isinstance(error, Interrupted)
     print(one_line(error.what) if interrupted else f"error: {one_line(error.what)}", file=sys.stderr)
     for line in error.hint.split("\n") if error.hint else ():
         print(one_line(line) if interrupted else f"       {one_line(line)}", file=sys.stderr)

@@ -1,8 +1,9 @@
 """Predictions for any number of images, written to one file. Decoding overlaps with inference; runs can be resumed.
 
 While it runs, `predictions.parquet.parts/` holds the predictions made so far, a few hundred per file, each file written
-atomically. A restart skips the images in them. At the end they are merged into one file. Under torchrun, the hash of
-an image's path decides which rank predicts it.
+atomically. A restart skips the images in them. At the end they are merged into one file, and
+`predictions.parquet.job.json` records the job, so that a repeated command does nothing. Under torchrun, the hash of an
+image's path decides which rank predicts it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,20 @@ from typing import Any
 import torch
 
 from vitral.data.files.walk import SkippedFiles, iter_images
-from vitral.errors import VitralError, truncate_list
-from vitral.inference.prediction import CSV_COLUMNS, Prediction, csv_rows, prediction_from_dict, prediction_to_dict
+from vitral.errors import Interrupted, VitralError, shell_quote, truncate_list
+from vitral.inference.prediction import (
+    CSV_COLUMNS,
+    Prediction,
+    csv_rows,
+    prediction_from_dict,
+    prediction_to_dict,
+    table_row,
+)
 from vitral.inference.predictor import READABLE_FORMATS, Predictor
 from vitral.utils.atomic import atomic_write, atomic_writer
 from vitral.utils.json_toml import dump_json, parse_json, read_json
 from vitral.utils.progress import progress_interval
+from vitral.utils.serialization import to_dict
 
 PART_SIZE, PART_SECONDS = 512, 10.0  # a part is written after this many predictions or seconds
 MAX_LISTED = 3  # unreadable files and empty folders named in the summary
@@ -39,68 +49,148 @@ ARROW_BATCH_SIZE = 10_000
 def predict_to_file(
     predictor: Predictor, paths: Sequence[Path], out: Path, *, top: int = 3, quiet: bool = False
 ) -> int:
-    """Write exactly one prediction per image in `paths` to `out`. Returns 1 if some could not be read, otherwise 0."""
+    """Write exactly one prediction per image in `paths` to `out`. Returns 1 if some could not be read, otherwise 0.
+
+    After an interruption the same call continues; the predictions made so far are kept. If the job is finished already,
+    the call does nothing and returns 0.
+    """
     world = predictor.hardware.world
-    parts = out.with_name(out.name + ".parts")
-    world.broadcast_from_rank0(lambda: _prepare(predictor, paths, out, parts, top))
-    done = {_path_hash(record["file"]) for record in _read_parts(parts)}
-    skipped = SkippedFiles()
-    total = sum(1 for _ in iter_images(paths, skipped.add))
-    progress = _Progress(total, len(done), quiet or not world.is_rank0, world.size)
-    remaining = (
-        path
-        for path in iter_images(paths)
-        if (key := _path_hash(str(path))) not in done and key[0] % world.size == world.rank
-    )
-    writer = _PartWriter(parts, world.rank)
-    batches = predictor.decode_batches(remaining)
-    for prediction in chain.from_iterable(predictor.predict_batch(batch, top) for batch in batches):
-        writer.add(prediction)
-        progress.step()
-    writer.flush()
-    world.all_gather_objects([True])  # wait until every rank has written its last part
-    unreadable, count = world.broadcast_from_rank0(lambda: _merge(parts, out))
+    job = _Job(predictor, paths, out, top)
+    summary = world.broadcast_from_rank0(job.prepare)
+    if summary is not None:
+        if world.is_rank0 and not quiet:
+            print(f"{summary}. Finished before, nothing to do")
+        return 0
+    progress, skipped = _Progress(quiet or not world.is_rank0, world.size), SkippedFiles()
+    try:
+        unreadable, count = _predict(job, progress, skipped)
+    except KeyboardInterrupt:
+        progress.clear()
+        raise Interrupted(
+            f"interrupted; {progress.num_done:,} of {progress.total:,} images are predicted and saved in {job.parts}",
+            "Continue with the same command",
+        ) from None
     if world.is_rank0 and not quiet:
-        errors = f", {len(unreadable):,} unreadable: {truncate_list(unreadable, MAX_LISTED)}" if unreadable else ""
-        progress.finish(f"{out}: {count:,} prediction{'s' if count != 1 else ''}{errors}")
-        if summary := skipped.summary():
-            print(f"  {summary}", file=sys.stderr)
+        progress.clear()
+        print(_summary(out, count, unreadable))
+        if skipped_summary := skipped.summary():
+            print(f"  {skipped_summary}", file=sys.stderr)
         empty = [str(path) for path in paths if path.is_dir() and next(iter_images([path]), None) is None]
         if empty:
             print(f"No images in {truncate_list(empty, MAX_LISTED)}", file=sys.stderr)
     return 1 if unreadable else 0
 
 
+def _predict(job: _Job, progress: _Progress, skipped: SkippedFiles) -> tuple[list[str], int]:
+    """Predict the remaining images and merge all parts. Returns the unreadable files and the number of predictions."""
+    predictor, world = job.predictor, job.predictor.hardware.world
+    done = {_path_hash(record["file"]) for record in _read_parts(job.parts)}
+    progress.begin(sum(1 for _ in iter_images(job.paths, skipped.add)), len(done))
+    remaining = (
+        path
+        for path in iter_images(job.paths)
+        if (key := _path_hash(str(path))) not in done and key[0] % world.size == world.rank
+    )
+    writer = _PartWriter(job.parts, world.rank)
+    batches = predictor.decode_batches(remaining)
+    try:
+        for prediction in chain.from_iterable(predictor.predict_batch(batch, job.top) for batch in batches):
+            writer.add(prediction)
+            progress.step()
+    finally:
+        writer.flush()
+    world.all_gather_objects([True])  # wait until every rank has written its last part
+    return world.broadcast_from_rank0(job.finish)
+
+
 def _path_hash(path: str) -> bytes:
     return hashlib.blake2b(path.encode(errors="surrogateescape"), digest_size=12).digest()
 
 
-def _prepare(predictor: Predictor, paths: Sequence[Path], out: Path, parts: Path, top: int) -> None:
-    """Check the arguments, create the folder of parts, or check that an existing one belongs to the same job."""
-    if out.suffix.lower() not in SUFFIXES:
-        raise VitralError(f"cannot write predictions to {out.name}", f"Supported suffixes: {', '.join(SUFFIXES)}")
-    if out.suffix.lower() == ".parquet":
-        _import_pyarrow()
-    if next(iter_images(paths), None) is None:
-        raise VitralError(f"no images in {', '.join(map(str, paths))}", READABLE_FORMATS)
-    if out.exists() and not parts.exists():
-        raise VitralError(f"{out} already exists", "Choose another --out, or delete it")
-    parts.mkdir(parents=True, exist_ok=True)
-    for leftover in parts.glob(".part-*"):  # of an interrupted write
-        leftover.unlink(missing_ok=True)
-    job = {
-        "model": _weights_fingerprint(predictor),
-        "engine": predictor.engine.name,
-        "top": top,
-        "classes": len(predictor.classes),
-    }
-    job_file = parts / "job.json"
-    if job_file.exists() and read_json(job_file) != job:
-        raise VitralError(
-            f"{parts} holds predictions of another model or engine, or with another --top",
-            f"Delete it to start over: rm -r {parts}",
-        )
-    atomic_write(job_file, dump_json(job))
+def _summary(out: Path, count: int, unreadable: Sequence[str]) -> str:
+    errors = f", {len(unreadable):,} unreadable: {truncate_list(unreadable, MAX_LISTED)}" if unreadable else ""
+    return f"{out}: {count:,} prediction{'s' if count != 1 else ''}{errors}"
+
+
+class _Job:
+    """What is predicted with which model, recorded next to the predictions so that no other job is mixed in."""
+
+    def __init__(self, predictor: Predictor, paths: Sequence[Path], out: Path, top: int) -> None:
+        self.predictor, self.paths, self.out, self.top = predictor, paths, out, top
+        self.parts = out.with_name(out.name + ".parts")
+        self.record_file = out.with_name(out.name + ".job.json")  # of the finished job
+
+    def settings(self) -> dict[str, Any]:
+        calibration = self.predictor.model_config.calibration
+        return {
+            "model": _weights_fingerprint(self.predictor),
+            "classes": _path_hash("\0".join(self.predictor.classes)).hex(),
+            "calibration": to_dict(replace(calibration, fitted_on="", engine="")),
+            "engine": self.predictor.engine.name,
+            "top": self.top,
+        }
+
+    def prepare(self) -> str | None:
+        """Check the arguments and create the folder of parts. Returns the summary of a job that is finished already."""
+        out, parts = self.out, self.parts
+        if out.suffix.lower() not in SUFFIXES:
+            raise VitralError(f"cannot write predictions to {out.name}", f"Supported suffixes: {', '.join(SUFFIXES)}")
+        if out.suffix.lower() == ".parquet":
+            _import_pyarrow()
+        if next(iter_images(self.paths), None) is None:
+            raise VitralError(f"no images in {', '.join(map(str, self.paths))}", READABLE_FORMATS)
+        settings = self.settings()
+        if out.exists() and (self.record_file.exists() or not parts.exists()):
+            summary = self.finished_summary(settings)
+            shutil.rmtree(parts, ignore_errors=True)
+            return summary
+        self.record_file.unlink(missing_ok=True)
+        parts.mkdir(parents=True, exist_ok=True)
+        for leftover in parts.glob(".part-*"):  # of an interrupted write
+            leftover.unlink(missing_ok=True)
+        job_file = parts / "job.json"
+        if job_file.exists() and read_json(job_file) != settings:
+            raise VitralError(
+                f"{parts} holds predictions of another model or engine, or with another --top",
+                f"Delete it to start over: rm -r {shell_quote(parts)}",
+            )
+        atomic_write(job_file, dump_json(settings))
+        return None
+
+    def finished_summary(self, settings: dict[str, Any]) -> str:
+        """The summary if `out` is the result of this job; otherwise raise a VitralError."""
+        hint = "Choose another --out, or delete it"
+        try:
+            record = read_json(self.record_file)
+            is_unchanged = record["bytes"] == self.out.stat().st_size
+        except (OSError, ValueError, KeyError, TypeError):
+            is_unchanged = False
+        if not is_unchanged:
+            raise VitralError(f"{self.out} already exists", hint)
+        if record["settings"] != settings:
+            raise VitralError(f"{self.out} holds predictions of another model or engine, or with another --top", hint)
+        if record["files"] != self.listing_digest():
+            raise VitralError(f"{self.out} holds predictions of other images", hint)
+        return _summary(self.out, record["predictions"], record["unreadable"])
+
+    def listing_digest(self) -> str:
+        """Hash of all paths, whatever their order."""
+        total = sum(int.from_bytes(_path_hash(str(path))) for path in iter_images(self.paths))
+        return f"{total % 2**96:024x}"
+
+    def finish(self) -> tuple[list[str], int]:
+        """Merge all parts, record the job and delete the parts."""
+        unreadable, count = _merge(self.parts, self.out)
+        record = {
+            "settings": self.settings(),
+            "files": self.listing_digest(),
+            "predictions": count,
+            "unreadable": unreadable,
+            "bytes": self.out.stat().st_size,
+        }
+        atomic_write(self.record_file, dump_json(record))
+        shutil.rmtree(self.parts)
+        return unreadable, count
 
 
 def _weights_fingerprint(predictor: Predictor) -> str:
@@ -140,7 +230,7 @@ def _read_parts(parts: Path) -> Iterator[dict[str, Any]]:
 
 
 def _merge(parts: Path, out: Path) -> tuple[list[str], int]:
-    """Merge all parts into `out` and delete them. Returns the unreadable files and the number of predictions."""
+    """Merge all parts into `out`. Returns the unreadable files and the number of predictions."""
     unreadable, count = list[str](), 0
 
     def records() -> Iterator[dict[str, Any]]:
@@ -153,7 +243,6 @@ def _merge(parts: Path, out: Path) -> tuple[list[str], int]:
 
     with atomic_writer(out) as file:
         {".parquet": _write_parquet, ".csv": _write_csv, ".jsonl": _write_jsonl}[out.suffix.lower()](records(), file)
-    shutil.rmtree(parts)
     return unreadable, count
 
 
@@ -195,32 +284,30 @@ def _write_parquet(records: Iterator[dict[str, Any]], file: Any) -> None:
     )  # fmt: skip
     with parquet.ParquetWriter(file, schema) as writer:
         while batch := [record for record, _ in zip(records, range(ARROW_BATCH_SIZE), strict=False)]:
-            writer.write_table(arrow.Table.from_pylist([_parquet_row(record) for record in batch], schema))
-
-
-def _parquet_row(record: dict[str, Any]) -> dict[str, Any]:
-    best = record["labels"][0] if record["labels"] else {"name": None, "probability": None}
-    return {
-        "file": _printable(record["file"]),
-        "label": best["name"],
-        "probability": best["probability"],
-        "labels": [label["name"] for label in record["labels"]],
-        "probabilities": [label["probability"] for label in record["labels"]],
-        "ood": record.get("ood"),
-        "error": record.get("error"),
-        "engine": record.get("engine"),
-    }
+            rows = [table_row(prediction_from_dict(record)) for record in batch]
+            rows = [row | {"file": _printable(row["file"])} for row in rows]
+            writer.write_table(arrow.Table.from_pylist(rows, schema))
 
 
 class _Progress:
     """Progress on stderr: one line rewritten twice per second on a terminal, one line every 30 s elsewhere."""
 
-    def __init__(self, total: int, done: int, quiet: bool, num_ranks: int) -> None:
-        self.total, self.resumed, self.count, self.quiet, self.num_ranks = total, done, 0, quiet, num_ranks
+    def __init__(self, quiet: bool, num_ranks: int) -> None:
+        self.quiet, self.num_ranks = quiet, num_ranks
+        self.total = self.resumed = self.count = 0
         self.start = self.last = time.monotonic()
         self.is_terminal = sys.stderr.isatty()
-        if done and not quiet:
+
+    def begin(self, total: int, done: int) -> None:
+        self.total, self.resumed = total, done
+        self.start = self.last = time.monotonic()
+        if done and not self.quiet:
             print(f"Resuming: {done:,} of {total:,} images are already predicted", file=sys.stderr)
+
+    @property
+    def num_done(self) -> int:
+        """Assumes that all ranks are equally fast."""
+        return min(self.resumed + self.count * self.num_ranks, self.total)
 
     def step(self) -> None:
         self.count += 1
@@ -228,16 +315,14 @@ class _Progress:
         if self.quiet or now - self.last < (0.5 if self.is_terminal else progress_interval()):
             return
         self.last, speed = now, self.count * self.num_ranks / (now - self.start)
-        done = min(self.resumed + self.count * self.num_ranks, self.total)  # assumes that all ranks are equally fast
-        remaining = time.strftime("%H:%M:%S", time.gmtime((self.total - done) / max(speed, 1e-9)))
-        line = f"{done:,} of {self.total:,} images   {speed:,.0f} images/s   {remaining} remaining"
+        remaining = time.strftime("%H:%M:%S", time.gmtime((self.total - self.num_done) / max(speed, 1e-9)))
+        line = f"{self.num_done:,} of {self.total:,} images   {speed:,.0f} images/s   {remaining} remaining"
         with contextlib.suppress(OSError):
             if self.is_terminal:
                 print(f"\r{line}   ", end="", file=sys.stderr, flush=True)
             else:
                 print(line, file=sys.stderr, flush=True)
 
-    def finish(self, summary: str) -> None:
-        if self.is_terminal:
+    def clear(self) -> None:
+        if self.is_terminal and not self.quiet:
             print("\r" + " " * 70 + "\r", end="", file=sys.stderr)
-        print(summary)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from vitral.errors import VitralError
 
+if TYPE_CHECKING:
+    import pandas
+
+TABLE_COLUMNS = ("file", "label", "probability", "labels", "probabilities", "ood", "error", "engine")
 CSV_COLUMNS = ("file", "rank", "label", "probability", "ood", "error", "engine")
 
 
@@ -33,6 +38,45 @@ class Prediction:
         if not self.labels:
             raise VitralError(f"no prediction for {self.source}: {self.error}", "Check .error before .best")
         return self.labels[0]
+
+
+class Predictions(list[Prediction]):
+    """Predictions of several images, in order. A list, with a table on request."""
+
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> Prediction: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> Predictions: ...
+    def __getitem__(self, index: SupportsIndex | slice, /) -> Prediction | Predictions:
+        return Predictions(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """A pandas DataFrame with one row per image and the columns of `vitral predict --out FILE.parquet`.
+
+        They are file, label, probability, labels, probabilities, ood, error and engine. An unreadable image has an
+        error and no labels.
+        """
+        try:
+            dataframe = import_module("pandas").DataFrame
+        except ImportError as error:
+            raise VitralError("a DataFrame requires pandas", "pip install 'vitral[pandas]'") from error
+        rows = [table_row(prediction) for prediction in self]
+        return dataframe(rows, columns=TABLE_COLUMNS)
+
+
+def table_row(prediction: Prediction) -> dict[str, Any]:
+    """TABLE_COLUMNS of one image."""
+    best = prediction.labels[0] if prediction.labels else None
+    return {
+        "file": prediction.source,
+        "label": None if best is None else best.name,
+        "probability": None if best is None else best.probability,
+        "labels": [label.name for label in prediction.labels],
+        "probabilities": [label.probability for label in prediction.labels],
+        "ood": None if prediction.error is not None else prediction.is_ood,
+        "error": prediction.error,
+        "engine": prediction.engine,
+    }
 
 
 def rank_labels(classes: Sequence[str], probabilities: Sequence[float], top: int | None) -> tuple[Label, ...]:

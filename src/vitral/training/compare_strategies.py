@@ -26,7 +26,7 @@ from torch import Tensor
 from vitral.data.datasets import VALIDATION_SEED, Dataset, Split, stratified_holdout
 from vitral.data.lazy_images import select_images
 from vitral.device.select import select_hardware
-from vitral.errors import VitralError
+from vitral.errors import Interrupted, VitralError
 from vitral.evaluation.feature_classifiers import fit_linear_head
 from vitral.evaluation.strategy_comparison import Strategy, Verdict, rank_strategies
 from vitral.inference.forward import compute_features, compute_logits
@@ -38,7 +38,6 @@ from vitral.runs.model_io import ModelConfig, load_model, save_model
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
 from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware
-from vitral.training.signals import Interrupted
 from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json, read_json

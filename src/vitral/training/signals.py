@@ -7,12 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vitral.errors import VitralError
-
-
-class Interrupted(VitralError):
-    """Training was stopped by a signal after a checkpoint was saved."""
-
 
 @contextmanager
 def defer_signals() -> Iterator[threading.Event]:

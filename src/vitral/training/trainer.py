@@ -25,7 +25,7 @@ from vitral.device.select import Hardware
 from vitral.distributed.dtensor import full_state_dict
 from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import AsyncFlags
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import Interrupted, VitralError, shell_quote
 from vitral.evaluation.metrics import compute_metrics
 from vitral.inference.forward import compute_logits, compute_logits_distributed
 from vitral.models.variants import VARIANTS
@@ -41,7 +41,7 @@ from vitral.training.nan_debug import Diverged, RngSnapshot, describe_divergence
 from vitral.training.out_of_memory import out_of_memory_error
 from vitral.training.parallelism import parallel_plan
 from vitral.training.provenance import record_precision
-from vitral.training.signals import Interrupted, defer_signals
+from vitral.training.signals import defer_signals
 from vitral.training.state import init_state
 from vitral.training.step import StepContext, StepRunner, forward_backward
 from vitral.training.timing import TrainingClock
