@@ -37,6 +37,8 @@ LAYERS = [
 LEVELS = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 UPWARD_IMPORTS = {  # inside methods that only exist for convenience
     ("inference/predictor.py", "evaluation.metrics"),  # Predictor.evaluate
+    ("inference/predictor.py", "explain.api"),  # Predictor.explain
+    ("explain/api.py", "reporting.figures.heatmaps"),  # Explanation.save
 }
 
 

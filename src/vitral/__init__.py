@@ -61,4 +61,9 @@ _MODULE_OF = {
 }
 _PACKAGES = ("data", "explain", "weights")
 __all__ = ["__version__", *_PACKAGES, *_MODULE_OF]
-__getattr__, __dir__ = lazy_attributes(__name__, _MODULE_OF, _PACKAGES)
+_RIGHT_CALLS = {
+    "Model": "vitral.load(MODEL)",
+    "fit": "vitral.train(DATA)",
+    "predict": "vitral.load(MODEL).predict(IMAGE)",
+}
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULE_OF, _PACKAGES, _RIGHT_CALLS)

@@ -109,7 +109,7 @@ def test_arrays_and_tensors_give_the_prediction_of_the_image(rgb_predictor: Pred
     assert rgb_predictor.predict(np.asarray(grey)).labels == rgb_predictor.predict(grey).labels
 
 
-@pytest.mark.parametrize("value", [3, np.zeros((2, 3, 4, 5)), -100 * np.ones((8, 8))])
+@pytest.mark.parametrize("value", [3, np.zeros((2, 3, 4, 5, 6)), -100 * np.ones((8, 8))])
 def test_values_that_are_not_images_are_refused(rgb_predictor: Predictor, value: Any) -> None:
     with pytest.raises(VitralError):
         rgb_predictor.predict(value)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vitral.data.classes import class_indices
 from vitral.data.datasets import Dataset, Split
+from vitral.data.decode import SUPPORTED_FORMATS
 from vitral.data.files.walk import find_images, subfolders
 from vitral.data.files.worker import read_location
 from vitral.errors import VitralError
@@ -22,7 +23,7 @@ from vitral.evaluation.data import (
     run_recipe,
     training_dataset_name,
 )
-from vitral.inference.predictor import READABLE_FORMATS, ImageInput, Predictor
+from vitral.inference.predictor import ImageInput, Predictor
 
 MIN_IMAGES = 100  # smaller validation splits are extended by other images of the dataset
 MAX_VALIDATION_IMAGES = 1_000  # of the training dataset, if no other number is requested
@@ -174,5 +175,5 @@ def _decode(predictor: Predictor, sources: Sequence[ImageInput], name: str) -> t
             images[len(positions)] = pixels
             positions.append(position)
     if not positions:
-        raise VitralError(f"no readable images in {name}", READABLE_FORMATS)
+        raise VitralError(f"no readable images in {name}", SUPPORTED_FORMATS)
     return images[: len(positions)], torch.tensor(positions)

@@ -52,6 +52,12 @@ class Explanation:
     is_ood: bool  # out of distribution: unlike the training images
     heatmaps: tuple[Heatmap, ...]  # by class, then by method
 
+    def save(self, path: str | Path) -> Path:
+        """Draw all heatmaps over the image, as `vitral explain` does, and write the picture."""
+        from vitral.reporting.figures.heatmaps import plot_explanation
+
+        return plot_explanation(self, Path(path))
+
 
 def load_explainable(path: Path | str, labels: Path | None = None) -> Predictor:
     """Load a model for explanation; exported models have neither attention nor gradients and are refused."""
@@ -66,8 +72,8 @@ def load_explainable(path: Path | str, labels: Path | None = None) -> Predictor:
 def explain(
     predictor: Predictor,
     image: ImageInput,
-    methods: Sequence[str] = DEFAULT,
-    targets: Sequence[str | int] = (),
+    methods: str | Sequence[str] = DEFAULT,
+    targets: str | int | Sequence[str | int] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Explanation:
     """Compute heatmaps that explain the prediction for an image.
@@ -75,11 +81,12 @@ def explain(
     Args:
         predictor: The model.
         image: A file, bytes, PIL image, array or tensor.
-        methods: Names from `METHODS`.
-        targets: Class names or indices; without any, the predicted class.
+        methods: One or several names from `METHODS`.
+        targets: One or several class names or indices; without any, the predicted class.
         options: Options such as `layer`, `head` or `fusion`, passed to the methods that have them.
     """
-    selected = [find_method(name) for name in methods]
+    selected = [find_method(name) for name in ([methods] if isinstance(methods, str) else methods)]
+    targets = [targets] if isinstance(targets, str | int) else targets
     option_values = dict(options or {})
     for name in option_values:
         if not any(name in method.options for method in selected):
@@ -106,7 +113,7 @@ def explain(
         for method in selected
     ]
     return Explanation(
-        source="image" if isinstance(image, bytes | Image.Image) else str(image),
+        source=str(image) if isinstance(image, str | Path) else "image",
         image=overlay_image,
         crop=crop_box(predictor.model_config.preprocessing, original.size, overlay_image.size),
         prediction=rank_labels(predictor.classes, probabilities, None),

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from vitral.data.decode import SUPPORTED_FORMATS
 from vitral.data.files.walk import SkippedFiles, iter_images
 from vitral.errors import Interrupted, VitralError, shell_quote, truncate_list
 from vitral.inference.prediction import (
@@ -34,7 +35,7 @@ from vitral.inference.prediction import (
     prediction_to_dict,
     table_row,
 )
-from vitral.inference.predictor import READABLE_FORMATS, Predictor
+from vitral.inference.predictor import Predictor
 from vitral.utils.atomic import atomic_write, atomic_writer
 from vitral.utils.json_toml import dump_json, parse_json, read_json
 from vitral.utils.progress import progress_interval
@@ -138,7 +139,7 @@ class _Job:
         if out.suffix.lower() == ".parquet":
             _import_pyarrow()
         if next(iter_images(self.paths), None) is None:
-            raise VitralError(f"no images in {', '.join(map(str, self.paths))}", READABLE_FORMATS)
+            raise VitralError(f"no images in {', '.join(map(str, self.paths))}", SUPPORTED_FORMATS)
         settings = self.settings()
         if out.exists() and (self.record_file.exists() or not parts.exists()):
             summary = self.finished_summary(settings)

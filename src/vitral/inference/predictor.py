@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 import torch
@@ -30,9 +30,11 @@ from vitral.distributed.world import init_distributed
 from vitral.errors import VitralError
 from vitral.inference.engine_selection import EngineChoice, EngineName, reference_engine, select_engine
 from vitral.inference.forward import check_images, padded_shard
+from vitral.inference.inputs import ImageInput as ImageInput
+from vitral.inference.inputs import is_single_image, iter_inputs
 from vitral.inference.prediction import Label as Label
 from vitral.inference.prediction import Prediction as Prediction
-from vitral.inference.prediction import assemble_predictions, rank_labels
+from vitral.inference.prediction import Predictions, assemble_predictions, rank_labels
 from vitral.models.vit import ViT
 from vitral.runs.model_io import ModelConfig, check_heads, load_model
 from vitral.runs.run import find_model_dir, is_checkpoint
@@ -40,10 +42,21 @@ from vitral.utils.progress import ProgressFn, no_progress
 
 if TYPE_CHECKING:
     from vitral.evaluation.metrics import Metrics
+    from vitral.explain.api import Explanation
 
-ImageInput = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor  # arrays: see data.sequence.decode_image
 DecodedImage = tuple[str, Tensor | str]  # source, and uint8 pixels (C, H, W) or an error message
-READABLE_FORMATS = SUPPORTED_FORMATS
+CALLS_WITH_A_MODEL = {  # by the attribute that people try
+    "bench": "vitral.bench(model)",
+    "calibrate": "vitral.calibrate(model)",
+    "classify": "model.predict(image)",
+    "embed": "vitral.embed(model, files, out)",
+    "export": "vitral.api.export(model)",
+    "fit": "vitral.train(data, init_from=folder)",
+    "predict_proba": "model.probabilities(batch)",
+    "push": "vitral.push(model, 'hf:owner/name')",
+    "report": "vitral.report(model)",
+    "train": "vitral.train(data, init_from=folder)",
+}
 # Thresholds for `predict_inverted`, shared with the web page: mean pixel of a training set of bright strokes on a dark
 # background, and border brightness of an image with dark strokes on a bright background.
 DARK_MEAN, BRIGHT_BORDER = 0.45, 0.6
@@ -134,12 +147,65 @@ class Predictor:
     def classes(self) -> tuple[str, ...]:
         return self.model_config.classes
 
-    def predict(self, image: ImageInput, top: int | None = None) -> Prediction:
-        """Predict one image. Raises ImageDecodeError if it cannot be read."""
-        prediction = next(iter(self.predict_many([image], top=top)))
+    @overload
+    def predict(self, images: bytes | Image.Image, top: int | None = None) -> Prediction: ...
+    @overload
+    def predict(
+        self, images: str | Path | np.ndarray[Any, Any] | Tensor, top: int | None = None
+    ) -> Any: ...  # depends on the value: a folder and a batch hold several images
+    @overload
+    def predict(self, images: Iterable[ImageInput], top: int | None = None) -> Predictions: ...
+    def predict(self, images: Any, top: int | None = None) -> Prediction | Predictions:
+        """Predict one image, which returns a Prediction, or several, which returns Predictions.
+
+        One image that cannot be read raises ImageDecodeError. Among several it is a Prediction with `error` set.
+
+        Args:
+            images: One image: a path, the bytes of a file, a Pillow image, or an array or tensor (H, W), (H, W, C) or
+                (C, H, W), with integers from 0 to 255 or floats from 0 to 1. Several images: a folder, a batch
+                (B, H, W, C) or (B, C, H, W), or a list or other iterable of images and folders.
+            top: Number of labels per image, most probable first. Default: all.
+        """
+        if not is_single_image(images):
+            return Predictions(self.predict_many(iter_inputs(images), top=top))
+        prediction = next(iter(self.predict_many([images], top=top)))
         if prediction.error is not None:
             raise ImageDecodeError(prediction.error)
         return prediction
+
+    def explain(
+        self,
+        image: ImageInput,
+        methods: str | Sequence[str] = ("rollout", "relevance"),
+        targets: str | int | Sequence[str | int] = (),
+        **options: Any,
+    ) -> Explanation:
+        """Compute heatmaps of the image regions that the prediction depends on.
+
+        Args:
+            image: One image, as for `predict`.
+            methods: Names from `vitral.explain.METHODS`.
+            targets: Class names or indices. Default: the predicted class.
+            options: Options such as `layer`, `head` or `fusion`, passed to the methods that have them.
+        """
+        from vitral.explain.api import explain
+
+        if not is_single_image(image):
+            raise VitralError("explain takes one image, got several", "Use [model.explain(image) for image in images]")
+        return explain(self, image, methods, targets, options)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise VitralError(
+            "a Predictor is not called itself",
+            "Use model.predict(image) for labels, or model.logits(batch) for the logits of uint8 tensors",
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            call = CALLS_WITH_A_MODEL.get(name)
+            hint = f"; use {call}" if call else ""
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def predict_many(
         self, images: Iterable[ImageInput], top: int | None = None, batch_size: int = 64
@@ -155,12 +221,12 @@ class Predictor:
                 batch = []
         yield from self.predict_batch(batch, top)
 
-    def predict_files(self, paths: Sequence[Path | str], top: int | None = None) -> list[Prediction]:
+    def predict_files(self, paths: Sequence[Path | str], top: int | None = None) -> Predictions:
         """Predict image files, and all images in folders."""
         files = find_images([Path(path) for path in paths])
         if not files:
-            raise VitralError(f"no images in {', '.join(map(str, paths))}", READABLE_FORMATS)
-        return list(self.predict_many(files, top=top))
+            raise VitralError(f"no images in {', '.join(map(str, paths))}", SUPPORTED_FORMATS)
+        return Predictions(self.predict_many(files, top=top))
 
     def embed_files(self, paths: Sequence[Path | str]) -> tuple[list[str], Tensor, list[str]]:
         """File names and features (N, D) of the readable images, and error messages of the others."""
@@ -174,7 +240,7 @@ class Predictor:
             errors += [pixels for _, pixels in batch if isinstance(pixels, str)]
         if not names:
             what = errors[0] if len(errors) == 1 else f"no readable images in {', '.join(map(str, paths))}"
-            raise VitralError(what, READABLE_FORMATS)
+            raise VitralError(what, SUPPORTED_FORMATS)
         return names, torch.cat(features), errors
 
     def features(self, images_NCHW: Images) -> Tensor:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 
 
 def lazy_attributes(
-    package: str, modules: Mapping[str, str], subpackages: Sequence[str] = ()
+    package: str,
+    modules: Mapping[str, str],
+    subpackages: Sequence[str] = (),
+    right_calls: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package.
 
     `modules` maps each attribute to the module inside the package that defines it; `subpackages` are imported whole.
+    `right_calls` maps names that do not exist to what to call instead.
     """
 
     def get(name: str) -> object:
         if name in subpackages:
             return import_module(f"{package}.{name}")
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            hint = f"; use {right_calls[name]}" if name in right_calls else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         return getattr(import_module(f"{package}.{modules[name]}"), name)
 
     return get, lambda: sorted({*vars(sys.modules[package]), *modules, *subpackages})
