@@ -240,8 +240,7 @@ def run_variant(variant: Variant, seed: int, first: str, keep: Path | None, best
     """One run, or the reason why it failed. A run better than `best` is kept in `keep`."""
     import torch
 
-    from vitral.errors import VitralError
-    from vitral.training.signals import Interrupted
+    from vitral.errors import Interrupted, VitralError
 
     run: dict[str, Any] = {"variant": str(variant), "seed": seed, "first": first}
     start, graphs_before = time.perf_counter(), num_compiled_graphs()

@@ -16,6 +16,7 @@ from vitral.data.datasets import Split
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
+from vitral.explain import METHODS
 from vitral.explain import faithfulness as f
 from vitral.explain.pair import widen_for_pair
 from vitral.inference.predictor import Predictor
@@ -154,7 +155,7 @@ def test_random_heatmaps_are_not_recommended(cpu: Hardware, monkeypatch: pytest.
     def chance(model: object, images_BCHW: Tensor, targets_B: Tensor) -> Tensor:
         return torch.rand(len(images_BCHW), *images_BCHW.shape[2:], generator=torch.Generator().manual_seed(seed))
 
-    monkeypatch.setitem(f.METHODS, "chance", chance)  # type: ignore[arg-type]
+    monkeypatch.setitem(METHODS, "chance", chance)
     result = f.measure_faithfulness(make_predictor(cpu), textures(64, seed=4), ["chance"], num_images=48, num_pairs=32)
     assert result.best is None
     assert "no method beats random heatmaps in every test" in result.recommendation()

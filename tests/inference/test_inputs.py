@@ -165,7 +165,7 @@ def test_a_missing_method_names_the_function(model: Predictor, name: str, call: 
 
 def test_a_missing_function_of_vitral_names_the_right_call() -> None:
     with pytest.raises(AttributeError, match=r"use vitral\.load\(MODEL\)\.predict\(IMAGE\)"):
-        _ = vitral.predict  # type: ignore[attr-defined]
+        _ = vitral.predict
 
 
 def test_explain_returns_heatmaps_of_the_predicted_class(model: Predictor, folder: Path, tmp_path: Path) -> None:

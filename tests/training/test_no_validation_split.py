@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 import vitral
@@ -67,10 +68,9 @@ def test_the_report_names_the_images_of_the_calibration(run: Path, capsys: pytes
     assert CALIBRATION.fitted_on in page
 
 
-def test_training_images_used_for_comparisons_have_no_labels(run: Path) -> None:
-    """An accuracy on training images would be misleading."""
-    model = vitral.load(run)
-    images = load_comparison_images(model, None, 8)
-    assert len(images) == 8
-    assert images.labels is None
-    assert load_comparison_images(model, "digits", 8).labels is not None, "the dataset was requested"
+def test_test_images_are_compared_without_validation_images(run: Path) -> None:
+    images = load_comparison_images(vitral.load(run), None)
+    test = vitral.data.load("digits").test
+    assert torch.equal(images.images, test.images[:])
+    assert images.labels is not None
+    assert torch.equal(images.labels, test.labels)
