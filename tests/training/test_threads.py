@@ -14,10 +14,10 @@ import vitral
 from support.common import Command
 from vitral.device import threads
 from vitral.device.threads import ThreadChoice, thread_count
+from vitral.errors import Interrupted
 from vitral.reporting.figures.images import save_image
 from vitral.runs.run import Run
 from vitral.training.progress import ProgressTable
-from vitral.training.signals import Interrupted
 
 SMALL_DIGITS = (
     "train", "digits", "--epochs", 2, "--model.depth", 1, "--model.width", 16, "--batch-size", 600, "--device", "cpu",
