@@ -49,7 +49,7 @@ def run_training(setting: str, seed: int, args: argparse.Namespace) -> Result:
     import torch
     import torch.nn.functional as F
 
-    from vitral.data.datasets import load
+    from vitral.data.datasets import load_builtin_dataset
     from vitral.data.loader import Loader
     from vitral.data.preprocess import Preprocessing, channel_stats
     from vitral.device.select import select_hardware
@@ -57,7 +57,7 @@ def run_training(setting: str, seed: int, args: argparse.Namespace) -> Result:
 
     torch.set_float32_matmul_precision("high")
     hardware = hardware_for(setting)
-    dataset = load(args.data, validation=0.0)
+    dataset = load_builtin_dataset(args.data, validation=0.0)
     mean, std = channel_stats(dataset.train.images)
     size, C = (args.image_size, args.image_size), dataset.train.images.shape[1]
     recipe = make_recipe(args, seed, C, len(dataset.classes), mean, std)

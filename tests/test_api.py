@@ -70,7 +70,7 @@ def test_the_terminal_output_summarises_the_run(tmp_path: Path, capsys: pytest.C
 @pytest.mark.usefixtures("no_figures")
 def test_the_test_set_is_read_only_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    digits = datasets.load("digits")
+    digits = datasets.load_builtin_dataset("digits")
     export = Trainer.export_best_model
 
     def load_test() -> Split:
@@ -81,7 +81,9 @@ def test_the_test_set_is_read_only_after_training(tmp_path: Path, monkeypatch: p
         export(self)
         events.append("model exported")
 
-    monkeypatch.setattr("vitral.training.setup.load", lambda *_, **__: replace(digits, load_test=load_test))
+    monkeypatch.setattr(
+        "vitral.training.setup.load_builtin_dataset", lambda *_, **__: replace(digits, load_test=load_test)
+    )
     monkeypatch.setattr(Trainer, "export_best_model", record_export)
     vitral.train("digits", out=tmp_path / "run", **TINY)
     assert events[:2] == ["model exported", "test set read"]
@@ -112,14 +114,14 @@ def test_an_unknown_field_is_refused_with_a_suggestion(tmp_path: Path) -> None:
 def test_the_demo_falls_back_to_digits_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load = datasets.load
+    load = datasets.load_builtin_dataset
 
     def offline(name: str, **options: Any) -> datasets.Dataset:
         if name == "mnist":
             raise VitralError("cannot download mnist: no route to host", "Try again later")
         return load(name, **options)
 
-    monkeypatch.setattr("vitral.api.load_dataset", offline)
+    monkeypatch.setattr("vitral.api.load_builtin_dataset", offline)
     quick = get_recipe("digits").with_overrides(TINY)
     monkeypatch.setitem(RECIPES, "digits", lambda: quick)
     vitral.demo(out=tmp_path / "run", quiet=False)
@@ -134,7 +136,7 @@ def test_the_demo_falls_back_to_digits_without_a_network(
 @pytest.mark.usefixtures("no_figures")
 def test_the_normalisation_of_the_training_set_is_stored_with_the_model(tmp_path: Path) -> None:
     model = vitral.train("digits", out=tmp_path / "run", **TINY)
-    pixels = datasets.load("digits").train.images[:].double() / 255
+    pixels = datasets.load_builtin_dataset("digits").train.images[:].double() / 255
     assert model.model_config.preprocessing.mean[0] == pytest.approx(pixels.mean().item(), abs=1e-4)
     assert model.model_config.preprocessing.std[0] == pytest.approx(pixels.std(correction=0).item(), abs=1e-4)
 
@@ -149,7 +151,7 @@ def test_an_existing_out_folder_is_refused_before_data_is_loaded(
 ) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    monkeypatch.setattr("vitral.training.setup.load", lambda *_, **__: pytest.fail("data was loaded"))
+    monkeypatch.setattr("vitral.training.setup.load_builtin_dataset", lambda *_, **__: pytest.fail("data was loaded"))
     with pytest.raises(VitralError, match="already exists and is not empty"):
         vitral.train("mnist", out=tmp_path / "taken")
 

@@ -21,8 +21,7 @@ import torch
 from rich.console import Console
 
 from vitral import bundled
-from vitral.data.datasets import Split
-from vitral.data.datasets import load as load_dataset
+from vitral.data.datasets import Split, load_builtin_dataset
 from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
 from vitral.device.cpu import available_cpus, cpu_name
 from vitral.device.select import DeviceOption, Hardware, select_hardware
@@ -263,7 +262,7 @@ def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:
     if out is not None:
         Run.check_available(Path(out))  # before the download
     try:
-        load_dataset("mnist", progress=not quiet)
+        load_builtin_dataset("mnist", progress=not quiet)
         recipe = "mnist-quick"
     except VitralError as error:
         console.print(f"{error.what}\nUsing scikit-learn's digits instead, which need no download.\n")

@@ -28,8 +28,7 @@ from support.common import Fit, skip_figures
 from support.served import server
 from vitral import api, bundled
 from vitral.cli.commands.walk import default_model
-from vitral.data.datasets import Dataset
-from vitral.data.datasets import load as load_dataset
+from vitral.data.datasets import Dataset, load_builtin_dataset
 from vitral.errors import VitralError
 from vitral.evaluation.data import evenly_spaced_indices
 from vitral.inference.predictor import Predictor, border_brightness
@@ -116,7 +115,7 @@ def test_accuracy_matches_the_model_card(name, monkeypatch):
     monkeypatch.setenv("VITRAL_HOME", str(CACHE))
     if not vitral.data.local_files(name):
         pytest.skip(f"{name} is not in the cache")
-    test = load_dataset(name).test
+    test = load_builtin_dataset(name).test
     indices = evenly_spaced_indices(len(test), 400)
     predictor = vitral.load(f"bundled:{name}")
     top1 = predictor.evaluate(replace(test, images=test.images[indices], labels=test.labels[indices])).top1

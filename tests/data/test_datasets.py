@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vitral.data
-from vitral.data import datasets
-from vitral.data.datasets import load, stratified_holdout
+from vitral.data import dataset_loading, datasets
+from vitral.data.datasets import load_builtin_dataset, stratified_holdout
 from vitral.data.registry import sources
 from vitral.data.registry.checksums import ChecksummedFile
 from vitral.data.registry.fetchers import DatasetFiles
@@ -67,7 +67,7 @@ def tiny_mnist(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_load_returns_uint8_images_and_int64_labels(tiny_mnist):
-    mnist = load("mnist", validation=0.2)
+    mnist = load_builtin_dataset("mnist", validation=0.2)
     assert (mnist.name, mnist.classes, mnist.source) == ("mnist", tuple("0123456789"), "from the cache")
     assert (len(mnist.train), len(mnist.validation), len(mnist.test)) == (80, 20, 20)
     for split in (mnist.train, mnist.validation, mnist.test):
@@ -81,7 +81,7 @@ def test_load_returns_uint8_images_and_int64_labels(tiny_mnist):
 def test_images_keep_their_labels(tiny_mnist):
     images = read_idx(tiny_mnist / "train-images")
     labels = {image.tobytes(): index % 10 for index, image in enumerate(images)}
-    mnist = load("mnist")
+    mnist = load_builtin_dataset("mnist")
     for split in (mnist.train, mnist.validation):
         assert [labels[image.numpy().tobytes()] for image in split.images[:]] == split.labels.tolist()
 
@@ -89,7 +89,7 @@ def test_images_keep_their_labels(tiny_mnist):
 def test_test_files_are_read_on_first_access(tiny_mnist):
     for name in ("t10k-images", "t10k-labels"):
         (tiny_mnist / name).rename(tiny_mnist / f"{name}.hidden")
-    mnist = load("mnist")
+    mnist = load_builtin_dataset("mnist")
     for name in ("t10k-images", "t10k-labels"):
         (tiny_mnist / f"{name}.hidden").rename(tiny_mnist / name)
     assert len(mnist.test) == 20
@@ -99,29 +99,29 @@ def test_test_files_are_read_on_first_access(tiny_mnist):
 def test_validation_split_is_independent_of_global_seeds(tiny_mnist):
     torch.manual_seed(1)
     np.random.seed(1)
-    first = load("mnist")
+    first = load_builtin_dataset("mnist")
     torch.manual_seed(2)
     np.random.seed(2)
     rng_state = torch.random.get_rng_state()
-    second = load("mnist")
+    second = load_builtin_dataset("mnist")
     assert torch.equal(first.validation.images[:], second.validation.images[:])
     assert torch.equal(torch.random.get_rng_state(), rng_state)
 
 
 def test_fingerprint_depends_on_the_data_and_not_on_the_split(tiny_mnist, monkeypatch):
-    before = load("mnist").fingerprint
-    assert load("mnist", validation=0.3).fingerprint == before
+    before = load_builtin_dataset("mnist").fingerprint
+    assert load_builtin_dataset("mnist", validation=0.3).fingerprint == before
     assert len(before) == 16
     labels = read_idx(tiny_mnist / "train-labels").copy()
     labels[0] = 7
     train = sources.DATASET_FILES["mnist"].train[:1] + write_files(tiny_mnist, {"train-labels": encode_idx(labels)})
     changed = DatasetFiles(folder="Tiny", train=train, test=sources.DATASET_FILES["mnist"].test, fetchers=())
     monkeypatch.setitem(sources.DATASET_FILES, "mnist", changed)
-    assert load("mnist").fingerprint != before
+    assert load_builtin_dataset("mnist").fingerprint != before
 
 
 def test_validation_fraction_may_be_zero(tiny_mnist):
-    mnist = load("mnist", validation=0)
+    mnist = load_builtin_dataset("mnist", validation=0)
     assert (len(mnist.train), len(mnist.validation)) == (100, 0)
     assert mnist.validation.images.shape == (0, 1, 28, 28)
 
@@ -129,13 +129,13 @@ def test_validation_fraction_may_be_zero(tiny_mnist):
 @pytest.mark.parametrize("fraction", [-0.1, 1, 7.5, float("nan")])
 def test_invalid_validation_fraction_is_an_error(fraction):
     with pytest.raises(VitralError, match=f"validation is {fraction}"):
-        load("mnist", validation=fraction)
+        load_builtin_dataset("mnist", validation=fraction)
 
 
 def test_unknown_name_is_an_error_with_a_suggestion():
     message = r"no dataset or folder named 'fashion_mnist'\. Did you mean '?fashion-mnist'?\?"
     with pytest.raises(VitralError, match=message) as caught:
-        load("fashion_mnist")
+        load_builtin_dataset("fashion_mnist")
     assert "Built-in datasets: digits, mnist, " in caught.value.hint
 
 
@@ -146,7 +146,7 @@ def test_digits_needs_no_network_and_no_cache(monkeypatch, cache):
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     monkeypatch.setattr(socket.socket, "connect", fail)
     monkeypatch.setattr(subprocess, "Popen", fail)
-    digits = load("digits")
+    digits = load_builtin_dataset("digits")
     assert (len(digits.train), len(digits.validation), len(digits.test)) == (1294, 144, 359)
     assert digits.train.images.shape[1:] == (1, 8, 8)
     pixels = digits.train.images[:]
@@ -168,7 +168,7 @@ def test_class_names_are_complete():
 def test_importing_the_package_does_not_import_torch():
     script = "import sys, vitral.data; vitral.data.BUILTIN_DATASETS; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-    assert vitral.data.load is datasets.load
+    assert vitral.data.load is dataset_loading.load
     names = {"load", "fetch", "local_files", "list_datasets", "BUILTIN_DATASETS", "Dataset", "Split"}
     assert names <= set(dir(vitral.data))
     with pytest.raises(AttributeError, match="lod"):
@@ -209,7 +209,7 @@ def test_cifar_records_are_read_and_loaded(cache, monkeypatch, name, label_bytes
 
     tiny = DatasetFiles(folder="tiny", train=files[:1], test=files[1:], fetchers=())
     monkeypatch.setitem(sources.DATASET_FILES, name, tiny)
-    loaded = load(name, validation=0)
+    loaded = load_builtin_dataset(name, validation=0)
     assert np.array_equal(loaded.train.images[:].numpy(), images[:4])
     assert loaded.test.labels.tolist() == [5, 9]
 

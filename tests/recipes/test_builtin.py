@@ -90,7 +90,7 @@ def test_the_output_of_recipes_show_can_be_trained(
     assert read_recipe(file) == get_recipe(name)
     overrides = SMALL_MODEL if max(get_recipe(name).model.image_size) > 100 else {"model.depth": 1}
     expected = get_recipe(name).with_overrides(overrides)
-    monkeypatch.setattr("vitral.training.setup.load", lambda data, **_: noise_dataset(data, expected))
+    monkeypatch.setattr("vitral.training.setup.load_builtin_dataset", lambda data, **_: noise_dataset(data, expected))
     skip_figures(monkeypatch)
     words = ["train", "--recipe", str(file), "--epochs", "1", "--device", "cpu", "--out", str(tmp_path / "run")]
     for path, value in overrides.items():

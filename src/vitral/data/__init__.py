@@ -1,4 +1,4 @@
-"""Images and labels: `vitral.data.load("mnist")`.
+"""Images and labels: `vitral.data.load("mnist")`, `vitral.data.load("photos/")`.
 
 Names are imported on first use, so that importing `vitral.data` and listing or fetching datasets do not import torch.
 """
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from vitral.utils.lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from vitral.data.dataset_loading import load as load
     from vitral.data.datasets import Dataset as Dataset
     from vitral.data.datasets import Split as Split
-    from vitral.data.datasets import load as load
     from vitral.data.registry.fetch import fetch as fetch
     from vitral.data.registry.fetch import list_datasets as list_datasets
     from vitral.data.registry.fetch import local_files as local_files
@@ -23,7 +23,7 @@ __getattr__, __dir__ = lazy_attributes(
     {
         "Dataset": "datasets",
         "Split": "datasets",
-        "load": "datasets",
+        "load": "dataset_loading",
         "BUILTIN_DATASETS": "registry.sources",
         "fetch": "registry.fetch",
         "list_datasets": "registry.fetch",

@@ -1,4 +1,4 @@
-"""`Dataset` and `Split`, and the built-in datasets: `load("mnist")`.
+"""`Dataset` and `Split`, and the built-in datasets: `load_builtin_dataset("mnist")`.
 
 Built-in datasets fit into memory: their splits are two tensors. Other datasets may read images on access
 (`vitral.data.lazy_images`).
@@ -24,7 +24,7 @@ from vitral.data.registry.formats import READERS, Arrays, load_digits
 from vitral.data.registry.sources import BUILTIN_DATASETS, CLASS_NAMES
 from vitral.errors import VitralError
 
-__all__ = ["BUILTIN_DATASETS", "Dataset", "Split", "load"]
+__all__ = ["BUILTIN_DATASETS", "Dataset", "Split", "load_builtin_dataset"]
 
 # Fixed, independent of a run's seed: all runs hold out the same images, so that results are comparable and no earlier
 # run has trained on them.
@@ -71,7 +71,7 @@ class Dataset:
         return self.load_test()
 
 
-def load(name: str, *, validation: float = 0.1, progress: bool = False) -> Dataset:
+def load_builtin_dataset(name: str, *, validation: float = 0.1, progress: bool = False) -> Dataset:
     """Load a built-in dataset by name, downloading it if necessary.
 
     `validation` is the fraction of the training images to hold out for validation.

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.classes import class_indices
-from vitral.data.datasets import Dataset, Split
-from vitral.data.datasets import load as load_builtin_dataset
+from vitral.data.datasets import Dataset, Split, load_builtin_dataset
 from vitral.data.files.file_dataset import list_images, load_file_dataset
 from vitral.data.files.listing import DatasetListing
 from vitral.data.files.packed import is_packed

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from vitral import bundled
 from vitral.data.classes import class_indices
-from vitral.data.datasets import Split
-from vitral.data.datasets import load as load_builtin_dataset
+from vitral.data.datasets import Split, load_builtin_dataset
 from vitral.data.files.walk import find_images
 from vitral.data.lazy_images import Images
 from vitral.data.names import is_file_dataset

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitral import weights
-from vitral.data.datasets import BUILTIN_DATASETS, Dataset, load
+from vitral.data.datasets import BUILTIN_DATASETS, Dataset, load_builtin_dataset
 from vitral.data.files.file_dataset import (
     list_images,
     load_file_dataset,
@@ -216,7 +216,7 @@ def load_training_data(
     else:
         if data.test_split:
             raise VitralError(f"{data.name} has a test split of its own", "Omit --test-split")
-        dataset = load(data.name, validation=data.validation, progress=progress)
+        dataset = load_builtin_dataset(data.name, validation=data.validation, progress=progress)
         if Path(recipe.data.name).is_dir():
             dataset = replace(
                 dataset, source=f"{dataset.source}; write ./{recipe.data.name} for the folder of that name"
