@@ -28,7 +28,7 @@ from vitral.device.select import DeviceOption, Hardware, select_hardware
 from vitral.device.threads import thread_count
 from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import World, init_distributed
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import Interrupted, VitralError, shell_quote
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE
 from vitral.evaluation.compare import PairedComparison
 from vitral.evaluation.comparison_images import load_comparison_images
@@ -116,6 +116,9 @@ def train(
             raise VitralError("a resumed run keeps its data, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
+        if Run(Path(resume)).is_finished:
+            terminal.print_finished(Console(quiet=quiet, highlight=False), Run(Path(resume)), resolved)
+            return Predictor.load(resume, device=resolved.device)
     else:
         resolved = resolve_recipe(name, recipe, str(init_from) if init_from else None, preset, heads)
         resolved = resolved.with_overrides(overrides)
@@ -160,7 +163,7 @@ def _train_and_evaluate(
         world.broadcast_from_rank0(lambda: write_augmented_figure(run, setup))
         with progress:
             trainer.fit()
-        return _evaluate_run(run, setup, world, console, trainer.callbacks)
+        return _finish_run(run, setup, world, console, trainer.callbacks)
 
 
 def join_process_group(device: DeviceOption) -> World:
@@ -178,8 +181,24 @@ def run_lock(run: Run, world: World) -> Iterator[None]:
         yield
 
 
+def _finish_run(run: Run, setup: TrainingSetup, world: World, console: Console, callbacks: Callback) -> Predictor:
+    """Evaluate the trained model and mark the run as finished. All ranks take part.
+
+    A run that was killed before it is marked can be resumed and repeats all of this.
+    """
+    try:
+        predictor = _evaluate_run(run, setup, world, console, callbacks)
+        world.broadcast_from_rank0(run.mark_finished)
+    except KeyboardInterrupt as error:
+        raise Interrupted(
+            "stopped after the training, before its results were complete",
+            f"Complete them with: vitral train --resume {shell_quote(run)}",
+        ) from error
+    return predictor
+
+
 def _evaluate_run(run: Run, setup: TrainingSetup, world: World, console: Console, callbacks: Callback) -> Predictor:
-    """Calibrate the trained model, evaluate it on the test set and write the report. All ranks take part."""
+    """Calibrate the trained model, evaluate it on the test set and write the report."""
     predictor = Predictor.load(run.path, device=setup.recipe.device)
     dataset = setup.dataset
     if not len(dataset.test) and not len(dataset.validation):
@@ -191,10 +210,9 @@ def _evaluate_run(run: Run, setup: TrainingSetup, world: World, console: Console
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
     evaluation, logits = evaluate_target(target, tta=setup.recipe.tta)
     callbacks.on_evaluation(evaluation.scalars())
+    world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, logits))
     if world.is_rank0:
-        write_run_report(run, target, evaluation, logits)
         terminal.print_result(console, run, setup.recipe, dataset.name, evaluation)
-    world.broadcast_from_rank0(lambda: None)  # the other ranks wait for the report
     return predictor
 
 

@@ -130,7 +130,7 @@ train digits | --epochs 0 | --epochs -1 | --epochs 1.5 | --epochs '' | --batch-s
     | --heads 0 | --heads x | --device gpu | --tta many | --init-from model.safetensors --heads 0
     | --init-from model.safetensors --preset Ti/16 | --init-from model.safetensors --compare --seeds 0 | --seeds 2
 train | NOTHING | '' | missing | empty | notes.txt | photo.png | full | --resume missing | --resume empty
-    | --resume '' | --resume | --resume run | --recipe
+    | --resume '' | --resume | --recipe
 doctor | NOTHING | missing | notes.txt | empty | '' | photos --init-from missing | photos --init-from empty
     | photos --fix-list missing/list.csv | photos --fix-list full
 probe | NOTHING | photos | photos --init-from missing | photos --init-from empty

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -28,19 +30,29 @@ def write_augmented_figure(run: Run, setup: TrainingSetup) -> None:
     path = run.figure_dir / AUGMENTED
     if not path.exists():
         images, targets = augmented_examples(setup.recipe, setup.dataset, setup.preprocessing)
-        plot_augmented(images, targets, setup.dataset.classes, path)
+        with figure_errors(run, "Free some disk space"):
+            plot_augmented(images, targets, setup.dataset.classes, path)
 
 
 def write_run_report(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> None:
+    """Write everything about the run, each file atomically. Repeating it gives the same files."""
     atomic_write(run.test_file, dump_json(evaluation.as_dict(), indent=2) + "\n")
-    try:
+    hint = (
+        f"The model is complete, its accuracy is {evaluation.top1:.2%}. "
+        f"Free some disk space, then complete the run with: vitral train --resume {shell_quote(run)}"
+    )
+    with figure_errors(run, hint):
         write_figures(run, target, evaluation)
-    except OSError as error:
-        raise VitralError(
-            f"cannot write the figures to {run.figure_dir}: {error.strerror or error}",
-            f"The model is complete; its accuracy is {evaluation.top1:.2%} (vitral evaluate {shell_quote(run)})",
-        ) from error
     write_html(run, target, evaluation, logits)
+
+
+@contextmanager
+def figure_errors(run: Run, hint: str) -> Iterator[None]:
+    """Turn an OSError into a VitralError that names the folder of the figures."""
+    try:
+        yield
+    except OSError as error:
+        raise VitralError(f"cannot write the figures to {run.figure_dir}: {error.strerror or error}", hint) from error
 
 
 def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport) -> None:

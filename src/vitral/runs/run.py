@@ -2,7 +2,7 @@
 
 runs/<recipe>-<date>-<id>/
   recipe.toml         complete: `vitral train --recipe runs/x/recipe.toml` repeats the run
-  environment.json    versions, hardware with reasons, seed, git revision, data fingerprint
+  environment.json    versions, hardware with reasons, seed, git revision, data fingerprint, whether the run is finished
   metrics.jsonl       one line per epoch
   loggers.json        ids of the run at Weights & Biases and MLflow, if it is logged there
   model/              weights.safetensors and config.json: the portable model (see model_io.py)
@@ -25,7 +25,7 @@ from filelock import Timeout
 
 from vitral import bundled
 from vitral.errors import VitralError, error_reason, shell_quote
-from vitral.utils.atomic import atomic_write
+from vitral.utils.atomic import atomic_write, is_temporary, remove_temporary_files
 from vitral.utils.json_toml import dump_json, parse_json, read_bytes, read_json_object
 from vitral.utils.locks import file_lock
 
@@ -70,10 +70,10 @@ class Run:
 
     @staticmethod
     def check_available(path: Path) -> None:
-        """Raise VitralError if `path` is a file or a folder that is not empty."""
+        """Raise VitralError if `path` is a file or contains files. Empty folders may be left from a killed process."""
         if path.is_file():
             raise VitralError(f"{path} is a file, but a run is a folder", "Choose another --out")
-        if path.exists() and any(path.iterdir()):
+        if path.exists() and not all(inner.is_dir() or is_temporary(inner) for inner in path.rglob("*")):
             raise VitralError(
                 f"{path} already exists and is not empty",
                 f"Choose another --out, or resume with: vitral train --resume {shell_quote(path)}",
@@ -81,9 +81,10 @@ class Run:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Prevent other processes from training in this folder."""
+        """Prevent other processes from training in this folder, and delete what killed ones have left."""
         try:
             with file_lock(self.checkpoint_dir / ".lock", timeout=0):
+                remove_temporary_files(self.path)
                 yield
         except Timeout as error:
             raise VitralError(f"another process is training in {self}", "Wait for it or stop it") from error
@@ -112,6 +113,17 @@ class Run:
         with suppress(OSError, ValueError):
             return read_json_object(self.environment_file)
         return {}
+
+    def write_environment(self, environment: dict[str, Any]) -> None:
+        atomic_write(self.environment_file, dump_json(environment, indent=2) + "\n")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the model is trained and evaluated and everything about it is written."""
+        return self.has_model and self.load_environment().get("finished") is True
+
+    def mark_finished(self) -> None:
+        self.write_environment({"format": RUN_FORMAT, **self.load_environment(), "finished": True})
 
     @property
     def has_model(self) -> bool:

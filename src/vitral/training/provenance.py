@@ -19,12 +19,11 @@ from vitral.data.datasets import Dataset
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import World
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import VitralError
 from vitral.recipes.schema import RESUMABLE_FIELDS, Recipe, read_recipe
 from vitral.runs.run import RUN_FORMAT, RUNS, Run
 from vitral.training.setup import TrainingSetup
 from vitral.utils.atomic import atomic_write
-from vitral.utils.json_toml import dump_json
 
 
 def create_run(
@@ -33,7 +32,7 @@ def create_run(
     """Create the run folder with recipe.toml and environment.json; returns its path."""
     run = Run.create(RUNS, recipe.name, Path(out) if out else None)
     atomic_write(run.recipe_file, recipe.to_toml())
-    _write_environment(run, describe_environment(recipe, dataset, hardware, parallel))
+    run.write_environment(describe_environment(recipe, dataset, hardware, parallel))
     return run.path
 
 
@@ -62,10 +61,6 @@ def describe_environment(
     }
 
 
-def _write_environment(run: Run, environment: dict[str, Any]) -> None:
-    atomic_write(run.environment_file, dump_json(environment, indent=2) + "\n")
-
-
 def precision_name(hardware: Hardware) -> str:
     return "fp8" if hardware.fp8 else hardware.precision
 
@@ -75,7 +70,7 @@ def record_precision(run: Run, hardware: Hardware) -> None:
     if environment := run.load_environment():
         saved = environment.get("reasons")
         reasons = (saved if isinstance(saved, dict) else {}) | {"precision": hardware.reasons["precision"]}
-        _write_environment(run, environment | {"precision": precision_name(hardware), "reasons": reasons})
+        run.write_environment(environment | {"precision": precision_name(hardware), "reasons": reasons})
 
 
 def started_in_fp8(run: Run) -> bool:
@@ -122,8 +117,7 @@ def find_interrupted_run(out: str | Path | None) -> Path | None:
         with suppress(OSError):
             run = Run(file.parent)
             is_same_launch = run.load_environment().get("launch_id") == current_launch
-            is_finished = run.has_model and run.test_file.is_file()
-            if is_same_launch and run.recipe_file.is_file() and not is_finished:
+            if is_same_launch and run.recipe_file.is_file() and not run.is_finished:
                 return run.path
     return None
 
@@ -138,8 +132,6 @@ def open_unfinished_run(
             world.broadcast_from_rank0(lambda: Run.check_available(Path(out)))
         return None
     run = Run.open(path)
-    if run.has_model and run.test_file.is_file():
-        raise VitralError(f"{run} is finished", f"Evaluate it with: vitral evaluate {shell_quote(run)}")
     recipe = read_recipe(run.recipe_file)
     return run, recipe.with_overrides(overrides) if resume else recipe
 
@@ -158,6 +150,9 @@ def create_or_update_run(
         return Run(world.broadcast_from_rank0(make))
     check_data_unchanged(run, setup.dataset)
     world.broadcast_from_rank0(partial(atomic_write, run.recipe_file, setup.recipe.to_toml()))
+    if not run.load_environment():  # killed before it was written, or damaged since
+        environment = describe_environment(setup.recipe, setup.dataset, hardware, parallel)
+        world.broadcast_from_rank0(partial(run.write_environment, environment))
     return run
 
 

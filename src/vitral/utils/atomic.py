@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
     The file and then its folder are synced, so that the replacement also survives a power failure.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
             yield file
@@ -26,8 +28,30 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temporary.replace(path)
         fsync_path(path.parent)
+    except OSError as error:
+        if error.filename is not None:
+            error.filename, error.filename2 = str(path), None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_path(path: Path) -> Path:
+    """A new name next to `path` for content that is not complete yet."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def is_temporary(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(".tmp")
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Delete what killed processes have left. No other process may be writing to the folder."""
+    for path in list(folder.rglob(".*.tmp")):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def atomic_write(path: Path, content: bytes | str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from vitral.explain import METHODS, rescale_for_display
 from vitral.inference.predictor import Predictor
 from vitral.reporting.figures.style import Array
+from vitral.utils.atomic import atomic_writer
 
 MIN_MOSAIC_SIDE = 420  # small images are enlarged to this, so that a gap can be thinner than an image pixel
 
@@ -30,7 +31,8 @@ def draw_image(axes: Axes, image_HW3: Array) -> None:
 
 def save_image(image_CHW: Tensor, path: Path) -> Path:
     pixels = image_CHW.permute(1, 2, 0).squeeze(-1).cpu().numpy()
-    Image.fromarray(pixels).save(path)
+    with atomic_writer(path) as file:
+        Image.fromarray(pixels).save(file, format=path.suffix.removeprefix("."))
     return path
 
 

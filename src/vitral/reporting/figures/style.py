@@ -11,6 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from vitral.reporting.figures.fonts import add_fallback_fonts, suppress_font_warnings
+from vitral.utils.atomic import atomic_writer
 
 # Distinguishable with all common forms of colour blindness (Okabe and Ito).
 BLUE, ORANGE, GREEN, PINK, YELLOW = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
@@ -22,8 +23,8 @@ Array = np.ndarray[Any, Any]
 
 def save(figure: Figure, path: Path) -> Path:
     add_fallback_fonts(figure)
-    with suppress_font_warnings():
-        figure.savefig(path, dpi=130, bbox_inches="tight")
+    with suppress_font_warnings(), atomic_writer(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=130, bbox_inches="tight")
     return path
 
 

@@ -90,6 +90,18 @@ def print_result(console: Console, run: Run, recipe: Recipe, dataset_name: str, 
     console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
 
+def print_finished(console: Console, run: Run, recipe: Recipe) -> None:
+    """What to do with a finished run instead of resuming it."""
+    longer = f"{vitral_command()} train --recipe {shell_quote(run.recipe_file)} --epochs {2 * recipe.epochs}"
+    console.print(
+        f"{run} is finished; nothing was changed.\n"
+        f"Evaluate it with: {vitral_command()} evaluate {shell_quote(run)}\n"
+        f"Train for longer in a new run: {longer}",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
 def vitral_command() -> str:
     """How to call vitral from this shell. `make demo` installs it in .venv, which may not be on the PATH."""
     program = Path(sys.argv[0])
