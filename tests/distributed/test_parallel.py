@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -177,6 +178,27 @@ def test_incomplete_sharded_checkpoint_is_ignored_or_refused(folder: Path, outco
         checkpoint.load(damaged)
 
 
+def test_flipped_bit_in_any_file_of_a_sharded_checkpoint_is_recognised(
+    folder: Path, outcomes: Outcomes, tmp_path: Path
+) -> None:
+    source = folder / "fsdp-stopped" / "checkpoints"
+    path = checkpoint.newest(source)
+    assert path is not None
+    assert checkpoint.find_damage(path) is None
+    for file in path.iterdir():
+        copies = shutil.copytree(source, tmp_path / file.name)
+        damaged = copies / path.name / file.name
+        content = bytearray(damaged.read_bytes())
+        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+        damaged.write_bytes(content)
+        messages: list[str] = []
+        loaded = checkpoint.load_newest(copies, log=messages.append)
+        assert loaded is not None
+        assert loaded[0].name == "step-000000006.sharded"
+        assert messages[0].startswith("step-000000009.sharded is damaged")
+        assert messages[0].endswith("using step-000000006.sharded")
+
+
 @pytest.mark.parametrize("name", [job["name"] for job in JOBS if "resume_from" in job and "stop_at" not in job])
 def test_checkpoint_resumes_with_another_world_size_and_strategy(
     folder: Path, outcomes: Outcomes, train_single: TrainSingle, name: str
@@ -310,6 +332,8 @@ def test_job_finds_its_own_unfinished_run_only(tmp_path: Path, monkeypatch: pyte
         (two.model_dir / name).write_text("{}")
     assert provenance.find_interrupted_run(None) == Path("runs/two"), "trained, but not evaluated on the test set"
     two.test_file.write_text("{}")
+    assert provenance.find_interrupted_run(None) == Path("runs/two"), "killed before the report was written"
+    two.mark_finished()
     assert provenance.find_interrupted_run(None) is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun without an id is identified by its process
     write_launch_id(Run(Path("runs/one")), provenance.launch_id())

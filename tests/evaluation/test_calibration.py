@@ -141,7 +141,7 @@ def test_evaluate_calibrate_restores_a_missing_calibration(run: Path, command: C
     config_file = run / "model" / "config.json"
     original = config_file.read_text()
     without_calibration = json.loads(original)
-    del without_calibration["calibration"]
+    del without_calibration["calibration"], without_calibration["sha256"]
     config_file.write_text(json.dumps(without_calibration))
     assert vitral.load(run).model_config.calibration == Calibration()
     code, out, _ = command("evaluate", run, "--calibrate")

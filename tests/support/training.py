@@ -19,6 +19,8 @@ from vitral.runs.model_io import load_weights
 from vitral.runs.run import Run
 from vitral.training import checkpoint
 from vitral.training.callbacks import Callback
+from vitral.training.checkpoint_file import write_checkpoint_file
+from vitral.utils.atomic import atomic_writer
 
 TIMING_KEYS = ("seconds", "training_seconds", "images_per_second")
 
@@ -87,6 +89,12 @@ def final_weights(run: Run) -> dict[str, Tensor]:
 
 def metrics_without_timing(run: Run) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in TIMING_KEYS} for row in run.load_metrics()]
+
+
+def rewrite_checkpoint(path: Path, content: dict[str, Any]) -> None:
+    """Replace the content of a checkpoint by another one with a valid digest."""
+    with atomic_writer(path) as file:
+        write_checkpoint_file(content, file)
 
 
 def load_newest_checkpoint(run: Run) -> dict[str, Any]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import pickle
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 
 from vitral.errors import VitralError
 from vitral.training import checkpoint
+from vitral.training.sharded_checkpoint import restore_replaced
 
 STATE: dict[str, Any] = {"model": {"w": torch.arange(6.0).view(2, 3)}, "best": {"top1": 0.5}, "ema": None}
 
@@ -44,15 +48,6 @@ def test_newest_before_another_checkpoint(tmp_path: Path) -> None:
     first, second = (checkpoint.save(tmp_path, step, STATE, keep=2) for step in (1, 2))
     assert checkpoint.newest(tmp_path, before=second) == first
     assert checkpoint.newest(tmp_path, before=first) is None
-
-
-def test_temporary_files_of_a_killed_writer_are_ignored_and_deleted(tmp_path: Path) -> None:
-    (tmp_path / ".step-000000005.pt.12345").write_bytes(b"half")
-    (tmp_path / ".best.safetensors.12345").write_bytes(b"half")
-    (tmp_path / "best.safetensors").write_bytes(b"complete")
-    assert checkpoint.newest(tmp_path) is None
-    checkpoint.save(tmp_path, 6, STATE, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.safetensors", "step-000000006.pt"]
 
 
 class FileOnFullDisk:
@@ -133,14 +128,62 @@ def test_a_truncated_checkpoint_is_refused(tmp_path: Path, size: int) -> None:
     assert error.value.hint == "Delete it to resume from the previous one"
 
 
-@pytest.mark.parametrize("content", [{"format": 99, "step": 1}, {"step": 1}, [1, 2, 3]])
-def test_another_format_is_refused(tmp_path: Path, content: Any) -> None:
+@pytest.mark.parametrize("number", [2, 99])
+def test_another_format_is_refused_and_not_replaced_by_an_older_checkpoint(tmp_path: Path, number: int) -> None:
+    """Format 2 had no digest."""
+    checkpoint.save(tmp_path, 1, STATE, keep=2)
+    path = tmp_path / "step-000000002.pt"
+    torch.save({"format": number, "step": 2}, path)
+    message = f"has format {number}; this version of vitral reads format {checkpoint.FORMAT}"
+    for load in (lambda: checkpoint.load(path), lambda: checkpoint.load_newest(tmp_path)):
+        with pytest.raises(VitralError, match=message):
+            load()
+
+
+@pytest.mark.parametrize("content", [{"step": 1}, [1, 2, 3]])
+def test_file_without_digest_is_refused(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "step-000000001.pt"
     torch.save(content, path)
-    number = content.get("format") if isinstance(content, dict) else None
-    message = f"has format {number}; this version of vitral reads format {checkpoint.FORMAT}"
-    with pytest.raises(VitralError, match=message):
+    with pytest.raises(VitralError, match="does not end with its SHA-256"):
         checkpoint.load(path)
+
+
+def test_digest_is_the_comment_of_a_valid_zip_archive(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 7, STATE, keep=1)
+    with zipfile.ZipFile(path) as archive:
+        assert re.fullmatch(rb"sha256:[0-9a-f]{64}", archive.comment)
+        assert archive.testzip() is None
+    content = path.read_bytes()
+    original = content[: -len(archive.comment) - 2] + bytes(2)
+    assert archive.comment == b"sha256:" + hashlib.sha256(original).hexdigest().encode()
+    assert torch.equal(torch.load(path, weights_only=True)["model"]["w"], STATE["model"]["w"])
+
+
+def test_newest_intact_checkpoint_is_loaded_and_damaged_ones_are_deleted(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        checkpoint.save(tmp_path, step, STATE, keep=9)
+    for step in (3, 4):
+        (tmp_path / f"step-{step:09d}.pt").write_bytes(b"damaged")
+    messages: list[str] = []
+    loaded = checkpoint.load_newest(tmp_path, log=messages.append)
+    assert loaded is not None
+    assert (loaded[0].name, loaded[1]["step"]) == ("step-000000002.pt", 2)
+    assert messages == [
+        "step-000000004.pt is damaged (it is not complete); step-000000003.pt is damaged (it is not complete); "
+        "using step-000000002.pt"
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000001.pt", "step-000000002.pt"]
+    assert checkpoint.load_newest(tmp_path, before=tmp_path / "step-000000001.pt") is None
+
+
+def test_replaced_sharded_folder_survives_a_kill_between_the_renames(tmp_path: Path) -> None:
+    old = tmp_path / ".step-000000003.sharded.old"
+    old.mkdir()
+    restore_replaced(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000003.sharded"]
+    old.mkdir()
+    restore_replaced(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000003.sharded"]
 
 
 class CreateFileWhenUnpickled:

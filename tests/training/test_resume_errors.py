@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 
 from support.common import Fit
-from support.training import TRAIN_COMMAND, RaiseSigint, error_lines, run_vitral, weight_bytes
+from support.training import (
+    TRAIN_COMMAND,
+    RaiseSigint,
+    error_lines,
+    rewrite_checkpoint,
+    run_vitral,
+    weight_bytes,
+)
 from vitral import api
 from vitral.errors import Interrupted, VitralError
 from vitral.runs.run import Run
@@ -61,14 +67,16 @@ def test_a_missing_run_suggests_existing_ones(
     assert second.strip() == f"Newest runs: {reference_run}"
 
 
-def test_a_finished_run_is_refused(reference_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    before = weight_bytes(reference_run.path)
-    run_vitral("train", "--resume", reference_run.path, expect=2)
-    assert error_lines(capsys) == [
-        f"error: {reference_run} is finished",
-        f"       Evaluate it with: vitral evaluate {reference_run}",
+def test_resuming_a_finished_run_changes_nothing(reference_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in reference_run.path.rglob("*")}
+    run_vitral("train", "--resume", reference_run.path)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{reference_run} is finished; nothing was changed.",
+        f"Evaluate it with: vitral evaluate {reference_run}",
+        f"Train for longer in a new run: vitral train --recipe {reference_run.recipe_file} --epochs 6",
     ]
-    assert weight_bytes(reference_run.path) == before
+    assert api.train(resume=reference_run.path).path == reference_run.path
+    assert {path: path.stat().st_mtime_ns for path in reference_run.path.rglob("*")} == before
 
 
 def test_a_run_that_only_lacks_its_evaluation_is_completed(unfinished_run: Path, reference_run: Run) -> None:
@@ -80,24 +88,42 @@ def test_a_run_that_only_lacks_its_evaluation_is_completed(unfinished_run: Path,
 # Damaged checkpoints
 
 
-def test_a_corrupt_checkpoint_can_be_deleted_to_resume_from_the_previous_one(
+def flip_bit(path: Path, position: float) -> None:
+    """Flip one bit at a fraction of the file."""
+    content = bytearray(path.read_bytes())
+    content[int(position * len(content))] ^= 1 << 4
+    path.write_bytes(content)
+
+
+def test_damaged_newest_checkpoint_is_replaced_by_the_one_before(
     unfinished_run: Path, reference_run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    newest = newest_checkpoint(unfinished_run)
-    newest.write_bytes(newest.read_bytes()[:1000])
-    run_vitral("train", "--resume", unfinished_run, expect=2)
-    first, second = error_lines(capsys)
-    assert f"cannot read the checkpoint {newest}" in first
-    assert second.strip() == "Delete it to resume from the previous one"
-    newest.unlink()
+    flip_bit(newest_checkpoint(unfinished_run), 0.4)
     run_vitral("train", "--resume", unfinished_run)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "step-000000015.pt is damaged (its SHA-256 does not match); using step-000000014.pt" in out
+    assert "Resuming after step 14 of 15" in out
     assert weight_bytes(unfinished_run) == weight_bytes(reference_run.path)
-    assert "Resuming after step 14 of 15\n" in capsys.readouterr().out
+
+
+def test_without_an_intact_checkpoint_resuming_is_refused_and_deletes_nothing(
+    unfinished_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = unfinished_run / "checkpoints"
+    flip_bit(folder / "step-000000014.pt", 0.5)
+    (folder / "step-000000015.pt").write_bytes(b"")
+    run_vitral("train", "--resume", unfinished_run, expect=2)
+    assert error_lines(capsys) == [
+        f"error: no checkpoint in {folder} can be used: step-000000015.pt is damaged (it is not complete); "
+        "step-000000014.pt is damaged (its SHA-256 does not match)",
+        f"       Restore one from a backup, or start again: vitral train --recipe {unfinished_run / 'recipe.toml'}",
+    ]
+    assert sorted(path.name for path in folder.glob("*.pt")) == ["step-000000014.pt", "step-000000015.pt"]
 
 
 def test_a_checkpoint_of_another_format_is_refused(unfinished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest = newest_checkpoint(unfinished_run)
-    torch.save(checkpoint.load(newest) | {"format": 99}, newest)
+    rewrite_checkpoint(newest, checkpoint.load(newest) | {"format": 99})
     run_vitral("train", "--resume", unfinished_run, expect=2)
     first, second = error_lines(capsys)
     assert f"{newest} has format 99; this version of vitral reads format {checkpoint.FORMAT}" in first
@@ -118,24 +144,39 @@ def test_a_checkpoint_that_contains_code_is_refused_without_running_it(
     marker = tmp_path / "executed"
     malicious = pickle.dumps(CreateFileWhenUnpickled(marker))
     (unfinished_run / "checkpoints" / "step-999999999.pt").write_bytes(malicious)
-    run_vitral("train", "--resume", unfinished_run, expect=2)
-    first, _ = error_lines(capsys)
-    assert "cannot read the checkpoint" in first
-    assert "step-999999999.pt" in first
+    run_vitral("train", "--resume", unfinished_run)
+    assert "step-999999999.pt is damaged" in capsys.readouterr().out
     assert not marker.exists()
 
 
 def test_a_checkpoint_without_optimizer_state_is_refused(stopped_run: Path, train_tiny: Fit) -> None:
     newest = newest_checkpoint(stopped_run)
-    torch.save({name: value for name, value in checkpoint.load(newest).items() if name != "optimizers"}, newest)
+    content = checkpoint.load(newest)
+    del content["optimizers"]
+    rewrite_checkpoint(newest, content)
     with pytest.raises(VitralError, match="does not match"):
         train_tiny("stopped")
 
 
-def test_missing_best_weights_are_reported(unfinished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (unfinished_run / "checkpoints" / "best.safetensors").unlink()
+@pytest.mark.parametrize("damage", ["missing", "damaged: its SHA-256 does not match"])
+def test_damaged_best_weights_are_computed_again_from_a_checkpoint_before_their_epoch(
+    damage: str, unfinished_run: Path, reference_run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = unfinished_run / "checkpoints"
+    best = folder / "best.safetensors"
+    best.unlink() if damage == "missing" else flip_bit(best, 0.9)
+    newest = newest_checkpoint(unfinished_run)
+    older = newest.with_name("step-000000014.pt")
+    assert checkpoint.load(older)["best"]["epoch"] < checkpoint.load(newest)["best"]["epoch"]
+    backup = older.read_bytes()
+    older.unlink()
     run_vitral("train", "--resume", unfinished_run, expect=2)
-    assert "best.safetensors" in error_lines(capsys)[0]
+    message = f"step-000000015.pt needs best.safetensors, which is {damage}"
+    assert error_lines(capsys)[0] == f"error: no checkpoint in {folder} can be used: {message}"
+    older.write_bytes(backup)
+    run_vitral("train", "--resume", unfinished_run)
+    assert f"{message}; using step-000000014.pt" in " ".join(capsys.readouterr().out.split())
+    assert weight_bytes(unfinished_run) == weight_bytes(reference_run.path)
 
 
 # Changed recipes, data and settings
@@ -160,7 +201,7 @@ def test_recipe_fields_added_after_the_checkpoint_count_as_defaults(stopped_run:
     content = checkpoint.load(newest)
     assert content["recipe"]["augment"].pop("jitter") == 0
     assert content["recipe"]["model"].pop("gelu") == "exact"
-    torch.save(content, newest)
+    rewrite_checkpoint(newest, content)
     assert train_tiny("stopped").has_model
 
 

@@ -5,11 +5,13 @@ It is portable: `model/` of a run folder can be copied and used on its own.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 
@@ -23,6 +25,8 @@ from vitral.runs.run import RUN_FORMAT, find_model_dir, format_error, read_error
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json, read_json_object
 from vitral.utils.serialization import from_dict, to_dict
+
+DIGEST = "sha256"  # name of the digest in config.json and in the metadata of weights.safetensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,22 +75,58 @@ def save_model(folder: Path, model: ViT, config: ModelConfig) -> None:
 
 def save_model_config(folder: Path, config: ModelConfig) -> None:
     content = {"format": RUN_FORMAT, "vitral_version": __version__, **to_dict(config)}
-    atomic_write(folder / "config.json", dump_json(content, indent=2) + "\n")
+    atomic_write(folder / "config.json", dump_json({**content, DIGEST: config_digest(content)}, indent=2) + "\n")
+
+
+def config_digest(content: dict[str, Any]) -> str:
+    """SHA-256 of the values in config.json, whatever their order and indentation."""
+    return hashlib.sha256(dump_json(content, sort_keys=True).encode()).hexdigest()
 
 
 def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
-    atomic_write(path, to_safetensors({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}))
+    """Write a safetensors file with the SHA-256 of its tensors in its metadata."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    atomic_write(path, to_safetensors(tensors, metadata={DIGEST: tensors_digest(tensors)}))
+
+
+def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of the names, dtypes, shapes and values, whatever their order in a file."""
+    sha256 = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha256.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
+
+
+def weights_damage(path: Path) -> str | None:
+    """Why a file of `save_weights` cannot be used; None if it is intact."""
+    try:
+        load_weights(path)
+    except VitralError as error:
+        return error.what.removeprefix(f"{path} ").removeprefix("is ")
+    return None
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file and compare its tensors with its digest, if it has one: vitral's files do."""
     try:
-        return load_file(path)
+        tensors = load_file(path)
+        check_digest(path, tensors)
     except FileNotFoundError as error:
         raise VitralError(f"{path} is missing", "The folder was not copied completely; copy it again") from error
     except (OSError, SafetensorError) as error:
         raise VitralError(
             f"{path} is not a complete safetensors file: {error}", "Copy it again, or train again"
         ) from error
+    return tensors
+
+
+def check_digest(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse tensors that differ from the digest in their safetensors file, if it has one."""
+    with safe_open(path, "pt") as file:
+        digest = (file.metadata() or {}).get(DIGEST)
+    if digest not in (None, tensors_digest(tensors)):
+        raise VitralError(f"{path} is damaged: its SHA-256 does not match", "Copy it again, or train again")
 
 
 def load_model(path: Path | str) -> tuple[ViT, ModelConfig]:
@@ -123,9 +163,13 @@ def _tensor_difference(name: str, expected: dict[str, torch.Tensor], actual: dic
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Read config.json. Raises VitralError for damaged files and other formats."""
+    """Read config.json. Raises VitralError for damaged files and other formats.
+
+    A file without a digest, such as one written by an older version, is not compared with it.
+    """
     try:
         content = read_json_object(path)
+        digest, actual_digest = content.pop(DIGEST, None), config_digest(content)
     except (OSError, ValueError) as error:
         raise VitralError(f"cannot read {path}: {error_reason(error)}", "Copy it again, or train again") from error
     if "format" not in content:
@@ -136,6 +180,12 @@ def load_model_config(path: Path) -> ModelConfig:
     if version != RUN_FORMAT:
         raise format_error(path, version, vitral_version)
     try:
-        return from_dict(ModelConfig, content, field_types={"architecture": config_class(content.get("variant"))})
+        config = from_dict(ModelConfig, content, field_types={"architecture": config_class(content.get("variant"))})
     except VitralError as error:
         raise VitralError(f"{path}: {error.what}", error.hint) from error
+    if digest not in (None, actual_digest):
+        raise VitralError(
+            f"{path} is damaged or was edited: its SHA-256 does not match",
+            f'Copy it again; to keep your own changes, delete the line "{DIGEST}" from it',
+        )
+    return config

@@ -1,11 +1,12 @@
 """A checkpoint folder to which every rank writes its shards, through torch.distributed.checkpoint.
 
-Shards are safetensors; everything else is one file. Reading it executes no code. Any number of ranks can read it, and
-each reads only its own part.
+Shards are safetensors; everything else is one file, which also holds the SHA-256 of every shard. Reading executes no
+code. Any number of ranks can read the folder, and each reads only its own part.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import warnings
 from collections.abc import Callable
@@ -16,10 +17,13 @@ import torch
 from torch import Tensor
 
 from vitral.distributed.dtensor import is_sharded
-from vitral.distributed.world import World
-from vitral.utils.atomic import fsync_path
+from vitral.distributed.world import SINGLE_PROCESS, World
+from vitral.training.checkpoint_file import read_checkpoint_file, write_checkpoint_file
+from vitral.utils.atomic import fsync_path, temporary_path
 
 METADATA = "metadata.pt"  # everything but the sharded tensors, written last
+DIGESTS = "shard_sha256"  # key of the shards' digests in the metadata
+OLD_SUFFIX = ".old"  # of a folder while another one takes its place
 REFERENCE_KEY = "sharded_tensor"  # key of the dictionary that replaces a sharded tensor in the metadata
 
 PlacementFn = Callable[[str], Tensor | None]  # tensor path to an existing tensor that is sharded as it should be
@@ -30,29 +34,66 @@ def save_sharded(path: Path, content: dict[str, Any], world: World) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    temporary = path.with_name(f".{path.name}")
-
-    def create_temporary() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+    def create_temporary() -> Path:
+        folder = temporary_path(path)
+        folder.mkdir()
+        return folder
 
     def publish() -> None:
-        torch.save(metadata, temporary / METADATA)
-        for file in [*temporary.iterdir(), temporary]:
-            fsync_path(file)
-        old = path.with_name(f".{path.name}.old")
+        with (temporary / METADATA).open("wb") as file:
+            write_checkpoint_file({**metadata, DIGESTS: digests}, file)
+        for written in [*temporary.iterdir(), temporary]:
+            fsync_path(written)
+        old = path.with_name(f".{path.name}{OLD_SUFFIX}")
         if path.exists():
             path.rename(old)
         temporary.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
         fsync_path(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
     sharded: dict[str, Tensor] = {}
     metadata = _extract_sharded(content, "", sharded)
-    world.broadcast_from_rank0(create_temporary)
+    temporary = world.broadcast_from_rank0(create_temporary)
     writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
     _unwrap_errors(lambda: save(sharded, storage_writer=writer))
+    names = world.broadcast_from_rank0(lambda: sorted(file.name for file in temporary.iterdir()))
+    digests = dict(world.all_gather_objects(world.run_on_all(lambda: _digests(temporary, names, world))))
     world.broadcast_from_rank0(publish)
+
+
+def _digests(folder: Path, names: list[str], world: World) -> list[tuple[str, str]]:
+    """Names and SHA-256 of this rank's share of the files."""
+    digests = []
+    for name in names[world.rank :: world.size]:
+        with (folder / name).open("rb") as file:
+            digests.append((name, hashlib.file_digest(file, "sha256").hexdigest()))
+    return digests
+
+
+def shard_damage(path: Path, world: World) -> str | None:
+    """Why a shard cannot be trusted; None if all are as they were written. All ranks must call this."""
+    expected = world.broadcast_from_rank0(lambda: read_checkpoint_file(path / METADATA)[DIGESTS])
+
+    def find() -> str | None:
+        for name in sorted(expected)[world.rank :: world.size]:
+            try:
+                if dict(_digests(path, [name], SINGLE_PROCESS)) != {name: expected[name]}:
+                    return f"the SHA-256 of {name} does not match"
+            except OSError as error:
+                return f"{name}: {error.strerror or error}"
+        return None
+
+    return next(filter(None, world.all_gather_objects([find()])), None)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Undo a replacement that was killed between the two renames of `save_sharded`, or finish it."""
+    for old in folder.glob(f".step-*.sharded{OLD_SUFFIX}"):
+        path = old.with_name(old.name.removeprefix(".").removesuffix(OLD_SUFFIX))
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(path)
 
 
 def load_sharded(path: Path, placement: PlacementFn, world: World) -> dict[str, Any]:
@@ -64,7 +105,8 @@ def load_sharded(path: Path, placement: PlacementFn, world: World) -> dict[str, 
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    metadata = torch.load(path / METADATA, map_location="cpu", weights_only=True)
+    metadata = read_checkpoint_file(path / METADATA)
+    del metadata[DIGESTS]
     reader = HuggingFaceStorageReader(str(path))
     tensors: dict[str, Tensor] = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():

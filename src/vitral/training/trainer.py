@@ -12,6 +12,8 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
@@ -30,7 +32,7 @@ from vitral.evaluation.metrics import compute_metrics
 from vitral.inference.forward import compute_logits, compute_logits_distributed
 from vitral.models.variants import VARIANTS
 from vitral.recipes.schema import Recipe
-from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights
+from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights, weights_damage
 from vitral.runs.run import Run
 from vitral.training import checkpoint
 from vitral.training.backend import make_backend
@@ -146,11 +148,11 @@ class Trainer:
         self.rng_snapshots: deque[RngSnapshot] = deque(maxlen=SYNC_EVERY)
 
     def resume(self) -> None:
-        """Load the newest checkpoint of the run folder, if there is one."""
+        """Load the newest intact checkpoint of the run folder, if there is one."""
         self.resumed = False
-        if (path := checkpoint.newest(self.run.checkpoint_dir)) is not None:
+        if (loaded := self._load_newest_checkpoint()) is not None:
+            path, saved = loaded
             try:
-                saved = checkpoint.load(path, self.state.tensor_like, self.world)
                 if not self.recipe.has_result_fields(saved["recipe"]):
                     raise ValueError("the recipe has changed")
                 self.state.load_state_dict(saved, self.hardware)
@@ -162,6 +164,26 @@ class Trainer:
             self.resumed = True
             self.callbacks.on_message(f"Resuming after step {self.state.step:,} of {self.total_steps:,}")
         self.callbacks.on_restore(self.state.epoch)
+
+    def _load_newest_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that is intact. If the best weights are damaged, one from before their epoch."""
+        best_file = self.run.checkpoint_dir / "best.safetensors"
+        damage = self.world.broadcast_from_rank0(lambda: weights_damage(best_file))
+        best_epochs: list[float] = []
+
+        def unusable_reason(saved: dict[str, Any]) -> str | None:
+            if damage is None or not saved["best"]:
+                return None
+            best_epochs.append(saved["best"]["epoch"])
+            return f"needs {best_file.name}, which is {damage}" if best_epochs[-1] == best_epochs[0] else None
+
+        return checkpoint.load_newest(
+            self.run.checkpoint_dir,
+            self.state.tensor_like,
+            self.world,
+            unusable_reason=unusable_reason,
+            log=self.callbacks.on_message,
+        )
 
     def start(self) -> None:
         """Start the clock; save the initial state if a rollback may need it."""
@@ -307,11 +329,12 @@ class Trainer:
     def _roll_back(self) -> None:
         state, folder = self.state, self.run.checkpoint_dir
         rollbacks, best = state.rollbacks + 1, state.best  # the best weights stay, even if their epoch is repeated
-        newest = checkpoint.newest(folder)
-        assert newest is not None
-        saved = checkpoint.load(newest, state.tensor_like, self.world)
-        if saved["step"] == state.last_rollback_step and (older := checkpoint.newest(folder, before=newest)):
-            saved = checkpoint.load(older, state.tensor_like, self.world)
+        load = partial(checkpoint.load_newest, folder, state.tensor_like, self.world, log=self.callbacks.on_message)
+        loaded = load()
+        assert loaded is not None
+        newest, saved = loaded
+        if saved["step"] == state.last_rollback_step and (older := load(before=newest)) is not None:
+            _, saved = older
             self.world.broadcast_from_rank0(lambda: checkpoint.delete(newest))
         state.load_state_dict(saved, self.hardware)
         state.rollbacks, state.last_rollback_step, state.best = rollbacks, state.step, best
@@ -332,7 +355,8 @@ class Trainer:
 
     def export_best_model(self) -> None:
         """Write the weights of the best epoch and the model's config to the run's model folder."""
-        if self.world.is_rank0:
+
+        def export() -> None:
             model = VARIANTS[self.recipe.variant](self.recipe.model)
             model.load_state_dict(load_weights(self.run.checkpoint_dir / "best.safetensors"))
             config = ModelConfig(
@@ -344,7 +368,8 @@ class Trainer:
                 variant=self.recipe.variant,
             )
             save_model(self.run.model_dir, model, config)
-        self.world.broadcast_from_rank0(lambda: None)  # the other ranks wait for the model
+
+        self.world.broadcast_from_rank0(export)
 
     # Helpers.
 

@@ -231,13 +231,13 @@ def _strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a .safetensors, .npz or PyTorch file, selected by the suffix, atomically."""
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a .safetensors, .npz or PyTorch file, selected by the suffix, atomically. Only safetensors has metadata."""
     try:
         with atomic_writer(path) as file:
             if path.suffix == ".safetensors":
                 contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-                save_file(contiguous, file.name, metadata={"format": "pt"})
+                save_file(contiguous, file.name, metadata={"format": "pt", **(metadata or {})})
             elif path.suffix == ".npz":
                 with zipfile.ZipFile(file, "w") as archive:  # numpy.savez would hold all arrays at once
                     for name, tensor in tensors.items():

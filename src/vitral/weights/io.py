@@ -7,7 +7,15 @@ from pathlib import Path
 from vitral import bundled
 from vitral.errors import VitralError, unknown_name_error
 from vitral.models.vit import ViT
-from vitral.runs.model_io import ModelConfig, check_heads, load_model_config, save_model_config
+from vitral.runs.model_io import (
+    DIGEST,
+    ModelConfig,
+    check_digest,
+    check_heads,
+    load_model_config,
+    save_model_config,
+    tensors_digest,
+)
 from vitral.runs.run import find_model_dir
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
@@ -81,6 +89,7 @@ def _read_vitral(raw: RawCheckpoint, path: Path, hints: ArchitectureHints) -> Ch
     if not (folder / "config.json").is_file():
         raise VitralError(f"{path} needs the config.json that was saved with it", "Pass the model folder")
     model_config = load_model_config(folder / "config.json")
+    check_digest(path if path.is_file() else folder / "weights.safetensors", raw.tensors)
     check_heads(raw.source, hints.heads, model_config)
     preprocessing = model_config.preprocessing
     checkpoint = build_checkpoint(
@@ -122,7 +131,8 @@ def write(model: Checkpoint | tuple[ViT, ModelConfig], destination: Path | str, 
             f"cannot create {path}: {error.strerror or error}", "Check that the folder is writable"
         ) from error
     if converted is None:
-        save_tensors(path / "weights.safetensors", checkpoint.state)
+        digest = {DIGEST: tensors_digest(checkpoint.state)}
+        save_tensors(path / "weights.safetensors", checkpoint.state, metadata=digest)
         save_model_config(path, checkpoint.model_config)
         return [] if checkpoint.classes or checkpoint.headless else ["no class names: classes are numbered"]
     return _save_converted(converted, path, is_file)
