@@ -36,6 +36,12 @@ from vitral.evaluation.data import SplitName, load_dataset_for, load_eval_target
 from vitral.evaluation.evaluate import MAX_IMAGES, calibrate_model
 from vitral.evaluation.evaluate import compare_models as compare_targets
 from vitral.evaluation.evaluate import evaluate as evaluate_target
+from vitral.evaluation.leaks import (
+    check_splits_for_leaks,
+    fingerprint_training_images,
+    probe_leak,
+    save_training_images,
+)
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
 from vitral.evaluation.report import EvaluationReport
@@ -90,6 +96,7 @@ def train(
     heads: int | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
+    allow_leak: bool = False,
     quiet: bool = True,
     **overrides: Any,
 ) -> Predictor:
@@ -104,6 +111,7 @@ def train(
         heads: Number of attention heads, for a checkpoint that does not store it.
         out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
         resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence must be passed again.
+        allow_leak: Do not warn about validation or test images that are copies of training images.
         quiet: Print nothing.
         overrides: Recipe fields, such as `epochs=3` or `**{"optim.lr": 1e-3}`. A resumed run accepts only
             `vitral.recipes.schema.RESUMABLE_FIELDS`.
@@ -130,6 +138,9 @@ def train(
     terminal.print_version(console)
     setup = world.run_on_all(lambda: setup_training(resolved, not console.quiet, items))
     world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
+    leaks = world.broadcast_from_rank0(lambda: check_splits_for_leaks(setup.loaded_dataset))
+    if not allow_leak:
+        terminal.print_leaks(console, setup.dataset.name, leaks)
     hardware = training_hardware(setup, continues_fp8=run is None or started_in_fp8(run))
     hardware, threads = with_threads(setup, hardware, recorded_threads(run))
     parallel = parallel_plan(setup.recipe, hardware)
@@ -163,7 +174,7 @@ def _train_and_evaluate(
         world.broadcast_from_rank0(lambda: write_augmented_figure(run, setup))
         with progress:
             trainer.fit()
-        return _finish_run(run, setup, world, console, trainer.callbacks)
+        return _finish_run(run, setup, world, console, trainer.callbacks, allow_leak)
 
 
 def join_process_group(device: DeviceOption) -> World:
@@ -181,13 +192,21 @@ def run_lock(run: Run, world: World) -> Iterator[None]:
         yield
 
 
-def _finish_run(run: Run, setup: TrainingSetup, world: World, console: Console, callbacks: Callback) -> Predictor:
+def store_training_images(run: Run, setup: TrainingSetup) -> None:
+    """Store fingerprints of the training images with the model, so that evaluations recognise them."""
+    save_training_images(run.model_dir, fingerprint_training_images(setup.loaded_dataset))
+
+
+def _finish_run(
+    run: Run, setup: TrainingSetup, world: World, console: Console, callbacks: Callback, allow_leak: bool
+) -> Predictor:
     """Evaluate the trained model and mark the run as finished. All ranks take part.
 
     A run that was killed before it is marked can be resumed and repeats all of this.
     """
     try:
-        predictor = _evaluate_run(run, setup, world, console, callbacks)
+        world.broadcast_from_rank0(lambda: store_training_images(run, setup))
+        predictor = _evaluate_run(run, setup, world, console, callbacks, allow_leak)
         world.broadcast_from_rank0(run.mark_finished)
     except KeyboardInterrupt as error:
         raise Interrupted(
@@ -197,7 +216,9 @@ def _finish_run(run: Run, setup: TrainingSetup, world: World, console: Console, 
     return predictor
 
 
-def _evaluate_run(run: Run, setup: TrainingSetup, world: World, console: Console, callbacks: Callback) -> Predictor:
+def _evaluate_run(
+    run: Run, setup: TrainingSetup, world: World, console: Console, callbacks: Callback, allow_leak: bool
+) -> Predictor:
     """Calibrate the trained model, evaluate it on the test set and write the report."""
     predictor = Predictor.load(run.path, device=setup.recipe.device)
     dataset = setup.dataset
@@ -210,9 +231,9 @@ def _evaluate_run(run: Run, setup: TrainingSetup, world: World, console: Console
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
     evaluation, logits = evaluate_target(target, tta=setup.recipe.tta)
     callbacks.on_evaluation(evaluation.scalars())
-    world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, logits))
+    world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, logits, allow_leak))
     if world.is_rank0:
-        terminal.print_result(console, run, setup.recipe, dataset.name, evaluation)
+        terminal.print_result(console, run, setup.recipe, dataset.name, evaluation, allow_leak)
     return predictor
 
 
@@ -226,6 +247,7 @@ def compare(
     scratch_recipe: Recipe | None = None,
     seeds: int = 3,
     out: str | Path | None = None,
+    allow_leak: bool = False,
     quiet: bool = True,
     **overrides: Any,
 ) -> StrategyComparison:
@@ -242,6 +264,7 @@ def compare(
         scratch_recipe: Recipe of the training from scratch. Default: the one that suits the data.
         seeds: Runs per strategy.
         out: Folder for all results. Default: runs/compare-<date>-<id>.
+        allow_leak: Do not warn about validation or test images that are copies of training images.
         quiet: Print nothing.
         overrides: Fields of the fine-tuning recipe.
     """
@@ -259,6 +282,7 @@ def compare(
             folder,
             scratch_recipe=scratch_recipe,
             seeds=seeds,
+            allow_leak=allow_leak,
             log=console.print,
             on_part=progress.set_label,
             callbacks=[progress],
@@ -383,6 +407,7 @@ def report(
     split: SplitName | None = None,
     ood: str | None = None,
     fast: bool = False,
+    allow_leak: bool = False,
     engine: EngineName = "auto",
     log: LogFn = no_log,
 ) -> Path:
@@ -395,6 +420,7 @@ def report(
         split: Default: the test split, or the validation split if there are no test images.
         ood: Also measure OOD detection on this dataset or folder of other things.
         fast: Skip the robustness measurements.
+        allow_leak: Do not warn about images that were used for training.
         engine: Inference engine; ignored if `model` is a Predictor.
         log: Called with one line per phase.
     """
@@ -402,6 +428,8 @@ def report(
     model_path = target.predictor.path or Path()
     corrupted_images = 0 if fast else REPORT_CORRUPTED_IMAGES
     evaluation, logits = evaluate_target(target, ood_data=ood, corrupted_images=corrupted_images, log=log)
+    if allow_leak:
+        evaluation = replace(evaluation, leak=None)
     log("Rendering the report")
     report_data = collect_report_data(target, evaluation, logits, model_path, thorough=not fast)
     return write_report(report_data, Path(out) if out else default_report_path(model_path))
@@ -449,7 +477,13 @@ def probe(
         features(dataset.test) if has_test else validation,
         dataset.classes,
     )
-    result = replace(result, evaluated_on="test" if has_test else "validation", engine=predictor.engine.info())
+    evaluated = dataset.test if has_test else dataset.validation
+    result = replace(
+        result,
+        evaluated_on="test" if has_test else "validation",
+        engine=predictor.engine.info(),
+        leak=probe_leak(predictor, dataset, evaluated),
+    )
     if out is not None:
         plot_probe(result, Path(out))
     return result

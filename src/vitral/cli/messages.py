@@ -23,6 +23,7 @@ SPLIT_HELP = "default: test, or validation if there are no test images"
 ENGINE_HELP = "inference engine; auto: selected by vitral bench, reference: plain PyTorch in fp32"
 LABELS_HELP = "text file with one class name per line, for a checkpoint without class names"
 HEADS_HELP = "number of attention heads, for a checkpoint that does not store it"
+ALLOW_LEAK_HELP = "do not warn about evaluated images that were used for training"
 JSON_HELP = "print JSON"
 
 

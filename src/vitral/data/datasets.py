@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitral.data.files.workers import ImageLocation
 from vitral.data.lazy_images import Images
 from vitral.data.preprocess import Preprocessing, to_model_input
 from vitral.data.registry.fetch import check_dataset_name, fetch_files
@@ -39,6 +40,7 @@ class Split:
     images: Images  # uint8 (N, C, H, W)
     labels: Tensor  # int64 (N,)
     is_model_input: bool = False  # whether the images are resized and cropped for the model already
+    locations: Sequence[ImageLocation] | None = None  # files, including unreadable ones; None: not read from files
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -65,6 +67,8 @@ class Dataset:
     fingerprint: str  # identifies training pixels and labels before the split, wherever the files came from
     load_test: Callable[[], Split] = field(repr=False)
     notes: tuple[str, ...] = ()  # for display, one sentence each: what was skipped or merged
+    test_locations: Sequence[ImageLocation] | None = None  # files of the test split, known before it is loaded
+    held_out: tuple[str, ...] = ()  # splits that vitral took out of the training images
 
     @cached_property
     def test(self) -> Split:
@@ -104,6 +108,7 @@ def load_builtin_dataset(name: str, *, validation: float = 0.1, progress: bool =
         source=source,
         fingerprint=_fingerprint(train_all),
         load_test=load_test,
+        held_out=("validation",),
     )
 
 

@@ -22,8 +22,9 @@ from torch import Tensor
 from vitral.data.classes import class_index_map
 from vitral.data.datasets import Dataset, Split, holdout_masks
 from vitral.data.decode import ImageDecodeError, decode_image
-from vitral.data.files.duplicates import THUMBNAIL_SIZE, connected_groups, near_duplicate_pairs, thumbnail
+from vitral.data.files.duplicates import connected_groups, near_duplicate_pairs
 from vitral.data.files.file_dataset import ReadOptions, storage_preprocessing
+from vitral.data.files.fingerprints import THUMBNAIL_SIZE, thumbnail
 from vitral.data.files.listing import SPLIT_NAMES
 from vitral.data.files.unreadable import (
     check_unreadable_fraction,
@@ -125,6 +126,7 @@ def load_sequence(
         source="; ".join(filter(None, [*held_out, f"{validation:.0%} held out for validation", note])),
         fingerprint=digest.hexdigest()[:16],
         load_test=lambda: test_part,
+        held_out=("validation", "test"),
     )
 
 

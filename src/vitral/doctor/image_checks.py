@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from vitral.data.decode import ImageDecodeError, decode_image, read_header
-from vitral.data.files.duplicates import THUMBNAIL_SIZE, connected_groups, exact_groups, near_duplicate_pairs, thumbnail
+from vitral.data.files.duplicates import connected_groups, exact_groups, near_duplicate_pairs
+from vitral.data.files.fingerprints import THUMBNAIL_SIZE, thumbnail
 from vitral.device.cpu import available_cpus
 from vitral.doctor.folder_checks import ListedImage
 from vitral.doctor.issue import Issue, file_issue

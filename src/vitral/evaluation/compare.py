@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.evaluation.bootstrap import Interval, mean_intervals
+from vitral.evaluation.leaks import LeakReport
 from vitral.evaluation.selective_prediction import proportion_interval
 from vitral.utils.serialization import to_dict
 
@@ -42,6 +43,7 @@ class PairedComparison:
     p_value: float  # McNemar's exact test, two-sided
     classes: tuple[ClassDisagreement, ...]  # largest difference first
     engines: tuple[Mapping[str, Any], ...] = ()  # EngineChoice.info() of both models
+    leaks: tuple[LeakReport | None, ...] = ()  # images that were used to train each model; None: unknown
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = to_dict(self)

@@ -95,7 +95,8 @@ class EvalTarget:
     recipe: Recipe | None  # None for a model folder without its run, or a checkpoint of another library
     dataset: Dataset
     split_name: str
-    split: Split
+    split: Split  # its locations are those of the readable files
+    source_splits: tuple[Split, ...] = ()  # the images before resizing, in the same order
     notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
     @cached_property
@@ -138,12 +139,15 @@ def load_eval_target(
     loaded = [load_split(part, predictor, classes=dataset.classes, notes=notes) for part in parts if len(part)]
     images = loaded[0].images if len(loaded) == 1 else torch.cat([part.images[:] for part in loaded])
     labels = torch.cat([part.labels for part in loaded])
+    files = [part.locations for part in loaded if part.locations is not None]
+    locations = [location for part in files for location in part] if len(files) == len(loaded) else None
     return EvalTarget(
         predictor=predictor,
         recipe=recipe,
         dataset=dataset,
         split_name=split,
-        split=Split(images=images, labels=labels, is_model_input=True),
+        split=Split(images=images, labels=labels, is_model_input=True, locations=locations),
+        source_splits=tuple(part for part in parts if len(part)),
         notes=tuple(notes),
     )
 
@@ -173,9 +177,13 @@ def load_split(
             if notes is not None:
                 messages = truncate_list([errors[position] for position in sorted(errors)], 3)
                 notes.append(f"left out {len(errors):,} unreadable file{'s' if len(errors) > 1 else ''}: {messages}")
-        return Split(images=images, labels=labels, is_model_input=True)
+        rows = range(len(split)) if indices is None else indices.tolist()
+        locations = [split.images.locations[row] for position, row in enumerate(rows) if position not in errors]
+        return Split(images=images, labels=labels, is_model_input=True, locations=locations)
     selected = split.images if indices is None else split.images[indices]
-    return replace(split, images=selected, labels=labels).to_model_input(predictor.model_config.preprocessing)
+    locations = split.locations if indices is None else None
+    selection = replace(split, images=selected, labels=labels, locations=locations)
+    return selection.to_model_input(predictor.model_config.preprocessing)
 
 
 def check_classes(dataset: Dataset, predictor: Predictor) -> None:
@@ -215,7 +223,7 @@ def dataset_from_listing(listing: DatasetListing, predictor: Predictor, max_unre
         items = listing.splits[name]
         labels = torch.tensor([label for _, label in items], dtype=torch.int64)
         images = FileImages([location for location, _ in items], predictor, max_unreadable)
-        return Split(images=images, labels=labels, is_model_input=True)
+        return Split(images=images, labels=labels, is_model_input=True, locations=images.locations)
 
     return Dataset(
         name=listing.name,
@@ -226,6 +234,7 @@ def dataset_from_listing(listing: DatasetListing, predictor: Predictor, max_unre
         fingerprint="",
         load_test=lambda: split("test"),
         notes=listing.notes,
+        held_out=listing.held_out,
     )
 
 

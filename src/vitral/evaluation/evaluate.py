@@ -26,6 +26,7 @@ from vitral.evaluation.data import (
     load_split,
     training_dataset_name,
 )
+from vitral.evaluation.leaks import LeakReport, find_leaks, leak_report
 from vitral.evaluation.ood import Mahalanobis, OODResult, evaluate_score
 from vitral.evaluation.report import EvaluationReport, build_report
 from vitral.evaluation.robustness import NUM_CORRUPTIONS, Robustness, measure_robustness
@@ -82,8 +83,16 @@ def evaluate(
         ood=None if ood_data is None else evaluate_ood(target, logits, ood_data, log),
         robustness=corruption_robustness(target, corrupted_images, log) if corrupted_images else None,
         split=target.split_name,
+        leak=_leak_report(target, logits),
     )
     return replace(report, notes=target.notes), logits
+
+
+def _leak_report(target: EvalTarget, logits: Tensor) -> LeakReport | None:
+    matches = find_leaks(target)
+    if matches is None:
+        return None
+    return leak_report(matches, target.split, logits.argmax(dim=1).cpu() == target.split.labels)
 
 
 def calibrate_model(
@@ -223,4 +232,7 @@ def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:
         target.predictor.logits(target.split.images).argmax(dim=1) for target in (first, second)
     )
     comparison = compare_predictions(first_predicted, to_first[second_predicted], labels, classes)
-    return replace(comparison, engines=(first.predictor.engine.info(), second.predictor.engine.info()))
+    matches = [(target, find_leaks(target)) for target in (first, second)]
+    leaks = tuple(None if found is None else leak_report(found, target.split) for target, found in matches)
+    engines = (first.predictor.engine.info(), second.predictor.engine.info())
+    return replace(comparison, engines=engines, leaks=leaks)

@@ -35,6 +35,7 @@ from vitral.evaluation.feature_classifiers import (
     stratified_folds,
     vote,
 )
+from vitral.evaluation.leaks import LeakReport
 from vitral.utils.intervals import wilson_interval
 from vitral.utils.serialization import to_dict
 
@@ -72,6 +73,7 @@ class ProbeResult:
     notes: tuple[str, ...] = ()  # rows that were left out, and why
     evaluated_on: Literal["test", "validation"] = "test"
     engine: Mapping[str, Any] = field(default_factory=dict)  # EngineChoice.info() of the engine in use
+    leak: LeakReport | None = None  # evaluated images that are also training images; None: unknown
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = to_dict(self)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vitral.evaluation.bootstrap import Interval, bootstrap, intervals, percentile_interval
+from vitral.evaluation.leaks import LeakReport
 from vitral.evaluation.metrics import Metrics, compute_metrics, label_ranks
 from vitral.evaluation.ood import OODResult
 from vitral.evaluation.reliability import (
@@ -68,6 +69,7 @@ class EvaluationReport(Metrics):
     engine: Mapping[str, Any] = field(default_factory=dict)  # EngineChoice.info() of the engine in use
     tta: TTA = "none"
     notes: tuple[str, ...] = ()  # files that were skipped or could not be read
+    leak: LeakReport | None = None  # evaluated images that were used for training; None: unknown
 
     def scalars(self) -> dict[str, float]:
         """The main metrics by split and name, as in `test_top1`, for experiment trackers."""
@@ -88,6 +90,7 @@ def build_report(
     ood: OODResult | None = None,
     robustness: Robustness | None = None,
     split: str = "test",
+    leak: LeakReport | None = None,
 ) -> EvaluationReport:
     """Compute everything that follows from logits and labels. Results of further forward passes are passed in."""
     metrics = compute_metrics(logits_NK, labels_N, classes)
@@ -108,6 +111,7 @@ def build_report(
         calibrated_on=calibration.fitted_on,
         engine=dict(engine or {}),
         tta=tta,
+        leak=leak,
     )
 
 

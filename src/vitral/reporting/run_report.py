@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -34,7 +35,9 @@ def write_augmented_figure(run: Run, setup: TrainingSetup) -> None:
             plot_augmented(images, targets, setup.dataset.classes, path)
 
 
-def write_run_report(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> None:
+def write_run_report(
+    run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor, allow_leak: bool = False
+) -> None:
     """Write everything about the run, each file atomically. Repeating it gives the same files."""
     atomic_write(run.test_file, dump_json(evaluation.as_dict(), indent=2) + "\n")
     hint = (
@@ -43,7 +46,7 @@ def write_run_report(run: Run, target: EvalTarget, evaluation: EvaluationReport,
     )
     with figure_errors(run, hint):
         write_figures(run, target, evaluation)
-    write_html(run, target, evaluation, logits)
+    write_html(run, target, replace(evaluation, leak=None) if allow_leak else evaluation, logits)
 
 
 @contextmanager

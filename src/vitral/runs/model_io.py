@@ -27,6 +27,7 @@ from vitral.utils.json_toml import dump_json, read_json_object
 from vitral.utils.serialization import from_dict, to_dict
 
 DIGEST = "sha256"  # name of the digest in config.json and in the metadata of weights.safetensors
+TRAINING_IMAGES_FILE = "training_images.npz"  # fingerprints of the training images, to recognise them in evaluations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,14 @@ from vitral.data.lazy_images import select_images
 from vitral.device.select import select_hardware
 from vitral.errors import Interrupted, VitralError
 from vitral.evaluation.feature_classifiers import fit_linear_head
+from vitral.evaluation.leaks import (
+    ALLOW_LEAK_NOTE,
+    LeakReport,
+    check_splits_for_leaks,
+    fingerprint_training_images,
+    save_training_images,
+    split_warning,
+)
 from vitral.evaluation.strategy_comparison import Strategy, Verdict, rank_strategies
 from vitral.inference.forward import compute_features, compute_logits
 from vitral.models.variants import VARIANTS
@@ -57,6 +65,7 @@ class StrategyComparison:
     descriptions: dict[str, str]  # strategy to model and training in a few words
     model_folders: dict[str, str]  # strategy to the folder of one of its models
     notes: tuple[str, ...] = ()  # adaptations of the checkpoint's weights
+    leak: LeakReport | None = None  # evaluated images that are copies of training images; None: none found
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = to_dict(self)
@@ -100,6 +109,7 @@ def compare_strategies(
     *,
     scratch_recipe: Recipe | None = None,
     seeds: int = 3,
+    allow_leak: bool = False,
     log: LogFn = no_log,
     on_part: Callable[[str], None] = no_log,
     callbacks: Sequence[Callback] = (),
@@ -117,6 +127,9 @@ def compare_strategies(
     write_settings(out, recipes)
     setups = {name: setup_training(recipe) for name, recipe in recipes.items()}
     setups["probe"] = setups["fine-tune"]
+    leaks = check_splits_for_leaks(setups["probe"].loaded_dataset)
+    for name, leak in leaks.items() if not allow_leak else ():
+        log(f"warning: {split_warning(name, leak)} ({ALLOW_LEAK_NOTE})")
     splits = {name: split_for_evaluation(setup) for name, setup in setups.items()}
     results: dict[str, list[PartResult]] = {"scratch": [], "probe": [], "fine-tune": []}
     for part in _parts(seeds):
@@ -144,6 +157,7 @@ def compare_strategies(
         descriptions={name: describe_strategy(setups[name].recipe, name) for name in results},
         model_folders={name: str(out / ("probe" if name == "probe" else f"{name}-0")) for name in results},
         notes=setups["fine-tune"].notes,
+        leak=leaks.get("test", leaks.get("validation")),
     )
     atomic_write(out / "comparison.json", dump_json(comparison.as_dict(), indent=2) + "\n")
     return comparison
@@ -223,6 +237,7 @@ def run_part(part: Part, split: EvaluationSplit, folder: Path, callbacks: Sequen
         model, seconds = fit_probe(split, folder)
     else:
         model, seconds = train_part(split, folder, part.seed, callbacks)
+    save_training_images(folder / "model", fingerprint_training_images(split.setup.loaded_dataset))
     return evaluate_part(model, split, folder, seconds)
 
 

@@ -135,6 +135,7 @@ class TrainingSetup:
 
     recipe: Recipe  # complete: written to a file, it repeats the run
     dataset: Dataset  # resized to the model's image size, except training images that are cropped at random
+    loaded_dataset: Dataset  # all images as loaded
     preprocessing: Preprocessing
     initial_weights: dict[str, Tensor] | None  # None: drawn at random
     notes: tuple[str, ...]  # adaptations of the checkpoint's weights, one sentence each
@@ -159,10 +160,10 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, dataset.classes)
         initial_weights, notes = adapted.state, (*checkpoint.notes, *adapted.notes)
     train = dataset.train if recipe.augment.crop else dataset.train.to_model_input(preprocessing)
-    dataset = replace(dataset, train=train, validation=dataset.validation.to_model_input(preprocessing))
     return TrainingSetup(
         recipe=recipe,
-        dataset=dataset,
+        dataset=replace(dataset, train=train, validation=dataset.validation.to_model_input(preprocessing)),
+        loaded_dataset=dataset,
         preprocessing=preprocessing,
         initial_weights=initial_weights,
         notes=notes,

@@ -22,8 +22,8 @@ from vitral.data.files.duplicates import (
     exact_groups,
     near_duplicate_pairs,
     signatures,
-    thumbnail,
 )
+from vitral.data.files.fingerprints import thumbnail
 from vitral.data.files.folders import list_folder
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
+    ALLOW_LEAK_HELP,
     ENGINE_HELP,
     EVAL_DATA_HELP,
     JSON_HELP,
@@ -29,6 +30,7 @@ class CompareArgs:
     data: str | None = option(None, EVAL_DATA_HELP)
     split: SplitFlag | None = option(None, SPLIT_HELP)
     engine: EngineFlag = option("auto", ENGINE_HELP)
+    allow_leak: bool = option(False, ALLOW_LEAK_HELP)
     json: bool = option(False, JSON_HELP)
 
 
@@ -44,7 +46,7 @@ def compare(args: CompareArgs) -> int:
     if args.json:
         print(dump_json(comparison.as_dict()))
     else:
-        print_paired_comparison(comparison, args.first, args.second)
+        print_paired_comparison(comparison, args.first, args.second, args.allow_leak)
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
+    ALLOW_LEAK_HELP,
     ENGINE_HELP,
     EVAL_DATA_HELP,
     JSON_HELP,
@@ -44,6 +45,7 @@ class EvaluateArgs:
         0.01, "with --calibrate: fraction of in-distribution images that may be reported as unknown"
     )
     labels: Path | None = option(None, LABELS_HELP)
+    allow_leak: bool = option(False, ALLOW_LEAK_HELP)
     json: bool = option(False, JSON_HELP)
 
 
@@ -77,7 +79,7 @@ def evaluate(args: EvaluateArgs) -> int:
     if args.json:
         print(dump_json(report.as_dict()))
     else:
-        print_evaluation(report, args.full)
+        print_evaluation(report, args.full, args.allow_leak)
     if args.figures is not None:
         from vitral.reporting.figures import evaluation as evaluation_figures
 

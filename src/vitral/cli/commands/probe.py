@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitral.cli.checks import check_inputs
-from vitral.cli.messages import DATA_HELP, ENGINE_HELP, HEADS_HELP, JSON_HELP, MODEL_HELP, load_model, status_line
+from vitral.cli.messages import (
+    ALLOW_LEAK_HELP,
+    DATA_HELP,
+    ENGINE_HELP,
+    HEADS_HELP,
+    JSON_HELP,
+    MODEL_HELP,
+    load_model,
+    status_line,
+)
 from vitral.cli.options import EngineFlag
 from vitral.cli.parsing import Command, argument, option, required_option
 from vitral.errors import VitralError
@@ -23,6 +32,7 @@ class ProbeArgs:
     heads: int | None = option(None, HEADS_HELP)
     engine: EngineFlag = option("auto", ENGINE_HELP)
     out: Path | None = option(None, "plot to write: .png, .svg or .pdf")
+    allow_leak: bool = option(False, ALLOW_LEAK_HELP)
     json: bool = option(False, JSON_HELP)
 
 
@@ -39,7 +49,7 @@ def probe(args: ProbeArgs) -> int:
     if args.json:
         print(dump_json(result.as_dict()))
     else:
-        tables.print_probe(result)
+        tables.print_probe(result, args.allow_leak)
     return 0
 
 

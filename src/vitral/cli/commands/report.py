@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
+    ALLOW_LEAK_HELP,
     ENGINE_HELP,
     EVAL_DATA_HELP,
     LABELS_HELP,
@@ -33,6 +34,7 @@ class ReportArgs:
     ood: str | None = option(None, "dataset or folder of other things: measure how many are detected as unknown")
     fast: bool = option(False, "skip the robustness measurements")
     labels: Path | None = option(None, LABELS_HELP)
+    allow_leak: bool = option(False, ALLOW_LEAK_HELP)
 
 
 def report(args: ReportArgs) -> int:
@@ -44,7 +46,14 @@ def report(args: ReportArgs) -> int:
     announce_downloads(args.data or predictor.model_config.trained_on, args.ood)
     with status_line() as log:
         path = api.report(
-            predictor, out=args.out, data=args.data, split=args.split, ood=args.ood, fast=args.fast, log=log
+            predictor,
+            out=args.out,
+            data=args.data,
+            split=args.split,
+            ood=args.ood,
+            fast=args.fast,
+            allow_leak=args.allow_leak,
+            log=log,
         )
     print(f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)")
     return 0

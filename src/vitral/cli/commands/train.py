@@ -60,6 +60,9 @@ class TrainArgs:
         None, "fraction to hold out as a test split, from a folder or list without one: 0.1", group=COMMON
     )
     heads: int | None = option(None, HEADS_HELP, group="Model")
+    allow_leak: bool = option(
+        False, "do not warn about validation or test images that are copies of training images", group="Data"
+    )
     compare: bool = option(
         False, "train from scratch, as a linear probe and fine-tuned, and recommend one of them", group=COMPARE
     )
@@ -80,7 +83,7 @@ def train(args: TrainArgs) -> int:
         args = replace(args, overrides={**args.overrides, "data.test_split": args.test_split})
     if args.resume is not None:
         check_resume_flags(args)
-        api.train(resume=args.resume, quiet=False, **args.overrides)
+        api.train(resume=args.resume, allow_leak=args.allow_leak, quiet=False, **args.overrides)
         return 0
     if args.heads is not None and "init_from" not in args.overrides:
         raise VitralError("--heads needs a checkpoint (--init-from)", "Set the model's own heads with --model.heads N")
@@ -91,6 +94,7 @@ def train(args: TrainArgs) -> int:
             f"Set the seed of one run with: --seed {args.seeds}",
         )
     start: dict[str, Any] = {"recipe": args.recipe, "preset": args.preset, "heads": args.heads, "out": args.out}
+    start["allow_leak"] = args.allow_leak
     if not args.compare:
         api.train(args.data, quiet=False, **start, **args.overrides)
         return 0

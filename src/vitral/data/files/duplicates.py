@@ -14,21 +14,28 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from vitral.data.decode import ImageDecodeError, decode_image
+from vitral.data.files.fingerprints import (
+    THUMBNAIL_SIZE,
+    Array,
+    ImageFingerprints,
+    ReportProgress,
+    thumbnail,
+)
+from vitral.data.files.worker import read_location
+from vitral.data.files.workers import ImageLocation
 from vitral.device.cpu import available_cpus
 
-THUMBNAIL_SIZE = 32
 MIN_SIGNATURE_SIMILARITY = 0.72  # of candidate pairs; different photographs reached 0.73
 MIN_CORRELATION = 0.95  # of copies; different photographs reached 0.89
 MIN_CONTRAST = 2.0  # in gray levels; flatter images are similar without being copies
@@ -36,8 +43,8 @@ MIN_CONTRAST = 2.0  # in gray levels; flatter images are similar without being c
 # pairs with nearly equal signatures are considered.
 MAX_CANDIDATES_PER_IMAGE, EXACT_SIMILARITY = 20, 0.99
 BLOCK = 4096  # images per block of the similarity matrix: 64 MiB
-
-Array = np.ndarray[Any, Any]
+# Copies of stored fingerprints. Digits of MNIST differ from their nearest neighbour by at least 4 grey levels.
+MAX_CANDIDATES_PER_QUERY, MAX_DIFFERENCE = 5, 2.5
 
 # Crops under which thumbnails are correlated: scale, then y and x from -1 (one edge) to 1 (the other).
 OVERLAY_CROPS = [(1.0, 0, 0), *((scale, y, x) for scale in (0.95, 0.9) for y in (-1, 0, 1) for x in (-1, 0, 1))]
@@ -63,42 +70,36 @@ def exact_groups(files: Sequence[Path]) -> list[list[int]]:
     return sorted(group for group in by_digest.values() if len(group) > 1)
 
 
-def thumbnail(image: Image.Image) -> Array:
-    """The whole image resized to uint8 (32, 32, 3), regardless of its aspect ratio."""
-    size = (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
-    return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR, reducing_gap=3.0))
-
-
-def thumbnails(
-    files: Sequence[Any],
-    read: Callable[[Any], Path | bytes] = lambda file: file,
-    report_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Array:
+def thumbnails(locations: Sequence[ImageLocation], report_progress: ReportProgress = lambda done, total: None) -> Array:
     """Thumbnails uint8 (N, 32, 32, 3); black, which matches nothing, for unreadable files."""
-    array = np.zeros((len(files), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
+    array = np.zeros((len(locations), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
 
     def fill(index: int) -> None:
         try:
-            size = (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
-            array[index] = thumbnail(decode_image(read(files[index]), min_size=size, allow_reduced_jpeg=True))
+            content, size = read_location(*locations[index]), (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
+            array[index] = thumbnail(decode_image(content, min_size=size, allow_reduced_jpeg=True))
         except ImageDecodeError:
             return
 
     with ThreadPoolExecutor(max_workers=available_cpus()) as pool:
-        for num_done, _ in enumerate(pool.map(fill, range(len(files))), start=1):
-            report_progress(num_done, len(files))
+        for num_done, _ in enumerate(pool.map(fill, range(len(locations))), start=1):
+            report_progress(num_done, len(locations))
     return array
 
 
 def signatures(thumbnails_N: Array) -> Tensor:
-    """Unit vectors (N, 128) of brightness differences in an 8×8 grid; zeros for images with almost no contrast."""
+    """Unit vectors (N, 128) of brightness differences in an 8×8 grid; zeros for images with almost no contrast.
+
+    Thumbnails are square, grey (N, S, S) or in colour (N, S, S, 3).
+    """
     blocks = [torch.zeros(0, 128)]
     for start in range(0, len(thumbnails_N), BLOCK):
-        gray = torch.from_numpy(thumbnails_N[start : start + BLOCK]).float() @ torch.tensor([0.299, 0.587, 0.114])
+        gray = torch.from_numpy(thumbnails_N[start : start + BLOCK]).float()
+        gray = gray @ torch.tensor([0.299, 0.587, 0.114]) if gray.ndim == 4 else gray
         across = F.interpolate(gray[:, None], size=(8, 9), mode="area").diff(dim=3)
         down = F.interpolate(gray[:, None], size=(9, 8), mode="area").diff(dim=2)
         differences = torch.cat([across.flatten(1), down.flatten(1)], dim=1)
-        is_flat = F.avg_pool2d(gray[:, None], 4).std(dim=(1, 2, 3)) < MIN_CONTRAST
+        is_flat = F.avg_pool2d(gray[:, None], gray.shape[1] // 8).std(dim=(1, 2, 3)) < MIN_CONTRAST
         blocks.append(F.normalize(differences, dim=1) * ~is_flat[:, None])
     return torch.cat(blocks)
 
@@ -154,12 +155,10 @@ def connected_groups(count: int, pairs: Array) -> Array:
     return group
 
 
-def duplicate_groups(
-    files: Sequence[Path], report_progress: Callable[[int, int], None] = lambda done, total: None
-) -> Array:
+def duplicate_groups(files: Sequence[Path], report_progress: ReportProgress = lambda done, total: None) -> Array:
     """For each file the lowest index among its exact and near duplicates."""
     exact = [(group[0], other) for group in exact_groups(files) for other in group[1:]]
-    near = near_duplicate_pairs(thumbnails(files, report_progress=report_progress))
+    near = near_duplicate_pairs(thumbnails([ImageLocation(str(file)) for file in files], report_progress))
     return connected_groups(len(files), np.concatenate([near, np.array(exact).reshape(-1, 2)]))
 
 
@@ -174,3 +173,74 @@ def _normalised_crops(images_PCHW: Tensor) -> Tensor:
     values = torch.stack(crops, dim=1)
     values = values - values.mean(dim=2, keepdim=True)
     return values / values.norm(dim=2, keepdim=True).clamp_min(1e-6)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CopyMatches:
+    """Which of N images are copies of reference images."""
+
+    exact: Array  # (N,) booleans: equal bytes or equal pixels
+    near: Array  # (N,) booleans: resized, recompressed or slightly cropped; not exact
+    near_checked: bool  # False if thumbnails are missing
+
+    @property
+    def any(self) -> Array:
+        matches: Array = self.exact | self.near
+        return matches
+
+
+def find_copies(images: ImageFingerprints, reference: ImageFingerprints) -> CopyMatches:
+    """Find the images that are exact or near copies of a reference image."""
+    exact = _is_in(images.file_hashes, reference.file_hashes) | _is_in(images.pixel_hashes, reference.pixel_hashes)
+    near = np.zeros(len(images), dtype=np.bool_)
+    near_checked = images.thumbnails is not None and reference.thumbnails is not None
+    if images.thumbnails is not None and reference.thumbnails is not None:
+        rows = np.flatnonzero(~exact)
+        near[rows] = _near_copies(images.thumbnails[rows], reference.thumbnails)
+    return CopyMatches(exact=exact, near=near, near_checked=near_checked)
+
+
+def _is_in(hashes: Array, reference: Array) -> Array:
+    found: Array = np.isin(hashes, reference) & (hashes != 0)
+    return found
+
+
+def _near_copies(thumbnails_N: Array, reference_M: Array) -> Array:
+    """Mask (N,) of grey thumbnails that show a reference image.
+
+    Photographs are compared like `near_duplicate_pairs`. Of images that are similar by nature, only those with almost
+    equal thumbnails are copies.
+    """
+    near = np.zeros(len(thumbnails_N), dtype=np.bool_)
+    signature_N, signature_M = signatures(thumbnails_N), signatures(reference_M)
+    max_pairs = MAX_CANDIDATES_PER_QUERY * max(len(thumbnails_N), 50)
+    pairs = _candidates(signature_N, signature_M, MIN_SIGNATURE_SIMILARITY, max_pairs)
+    similar_by_nature = pairs is None
+    if pairs is None:
+        pairs = _candidates(signature_N, signature_M, EXACT_SIMILARITY)
+        assert pairs is not None
+    for chunk in pairs.split(1024) if len(pairs) else ():
+        rows = chunk[:, 0].numpy()
+        first = torch.from_numpy(thumbnails_N[rows]).float()[:, None]
+        second = torch.from_numpy(reference_M[chunk[:, 1].numpy()]).float()[:, None]
+        if similar_by_nature:
+            is_copy = (first - second).square().mean(dim=(1, 2, 3)).sqrt() <= MAX_DIFFERENCE
+        else:
+            is_copy = correlation(first, second) >= MIN_CORRELATION
+        near[rows[is_copy.numpy()]] = True
+    return near
+
+
+def _candidates(
+    first_N: Tensor, second_M: Tensor, min_similarity: float, max_pairs: float = torch.inf
+) -> Tensor | None:
+    """Pairs (P, 2) of rows whose signatures have at least this inner product; None if there are too many."""
+    blocks, count = [torch.zeros(0, 2, dtype=torch.int64)], 0
+    for top in range(0, len(first_N), BLOCK):
+        for left in range(0, len(second_M), BLOCK):
+            pairs = (first_N[top : top + BLOCK] @ second_M[left : left + BLOCK].T >= min_similarity).nonzero()
+            count += len(pairs)
+            if count > max_pairs:
+                return None
+            blocks.append(pairs + torch.tensor([top, left]))
+    return torch.cat(blocks)

@@ -157,6 +157,8 @@ def read_listing(
         fingerprint=index.fingerprint,
         load_test=lambda: reader.read("test"),
         notes=listing.notes,
+        test_locations=[location for location, _ in listing.splits["test"]],
+        held_out=listing.held_out,
     )
 
 
@@ -212,7 +214,10 @@ class _SplitReader:
                 f"{self._budget_bytes() / GIB:.3g} GiB available for packing: decoded in every epoch by "
                 f"{images.workers} workers with a {images.buffer_bytes / 2**20:.0f} MiB buffer"
             )
-        return Split(images=images, labels=torch.tensor(labels), is_model_input=split != "train")
+        is_model_input = split != "train"
+        return Split(
+            images=images, labels=torch.tensor(labels), is_model_input=is_model_input, locations=locations
+        )
 
     def _packed(self, split: str) -> Split:
         locations, labels = zip(*self.listing.splits[split], strict=True)
@@ -228,7 +233,9 @@ class _SplitReader:
         )
         if packed.unreadable:
             self.notes.append(_unreadable_note(split, packed))
-        return Split(images=packed.images, labels=packed.labels, is_model_input=split != "train")
+        return Split(
+            images=packed.images, labels=packed.labels, is_model_input=split != "train", locations=locations
+        )
 
 
 def _has_index(folder: Path, index: PackIndex) -> bool:

@@ -36,6 +36,7 @@ class DatasetListing:
     source: str  # for display
     state: object = None  # distinguishes versions of a dataset whose files do not change path, size or time
     notes: tuple[str, ...] = ()  # for display, one sentence each: skipped files, merged folders, classes of one image
+    held_out: tuple[str, ...] = ()  # splits that were taken out of the training images
 
 
 def make_listing(
@@ -104,7 +105,8 @@ def hold_out_splits(
         splits["validation" if for_validation else "test" if for_test else "train"].append(item)
     single = [name for name, count in zip(listing.classes, np.bincount(labels), strict=True) if count == 1]
     notes = (*listing.notes, _single_image_note(single)) if single and (validation or test_split) else listing.notes
-    return replace(listing, splits=splits, source=source, notes=notes)
+    names = ("test",) * (test_split > 0) + ("validation",) * (not has_validation)
+    return replace(listing, splits=splits, source=source, notes=notes, held_out=names)
 
 
 def _single_image_note(classes: Sequence[str]) -> str:

@@ -33,7 +33,6 @@ from vitral.data.files.listing import (
 )
 from vitral.data.files.remote import MAX_IMAGE_BYTES, is_url, open_url, read_range, url_version
 from vitral.data.files.walk import IMAGE_SUFFIXES
-from vitral.data.files.worker import read_location
 from vitral.data.files.workers import ImageLocation
 from vitral.data.registry.cache import cache_dir
 from vitral.errors import VitralError
@@ -169,5 +168,4 @@ def _file_version(path: Path) -> str:
 
 
 def _duplicate_groups(locations: Sequence[ImageLocation]) -> np.ndarray[Any, Any]:
-    thumbnails_N = thumbnails(locations, read=lambda location: read_location(*location))
-    return connected_groups(len(locations), near_duplicate_pairs(thumbnails_N))
+    return connected_groups(len(locations), near_duplicate_pairs(thumbnails(locations)))

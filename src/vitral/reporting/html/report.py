@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from vitral import __version__
+from vitral.evaluation.leaks import evaluation_warning, new_images_text
 from vitral.reporting.html.confusion_matrix import ConfusionExamples, confusion_section
 from vitral.reporting.html.evaluation_sections import calibration_section, ood_section, robustness_section
 from vitral.reporting.html.gallery import gallery_section
@@ -57,7 +58,7 @@ def render_report(data: ReportData) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{text(data.title)}</title>'
         f"<style>{style}</style></head><body>"
-        f"<header><h1>{text(data.title)}</h1>{key_figures(data)}"
+        f"<header><h1>{text(data.title)}</h1>{leak_banner(data)}{key_figures(data)}"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav></header><main>{body}</main>'
         f"<footer>vitral {__version__}. This file is self-contained.</footer>"
         f'<script type="application/json" id="report-data">{json_for_script(examples.to_dict(data))}</script>'
@@ -67,6 +68,16 @@ def render_report(data: ReportData) -> str:
 
 def csp_hash(source: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
+
+
+def leak_banner(data: ReportData) -> str:
+    """A warning above the figures if evaluated images were used for training."""
+    leak = data.evaluation.leak
+    warning = evaluation_warning(leak)
+    if leak is None or warning is None:
+        return ""
+    sentences = [f"{warning[0].upper()}{warning[1:]}.", new_images_text(leak)]
+    return f'<p class="warning" role="alert">{text(" ".join(filter(None, sentences)))}</p>'
 
 
 def key_figures(data: ReportData) -> str:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.compare import PairedComparison
+from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, new_images_text
 from vitral.evaluation.ood import OODResult
 from vitral.evaluation.report import EvaluationReport
 from vitral.evaluation.robustness import Robustness
@@ -17,9 +18,22 @@ from vitral.reporting.terminal.tables import print_class_metrics, print_confusio
 MAX_DIFFERING_CLASSES = 8
 
 
-def print_evaluation(report: EvaluationReport, full: bool) -> None:
+def print_leak(console: Console, leak: LeakReport | None, model: str | None = None) -> None:
+    """Warn about evaluated images that were used for training. model: the one that was trained on them."""
+    if leak is None or (warning := evaluation_warning(leak)) is None:
+        return
+    name = f"{model}: " if model else ""
+    console.print(f"warning: {name}{warning} ({ALLOW_LEAK_NOTE})", soft_wrap=True, markup=False)
+    if (accuracy := new_images_text(leak)) is not None:
+        console.print(f"         {accuracy}", soft_wrap=True, markup=False)
+    console.print()
+
+
+def print_evaluation(report: EvaluationReport, full: bool, allow_leak: bool = False) -> None:
     """Print the metrics with intervals. full: also metrics per class and the confusion matrix."""
     console = Console(highlight=False)
+    if not allow_leak:
+        print_leak(console, report.leak)
     if report.split == "validation":
         message = "Validation images; the best epoch was selected on them, so new images will score slightly lower.\n"
         console.print(message, soft_wrap=True)
@@ -138,9 +152,12 @@ def print_robustness(result: Robustness, console: Console) -> None:
     console.print(table)
 
 
-def print_paired_comparison(comparison: PairedComparison, first: str, second: str) -> None:
+def print_paired_comparison(comparison: PairedComparison, first: str, second: str, allow_leak: bool = False) -> None:
     """Print the accuracies of two models on the same images, and where they differ."""
     console = Console(highlight=False)
+    if not allow_leak:
+        for name, leak in zip((first, second), comparison.leaks, strict=False):
+            print_leak(console, leak, name)
     name1, name2 = escape(first), escape(second)
     width = max(len(first), len(second), len("difference"), 18) + 2
     images = f"{comparison.images:,} images"

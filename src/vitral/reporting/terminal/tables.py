@@ -9,6 +9,7 @@ from rich.text import Text
 
 from vitral.doctor import Diagnosis
 from vitral.doctor.advice import Recommendation
+from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, evaluation_warning
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.training.compare_strategies import StrategyComparison
@@ -52,8 +53,10 @@ def print_confusion_matrix(metrics: Metrics, console: Console) -> None:
     console.print(matrix)
 
 
-def print_probe(result: ProbeResult) -> None:
+def print_probe(result: ProbeResult, allow_leak: bool = False) -> None:
     console = Console(highlight=False)
+    if not allow_leak and (warning := evaluation_warning(result.leak)) is not None:
+        console.print(f"warning: {warning} ({ALLOW_LEAK_NOTE})\n", soft_wrap=True, markup=False)
     columns = ("classifier", "per class", "images", "accuracy", "95% interval", "setting")
     table = make_table(columns, left=("classifier", "setting"))
     best = max(row.accuracy for row in result.rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from vitral.data.names import SEQUENCE_PREFIX
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import shell_quote
+from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, split_warning
 from vitral.evaluation.report import EvaluationReport
 from vitral.evaluation.tta import TTA_DESCRIPTIONS
 from vitral.models.variants import VARIANTS
@@ -56,11 +58,30 @@ def print_run_summary(
     console.print("\n".join(lines), soft_wrap=True, markup=False)
 
 
-def print_result(console: Console, run: Run, recipe: Recipe, dataset_name: str, evaluation: EvaluationReport) -> None:
+def print_leaks(console: Console, dataset_name: str, leaks: Mapping[str, LeakReport]) -> None:
+    """Warn about validation and test splits that contain copies of training images."""
+    for split, leak in leaks.items():
+        console.print(f"warning: {split_warning(split, leak)}", soft_wrap=True, markup=False)
+    if leaks:
+        cleaned = shell_quote(f"{dataset_name.rstrip('/')}-clean")
+        fix = f"Write a cleaned copy: vitral doctor {shell_quote(dataset_name)} --clean {cleaned}"
+        console.print(f"         {fix} ({ALLOW_LEAK_NOTE})\n", soft_wrap=True, markup=False)
+
+
+def print_result(
+    console: Console,
+    run: Run,
+    recipe: Recipe,
+    dataset_name: str,
+    evaluation: EvaluationReport,
+    allow_leak: bool = False,
+) -> None:
     """Accuracy, confusions, files and next steps after a run."""
     low, high = evaluation.top1_low, evaluation.top1_high
     confused = ", ".join(f"{true} as {predicted} ({count}x)" for true, predicted, count in evaluation.most_confused(3))
+    warning = None if allow_leak else evaluation_warning(evaluation.leak)
     lines = [
+        *([f"\nwarning: {warning} ({ALLOW_LEAK_NOTE})"] if warning else []),
         f"\n{evaluation.split.capitalize()} accuracy   {evaluation.top1:.2%} (95% CI {100 * low:.2f}-{high:.2%}), "
         f"{evaluation.images:,} images",
     ]
