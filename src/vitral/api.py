@@ -80,7 +80,14 @@ from vitral.training.provenance import (
     recorded_threads,
     started_in_fp8,
 )
-from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware, with_threads
+from vitral.training.setup import (
+    TrainingSetup,
+    resolve_recipe,
+    setup_training,
+    training_hardware,
+    with_excluded_files,
+    with_threads,
+)
 from vitral.training.trainer import Trainer, check_splits
 from vitral.utils.progress import LogFn, no_log
 
@@ -96,6 +103,7 @@ def train(
     heads: int | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
+    exclude: str | Path | None = None,
     allow_leak: bool = False,
     quiet: bool = True,
     **overrides: Any,
@@ -111,6 +119,7 @@ def train(
         heads: Number of attention heads, for a checkpoint that does not store it.
         out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
         resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence must be passed again.
+        exclude: List of files that are not used, such as the one that `vitral doctor --fix-list` writes.
         allow_leak: Do not warn about validation or test images that are copies of training images.
         quiet: Print nothing.
         overrides: Recipe fields, such as `epochs=3` or `**{"optim.lr": 1e-3}`. A resumed run accepts only
@@ -120,7 +129,7 @@ def train(
     items = data if is_sequence(data) else None
     name = sequence_name(items) if items is not None else None if data is None else str(data)
     if resume is not None:
-        if (data is not None and items is None) or recipe or init_from or preset or heads or out:
+        if (data is not None and items is None) or recipe or init_from or preset or heads or out or exclude:
             raise VitralError("a resumed run keeps its data, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
@@ -129,7 +138,7 @@ def train(
             return Predictor.load(resume, device=resolved.device)
     else:
         resolved = resolve_recipe(name, recipe, str(init_from) if init_from else None, preset, heads)
-        resolved = resolved.with_overrides(overrides)
+        resolved = with_excluded_files(resolved.with_overrides(overrides), exclude)
     world = join_process_group(resolved.device)
     console = Console(quiet=quiet or not world.is_rank0, highlight=False)
     run = None
@@ -150,11 +159,11 @@ def train(
             console.print(note, soft_wrap=True)
         run = create_or_update_run(world, run, setup, hardware, parallel, out)
         terminal.print_run_summary(console, setup, hardware, parallel, run)
-        return _train_and_evaluate(run, setup, hardware, parallel, console)
+        return _train_and_evaluate(run, setup, hardware, parallel, console, allow_leak)
 
 
 def _train_and_evaluate(
-    run: Run, setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan, console: Console
+    run: Run, setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan, console: Console, allow_leak: bool
 ) -> Predictor:
     """Train in the run folder, or continue there, and evaluate the model."""
     world = hardware.world
@@ -247,6 +256,7 @@ def compare(
     scratch_recipe: Recipe | None = None,
     seeds: int = 3,
     out: str | Path | None = None,
+    exclude: str | Path | None = None,
     allow_leak: bool = False,
     quiet: bool = True,
     **overrides: Any,
@@ -264,12 +274,13 @@ def compare(
         scratch_recipe: Recipe of the training from scratch. Default: the one that suits the data.
         seeds: Runs per strategy.
         out: Folder for all results. Default: runs/compare-<date>-<id>.
+        exclude: List of files that are not used.
         allow_leak: Do not warn about validation or test images that are copies of training images.
         quiet: Print nothing.
         overrides: Fields of the fine-tuning recipe.
     """
     finetune = resolve_recipe(data, recipe, str(init_from) if init_from else None, preset, heads)
-    finetune = finetune.with_overrides(overrides)
+    finetune = with_excluded_files(finetune.with_overrides(overrides), exclude)
     check_comparison(finetune, seeds)
     folder = Path(out) if out else new_run_path(RUNS, "compare")
     console = Console(quiet=quiet, highlight=False)

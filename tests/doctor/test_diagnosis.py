@@ -194,7 +194,7 @@ def test_fix_list_has_one_row_per_file_and_issue(photos, tmp_path):
     assert write_fix_list(diagnosis, tmp_path / "fix.csv") == 5
     with (tmp_path / "fix.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["path", "issue", "detail", "fix"]
+    assert list(rows[0]) == ["path", "issue", "detail", "action", "fix"]
     assert {row["path"] for row in rows} == {
         str(photos / name) for name in ("ants/0.jpg", "ants/1.jpg", "ants/again.jpg", "bees/ant.jpg", "lost.jpg")
     }

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 import vitral
-from support.common import Command, skip_figures
+from support.common import TINY_MODEL, Command, skip_figures
 from support.random_classes import save_random_classes
-from vitral.data.datasets import load
+from vitral.data.datasets import load_builtin_dataset
 
 TINY: dict[str, Any] = {
     "model.image_size": (16, 16),
@@ -156,13 +156,15 @@ def test_train_says_at_the_start_that_given_splits_are_copies_of_training_images
 
 
 def test_exported_images_of_a_builtin_dataset_are_recognised(tmp_path: Path) -> None:
-    train_tiny_run(Path("digits"), tmp_path / "run")
-    digits = load("digits")
+    with pytest.MonkeyPatch.context() as patched:
+        skip_figures(patched)
+        vitral.train("digits", epochs=1, out=tmp_path / "run", **TINY_MODEL)
+    digits = load_builtin_dataset("digits")
     for split, count in ((digits.train, 30), (digits.test, 10)):
         for row in range(count):
             file = tmp_path / "exported" / digits.classes[int(split.labels[row])] / f"{len(split)}-{row}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(split.images[row, 0].numpy()).save(file)
+            Image.fromarray(split.images[row][0].numpy()).save(file)
     leak = vitral.evaluate(tmp_path / "run", data=str(tmp_path / "exported")).leak
     assert leak is not None
     assert (leak.exact, leak.near, leak.near_checked) == (30, 0, False)
@@ -174,7 +176,7 @@ def test_sequences_are_recorded_too(tmp_path: Path, mixed_flat: Path, folder: Pa
     items = [(Image.open(file), file.parent.name) for file in sorted((folder / "train").rglob("*.jpg"))]
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched)
-        vitral.train(items, epochs=1, out=tmp_path / "run", **{"data.validation": 0.25}, **TINY)
+        vitral.train(items, epochs=1, out=tmp_path / "run", **TINY | {"data.validation": 0.25})
     leak = vitral.evaluate(tmp_path / "run", data=str(mixed_flat)).leak
     assert leak is not None
     assert leak.count == 18
@@ -192,6 +194,6 @@ def test_probe_reports_copies_across_splits_and_training_images_of_the_model(
 def test_report_shows_the_warning_above_the_figures(run: Path, mixed_flat: Path, tmp_path: Path) -> None:
     path = vitral.report(run, data=str(mixed_flat), out=tmp_path / "report.html", fast=True)
     html = path.read_text()
-    assert html.index("24 of these 44 images were used for training") < html.index("key-figures")
+    assert html.index("24 of these 44 images were used for training") < html.index('class="key-figures"')
     path = vitral.report(run, data=str(mixed_flat), out=tmp_path / "quiet.html", fast=True, allow_leak=True)
     assert "used for training" not in path.read_text()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitral.data.files.fingerprints import ImageFingerprints
 from vitral.data.files.workers import ImageLocation
 from vitral.data.lazy_images import Images
 from vitral.data.preprocess import Preprocessing, to_model_input
@@ -41,6 +42,7 @@ class Split:
     labels: Tensor  # int64 (N,)
     is_model_input: bool = False  # whether the images are resized and cropped for the model already
     locations: Sequence[ImageLocation] | None = None  # files, including unreadable ones; None: not read from files
+    fingerprints: ImageFingerprints | None = None  # of images that were resized when they were read, if not from files
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -24,7 +24,13 @@ from vitral.data.datasets import Dataset, Split, holdout_masks
 from vitral.data.decode import ImageDecodeError, decode_image
 from vitral.data.files.duplicates import connected_groups, near_duplicate_pairs
 from vitral.data.files.file_dataset import ReadOptions, storage_preprocessing
-from vitral.data.files.fingerprints import THUMBNAIL_SIZE, thumbnail
+from vitral.data.files.fingerprints import (
+    THUMBNAIL_SIZE,
+    ImageFingerprints,
+    empty_fingerprints,
+    fingerprint_image,
+    thumbnail,
+)
 from vitral.data.files.listing import SPLIT_NAMES
 from vitral.data.files.unreadable import (
     check_unreadable_fraction,
@@ -94,14 +100,17 @@ def load_sequence(
     errors: dict[int, str] = {}
     if len(labels) * int(np.prod(stored.shape)) <= MAX_IN_MEMORY_BYTES:
         with progress_bars(progress, "images") as report_progress:
-            array, thumbnails, errors = _decode_all(data, stored, partial(report_progress, "reading"))
+            decoded = _decode_all(data, stored, partial(report_progress, "reading"))
+        array, errors = decoded.images, decoded.errors
         check_unreadable_fraction(errors.values(), len(labels), read_options.unreadable)
         labels = replace_or_drop_unreadable(array, labels, errors, replace=True)
-        groups = connected_groups(len(labels), near_duplicate_pairs(thumbnails))
+        groups = connected_groups(len(labels), near_duplicate_pairs(decoded.thumbnails))
+        fingerprints: ImageFingerprints | None = decoded.fingerprints
         images, note = torch.from_numpy(array), f"{len(errors)} unreadable replaced" if errors else None
         digest = hashlib.sha256(array.data)
     else:
         images, groups = SequenceImages(data, labels, stored, read_options.unreadable), np.arange(len(labels))
+        fingerprints = None
         note = (
             f"larger than {MAX_IN_MEMORY_BYTES / 2**30:g} GiB: images are read on access, "
             "near-duplicates are not detected"
@@ -109,12 +118,12 @@ def load_sequence(
         digest = hashlib.sha256(b"by labels")  # hashing the pixels would mean reading all images
     digest.update(repr((classes, stored)).encode() + labels.tobytes())
     is_validation, is_test = holdout_masks(labels, validation=validation, test=test_split, groups=groups)
-    train = _select(images, labels, ~(is_validation | is_test))
+    train = _select(images, labels, fingerprints, ~(is_validation | is_test))
     inputs: Images = images
     if stored.image_size != preprocessing.image_size:  # crop held-out images from the originals, as predictions do
         inputs = SequenceImages(data, labels, preprocessing, read_options.unreadable, errors)
     validation_part, test_part = (
-        _model_input(_select(inputs, labels, mask), in_memory=isinstance(images, Tensor))
+        _model_input(_select(inputs, labels, fingerprints, mask), in_memory=isinstance(images, Tensor))
         for mask in (is_validation, is_test)
     )
     held_out = [f"{test_split:.0%} held out for testing"] * (test_split > 0)
@@ -130,10 +139,16 @@ def load_sequence(
     )
 
 
-def _select(images: Images, labels: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> Split:
+def _select(
+    images: Images,
+    labels: np.ndarray[Any, Any],
+    fingerprints: ImageFingerprints | None,
+    mask: np.ndarray[Any, Any],
+) -> Split:
     rows = torch.from_numpy(np.flatnonzero(mask))
     selected = images[rows] if isinstance(images, Tensor) else SubsetImages(images, rows)
-    return Split(images=selected, labels=torch.from_numpy(labels)[rows])
+    selected_fingerprints = None if fingerprints is None else fingerprints[rows.numpy()]
+    return Split(images=selected, labels=torch.from_numpy(labels)[rows], fingerprints=selected_fingerprints)
 
 
 def _model_input(split: Split, in_memory: bool) -> Split:
@@ -183,21 +198,28 @@ class SequenceImages(LazyImages):
                 check_unreadable_fraction(self.unreadable.values(), len(self), self.max_unreadable)
 
 
+class _DecodedSequence(NamedTuple):
+    images: np.ndarray[Any, Any]  # resized for storage
+    thumbnails: np.ndarray[Any, Any]
+    fingerprints: ImageFingerprints
+    errors: dict[int, str]  # of unreadable images, by index
+
+
 def _decode_all(
     data: ItemSequence, stored: Preprocessing, report_progress: Callable[[int, int], None]
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], dict[int, str]]:
-    """All images resized for storage, their thumbnails, and the errors of unreadable images by index."""
+) -> _DecodedSequence:
     images = np.zeros((len(data), *stored.shape), dtype=np.uint8)
     thumbnails = np.zeros((len(data), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
-    errors = {}
+    fingerprints, errors = empty_fingerprints(len(data)), {}
     for index in range(len(data)):
         try:
             image = decode_image(split_item(data[index])[0])
             images[index], thumbnails[index] = stored.resize_and_crop(image), thumbnail(image)
+            fingerprint_image(fingerprints, index, image)
         except ImageDecodeError as error:
             errors[index] = f"item {index}: {error.what}"
         report_progress(index + 1, len(data))
-    return images, thumbnails, errors
+    return _DecodedSequence(images, thumbnails, fingerprints, errors)
 
 
 def split_item(item: Any) -> tuple[Any, Any]:

@@ -9,6 +9,15 @@ issues. `vitral.doctor.advice` recommends a training command and estimates its t
 from __future__ import annotations
 
 from vitral.doctor.diagnosis import Diagnosis, diagnose, write_fix_list
+from vitral.doctor.fixes import check_destination, plan_removals, write_clean_copy
 from vitral.doctor.issue import Issue
 
-__all__ = ["Diagnosis", "Issue", "diagnose", "write_fix_list"]
+__all__ = [
+    "Diagnosis",
+    "Issue",
+    "check_destination",
+    "diagnose",
+    "plan_removals",
+    "write_clean_copy",
+    "write_fix_list",
+]

@@ -11,12 +11,15 @@ from typing import Any
 
 from vitral.data.files.folders import no_class_folders_error
 from vitral.data.names import check_files_exist
+from vitral.doctor.fixes import plan_removals
 from vitral.doctor.folder_checks import ListedImage, list_csv, list_folder
 from vitral.doctor.image_checks import (
     InspectedImage,
+    count_leaks,
     describe_modes,
     describe_sizes,
     duplicate_issues,
+    find_duplicates,
     inspect_images,
     outlier_issues,
     unreadable_issues,
@@ -41,6 +44,8 @@ class Diagnosis:
     image_sizes: str = ""
     image_modes: str = ""
     images: list[InspectedImage] = field(default_factory=list)  # including unreadable ones
+    removals: dict[Path, str] = field(default_factory=dict)  # files to remove and the reason; never all copies
+    leaks: dict[str, int] = field(default_factory=dict)  # split → number of copies of training images
 
     @property
     def errors(self) -> list[Issue]:
@@ -57,16 +62,38 @@ class Diagnosis:
         """Training images per class, for classes that have any."""
         return {name: counts["train"] for name, counts in self.classes.items() if counts.get("train")}
 
+    @property
+    def headline(self) -> str:
+        """The worst finding in one sentence."""
+        conflicting = sum(len(issue.files) for issue in self.errors if issue.kind.endswith("-conflicting-labels"))
+        num_unreadable = sum(image.error is not None for image in self.images)
+        if not self.is_trainable:
+            blocking = next((issue for issue in self.errors if issue.kind in ("single-class", "class-name")), None)
+            return f"This folder cannot be trained on{f': {blocking.message}' if blocking else ''}."
+        if self.leaks:
+            return "; ".join(_leak_text(split, count, self.splits[split]) for split, count in self.leaks.items()) + "."
+        if conflicting:
+            return f"{conflicting:,} images are copies of each other with different labels."
+        if num_unreadable:
+            return f"{num_unreadable:,} of {len(self.images):,} files {_are(num_unreadable)} unreadable."
+        if self.errors:
+            return f"{self.errors[0].message}."
+        if self.issues:
+            return f"No errors, {len(self.issues)} warning{'s' if len(self.issues) > 1 else ''}."
+        return "No problems found."
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON output of `vitral doctor`."""
         return {
             "path": self.path,
+            "headline": self.headline,
             "num_images": self.num_images,
             "classes": self.classes,
             "splits": self.splits,
             "image_sizes": self.image_sizes,
             "image_modes": self.image_modes,
             "issues": [to_dict(issue) for issue in self.issues],
+            "removals": {str(path): reason for path, reason in self.removals.items()},
         }
 
 
@@ -89,11 +116,14 @@ def diagnose(path: Path | str) -> Diagnosis:
         image_sizes=describe_sizes(readable),
         image_modes=describe_modes(readable),
         images=images,
+        removals=plan_removals(images, thumbnails),
     )
+    duplicates = find_duplicates(readable, thumbnails[readable_indices])
+    diagnosis.leaks = count_leaks(readable, duplicates)
     diagnosis.issues = [
         *unreadable_issues(images),
         *folder_issues,
-        *duplicate_issues(readable, thumbnails[readable_indices]),
+        *duplicate_issues(readable, duplicates),
         *class_balance_issues(diagnosis.train_counts),
         *outlier_issues(readable),
     ]
@@ -150,17 +180,39 @@ def class_balance_issues(train_counts: dict[str, int]) -> Iterator[Issue]:
         )
 
 
+def _leak_text(split: str, count: int, total: int) -> str:
+    if count == total > 1:
+        return f"All {total:,} {split} images are copies of training images"
+    copies = "is a copy of a training image" if count == 1 else "are copies of training images"
+    return f"{count:,} of {total:,} {split} images {copies}"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def fix_action(diagnosis: Diagnosis, issue: Issue, file: str) -> str:
+    """What `train --exclude` and `doctor --clean` do with a file of an issue."""
+    if Path(file) in diagnosis.removals:
+        return "remove"
+    return "keep" if "duplicates" in issue.kind and not issue.kind.endswith("-conflicting-labels") else "review"
+
+
 def write_fix_list(diagnosis: Diagnosis, path: Path) -> int:
-    """Write a CSV file with one row per file and issue: path, issue, detail, fix. Returns the number of rows."""
+    """Write a CSV file with one row per file and issue: path, issue, detail, action, fix.
+
+    The action is remove, keep or review; `vitral train --exclude` leaves out the files to remove. Returns the number
+    of rows.
+    """
     rows = [
-        (file, issue.kind, detail, issue.fix)
+        (file, issue.kind, detail, fix_action(diagnosis, issue, file), issue.fix)
         for issue in diagnosis.issues
         for file, detail in zip(issue.files, issue.details or [""] * len(issue.files), strict=True)
     ]
     try:
         with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["path", "issue", "detail", "fix"])
+            writer.writerow(["path", "issue", "detail", "action", "fix"])
             writer.writerows(rows)
     except OSError as error:
         raise VitralError(f"cannot write {path}: {error_reason(error)}", "Check that the folder is writable") from error

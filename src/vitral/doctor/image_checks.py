@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,8 +69,16 @@ def unreadable_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
         )
 
 
-def duplicate_issues(images: Sequence[InspectedImage], thumbnails: np.ndarray[Any, Any]) -> Iterator[Issue]:
-    """Files with equal bytes, then near duplicates among the others."""
+class DuplicateGroups(NamedTuple):
+    """Groups of image indices."""
+
+    exact: list[list[int]]
+    near: list[list[int]]  # one image of each exact group
+    any: np.ndarray[Any, Any]  # (N,) for each image the lowest index among its exact and near duplicates
+
+
+def find_duplicates(images: Sequence[InspectedImage], thumbnails: np.ndarray[Any, Any]) -> DuplicateGroups:
+    """Files with equal bytes, and near duplicates among the others."""
     exact = exact_groups([image.path for image in images])
     exact_pairs = np.array([(group[0], other) for group in exact for other in group[1:]]).reshape(-1, 2)
     exact_ids = connected_groups(len(images), exact_pairs)
@@ -80,7 +88,24 @@ def duplicate_issues(images: Sequence[InspectedImage], thumbnails: np.ndarray[An
     for index, group in enumerate(connected_groups(len(images), near_pairs)):
         near[int(group)].setdefault(int(exact_ids[index]), index)
     near_groups = [list(group.values()) for group in near.values() if len(group) > 1]
-    for similarity, groups in (("exact", exact), ("near", near_groups)):
+    any_ids = connected_groups(len(images), np.concatenate([near_pairs, exact_pairs]))
+    return DuplicateGroups(exact, near_groups, any_ids)
+
+
+def count_leaks(images: Sequence[InspectedImage], duplicates: DuplicateGroups) -> dict[str, int]:
+    """Number of validation and test images that are copies of training images, for splits with any."""
+    train_groups = {group for image, group in zip(images, duplicates.any, strict=True) if image.split == "train"}
+    leaks = Counter(
+        image.split
+        for image, group in zip(images, duplicates.any, strict=True)
+        if image.split != "train" and group in train_groups
+    )
+    return {split: leaks[split] for split in SPLITS if leaks[split]}
+
+
+def duplicate_issues(images: Sequence[InspectedImage], duplicates: DuplicateGroups) -> Iterator[Issue]:
+    """Issues of exact duplicates, then of near duplicates."""
+    for similarity, groups in (("exact", duplicates.exact), ("near", duplicates.near)):
         yield from _duplicate_group_issues(similarity, [[images[index] for index in group] for group in groups])
 
 
@@ -105,7 +130,7 @@ def _duplicate_group_issues(similarity: str, groups: Sequence[Sequence[Inspected
             "error",
             f"{name}(s) across {' and '.join(splits)}",
             _paths(leaking),
-            "Remove them from the training split; they inflate the measured accuracy",
+            "Remove one side, as --clean does; they inflate the measured accuracy",
             details=_group_details(leaking, lambda image: f"in {image.split}; "),
         )
     if harmless:

@@ -181,9 +181,8 @@ def load_split(
         locations = [split.images.locations[row] for position, row in enumerate(rows) if position not in errors]
         return Split(images=images, labels=labels, is_model_input=True, locations=locations)
     selected = split.images if indices is None else split.images[indices]
-    locations = split.locations if indices is None else None
-    selection = replace(split, images=selected, labels=labels, locations=locations)
-    return selection.to_model_input(predictor.model_config.preprocessing)
+    kept = split if indices is None else replace(split, locations=None, fingerprints=None)
+    return replace(kept, images=selected, labels=labels).to_model_input(predictor.model_config.preprocessing)
 
 
 def check_classes(dataset: Dataset, predictor: Predictor) -> None:
@@ -211,8 +210,13 @@ def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None) -> 
         return load_file_dataset(name, preprocessing)
     if recipe is None:
         return dataset_from_listing(list_images(name, DEFAULT_FILE_VALIDATION), predictor, MAX_UNREADABLE)
-    test_split = recipe.data.test_split if name == recipe.data.name else 0.0
-    listing = list_images(name, recipe.data.validation, test_split=test_split)
+    is_own_data = name == recipe.data.name
+    listing = list_images(
+        name,
+        recipe.data.validation,
+        test_split=recipe.data.test_split if is_own_data else 0.0,
+        exclude=recipe.data.exclude if is_own_data else (),
+    )
     return dataset_from_listing(listing, predictor, recipe.data.read_options.unreadable)
 
 

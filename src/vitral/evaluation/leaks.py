@@ -15,7 +15,6 @@ from torch import Tensor
 
 from vitral.data.datasets import Dataset, Split
 from vitral.data.files.duplicates import CopyMatches, find_copies
-from vitral.data.files.file_dataset import is_file_dataset
 from vitral.data.files.fingerprints import (
     ImageFingerprints,
     ReportProgress,
@@ -25,6 +24,7 @@ from vitral.data.files.fingerprints import (
     load_fingerprints,
 )
 from vitral.data.files.remote import is_url
+from vitral.data.names import is_file_dataset
 from vitral.data.registry.fetch import local_files
 from vitral.data.registry.sources import BUILTIN_DATASETS
 from vitral.evaluation.bootstrap import Interval
@@ -64,7 +64,9 @@ def no_progress_report(done: int, total: int) -> None:
 
 
 def fingerprint_split(split: Split, report_progress: ReportProgress = no_progress_report) -> ImageFingerprints | None:
-    """Fingerprints of a split as it was loaded; None for remote shards and sequences that are read on access."""
+    """Fingerprints of a split, before resizing; None for remote shards and sequences that are read on access."""
+    if split.fingerprints is not None:
+        return split.fingerprints
     if split.locations is not None:
         if any(is_url(location.path) for location in split.locations):
             return None

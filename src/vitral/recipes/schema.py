@@ -53,6 +53,7 @@ class DataConfig:
     pack: float = ReadOptions.pack  # GiB of disk for decoded images; larger datasets are decoded in every epoch
     unreadable: float = ReadOptions.unreadable  # stop if more than this fraction of the files is unreadable
     workers: int = ReadOptions.workers  # image decoding processes; 0: one per CPU
+    exclude: tuple[str, ...] = ()  # files that are not used, relative to the dataset; see --exclude
 
     def __post_init__(self) -> None:
         for name in ("validation", "test_split"):

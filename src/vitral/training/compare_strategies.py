@@ -184,7 +184,8 @@ def default_scratch_recipe(finetune_recipe: Recipe) -> Recipe:
     overrides = {name: getattr(finetune_recipe, name) for name in SAME_FIELDS}
     if finetune_recipe.epochs != get_recipe("folder-finetune").epochs:  # an explicit number applies to both
         overrides["epochs"] = finetune_recipe.epochs
-    return replace(recipe, data=replace(recipe.data, validation=finetune_recipe.data.validation), **overrides)
+    data = replace(recipe.data, validation=finetune_recipe.data.validation, exclude=finetune_recipe.data.exclude)
+    return replace(recipe, data=data, **overrides)
 
 
 def write_settings(out: Path, recipes: dict[str, Recipe]) -> None:

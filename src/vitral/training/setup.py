@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vitral import weights
 from vitral.data.datasets import BUILTIN_DATASETS, Dataset, load_builtin_dataset
+from vitral.data.files.exclude import read_exclude_list
 from vitral.data.files.file_dataset import (
     list_images,
     load_file_dataset,
@@ -24,7 +25,7 @@ from vitral.data.files.file_dataset import (
     storage_preprocessing,
 )
 from vitral.data.files.packed import is_packed, read_index
-from vitral.data.names import is_file_dataset
+from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset
 from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.data.registry.fetch import check_dataset_name
 from vitral.data.sequence import ItemSequence, load_sequence
@@ -76,7 +77,7 @@ def resolve_recipe(
 
 def with_dataset(recipe: Recipe, data: str) -> Recipe:
     """Use a recipe for another dataset. A built-in one sets channels and, if patches divide it, the image size."""
-    recipe = replace(recipe, data=replace(recipe.data, name=data, mean=None, std=None))
+    recipe = replace(recipe, data=replace(recipe.data, name=data, mean=None, std=None, exclude=()))
     if is_file_dataset(data):
         return recipe
     check_dataset_name(data)
@@ -85,6 +86,15 @@ def with_dataset(recipe: Recipe, data: str) -> Recipe:
     if all(side % recipe.model.patch_size == 0 for side in dataset_model.image_size):
         model = replace(model, image_size=dataset_model.image_size)
     return replace(recipe, model=model)
+
+
+def with_excluded_files(recipe: Recipe, file: str | Path | None) -> Recipe:
+    """Record the files of a list in the recipe, so that repeated runs and evaluations leave them out too."""
+    if file is None:
+        return recipe
+    if not is_file_dataset(recipe.data.name) or recipe.data.name.startswith(SEQUENCE_PREFIX):
+        raise VitralError("--exclude needs a folder or CSV file of images", "Omit --exclude for other datasets")
+    return replace(recipe, data=replace(recipe.data, exclude=read_exclude_list(Path(file), recipe.data.name)))
 
 
 def with_preset(recipe: Recipe, name: str) -> Recipe:
@@ -206,7 +216,11 @@ def load_training_data(
     data = recipe.data
     if items is not None or is_file_dataset(data.name):
         placeholder = make_preprocessing(with_placeholder_stats(recipe))
-        load_images = partial(load_file_dataset, data.name) if items is None else partial(load_sequence, items)
+        load_images = (
+            partial(load_file_dataset, data.name, exclude=data.exclude)
+            if items is None
+            else partial(load_sequence, items)
+        )
         dataset = load_images(
             placeholder,
             validation=data.validation,
@@ -238,7 +252,8 @@ def pack_dataset(recipe: Recipe, out: Path | None = None, progress: bool = False
         raise VitralError(
             f"{recipe.data.name} is a built-in dataset and needs no packing", "Use: vitral data pack FOLDER"
         )
-    listing = list_images(recipe.data.name, recipe.data.validation, progress, recipe.data.test_split)
+    data = recipe.data
+    listing = list_images(data.name, data.validation, progress, data.test_split, data.exclude)
     preprocessing = make_preprocessing(with_placeholder_stats(recipe))
     folder, index = pack_location(listing, storage_preprocessing(preprocessing))
     if out is not None:

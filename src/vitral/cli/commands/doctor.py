@@ -21,7 +21,11 @@ class DoctorArgs:
 
     folder: Path = argument("folder with one subfolder per class, or with train, val and test folders; or a CSV file")
     init_from: str | None = option(None, "checkpoint to fine-tune: a file, folder, run or hf:owner/name")
-    fix_list: Path | None = option(None, "CSV file to write with one row per file: path, issue, detail, fix")
+    fix_list: Path | None = option(None, "CSV file to write with one row per file: path, issue, detail, action, fix")
+    clean: Path | None = option(
+        None, "folder to write a copy to, without unreadable files, exact duplicates and copies across splits"
+    )
+    link: bool = option(False, "with --clean: hard links instead of copies")
     json: bool = option(False, JSON_HELP)
 
 
@@ -30,17 +34,26 @@ def doctor(args: DoctorArgs) -> int:
 
     check_inputs(args.init_from)
     check_files_exist(args.folder)
-    from vitral.doctor import diagnose, write_fix_list
+    from vitral.doctor import check_destination, diagnose, write_clean_copy, write_fix_list
     from vitral.doctor.advice import recommend
 
     if args.init_from is not None:
         print_checkpoint_notes(args.init_from)
     if args.fix_list is not None and (args.fix_list.is_dir() or not args.fix_list.absolute().parent.is_dir()):
         raise VitralError(f"cannot write {args.fix_list}", "Pass --fix-list a CSV file in an existing folder")
+    if args.clean is not None:
+        check_destination(args.folder, args.clean)
+    elif args.link:
+        raise VitralError("--link needs --clean", "For example: vitral doctor photos --clean photos-clean --link")
     with status_line("Checking the images"):
         diagnosis = diagnose(args.folder)
         recommendation = recommend(diagnosis, init_from=args.init_from) if diagnosis.is_trainable else None
     num_rows = write_fix_list(diagnosis, args.fix_list) if args.fix_list else 0
+    num_kept = (
+        write_clean_copy(args.folder, diagnosis.images, diagnosis.removals, args.clean, link=args.link)
+        if args.clean is not None
+        else 0
+    )
     if args.json:
         content = diagnosis.as_dict() | {"recommendation": recommendation.as_dict() if recommendation else None}
         print(dump_json(content))
@@ -50,6 +63,8 @@ def doctor(args: DoctorArgs) -> int:
         tables.print_diagnosis(diagnosis, recommendation)
         if args.fix_list:
             print(f"\nWrote {args.fix_list} ({num_rows:,} {'row' if num_rows == 1 else 'rows'})")
+        if args.clean is not None:
+            print(f"\nWrote {args.clean}: {num_kept:,} images, without {len(diagnosis.removals):,} files")
     return 1 if diagnosis.errors else 0
 
 

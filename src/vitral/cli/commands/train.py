@@ -18,7 +18,8 @@ from vitral.utils.json_toml import dump_json
 COMMON = "Common flags"
 COMPARE = "Comparison of training strategies"
 COMMON_FIELDS = ("init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
-OTHER_FLAGS = ("data.name", "data.test_split", "auto_batch_size")  # DATA, --test-split, --batch-size auto
+# DATA, --test-split, --exclude and --batch-size auto
+OTHER_FLAGS = ("data.name", "data.test_split", "data.exclude", "auto_batch_size")
 GROUP_TITLES = {
     "": "Training",
     "model": "Model",
@@ -60,6 +61,11 @@ class TrainArgs:
         None, "fraction to hold out as a test split, from a folder or list without one: 0.1", group=COMMON
     )
     heads: int | None = option(None, HEADS_HELP, group="Model")
+    exclude: Path | None = option(
+        None,
+        "list of files that are not used: a CSV file of vitral doctor --fix-list, or one path per line",
+        group="Data",
+    )
     allow_leak: bool = option(
         False, "do not warn about validation or test images that are copies of training images", group="Data"
     )
@@ -94,7 +100,7 @@ def train(args: TrainArgs) -> int:
             f"Set the seed of one run with: --seed {args.seeds}",
         )
     start: dict[str, Any] = {"recipe": args.recipe, "preset": args.preset, "heads": args.heads, "out": args.out}
-    start["allow_leak"] = args.allow_leak
+    start |= {"exclude": args.exclude, "allow_leak": args.allow_leak}
     if not args.compare:
         api.train(args.data, quiet=False, **start, **args.overrides)
         return 0
@@ -115,7 +121,7 @@ def check_resume_flags(args: TrainArgs) -> None:
     """A resumed run keeps its recipe; only a few fields may change."""
     from vitral.recipes.schema import RESUMABLE_FIELDS
 
-    names = ("data", "recipe", "preset", "heads", "out", "compare")
+    names = ("data", "recipe", "preset", "heads", "out", "compare", "exclude")
     fixed = [name for name in names if getattr(args, name)] + [p for p in args.overrides if p not in RESUMABLE_FIELDS]
     if fixed:
         name = fixed[0].removeprefix("data.") if fixed[0] == "data.test_split" else fixed[0]

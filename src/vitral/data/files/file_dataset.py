@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -62,13 +63,14 @@ def load_file_dataset(
     *,
     validation: float = 0.15,
     test_split: float = 0.0,
+    exclude: Sequence[str] = (),
     read_options: ReadOptions | None = None,
     progress: bool = False,
 ) -> Dataset:
     """Load a dataset of image files for a model with `preprocessing`.
 
     Training images are resized but not cropped, so that crops can be drawn. Validation and test images are model
-    input, the same pixels as in a prediction.
+    input, the same pixels as in a prediction. `exclude` are paths of files that are not used.
     """
     if str(path).startswith(SEQUENCE_PREFIX):
         raise VitralError(
@@ -78,20 +80,26 @@ def load_file_dataset(
     if is_packed(Path(path)):
         if test_split:
             raise VitralError(f"{path} is packed, so its splits are fixed", "Use --test-split with the original images")
+        if exclude:
+            raise VitralError(f"--exclude names files, but {path} is packed", "Pack the folder again without them")
         return read_packed(Path(path), preprocessing)
     return read_listing(
-        list_images(path, validation, progress, test_split),
+        list_images(path, validation, progress, test_split, exclude),
         preprocessing,
         read_options or ReadOptions(),
         progress=progress,
     )
 
 
-def list_images(path: Path | str, validation: float, progress: bool = False, test_split: float = 0.0) -> DatasetListing:
-    """List the images of class folders, a CSV file or shards."""
-    if is_shard_pattern(str(path)):
-        return list_shards(str(path), validation, test_split)
-    return list_folder(Path(path), validation, progress, test_split)
+def list_images(
+    path: Path | str, validation: float, progress: bool = False, test_split: float = 0.0, exclude: Sequence[str] = ()
+) -> DatasetListing:
+    """List the images of class folders, a CSV file or shards, without those in `exclude` (exclude.py)."""
+    if not is_shard_pattern(str(path)):
+        return list_folder(Path(path), validation, progress, test_split, exclude)
+    if exclude:
+        raise VitralError(f"--exclude names files, but {path} are shards", "Write the shards without these images")
+    return list_shards(str(path), validation, test_split)
 
 
 def storage_preprocessing(preprocessing: Preprocessing) -> Preprocessing:
@@ -215,9 +223,7 @@ class _SplitReader:
                 f"{images.workers} workers with a {images.buffer_bytes / 2**20:.0f} MiB buffer"
             )
         is_model_input = split != "train"
-        return Split(
-            images=images, labels=torch.tensor(labels), is_model_input=is_model_input, locations=locations
-        )
+        return Split(images=images, labels=torch.tensor(labels), is_model_input=is_model_input, locations=locations)
 
     def _packed(self, split: str) -> Split:
         locations, labels = zip(*self.listing.splits[split], strict=True)
@@ -233,9 +239,7 @@ class _SplitReader:
         )
         if packed.unreadable:
             self.notes.append(_unreadable_note(split, packed))
-        return Split(
-            images=packed.images, labels=packed.labels, is_model_input=split != "train", locations=locations
-        )
+        return Split(images=packed.images, labels=packed.labels, is_model_input=split != "train", locations=locations)
 
 
 def _has_index(folder: Path, index: PackIndex) -> bool:

@@ -107,6 +107,15 @@ def _read_arrays(path: Path) -> dict[str, Array]:
         return {name: arrays[name] for name in arrays.files}
 
 
+def empty_fingerprints(count: int, *, with_thumbnails: bool = True) -> ImageFingerprints:
+    """Fingerprints of zeros, to be filled in."""
+    return ImageFingerprints(
+        file_hashes=np.zeros(count, dtype=np.uint64),
+        pixel_hashes=np.zeros(count, dtype=np.uint64),
+        thumbnails=np.zeros((count, STORED_SIZE, STORED_SIZE), dtype=np.uint8) if with_thumbnails else None,
+    )
+
+
 def concatenate(parts: Sequence[ImageFingerprints]) -> ImageFingerprints:
     thumbnails = [part.thumbnails for part in parts if part.thumbnails is not None]
     return ImageFingerprints(
@@ -124,14 +133,18 @@ def thumbnail(image: Image.Image) -> Array:
 
 def fingerprint_tensor(images_NCHW: Tensor, *, with_thumbnails: bool = True) -> ImageFingerprints:
     """Fingerprints of uint8 images in memory, which have no file."""
-    fingerprints = _empty(len(images_NCHW))
+    fingerprints = empty_fingerprints(len(images_NCHW), with_thumbnails=with_thumbnails)
     for row, pixels in enumerate(images_NCHW.numpy()):
         image = pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0))
-        fingerprints.pixel_hashes[row] = _pixel_hash(image)
-        if with_thumbnails and len(pixels) in (1, 3):
-            assert fingerprints.thumbnails is not None
-            fingerprints.thumbnails[row] = _to_stored(thumbnail(Image.fromarray(image)))
-    return fingerprints if with_thumbnails else fingerprints.without_thumbnails()
+        fingerprint_image(fingerprints, row, Image.fromarray(image))
+    return fingerprints
+
+
+def fingerprint_image(fingerprints: ImageFingerprints, row: int, image: Image.Image) -> None:
+    """Fill in the fingerprint of a decoded image."""
+    fingerprints.pixel_hashes[row] = _pixel_hash(np.asarray(image))
+    if fingerprints.thumbnails is not None:
+        fingerprints.thumbnails[row] = _to_stored(thumbnail(image))
 
 
 def fingerprint_files(
@@ -141,7 +154,7 @@ def fingerprint_files(
 
     More than `MAX_THUMBNAILS` files are hashed but not decoded.
     """
-    fingerprints, keys = _empty(len(locations)), [_location_key(location) for location in locations]
+    fingerprints, keys = empty_fingerprints(len(locations)), [_location_key(location) for location in locations]
     decode = len(locations) <= MAX_THUMBNAILS
     rows_by_folder: defaultdict[str, list[int]] = defaultdict(list)
     for row, location in enumerate(locations):
@@ -164,14 +177,6 @@ def fingerprint_files(
     return fingerprints
 
 
-def _empty(count: int) -> ImageFingerprints:
-    return ImageFingerprints(
-        file_hashes=np.zeros(count, dtype=np.uint64),
-        pixel_hashes=np.zeros(count, dtype=np.uint64),
-        thumbnails=np.zeros((count, STORED_SIZE, STORED_SIZE), dtype=np.uint8),
-    )
-
-
 def _fill_row(fingerprints: ImageFingerprints, row: int, location: ImageLocation, decode: bool) -> None:
     """Compute one fingerprint; it stays zero if the file is unreadable."""
     try:
@@ -188,9 +193,7 @@ def _fill_row(fingerprints: ImageFingerprints, row: int, location: ImageLocation
     except ImageDecodeError:
         return
     fingerprints.file_hashes[row] = _hash(content)
-    fingerprints.pixel_hashes[row] = _pixel_hash(np.asarray(image))
-    assert fingerprints.thumbnails is not None
-    fingerprints.thumbnails[row] = _to_stored(thumbnail(image))
+    fingerprint_image(fingerprints, row, image)
 
 
 def _hash(content: bytes) -> int:

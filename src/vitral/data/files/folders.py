@@ -21,6 +21,7 @@ import numpy as np
 
 from vitral.data.files.checked_json import read_cached_json, write_checked_json
 from vitral.data.files.duplicates import duplicate_groups
+from vitral.data.files.exclude import exclude_files
 from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_splits, make_listing, needs_holdout
 from vitral.data.files.packed import fingerprint
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason, irregular_file_kind, iter_images
@@ -33,8 +34,10 @@ from vitral.errors import VitralError, did_you_mean, shell_quote, truncate_list
 LabelledFiles = dict[str, list[tuple[Path, str]]]  # split → files with class names
 
 
-def list_folder(path: Path, validation: float, progress: bool = False, test_split: float = 0.0) -> DatasetListing:
-    """List the images of a folder or CSV file.
+def list_folder(
+    path: Path, validation: float, progress: bool = False, test_split: float = 0.0, exclude: Sequence[str] = ()
+) -> DatasetListing:
+    """List the images of a folder or CSV file, without those in `exclude`.
 
     Without a validation split, the fraction `validation` is held out; without a test split, the fraction `test_split`.
     """
@@ -43,8 +46,10 @@ def list_folder(path: Path, validation: float, progress: bool = False, test_spli
     if (kind := irregular_file_kind(path.stat().st_mode)) is not None:
         raise VitralError(f"{path} is {kind}, not a folder or CSV file", LAYOUT_HINT)
     files, notes = _list_class_folders(path) if path.is_dir() else (read_csv_list(path), [])
+    files, num_excluded = exclude_files(files, exclude, str(path))
     images = {split: [(ImageLocation(str(file)), label) for file, label in items] for split, items in files.items()}
-    listing = make_listing(str(path), images, source=f"from {path}", hint=LAYOUT_HINT, notes=notes)
+    source = f"from {path}" + (f", {num_excluded:,} excluded" if num_excluded else "")
+    listing = make_listing(str(path), images, source=source, hint=LAYOUT_HINT, notes=notes)
     if not needs_holdout(listing, test_split):
         return listing
     groups = _cached_duplicate_groups([Path(location.path) for location, _ in listing.splits["train"]], progress)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -9,6 +11,7 @@ from rich.text import Text
 
 from vitral.doctor import Diagnosis
 from vitral.doctor.advice import Recommendation
+from vitral.errors import shell_quote
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, evaluation_warning
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
@@ -106,6 +109,7 @@ def print_diagnosis(diagnosis: Diagnosis, recommendation: Recommendation | None)
     def print_line(text: str) -> None:
         console.print(Text(text), soft_wrap=True)
 
+    print_line(f"{diagnosis.headline}\n")
     print_line(f"{diagnosis.num_images:,} images in {_class_count(diagnosis)}. {_split_text(diagnosis)}")
     for issue in diagnosis.issues:
         print_line(f"  {issue.level:<8} {issue.message}")
@@ -114,6 +118,8 @@ def print_diagnosis(diagnosis: Diagnosis, recommendation: Recommendation | None)
     print_line(f"  {'ok':<8} {diagnosis.image_sizes}, {diagnosis.image_modes}{clean}")
     if any(len(issue.files) > 2 for issue in diagnosis.issues):
         print_line("\nWrite the complete list of files with --fix-list FILE.csv")
+    if diagnosis.removals:
+        print_line(f"\n{_fix_text(diagnosis)}")
     if recommendation is None:
         print_line("\nFix the errors first: this folder cannot be trained on.")
         return
@@ -124,6 +130,17 @@ def print_diagnosis(diagnosis: Diagnosis, recommendation: Recommendation | None)
     )
     if recommendation.busy_warning:
         print_line(f"\nNote: {recommendation.busy_warning}")
+
+
+def _fix_text(diagnosis: Diagnosis) -> str:
+    count, folder = len(diagnosis.removals), shell_quote(diagnosis.path)
+    cleaned = shell_quote(f"{diagnosis.path.rstrip('/')}-clean")
+    files = f"{count:,} file{'s' if count > 1 else ''}"
+    lines = [f"To leave out {files}, always keeping one of several copies:"]
+    if Path(diagnosis.path).is_dir():
+        lines.append(f"  vitral doctor {folder} --clean {cleaned}")
+    lines.append(f"  vitral doctor {folder} --fix-list fixes.csv; vitral train {folder} --exclude fixes.csv")
+    return "\n".join(lines)
 
 
 def _class_count(diagnosis: Diagnosis) -> str:
