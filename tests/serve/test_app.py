@@ -11,7 +11,6 @@ import re
 import threading
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -30,7 +29,7 @@ from vitral.serve.app import create_app
 from vitral.serve.limits import Limits
 from vitral.serve.logs import LogFormatter
 from vitral.serve.middleware import ServerState, hash_keys
-from vitral.serve.models import ServedModel, make_model_pool, model_names
+from vitral.serve.models import ServedModel, model_names, start_model_threads
 from vitral.serve.server import concurrent_batches
 
 PREDICT, EXPLAIN = "/v1/models/insects/predict", "/v1/models/insects/explain"
@@ -51,8 +50,8 @@ class Client(TestClient):
 @contextmanager
 def serving(predictor, keys=(), wait_until_ready=True, **limits):
     state = ServerState(limits=replace(Limits(), **limits), key_digests=hash_keys(keys))
-    with ThreadPoolExecutor(2) as decode_pool, make_model_pool(2) as model_pool:
-        model = ServedModel("insects", predictor, state.limits, decode_pool, model_pool, state.metrics, workers=2)
+    with start_model_threads(decoders=2, workers=2) as threads:
+        model = ServedModel("insects", predictor, state.limits, threads, state.metrics)
         with Client(create_app([model], state), raise_server_exceptions=True) as client:
             while wait_until_ready and client.get("/readyz").status_code != 200:
                 pass
@@ -285,8 +284,8 @@ def test_queue_and_concurrent_requests_are_limited(predictor):
     with serving(predictor, max_queue=4) as client:
         response = client.post(PREDICT, files=multipart(*[make_image()] * 5))  # all images are queued, or none
         assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-        assert client.model.batcher.pending == 0
-        client.state.in_flight.acquire(client.state.limits.max_requests)
+        assert client.model.predict_queue.pending == 0
+        client.model.predict_slots.acquire(client.state.limits.max_requests)
         assert client.post(PREDICT, content=make_image()).status_code == 429
         for path in ("/healthz", "/readyz", "/metrics", "/v1/models"):  # exempt
             assert client.get(path).status_code == 200
@@ -299,7 +298,7 @@ def test_slow_forward_pass_times_out(predictor):
 
     with serving(with_logits(predictor, slow_logits), request_timeout_s=0.05) as client:
         response = client.post(PREDICT, content=make_image())
-        assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert response.json()["error"]["code"] == "timeout"
         assert response.json()["error"]["message"] == "no result within 0.05 seconds"
 

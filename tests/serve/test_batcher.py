@@ -36,10 +36,18 @@ class SquaringModel:
         return [item**2 for item in items]
 
 
-def run(model, body, *, max_batch=4, wait_s=0.0, max_queue=1000, workers=1):
+def run(model, body, *, max_batch=4, wait_s=0.0, max_queue=1000, queue_timeout_s=NEVER, workers=1):
     async def main():
         with ThreadPoolExecutor(workers, thread_name_prefix="model") as pool:
-            batcher = Batcher(model, pool, max_batch=max_batch, wait_s=wait_s, max_queue=max_queue, workers=workers)
+            batcher = Batcher(
+                model,
+                pool,
+                max_batch=max_batch,
+                wait_s=wait_s,
+                max_queue=max_queue,
+                queue_timeout_s=queue_timeout_s,
+                workers=workers,
+            )
             batcher.start()
             try:
                 async with asyncio.timeout(TEST_TIMEOUT):
@@ -52,14 +60,14 @@ def run(model, body, *, max_batch=4, wait_s=0.0, max_queue=1000, workers=1):
 
 
 async def submit(batcher, item, decode_seconds=0.0):
-    with batcher.ticket() as ticket:
+    async with batcher.ticket() as ticket:
         await asyncio.sleep(decode_seconds)
         return await ticket.submit(item)
 
 
 async def submit_after(event, batcher, item):
     """Submit an item whose decoding ends with an event."""
-    with batcher.ticket() as ticket:
+    async with batcher.ticket() as ticket:
         await event.wait()
         return await ticket.submit(item)
 
@@ -175,6 +183,39 @@ def test_full_queue_refuses_and_recovers():
     assert run(SquaringModel(gate=gate), body, max_queue=5) == 81
 
 
+def test_item_that_waits_too_long_is_refused_and_not_processed():
+    gate = threading.Event()
+    model = SquaringModel(gate=gate)
+
+    async def body(batcher):
+        first = asyncio.create_task(submit(batcher, 1))
+        while not model.batches:
+            await asyncio.sleep(0.005)
+        with pytest.raises(RequestError, match=r"still queued after 0.1 seconds") as error:
+            await submit(batcher, 2)
+        assert (error.value.status, error.value.code) == (503, "timeout")
+        gate.set()
+        return await first
+
+    assert run(model, body, queue_timeout_s=0.1) == 1  # a running batch is not interrupted
+    assert model.batches == [[1]]
+
+
+def test_decoding_and_later_batches_of_a_request_do_not_count_as_waiting():
+    class SlowModel(SquaringModel):
+        def __call__(self, items):
+            time.sleep(0.3)
+            return super().__call__(items)
+
+    async def body(batcher):
+        async with batcher.ticket(3) as ticket:
+            ticket.pause_timeout()
+            await asyncio.sleep(0.3)  # decoding
+            return await asyncio.gather(*(ticket.submit(n) for n in (1, 2, 3)))
+
+    assert run(SlowModel(), body, max_batch=1, queue_timeout_s=0.2) == [1, 4, 9]
+
+
 def test_cancelled_item_is_not_processed():
     gate = threading.Event()
     model = SquaringModel(gate=gate)
@@ -207,7 +248,7 @@ def test_model_failure_affects_only_its_batch():
 def test_unreadable_image_does_not_delay_the_others():
     async def body(batcher):
         async def unreadable():
-            with batcher.ticket():
+            async with batcher.ticket():
                 await asyncio.sleep(0.05)
 
         return await asyncio.gather(unreadable(), submit(batcher, 1))

@@ -18,8 +18,9 @@ from starlette.responses import Response
 from vitral import __version__
 from vitral.errors import VitralError, unknown_name_error
 from vitral.serve import schema
+from vitral.serve.batcher import Batcher, Item, Result, Ticket
 from vitral.serve.explain_payload import SERVED_METHODS, ExplainRequest
-from vitral.serve.limits import ErrorCode, RequestError
+from vitral.serve.limits import Budget, ErrorCode, RequestError
 from vitral.serve.middleware import RequestMiddleware, ServerState, error_response
 from vitral.serve.models import ServedModel
 from vitral.serve.request_parsing import Upload, parse_uploads
@@ -83,29 +84,40 @@ async def _lifespan(models: Sequence[ServedModel], state: ServerState) -> AsyncI
     async def warm_up() -> None:
         loop = asyncio.get_running_loop()
         for model in models:
-            await loop.run_in_executor(model.model_pool, model.warm_up)
+            await loop.run_in_executor(model.threads.predict, model.warm_up)
         state.ready = True
 
-    for model in models:
-        model.batcher.start()
+    queues: list[Batcher[Any, Any]] = [
+        queue for model in models for queue in (model.predict_queue, model.explain_queue)
+    ]
+    for queue in queues:
+        queue.start()
     warm_up_task = asyncio.create_task(warm_up())  # meanwhile /healthz succeeds and /readyz fails
     yield
     warm_up_task.cancel()
-    for model in models:
-        await model.batcher.stop()
+    for queue in queues:
+        await queue.stop()
 
 
 @asynccontextmanager
-async def _receive_uploads(request: Request, state: ServerState) -> AsyncIterator[list[Upload]]:
-    """The images of a request. The context must be left within `request_timeout_s` seconds."""
+async def _receive_uploads(
+    request: Request, state: ServerState, queue: Batcher[Item, Result], slots: Budget
+) -> AsyncIterator[tuple[Ticket[Item, Result], list[Upload]]]:
+    """The images of a request, and room for them in the queue of a model.
+
+    The slot and the room are taken when the body is complete. From then on the context must be left within
+    `request_timeout_s` seconds.
+    """
     if not state.ready:
         raise RequestError(503, "not_ready", "the server is warming up; retry in a moment", retry_after=2)
+    queue.admission.check()  # under overload, before anything is spent on the body
     limits = state.limits
     try:
         async with AsyncExitStack() as stack:
             body = await stack.enter_async_context(state.bodies.receive(request))
-            stack.enter_context(state.in_flight.hold(1))  # a slot is taken only for a complete body
+            stack.enter_context(slots.hold(1))
             await stack.enter_async_context(asyncio.timeout(limits.request_timeout_s))
+            ticket = await stack.enter_async_context(queue.ticket())
             content_type, size = request.headers.get("content-type", ""), len(body)
             if size < INLINE_PARSE_BYTES:
                 uploads = parse_uploads(content_type, body, limits)
@@ -114,10 +126,11 @@ async def _receive_uploads(request: Request, state: ServerState) -> AsyncIterato
                 uploads = await loop.run_in_executor(None, parse_uploads, content_type, body, limits)
             body.clear()
             request.scope["log_fields"] |= {"images": len(uploads), "bytes": size}
-            yield uploads
+            ticket.add(len(uploads) - 1)  # all images are queued, or none
+            yield ticket, uploads
     except TimeoutError as error:
         message = f"no result within {limits.request_timeout_s:g} seconds"
-        raise RequestError(503, "timeout", message, retry_after=2) from error
+        raise RequestError(503, "timeout", message, retry_after=queue.admission.retry_after()) from error
 
 
 def _add_model_routes(app: FastAPI, models: Sequence[ServedModel], state: ServerState) -> None:
@@ -149,8 +162,8 @@ def _add_model_routes(app: FastAPI, models: Sequence[ServedModel], state: Server
     async def predict(request: Request, name: str, top: TopParameter = 5) -> Response:
         """Classify one or more images. An unreadable image gets an error; the other images are classified."""
         model = find_model(name)
-        async with _receive_uploads(request, state) as uploads:
-            predictions = await model.predict(uploads, top)
+        async with _receive_uploads(request, state, model.predict_queue, model.predict_slots) as (ticket, uploads):
+            predictions = await model.predict(ticket, uploads, top)
         if all("error" in prediction for prediction in predictions):
             first = predictions[0]
             error = first["error"] | {"message": f"{first['file']}: {first['error']['message']}"}
@@ -177,11 +190,11 @@ def _add_model_routes(app: FastAPI, models: Sequence[ServedModel], state: Server
         explain_request = ExplainRequest(
             target=_parse_target(target, model), methods=_parse_methods(methods), attention=attention, top=top
         )
-        async with _receive_uploads(request, state) as uploads:
+        async with _receive_uploads(request, state, model.explain_queue, model.explain_slots) as (ticket, uploads):
             if len(uploads) > 1:
                 hint = "Send one request per image"
                 raise RequestError(413, "too_many_images", "explain takes one image per request", hint)
-            explanation = await model.explain(uploads[0], explain_request)
+            explanation = await model.explain(ticket, uploads[0], explain_request)
         return json_response({"model": model.name, "version": model.version} | explanation)
 
 
@@ -227,8 +240,9 @@ def _add_status_routes(app: FastAPI, models: Sequence[ServedModel], state: Serve
         """Prometheus metrics."""
         gauges = state.metrics
         for model in models:
-            gauges.queued_images.labels(model.name).set(model.batcher.pending)
-        gauges.in_flight.set(state.in_flight.used)
+            gauges.queued_images.labels(model.name).set(model.predict_queue.pending)
+            gauges.queued_explanations.labels(model.name).set(model.explain_queue.pending)
+        gauges.in_flight.set(sum(model.predict_slots.used + model.explain_slots.used for model in models))
         gauges.body_bytes.set(state.body_bytes.used)
         gauges.ready.set(state.ready and not state.draining)
         return Response(gauges.render(), media_type=CONTENT_TYPE_LATEST)

@@ -42,7 +42,10 @@ class Limits:
     max_megapixels: int = 50  # size of one image, checked in its header before decoding
     max_images: int = 64  # images per request
     max_queue: int = 256  # images queued per model; further requests receive status 429
-    max_requests: int = 256  # requests in progress, counted from the end of their bodies; others receive status 429
+    max_explain_queue: int = 16  # explain requests queued per model; further requests receive status 429
+    max_requests: int = 256  # requests per model and kind whose body is complete; further requests receive status 429
+    queue_timeout_s: float = 1.0  # longest time in the queue; requests that would wait longer receive status 429
+    explain_queue_timeout_s: float = 10.0  # the same for explain requests
     max_connections: int = 1024  # open connections; further connections receive status 503
     max_batch: int = 32  # images per forward pass
     batch_wait_ms: float = 5.0  # longest time an image waits for others that are being decoded
@@ -86,8 +89,8 @@ class RequestError(Exception):
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def too_many_requests(message: str) -> RequestError:
-    return RequestError(429, "too_many_requests", f"{message}; retry in a moment", retry_after=1)
+def too_many_requests(message: str, retry_after: int = 1) -> RequestError:
+    return RequestError(429, "too_many_requests", f"{message}; retry in {retry_after} s", retry_after=retry_after)
 
 
 class Budget:

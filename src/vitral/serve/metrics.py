@@ -37,7 +37,12 @@ class ServerMetrics:
         self.queued_images = Gauge(
             "vitral_queued_images", "Images being decoded, queued or classified.", ["model"], registry=registry
         )
-        self.in_flight = Gauge("vitral_requests_in_flight", "Requests in progress.", registry=registry)
+        self.queued_explanations = Gauge(
+            "vitral_queued_explanations", "Explain requests queued or in progress.", ["model"], registry=registry
+        )
+        self.in_flight = Gauge(
+            "vitral_requests_in_flight", "Predict and explain requests whose body is complete.", registry=registry
+        )
         self.body_bytes = Gauge("vitral_request_body_bytes", "Request bodies in memory.", registry=registry)
         self.dropped_connections = Counter(
             "vitral_dropped_connections_total",

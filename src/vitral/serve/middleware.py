@@ -51,7 +51,6 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.body_bytes = Budget(self.limits.max_total_body_mib * MIB, "the server's memory for request bodies is full")
-        self.in_flight = Budget(self.limits.max_requests, "too many requests in progress")
         self.bodies = BodyReceiver(self.limits, self.body_bytes)
 
 

@@ -1,13 +1,14 @@
-"""A served model: its name and version, its queue, and the path from uploads to predictions."""
+"""A served model: its name and version, its queues, and the path from uploads to predictions."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import re
-from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from vitral.errors import VitralError
 from vitral.inference.prediction import rank_labels
 from vitral.inference.predictor import Predictor
 from vitral.runs.model_io import published_name
+from vitral.serve.admission import LowPriorityTurns
 from vitral.serve.batcher import Batcher, Ticket
 from vitral.serve.explain_payload import SERVED_METHODS, ExplainRequest, explain_image
-from vitral.serve.limits import Limits, RequestError
+from vitral.serve.limits import Budget, Limits, RequestError
 from vitral.serve.metrics import ServerMetrics
 from vitral.serve.request_parsing import ImageError, Upload, decode_upload
 from vitral.utils.json_toml import dump_json
@@ -63,18 +65,41 @@ def model_names(sources: Sequence[str], names: Sequence[str]) -> list[str]:
     return result
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelThreads:
+    """The threads that all models share. Explain requests run one at a time, after predict requests of any model."""
+
+    decode: ThreadPoolExecutor
+    predict: ThreadPoolExecutor
+    explain: ThreadPoolExecutor
+    decoders: int
+    workers: int  # predict batches at a time
+    explain_turns: LowPriorityTurns = field(default_factory=LowPriorityTurns)
+
+
+@contextmanager
+def start_model_threads(*, decoders: int, workers: int, on_cpu: bool = True) -> Iterator[ModelThreads]:
+    with ExitStack() as stack:
+
+        def start(name: str, count: int) -> ThreadPoolExecutor:
+            return stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix=name))
+
+        predict = start("predict", workers)
+        yield ModelThreads(
+            decode=start("decode", decoders),
+            predict=predict,
+            # On a GPU, no other thread may start kernels while a CUDA graph is captured.
+            explain=start("explain", 1) if on_cpu else predict,
+            decoders=decoders,
+            workers=workers,
+        )
+
+
 class ServedModel:
-    """One model with its queue. Images are decoded in `decode_pool`; the model runs in `model_pool`."""
+    """One model with a queue for predict requests and a queue for explain requests."""
 
     def __init__(
-        self,
-        name: str,
-        predictor: Predictor,
-        limits: Limits,
-        decode_pool: Executor,
-        model_pool: Executor,
-        metrics: ServerMetrics,
-        workers: int = 1,
+        self, name: str, predictor: Predictor, limits: Limits, threads: ModelThreads, metrics: ServerMetrics
     ) -> None:
         channels = predictor.model_config.preprocessing.channels
         if channels not in PIL_MODES:
@@ -82,17 +107,31 @@ class ServedModel:
                 f"{name} expects images with {channels} channels; image files have 1, 3 or 4",
                 "Use the model from Python: Predictor.logits(images)",
             )
-        self.name, self.predictor, self.limits = name, predictor, limits
-        self.decode_pool, self.model_pool, self.metrics = decode_pool, model_pool, metrics
+        self.name, self.predictor, self.limits, self.threads, self.metrics = name, predictor, limits, threads, metrics
         self.version = model_version(predictor)
-        self.batcher: Batcher[Tensor, Scores] = Batcher(
+        self.decode_slots = asyncio.Semaphore(threads.decoders)  # of this model: the others' images need not wait long
+        self.predict_queue: Batcher[Tensor, Scores] = Batcher(
             self._score_batch,
-            model_pool,
+            threads.predict,
             max_batch=limits.max_batch,
             wait_s=limits.batch_wait_ms / 1000,
             max_queue=limits.max_queue,
-            workers=workers,
+            queue_timeout_s=limits.queue_timeout_s,
+            workers=threads.workers,
             on_batch=lambda size, seconds: metrics.observe_batch(name, size, seconds),
+        )
+        self.explain_queue: Batcher[tuple[Upload, ExplainRequest], JsonObject] = Batcher(
+            self._explain_batch,
+            threads.explain,
+            max_batch=1,
+            wait_s=0,
+            max_queue=limits.max_explain_queue,
+            queue_timeout_s=limits.explain_queue_timeout_s,
+            turn=threads.explain_turns.turn,
+        )
+        threads.explain_turns.queues.append(self.predict_queue.admission)
+        self.predict_slots, self.explain_slots = (
+            Budget(limits.max_requests, "too many requests in progress") for _ in range(2)
         )
 
     def warm_up(self) -> None:
@@ -104,16 +143,17 @@ class ServedModel:
     def _score_batch(self, images: list[Tensor]) -> list[Scores]:
         return list(self.predictor.calibrated_rows(self.predictor.logits(torch.stack(images))))
 
-    async def predict(self, uploads: list[Upload], top: int) -> list[JsonObject]:
-        """One prediction or error per image, in order. Either all images enter the queue or none does."""
-        with ExitStack() as stack:
-            tickets = [stack.enter_context(self.batcher.ticket()) for _ in uploads]
-            predictions = [self._predict_one(*pair, top) for pair in zip(tickets, uploads, strict=True)]
-            return [await predictions[0]] if len(predictions) == 1 else await asyncio.gather(*predictions)
+    async def predict(self, ticket: Ticket[Tensor, Scores], uploads: list[Upload], top: int) -> list[JsonObject]:
+        """One prediction or error per image, in order."""
+        predictions = [self._predict_one(ticket, upload, top) for upload in uploads]
+        return [await predictions[0]] if len(predictions) == 1 else await asyncio.gather(*predictions)
 
     async def _predict_one(self, ticket: Ticket[Tensor, Scores], upload: Upload, top: int) -> JsonObject:
+        loop = asyncio.get_running_loop()
         try:
-            pixels = await self._decode(upload)
+            async with self.decode_slots:
+                ticket.pause_timeout()
+                pixels = await loop.run_in_executor(self.threads.decode, self._decode, upload)
         except ImageError as error:
             ticket.withdraw()
             return {"file": upload.name, "error": {"code": error.code, "message": error.message}}
@@ -121,25 +161,22 @@ class ServedModel:
         self.metrics.images.labels(self.name).inc()
         return {"file": upload.name, "labels": self._top_labels(probabilities, top), "ood": ood}
 
-    async def explain(self, upload: Upload, request: ExplainRequest) -> JsonObject:
-        """Explain one image. It counts as one queued image, but it is not batched with others."""
-        with self.batcher.ticket() as ticket:
-            try:
-                pixels = await self._decode(upload)
-            except ImageError as error:
-                raise RequestError(422, error.code, f"{upload.name}: {error.message}") from error
-            finally:
-                ticket.withdraw()
-            loop = asyncio.get_running_loop()
-            payload = await loop.run_in_executor(self.model_pool, explain_image, self.predictor, pixels, request)
+    async def explain(self, ticket: Ticket[Any, JsonObject], upload: Upload, request: ExplainRequest) -> JsonObject:
+        """Explain one image."""
+        try:
+            payload = await ticket.submit((upload, request))
+        except ImageError as error:
+            raise RequestError(422, error.code, f"{upload.name}: {error.message}") from error
         self.metrics.images.labels(self.name).inc()
         labels = self._top_labels(payload.pop("probabilities"), request.top)
         return {"file": upload.name, "labels": labels} | payload
 
-    async def _decode(self, upload: Upload) -> Tensor:
-        preprocessing = self.predictor.model_config.preprocessing
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.decode_pool, decode_upload, upload, preprocessing, self.limits)
+    def _explain_batch(self, batch: list[tuple[Upload, ExplainRequest]]) -> list[JsonObject]:
+        """Decodes in the same thread, so that large images of explain requests do not occupy the decoders."""
+        return [explain_image(self.predictor, self._decode(upload), request) for upload, request in batch]
+
+    def _decode(self, upload: Upload) -> Tensor:
+        return decode_upload(upload, self.predictor.model_config.preprocessing, self.limits)
 
     def _top_labels(self, probabilities: list[float], top: int) -> list[JsonObject]:
         return [vars(label) for label in rank_labels(self.predictor.classes, probabilities, top)]
@@ -168,8 +205,3 @@ class ServedModel:
             "max_images": self.limits.max_images,
             "max_body_mib": self.limits.max_body_mib,
         }
-
-
-def make_model_pool(workers: int) -> ThreadPoolExecutor:
-    """The threads in which all models run."""
-    return ThreadPoolExecutor(workers, thread_name_prefix="model")

@@ -10,7 +10,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -29,7 +28,7 @@ from vitral.serve.connection import make_protocol
 from vitral.serve.limits import Limits
 from vitral.serve.logs import LogFormat, configure_logging
 from vitral.serve.middleware import ServerState, hash_keys
-from vitral.serve.models import ServedModel, make_model_pool, model_names
+from vitral.serve.models import ServedModel, model_names, start_model_threads
 
 MAX_HEADER_BYTES = 32 * 1024
 
@@ -120,13 +119,13 @@ def serve(
             Predictor.load(source, device=device, labels=labels, engine=engine, threads=threads, throughput=True)
             for source in sources
         ]
-        cpus, workers = available_cpus(), 1
-        if all(predictor.hardware.device.type == "cpu" for predictor in predictors):
-            workers = concurrent_batches(cpus, threads)
-        decode_pool = stack.enter_context(ThreadPoolExecutor(max(2, min(cpus, 8)), thread_name_prefix="decode"))
-        model_pool = stack.enter_context(make_model_pool(workers))
+        cpus = available_cpus()
+        on_cpu = all(predictor.hardware.device.type == "cpu" for predictor in predictors)
+        workers = concurrent_batches(cpus, threads) if on_cpu else 1
+        decoders = max(2, min(cpus, 8))
+        model_threads = stack.enter_context(start_model_threads(decoders=decoders, workers=workers, on_cpu=on_cpu))
         models = [
-            ServedModel(name, predictor, limits, decode_pool, model_pool, state.metrics, workers)
+            ServedModel(name, predictor, limits, model_threads, state.metrics)
             for name, predictor in zip(url_names, predictors, strict=True)
         ]
         configure_logging(sys.stderr, log)
@@ -174,7 +173,7 @@ def report_startup(models: Sequence[ServedModel], url: str, log: LogFormat) -> N
         print(f"{model.name:<16} {len(predictor.classes)} classes, version {model.version}, {predictor.engine}")
         for note in predictor.notes:
             print(f"  {note}")
-    workers = models[0].batcher.workers
+    workers = models[0].threads.workers
     if workers > 1:
         threads = torch.get_num_threads()
         print(f"{'':<16} {workers} concurrent batches, {threads} thread{'s' * (threads > 1)} each")
