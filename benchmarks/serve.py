@@ -120,7 +120,7 @@ async def generate_load(port: int, bodies: list[bytes], clients: int, seconds: f
         while (sent := time.perf_counter()) < deadline:
             body = bodies[index % len(bodies)]
             index += 1
-            head = f"POST /v1/models/model/predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/models/model/predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             writer.write(head.encode() + body)
             headers = (await reader.readuntil(b"\r\n\r\n")).lower()
             await reader.readexactly(int(headers.partition(b"content-length: ")[2].split(b"\r")[0]))

@@ -23,6 +23,7 @@ import yaml
 from support.served import make_image, tiny_model
 from vitral.cli.commands.serve import read_keys
 from vitral.errors import VitralError
+from vitral.serve.hosts import allowed_hosts
 from vitral.serve.limits import Limits
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +124,32 @@ def test_keys_are_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("VITRAL_API_KEYS", "one, two,")
     assert read_keys(None) == ["one", "two"]
     monkeypatch.delenv("VITRAL_API_KEYS")
-    assert read_keys(None) == []
+    assert read_keys(None) is None
+    for value in ("", " , "):
+        monkeypatch.setenv("VITRAL_API_KEYS", value)
+        with pytest.raises(VitralError, match="no API keys in VITRAL_API_KEYS"):
+            read_keys(None)
+
+
+def test_requests_through_the_proxy_and_the_cluster_have_an_allowed_host():
+    """Hosts that nginx, ingress, service and probes send, with the flags of the deployment files."""
+    (unit,) = re.findall(r"^ExecStart=(.*)$", (DEPLOY / "vitral.service").read_text(), flags=re.MULTILINE)
+    words = shlex.split(unit)
+    hosts = allowed_hosts("127.0.0.1", words[words.index("--allowed-hosts") + 1].split(","))
+    nginx = (DEPLOY / "nginx.conf").read_text()
+    assert set(re.findall(r"server_name (\S+);", nginx)) == {"vitral.example"}
+    assert hosts.allows("vitral.example")
+    assert "://$host" not in nginx  # redirects
+    (deployment,) = [
+        document
+        for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+        if document["kind"] == "Deployment"
+    ]
+    arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    hosts = allowed_hosts("0.0.0.0", arguments[arguments.index("--allowed-hosts") + 1].split(","))
+    for host in ("10.1.2.3:8000", "[fd00::1]:8000", "vitral", "vitral:80", "vitral.example", "127.0.0.1:8000"):
+        assert hosts.allows(host), host
+    assert not hosts.allows("attacker.example")
 
 
 # --- nginx ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from starlette.testclient import TestClient
 
@@ -26,10 +28,12 @@ from vitral.errors import VitralError
 from vitral.explain import METHODS, rescale_for_display
 from vitral.inference.predictor import Predictor
 from vitral.serve.app import create_app
-from vitral.serve.limits import Limits
+from vitral.serve.hosts import allowed_hosts
+from vitral.serve.limits import Limits, RequestError
 from vitral.serve.logs import LogFormatter
 from vitral.serve.middleware import ServerState, hash_keys
 from vitral.serve.models import ServedModel, model_names, start_model_threads
+from vitral.serve.request_parsing import parse_uploads
 from vitral.serve.server import concurrent_batches
 
 PREDICT, EXPLAIN = "/v1/models/insects/predict", "/v1/models/insects/explain"
@@ -48,11 +52,11 @@ class Client(TestClient):
 
 
 @contextmanager
-def serving(predictor, keys=(), wait_until_ready=True, **limits):
+def serving(predictor, keys=None, wait_until_ready=True, **limits):
     state = ServerState(limits=replace(Limits(), **limits), key_digests=hash_keys(keys))
     with start_model_threads(decoders=2, workers=2) as threads:
         model = ServedModel("insects", predictor, state.limits, threads, state.metrics)
-        with Client(create_app([model], state), raise_server_exceptions=True) as client:
+        with Client(create_app([model], state), base_url="http://localhost") as client:
             while wait_until_ready and client.get("/readyz").status_code != 200:
                 pass
             client.state, client.model = state, model
@@ -180,7 +184,17 @@ MULTIPART = "multipart/form-data; boundary=x"
             "not supported",
         ),
         ("application/json", b"{", 400, "invalid_body", "not valid JSON"),
-        ("application/json", b"[" * 100_000, 400, "invalid_body", "not valid JSON"),
+        ("application/json", b"[" * 100_000, 400, "invalid_body", "nested more than 100 levels deep"),
+        ("application/json", b'{"a":' * 100_000, 400, "invalid_body", "nested more than 100 levels deep"),
+        ("application/json", b"[" * 500 + b"]" * 500, 400, "invalid_body", "nested more than 100 levels deep"),
+        ("application/json", b'{"images": ' + b"9" * 5000 + b"}", 400, "invalid_body", "more than 19 digits"),
+        ("application/json", b'{"images": [-' + b"9" * 5000 + b"]}", 400, "invalid_body", "more than 19 digits"),
+        ("application/json", b'{"images": 1e99999}', 400, "invalid_body", "'images' must be a list"),
+        ("application/json", b'{"images": NaN}', 400, "invalid_body", "'images' must be a list"),
+        ("application/json", b'{"images": ["\\ud800"]}', 400, "invalid_body", "image 1 is not valid base64"),
+        ("application/json", b'{"\\ud800": 1}', 400, "invalid_body", "unknown key in the JSON body: '\\ud800'"),
+        ("application/json", b'{"images": ["\xff"]}', 400, "invalid_body", "not valid JSON"),
+        ("application/json", b"\xff\xfe\x00", 400, "invalid_body", "not valid JSON"),
         ("application/json", b"[]", 400, "invalid_body", "the JSON body is not an object"),
         ("application/json", b"{}", 400, "invalid_body", "'images' must be a list of base64 strings"),
         ("application/json", b'{"images": []}', 400, "invalid_body", "no image in the body"),
@@ -215,12 +229,13 @@ MULTIPART = "multipart/form-data; boundary=x"
         ("multipart/form-data; boundary=" + "x" * 5000, b"garbage", 400, "invalid_body", "malformed multipart body"),
     ],
 )
-def test_invalid_bodies_are_refused_with_code_and_message(client, content_type, body, status, code, message):
+def test_invalid_bodies_are_refused_with_code_and_message(client, caplog, content_type, body, status, code, message):
     for path in (PREDICT, EXPLAIN):
         response = client.post(path, content=body, headers={"content-type": content_type})
         assert response.status_code == status, response.text
         assert response.json()["error"]["code"] == code
         assert message in response.json()["error"]["message"]
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(
@@ -234,15 +249,52 @@ def test_invalid_bodies_are_refused_with_code_and_message(client, content_type, 
         ("GET", PREDICT, 405, "method_not_allowed", "method not allowed"),
         ("POST", f"{PREDICT}?top=0", 422, "invalid_parameter", "top: "),
         ("POST", f"{PREDICT}?top=many", 422, "invalid_parameter", "top: "),
+        ("POST", f"{PREDICT}?top={'9' * 5000}", 422, "invalid_parameter", "top: "),
+        ("POST", f"{PREDICT}?top=%ff%00", 422, "invalid_parameter", "top: "),
+        ("POST", f"{EXPLAIN}?attention={'9' * 5000}", 422, "invalid_parameter", "attention: "),
+        ("POST", f"{EXPLAIN}?target={'[' * 5000}", 422, "invalid_parameter", "no class named '[[["),
+        ("POST", f"{EXPLAIN}?target=%ff%ed%a0%80", 422, "invalid_parameter", "no class named"),
+        ("POST", f"{EXPLAIN}?methods={'9' * 5000}", 422, "invalid_parameter", "no method named '999"),
+        ("POST", f"/v1/models/{'9' * 5000}/predict", 404, "not_found", "no model named '999"),
+        ("GET", "/v1/models/%ed%a0%80", 404, "not_found", "no model named"),
         ("POST", f"{EXPLAIN}?target=moth", 422, "invalid_parameter", "no class named 'moth'"),
         ("POST", f"{EXPLAIN}?methods=rollot", 422, "invalid_parameter", "no method named 'rollot'. Did you mean"),
     ],
 )
-def test_invalid_paths_and_parameters_are_refused_with_code_and_message(client, method, path, status, code, message):
+def test_invalid_paths_and_parameters_are_refused_with_code_and_message(
+    client, caplog, method, path, status, code, message
+):
     response = client.request(method, path, content=make_image() if method == "POST" else None)
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
     assert message in response.json()["error"]["message"]
+    assert len(response.json()["error"]["message"]) < 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(
+        st.binary(max_size=60),
+        st.sampled_from(["multipart/form-data; ", "application/json; ", "image/png; ", ""]).flatmap(
+            lambda start: st.text(st.characters(max_codepoint=255), max_size=40).map(
+                lambda end: (start + end).encode("latin-1")
+            )
+        ),
+    ),
+    st.one_of(
+        st.binary(max_size=80),
+        st.recursive(st.none() | st.text(), st.lists).map(lambda value: json.dumps(value).encode()),
+    ),
+)
+def test_any_content_type_and_body_give_a_client_error(content_type, body):
+    error = None
+    try:
+        assert parse_uploads(content_type.decode("latin-1"), bytearray(body), Limits())
+    except RequestError as request_error:
+        error = request_error
+    assert error is None or 400 <= error.status < 500
+    assert error is None or json.dumps(error.to_dict(), ensure_ascii=False).encode()
 
 
 def test_body_size_is_limited_for_declared_and_streamed_bodies(predictor):
@@ -340,6 +392,97 @@ def test_api_keys_protect_all_but_public_paths(predictor):
                 assert response.json()["error"]["message"] == "this server requires an API key"
         for key in (("authorization", b"Bearer first"), ("x-api-key", "zweiter-schlüssel".encode())):
             assert client.post(PREDICT, content=make_image(), headers=dict([key])).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["first", "zweiter-schlüssel", "à la carte à", "열쇠"])
+def test_keys_are_accepted_in_any_case_of_bearer_and_in_both_encodings(predictor, key):
+    with serving(predictor, keys=("first", "zweiter-schlüssel", "à la carte à", "열쇠")) as client:
+        encodings = ["utf-8"] if key == "열쇠" else ["utf-8", "latin-1"]
+        for encoding in encodings:
+            for scheme in (b"Bearer", b"bearer", b"BEARER"):
+                headers = {b"authorization": scheme + b"  " + key.encode(encoding)}
+                assert client.get("/v1/models", headers=headers).status_code == 200
+            assert client.get("/v1/models", headers={b"x-api-key": key.encode(encoding)}).status_code == 200
+        for value in (key.encode(), b"Basic " + key.encode(), b"Bearer" + key.encode(), b"Bearer " + key.encode()[:-1]):
+            assert client.get("/v1/models", headers={b"authorization": value}).status_code == 401
+
+
+@pytest.mark.parametrize("keys", [[], [""], [" "], ["a\nb"], ["\ud800"]])
+def test_unusable_keys_are_an_error_instead_of_an_open_server(keys):
+    with pytest.raises(VitralError, match="API key"):
+        hash_keys(keys)
+
+
+def test_head_equals_get_without_the_body(client):
+    for path in ("/", "/docs", "/page/style.css", "/openapi.json", "/healthz", "/v1/models", "/v1/models/insects"):
+        get, head = client.get(path), client.head(path)
+        assert (head.status_code, head.content) == (get.status_code, b""), path
+        assert head.headers["content-length"] == str(len(get.content))
+        assert head.headers["content-type"] == get.headers["content-type"]
+    assert client.head("/metrics").status_code == 200
+    assert client.head("/nowhere").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", PREDICT, "POST"),
+        ("HEAD", EXPLAIN, "POST"),
+        ("POST", "/healthz", "GET, HEAD"),
+        ("DELETE", "/v1/models", "GET, HEAD"),
+        ("PUT", "/", "GET, HEAD"),
+    ],
+)
+def test_method_not_allowed_names_the_allowed_methods(client, method, path, allowed):
+    response = client.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+def test_no_response_is_a_redirect(client):
+    for path in ("/healthz/", "/v1/models/", "/docs/", "/page/"):
+        response = client.get(path, follow_redirects=False)
+        assert response.status_code == 404
+        assert "location" not in response.headers
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1:1", "[::1]", "[0:0::1]:8000"])
+def test_local_hosts_are_allowed(client, host):
+    assert client.get("/v1/models", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "attacker.example",
+        "localhost.attacker.example",
+        "127.0.0.1.attacker.example",
+        "10.0.0.1",
+        "",
+        "localhost:x",
+        "a b",
+    ],
+)
+def test_foreign_hosts_are_refused_on_every_path(client, host):
+    for path in ("/", "/healthz", "/v1/models", "/nowhere"):
+        response = client.get(path, headers={"host": host})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_headers")
+        assert "--allowed-hosts" in response.json()["error"]["hint"]
+
+
+def test_allowed_hosts_follow_the_bind_address_and_the_flag():
+    assert allowed_hosts("192.0.2.7").allows("192.0.2.7:8000")
+    assert allowed_hosts("vitral.example").allows("vitral.example")
+    assert not allowed_hosts("192.0.2.7").allows("192.0.2.8")
+    assert allowed_hosts("0.0.0.0").allows("192.0.2.8")  # any address, but no foreign name
+    assert allowed_hosts("::").allows("[2001:db8::1]:8000")
+    assert not allowed_hosts("0.0.0.0").allows("attacker.example")
+    named = allowed_hosts("127.0.0.1", ["Vitral.Example", "*.internal", "2001:db8::2"])
+    assert all(map(named.allows, ("vitral.example:443", "a.b.internal", "[2001:db8::2]")))
+    assert not any(map(named.allows, ("internal", "xinternal", "a.vitral.example")))
+    assert allowed_hosts("127.0.0.1", ["*"]).allows("anything.example")
+    for name in ("https://vitral.example", "vitral.example:443", "a b", "*.*", ""):
+        with pytest.raises(VitralError, match="invalid host name"):
+            allowed_hosts("127.0.0.1", [name])
 
 
 def test_ready_between_warm_up_and_draining(predictor):

@@ -61,7 +61,11 @@ def receive_all(connection: socket.socket) -> bytes:
 
 
 def post(body: bytes, *headers: str, length: int | None = None) -> bytes:
-    lines = [f"POST {PREDICT} HTTP/1.1", "Host: x", f"Content-Length: {len(body) if length is None else length}"]
+    lines = [
+        f"POST {PREDICT} HTTP/1.1",
+        "Host: localhost",
+        f"Content-Length: {len(body) if length is None else length}",
+    ]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
@@ -78,9 +82,9 @@ def is_alive(running) -> bool:
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\xab" * 200,  # a TLS handshake
         b"GET /\r\n\r\n",
-        b"POST " + PREDICT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST " + PREDICT.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnot-hex\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 600_000 + b"\r\n\r\n",
+        b"POST " + PREDICT.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST " + PREDICT.encode() + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nnot-hex\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 600_000 + b"\r\n\r\n",
         b"\0" * 5000,
     ],
 )
@@ -122,7 +126,7 @@ def test_unread_response_is_dropped(strict):
     with socket.create_connection(("127.0.0.1", strict.port), timeout=1) as connection:
         while dropped_connections(strict) == before and time.monotonic() < deadline:
             with suppress(TimeoutError, ConnectionError):
-                connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+                connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
     assert dropped_connections(strict) > before
     assert is_alive(strict)
 
@@ -227,9 +231,39 @@ def test_slow_body_flood_delays_nobody(model):
 
 def test_oversized_chunked_body_is_refused(strict):
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
-    head = f"POST {PREDICT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    head = f"POST {PREDICT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     assert status(exchange_bytes(strict.port, head, *[chunk] * 40, b"0\r\n\r\n")) == 413
     assert is_alive(strict)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_body_lengths_close_the_connection(strict, order):
+    """Whatever follows the body must not be taken for a request."""
+    headers = ["Content-Length: 4", "Transfer-Encoding: chunked"][::order]
+    lines = [f"POST {PREDICT} HTTP/1.1", "Host: localhost", *headers, "", ""]
+    smuggled = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    response = exchange_bytes(strict.port, "\r\n".join(lines).encode() + b"0\r\n\r\n" + smuggled)
+    assert status(response) == 400
+    assert b"connection: close" in response.lower()
+    assert b"the request has both Content-Length and Transfer-Encoding" in response
+    assert response.count(b"HTTP/1.1 ") == 1
+
+
+def test_head_has_no_body_on_the_wire(strict):
+    request = b"HEAD /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    last = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    response = exchange_bytes(strict.port, request + last)
+    head, _, rest = response.partition(b"\r\n\r\n")
+    assert (status(head), status(rest)) == (200, 200)  # the second response follows at once
+    assert b"content-length: 15" in head.lower()
+
+
+def test_foreign_host_is_refused_and_never_repeated_in_a_header(strict):
+    for path in ("/", "/v1/models/", "/healthz"):
+        request = f"GET {path} HTTP/1.1\r\nHost: attacker.example\r\nConnection: close\r\n\r\n"
+        response = exchange_bytes(strict.port, request.encode())
+        assert status(response) == 400
+        assert b"attacker" not in response.partition(b"\r\n\r\n")[0]
 
 
 async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> tuple[int, str]:
@@ -286,7 +320,7 @@ def test_overload_is_refused_and_memory_stays_bounded(model):
 
 def test_sigterm_under_load_completes_all_accepted_requests(model):
     """The last response on each persistent connection says `Connection: close`; no connection is cut off."""
-    with server(model, "--drain-s", 3) as running:
+    with server(model, "--drain-s", 3, "--queue-timeout-s", 60) as running:
 
         async def main():
             busy = asyncio.Event()
@@ -356,7 +390,7 @@ def test_schemathesis_finds_no_undocumented_response(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "request_bytes", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"]
+    "request_bytes", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"]
 )
 def test_closing_connection_with_an_unread_response_is_aborted(request_bytes):
     """The rest of a response can be too short to pause writing and still never be read by the client."""

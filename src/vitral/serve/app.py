@@ -70,6 +70,7 @@ def create_app(models: Sequence[ServedModel], state: ServerState) -> RequestMidd
         description="Image classification with Vision Transformers: ranked labels, heatmaps and attention.",
         docs_url=None,  # FastAPI's own page loads scripts from a CDN
         redoc_url=None,
+        redirect_slashes=False,  # the redirects would be built from the Host header
         lifespan=lambda app: _lifespan(models, state),
     )
     _add_model_routes(app, models, state)
@@ -292,7 +293,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def http_exception(request: Request, error: HTTPException) -> Response:
         codes: dict[int, ErrorCode] = {404: "not_found", 405: "method_not_allowed"}
         phrase = HTTPStatus(error.status_code).phrase.lower()
-        return error_response(RequestError(error.status_code, codes.get(error.status_code, "invalid_body"), phrase))
+        code = codes.get(error.status_code, "invalid_body")
+        headers = dict(error.headers or {})
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"
+        return error_response(RequestError(error.status_code, code, phrase, headers=headers))
 
     @app.exception_handler(VitralError)
     async def vitral_error(request: Request, error: VitralError) -> Response:

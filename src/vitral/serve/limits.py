@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +14,7 @@ YIELD_AFTER_S = (
 
 ErrorCode = Literal[
     "invalid_body",  # 400: empty, malformed or without an image
+    "invalid_headers",  # 400: a Host that is not allowed, or both Content-Length and Transfer-Encoding
     "connection_closed",  # 400: the client stopped sending before the end of the body
     "unauthorized",  # 401: the API key is missing or wrong
     "not_found",  # 404: no such path or model
@@ -74,19 +75,26 @@ class RequestError(Exception):
     """An error response: HTTP status, machine-readable code, message for people, and what to do about it."""
 
     def __init__(
-        self, status: int, code: ErrorCode, message: str, hint: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        code: ErrorCode,
+        message: str,
+        hint: str | None = None,
+        *,
+        retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.message, self.hint, self.retry_after = status, code, message, hint, retry_after
+        self.status, self.code, self.message, self.hint = status, code, message, hint
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["Retry-After"] = str(retry_after)
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
 
     def to_dict(self) -> dict[str, Any]:
         error = {"code": self.code, "message": self.message}
         return {"error": error | ({"hint": self.hint} if self.hint else {})}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
 def too_many_requests(message: str, retry_after: int = 1) -> RequestError:

@@ -1,4 +1,4 @@
-"""ASGI middleware around every request: API keys, security headers, log and metrics."""
+"""ASGI middleware around every request: allowed hosts, API keys, HEAD, security headers, log and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vitral.errors import VitralError
 from vitral.serve.body import BodyReceiver
+from vitral.serve.hosts import AllowedHosts
 from vitral.serve.limits import MIB, Budget, Limits, RequestError
 from vitral.serve.metrics import ServerMetrics
 from vitral.utils.json_toml import dump_json
@@ -45,6 +47,7 @@ class ServerState:
 
     limits: Limits
     key_digests: tuple[bytes, ...] = ()  # SHA-256 of each API key; empty: no key needed
+    hosts: AllowedHosts = field(default_factory=AllowedHosts)
     ready: bool = False
     draining: bool = False
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
@@ -54,7 +57,16 @@ class ServerState:
         self.bodies = BodyReceiver(self.limits, self.body_bytes)
 
 
-def hash_keys(keys: Sequence[str]) -> tuple[bytes, ...]:
+def hash_keys(keys: Sequence[str] | None) -> tuple[bytes, ...]:
+    """SHA-256 of each key. None: the server needs no key; an empty list is more likely a mistake than a wish."""
+    if keys is None:
+        return ()
+    if not keys:
+        raise VitralError("the list of API keys is empty", "Pass at least one key, or None to serve without keys")
+    for number, key in enumerate(keys, start=1):
+        if not key or key != key.strip() or not key.isprintable():
+            hint = "Use printable characters without spaces at the ends; openssl rand -hex 24 generates a key"
+            raise VitralError(f"API key {number} cannot be sent in a header", hint)
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
@@ -65,6 +77,8 @@ class RequestMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        is_head = scope["method"] == "HEAD"
+        scope = dict(scope)  # the protocol's own copy keeps the method, and with it drops the body of the response
         started, status = time.perf_counter(), 0
         request_id = secrets.token_hex(8)
         scope["log_fields"], scope["request_id"] = {}, request_id  # routes add their own fields to the log record
@@ -74,6 +88,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._add_headers(message, request_id)
+            elif is_head:
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -81,25 +97,43 @@ class RequestMiddleware:
         except Exception:  # the exception handler of the app has already sent status 500
             log.exception("request failed", extra={"fields": {"id": request_id}})
         finally:
-            self._record(scope, request_id, status, time.perf_counter() - started)
+            self._record(scope, "HEAD" if is_head else scope["method"], status, time.perf_counter() - started)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
         try:
+            self._check_headers(headers)
+            if scope["method"] == "HEAD":
+                scope["method"] = "GET"
             path = scope["path"]
             if path in PUBLIC_PATHS or path.startswith("/page/"):
                 return await self.app(scope, receive, send)
-            self._check_key(Headers(scope=scope))
+            self._check_key(headers)
             return await self.app(scope, receive, send)
         except RequestError as error:
             await error_response(error)(scope, receive, send)
 
+    def _check_headers(self, headers: Headers) -> None:
+        host = headers.get("host", "")
+        if not self.state.hosts.allows(host):
+            hint = "Use the server's own address, or start it with --allowed-hosts NAME"
+            raise RequestError(400, "invalid_headers", f"host {host[:64]!r} is not allowed", hint)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy may have ended the body elsewhere, so whatever follows it is not trusted as a request.
+            message = "the request has both Content-Length and Transfer-Encoding"
+            raise RequestError(400, "invalid_headers", message, "Send one of them", headers={"Connection": "close"})
+
     def _check_key(self, headers: Headers) -> None:
-        """Compare with every key in constant time, so that the response time reveals nothing about the keys."""
+        """Compare with every key in constant time, so that the response time reveals nothing about the keys.
+
+        Header values are bytes. Clients encode keys that are not ASCII in UTF-8 or in Latin-1.
+        """
         if not self.state.key_digests:
             return
-        key = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, key_digest) for key_digest in self.state.key_digests]
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        text = (credentials if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip(" \t")
+        digests = [hashlib.sha256(text.encode(encoding)).digest() for encoding in ("latin-1", "utf-8")]
+        matches = [hmac.compare_digest(digest, key) for digest in digests for key in self.state.key_digests]
         if not any(matches):
             hint = "Send the header: Authorization: Bearer KEY"
             raise RequestError(401, "unauthorized", "this server requires an API key", hint)
@@ -113,12 +147,12 @@ class RequestMiddleware:
         if self.state.draining or message["status"] in (408, 413):
             headers["Connection"] = "close"
 
-    def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+    def _record(self, scope: Scope, method: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self.state.metrics.requests.labels(route, status).inc()
         self.state.metrics.request_seconds.labels(route).observe(seconds)
         if route not in UNLOGGED_ROUTES:
-            fields = {"id": request_id, "method": scope["method"], "route": route, "status": status}
+            fields = {"id": scope["request_id"], "method": method, "route": route, "status": status}
             log.info("request", extra={"fields": fields | {"ms": round(seconds * 1000, 1)} | scope["log_fields"]})
 
 

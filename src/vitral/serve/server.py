@@ -25,12 +25,16 @@ from vitral.inference.engine_selection import EngineName
 from vitral.inference.predictor import Predictor
 from vitral.serve.app import create_app
 from vitral.serve.connection import make_protocol
+from vitral.serve.hosts import allowed_hosts
 from vitral.serve.limits import Limits
 from vitral.serve.logs import LogFormat, configure_logging
 from vitral.serve.middleware import ServerState, hash_keys
 from vitral.serve.models import ServedModel, model_names, start_model_threads
 
 MAX_HEADER_BYTES = 32 * 1024
+# A model thread needs the interpreter lock between operations. While the event loop is busy, for example refusing
+# requests, it would wait for the default of 5 ms every time.
+THREAD_SWITCH_S = 0.0005
 
 
 class DrainingServer(uvicorn.Server):
@@ -97,7 +101,8 @@ def serve(
     labels: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
-    keys: Sequence[str] = (),
+    keys: Sequence[str] | None = None,
+    hosts: Sequence[str] = (),
     limits: Limits | None = None,
     device: DeviceOption = "auto",
     engine: EngineName = "auto",
@@ -108,11 +113,12 @@ def serve(
 
     sources: run folders, model folders, checkpoints, hub names or bundled models.
     names: names of the models in the URLs, one per source; derived from the sources if empty.
-    keys: accepted API keys; empty: no key needed.
+    keys: accepted API keys; None: no key needed.
+    hosts: names accepted in the Host header, in addition to localhost and the address in `host`.
     """
     limits = limits or Limits()
     url_names = model_names(sources, names)
-    state = ServerState(limits=limits, key_digests=hash_keys(keys))
+    state = ServerState(limits=limits, key_digests=hash_keys(keys), hosts=allowed_hosts(host, hosts))
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # max_megapixels decides
     with bind_socket(host, port) as listener, ExitStack() as stack:
         predictors = [
@@ -129,6 +135,7 @@ def serve(
             for name, predictor in zip(url_names, predictors, strict=True)
         ]
         configure_logging(sys.stderr, log)
+        sys.setswitchinterval(THREAD_SWITCH_S)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         config = _uvicorn_config(models, state)
         DrainingServer(config, state, lambda: report_startup(models, url, log)).run(sockets=[listener])

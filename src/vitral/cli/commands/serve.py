@@ -30,6 +30,9 @@ class ServeArgs:
     name: tuple[str, ...] = option((), "name of a model, once per model (default: folder names)", repeatable=True)
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 accepts connections from the network")
     port: int = option(8000, "port to listen on; 0 picks a free one")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "further host names by which clients address the server, e.g. behind a proxy; * for any", repeatable=True
+    )
     keys: Path | None = option(None, "file with one API key per line (default: the variable VITRAL_API_KEYS)")
     engine: EngineFlag = option("auto", ENGINE_HELP)
     device: DeviceFlag = option("auto", "device to run on; CUDA_VISIBLE_DEVICES selects one of several GPUs")
@@ -64,6 +67,7 @@ def serve(args: ServeArgs) -> int:
         host=args.host,
         port=args.port,
         keys=read_keys(args.keys),
+        hosts=[name.strip() for names in args.allowed_hosts for name in names.split(",") if name.strip()],
         limits=limits,
         device=args.device,
         engine=args.engine,
@@ -73,20 +77,31 @@ def serve(args: ServeArgs) -> int:
     return 0
 
 
-def read_keys(path: Path | None) -> list[str]:
-    """API keys from a file or from VITRAL_API_KEYS, comma-separated. Never from flags, which other users can see."""
+def read_keys(path: Path | None) -> list[str] | None:
+    """API keys from a file or from VITRAL_API_KEYS, comma-separated; None if neither is given.
+
+    Never from flags, which other users can see. A file or variable without keys is an error: the server would be open
+    although keys were intended.
+    """
+    hint = "Write one key per line; openssl rand -hex 24 generates one"
     if path is None:
-        return [key.strip() for key in os.environ.get("VITRAL_API_KEYS", "").split(",") if key.strip()]
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise VitralError(
-            f"cannot read API keys from {path}: {error_reason(error)}",
-            "Expected a text file with one key per line; or set VITRAL_API_KEYS",
-        ) from error
-    keys = [line for line in lines if line and not line.startswith("#")]
+        variable = os.environ.get("VITRAL_API_KEYS")
+        if variable is None:
+            return None
+        source, keys = "VITRAL_API_KEYS", [key.strip() for key in variable.split(",") if key.strip()]
+        hint = "Separate keys with commas, or unset the variable to serve without keys"
+    else:
+        source = str(path)
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise VitralError(
+                f"cannot read API keys from {path}: {error_reason(error)}",
+                "Expected a text file with one key per line; or set VITRAL_API_KEYS",
+            ) from error
+        keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise VitralError(f"no API keys in {path}", "Write one key per line; openssl rand -hex 24 generates one")
+        raise VitralError(f"no API keys in {source}", hint)
     return keys
 
 

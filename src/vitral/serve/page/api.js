@@ -30,8 +30,11 @@ const ERROR_KINDS = {
 
 export const errorKind = (code) => ERROR_KINDS[code] ?? "failed";
 
+// A header is made of bytes: fetch refuses characters above 255, so other keys are sent in UTF-8.
+const toHeaderBytes = (text) => String.fromCharCode(...new TextEncoder().encode(text));
+
 async function request(url, options = {}, retries = 3) {
-  const headers = apiKey ? { Authorization: `Bearer ${apiKey}` } : {};
+  const headers = apiKey ? { Authorization: `Bearer ${toHeaderBytes(apiKey)}` } : {};
   let response;
   try {
     response = await fetch(url, { ...options, headers });
