@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from typing import Any, NamedTuple
 
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -17,6 +16,7 @@ from torch import Tensor
 from vitral.data.decode import ImageDecodeError, ImageTooLargeError, decode_image, read_header
 from vitral.data.preprocess import Preprocessing
 from vitral.serve.limits import ErrorCode, Limits, RequestError
+from vitral.utils.json_toml import parse_json
 
 BODY_HINT = 'Send image files as multipart/form-data, one image as raw bytes, or JSON: {"images": ["<base64>"]}'
 
@@ -125,9 +125,9 @@ def _parse_multipart(body: bytearray, boundary: bytes, limits: Limits) -> list[U
 
 def _parse_json(body: bytearray, limits: Limits) -> list[Upload]:
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise _invalid_body("the body is not valid JSON") from error
+        content = parse_json(body)
+    except ValueError as error:
+        raise _invalid_body(f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise _invalid_body("the JSON body is not an object")
     if unknown_keys := sorted(content.keys() - {"images"}):

@@ -34,7 +34,7 @@ def _with_nulls(value: Any) -> Any:
     return value
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes | bytearray) -> Any:
     """The value of a JSON text. NaN and Infinity, which older versions of vitral wrote, are accepted."""
     try:
         value = json.loads(text, parse_int=_parse_int)
