@@ -44,6 +44,15 @@ def test_rate_follows_a_change():
     assert admission.expected_wait_s() == pytest.approx(10 * 0.5, rel=0.2)
 
 
+def test_time_without_a_finished_item_lowers_the_rate():
+    clock = FakeClock()
+    admission = Admission(max_pending=1000, timeout_s=60, clock=clock)
+    serve_items(admission, clock, count=40, item_s=0.1)
+    admission.enter(10)
+    clock.now += 2
+    assert admission.expected_wait_s() > 2 * 10 * 0.1
+
+
 def test_items_that_would_wait_too_long_are_refused():
     clock = FakeClock()
     admission = Admission(max_pending=1000, timeout_s=2, clock=clock)

@@ -296,20 +296,20 @@ async def load(running, clients: int, body: bytes, is_done, until_closed: bool =
         finally:
             writer.close()
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         await asyncio.gather(*(client() for _ in range(clients)))
     return statuses, failures
 
 
 def test_overload_is_refused_and_memory_stays_bounded(model):
-    """200 clients, a queue of 20 images."""
+    """100 clients, a queue of 20 images."""
     body = make_image(size=(800, 600), format="JPEG")
     limits = ("--max-queue", 20, "--max-requests", 60, "--max-total-body-mib", 40)
     with server(model, *limits) as running:
         asyncio.run(load(running, 4, body, lambda counts: counts[200] > 40))
         before = running.memory_mib
-        enough = lambda counts: counts[200] > 150 and counts[429] > 1000  # noqa: E731
-        statuses, failures = asyncio.run(load(running, 200, body, enough))
+        enough = lambda counts: counts[200] > 40 and counts[429] > 200  # noqa: E731
+        statuses, failures = asyncio.run(load(running, 100, body, enough))
         assert failures == []
         assert set(statuses) <= {200, 429, 503}
         assert running.memory_mib - before < 250

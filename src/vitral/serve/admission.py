@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from vitral.serve.limits import too_many_requests
 
-RATE_MEMORY_S = 5.0  # the service rate is averaged over about this much busy time
+RATE_MEMORY_S = 3.0  # the service rate is averaged over about this much busy time
 MAX_RETRY_AFTER_S = 60
 QUIET_S = 0.05  # low-priority work starts after this time without predict requests
 BUSY_SHARE = 0.1  # share of the time that low-priority work may take while predict requests are pending
@@ -36,7 +36,11 @@ class Admission:
 
     def expected_wait_s(self) -> float:
         """Time until the pending items are finished; 0 before the first measurement."""
-        return self.pending * self._busy_s / self._finished if self._finished else 0.0
+        if not self._finished:
+            return 0.0
+        elapsed = self.clock() - self._measured_until if self.pending >= self.saturated else 0.0
+        decay = math.exp(-elapsed / RATE_MEMORY_S)
+        return self.pending * (self._busy_s * decay + elapsed) / max(self._finished * decay, 1e-9)
 
     def idle_s(self) -> float:
         return 0.0 if self.pending else self.clock() - self._left

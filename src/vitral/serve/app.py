@@ -111,7 +111,6 @@ async def _receive_uploads(
     """
     if not state.ready:
         raise RequestError(503, "not_ready", "the server is warming up; retry in a moment", retry_after=2)
-    queue.admission.check()  # under overload, before anything is spent on the body
     limits = state.limits
     try:
         async with AsyncExitStack() as stack:
@@ -137,6 +136,9 @@ async def _receive_uploads(
 def _add_model_routes(app: FastAPI, models: Sequence[ServedModel], state: ServerState) -> None:
     models_by_name = {model.name: model for model in models}
     path = "/v1/models/{name}"
+    for model in models:
+        state.queues[f"/v1/models/{model.name}/predict"] = model.predict_queue.admission
+        state.queues[f"/v1/models/{model.name}/explain"] = model.explain_queue.admission
 
     def find_model(name: str) -> ServedModel:
         if name not in models_by_name:
