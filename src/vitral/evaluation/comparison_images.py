@@ -13,6 +13,7 @@ from torch import Tensor
 from vitral.data.classes import class_indices
 from vitral.data.datasets import Dataset, Split
 from vitral.data.decode import SUPPORTED_FORMATS
+from vitral.data.files.packed import is_packed
 from vitral.data.files.walk import find_images, subfolders
 from vitral.data.files.worker import read_location
 from vitral.errors import VitralError
@@ -77,7 +78,7 @@ def load_comparison_images(
         train = _training_split(predictor) if calibrate else None
     calibration = list[ImageInput]()
     if calibrate:
-        calibration, compared = _hold_out_calibration(compared, train)
+        calibration, compared = _hold_out_calibration(compared, train, predictor)
     name = data or predictor.model_config.trained_on
     images, positions = _decode(predictor, compared.sources, name)
     compared = compared.select(positions)
@@ -104,11 +105,13 @@ def _training_split(predictor: Predictor) -> Split | None:
         return None
 
 
-def _hold_out_calibration(compared: _Sources, train: Split | None) -> tuple[list[ImageInput], _Sources]:
+def _hold_out_calibration(
+    compared: _Sources, train: Split | None, predictor: Predictor
+) -> tuple[list[ImageInput], _Sources]:
     """Training images that are not compared; if there are not enough of them, every fourth of the compared images."""
     files = {source.resolve() for source in compared.sources if isinstance(source, Path)}
     if train is not None:
-        sources = _split_sources(train, evenly_spaced_indices(len(train), 4 * MAX_CALIBRATION_IMAGES))
+        sources = _split_sources(train, evenly_spaced_indices(len(train), 4 * MAX_CALIBRATION_IMAGES), predictor)
         other = [source for source in sources if not (isinstance(source, Path) and source.resolve() in files)]
         if len(other) >= MIN_CALIBRATION_IMAGES:
             return [other[i] for i in evenly_spaced_indices(len(other), MAX_CALIBRATION_IMAGES).tolist()], compared
@@ -132,7 +135,7 @@ def _held_out_splits(dataset: Dataset) -> tuple[tuple[Split, ...], bool]:
 
 def _requested_sources(data: str, predictor: Predictor, count: int) -> _Sources:
     folder = Path(data)
-    if folder.is_dir() and not subfolders(folder):
+    if folder.is_dir() and not is_packed(folder) and not subfolders(folder):
         files = _Sources(sources=find_images([folder]))
         return files.select(evenly_spaced_indices(len(files.sources), count))
     dataset = _load_dataset(data, predictor)
@@ -149,7 +152,7 @@ def _dataset_sources(
     sources: list[ImageInput] = []
     start = 0
     for split, size in zip(splits, sizes, strict=True):
-        sources += _split_sources(split, chosen[(chosen >= start) & (chosen < start + size)] - start)
+        sources += _split_sources(split, chosen[(chosen >= start) & (chosen < start + size)] - start, predictor)
         start += size
     if not with_labels or not {*dataset.classes} <= {*predictor.classes}:
         return _Sources(sources=sources)
@@ -157,12 +160,15 @@ def _dataset_sources(
     return _Sources(sources=sources, labels=class_indices(dataset.classes, predictor.classes)[labels])
 
 
-def _split_sources(split: Split, indices: Tensor) -> list[ImageInput]:
+def _split_sources(split: Split, indices: Tensor, predictor: Predictor) -> list[ImageInput]:
     if not len(indices):
         return []
     if isinstance(split.images, FileImages):
         return [read_location(*split.images.locations[index]) for index in indices.tolist()]
-    return list(split.images[indices].unbind(0))
+    images = split.images[indices].unbind(0)
+    # Packed validation images are cropped already: pad them, so that decoding returns exactly their pixels.
+    pad = predictor.model_config.preprocessing.pad_for_roundtrip
+    return [pad(image) for image in images] if split.is_model_input else list(images)
 
 
 def _decode(predictor: Predictor, sources: Sequence[ImageInput], name: str) -> tuple[Tensor, Tensor]:

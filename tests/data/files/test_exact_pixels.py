@@ -14,11 +14,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from support.models import save_random_model
 from vitral.data.datasets import Dataset
 from vitral.data.decode import decode_image
 from vitral.data.files.file_dataset import ReadOptions, load_file_dataset
 from vitral.data.preprocess import Preprocessing
 from vitral.data.sequence import load_sequence
+from vitral.evaluation.comparison_images import load_comparison_images
+from vitral.inference.predictor import Predictor
+from vitral.runs.model_io import load_model, save_model
 from vitral.training import setup
 
 # Sizes as (width, height): large enough for reduced decoding, wide and tall, odd differences, and a long strip.
@@ -55,13 +59,21 @@ def assert_exact(dataset: Dataset, photos: Path, preprocessing: Preprocessing) -
         assert torch.equal(images, predicted_pixels(photos, name, preprocessing))
 
 
-@pytest.mark.parametrize("pack", [64.0, 0.0])
-@pytest.mark.parametrize("crop", [0.875, 0.9, 1.0])
+@pytest.mark.parametrize(
+    ("pack", "crop"),
+    [
+        (64.0, 0.875),
+        pytest.param(0.0, 0.875, marks=pytest.mark.slow),
+        pytest.param(64.0, 0.9, marks=pytest.mark.slow),
+        pytest.param(0.0, 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_validation_and_test_images_of_a_folder(photos: Path, pack: float, crop: float) -> None:
     preprocessing = replace(PREPROCESSING, crop=crop)
     assert_exact(load_file_dataset(photos, preprocessing, read_options=ReadOptions(pack=pack)), photos, preprocessing)
 
 
+@pytest.mark.slow
 def test_models_of_one_stored_size_do_not_share_validation_images(photos: Path) -> None:
     for size in (61, 62):  # both are stored at 70x70 pixels
         preprocessing = replace(PREPROCESSING, image_size=(size, size), crop=size / 70)
@@ -87,6 +99,7 @@ def test_images_that_the_trainer_validates_on(photos: Path, packed_recipe: Any) 
     assert torch.equal(training.dataset.validation.images[:], expected)
 
 
+@pytest.mark.slow
 def test_images_of_shards(photos: Path, tmp_path: Path) -> None:
     for split in ("train", "val", "test"):
         with tarfile.open(tmp_path / f"{split}-000.tar", "w") as archive:
@@ -113,3 +126,15 @@ def test_images_of_a_sequence(photos: Path, in_memory: bool, monkeypatch: pytest
     images = dataset.validation.to_model_input(PREPROCESSING).images[:]
     assert len(images) == 7
     assert {image.numpy().tobytes() for image in images} <= expected
+
+
+def test_images_of_a_pack_on_which_engines_are_compared(photos: Path, packed_recipe: Any, tmp_path: Path) -> None:
+    setup.pack_dataset(packed_recipe, tmp_path / "mine.pack")
+    folder = save_random_model(tmp_path / "model", image_size=(64, 64), width=32)
+    model, config = load_model(folder)
+    preprocessing = replace(config.preprocessing, crop=0.875, interpolation="bicubic")
+    classes = ("ants", "bees", *config.classes[2:])
+    save_model(folder, model, replace(config, preprocessing=preprocessing, classes=classes))
+    predictor = Predictor.load(folder, device="cpu")
+    compared = load_comparison_images(predictor, str(tmp_path / "mine.pack"), calibrate=False)
+    assert torch.equal(compared.images, predicted_pixels(photos, "test", preprocessing))

@@ -406,6 +406,7 @@ def test_pack_command_makes_the_pack_that_training_uses_and_that_can_be_moved(
     assert data_command.COMMAND(["pack", str(photos), "--image-size", "32"]) == 0
     output = capsys.readouterr().out
     assert "80 train, 20 validation, 10 test images, 35x35 pixels, 2 classes" in output
+    assert "For a model of 32x32 pixels\n" in output
     assert data_command.COMMAND(["pack", str(photos), "--image-size", "32", "--out", str(tmp_path / "mine.pack")]) == 0
     forbid_decoding()
     tiny: dict[str, Any] = {
@@ -429,6 +430,16 @@ def test_pack_command_makes_the_pack_that_training_uses_and_that_can_be_moved(
     save_photo(photos / "b" / "0.jpg", COLOURS["bees"], 1)
     with pytest.raises(VitralError, match=r"mine\.pack already exists"):
         setup.pack_dataset(setup.resolve_recipe(str(photos), None), tmp_path / "mine.pack")
+
+
+def test_pack_command_says_for_which_image_size_it_packs(photos, capsys):
+    (photos / "train" / "ants" / "notes.txt").write_text("a note")
+    assert data_command.COMMAND(["pack", str(photos)]) == 0
+    output = capsys.readouterr()
+    assert "142x142 pixels" in output.out
+    assert "For a model of 128x128 pixels (recipe folder-scratch)" in output.out
+    assert "To fine-tune a checkpoint, pack for its image size: --init-from CHECKPOINT" in output.out
+    assert "skipped 1 file: 1 not an image" in output.err
 
 
 def test_builtin_dataset_cannot_be_packed():

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitral.cli.messages import print_checkpoint_notes
+from vitral.cli.messages import print_checkpoint_notes, print_notes
 from vitral.cli.parsing import Command, CommandGroup, argument, option
 from vitral.errors import VitralError, shell_quote
 
@@ -100,6 +100,11 @@ def pack(args: DataPackArgs) -> int:
     height, width = packed.train.images.shape[2:]
     print(f"Packed {counts} images, {height}x{width} pixels, {len(packed.classes):,} classes, {packed.source}")
     print(f"{folder}: {size / 2**20:,.0f} MiB in {seconds:.1f} s")
+    print_notes(packed.notes)
+    model_size = "x".join(map(str, recipe.model.image_size))
+    print(f"For a model of {model_size} pixels" + (f" (recipe {recipe.name})" if args.image_size is None else ""))
+    if args.init_from is None and args.image_size is None:
+        print("To fine-tune a checkpoint, pack for its image size: --init-from CHECKPOINT, or --image-size 224 224")
     init_from = f" --init-from {shell_quote(args.init_from)}" if args.init_from else ""
     print(f"Next step: vitral train {shell_quote(folder if args.out else args.folder)}{init_from}")
     return 0
