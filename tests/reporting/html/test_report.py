@@ -422,12 +422,25 @@ def test_phone_layout_has_no_horizontal_scrolling(run: Path, open_page: Any) -> 
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("width", [1100, 1400])
-def test_no_table_is_cut_off_on_a_large_screen(cpu: Hardware, tmp_path: Path, open_page: Any, width: int) -> None:
-    path = write_report(make_report_data(cpu, ("ant", "bee", "wasp")), tmp_path / "report.html")
-    tab = open_page(path, viewport={"width": width, "height": 900})
-    script = "[...document.querySelectorAll('.wide')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)"
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1100, 1280])
+def test_no_table_or_number_is_cut_off(cpu: Hardware, tmp_path: Path, open_page: Any, width: int, scheme: str) -> None:
+    names = ("ant", "European hornet (Vespa crabro)", "Schwarzblauerölkäferundsonstigekäfer")
+    counts = (("train", (123_456, 20, 3)), ("validation", (12_345, 2, 1)), ("test", (12_345, 2, 1)))
+    data = make_report_data(cpu, names, counts=counts)
+    ood = data.evaluation.ood
+    assert ood is not None
+    scores = tuple(replace(ood.scores[0], name=name) for name in ("max-logit", "energy", "mahalanobis"))
+    ood = replace(ood, dataset="/home/alice/photographs/of/something/else", scores=scores)
+    data = replace(data, evaluation=replace(data.evaluation, ood=ood))
+    path = write_report(data, tmp_path / "report.html")
+    tab = open_page(path, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    clipped = "e => e.scrollWidth > e.clientWidth"
+    script = f"[...document.querySelectorAll('.wide:not(:has(.matrix)), td')].filter({clipped}).map(e => e.innerText)"
     assert tab.evaluate(script) == []
+    heights = "[...document.querySelectorAll('#data tbody td:not(.bars), #calibration td')].map(e => e.innerText)"
+    assert not [text for text in tab.evaluate(heights) if "\n" in text], "numbers are on one line"
 
 
 def test_class_names_with_markup_are_shown_as_text(cpu: Hardware, tmp_path: Path, open_page: Any) -> None:

@@ -259,6 +259,29 @@ def test_page_in_a_browser(cpu: Hardware, tmp_path: Path, browser: Any, width: i
     assert trouble == []
 
 
+@pytest.mark.parametrize(("width", "rows"), [(1280, 1), (400, 2)])
+def test_image_and_its_channels_are_aligned(cpu: Hardware, tmp_path: Path, browser: Any, width: int, rows: int) -> None:
+    result, _, _ = make_walk("CIFAR-10", cpu)
+    (tmp_path / "walk.html").write_text(walk_html.render_html(result), encoding="utf-8")
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    tab = context.new_page()
+    tab.goto((tmp_path / "walk.html").as_uri())
+    boxes = tab.evaluate(
+        "[...document.querySelectorAll('#image figure img')].map(e => e.getBoundingClientRect())"
+        ".map(r => [Math.round(r.left), Math.round(r.top), Math.round(r.width)])"
+    )
+    assert len(boxes) == 4
+    assert len({top for _, top, _ in boxes}) == rows
+    assert len({left for left, _, _ in boxes}) == 4 // rows
+    assert len({size for _, _, size in boxes}) == 1
+    links = tab.evaluate(
+        "[...document.querySelectorAll('nav a')].map(e => e.getBoundingClientRect()).map(r => [r.left, r.right, r.top])"
+    )
+    for left, right, top in links:
+        assert all(other - right > 40 for other, _, line in links if line == top and other > left)
+    context.close()
+
+
 def test_equations_on_the_page_and_on_the_terminal() -> None:
     assert walk_html.render_equation("z_{0} = x^{2} < E_{pos}") == "z<sub>0</sub> = x<sup>2</sup> &lt; E<sub>pos</sub>"
     assert walk_terminal.render_equation("z_{0} = x^{2} + E_{pos} ∈ R^{2×3}, q^{T}") == "z₀ = x² + E_pos ∈ R^(2×3), q^T"

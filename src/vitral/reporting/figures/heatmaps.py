@@ -55,7 +55,7 @@ def blend_signed(pixels_hw3: Array, strength_hw: Array) -> Array:
 
 
 def plot_explanation(explanation: Explanation, path: Path, colormap: Colormap = "inferno") -> Path:
-    """One row per class and one column per method, after the image. A method without target class is drawn once."""
+    """One row per class and one column per method, after the image. A method without target class repeats its map."""
     rows = group_by_class(explanation.heatmaps)
     num_columns = len(rows[0]) + 1
     w, h = explanation.image.size
@@ -81,10 +81,9 @@ def plot_explanation(explanation: Explanation, path: Path, colormap: Colormap = 
         colour = BLUE if label.name == explanation.prediction[0].name else GRAY
         row_axes[0].set_title(title, fontsize=11, loc="left", color=colour, weight="bold", parse_math=False)
         for axes, heat in zip(row_axes[1:], heats, strict=True):
-            if heat.method.is_class_specific or heats is rows[0]:
-                draw_image(axes, np.asarray(render_heatmap(explanation.image, heat, colormap)))
-                note = "" if heat.method.is_class_specific or len(rows) == 1 else " (same for all classes)"
-                axes.set_title(heat.method.name + note, fontsize=10, loc="left", color=GRAY)
+            draw_image(axes, np.asarray(render_heatmap(explanation.image, heat, colormap)))
+            note = "" if heat.method.is_class_specific or len(rows) == 1 else " (same for all classes)"
+            axes.set_title(heat.method.name + note, fontsize=10, loc="left", color=GRAY)
     figure.text(0, 0, _footnote(explanation, len(rows)), fontsize=9, color=GRAY, va="bottom")
     return save(figure, path)
 

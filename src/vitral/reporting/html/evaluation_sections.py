@@ -14,14 +14,14 @@ CORRUPTION_COLOURS = "abcde"
 
 
 def calibration_section(evaluation: EvaluationReport) -> str:
+    before, after = evaluation.uncalibrated, evaluation.calibrated
     rows = [
-        (name, f"{r.nll:.4f}", f"{r.brier:.4f}", percent(r.ece), percent(r.confidence))
-        for name, r in (
-            ("uncalibrated", evaluation.uncalibrated),
-            (f"temperature {evaluation.temperature:.3f}", evaluation.calibrated),
-        )
+        ("cross-entropy", f"{before.nll:.4f}", f"{after.nll:.4f}"),
+        ("Brier score", f"{before.brier:.4f}", f"{after.brier:.4f}"),
+        ("calibration error", percent(before.ece), percent(after.ece)),
+        ("mean confidence", percent(before.confidence), percent(after.confidence)),
     ]
-    header = ("", "cross-entropy", "Brier score", "calibration error", "mean confidence")
+    header = ("", "uncalibrated", f"temperature {evaluation.temperature:.3f}")
     figures = f"<div>{_reliability_chart(evaluation)}</div><div>{_risk_coverage_chart(evaluation)}</div>"
     return f'<div class="columns">{figures}</div>{table(header, rows)}'
 

@@ -95,15 +95,16 @@ def data_section(data: ReportData) -> str:
     rows = "".join(
         f'<tr><th scope="row">{text(name)}</th>'
         + "".join(f"<td>{counts[index]:,}</td>" for _, counts in data.counts)
-        + '<td><svg class="bar" width="120" height="9" aria-hidden="true"><rect class="area a" height="9" '
+        + '<td class="bars"><svg width="120" height="9" aria-hidden="true"><rect class="area a" height="9" '
         f'width="{120 * data.counts[0][1][index] / largest:.1f}"/></svg></td></tr>'
         for index, name in enumerate(names)
     )
     is_open = " open" if len(names) <= MAX_CLASSES else ""
     return (
         f"{checks}<details{is_open}><summary>Images per class</summary>"
-        f'<div class="wide"><table><thead><tr><th scope="col">class</th>{header}<th></th></tr></thead><tbody>'
-        f'<tr><th scope="row">total</th>{totals}<td></td></tr>{rows}</tbody></table></div></details>'
+        f'<div class="wide"><table><thead><tr><th scope="col">class</th>{header}<th class="bars"></th></tr></thead>'
+        f'<tbody><tr><th scope="row">total</th>{totals}<td class="bars"></td></tr>{rows}</tbody>'
+        "</table></div></details>"
     )
 
 

@@ -34,7 +34,7 @@ h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .6rem; }
 h2 { font-size: 1.3rem; margin: 0; }
 p { margin: .6rem 0; max-width: 42rem; word-break: keep-all; overflow-wrap: break-word; }
 .muted { color: var(--muted); font-size: .88rem; }
-nav ol { columns: 16rem; padding-left: 1.4rem; margin: .4rem 0 0; font-size: .95rem; }
+nav ol { columns: 16rem; column-gap: 2.4rem; padding-left: 1.4rem; margin: .4rem 0 0; font-size: .95rem; }
 a { color: var(--accent); }
 section { border-top: 1px solid var(--line); margin-top: 2.2rem; padding-top: 1.6rem; }
 .heading { display: flex; gap: .9rem; align-items: baseline; flex-wrap: wrap; }
@@ -43,7 +43,10 @@ section { border-top: 1px solid var(--line); margin-top: 2.2rem; padding-top: 1.
 .equation { font: 1.15rem/1.5 "STIX Two Math", "Cambria Math", Georgia, serif; margin: .8rem 0; overflow-x: auto;
   max-width: 100%; }
 .figures { display: flex; flex-wrap: wrap; gap: 1.2rem; margin: 1rem 0; }
-figure { margin: 0; max-width: 100%; }
+figure { margin: 0; max-width: 100%; width: min-content; min-width: min(9rem, 100%); }
+.four figure { width: calc(25% - .9rem); }
+.four img { width: 100%; }
+@media (max-width: 40rem) { .four figure { width: calc(50% - .6rem); } }
 figure img { display: block; max-width: 100%; image-rendering: pixelated; border: 1px solid var(--line);
   border-radius: 3px; }
 figure.small { width: 7.5rem; }
@@ -52,7 +55,7 @@ figcaption { color: var(--muted); font-size: .82rem; line-height: 1.35; margin-t
 details { margin-top: .6rem; }
 summary { cursor: pointer; color: var(--muted); font-size: .9rem; }
 pre { background: var(--surface); border-radius: .5rem; padding: .8rem 1rem; overflow-x: auto;
-  font: .82rem/1.5 ui-monospace, "SF Mono", Menlo, monospace; margin: .5rem 0; }
+  font: .77rem/1.5 ui-monospace, "SF Mono", Menlo, monospace; margin: .5rem 0; }
 table { border-collapse: collapse; margin: 1rem 0; }
 td, th { text-align: left; padding: .25rem .9rem .25rem 0; font-variant-numeric: tabular-nums; }
 th { color: var(--muted); font-weight: normal; font-size: .85rem; }
@@ -88,7 +91,7 @@ def render_step(walk: Walk, number: int, step: WalkStep) -> str:
     return (
         f'<section id="{step.key}"><div class="heading">{title}{shape}</div>'
         f'<p>{html.escape(step.text)}</p><div class="equation">{render_equation(step.equation)}</div>'
-        f'<div class="figures">{figures}</div>{table}'
+        f'<div class="{"figures four" if len(step.figures) == 4 else "figures"}">{figures}</div>{table}'
         f"<details open><summary>{texts['source']}</summary>{code}</details></section>\n"
     )
 
