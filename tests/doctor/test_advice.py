@@ -14,7 +14,7 @@ from vitral import api
 from vitral.cli import main as cli
 from vitral.device.select import select_hardware
 from vitral.doctor import diagnose
-from vitral.doctor.advice import recommend
+from vitral.doctor.advice import TimeEstimate, recommend
 from vitral.doctor.image_checks import InspectedImage
 from vitral.reporting.terminal.tables import print_diagnosis
 
@@ -30,7 +30,7 @@ def test_fine_tuning_is_recommended_for_few_photographs(photos, fast_benchmark, 
     assert run_command("doctor", photos) == 0
     out = capsys.readouterr().out
     assert "42 images in 4 classes. No train/validation split; 15% would be held out." in out
-    assert "Recommended: fine-tune Ti/16 at 224 px for 10 epochs (about " in out
+    assert "Recommended: fine-tune Ti/16 at 224 px for 10 epochs (" in out
     assert f"vitral train {photos} --init-from hf:timm/vit_tiny_patch16_224.augreg_in21k --sampling balanced" in out
 
 
@@ -87,12 +87,15 @@ def test_estimate_is_within_a_factor_of_five_of_the_real_training(photos, fast_b
 def test_busy_machine_is_mentioned_next_to_the_estimate(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vitral.doctor.advice.estimate_seconds", lambda *_: (600.0, select_hardware(device="cpu"), 3))
+    estimate = TimeEstimate(500.0, 600.0, 700.0, select_hardware(device="cpu"), 3, None)
+    monkeypatch.setattr("vitral.doctor.advice.estimate_seconds", lambda *_: estimate)
     diagnosis = diagnose(photos)
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
     recommendation = recommend(diagnosis)
     assert (recommendation.busy_warning or "").startswith("this machine is busy (load 99.0")
     print_diagnosis(diagnosis, recommendation)
-    assert "Note: this machine is busy (load 99.0 on" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "(8 to 12 min on " in out
+    assert "Note: this machine is busy (load 99.0 on" in out
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     assert recommend(diagnosis).busy_warning is None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -13,7 +12,9 @@ from vitral.analysis.cost import activation_bytes, count_parameters
 from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import busy_warning
 from vitral.device.select import Hardware, select_hardware
+from vitral.device.threads import select_threads, thread_count
 from vitral.doctor.diagnosis import IMBALANCE_RATIO, Diagnosis
+from vitral.doctor.time_estimate import time_steps
 from vitral.errors import shell_quote
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
@@ -34,8 +35,9 @@ MIN_SCRATCH_IMAGES = 50_000  # training images; with fewer, fine-tuning is clear
 MIN_SCRATCH_SMALL_IMAGES = 5_000  # for digits, icons or microscope patches, which differ from photographs
 SMALL_SIDE = 64  # maximum shorter side in pixels of images that are assumed not to be photographs
 PROCESS_BYTES = 0.4e9  # memory of Python and PyTorch
-BENCHMARK_SECONDS = 2.0
-MIN_BENCHMARK_STEPS = 2
+BENCHMARK_SECONDS = 6.0
+MIN_BENCHMARK_STEPS = 5
+OVERHEAD_SECONDS = 15.0  # start, decoding, figures and report; two CPU cores
 CPU_BENCHMARK_BATCH = 8  # time grows linearly with the batch size on a CPU, so a small batch suffices
 
 
@@ -44,7 +46,9 @@ class Recommendation:
     summary: str  # "fine-tune Ti/16 at 224 px for 20 epochs"
     reason: str
     command: str
-    seconds: float  # estimated duration of the training on this machine
+    seconds: float  # estimated duration of the training on this machine, with the load during the benchmark
+    seconds_low: float
+    seconds_high: float
     memory_bytes: float  # estimated peak
     hardware: str
     timed_steps: int
@@ -79,17 +83,26 @@ def recommend(diagnosis: Diagnosis, *, init_from: str | None = None) -> Recommen
         data=replace(recipe.data, mean=(0.5,) * recipe.model.channels, std=(0.5,) * recipe.model.channels),
     )
     warning = busy_warning()  # before the benchmark adds to the load
-    seconds, hardware, timed_steps = estimate_seconds(recipe, num_train, diagnosis.num_images)
+    estimate = estimate_seconds(recipe, num_train, diagnosis.num_images)
     return Recommendation(
         summary=f"{strategy} at {recipe.model.image_size[0]} px for {epochs} epochs",
         reason=reason,
         command=" ".join(["vitral train", shell_quote(diagnosis.path), *flags]),
-        seconds=seconds,
-        memory_bytes=estimate_memory(recipe, diagnosis.num_images, hardware),
-        hardware=hardware.name,
-        timed_steps=timed_steps,
-        busy_warning=warning,
+        seconds=estimate.seconds,
+        seconds_low=estimate.low,
+        seconds_high=estimate.high,
+        memory_bytes=estimate_memory(recipe, diagnosis.num_images, estimate.hardware),
+        hardware=estimate.hardware.name,
+        timed_steps=estimate.timed_steps,
+        busy_warning=_busy_text(warning, estimate.disturbance),
     )
+
+
+def _busy_text(warning: str | None, disturbance: str | None) -> str | None:
+    if disturbance is None:
+        return warning
+    what = warning.partition(";")[0] if warning else "this machine is busy"
+    return f"{what}: {disturbance}. The low end of the estimate is for an idle machine; repeat it then"
 
 
 def _decide_from_scratch(num_train: int, median_side: float, init_from: str | None) -> tuple[bool, str]:
@@ -132,33 +145,44 @@ def _finetune_recipe(num_train: int, init_from: str | None) -> tuple[str, Recipe
     return f"fine-tune {preset}", with_preset(default, preset), [f"--init-from {CHECKPOINTS[preset]}"]
 
 
-def estimate_seconds(recipe: Recipe, num_train: int, num_images: int) -> tuple[float, Hardware, int]:
-    """Duration of the whole training, from a few steps on random pixels; also the hardware and number of steps."""
+class TimeEstimate(NamedTuple):
+    """Duration of a training run in seconds."""
+
+    low: float
+    seconds: float
+    high: float
+    hardware: Hardware
+    timed_steps: int
+    disturbance: str | None  # how other processes disturbed the benchmark
+
+
+def estimate_seconds(recipe: Recipe, num_train: int, num_images: int) -> TimeEstimate:
+    """Estimate the duration of the whole training from steps on random pixels, with the threads of a real run."""
     steps = max(num_train // recipe.batch_size, 1)
     total_steps = steps * recipe.epochs
     hardware = select_hardware(
         device=recipe.device, precision=recipe.precision, compile="no", width=recipe.model.width, steps=total_steps
     )
-    preprocessing = make_preprocessing(recipe)
-    batch_size = recipe.batch_size if hardware.gpu_memory_bytes else min(recipe.batch_size, CPU_BENCHMARK_BATCH)
+    preprocessing, has_gpu = make_preprocessing(recipe), hardware.gpu_memory_bytes is not None
+    batch_size = recipe.batch_size if has_gpu else min(recipe.batch_size, CPU_BENCHMARK_BATCH)
     images, labels = _random_batch(recipe, preprocessing, batch_size, hardware.device)
     state = init_state(recipe, hardware, total_steps)
     backend = make_backend(state.model, recipe, preprocessing, hardware, parallel_plan(recipe, hardware))
     runner = StepRunner(state, StepContext(recipe, backend), total_steps)
-    step_seconds: list[float] = []
-    start = time.perf_counter()
-    while len(step_seconds) <= MIN_BENCHMARK_STEPS or time.perf_counter() - start < BENCHMARK_SECONDS:
-        step_start = time.perf_counter()
+    rows = recipe.batch_size * (recipe.model.grid[0] * recipe.model.grid[1] + recipe.model.num_prefix_tokens)
+    threads = None if has_gpu else select_threads(recipe.threads, width=recipe.model.width, rows=rows).threads
+
+    def run_step() -> None:
         runner.run(images, labels)
         hardware.synchronize()
-        step_seconds.append(time.perf_counter() - step_start)
-        if time.perf_counter() - start > 10 * BENCHMARK_SECONDS and len(step_seconds) > 1:
-            break
-    timed = step_seconds[1:]  # the first step also allocates memory
-    seconds_per_image = statistics.median(timed) / batch_size
+
+    with thread_count(threads or torch.get_num_threads()):
+        times = time_steps(run_step, seconds=BENCHMARK_SECONDS, min_steps=MIN_BENCHMARK_STEPS, threads=threads)
     # Validation images need the forward pass only, about a third of the arithmetic of a step.
-    seconds_per_epoch = steps * recipe.batch_size * seconds_per_image + (num_images - num_train) * seconds_per_image / 3
-    return recipe.epochs * seconds_per_epoch, hardware, len(timed)
+    images_per_epoch = steps * recipe.batch_size + (num_images - num_train) / 3
+    num_steps = recipe.epochs * images_per_epoch / batch_size
+    low, likely, high = (OVERHEAD_SECONDS + num_steps * step for step in times.step_range())
+    return TimeEstimate(low, likely, high, hardware, len(times.seconds), times.disturbance())
 
 
 def _random_batch(

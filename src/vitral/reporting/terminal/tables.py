@@ -123,8 +123,9 @@ def print_diagnosis(diagnosis: Diagnosis, recommendation: Recommendation | None)
     if recommendation is None:
         print_line("\nFix the errors first: this folder cannot be trained on.")
         return
+    duration = _duration_range(recommendation.seconds_low, recommendation.seconds_high)
     print_line(
-        f"\nRecommended: {recommendation.summary} (about {_duration(recommendation.seconds)} on "
+        f"\nRecommended: {recommendation.summary} ({duration} on "
         f"{recommendation.hardware}, {recommendation.memory_bytes / 1e9:.1f} GB)\n"
         f"{recommendation.reason}.\n  {recommendation.command}"
     )
@@ -153,6 +154,15 @@ def _split_text(diagnosis: Diagnosis) -> str:
     if "validation" in diagnosis.splits:
         return "Only a validation split."
     return "No train/validation split; 15% would be held out."
+
+
+def _duration_range(low: float, high: float) -> str:
+    """12 to 18 min"""
+    first, last = _duration(low), _duration(high)
+    if first == last:
+        return f"about {first}"
+    number, unit = first.split()
+    return f"{number} to {last}" if last.endswith(f" {unit}") else f"{first} to {last}"
 
 
 def _duration(seconds: float) -> str:
