@@ -11,6 +11,7 @@ Wherever a function takes a model, it accepts a run folder, a model folder, a ch
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -88,6 +89,8 @@ from vitral.training.setup import (
     with_excluded_files,
     with_threads,
 )
+from vitral.training.time_limit import fit_to_time_limit
+from vitral.training.timing import TimeBudget
 from vitral.training.trainer import Trainer, check_splits
 from vitral.utils.progress import LogFn, no_log
 
@@ -125,6 +128,7 @@ def train(
         overrides: Recipe fields, such as `epochs=3` or `**{"optim.lr": 1e-3}`. A resumed run accepts only
             `vitral.recipes.schema.RESUMABLE_FIELDS`.
     """
+    started = time.perf_counter()
     check_data_argument(data)
     items = data if is_sequence(data) else None
     name = sequence_name(items) if items is not None else None if data is None else str(data)
@@ -154,16 +158,23 @@ def train(
     hardware, threads = with_threads(setup, hardware, recorded_threads(run))
     parallel = parallel_plan(setup.recipe, hardware)
     with thread_count(threads):
-        setup, note = resolve_batch_size(setup, hardware, parallel)
-        if note:
+        setup, batch_note = resolve_batch_size(setup, hardware, parallel)
+        setup, budget, time_note = fit_to_time_limit(setup, hardware, parallel, started, is_new=run is None)
+        for note in filter(None, (batch_note, time_note)):
             console.print(note, soft_wrap=True)
         run = create_or_update_run(world, run, setup, hardware, parallel, out)
         terminal.print_run_summary(console, setup, hardware, parallel, run)
-        return _train_and_evaluate(run, setup, hardware, parallel, console, allow_leak)
+        return _train_and_evaluate(run, setup, hardware, parallel, console, allow_leak, budget)
 
 
 def _train_and_evaluate(
-    run: Run, setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan, console: Console, allow_leak: bool
+    run: Run,
+    setup: TrainingSetup,
+    hardware: Hardware,
+    parallel: ParallelPlan,
+    console: Console,
+    allow_leak: bool,
+    time_budget: TimeBudget | None,
 ) -> Predictor:
     """Train in the run folder, or continue there, and evaluate the model."""
     world = hardware.world
@@ -177,6 +188,7 @@ def _train_and_evaluate(
         parallel=parallel,
         callbacks=[progress],
         initial_weights=setup.initial_weights,
+        time_budget=time_budget,
     )
     resume_command = f"vitral train --resume {shell_quote(run)}"
     with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():

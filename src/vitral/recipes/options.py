@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from vitral.models.vit import ViTConfig
@@ -18,3 +19,15 @@ def init_scheme_unsupported_reason(schemes: tuple[InitScheme, ...], variant: str
     if "whitened_patches" in schemes and variant != "plain":
         return f"init scheme 'whitened_patches' needs pixel patches, which the variant {variant!r} does not have"
     return None
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a duration such as `90`, `90s`, `30m`, `1h30m` or `1.5h`."""
+    match = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s?)?", text.strip())
+    try:
+        hours, minutes, seconds = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
+    except ValueError:
+        hours = minutes = seconds = 0.0
+    if not (total := 3600 * hours + 60 * minutes + seconds) > 0:
+        raise ValueError(f"expected a duration such as 30m, 1h30m or 90s, got {text!r}")
+    return total

@@ -23,7 +23,7 @@ from vitral.errors import VitralError, is_control, short_repr
 from vitral.models.variants import check_variant, config_class
 from vitral.models.vit import ViTConfig
 from vitral.recipes.files import read_recipe_values
-from vitral.recipes.options import TTA, InitScheme, LossName, init_scheme_unsupported_reason
+from vitral.recipes.options import TTA, InitScheme, LossName, init_scheme_unsupported_reason, parse_duration
 from vitral.utils.serialization import from_dict, to_dict
 
 MAX_NAME_BYTES = 200  # file systems limit names to 255, and a run folder adds date and id
@@ -31,7 +31,8 @@ MAX_NAME_BYTES = 200  # file systems limit names to 255, and a run folder adds d
 # Fields that may change when a run is resumed: computation and disk usage, not the result.
 RESUMABLE_FIELDS = (
     "device", "threads", "precision", "compile", "parallel", "grad_accum", "activation_checkpointing", "tta",
-    "checkpoint_epochs", "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard", "wandb", "mlflow",
+    "time_limit", "checkpoint_epochs", "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard", "wandb",
+    "mlflow",
 )  # fmt: skip
 
 
@@ -115,6 +116,7 @@ class Recipe:
     freeze: str = ""  # "backbone": train only the head; a number: freeze the embedding and that many blocks
     epochs: int = 10  # passes over the training set
     patience: int = 0  # stop after this many epochs without a better validation result; 0: train all epochs
+    time_limit: str = ""  # end in time, with as many epochs as fit, evaluation included: 30m, 1h30m, 90s
     batch_size: int = 128  # images per optimizer step, over all processes; auto: as many as the GPU's memory allows
     auto_batch_size: bool = False  # replace batch_size by a measured one; written as batch_size = "auto"
     grad_accum: int = 1  # micro-batches per optimizer step; more of them need less memory
@@ -157,6 +159,11 @@ class Recipe:
         for name in ("label_smoothing", "ema", "ema_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if self.time_limit:
+            try:
+                parse_duration(self.time_limit)
+            except ValueError as error:
+                raise ValueError(f"time_limit: {error}") from None
         if not self.checkpoint_minutes >= 0:
             raise ValueError(f"checkpoint_minutes must be at least 0, got {self.checkpoint_minutes}")
         if self.ema and self.ema_decay:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from vitral.device.select import Hardware
 from vitral.training.state import TrainState
@@ -44,6 +45,10 @@ class TrainingClock:
     def checkpoint_is_due(self, minutes: float) -> bool:
         return time.perf_counter() - self.last_stop > minutes * 60
 
+    def is_after(self, deadline: float) -> bool:
+        """Whether a time on the clock of time.perf_counter() has passed."""
+        return time.perf_counter() > deadline
+
     def seconds_per_step(self, state: TrainState) -> float:
         """Mean over this process, including validation."""
         return (time.perf_counter() - self.process_start) / max(state.step - self.first_step, 1)
@@ -61,3 +66,16 @@ class TrainingClock:
             "training_seconds": round(training_seconds, 4),
             "images_per_second": round(self.images_per_second(state), 1),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeBudget:
+    """When training must end, so that evaluation and report are finished in time."""
+
+    limit: float  # seconds
+    started: float  # time.perf_counter() of this process
+    reserve: float  # seconds for the last validation, evaluation and report
+
+    def deadline(self, seconds_used_before: float) -> float:
+        """time.perf_counter() at which training must end; earlier processes of the run have used some of the time."""
+        return self.started + self.limit - seconds_used_before - self.reserve

@@ -46,7 +46,7 @@ from vitral.training.provenance import record_precision
 from vitral.training.signals import defer_signals
 from vitral.training.state import init_state
 from vitral.training.step import StepContext, StepRunner, forward_backward
-from vitral.training.timing import TrainingClock
+from vitral.training.timing import TimeBudget, TrainingClock
 
 SYNC_EVERY = 50  # steps between reads from a GPU, which otherwise runs ahead of the host
 MAX_ROLLBACKS = 5  # each one halves the learning rate; a run that still diverges has another problem
@@ -72,11 +72,12 @@ class Trainer:
         parallel: ParallelPlan | None = None,
         callbacks: Sequence[Callback] = (),
         initial_weights: dict[str, Tensor] | None = None,
+        time_budget: TimeBudget | None = None,
     ) -> None:
         self.recipe, self.dataset, self.preprocessing, self.run = recipe, dataset, preprocessing, run
         self.hardware, self.world = hardware, hardware.world
         self.parallel = parallel or parallel_plan(recipe, hardware)
-        self.initial_weights = initial_weights
+        self.initial_weights, self.time_budget = initial_weights, time_budget
         self.callbacks = CallbackList([MetricsFile(run, self.world), *callbacks])
         self.interrupt = threading.Event()
 
@@ -85,7 +86,7 @@ class Trainer:
         self.resume()
         with defer_signals() as self.interrupt:
             self.start()
-            while self.state.epoch < self.recipe.epochs and not self.patience_is_over():
+            while self.state.epoch < self.recipe.epochs and not (self.patience_is_over() or self.time_is_over):
                 try:
                     self.train_epoch()
                     metrics = self.validate()
@@ -143,7 +144,7 @@ class Trainer:
         mix_off_step = round((1 - mix_off) * self.total_steps) if mix_off else None
         self.context = StepContext(recipe, self.backend, mix_off_step)
         self.step_runner = StepRunner(self.state, self.context, self.total_steps)
-        self.flags = AsyncFlags(self.world, 2)
+        self.flags = AsyncFlags(self.world, 3)
         self.sync_every = 1 if hardware.device.type == "cpu" else SYNC_EVERY
         self.rng_snapshots: deque[RngSnapshot] = deque(maxlen=SYNC_EVERY)
 
@@ -197,6 +198,9 @@ class Trainer:
         if self.loader.steps_per_epoch == 1:
             self.callbacks.on_message(describe_single_step_epochs(recipe.batch_size, len(self.dataset.train)))
         self.clock = TrainingClock(self.state, self.batch_size)
+        budget = self.time_budget
+        self.deadline = math.inf if budget is None else budget.deadline(self.state.elapsed_seconds)
+        self.time_is_over = self.state.epoch > 0 and self.clock.is_after(self.deadline)
         if recipe.on_nan == "rollback" and not self.resumed:
             self.save_checkpoint()
 
@@ -209,11 +213,15 @@ class Trainer:
                 self.check_finite()
                 self.report_step()
             is_due = self.clock.checkpoint_is_due(self.recipe.checkpoint_minutes)
-            should_stop, should_save = self.flags.exchange(self.interrupt.is_set(), is_due)
+            should_stop, should_save, self.time_is_over = self.flags.exchange(
+                self.interrupt.is_set(), is_due, self.clock.is_after(self.deadline)
+            )
             if should_stop or (should_save and not is_last):
                 self.save_checkpoint()
             if should_stop:
                 raise self.interrupted()
+            if self.time_is_over:
+                return
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
         """One optimizer step. On a GPU the host does not wait for it."""
@@ -248,7 +256,7 @@ class Trainer:
             best |= {"top1": top1, "loss": loss}
             is_best = not state.best or (top1, -loss) > (state.best["top1"], -state.best["loss"])
         else:
-            is_best = state.epoch + 1 == self.recipe.epochs
+            is_best = state.epoch + 1 == self.recipe.epochs or self.time_is_over
         if is_best:
             state.best = best
             weights = full_state_dict(state.eval_model)
@@ -279,7 +287,9 @@ class Trainer:
         """Report the epoch and save a checkpoint if one is due or a signal arrived during validation."""
         state, every = self.state, self.recipe.checkpoint_epochs
         self.callbacks.on_epoch_end(metrics, self.clock.seconds_left(state, self.total_steps))
-        should_stop, _ = self.flags.flush(self.interrupt.is_set(), False)
+        should_stop, _, self.time_is_over = self.flags.flush(
+            self.interrupt.is_set(), False, self.time_is_over or self.clock.is_after(self.deadline)
+        )
         if should_stop or (every and state.epoch % every == 0):
             self.save_checkpoint()
         if should_stop:
@@ -379,11 +389,17 @@ class Trainer:
         return bool(patience and state.best) and state.epoch - state.best["epoch"] >= patience
 
     def report_early_stop(self) -> None:
-        if (epoch := self.state.epoch) < self.recipe.epochs:
-            patience = f"{self.recipe.patience} epoch{'s' if self.recipe.patience > 1 else ''}"
+        step, epoch, epochs = self.state.step, self.state.epoch, self.recipe.epochs
+        if step == self.total_steps:
+            return
+        if self.time_is_over and not self.patience_is_over():
             self.callbacks.on_message(
-                f"Stopped early after epoch {epoch} of {self.recipe.epochs}: no improvement for {patience}"
+                f"Stopped after step {step:,} of {self.total_steps:,}: the time limit of {self.recipe.time_limit} is "
+                "reached. Training was slower than measured, so the learning rate had not finished its schedule"
             )
+        else:
+            patience = f"{self.recipe.patience} epoch{'s' if self.recipe.patience > 1 else ''}"
+            self.callbacks.on_message(f"Stopped early after epoch {epoch} of {epochs}: no improvement for {patience}")
 
     def check_finite(self) -> None:
         """Read the device's flag and raise Diverged if a loss or gradient was not finite."""
