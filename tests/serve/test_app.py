@@ -644,11 +644,16 @@ def test_model_names_are_derived_from_the_sources(tmp_path):
     [
         ([], "no model given", "vitral serve runs/mnist"),
         (["nowhere"], "nowhere", ""),
-        (["a", "b", "--name", "x"], "2 models but 1 names", "--name"),
-        (["a", "--port", "99999"], "invalid port 99999", "any free port"),
-        (["a", "--host", "300.1.1.1"], "cannot listen on 300.1.1.1:8000", "--host"),
-        (["a", "--keys", "nothing.txt"], "nothing.txt", ""),
-        (["a", "--max-queue", "0"], "--max-queue must be positive, got 0", "--help"),
+        (["mnist", "cifar10", "--name", "x"], "2 models but 1 names", "--name"),
+        (["mnist", "--port", "99999"], "invalid port 99999", "any free port"),
+        (["mnist", "--host", "300.1.1.1"], "cannot listen on 300.1.1.1:8000", "--host"),
+        (["mnist", "--keys", "nothing.txt"], "nothing.txt", ""),
+        (
+            ["mnist", "--allowed-hosts", "http://x.example"],
+            "invalid host name 'http://x.example'",
+            "without scheme and port",
+        ),
+        (["mnist", "--max-queue", "0"], "--max-queue must be positive, got 0", "--help"),
     ],
 )
 def test_command_line_errors_are_two_lines(capsys, monkeypatch, tmp_path, arguments, message, hint):
