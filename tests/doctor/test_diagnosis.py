@@ -68,6 +68,7 @@ DEFECTS: list[tuple[str, Callable[[Path], object]]] = [
     ("near-duplicates", recompress),
     ("near-duplicates-conflicting-labels", recompress_with_other_label),
     ("class-imbalance", lambda photos: save_random_classes(photos, {"ants": 40}, seed=7000)),
+    ("nested-folder", lambda photos: save_random_image(photos / "ants" / "young" / "0.jpg", 98)),
     ("stray-image", lambda photos: save_random_image(photos / "lost.jpg", 99)),
     ("stray-file", lambda photos: (photos / "ants" / "notes.txt").write_text("a note")),
     ("unsupported-format", lambda photos: (photos / "ants" / "phone.HEIC").write_bytes(b"x")),

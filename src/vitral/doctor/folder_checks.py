@@ -11,7 +11,7 @@ from vitral.data.files.folders import read_csv_list
 from vitral.data.files.listing import SPLIT_NAMES
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkipReason, find_images, subfolders
 from vitral.doctor.issue import Issue, Level, file_issue
-from vitral.errors import nearest_name, shell_quote
+from vitral.errors import nearest_name, shell_quote, truncate_list
 
 SKIP_FIXES = {  # what to do about a skipped file or folder; hidden ones need no action
     SkipReason.DANGLING_LINK: "Copy the file to which the link points, or remove the link",
@@ -48,6 +48,11 @@ def list_folder(path: Path) -> tuple[list[ListedImage], list[Issue]]:
         for folder in walk.subfolders(root):
             files = list(walk.images(folder))
             listing += [ListedImage(file, folder.name, split) for file in files]
+            nested = list(dict.fromkeys(file.relative_to(folder).parts[0] for file in files if file.parent != folder))
+            if nested:
+                message = f"subfolders of {folder} are merged into one class: {truncate_list(nested, 3)}"
+                fix = "To use them as classes, move them up one level or list the images in a CSV file"
+                issues.append(_folder_issue("nested-folder", folder, message, fix, "warning"))
             if not files:
                 message = f"{folder} contains no images and is not a class"
                 issues.append(_folder_issue("empty-class", folder, message, "Add images or remove it", "warning"))

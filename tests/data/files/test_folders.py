@@ -125,6 +125,15 @@ def test_named_pipe_is_not_a_dataset(tmp_path):
         list_folder(tmp_path / "list.csv", validation=0.2)
 
 
+def test_named_pipes_in_a_csv_list_are_unreadable_images(photos):
+    for name in ("p.jpg", "q.jpg"):
+        os.mkfifo(photos / name)
+    rows = [f"{name}/{index:02}.jpg,{name}" for name in ("ants", "bees") for index in range(10)]
+    (photos / "list.csv").write_text("\n".join(["path,label", "p.jpg,ants", "q.jpg,bees", *rows]))
+    with pytest.raises(VitralError, match=r"unreadable, more than 1\.0%: .*: a named pipe, not a file"):
+        load_file_dataset(photos / "list.csv", PREPROCESSING)
+
+
 def test_folder_named_test_is_a_class_without_a_train_folder(photos):
     (photos / "bees").rename(photos / "test")
     assert list_folder(photos, validation=0.2).classes == ("ants", "test")

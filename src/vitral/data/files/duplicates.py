@@ -32,6 +32,7 @@ from vitral.data.files.fingerprints import (
     ReportProgress,
     thumbnail,
 )
+from vitral.data.files.walk import irregular_file_kind
 from vitral.data.files.worker import read_location
 from vitral.data.files.workers import ImageLocation
 from vitral.device.cpu import available_cpus
@@ -55,9 +56,11 @@ def exact_groups(files: Sequence[Path]) -> list[list[int]]:
     by_size: defaultdict[int, list[int]] = defaultdict(list)
     for index, file in enumerate(files):
         try:
-            by_size[file.stat().st_size].append(index)
+            status = file.stat()
         except OSError:
             continue  # reported when the file is decoded
+        if irregular_file_kind(status.st_mode) is None:  # opening a pipe, which a CSV list may name, would block
+            by_size[status.st_size].append(index)
     by_digest: defaultdict[bytes, list[int]] = defaultdict(list)
     for same_size in by_size.values():
         if len(same_size) > 1:
