@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vitral.api import demo as demo
     from vitral.api import embed as embed
     from vitral.api import evaluate as evaluate
+    from vitral.api import find_lr as find_lr
     from vitral.api import load as load
     from vitral.api import probe as probe
     from vitral.api import push as push
@@ -53,6 +54,7 @@ _MODULE_OF = {
     "demo": "api",
     "embed": "api",
     "evaluate": "api",
+    "find_lr": "api",
     "load": "api",
     "push": "api",
     "probe": "api",

@@ -63,6 +63,7 @@ from vitral.recipes.schema import Recipe, read_recipe
 from vitral.reporting.demo import compare_with_bundled, print_bundled_comparison
 from vitral.reporting.feature_files import check_features_path, write_features
 from vitral.reporting.figures.comparison import plot_probe, plot_strategy_comparison
+from vitral.reporting.figures.lr_finder import plot_lr_sweep
 from vitral.reporting.html.report import write_report
 from vitral.reporting.html.report_data import collect_report_data
 from vitral.reporting.hub.publish import push as push
@@ -72,6 +73,7 @@ from vitral.runs.run import RUNS, Run, find_model_dir, is_checkpoint, new_run_pa
 from vitral.training.batch_size import resolve_batch_size
 from vitral.training.callbacks import Callback
 from vitral.training.compare_strategies import StrategyComparison, check_comparison, compare_strategies
+from vitral.training.lr_finder import LRSweep, sweep_lr
 from vitral.training.parallelism import parallel_plan
 from vitral.training.progress import ProgressTable, StatusProgress
 from vitral.training.provenance import (
@@ -196,6 +198,40 @@ def _train_and_evaluate(
         with progress:
             trainer.fit()
         return _finish_run(run, setup, world, console, trainer.callbacks, allow_leak)
+
+
+def find_lr(
+    data: str | Path | None = None,
+    *,
+    recipe: Recipe | str | Path | None = None,
+    init_from: str | Path | None = None,
+    preset: str | None = None,
+    heads: int | None = None,
+    out: str | Path | None = None,
+    **overrides: Any,
+) -> LRSweep:
+    """Sweep the learning rate over 120 steps and suggest one. No model is kept.
+
+    Args:
+        data: Dataset, or folder with one subfolder per class.
+        recipe: Name, TOML file or Recipe. Default: the recipe that suits the data.
+        init_from: Checkpoint to fine-tune.
+        preset: Model size instead of the recipe's.
+        heads: Number of attention heads, for a checkpoint that does not store it.
+        out: Folder for figures/lr_finder.png. Default: no figure.
+        overrides: Recipe fields.
+    """
+    name = None if data is None else str(data)
+    resolved = resolve_recipe(name, recipe, str(init_from) if init_from else None, preset, heads)
+    setup = setup_training(resolved.with_overrides(overrides))
+    hardware, threads = with_threads(setup, training_hardware(setup))
+    with thread_count(threads):
+        sweep = sweep_lr(setup, hardware)
+    if out is not None:
+        figures = Path(out) / "figures"
+        figures.mkdir(parents=True, exist_ok=True)
+        plot_lr_sweep(sweep, figures / "lr_finder.png")
+    return sweep
 
 
 def join_process_group(device: DeviceOption) -> World:

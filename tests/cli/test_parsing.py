@@ -265,4 +265,5 @@ def test_the_flags_that_people_use_come_first_in_train_help(capsys: pytest.Captu
         "--out",
         "--resume",
         "--test-split",
+        "--find-lr",
     ]

@@ -60,6 +60,7 @@ class TrainArgs:
     test_split: float | None = option(
         None, "fraction to hold out as a test split, from a folder or list without one: 0.1", group=COMMON
     )
+    find_lr: bool = option(False, "only sweep the learning rate over 120 steps and suggest one", group=COMMON)
     heads: int | None = option(None, HEADS_HELP, group="Model")
     exclude: Path | None = option(
         None,
@@ -100,6 +101,8 @@ def train(args: TrainArgs) -> int:
             f"Set the seed of one run with: --seed {args.seeds}",
         )
     start: dict[str, Any] = {"recipe": args.recipe, "preset": args.preset, "heads": args.heads, "out": args.out}
+    if args.find_lr:
+        return print_lr_sweep(args, start)
     start |= {"exclude": args.exclude, "allow_leak": args.allow_leak}
     if not args.compare:
         api.train(args.data, quiet=False, **start, **args.overrides)
@@ -117,11 +120,27 @@ def train(args: TrainArgs) -> int:
     return 0
 
 
+def print_lr_sweep(args: TrainArgs, start: Mapping[str, Any]) -> int:
+    """Suggest a learning rate and say how to use it."""
+    from vitral import api
+    from vitral.runs.run import RUNS, new_run_path
+
+    folder = args.out or new_run_path(RUNS, "find-lr")
+    sweep = api.find_lr(args.data, **{**start, "out": folder}, **args.overrides)
+    end = "the loss diverged" if sweep.diverged else "without divergence"
+    print(f"Swept the learning rate from {sweep.rates[0]:g} to {sweep.rates[-1]:.2g}, {end}")
+    print(f"  steepest descent      {sweep.steepest:.2g}")
+    print(f"  tenth of the lowest   {sweep.tenth_of_lowest:.2g}")
+    print(f"Suggestion: --optim.lr {sweep.suggestion:g}")
+    print(f"Figure: {folder / 'figures' / 'lr_finder.png'}")
+    return 0
+
+
 def check_resume_flags(args: TrainArgs) -> None:
     """A resumed run keeps its recipe; only a few fields may change."""
     from vitral.recipes.schema import RESUMABLE_FIELDS
 
-    names = ("data", "recipe", "preset", "heads", "out", "compare", "exclude")
+    names = ("data", "recipe", "preset", "heads", "out", "compare", "exclude", "find_lr")
     fixed = [name for name in names if getattr(args, name)] + [p for p in args.overrides if p not in RESUMABLE_FIELDS]
     if fixed:
         name = fixed[0].removeprefix("data.") if fixed[0] == "data.test_split" else fixed[0]
