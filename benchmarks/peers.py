@@ -208,7 +208,7 @@ def select_vitral_hardware(case: Case, info: Info) -> tuple[ViTConfig, Hardware]
     config, precision, compile_option = model_config(case.model), "auto", "auto"
     for option in case.option_list:
         if option == "tanh":
-            config = replace(config, gelu="tanh")
+            config = replace(config, activation="gelu_tanh")
         elif option == "mean":
             config = replace(config, pooling="mean")
         elif option == "eager":

@@ -38,9 +38,11 @@ if TYPE_CHECKING:
     from vitral.models.presets import preset as preset
     from vitral.models.vit import ViT as ViT
     from vitral.models.vit import ViTConfig as ViTConfig
+    from vitral.recipes.checkpoint_options import CheckpointOptions as CheckpointOptions
     from vitral.recipes.schema import Recipe as Recipe
 
 _MODULE_OF = {
+    "CheckpointOptions": "recipes.checkpoint_options",
     "VitralError": "errors",
     "Predictor": "inference.predictor",
     "preset": "models.presets",

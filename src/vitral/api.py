@@ -59,6 +59,7 @@ from vitral.inference.engine_selection import (
 )
 from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration, LogitScore
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.reporting.demo import compare_with_bundled, print_bundled_comparison
 from vitral.reporting.feature_files import check_features_path, write_features
@@ -105,7 +106,7 @@ def train(
     recipe: Recipe | str | Path | None = None,
     init_from: str | Path | None = None,
     preset: str | None = None,
-    heads: int | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     exclude: str | Path | None = None,
@@ -121,7 +122,7 @@ def train(
         recipe: Name, TOML file or Recipe. Default: the recipe that suits the data.
         init_from: Checkpoint to fine-tune. It determines the architecture.
         preset: Model size instead of the recipe's, such as "S/16" or "R26+S/32".
-        heads: Number of attention heads, for a checkpoint that does not store it.
+        options: What the files of a checkpoint of another library do not contain.
         out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
         resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence must be passed again.
         exclude: List of files that are not used, such as the one that `vitral doctor --fix-list` writes.
@@ -135,7 +136,7 @@ def train(
     items = data if is_sequence(data) else None
     name = sequence_name(items) if items is not None else None if data is None else str(data)
     if resume is not None:
-        if (data is not None and items is None) or recipe or init_from or preset or heads or out or exclude:
+        if (data is not None and items is None) or recipe or init_from or preset or options != NO_OPTIONS or out or exclude:
             raise VitralError("a resumed run keeps its data, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
@@ -143,7 +144,7 @@ def train(
             terminal.print_finished(Console(quiet=quiet, highlight=False), Run(Path(resume)), resolved)
             return Predictor.load(resume, device=resolved.device)
     else:
-        resolved = resolve_recipe(name, recipe, str(init_from) if init_from else None, preset, heads)
+        resolved = resolve_recipe(name, recipe, str(init_from) if init_from else None, preset, options)
         resolved = with_excluded_files(resolved.with_overrides(overrides), exclude)
     world = join_process_group(resolved.device)
     console = Console(quiet=quiet or not world.is_rank0, highlight=False)
@@ -300,7 +301,7 @@ def compare(
     recipe: Recipe | str | Path | None = None,
     init_from: str | Path | None = None,
     preset: str | None = None,
-    heads: int | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
     scratch_recipe: Recipe | None = None,
     seeds: int = 3,
     out: str | Path | None = None,
@@ -318,7 +319,7 @@ def compare(
         recipe: Recipe of the fine-tuning. Default: "folder-finetune".
         init_from: Checkpoint for the probe and for fine-tuning.
         preset: Not used with a checkpoint, which determines the architecture.
-        heads: Number of attention heads, for a checkpoint that does not store it.
+        options: What the files of a checkpoint of another library do not contain.
         scratch_recipe: Recipe of the training from scratch. Default: the one that suits the data.
         seeds: Runs per strategy.
         out: Folder for all results. Default: runs/compare-<date>-<id>.
@@ -327,7 +328,7 @@ def compare(
         quiet: Print nothing.
         overrides: Fields of the fine-tuning recipe.
     """
-    finetune = resolve_recipe(data, recipe, str(init_from) if init_from else None, preset, heads)
+    finetune = resolve_recipe(data, recipe, str(init_from) if init_from else None, preset, options)
     finetune = with_excluded_files(finetune.with_overrides(overrides), exclude)
     check_comparison(finetune, seeds)
     folder = Path(out) if out else new_run_path(RUNS, "compare")
@@ -375,15 +376,22 @@ def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:
     return predictor
 
 
-def load(path: str | Path, *, engine: EngineName = "auto", device: DeviceOption = "auto") -> Predictor:
+def load(
+    path: str | Path,
+    *,
+    options: CheckpointOptions = NO_OPTIONS,
+    engine: EngineName = "auto",
+    device: DeviceOption = "auto",
+) -> Predictor:
     """Load a trained model.
 
     Args:
         path: Run or model folder, checkpoint file, `hf:owner/name`, or the name of a bundled model ("mnist").
+        options: What the files of a checkpoint of another library do not contain.
         engine: Inference engine: "auto", "reference" (the plain fp32 module), "fp32", "bf16", "int8" or "fp8".
         device: "auto", "cpu" or "gpu" (also "cuda"). CUDA_VISIBLE_DEVICES selects one of several GPUs.
     """
-    return Predictor.load(path, device=device, engine=engine)
+    return Predictor.load(path, options=options, device=device, engine=engine)
 
 
 def evaluate(
@@ -506,7 +514,7 @@ def probe(
     init_from: str | Path | Predictor,
     *,
     out: str | Path | None = None,
-    heads: int | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
     engine: EngineName = "auto",
 ) -> ProbeResult:
     """Measure how well frozen features separate classes: nearest neighbours, linear probe, few-shot regression.
@@ -518,10 +526,10 @@ def probe(
         data: Dataset, or folder with one subfolder per class.
         init_from: The model whose features are measured.
         out: Also write a plot to this file.
-        heads: Number of attention heads, for a checkpoint that does not store it.
+        options: What the files of a checkpoint of another library do not contain.
         engine: Inference engine; ignored if `init_from` is a Predictor.
     """
-    predictor = _as_predictor(init_from, engine, heads)
+    predictor = _as_predictor(init_from, engine, options)
     dataset = load_dataset_for(data, predictor, None)
 
     def features(split: Split) -> tuple[torch.Tensor, torch.Tensor]:
@@ -558,7 +566,7 @@ def embed(
     files: Sequence[str | Path],
     out: str | Path,
     *,
-    heads: int | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
     engine: EngineName = "auto",
 ) -> EmbedResult:
     """Write one feature vector per image, the input of the classification head, to .npy, .parquet or .csv.
@@ -567,18 +575,18 @@ def embed(
         model: The model that computes the features.
         files: Image files and folders.
         out: File to write.
-        heads: Number of attention heads, for a checkpoint that does not store it.
+        options: What the files of a checkpoint of another library do not contain.
         engine: Inference engine; ignored if `model` is a Predictor.
     """
     check_features_path(out)
-    predictor = _as_predictor(model, engine, heads)
+    predictor = _as_predictor(model, engine, options)
     names, features, errors = predictor.embed_files(files)
     write_features(names, features, out)
     return EmbedResult(len(names), errors)
 
 
-def _as_predictor(model: str | Path | Predictor, engine: EngineName, heads: int | None) -> Predictor:
-    return model if isinstance(model, Predictor) else Predictor.load(model, heads=heads, engine=engine)
+def _as_predictor(model: str | Path | Predictor, engine: EngineName, options: CheckpointOptions) -> Predictor:
+    return model if isinstance(model, Predictor) else Predictor.load(model, options=options, engine=engine)
 
 
 def _reference_predictor(model: str | Path | Predictor) -> Predictor:

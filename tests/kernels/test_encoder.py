@@ -142,6 +142,7 @@ def test_inference_matches_the_reference_and_drops_no_branch(pooling: str, atten
     ("overrides", "reason"),
     [
         ({"layer_scale": 0.1}, "the model uses layer scale"),
+        ({"activation": "relu"}, "the activation is relu, not GELU"),
         ({"dropout": 0.1}, "the model uses dropout"),
         ({"dropout_attention": 0.1}, "the model uses dropout"),
         ({"width": 36, "heads": 3}, "the head width 12 is not a multiple of 8"),

@@ -324,12 +324,18 @@ def test_fused_embedding_and_blocks_pass_their_self_checks(width: int, heads: in
     assert minimum == (MIN_BLOCK_TOKENS if width <= 256 else None)
 
 
-@pytest.mark.parametrize(("width", "gelu"), [(192, "exact"), (256, "tanh"), (384, "exact")])
-def test_fp8_expansion_with_gelu_agrees_with_fp32(width: int, gelu: Literal["exact", "tanh"]) -> None:
+@pytest.mark.parametrize(("width", "activation"), [(192, "gelu"), (256, "gelu_tanh"), (384, "gelu")])
+def test_fp8_expansion_with_gelu_agrees_with_fp32(width: int, activation: Literal["gelu", "gelu_tanh"]) -> None:
     """The self-check compares it with the unfused FP8 kernels; this test with fp32 on the same operands."""
-    hardware, tanh = select_hardware(device="gpu", precision="fp8"), gelu == "tanh"
+    hardware, tanh = select_hardware(device="gpu", precision="fp8"), activation == "gelu_tanh"
     config = ViTConfig(
-        image_size=(64, 96), patch_size=16, num_classes=10, width=width, depth=3, heads=width // 64, gelu=gelu
+        image_size=(64, 96),
+        patch_size=16,
+        num_classes=10,
+        width=width,
+        depth=3,
+        heads=width // 64,
+        activation=activation,
     )
     model = ViT(config).to(hardware.device).bfloat16().eval().requires_grad_(False)
     assert encoder_checks.fused_block_min_tokens(model, hardware) == MIN_EXPAND_TOKENS

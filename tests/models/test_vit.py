@@ -9,8 +9,9 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, get_args
 
 import einops
@@ -225,11 +226,19 @@ def test_attention_dropout_preserves_the_mean_with_and_without_trace() -> None:
     torch.testing.assert_close(attentions[0].sum(-1), torch.ones(20_000, 2, 6))
 
 
-@pytest.mark.parametrize(("gelu", "approximate"), [("exact", "none"), ("tanh", "tanh")])
-def test_gelu_is_exact_or_tanh_as_configured(gelu: Any, approximate: str) -> None:
-    mlp = FeedForward(ViTConfig(**TINY | {"gelu": gelu})).double()
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [
+        ("gelu", F.gelu),
+        ("gelu_tanh", partial(F.gelu, approximate="tanh")),
+        ("quick_gelu", lambda x: F.silu(1.702 * x) / 1.702),
+        ("relu", F.relu),
+    ],
+)
+def test_mlp_uses_the_configured_activation(activation: Any, function: Callable[[Tensor], Tensor]) -> None:
+    mlp = FeedForward(ViTConfig(**TINY | {"activation": activation})).double()
     x = torch.linspace(-6, 6, 16, dtype=torch.float64).view(1, 1, 16)
-    expected = F.linear(F.gelu(mlp.expand(x), approximate=approximate), mlp.contract.weight, mlp.contract.bias)
+    expected = F.linear(function(mlp.expand(x)), mlp.contract.weight, mlp.contract.bias)
     torch.testing.assert_close(mlp(x), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -269,7 +278,7 @@ INVALID: list[tuple[str, Any]] = [
     *[("layer_scale", value) for value in (0.0, -1e-4, math.nan, "1e-4")],
     *[("norm_eps", value) for value in (0.0, -1e-6, None)],
     *[(name, value) for name in ("qk_norm", "qkv_bias") for value in ("no", 1, None)],
-    *[(name, value) for name in ("pooling", "positions", "head", "gelu") for value in ("cls", "", None, 0)],
+    *[(name, value) for name in ("pooling", "positions", "position_resampling", "head", "activation") for value in ("cls", "", None, 0)],
 ]
 
 
@@ -543,7 +552,7 @@ def test_unsupported_distilled_configurations_are_refused(settings: dict[str, An
             "layer_scale": 1e-4,
             "positions": "learned+rotary",
             "head": "mlp",
-            "gelu": "tanh",
+            "activation": "gelu_tanh",
         },
         {"qkv_bias": False, "mlp_width": 24, "pooling": "mean", "registers": 1},
         {"dropout": 0.1, "dropout_attention": 0.1, "dropout_embedding": 0.1, "drop_path": 0.1},
@@ -693,7 +702,7 @@ REFERENCE_LOGITS: list[tuple[dict[str, Any], list[list[float]]]] = [
     # The first was also computed by an independent implementation in NumPy.
     ({}, [[-0.291357, 1.339394, 0.204911], [-0.371858, 1.10378, 0.353975]]),
     (
-        {"pooling": "mean", "positions": "sincos", "head": "mlp", "gelu": "tanh", "registers": 1},
+        {"pooling": "mean", "positions": "sincos", "head": "mlp", "activation": "gelu_tanh", "registers": 1},
         [[0.535056, 0.144441, -0.002153], [0.549083, 0.127355, -0.008522]],
     ),
     (

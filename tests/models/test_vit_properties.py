@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vitral.errors import VitralError
 from vitral.models.vit import (
-    Gelu,
+    Activation,
     Head,
     Pooling,
     Positions,
@@ -60,7 +60,7 @@ def configs(draw: st.DrawFn) -> ViTConfig:
         qk_norm=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
         head=draw(st.sampled_from(get_args(Head))),
-        gelu=draw(st.sampled_from(get_args(Gelu))),
+        activation=draw(st.sampled_from(get_args(Activation))),
         norm_eps=draw(st.floats(1e-12, 1e-2)),
     )
 

@@ -60,7 +60,7 @@ AUGMENTATIONS = [
     AugmentConfig(jitter=0.2),
 ]
 MODELS: list[dict[str, Any]] = [
-    {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "gelu": "tanh", "drop_path": 0.2},
+    {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "activation": "gelu_tanh", "drop_path": 0.2},
     {"pooling": "mean"},
     {"image_size": (64, 64)},
     {"image_size": (64, 64), "qk_norm": True, "positions": "rotary", "qkv_bias": False},
@@ -68,7 +68,7 @@ MODELS: list[dict[str, Any]] = [
     {"image_size": (64, 64), "qk_norm": True, "positions": "rotary", "pooling": "mean"},
     {"image_size": (40, 40), "width": 96, "heads": 4, "qkv_bias": False},
     {"image_size": (224, 224), "patch_size": 16, "width": 768, "heads": 12},
-    {"pooling": "mean", "width": 768, "heads": 12, "gelu": "tanh"},
+    {"pooling": "mean", "width": 768, "heads": 12, "activation": "gelu_tanh"},
     {"pooling": "mean", "width": 1024, "heads": 16, "image_size": (64, 64)},
 ]
 
@@ -90,10 +90,10 @@ def train_encoder(fp8: bool, recompute_threshold: int, **changes: Any) -> None:
 
 
 @torch.no_grad()
-def run_inference(width: int, heads: int, gelu: Any) -> None:
+def run_inference(width: int, heads: int, activation: Any) -> None:
     """With the kernels that only inference uses: the embedding of bytes, and whole blocks in narrow models."""
     config = ViTConfig(
-        image_size=(224, 224), patch_size=16, num_classes=10, width=width, heads=heads, depth=2, gelu=gelu
+        image_size=(224, 224), patch_size=16, num_classes=10, width=width, heads=heads, depth=2, activation=activation
     )
     model = ViT(config).bfloat16().eval()
     preprocessing = Preprocessing(image_size=(224, 224), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -146,8 +146,8 @@ def augment(config: AugmentConfig, mix_enabled: Tensor | None) -> None:
 def run_everything() -> None:
     for fp8, threshold, changes in itertools.product((False, True), (0, 2**25), MODELS):
         train_encoder(fp8, threshold, **changes)
-    for width, heads, gelu in ((192, 3, "exact"), (256, 4, "tanh"), (384, 6, "exact"), (768, 12, "exact")):
-        run_inference(width, heads, gelu)
+    for width, heads, activation in ((192, 3, "gelu"), (256, 4, "gelu_tanh"), (384, 6, "gelu"), (768, 12, "gelu")):
+        run_inference(width, heads, activation)
     for widths in ((64, 128, 256), (48, 96, 192)):
         train_stem(widths)
     for config, mix_enabled in itertools.product(AUGMENTATIONS, (None, torch.ones((), dtype=torch.bool))):

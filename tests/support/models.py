@@ -32,7 +32,7 @@ MODEL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention pooling": ("plain", {"pooling": "attention", "positions": "sincos"}),
     "rotary, registers": ("plain", {"positions": "learned+rotary", "registers": 2}),
     "rotary, qk norm": ("plain", {"pooling": "mean", "positions": "rotary", "qk_norm": True}),
-    "layer scale, tanh": ("plain", {"layer_scale": 0.3, "gelu": "tanh", "head": "mlp", "qkv_bias": False}),
+    "layer scale, tanh": ("plain", {"layer_scale": 0.3, "activation": "gelu_tanh", "head": "mlp", "qkv_bias": False}),
     "greyscale": ("plain", {"channels": 1}),
     "distilled": ("distilled", {}),
     "late norm": ("late-norm", {"pooling": "mean"}),

@@ -21,8 +21,7 @@ from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig, patchify
 from vitral.runs.model_io import ModelConfig, save_model
 from vitral.weights.adapt import adapt_channels, adapt_weights, resample_patch_kernels
-from vitral.weights.checkpoint import ArchitectureHints, Checkpoint
-from vitral.weights.reading import resolve_heads
+from vitral.weights.checkpoint import Checkpoint
 
 CONFIG = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=3, width=32, depth=2, heads=2)
 CLASSES = ("ants", "bees", "wasps")
@@ -273,7 +272,7 @@ def test_commands_print_how_a_checkpoint_is_interpreted(source, photos, tmp_path
     assert run_command(command, *words, "--heads", 2) == 0
     printed = capsys.readouterr()
     notes = printed.out if command == "train" else printed.err
-    for part in ("patch size 8", "heads: 2, as specified", "preprocessing assumed"):
+    for part in ("patch size 8", "2 heads", "assumed: ", "crop 1 (--crop)"):
         assert part in notes
     if "--json" in words:
         assert [json.loads(line) for line in printed.out.splitlines()]
@@ -310,11 +309,3 @@ def test_predict_with_a_checkpoint_of_another_library(source, photos, tmp_path, 
     for old, new in zip(CLASSES, "xyz", strict=True):
         expected = expected.replace(f" {old} ", f" {new} ")
     assert timm_output == expected
-
-
-def test_heads_passed_on_from_a_recipe_are_not_reported_as_specified():
-    """Training reads a checkpoint twice, the second time with the recipe's heads, which may be assumed."""
-    notes: list[str] = []
-    assert resolve_heads(192, ArchitectureHints(heads=3), None, "", notes, "x") == 3
-    assert resolve_heads(192, ArchitectureHints(heads=6), None, "", notes, "x") == 6
-    assert notes == ["heads: 3, usual for width 192", "heads: 6, as specified"]

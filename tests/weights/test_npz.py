@@ -22,6 +22,7 @@ from support.references import (
 from vitral import weights
 from vitral.errors import VitralError
 from vitral.models.vit import Pooling, ViT, ViTConfig
+from vitral.recipes.checkpoint_options import CheckpointOptions
 
 D, h, d, M, P, L, K, SIDE = 24, 3, 8, 40, 4, 3, 5, 12  # width, heads, head, MLP, patch, depth, classes, image
 N = (SIDE // P) ** 2
@@ -230,7 +231,8 @@ def test_written_file_is_read_by_timm(tiny: bool, changes: dict[str, Any], tmp_p
     pooling: Pooling = "attention" if changes else "class"
     side, patch, width, depth, heads = (224, 16, 192, 12, 3) if tiny else (32, 8, 48, 3, 4)
     sizes: dict[str, Any] = {"image_size": (side, side), "patch_size": patch, "width": width, "depth": depth}
-    model = randomize_weights(ViT(ViTConfig(**sizes, heads=heads, num_classes=7, pooling=pooling, gelu="tanh")))
+    config = ViTConfig(**sizes, heads=heads, num_classes=7, pooling=pooling, activation="gelu_tanh")
+    model = randomize_weights(ViT(config))
     weights.write(as_checkpoint(model), tmp_path / "written.npz", to="npz")
     reference = VisionTransformer(
         img_size=side,
@@ -255,7 +257,7 @@ def test_sincos_positions_need_the_image_size_and_are_not_written(tmp_path: Path
     save_npz(tmp_path / "fixed.npz", arrays)
     with pytest.raises(VitralError, match="has no position table"):
         weights.read(tmp_path / "fixed.npz")
-    checkpoint = weights.read(tmp_path / "fixed.npz", image_size=(SIDE, SIDE))
+    checkpoint = weights.read(tmp_path / "fixed.npz", CheckpointOptions(image_size=(SIDE, SIDE)))
     assert checkpoint.config.positions == "sincos"
     model, x = checkpoint.build(), random_images(SIDE, SIDE)
     assert model.position_embedding is not None

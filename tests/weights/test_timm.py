@@ -26,6 +26,7 @@ from vitral import weights
 from vitral.data.files.walk import find_images
 from vitral.errors import VitralError
 from vitral.inference.predictor import Predictor
+from vitral.recipes.checkpoint_options import CheckpointOptions
 
 SMALL: dict[str, Any] = {
     "img_size": 32,
@@ -126,8 +127,11 @@ def test_bare_file_of_a_usual_width_is_read_with_assumptions_noted(tmp_path: Pat
     assert checkpoint.preprocessing.mean == checkpoint.preprocessing.std == (0.5, 0.5, 0.5)
     assert (checkpoint.preprocessing.crop, checkpoint.preprocessing.interpolation) == (0.9, "bicubic")
     notes = "\n".join(checkpoint.notes)
-    assert "heads: 3, assumed" in notes
-    assert "preprocessing assumed" in notes
+    assert (
+        "assumed: class-token pooling (--pooling), no rotary positions, square images of 224×224 (--image-size), "
+        "3 heads (--heads), gelu activation (--activation), norm eps 1e-06 (--norm-eps), "
+        "mean 0.5 std 0.5 (--mean --std), crop 0.9 (--crop), bicubic interpolation (--interpolation)"
+    ) in notes
     assert "152 tensors" in notes
     weights.write(checkpoint, tmp_path / "converted.pth", to="timm")
     assert identical(torch.load(tmp_path / "converted.pth", weights_only=True), load_file(file))
@@ -137,22 +141,22 @@ def test_heads_of_an_unusual_width_must_be_specified(tmp_path: Path) -> None:
     save_file(randomize_weights(VisionTransformer(**SMALL)).state_dict(), tmp_path / "small.safetensors")
     with pytest.raises(VitralError, match="number of heads of a model of width 48") as error:
         weights.read(tmp_path / "small.safetensors")
-    assert error.value.hint.startswith("Convert it once: vitral convert")
-    assert weights.read(tmp_path / "small.safetensors", heads=4).config.heads == 4
+    assert error.value.hint.startswith("Pass --heads N, or store it once: vitral convert")
+    assert weights.read(tmp_path / "small.safetensors", CheckpointOptions(heads=4)).config.heads == 4
     with pytest.raises(VitralError, match="width 48 is not divisible by 5 heads"):
-        weights.read(tmp_path / "small.safetensors", heads=5)
+        weights.read(tmp_path / "small.safetensors", CheckpointOptions(heads=5))
 
 
 def test_non_square_image_size_must_be_specified(tmp_path: Path) -> None:
     reference = randomize_weights(VisionTransformer(**SMALL | {"img_size": (24, 48)}))
     save_file(reference.state_dict(), tmp_path / "wide.safetensors")
     with pytest.raises(VitralError, match="19 positions do not form a square image"):
-        weights.read(tmp_path / "wide.safetensors", heads=4)
-    checkpoint = weights.read(tmp_path / "wide.safetensors", heads=4, image_size=(24, 48))
+        weights.read(tmp_path / "wide.safetensors", CheckpointOptions(heads=4))
+    checkpoint = weights.read(tmp_path / "wide.safetensors", CheckpointOptions(heads=4, image_size=(24, 48)))
     x = random_images(24, 48)
     assert_same_logits(checkpoint.build(), reference, x)
     with pytest.raises(VitralError, match="do not fit images of 24×40"):
-        weights.read(tmp_path / "wide.safetensors", heads=4, image_size=(24, 40))
+        weights.read(tmp_path / "wide.safetensors", CheckpointOptions(heads=4, image_size=(24, 40)))
 
 
 def test_weights_without_a_classifier_give_features(tmp_path: Path) -> None:
@@ -175,7 +179,7 @@ def test_representation_layer_of_old_files_becomes_the_hidden_head_layer(tmp_pat
     hidden = randomize_weights(torch.nn.Linear(48, 48), seed=3)
     tensors = reference.state_dict() | {f"pre_logits.fc.{name}": t for name, t in hidden.state_dict().items()}
     save_file(tensors, tmp_path / "old.safetensors")
-    checkpoint = weights.read(tmp_path / "old.safetensors", heads=4)
+    checkpoint = weights.read(tmp_path / "old.safetensors", CheckpointOptions(heads=4))
     x = random_images(32, 32)
     with torch.inference_mode():
         pooled = reference.forward_head(reference.forward_features(x), pre_logits=True)
@@ -193,7 +197,7 @@ def test_dinov2_file_with_a_position_for_the_class_token_only(tmp_path: Path) ->
     tensors = state | tokens | {"register_tokens": state["reg_token"], "mask_token": torch.zeros(1, 48)}
     del tensors["reg_token"]
     torch.save(tensors, tmp_path / "dinov2.pth")
-    checkpoint = weights.read(tmp_path / "dinov2.pth", heads=4)
+    checkpoint = weights.read(tmp_path / "dinov2.pth", CheckpointOptions(heads=4))
     x = random_images(32, 32)
     with torch.inference_mode():
         torch.testing.assert_close(checkpoint.build().features(x), reference(x), atol=1e-4, rtol=0)
@@ -218,7 +222,7 @@ def test_class_names_and_preprocessing_are_read_from_config_json(tmp_path: Path)
     ("changes", "reason"),
     [
         ({"architecture": "vit_base_patch16_rpn_224"}, "post-norm"),
-        ({"architecture": "vit_base_patch32_clip_quickgelu_224"}, "activation quick_gelu"),
+        ({"architecture": "vit_small_patch16_rope_ape_224"}, "rotary positions or EVA blocks"),
         ({"model_args": {"act_layer": "silu"}}, "activation silu"),
         ({"model_args": {"norm_layer": "rmsnorm"}}, "norm_layer"),
         ({"global_pool": "avgmax"}, "pooling 'avgmax'"),
@@ -256,7 +260,7 @@ def test_unsupported_architecture_is_refused_with_the_reason(architecture: str, 
     tensors = {name: torch.zeros((), dtype=t.dtype).expand(t.shape) for name, t in first_blocks.items()}
     torch.save(tensors, tmp_path / "other.pth")  # expanded zeros keep the file small
     with pytest.raises(VitralError, match=reason) as error:
-        weights.read(tmp_path / "other.pth", heads=1)
+        weights.read(tmp_path / "other.pth", CheckpointOptions(heads=1))
     assert str(error.value).count("\n") == 1
 
 

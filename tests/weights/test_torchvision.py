@@ -20,6 +20,7 @@ from vitral import weights
 from vitral.errors import VitralError
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
+from vitral.recipes.checkpoint_options import CheckpointOptions
 
 SMALL: dict[str, Any] = {
     "image_size": 32,
@@ -51,7 +52,7 @@ def test_round_trip_preserves_logits_and_tensors(changes: dict[str, Any], tmp_pa
     arguments = SMALL | changes
     reference = randomize_weights(torchvision.models.VisionTransformer(**arguments))
     torch.save(reference.state_dict(), tmp_path / "reference.pth")
-    checkpoint = weights.read(tmp_path / "reference.pth", heads=arguments["num_heads"])
+    checkpoint = weights.read(tmp_path / "reference.pth", CheckpointOptions(heads=arguments["num_heads"]))
     x = random_images(arguments["image_size"], arguments["image_size"])
     assert checkpoint.format == "torchvision"
     assert_same_logits(checkpoint.build(), reference, x)
@@ -88,7 +89,7 @@ def test_missing_qkv_bias_is_written_as_zeros(tmp_path: Path) -> None:
     config = ViTConfig(image_size=(32, 32), patch_size=8, width=48, depth=2, heads=4, num_classes=7, qkv_bias=False)
     model = randomize_weights(ViT(config))
     weights.write(as_checkpoint(model), tmp_path / "zeros.safetensors", to="torchvision")
-    converted = weights.read(tmp_path / "zeros.safetensors", heads=4).build()
+    converted = weights.read(tmp_path / "zeros.safetensors", CheckpointOptions(heads=4)).build()
     x = random_images(32, 32)
     assert_same_logits(converted, model, x)
 

@@ -20,6 +20,7 @@ from vitral import weights
 from vitral.errors import VitralError
 from vitral.models.variants.patch_norm import PatchNormViT
 from vitral.models.vit import ViT, ViTConfig
+from vitral.recipes.checkpoint_options import CheckpointOptions
 
 SMALL: dict[str, Any] = {
     "image_size": (32, 32),
@@ -59,7 +60,8 @@ def test_round_trip_preserves_logits_and_tensors(kind: str, tmp_path: Path) -> N
     arguments = SMALL | changes
     reference = randomize_weights(model_class(**arguments))
     torch.save(reference.state_dict(), tmp_path / "reference.pt")
-    checkpoint = weights.read(tmp_path / "reference.pt", heads=arguments["heads"], image_size=arguments["image_size"])
+    options = CheckpointOptions(heads=arguments["heads"], image_size=arguments["image_size"])
+    checkpoint = weights.read(tmp_path / "reference.pt", options)
     height, width = arguments["image_size"]
     x = random_images(height, width, channels=arguments.get("channels", 3))
     assert (checkpoint.format, checkpoint.variant) == ("vit-pytorch", "patch-norm")
@@ -78,20 +80,20 @@ def test_token_shapes_of_earlier_versions_are_read(tmp_path: Path) -> None:
     tensors |= {name: tensors[name][None] for name in ("cls_token", "pos_embedding")}
     torch.save(tensors, tmp_path / "earlier.pt")
     x = random_images(32, 32)
-    model = weights.read(tmp_path / "earlier.pt", heads=4).build()
+    model = weights.read(tmp_path / "earlier.pt", CheckpointOptions(heads=4)).build()
     assert_same_logits(model, reference, x)
 
 
 def test_attention_width_other_than_the_model_width_is_refused(tmp_path: Path) -> None:
     torch.save(vit_pytorch.ViT(**SMALL | {"dim_head": 64}).state_dict(), tmp_path / "wide.pt")
     with pytest.raises(VitralError, match="attention of width 256 in a model of width 48"):
-        weights.read(tmp_path / "wide.pt", heads=4)
+        weights.read(tmp_path / "wide.pt", CheckpointOptions(heads=4))
 
 
 def test_simple_vit_needs_the_image_size(tmp_path: Path) -> None:
     torch.save(vit_pytorch.SimpleViT(**SMALL).state_dict(), tmp_path / "simple.pt")
     with pytest.raises(VitralError, match="image size of a SimpleViT cannot be inferred"):
-        weights.read(tmp_path / "simple.pt", heads=4)
+        weights.read(tmp_path / "simple.pt", CheckpointOptions(heads=4))
 
 
 def test_wrapped_layers_of_early_versions_are_refused(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitral import bundled
+from vitral.cli.options import checkpoint_options
 from vitral.errors import VitralError, shell_quote
 from vitral.utils.progress import LogFn, progress_lines
 
@@ -22,16 +23,21 @@ EVAL_DATA_HELP = "dataset or folder with the model's classes (default: the datas
 SPLIT_HELP = "default: test, or validation if there are no test images"
 ENGINE_HELP = "inference engine; auto: selected by vitral bench, reference: plain PyTorch in fp32"
 LABELS_HELP = "text file with one class name per line, for a checkpoint without class names"
-HEADS_HELP = "number of attention heads, for a checkpoint that does not store it"
 ALLOW_LEAK_HELP = "do not warn about evaluated images that were used for training"
 JSON_HELP = "print JSON"
 
 
-def load_model(source: Any, **options: Any) -> Predictor:
-    """Load a model and print how a checkpoint of another library was interpreted."""
+def load_model(source: Any, checkpoint: Mapping[str, Any], **arguments: Any) -> Predictor:
+    """Load a model and print how a checkpoint of another library was interpreted.
+
+    Args:
+        source: Any model.
+        checkpoint: The values of `checkpoint_flags`.
+        arguments: Other arguments of `Predictor.load`.
+    """
     from vitral.inference.predictor import Predictor
 
-    predictor = Predictor.load(source, **options)
+    predictor = Predictor.load(source, options=checkpoint_options(checkpoint), **arguments)
     print_notes(predictor.notes)
     return predictor
 

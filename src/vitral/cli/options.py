@@ -5,10 +5,15 @@ The types repeat those of modules that import torch; a test compares them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from vitral.cli.config_fields import ConfigField, read_config_fields
+from vitral.cli.parsing import config_options
+from vitral.errors import VitralError
+
+if TYPE_CHECKING:
+    from vitral.recipes.checkpoint_options import CheckpointOptions
 
 EngineFlag = Literal["auto", "reference", "fp32", "bf16", "int8", "bf16-cascade", "int8-cascade", "fp8"]
 DeviceFlag = Literal["auto", "cpu", "gpu", "cuda"]
@@ -18,3 +23,22 @@ SplitFlag = Literal["test", "validation", "train"]
 def vit_fields() -> Iterable[ConfigField]:
     """Fields of a model configuration, as flags without a prefix."""
     return read_config_fields("vitral.models.vit", "ViTConfig")
+
+
+def checkpoint_flags() -> Mapping[str, Any]:
+    """The flags that state what the files of another library's checkpoint do not contain."""
+    return config_options(
+        lambda: read_config_fields("vitral.recipes.checkpoint_options", "CheckpointOptions"),
+        group="Checkpoints of other libraries (defaults: from their files, or assumed and printed)",
+    )
+
+
+def checkpoint_options(values: Mapping[str, Any]) -> CheckpointOptions:
+    """The values of `checkpoint_flags`."""
+    from vitral.recipes.checkpoint_options import CheckpointOptions
+
+    try:
+        return CheckpointOptions(**values)
+    except ValueError as error:
+        name, _, reason = str(error).partition(" ")
+        raise VitralError(f"--{name.replace('_', '-')} {reason}", "Omit it for the value in the checkpoint") from error

@@ -22,6 +22,7 @@ from vitral.explain.method import Method, rescale_for_display
 from vitral.explain.registry import DEFAULT, METHODS
 from vitral.inference.prediction import Label, rank_labels
 from vitral.inference.predictor import ImageInput, Predictor
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.weights.files import EXPORT_SUFFIXES
 
 MAX_OVERLAY_SIDE = 1024  # pixels of the longer side of the displayed image; heatmaps have no more detail
@@ -59,14 +60,16 @@ class Explanation:
         return plot_explanation(self, Path(path))
 
 
-def load_explainable(path: Path | str, labels: Path | None = None) -> Predictor:
+def load_explainable(
+    path: Path | str, labels: Path | None = None, options: CheckpointOptions = NO_OPTIONS
+) -> Predictor:
     """Load a model for explanation; exported models have neither attention nor gradients and are refused."""
     if Path(path).suffix.lower() in EXPORT_SUFFIXES:
         raise VitralError(
             f"{path} is an exported model, which has neither attention nor gradients",
             "Use the run it was exported from",
         )
-    return Predictor.load(path, labels=labels)
+    return Predictor.load(path, labels=labels, options=options)
 
 
 def explain(

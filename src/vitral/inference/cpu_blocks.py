@@ -10,6 +10,8 @@ Shapes as in vit.py. M = B·T: all tokens of a batch form one matrix.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ class CpuBlock:
         self.heads, self.dtype = attention.heads, dtype
         self.norm_q, self.norm_k = attention.norm_q, attention.norm_k
         self.has_qk_norm = not isinstance(attention.norm_q, nn.Identity)
-        self.approximate = block.mlp.gelu.approximate
+        self.approximate = cast(nn.GELU, block.mlp.activation).approximate
 
     def __call__(self, z_MD: Tensor, B: int, num_outputs: int, rope: RopeTable | None) -> Tensor:
         """Return the first `num_outputs` tokens of each image."""

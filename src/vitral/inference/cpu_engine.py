@@ -50,6 +50,8 @@ def unsupported_reason(model: ViT) -> str | None:
         for part, kind in ((block, EncoderBlock), (block.attention, MultiHeadAttention), (block.mlp, FeedForward)):
             if type(part) is not kind:
                 return f"{type(part).__name__} is not part of the standard encoder block"
+    if not model.config.activation.startswith("gelu"):
+        return f"the activation is {model.config.activation}, not GELU"
     return None if cpu_has_packed_linear() else "this build of PyTorch has no oneDNN"
 
 

@@ -36,9 +36,11 @@ from vitral.inference.prediction import Label as Label
 from vitral.inference.prediction import Prediction as Prediction
 from vitral.inference.prediction import Predictions, assemble_predictions, rank_labels
 from vitral.models.vit import ViT
-from vitral.runs.model_io import ModelConfig, check_heads, load_model
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
+from vitral.runs.model_io import ModelConfig, load_model
 from vitral.runs.run import find_model_dir, is_checkpoint
 from vitral.utils.progress import ProgressFn, no_progress
+from vitral.weights.interpretation import check_options
 
 if TYPE_CHECKING:
     from vitral.evaluation.metrics import Metrics
@@ -84,7 +86,7 @@ class Predictor:
         path: Path | str,
         device: DeviceOption = "auto",
         labels: Path | None = None,
-        heads: int | None = None,
+        options: CheckpointOptions = NO_OPTIONS,
         engine: EngineName = "auto",
         threads: int | None = None,
         compile: CompileOption = "no",
@@ -94,7 +96,7 @@ class Predictor:
 
         Args:
             labels: text file with one class name per line, for a checkpoint without class names.
-            heads: number of attention heads, for a checkpoint whose tensors do not determine it.
+            options: what the files of a checkpoint of another library do not contain.
             engine: "auto" uses what `vitral bench` recommends on this CPU, or fp32; bf16 on a GPU. "reference" is the
                 plain fp32 module. `Predictor.engine` states which engine is in use and why.
             threads: CPU threads of the process.
@@ -103,12 +105,12 @@ class Predictor:
         """
         source, notes = bundled.resolve(path), list(bundled.shadowing_notes(path))
         if is_checkpoint(source):
-            checkpoint = weights.read(source, heads=heads)
+            checkpoint = weights.read(source, options)
             notes = checkpoint.notes
             model, model_config, folder = checkpoint.build(), checkpoint.model_config, None
         else:
             model, model_config = load_model(source)
-            check_heads(path, heads, model_config)
+            check_options(path, options, model_config)
             folder = bundled.measurement_dir(find_model_dir(Path(source)))
         if labels is not None:
             classes = load_class_names(labels, model_config.architecture.num_classes)

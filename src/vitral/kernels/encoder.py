@@ -42,6 +42,8 @@ def unsupported_architecture(model: ViT, fp8: bool = False, training: bool = Tru
             return f"the blocks are {type(block).__name__}, not EncoderBlock"
         if block.residual1.scale is not None:
             return "the model uses layer scale"
+        if not isinstance(block.mlp.activation, nn.GELU):
+            return f"the activation is {model.config.activation}, not GELU"
         if training and (block.mlp.dropout.p or block.attention.dropout_attention):
             return "the model uses dropout"
         width = block.attention.qkv.in_features

@@ -83,7 +83,7 @@ class BackwardPass:
         mlp, weights, grads = saved.block.mlp, self.encoder.weights, self.param_grads
         grad_gelu, bound = weights.input_gradient(self.grads.branch, self.grads.branch_fp8, mlp.contract.weight)
         gelu, grad_hidden, grad_hidden_fp8, grads[mlp.expand.bias] = bias_gelu_backward(
-            saved.hidden, mlp.expand.bias, grad_gelu, mlp.gelu.approximate == "tanh", bound, saved.gelu, self.sums
+            saved.hidden, mlp.expand.bias, grad_gelu, mlp.activation.approximate == "tanh", bound, saved.gelu, self.sums
         )
         grads[mlp.contract.weight] = weight_gradient(self.grads.branch, gelu)
         return weights.input_gradient(grad_hidden, grad_hidden_fp8, mlp.expand.weight)[0], grad_hidden
@@ -95,7 +95,7 @@ class BackwardPass:
         scales = weights.wgrad_scales[saved.block]
         token_scales = fp8_wgrad.relative_scales(grad_out.scales)
         grad_hidden, grad_hidden_t, gelu_t, grads[mlp.expand.bias] = fp8_wgrad.gelu_backward_fp8(
-            saved.hidden, mlp.expand.bias, grad_gelu, mlp.gelu.approximate == "tanh", grad_out.scales,
+            saved.hidden, mlp.expand.bias, grad_gelu, mlp.activation.approximate == "tanh", grad_out.scales,
             scales.grad_ratio, token_scales.remainder, scales.gelu, self.sums,
         )  # fmt: skip
         normed_t = fp8_wgrad.layernorm_transposed(

@@ -151,7 +151,7 @@ def expand_gelu_error(model: ViT, hardware: Hardware) -> float:
     """Relative error of the first block's fused expansion with GELU against a GEMM followed by GELU, both in FP8."""
     num_images = check_batch_size(model)
     encoder = make_check_encoder(model, hardware, num_images, num_images)
-    block, tanh = encoder.blocks[0], model.config.gelu == "tanh"
+    block, tanh = encoder.blocks[0], model.config.activation == "gelu_tanh"
     layer = block.mlp.expand
     x = torch.randn(num_images * tokens_per_image(model), model.config.width, device=hardware.device).to(encoder.dtype)
     x_fp8 = add_layernorm(x, None, None, None, norm_params(block.norm2), fp8=True, store_normed=False).normed_fp8

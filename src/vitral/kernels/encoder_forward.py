@@ -128,7 +128,7 @@ class ForwardPass:
             self.adds_in_place(block),
         )  # fmt: skip
 
-        tanh = mlp.gelu.approximate == "tanh"  # z = MLP(LN(z')) + z'
+        tanh = mlp.activation.approximate == "tanh"  # z = MLP(LN(z')) + z'
         gelu: Tensor | None = None
         gelu_fp8: Fp8Tensor | None
         if norm2.normed_fp8 is not None and self.fuses_expansion():

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 Pooling = Literal["class", "mean", "attention"]
 Positions = Literal["learned", "sincos", "rotary", "learned+rotary", "none"]
 Head = Literal["linear", "mlp"]
-Gelu = Literal["exact", "tanh"]
+Resampling = Literal["bicubic-antialias", "bicubic", "bicubic-corners", "bilinear-corners"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu"]
 Grid = tuple[int, int]  # patches down, patches across
 LEARNED_VECTORS = ("token", "table", "registers", "probe")  # parameter-name suffixes of tokens and positions
 RopeTable = Tensor  # cosines and sines of the rotary position angles, 2 T d/2
@@ -45,6 +46,7 @@ class ViTConfig:
     mlp_width: int | None = None  # hidden dimension of the MLP; 4·width if omitted
     pooling: Pooling = "class"  # input of the head: class token, mean of the patches, or attention pooling
     positions: Positions = "learned"  # position embedding
+    position_resampling: Resampling = "bicubic-antialias"  # of learned positions, for images of another size
     registers: int = 0  # extra tokens without a position (arXiv 2309.16588)
     dropout_embedding: float = 0.0  # dropout rate after the position embedding
     dropout_attention: float = 0.0  # dropout rate of the attention weights
@@ -54,7 +56,7 @@ class ViTConfig:
     qk_norm: bool = False  # layer norm of queries and keys (arXiv 2302.05442)
     qkv_bias: bool = True  # bias of the query, key and value projections
     head: Head = "linear"  # classification head: one linear layer, or a tanh layer before it
-    gelu: Gelu = "exact"  # GELU, exact or with the tanh approximation
+    activation: Activation = "gelu"  # of the MLP: GELU, its tanh approximation, x·sigmoid(1.702x), or ReLU
     norm_eps: float = 1e-6  # epsilon of the layer norms
 
     def __post_init__(self) -> None:
@@ -73,7 +75,8 @@ class ViTConfig:
         require("layer_scale", int | float | None, lambda s: s is None or s > 0, "greater than 0 or None")
         require("norm_eps", int | float, lambda e: e > 0, "greater than 0")
         require("qk_norm qkv_bias", bool, lambda _: True, "True or False")
-        for name, options in (("pooling", Pooling), ("positions", Positions), ("head", Head), ("gelu", Gelu)):
+        choices = {"pooling": Pooling, "positions": Positions, "head": Head, "activation": Activation}
+        for name, options in (choices | {"position_resampling": Resampling}).items():
             require(name, str, get_args(options).__contains__, f"one of {', '.join(get_args(options))}")
         divisor = math.lcm(
             self.heads * (4 if "rotary" in self.positions else 1), 4 if self.positions == "sincos" else 1
@@ -162,6 +165,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.grid, self.num_cls_tokens = config.grid, int(config.pooling == "class")
+        self.resampling = config.position_resampling
         self.fixed = config.positions == "sincos"
         if self.fixed:
             self.register_buffer("table", self.sincos_table(config.grid, config.width), persistent=False)
@@ -178,7 +182,7 @@ class PositionEmbedding(nn.Module):
         if self.fixed:
             return self.sincos_table(grid, self.table.shape[-1]).to(self.table)
         cls, patches = self.table[:, : self.num_cls_tokens], self.table[:, self.num_cls_tokens :]
-        return torch.cat([cls, resample_positions(patches, self.grid, grid)], dim=1)
+        return torch.cat([cls, resample_positions(patches, self.grid, grid, self.resampling)], dim=1)
 
     def sincos_table(self, grid: Grid, width: int) -> Tensor:
         """Sines and cosines of column and row with wavelengths from 2π to 2π·10⁴ patches; zeros for the class token."""
@@ -189,10 +193,18 @@ class PositionEmbedding(nn.Module):
         return F.pad(table_ND, (0, 0, self.num_cls_tokens, 0))[None]
 
 
-def resample_positions(table_1ND: Tensor, old: Grid, new: Grid) -> Tensor:
+RESAMPLING: dict[Resampling, dict[str, Any]] = {  # libraries differ
+    "bicubic-antialias": {"mode": "bicubic", "antialias": True},  # timm
+    "bicubic": {"mode": "bicubic"},  # transformers
+    "bicubic-corners": {"mode": "bicubic", "align_corners": True},  # torchvision
+    "bilinear-corners": {"mode": "bilinear", "align_corners": True},  # vision_transformer, big_vision
+}
+
+
+def resample_positions(table_1ND: Tensor, old: Grid, new: Grid, resampling: Resampling = "bicubic-antialias") -> Tensor:
     """Resize a table of patch positions from grid `old` to grid `new`, as an image with D channels."""
     image = table_1ND.view(1, *old, -1).permute(0, 3, 1, 2).float()  # 1 (y x) d -> 1 d y x
-    resized = F.interpolate(image, size=new, mode="bicubic", antialias=True)
+    resized = F.interpolate(image, size=new, **RESAMPLING[resampling])
     return resized.flatten(2).transpose(1, 2).to(table_1ND.dtype)
 
 
@@ -266,18 +278,33 @@ class MultiHeadAttention(nn.Module):
         return self.dropout(self.project(out.transpose(1, 2).flatten(2)))  # b h t d -> b t (h d)
 
 
+class QuickGELU(nn.Module):
+    """x·sigmoid(1.702x), the approximation of GELU in OpenAI's CLIP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
+}
+
+
 class FeedForward(nn.Module):
     """The MLP of equation 3, applied to each token: D → M, GELU, M → D."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.expand = nn.Linear(config.width, config.hidden_width)
-        self.gelu = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
+        self.activation = ACTIVATIONS[config.activation]()
         self.contract = nn.Linear(config.hidden_width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.dropout(self.contract(self.dropout(self.gelu(self.expand(x_BTD)))))
+        return self.dropout(self.contract(self.dropout(self.activation(self.expand(x_BTD)))))
 
 
 class Residual(nn.Module):

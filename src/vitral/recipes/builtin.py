@@ -95,7 +95,7 @@ def cifar10() -> Recipe:
             pooling="mean",
             positions="learned+rotary",
             qk_norm=True,
-            gelu="tanh",
+            activation="gelu_tanh",
             drop_path=0.1,
         ),
         init_schemes=("identity", "local_heads", "qk_similar", "whitened_patches"),

@@ -20,8 +20,9 @@ from vitral.data.loader import Sampling
 from vitral.data.preprocess import Interpolation
 from vitral.device.select import CompileOption, DeviceOption, PrecisionOption
 from vitral.errors import VitralError, is_control, short_repr
-from vitral.models.variants import check_variant, config_class
+from vitral.models.variants import check_variant, config_class, upgrade_architecture
 from vitral.models.vit import ViTConfig
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.files import read_recipe_values
 from vitral.recipes.options import TTA, InitScheme, LossName, init_scheme_unsupported_reason, parse_duration
 from vitral.utils.serialization import from_dict, to_dict
@@ -112,6 +113,7 @@ class Recipe:
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning-rate schedule
     init_schemes: tuple[InitScheme, ...] = ()  # weight initialisations for short runs (vitral.training.init_schemes)
     init_from: str = ""  # checkpoint to fine-tune: a file, folder, run or hf:owner/name; empty: train from scratch
+    init_options: CheckpointOptions = NO_OPTIONS  # what the files of init_from do not contain
     keep_image_size: bool = False  # with init_from: use the recipe's image size instead of the checkpoint's
     freeze: str = ""  # "backbone": train only the head; a number: freeze the embedding and that many blocks
     epochs: int = 10  # passes over the training set
@@ -244,6 +246,8 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     """A recipe from nested dictionaries. The variant decides the class of `model`."""
     if values.get("batch_size") == "auto":
         values = {name: value for name, value in values.items() if name != "batch_size"} | {"auto_batch_size": True}
+    if "model" in values:
+        values = {**values, "model": upgrade_architecture(values["model"])}
     return from_dict(Recipe, values, field_types={"model": config_class(values.get("variant"))})
 
 

@@ -19,7 +19,7 @@ from vitral import __version__
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError, error_reason
 from vitral.models.calibration import Calibration
-from vitral.models.variants import VARIANTS, check_variant, config_class
+from vitral.models.variants import VARIANTS, check_variant, config_class, upgrade_architecture
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.run import RUN_FORMAT, find_model_dir, format_error, read_error_guard
 from vitral.utils.atomic import atomic_write
@@ -147,10 +147,6 @@ def load_model(path: Path | str) -> tuple[ViT, ModelConfig]:
     return model.eval(), config
 
 
-def check_heads(path: Path | str, heads: int | None, config: ModelConfig) -> None:
-    """Refuse a number of heads that contradicts config.json. Other libraries' weights may need it, vitral's do not."""
-    if heads not in (None, config.architecture.heads):
-        raise VitralError(f"{path} has {config.architecture.heads} heads, got --heads {heads}", "Omit --heads")
 
 
 def _tensor_difference(name: str, expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> str | None:
@@ -181,6 +177,8 @@ def load_model_config(path: Path) -> ModelConfig:
     if version != RUN_FORMAT:
         raise format_error(path, version, vitral_version)
     try:
+        if "architecture" in content:
+            content["architecture"] = upgrade_architecture(content["architecture"])
         config = from_dict(ModelConfig, content, field_types={"architecture": config_class(content.get("variant"))})
     except VitralError as error:
         raise VitralError(f"{path}: {error.what}", error.hint) from error

@@ -23,6 +23,7 @@ from vitral.device.select import DeviceOption
 from vitral.errors import VitralError
 from vitral.inference.engine_selection import EngineName
 from vitral.inference.predictor import Predictor
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.serve.app import create_app
 from vitral.serve.connection import make_protocol
 from vitral.serve.hosts import allowed_hosts
@@ -99,6 +100,7 @@ def serve(
     *,
     names: Sequence[str] = (),
     labels: Path | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
     host: str = "127.0.0.1",
     port: int = 8000,
     keys: Sequence[str] | None = None,
@@ -113,6 +115,7 @@ def serve(
 
     sources: run folders, model folders, checkpoints, hub names or bundled models.
     names: names of the models in the URLs, one per source; derived from the sources if empty.
+    options: what the files of checkpoints of other libraries do not contain; applies to all models.
     keys: accepted API keys; None: no key needed.
     hosts: names accepted in the Host header, in addition to localhost and the address in `host`.
     """
@@ -122,7 +125,15 @@ def serve(
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # max_megapixels decides
     with bind_socket(host, port) as listener, ExitStack() as stack:
         predictors = [
-            Predictor.load(source, device=device, labels=labels, engine=engine, threads=threads, throughput=True)
+            Predictor.load(
+                source,
+                device=device,
+                labels=labels,
+                options=options,
+                engine=engine,
+                threads=threads,
+                throughput=True,
+            )
             for source in sources
         ]
         cpus = available_cpus()

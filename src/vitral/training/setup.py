@@ -34,6 +34,7 @@ from vitral.device.threads import select_threads
 from vitral.errors import VitralError
 from vitral.models.variants import resolve_preset
 from vitral.recipes.builtin import RECIPES, get_recipe
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.training.loggers import check_loggers
@@ -47,7 +48,7 @@ def resolve_recipe(
     recipe: Recipe | str | Path | None,
     init_from: str | None = None,
     preset: str | None = None,
-    heads: int | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
 ) -> Recipe:
     """Find the recipe, point it at `data`, and give it the architecture of `preset` or of the checkpoint `init_from`.
 
@@ -72,7 +73,7 @@ def resolve_recipe(
         resolved = with_dataset(resolved, str(data))
     if preset:
         resolved = with_preset(resolved, preset)
-    return with_checkpoint_architecture(resolved, init_from, heads) if init_from else resolved
+    return with_checkpoint_architecture(resolved, init_from, options) if init_from else resolved
 
 
 def with_dataset(recipe: Recipe, data: str) -> Recipe:
@@ -113,12 +114,9 @@ def with_preset(recipe: Recipe, name: str) -> Recipe:
     return replace(recipe, variant=variant, model=model, init_schemes=schemes)
 
 
-def with_checkpoint_architecture(recipe: Recipe, init_from: str, heads: int | None = None) -> Recipe:
-    """Take architecture and preprocessing from a checkpoint; regularisation stays the recipe's.
-
-    `heads`: number of attention heads, for a checkpoint whose tensors do not determine it.
-    """
-    checkpoint = weights.read(init_from, heads=heads)
+def with_checkpoint_architecture(recipe: Recipe, init_from: str, options: CheckpointOptions = NO_OPTIONS) -> Recipe:
+    """Take architecture and preprocessing from a checkpoint; regularisation stays the recipe's."""
+    checkpoint = weights.read(init_from, options)
     preprocessing = checkpoint.preprocessing
     from_recipe = {name: getattr(recipe.model, name) for name in REGULARISATION}
     if recipe.keep_image_size:
@@ -126,6 +124,7 @@ def with_checkpoint_architecture(recipe: Recipe, init_from: str, heads: int | No
     return replace(
         recipe,
         init_from=init_from,
+        init_options=options,
         init_schemes=(),
         variant=checkpoint.variant,
         model=replace(checkpoint.config, **from_recipe, head="linear"),
@@ -166,7 +165,7 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
     initial_weights: dict[str, Tensor] | None = None
     notes: tuple[str, ...] = ()
     if recipe.init_from:
-        checkpoint = weights.read(recipe.init_from, heads=recipe.model.heads)
+        checkpoint = weights.read(recipe.init_from, recipe.init_options)
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, dataset.classes)
         initial_weights, notes = adapted.state, (*checkpoint.notes, *adapted.notes)
     train = dataset.train if recipe.augment.crop else dataset.train.to_model_input(preprocessing)

@@ -98,7 +98,7 @@ def _adapt_positions(state: dict[str, Tensor], old: ViTConfig, new: ViTConfig) -
     if key not in state or old.grid == new.grid:
         return []
     num_prefix = state[key].shape[1] - old.grid[0] * old.grid[1]
-    patches = resample_positions(state[key][:, num_prefix:], old.grid, new.grid)
+    patches = resample_positions(state[key][:, num_prefix:], old.grid, new.grid, old.position_resampling)
     state[key] = torch.cat([state[key][:, :num_prefix], patches], dim=1)
     return [f"positions resampled from {old.grid[0]}×{old.grid[1]} to {new.grid[0]}×{new.grid[1]}"]
 

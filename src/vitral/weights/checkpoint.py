@@ -10,6 +10,7 @@ from vitral.errors import VitralError
 from vitral.models.variants import variant_name
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig
+from vitral.weights.interpretation import Assumption
 from vitral.weights.key_mapping import State
 from vitral.weights.uninitialized import build_uninitialized
 
@@ -32,6 +33,7 @@ class Checkpoint:
     classes: tuple[str, ...] | None = None
     headless: bool = False  # the source has no classifier; `config.num_classes` is 1 and the head's weights are zero
     notes: list[str] = field(default_factory=list)
+    assumptions: tuple[Assumption, ...] = ()  # settings that are in neither the files nor the options
 
     @classmethod
     def from_model(cls, model: ViT, model_config: ModelConfig) -> Checkpoint:
@@ -66,14 +68,6 @@ class Checkpoint:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArchitectureHints:
-    """What the user specified because the files may not contain it."""
-
-    heads: int | None = None
-    image_size: tuple[int, int] | None = None
-
-
 @dataclass(kw_only=True)
 class ConvertedModel:
     """A model in another library's format: tensors, JSON files by name, and notes about differences."""
@@ -86,7 +80,7 @@ class ConvertedModel:
 def unsupported_model_error(source: str, reason: str) -> VitralError:
     return VitralError(
         f"vitral does not support the architecture of {source}: {reason}",
-        "Supported are pre-norm Vision Transformers with GELU from timm, transformers, torchvision, vit-pytorch "
+        "Supported are pre-norm Vision Transformers from timm, transformers, torchvision, vit-pytorch "
         "and Google's repositories",
     )
 
@@ -98,7 +92,7 @@ def describe_architecture(config: ViTConfig, variant: str) -> str:
         f"patch size {config.patch_size}, images {height}×{width}×{config.channels}",
         f"width {config.width}, depth {config.depth}, {config.heads} heads, MLP width {config.hidden_width}",
         f"{config.positions} positions, {config.pooling} pooling, {config.num_classes} classes",
-        f"{config.gelu} GELU, norm eps {config.norm_eps:g}",
+        f"activation {config.activation}, norm eps {config.norm_eps:g}",
     ]
     optional_parts = {
         f"variant {variant}": variant != "plain",

@@ -7,11 +7,11 @@ from pathlib import Path
 from vitral import bundled
 from vitral.errors import VitralError, unknown_name_error
 from vitral.models.vit import ViT
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.runs.model_io import (
     DIGEST,
     ModelConfig,
     check_digest,
-    check_heads,
     load_model_config,
     save_model_config,
     tensors_digest,
@@ -20,9 +20,10 @@ from vitral.runs.run import find_model_dir
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
 from vitral.weights import hub, npz, timm, torchvision, transformers, vit_pytorch
-from vitral.weights.checkpoint import NO_HEAD, ArchitectureHints, Checkpoint, ConvertedModel
+from vitral.weights.checkpoint import NO_HEAD, Checkpoint, ConvertedModel
 from vitral.weights.detect import detect_format
 from vitral.weights.files import RawCheckpoint, error_in_one_line, load_raw, save_tensors
+from vitral.weights.interpretation import Interpretation, check_options
 from vitral.weights.preprocessing import describe_preprocessing
 from vitral.weights.reading import build_checkpoint
 
@@ -52,15 +53,13 @@ DESTINATION_SUFFIXES = {
 }
 
 
-def read(source: Path | str, *, heads: int | None = None, image_size: tuple[int, int] | None = None) -> Checkpoint:
+def read(source: Path | str, options: CheckpointOptions = NO_OPTIONS) -> Checkpoint:
     """Read a checkpoint; its format is detected from the tensor names.
 
     Args:
         source: File, folder, run, `"hf:owner/name[@revision]"` or the name of a bundled model.
-        heads: Number of attention heads, for files that do not contain it.
-        image_size: Height and width in pixels, for files that do not contain it.
+        options: What the files do not contain; the rest is assumed and listed in `Checkpoint.assumptions`.
     """
-    hints = ArchitectureHints(heads=heads, image_size=image_size)
     location = bundled.resolve(source)
     name = str(location)
     path = hub.download(name) if name.startswith(hub.SCHEME) else Path(location)
@@ -72,7 +71,7 @@ def read(source: Path | str, *, heads: int | None = None, image_size: tuple[int,
         if name.startswith(hub.SCHEME):
             raw.source = name
         format_name = detect_format(raw)
-        return _read_vitral(raw, path, hints) if format_name == "vitral" else READERS[format_name](raw, hints)
+        return _read_vitral(raw, path, options) if format_name == "vitral" else READERS[format_name](raw, options)
     except OSError as error:
         raise VitralError(f"cannot read {path}: {error.strerror or error}", "Check its permissions") from error
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
@@ -83,15 +82,17 @@ def read(source: Path | str, *, heads: int | None = None, image_size: tuple[int,
         ) from error
 
 
-def _read_vitral(raw: RawCheckpoint, path: Path, hints: ArchitectureHints) -> Checkpoint:
+def _read_vitral(raw: RawCheckpoint, path: Path, options: CheckpointOptions) -> Checkpoint:
     """Read one of vitral's model folders without building the model."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
         raise VitralError(f"{path} needs the config.json that was saved with it", "Pass the model folder")
     model_config = load_model_config(folder / "config.json")
     check_digest(path if path.is_file() else folder / "weights.safetensors", raw.tensors)
-    check_heads(raw.source, hints.heads, model_config)
+    check_options(raw.source, options, model_config)
     preprocessing = model_config.preprocessing
+    reading = Interpretation(source=raw.source, options=options)
+    reading.notes.append(f"preprocessing from config.json: {describe_preprocessing(preprocessing)}")
     checkpoint = build_checkpoint(
         "vitral",
         raw,
@@ -100,7 +101,7 @@ def _read_vitral(raw: RawCheckpoint, path: Path, hints: ArchitectureHints) -> Ch
         model_config.architecture,
         lambda key: key,
         preprocessing,
-        [f"preprocessing from config.json: {describe_preprocessing(preprocessing)}"],
+        reading,
         variant=model_config.variant,
         classes=model_config.classes,
     )
@@ -159,14 +160,7 @@ def _save_converted(converted: ConvertedModel, path: Path, is_file: bool) -> lis
     return converted.notes
 
 
-def convert(
-    source: Path | str,
-    destination: Path | str,
-    to: str,
-    *,
-    heads: int | None = None,
-    image_size: tuple[int, int] | None = None,
-) -> list[str]:
+def convert(source: Path | str, destination: Path | str, to: str, options: CheckpointOptions = NO_OPTIONS) -> list[str]:
     """Convert a checkpoint to another format. Arguments as for `read` and `write`.
 
     Returns:
@@ -174,5 +168,5 @@ def convert(
     """
     if to not in FORMATS:
         raise unknown_name_error("format", to, FORMATS)
-    checkpoint = read(source, heads=heads, image_size=image_size)
+    checkpoint = read(source, options)
     return [*checkpoint.notes, *write(checkpoint, destination, to)]

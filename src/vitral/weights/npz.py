@@ -9,17 +9,13 @@ from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.models.vit import ViTConfig
-from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, ConvertedModel, unsupported_model_error
+from vitral.recipes.checkpoint_options import CheckpointOptions
+from vitral.weights.checkpoint import Checkpoint, ConvertedModel, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
+from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import KeyMapping, State, add_zero_qkv_bias, fuse_qkv, split_qkv
-from vitral.weights.preprocessing import HALF, build_preprocessing, describe_preprocessing
-from vitral.weights.reading import (
-    build_checkpoint,
-    image_size_hint,
-    infer_config,
-    resolve_heads,
-    resolve_position_table,
-)
+from vitral.weights.preprocessing import HALF, describe_preprocessing
+from vitral.weights.reading import build_checkpoint, infer_config
 from vitral.weights.writing import exportable_state, fold_unsupported_layer_scale
 
 BLOCK = "Transformer/encoderblock_{i}"
@@ -83,9 +79,9 @@ HEAD_INPUT_KEYS = r".*attention(_pooling)?\.[qkv]\.(weight|bias)"  # kernels (D,
 HEAD_OUTPUT_KEYS = r".*attention(_pooling)?\.project\.weight"  # kernels (heads, head_dim, D) in Flax
 
 
-def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
-    notes: list[str] = []
-    tensors = _unstack_blocks(_select_image_model(raw.tensors, notes))
+def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
+    reading = Interpretation(source=raw.source, options=options)
+    tensors = _unstack_blocks(_select_image_model(raw.tensors, reading.notes))
     query = next((tensors[name] for name in tensors if re.search(r"/query/kernel$", name)), None)
     stored_heads = query.shape[1] if query is not None and query.ndim == 3 else None  # (D, heads, head_dim)
     state, unexpected = KEYS.rename_to_vitral(tensors)
@@ -99,37 +95,39 @@ def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
         state[key] = _from_flax(key, state[key])
     fuse_qkv(state)
     pooling = "attention" if "attention_pooling.probe" in state else "class" if "class_token.token" in state else "mean"
-    positions, size = _read_positions(raw, state, pooling, patch, hints)
-    notes.append("tanh GELU and norm eps 1e-06, as in Flax")
+    positions, size = _read_positions(state, pooling, patch, reading)
     config = infer_config(
+        "npz",
         raw,
         state,
+        unexpected,
         KEYS.from_vitral,
         image_size=size,
         patch_size=patch,
         channels=channels,
-        heads=resolve_heads(width, hints, stored_heads, "the shape of query/kernel", notes, raw.source),
+        heads=reading.heads(width, stored_heads, "the shape of query/kernel"),
         pooling=pooling,
         positions=positions,
-        gelu="tanh",
-        norm_eps=1e-6,
+        activation=options.activation or "gelu_tanh",  # Flax's gelu
+        norm_eps=options.norm_eps or 1e-6,  # Flax's default
+        position_resampling="bilinear-corners",
     )
-    preprocessing = build_preprocessing(size, channels, HALF, 0.875, "bilinear", notes)
-    notes.append(f"preprocessing assumed (big_vision's default): {describe_preprocessing(preprocessing)}")
-    return build_checkpoint("npz", raw, state, unexpected, config, KEYS.from_vitral, preprocessing, notes)
+    # big_vision's default
+    preprocessing = reading.preprocessing(size, channels, mean_std=HALF, crop=0.875, interpolation="bilinear")
+    return build_checkpoint("npz", raw, state, unexpected, config, KEYS.from_vitral, preprocessing, reading)
 
 
-def _read_positions(
-    raw: RawCheckpoint, state: State, pooling: str, patch: int, hints: ArchitectureHints
-) -> tuple[str, tuple[int, int]]:
+def _read_positions(state: State, pooling: str, patch: int, reading: Interpretation) -> tuple[str, tuple[int, int]]:
     """Kind of the position embedding, and the image size."""
     table = state.get("position_embedding.table")
     if table is None:
-        if hints.image_size is None:
-            raise VitralError(f"{raw.source} has no position table (fixed sincos)", image_size_hint(raw.source))
-        return "sincos", hints.image_size
+        if reading.options.image_size is None:
+            raise VitralError(
+                f"{reading.source} has no position table (fixed sincos)", reading.missing_hint("--image-size H W")
+            )
+        return "sincos", reading.options.image_size
     prefix_options = [1, 0] if pooling == "class" else [0]
-    num_prefix, size = resolve_position_table(table.shape[1], prefix_options, patch, hints, None, raw.source)
+    num_prefix, size = reading.position_table(table.shape[1], prefix_options, patch)
     if pooling == "class" and num_prefix == 0:  # big_vision prepends the class token after adding the positions
         state["position_embedding.table"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
     return "learned", size
@@ -184,7 +182,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         poolings=("class", "mean", "attention"),
         hidden_head=True,
         norm_eps=1e-6,
-        gelu="tanh",
+        activation="gelu_tanh",
     )
     notes += fold_unsupported_layer_scale(checkpoint, state)
     add_zero_qkv_bias(state)

@@ -5,39 +5,36 @@ Missing, unexpected and wrongly shaped tensors are errors; nothing is loaded par
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError, shell_quote, truncate_list
+from vitral.errors import VitralError, truncate_list
 from vitral.models.vit import ViTConfig
-from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, describe_architecture, unsupported_model_error
+from vitral.weights.checkpoint import Checkpoint, describe_architecture, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
+from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import State
 from vitral.weights.uninitialized import meta_state_dict
 
 PATCH_KERNEL = "patch_embedding.project.weight"
-# Attention heads by width, as in papers and libraries: head dimension 64 up to L, 16 heads beyond.
-USUAL_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1664: 16}
-
 SourceKeyFn = Callable[[str], str | None]  # vitral's tensor name to the source's, for error messages
 
 
-def convert_hint(flag: str, source: str, python: str) -> str:
-    """How to specify what the tensors do not contain: `vitral convert` stores it for all other commands."""
-    return f"Convert it once: vitral convert {shell_quote(source)} FOLDER {flag}, then use FOLDER (Python: {python})"
+def incomplete_error(source: str, library: str, missing: str, unexpected: Sequence[str]) -> VitralError:
+    """The error for a tensor without which the architecture cannot be inferred.
 
-
-def image_size_hint(source: str) -> str:
-    return convert_hint("--image-size H W", source, "image_size=(H, W)")
-
-
-def incomplete_error(source: str, library: str, missing: str) -> VitralError:
-    return VitralError(f"{source} is not a complete {library} model", f"Missing: {missing}")
+    unexpected: Tensor names that the format does not have; with any, the file is of another model, not incomplete.
+    """
+    if not unexpected:
+        return VitralError(f"{source} is not a complete {library} model", f"Missing: {missing}")
+    return VitralError(
+        f"the tensors of {source} are not those of a {library} ViT",
+        f"Expected {missing}; found {truncate_list(list(unexpected), 4)}",
+    )
 
 
 def flatten_patch_kernel(raw: RawCheckpoint, state: State, name: str) -> tuple[int, int, int]:
@@ -49,82 +46,22 @@ def flatten_patch_kernel(raw: RawCheckpoint, state: State, name: str) -> tuple[i
     return kernel.shape[0], kernel.shape[1], kernel.shape[2]
 
 
-def resolve_heads(
-    width: int, hints: ArchitectureHints, stored: int | None, origin: str, notes: list[str], source: str
-) -> int:
-    """The number of attention heads, which cannot be inferred from most formats' tensors.
-
-    In order of precedence: `stored` in a config (`origin` names it), specified by the user, usual for this width.
-    """
-    if stored is not None:
-        if hints.heads not in (None, stored):
-            raise VitralError(f"{source} has {stored} heads ({origin}), not {hints.heads}", "Omit heads")
-        notes.append(f"heads: {stored}, from {origin}")
-        return stored
-    if hints.heads is not None:
-        if hints.heads < 1 or width % hints.heads:
-            raise VitralError(
-                f"{source}: width {width} is not divisible by {hints.heads} heads",
-                f"Usual is one head per 64 channels: {max(width // 64, 1)}",
-            )
-        # A recipe passes on heads that were assumed when the checkpoint was read first.
-        is_usual = hints.heads == USUAL_HEADS.get(width)
-        notes.append(f"heads: {hints.heads}, " + (f"usual for width {width}" if is_usual else "as specified"))
-        return hints.heads
-    if width not in USUAL_HEADS:
-        raise VitralError(
-            f"{source}: the number of heads of a model of width {width} cannot be inferred from its tensors",
-            convert_hint("--heads N", source, "heads=N"),
-        )
-    notes.append(f"heads: {USUAL_HEADS[width]}, assumed (usual for width {width})")
-    return USUAL_HEADS[width]
-
-
-def resolve_position_table(
-    num_rows: int,
-    prefix_options: Sequence[int],
-    patch: int,
-    hints: ArchitectureHints,
-    stored_size: tuple[int, int] | None,
-    source: str,
-) -> tuple[int, tuple[int, int]]:
-    """How many rows of a position table precede the patches (one of `prefix_options`), and the image size."""
-    size = hints.image_size or stored_size
-    for num_prefix in prefix_options:
-        if size and size[0] % patch == size[1] % patch == 0 and math.prod(size) // patch**2 == num_rows - num_prefix:
-            return num_prefix, size
-    if hints.image_size is None:
-        for num_prefix in prefix_options:
-            side = math.isqrt(max(num_rows - num_prefix, 0))
-            if side and side**2 == num_rows - num_prefix:
-                return num_prefix, (side * patch, side * patch)
-        raise VitralError(f"{source}: {num_rows} positions do not form a square image", image_size_hint(source))
-    height, width = hints.image_size
-    raise VitralError(
-        f"{source}: {num_rows} positions do not fit images of {height}×{width}",
-        _matching_sizes_hint(num_rows - prefix_options[0], patch, source),
-    )
-
-
-def _matching_sizes_hint(num_patches: int, patch: int, source: str) -> str:
-    """Image sizes with this number of patches, the squarest first, and how to train at another size."""
-    heights = [h for h in range(math.isqrt(max(num_patches, 0)), 0, -1) if num_patches % h == 0][:3]
-    sizes = " or ".join(f"{h * patch} {num_patches // h * patch}" for h in heights)
-    other = f"for another size: vitral train DATA --init-from {shell_quote(source)} --model.image-size H W"
-    return f"Matching sizes: --image-size {sizes}, or transposed; {other}" if sizes else f"Omit the size; {other}"
-
-
 def infer_config(
-    raw: RawCheckpoint, state: State, source_key: SourceKeyFn, layer_scale: float | None = None, **settings: Any
+    format_name: str,
+    raw: RawCheckpoint,
+    state: State,
+    unexpected: list[str],
+    source_key: SourceKeyFn,
+    layer_scale: float | None = None,
+    **settings: Any,
 ) -> ViTConfig:
     """Infer the remaining fields of the config from the tensors; `settings` are the fields set by the reader."""
 
     def shape(key: str) -> tuple[int, ...]:
         if key not in state or state[key].ndim == 0:
-            raise VitralError(f"{raw.source} is not a complete model", f"Missing: {source_key(key) or key}")
+            raise incomplete_error(raw.source, format_name, source_key(key) or key, unexpected)
         return tuple(state[key].shape)
 
-    block_indices = [int(match[1]) for key in state if (match := re.match(r"encoder\.blocks\.(\d+)\.", key))]
     first = "encoder.blocks.0"
     width, hidden = shape(PATCH_KERNEL)[0], shape(f"{first}.mlp.expand.weight")[0]
     if hidden == 2 * shape(f"{first}.mlp.contract.weight")[-1]:
@@ -136,7 +73,7 @@ def infer_config(
     try:
         return ViTConfig(
             width=width,
-            depth=max(block_indices) + 1,
+            depth=count_blocks(raw.source, state),
             mlp_width=None if hidden == 4 * width else hidden,
             num_classes=shape(classifiers[0])[0] if classifiers else 1,
             head="mlp" if any("hidden" in key for key in state) else "linear",
@@ -148,6 +85,18 @@ def infer_config(
         )
     except ValueError as error:
         raise _invalid_config_error(raw.source, error) from error
+
+
+def count_blocks(source: str, state: Iterable[str]) -> int:
+    """The number of encoder blocks, from vitral's tensor names. Refuses gaps, so that a name cannot claim any depth."""
+    indices = {int(match[1]) for key in state if (match := re.match(r"encoder\.blocks\.(\d{1,9})\.", key))}
+    missing = next((index for index in range(len(indices)) if index not in indices), None)
+    if missing is not None:
+        raise VitralError(
+            f"{source} has {len(indices)} blocks, up to block {max(indices)}, but no block {missing}",
+            "The file is incomplete, or it contains tensors of another model",
+        )
+    return len(indices)
 
 
 def _invalid_config_error(source: str, error: ValueError) -> VitralError:
@@ -166,7 +115,7 @@ def build_checkpoint(
     config: ViTConfig,
     source_key: SourceKeyFn,
     preprocessing: Preprocessing,
-    notes: list[str],
+    reading: Interpretation,
     *,
     variant: str = "plain",
     classes: Sequence[str] | None = None,
@@ -181,12 +130,18 @@ def build_checkpoint(
         raise _invalid_config_error(raw.source, error) from error
     headless = format_name != "vitral" and not _classifier_keys(state)
     if headless:
-        notes.append("no classifier in the file: usable for features and fine-tuning (a zero head was added)")
+        reading.notes.append("no classifier in the file: usable for features and fine-tuning (a zero head was added)")
         like = state[PATCH_KERNEL]
         state |= {key: like.new_zeros(tensor.shape) for key, tensor in expected.items() if ".out." in f".{key}"}
     _check_tensors(format_name, raw.source, state, unexpected, expected, source_key)
+    if preprocessing.image_size != config.image_size and "position_embedding.table" in state:
+        (height, width), (old_height, old_width) = preprocessing.image_size, config.image_size
+        reading.notes.append(
+            f"images are {height}×{width}, positions are for {old_height}×{old_width}: "
+            f"resampled as in {format_name} ({config.position_resampling})"
+        )
     if classes is not None and len(classes) != config.num_classes:
-        notes.append(f"{len(classes)} class names for {config.num_classes} classes: names ignored")
+        reading.notes.append(f"{len(classes)} class names for {config.num_classes} classes: names ignored")
         classes = None
     return Checkpoint(
         format=format_name,
@@ -197,7 +152,13 @@ def build_checkpoint(
         preprocessing=preprocessing,
         classes=None if classes is None else tuple(classes),
         headless=headless,
-        notes=[*raw.notes, f"{format_name}: {describe_architecture(config, variant)}", *notes],
+        notes=[
+            *raw.notes,
+            f"{format_name}: {describe_architecture(config, variant)}",
+            *reading.notes,
+            *reading.assumption_notes(),
+        ],
+        assumptions=tuple(reading.assumptions),
     )
 
 

@@ -11,19 +11,15 @@ from typing import Any
 import torch
 
 from vitral.data.preprocess import Preprocessing
-from vitral.models.vit import ViTConfig
-from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, ConvertedModel, unsupported_model_error
+from vitral.errors import VitralError
+from vitral.models.vit import Activation, ViTConfig
+from vitral.recipes.checkpoint_options import CheckpointOptions
+from vitral.weights.checkpoint import Checkpoint, ConvertedModel, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
+from vitral.weights.interpretation import USUAL_HEADS, Interpretation
 from vitral.weights.key_mapping import KeyMapping, State
-from vitral.weights.preprocessing import HALF, IMAGENET, build_preprocessing, describe_preprocessing
-from vitral.weights.reading import (
-    USUAL_HEADS,
-    build_checkpoint,
-    flatten_patch_kernel,
-    infer_config,
-    resolve_heads,
-    resolve_position_table,
-)
+from vitral.weights.preprocessing import HALF, IMAGENET
+from vitral.weights.reading import build_checkpoint, flatten_patch_kernel, infer_config
 from vitral.weights.writing import exportable_state, unflatten_patch_kernel
 
 KEYS = KeyMapping(
@@ -58,9 +54,18 @@ KEYS = KeyMapping(
         "head.teacher_head.out.{leaf}": "head_dist.{leaf}",
     }
 )
+# Settings of config.json under which the blocks compute something else
+UNSUPPORTED_ARGS = (
+    "block_fn", "mlp_layer", "norm_layer", "attn_layer", "pool_include_prefix", "scale_attn_norm",
+    "scale_attn_inner_norm", "scale_mlp_norm", "use_rot_pos_emb", "use_post_norm", "pre_norm",
+)  # fmt: skip
 UNUSUAL_HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt": 16}  # by prefix of the architecture name
 POOLING = {"token": "class", "avg": "mean", "map": "attention"}
-GELU = {"gelu": "exact", "gelu_tanh": "tanh"}
+# timm's names of activations
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu", "gelu_tanh": "gelu_tanh", "gelu_erf": "gelu", "quick_gelu": "quick_gelu", "relu": "relu"
+}  # fmt: skip
+EVA_NAMES = ("eva", "vit_pe_", "rope", "dinov3")  # in names of architectures with rotary positions or EVA blocks
 # Architectures with tanh GELU: the sizes of SigLIP 2. timm's other SigLIP models use the exact GELU.
 TANH_PREFIXES = (
     "vit_base_patch32_siglip",
@@ -73,34 +78,37 @@ TANH_PREFIXES = (
 ARCHITECTURES = {192: "vit_tiny_patch16_224", 384: "vit_small_patch16_224", 1024: "vit_large_patch16_224"}
 
 
-def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
-    notes: list[str] = []
+def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
+    reading = Interpretation(source=raw.source, options=options)
     name, model_args = str(raw.config.get("architecture", "")), dict(raw.config.get("model_args") or {})
-    gelu = _check_settings(raw.source, name, model_args)
+    _check_settings(raw.source, name, model_args)
+    activation = _stored_activation(raw.source, name, model_args)
     has_mask_token = raw.tensors.pop("mask_token", None) is not None
     state, unexpected = KEYS.rename_to_vitral(raw.tensors)
     width, channels, patch = flatten_patch_kernel(raw, state, "patch_embed.proj.weight")
-    pooling = _pooling(raw, state, model_args, notes)
     is_distilled = "distillation_token" in state
+    pooling = _pooling(raw, state, model_args, reading)
     is_late_norm = "pooled_norm.weight" in state and pooling == "mean"
     _rename_norm_and_head(state, is_late_norm, is_distilled)
-    size = _read_tokens(raw, state, patch, pooling, model_args, hints, notes)
+    size = _read_tokens(raw, state, patch, pooling, model_args, reading)
     if has_mask_token:
-        notes.append("mask_token is used in training only: ignored")
+        reading.notes.append("mask_token is used in training only: ignored")
     stored_heads = model_args.get("num_heads", _registered_heads(name, width))
     config = infer_config(
+        "timm",
         raw,
         state,
+        unexpected,
         KEYS.from_vitral,
         image_size=size,
         patch_size=patch,
         channels=channels,
-        heads=resolve_heads(width, hints, stored_heads, f"config.json ({name or 'model_args'})", notes, raw.source),
+        heads=reading.heads(width, stored_heads, f"config.json ({name or 'model_args'})"),
         pooling=pooling,
         positions="learned" if "position_embedding.table" in state else "none",
         layer_scale=model_args.get("init_values"),
-        gelu=gelu,
-        norm_eps=1e-6,
+        activation=reading.setting("activation", "gelu", "gelu activation", stored=activation),
+        norm_eps=reading.setting("norm_eps", 1e-6, "norm eps 1e-06", stored=1e-6 if name else None),
     )
     label_names = raw.config.get("label_names")
     return build_checkpoint(
@@ -110,8 +118,8 @@ def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
         unexpected,
         config,
         KEYS.from_vitral,
-        _read_preprocessing(raw.config, config, has_mask_token or is_distilled, notes),
-        notes,
+        _read_preprocessing(raw.config, config, has_mask_token or is_distilled, reading),
+        reading,
         variant="distilled" if is_distilled else "late-norm" if is_late_norm else "plain",
         classes=[str(label) for label in label_names] if isinstance(label_names, list) else None,
     )
@@ -133,31 +141,44 @@ def _registered_heads(name: str, width: int) -> int | None:
     return USUAL_HEADS.get(width, width // 64) if name.startswith(("vit_", "deit")) and width % 64 == 0 else None
 
 
-def _check_settings(source: str, name: str, model_args: dict[str, Any]) -> str:
-    """Refuse settings of config.json that vitral does not support; returns the GELU."""
-    for key in ("block_fn", "mlp_layer", "norm_layer", "attn_layer", "pool_include_prefix", "scale_attn_norm"):
+def _check_settings(source: str, name: str, model_args: dict[str, Any]) -> None:
+    """Refuse settings of config.json that vitral does not support."""
+    for key in UNSUPPORTED_ARGS:
         if model_args.get(key):
             raise unsupported_model_error(source, f"config.json sets {key} to {model_args[key]!r}")
     if "rpn" in name or "relpos" in name:
         raise unsupported_model_error(source, f"{name} has norms after the branches (post-norm)")
-    activation = str(model_args.get("act_layer") or ("gelu_tanh" if name.startswith(TANH_PREFIXES) else "gelu"))
-    activation = "quick_gelu" if "quickgelu" in name and activation in GELU else activation
-    if activation not in GELU:
+    if any(part in name for part in EVA_NAMES):
+        raise unsupported_model_error(source, f"{name} has rotary positions or EVA blocks")
+
+
+def _stored_activation(source: str, name: str, model_args: dict[str, Any]) -> Activation | None:
+    """The activation of the MLP according to config.json; None if it states neither it nor the architecture."""
+    activation = model_args.get("act_layer")
+    if activation is None and name:
+        is_tanh = name.startswith(TANH_PREFIXES)
+        activation = "quick_gelu" if "quickgelu" in name else "gelu_tanh" if is_tanh else "gelu"
+    if activation is not None and activation not in ACTIVATIONS:
         raise unsupported_model_error(source, f"activation {activation}")
-    return GELU[activation]
+    return None if activation is None else ACTIVATIONS[activation]
 
 
-def _pooling(raw: RawCheckpoint, state: State, model_args: dict[str, Any], notes: list[str]) -> str:
-    stored = model_args.get("global_pool") or raw.config.get("global_pool")
+def _pooling(raw: RawCheckpoint, state: State, model_args: dict[str, Any], reading: Interpretation) -> str:
+    stored = model_args.get("global_pool") or raw.config.get("global_pool") or None
     if "attention_pooling.probe" in state:
-        return "attention"
-    if stored and stored not in POOLING:
+        return str(reading.setting("pooling", "", "", stored="attention", origin="attn_pool"))
+    if "distillation_token" in state:
+        return str(reading.setting("pooling", "", "", stored="class", origin="dist_token"))
+    if stored is not None and stored not in POOLING:
         raise unsupported_model_error(raw.source, f"pooling {stored!r}")
-    if stored:
-        return POOLING[stored]
-    if "class_token.token" in state and "pooled_norm.weight" in state:
-        notes.append("pooling: mean, assumed (there is a class token, but the last norm follows the pooling)")
-    return "mean" if "pooled_norm.weight" in state or "class_token.token" not in state else "class"
+    has_class_token = "class_token.token" in state
+    default = "class" if has_class_token and "pooled_norm.weight" not in state else "mean"
+    text = f"{'class-token' if default == 'class' else 'mean'} pooling"
+    pooling = str(reading.setting("pooling", default, text, stored=None if stored is None else POOLING[stored]))
+    if (pooling == "class" and not has_class_token) or pooling == "attention":
+        missing = "class token" if pooling == "class" else "attention pooling"
+        raise VitralError(f"{raw.source} has no {missing}, which --pooling {pooling} needs", f"Use --pooling {default}")
+    return pooling
 
 
 def _read_tokens(
@@ -166,8 +187,7 @@ def _read_tokens(
     patch: int,
     pooling: str,
     model_args: dict[str, Any],
-    hints: ArchitectureHints,
-    notes: list[str],
+    reading: Interpretation,
 ) -> tuple[int, int]:
     """Rearrange class token, registers and positions as in vitral; returns the image size.
 
@@ -179,16 +199,22 @@ def _read_tokens(
     num_registers = state["registers"].shape[1] if "registers" in state else 0
     num_cls = ("class_token.token" in state) + ("distillation_token" in state)
     if "position_embedding.table" not in state:
-        return hints.image_size or stored_size
+        if model_args.get("pos_embed") != "none":
+            raise unsupported_model_error(
+                raw.source, "no pos_embed: rotary or relative positions (config.json does not set pos_embed to none)"
+            )
+        return reading.options.image_size or stored_size
+    if not raw.config:
+        reading.assume("no rotary positions")
     table = state["position_embedding.table"]
     # Rows before the patches: none (no_embed_class), the class token only (DINOv2's own files), or all prefix tokens.
     prefix_options = [0, num_cls, num_cls + num_registers] if num_registers else [num_cls, 0]
     if "no_embed_class" in model_args:
         prefix_options = [0] if model_args["no_embed_class"] else [num_cls + num_registers]
-    num_prefix, size = resolve_position_table(table.shape[1], prefix_options, patch, hints, stored_size, raw.source)
+    num_prefix, size = reading.position_table(table.shape[1], prefix_options, patch, stored_size)
     if num_cls and num_prefix == 0 and "no_embed_class" not in model_args:
-        notes.append(f"{table.shape[1]} positions, assumed to be for patches only, not for the class token")
-    _split_position_table(state, num_prefix, num_cls, pooling, notes)
+        reading.assume(f"{table.shape[1]} positions for the patches and none for the class token")
+    _split_position_table(state, num_prefix, num_cls, pooling, reading.notes)
     return size
 
 
@@ -214,25 +240,26 @@ def _split_position_table(state: State, num_prefix: int, num_cls: int, pooling: 
 
 
 def _read_preprocessing(
-    file: dict[str, Any], config: ViTConfig, has_imagenet_default: bool, notes: list[str]
+    file: dict[str, Any], config: ViTConfig, has_imagenet_default: bool, reading: Interpretation
 ) -> Preprocessing:
     """`has_imagenet_default`: files of DeiT, MAE and DINOv2, which normalise with ImageNet statistics."""
     size, channels = config.image_size, config.channels
-    stored = file.get("pretrained_cfg") or (file if "mean" in file else None)  # second: older timm versions
-    if not stored:
-        mean_std = IMAGENET if has_imagenet_default else HALF
-        preprocessing = build_preprocessing(size, channels, mean_std, 0.9, "bicubic", notes)
-        notes.append(f"preprocessing assumed (timm's default): {describe_preprocessing(preprocessing)}")
-        return preprocessing
+    stored = file.get("pretrained_cfg") or (file if "mean" in file else {})  # second: older timm versions
     input_size = tuple(stored.get("input_size", (channels, *size))[1:])
     if any(side % config.patch_size for side in input_size):
         input_size = size
-    mean_std = tuple(stored.get("mean", IMAGENET[0])), tuple(stored.get("std", IMAGENET[1]))
-    crop, interpolation = stored.get("crop_pct") or 0.9, str(stored.get("interpolation", "bicubic"))
-    preprocessing = build_preprocessing(input_size, channels, mean_std, crop, interpolation, notes)
-    notes.append(f"preprocessing from config.json: {describe_preprocessing(preprocessing)}")
+    names = {"mean": "mean", "std": "std", "crop": "crop_pct", "interpolation": "interpolation"}
+    preprocessing = reading.preprocessing(
+        input_size,
+        channels,
+        mean_std=IMAGENET if has_imagenet_default or stored else HALF,
+        crop=0.9,
+        interpolation="bicubic",
+        stored={field: stored[name] for field, name in names.items() if stored.get(name)},
+        origin="config.json",
+    )
     if stored.get("crop_mode", "center") != "center":
-        notes.append(f"timm's crop_mode is {stored['crop_mode']}; vitral uses a centre crop")
+        reading.notes.append(f"timm's crop_mode is {stored['crop_mode']}; vitral uses a centre crop")
     return preprocessing
 
 
@@ -285,7 +312,7 @@ def _model_args(checkpoint: Checkpoint, no_embed_class: bool) -> dict[str, Any]:
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
         "init_values": config.layer_scale,
-        "act_layer": "gelu_tanh" if config.gelu == "tanh" else None,
+        "act_layer": None if config.activation == "gelu" else config.activation,
     }
     if checkpoint.variant != "distilled":
         arguments |= {

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, ConvertedModel
+from vitral.recipes.checkpoint_options import CheckpointOptions
+from vitral.weights.checkpoint import Checkpoint, ConvertedModel
 from vitral.weights.files import RawCheckpoint
+from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import KeyMapping, add_zero_qkv_bias
-from vitral.weights.preprocessing import IMAGENET, build_preprocessing, describe_preprocessing
+from vitral.weights.preprocessing import IMAGENET, describe_preprocessing
 from vitral.weights.reading import (
     build_checkpoint,
     flatten_patch_kernel,
     incomplete_error,
     infer_config,
-    resolve_heads,
-    resolve_position_table,
 )
 from vitral.weights.writing import (
     NotRepresentableError,
@@ -41,29 +41,32 @@ KEYS = KeyMapping(
 )
 
 
-def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
-    notes: list[str] = []
+def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
+    reading = Interpretation(source=raw.source, options=options)
     state, unexpected = KEYS.rename_to_vitral(raw.tensors)
     width, channels, patch = flatten_patch_kernel(raw, state, "conv_proj.weight")
     table = state.get("position_embedding.table")
     if table is None or table.ndim != 3:
-        raise incomplete_error(raw.source, "torchvision", "encoder.pos_embedding")
-    _, size = resolve_position_table(table.shape[1], [1], patch, hints, None, raw.source)
+        raise incomplete_error(raw.source, "torchvision", "encoder.pos_embedding", unexpected)
+    _, size = reading.position_table(table.shape[1], [1], patch)
     config = infer_config(
+        "torchvision",
         raw,
         state,
+        unexpected,
         KEYS.from_vitral,
         image_size=size,
         patch_size=patch,
         channels=channels,
-        heads=resolve_heads(width, hints, None, "", notes, raw.source),
-        norm_eps=1e-6,
+        heads=reading.heads(width),
+        activation=options.activation or "gelu",
+        norm_eps=options.norm_eps or 1e-6,
+        position_resampling="bicubic-corners",
     )
     # IMAGENET1K_V1 weights are for 224 px; the larger ones are SWAG's, which resize without a margin.
     crop, interpolation = (0.875, "bilinear") if min(size) <= 224 else (1.0, "bicubic")
-    preprocessing = build_preprocessing(size, channels, IMAGENET, crop, interpolation, notes)
-    notes.append(f"preprocessing assumed (torchvision's at this size): {describe_preprocessing(preprocessing)}")
-    return build_checkpoint("torchvision", raw, state, unexpected, config, KEYS.from_vitral, preprocessing, notes)
+    preprocessing = reading.preprocessing(size, channels, mean_std=IMAGENET, crop=crop, interpolation=interpolation)
+    return build_checkpoint("torchvision", raw, state, unexpected, config, KEYS.from_vitral, preprocessing, reading)
 
 
 def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
@@ -73,7 +76,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         raise NotRepresentableError(
             "torchvision", f"expected square images with 3 channels, got {height}×{width} with {config.channels}"
         )
-    state, notes = exportable_state(checkpoint, "torchvision", hidden_head=True, norm_eps=1e-6, gelu="exact")
+    state, notes = exportable_state(checkpoint, "torchvision", hidden_head=True, norm_eps=1e-6, activation="gelu")
     notes += fold_unsupported_layer_scale(checkpoint, state)
     add_zero_qkv_bias(state)
     unflatten_patch_kernel(state, config)

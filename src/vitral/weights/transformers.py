@@ -8,26 +8,14 @@ from typing import Any
 import torch
 
 from vitral.data.preprocess import Preprocessing
-from vitral.models.vit import ViTConfig
-from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, ConvertedModel, unsupported_model_error
+from vitral.models.vit import Activation, ViTConfig
+from vitral.recipes.checkpoint_options import CheckpointOptions
+from vitral.weights.checkpoint import Checkpoint, ConvertedModel, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
+from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import KeyMapping, State, fuse_qkv, split_qkv
-from vitral.weights.preprocessing import (
-    HALF,
-    IMAGENET,
-    MeanStd,
-    build_preprocessing,
-    crop_fraction,
-    describe_preprocessing,
-)
-from vitral.weights.reading import (
-    build_checkpoint,
-    flatten_patch_kernel,
-    incomplete_error,
-    infer_config,
-    resolve_heads,
-    resolve_position_table,
-)
+from vitral.weights.preprocessing import HALF, IMAGENET, MeanStd, crop_fraction
+from vitral.weights.reading import build_checkpoint, flatten_patch_kernel, incomplete_error, infer_config
 from vitral.weights.writing import (
     NotRepresentableError,
     exportable_state,
@@ -80,7 +68,6 @@ MEMORY_NAMES = (
     (r"\.attention\.o_proj\.", ".attention.output.dense."),
 )
 MEMORY_NAMES_VIT = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\.", ".output.dense."))
-MODEL_PREFIX = r"^(vit|deit|dinov2|dinov2_with_registers)\."
 TRAINING_ONLY_KEYS = r"embeddings\.(mask_token|position_ids)"
 CLASS_PREFIXES = {"vit": "ViT", "deit": "DeiT", "dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}
 UNSUPPORTED = {
@@ -91,39 +78,50 @@ UNSUPPORTED = {
     "dinov3_vit": "rotary positions",
     "vit_hybrid": "convolutional stem before the patches",
 }
-GELU = {"gelu": "exact", "gelu_python": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+# transformers' names of activations; the first of several names is written
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+}
 RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's constants
 
 
-def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
-    stored, notes = raw.config, list[str]()
-    tensors = {re.sub(MODEL_PREFIX, "", name): raw.tensors.pop(name) for name in list(raw.tensors)}
+def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
+    stored, reading = raw.config, Interpretation(source=raw.source, options=options)
+    tensors = _without_model_prefix(raw.tensors)
     is_dinov2 = any("layer_scale" in name or ".norm1." in name for name in tensors)
     model_type = _check_model_type(raw.source, stored, is_dinov2)
     keys = DINOV2 if is_dinov2 else VIT
-    state, unexpected = keys.rename_to_vitral(_rename_to_file_names(tensors, is_dinov2, notes))
+    state, unexpected = keys.rename_to_vitral(_rename_to_file_names(tensors, is_dinov2, reading.notes))
     fuse_qkv(state)
     if "head.out.weight" in state and "head.hidden.weight" in state:
         for leaf in ("weight", "bias"):
             state.pop(f"head.hidden.{leaf}", None)
-        notes.append("the classifier does not use the pooler: ignored")
+        reading.notes.append("the classifier does not use the pooler: ignored")
     width, channels, patch = flatten_patch_kernel(raw, state, "projection.weight")
-    size = _read_tokens(raw, state, patch, hints, notes)
+    size = _read_tokens(raw, state, unexpected, patch, reading)
     variant = "distilled" if "distillation_token" in state else _head_variant(state)
     default_eps = 1e-6 if is_dinov2 else 1e-12
-    if not stored:
-        notes.append(f"no config.json: exact GELU and norm eps {default_eps:g} assumed")
+    activation = ACTIVATIONS[stored.get("hidden_act", "gelu")] if stored else None
+    norm_eps = float(stored.get("layer_norm_eps", default_eps)) if stored else None
     config = infer_config(
+        "transformers",
         raw,
         state,
+        unexpected,
         keys.from_vitral,
         image_size=size,
         patch_size=patch,
         channels=channels,
-        heads=resolve_heads(width, hints, stored.get("num_attention_heads"), "config.json", notes, raw.source),
+        heads=reading.heads(width, stored.get("num_attention_heads")),
         layer_scale=stored.get("layerscale_value"),
-        gelu=GELU[stored.get("hidden_act", "gelu")],
-        norm_eps=float(stored.get("layer_norm_eps", default_eps)),
+        activation=reading.setting("activation", "gelu", "gelu activation", stored=activation),
+        norm_eps=reading.setting("norm_eps", default_eps, f"norm eps {default_eps:g}", stored=norm_eps),
+        position_resampling="bicubic-antialias" if is_dinov2 and "registers" in state else "bicubic",
     )
     default_mean_std = HALF if model_type == "vit" else IMAGENET
     return build_checkpoint(
@@ -133,11 +131,21 @@ def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
         unexpected,
         config,
         keys.from_vitral,
-        _read_preprocessing(raw.preprocessor_config, config, default_mean_std, notes),
-        notes,
+        _read_preprocessing(raw.preprocessor_config, config, default_mean_std, reading),
+        reading,
         variant=variant,
         classes=_read_labels(stored),
     )
+
+
+def _without_model_prefix(tensors: State) -> State:
+    """Tensors without the name of the model inside a larger one (`vit.`), which the classifier does not have.
+
+    Empties `tensors`.
+    """
+    ending = "embeddings.patch_embeddings.projection.weight"
+    prefix = next(name for name in tensors if name.endswith(ending)).removesuffix(ending)
+    return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors)}
 
 
 def _rename_to_file_names(tensors: State, is_dinov2: bool, notes: list[str]) -> State:
@@ -157,7 +165,7 @@ def _check_model_type(source: str, config: dict[str, Any], is_dinov2: bool) -> s
         reason = f" ({UNSUPPORTED[model_type]})" if model_type in UNSUPPORTED else ""
         raise unsupported_model_error(source, f"model_type {model_type}{reason}")
     activation = config.get("hidden_act", "gelu")
-    if activation not in GELU:
+    if activation not in ACTIVATIONS:
         raise unsupported_model_error(source, f"activation {activation}")
     if config.get("use_swiglu_ffn"):
         raise unsupported_model_error(source, "SwiGLU MLP")
@@ -167,23 +175,23 @@ def _check_model_type(source: str, config: dict[str, Any], is_dinov2: bool) -> s
 
 
 def _read_tokens(
-    raw: RawCheckpoint, state: State, patch: int, hints: ArchitectureHints, notes: list[str]
+    raw: RawCheckpoint, state: State, unexpected: list[str], patch: int, reading: Interpretation
 ) -> tuple[int, int]:
     """Rearrange distillation token and positions as in vitral; returns the image size."""
     table = state.get("position_embedding.table")
     if table is None or table.ndim != 3:
-        raise incomplete_error(raw.source, "transformers", "embeddings.position_embeddings")
+        raise incomplete_error(raw.source, "transformers", "embeddings.position_embeddings", unexpected)
     image_size = raw.config.get("image_size")
     stored_size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size) if image_size else None
     num_prefix = 2 if "distillation_token" in state else 1
-    _, size = resolve_position_table(table.shape[1], [num_prefix], patch, hints, stored_size, raw.source)
+    _, size = reading.position_table(table.shape[1], [num_prefix], patch, stored_size)
     if num_prefix == 2:
         row, state["position_embedding.table"] = table[:, 1:2], torch.cat([table[:, :1], table[:, 2:]], dim=1)
         if "head.label_head.out.weight" in state:
             state["distillation_position_table"] = row.clone()
         else:
             state["registers"] = state.pop("distillation_token") + row
-            notes.append("the distillation token has no head: kept as a register")
+            reading.notes.append("the distillation token has no head: kept as a register")
     return size
 
 
@@ -210,32 +218,33 @@ def _read_labels(config: dict[str, Any]) -> list[str] | None:
 
 
 def _read_preprocessing(
-    stored: dict[str, Any], config: ViTConfig, default_mean_std: MeanStd, notes: list[str]
+    stored: dict[str, Any], config: ViTConfig, default_mean_std: MeanStd, reading: Interpretation
 ) -> Preprocessing:
     size, channels = config.image_size, config.channels
     if not stored:
         interpolation = "bilinear" if default_mean_std == HALF else "bicubic"
-        preprocessing = build_preprocessing(size, channels, default_mean_std, 1.0, interpolation, notes)
-        notes.append(f"preprocessing assumed (no preprocessor_config.json): {describe_preprocessing(preprocessing)}")
-        return preprocessing
+        return reading.preprocessing(size, channels, mean_std=default_mean_std, crop=1.0, interpolation=interpolation)
     resized = _parse_size(stored.get("size")) or size
     input_size = (_parse_size(stored.get("crop_size")) or size) if stored.get("do_center_crop") else resized
     crop = crop_fraction(max(input_size), max(resized))
     if any(side % config.patch_size for side in input_size):
         input_size = size
-    mean_std = tuple(stored.get("image_mean", default_mean_std[0])), tuple(stored.get("image_std", default_mean_std[1]))
+    settings = {"crop": crop, "mean": stored.get("image_mean"), "std": stored.get("image_std")}
     if stored.get("do_normalize") is False:
-        mean_std = (0.0,) * channels, (1.0,) * channels
+        settings |= {"mean": (0.0,) * channels, "std": (1.0,) * channels}
     resample = stored.get("resample", 2)
-    interpolation = RESAMPLE.get(resample, f"resample={resample}")
-    preprocessing = build_preprocessing(input_size, channels, mean_std, crop, interpolation, notes)
-    notes.append(f"preprocessing from preprocessor_config.json: {describe_preprocessing(preprocessing)}")
+    settings["interpolation"] = RESAMPLE.get(resample, f"resample={resample}")
+    preprocessing = reading.preprocessing(
+        input_size,
+        channels,
+        mean_std=default_mean_std,
+        crop=1.0,
+        interpolation="bilinear",
+        stored={name: value for name, value in settings.items() if value is not None},
+        origin="preprocessor_config.json",
+    )
     if "shortest_edge" not in str(stored.get("size")):
-        notes.append("transformers resizes to a square; vitral keeps the aspect ratio and crops the centre")
-    if input_size != size:
-        notes.append(
-            f"images are {input_size[0]}×{input_size[1]}, positions are for {size[0]}×{size[1]}: they are resampled"
-        )
+        reading.notes.append("transformers resizes to a square; vitral keeps the aspect ratio and crops the centre")
     return preprocessing
 
 
@@ -310,7 +319,7 @@ def _config_json(checkpoint: Checkpoint, model_type: str) -> dict[str, Any]:
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.heads,
-        "hidden_act": "gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu",
+        "hidden_act": next(name for name, kind in ACTIVATIONS.items() if kind == config.activation),
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "layer_norm_eps": config.norm_eps,

@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.weights.checkpoint import ArchitectureHints, Checkpoint, ConvertedModel, unsupported_model_error
+from vitral.recipes.checkpoint_options import CheckpointOptions
+from vitral.weights.checkpoint import Checkpoint, ConvertedModel, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
+from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import KeyMapping, State
-from vitral.weights.preprocessing import HALF, build_preprocessing, describe_preprocessing
+from vitral.weights.preprocessing import HALF, describe_preprocessing
 from vitral.weights.reading import (
     build_checkpoint,
-    image_size_hint,
     incomplete_error,
     infer_config,
-    resolve_heads,
-    resolve_position_table,
 )
 from vitral.weights.writing import NotRepresentableError, exportable_state, fold_unsupported_layer_scale
 
@@ -51,82 +50,101 @@ KEYS = KeyMapping(
 PER_PIXEL_KEYS = ("project.weight", "norm_pixels.weight", "norm_pixels.bias")  # of patch_embedding, per pixel value
 
 
-def to_vitral(raw: RawCheckpoint, hints: ArchitectureHints) -> Checkpoint:
-    notes: list[str] = []
+def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
+    reading = Interpretation(source=raw.source, options=options)
     is_simple = "pos_embedding" not in raw.tensors
     state, unexpected = KEYS.rename_to_vitral(raw.tensors)
     project, qkv = state.get("patch_embedding.project.weight"), state.get("encoder.blocks.0.attention.qkv.weight")
     if project is None or project.ndim != 2 or qkv is None:
-        raise incomplete_error(
-            raw.source, "vit-pytorch ViT or SimpleViT", "to_patch_embedding.2.weight or to_qkv.weight"
-        )
+        raise incomplete_error(raw.source, "vit-pytorch", "to_patch_embedding.2.weight and to_qkv.weight", unexpected)
     width, attention_width = project.shape[0], qkv.shape[0] // 3
     if attention_width != width:
         raise unsupported_model_error(raw.source, f"attention of width {attention_width} in a model of width {width}")
-    channels, patch = _patch_shape(project.shape[1], raw.source)
+    channels, patch = _patch_shape(project.shape[1], _num_patches(state, width), reading)
     for key in PER_PIXEL_KEYS:
         if f"patch_embedding.{key}" in state:
             state[f"patch_embedding.{key}"] = _channels_first(state[f"patch_embedding.{key}"], channels, patch)
     if is_simple:
-        pooling, size = "mean", _read_simple_vit(raw, state, width, hints)
+        pooling, size = "mean", _read_simple_vit(state, width, reading)
     else:
-        pooling, size = _read_tokens(raw, state, width, patch, hints, notes)
+        pooling, size = _read_tokens(state, width, patch, reading)
 
     def source_key(key: str) -> str | None:
         return KEYS.from_vitral(key, int(is_simple))
 
     config = infer_config(
+        "vit-pytorch",
         raw,
         state,
+        unexpected,
         source_key,
         image_size=size,
         patch_size=patch,
         channels=channels,
-        heads=resolve_heads(width, hints, None, "", notes, raw.source),
+        heads=reading.heads(width),
         pooling=pooling,
         positions="sincos" if is_simple else "learned",
-        norm_eps=1e-5,  # PyTorch's default
+        activation=options.activation or "gelu",
+        norm_eps=options.norm_eps or 1e-5,  # PyTorch's default
     )
-    preprocessing = build_preprocessing(size, channels, HALF, 1.0, "bilinear", notes)
-    notes.append(f"preprocessing assumed (vit-pytorch has none): {describe_preprocessing(preprocessing)}")
+    preprocessing = reading.preprocessing(size, channels, mean_std=HALF, crop=1.0, interpolation="bilinear")
     return build_checkpoint(
-        "vit-pytorch", raw, state, unexpected, config, source_key, preprocessing, notes, variant="patch-norm"
+        "vit-pytorch", raw, state, unexpected, config, source_key, preprocessing, reading, variant="patch-norm"
     )
 
 
-def _read_simple_vit(raw: RawCheckpoint, state: State, width: int, hints: ArchitectureHints) -> tuple[int, int]:
+def _read_simple_vit(state: State, width: int, reading: Interpretation) -> tuple[int, int]:
     """Add the projection biases that SimpleViT does not have; returns the image size."""
     for key in [key for key in state if key.endswith("attention.project.weight")]:
         state.setdefault(key.replace("weight", "bias"), state[key].new_zeros(width))
-    if hints.image_size is None:
+    if reading.options.image_size is None:
         raise VitralError(
-            f"{raw.source}: the image size of a SimpleViT cannot be inferred from its tensors",
-            image_size_hint(raw.source),
+            f"{reading.source}: the image size of a SimpleViT cannot be inferred from its tensors",
+            reading.missing_hint("--image-size H W"),
         )
-    return hints.image_size
+    return reading.options.image_size
 
 
-def _read_tokens(
-    raw: RawCheckpoint, state: State, width: int, patch: int, hints: ArchitectureHints, notes: list[str]
-) -> tuple[str, tuple[int, int]]:
+def _read_tokens(state: State, width: int, patch: int, reading: Interpretation) -> tuple[str, tuple[int, int]]:
     """Reshape the class token and positions of a ViT; returns pooling and image size."""
     token = state.pop("class_token.token", torch.empty(0, width)).reshape(1, -1, width)
+    pooling = "mean"
     if token.shape[1]:
         state["class_token.token"] = token
-        notes.append("pooling: class token, assumed (earlier versions have one with pool='mean' too)")
+        pooling = reading.setting("pooling", "class", "class-token pooling")
+    if token.shape[1] and pooling != "class":
+        raise unsupported_model_error(
+            reading.source, f"vit-pytorch's {pooling} pooling of a model with a class token includes the class token"
+        )
     table = state["position_embedding.table"].reshape(1, -1, width)
     state["position_embedding.table"] = table
-    _, size = resolve_position_table(table.shape[1], [token.shape[1]], patch, hints, None, raw.source)
-    return "class" if token.shape[1] else "mean", size
+    _, size = reading.position_table(table.shape[1], [token.shape[1]], patch)
+    return pooling, size
 
 
-def _patch_shape(num_values: int, source: str) -> tuple[int, int]:
-    """Channels and side of a patch. Unambiguous, because 3·P² is never a square number."""
-    for channels in (3, 1):
-        side = math.isqrt(num_values // channels)
-        if channels * side**2 == num_values:
-            return channels, side
-    raise unsupported_model_error(source, f"patches of {num_values} values are not square with 1 or 3 channels")
+def _num_patches(state: State, width: int) -> int | None:
+    """The number of patches according to the position table; None for SimpleViT, which has none."""
+    table, token = state.get("position_embedding.table"), state.get("class_token.token")
+    return None if table is None else table.numel() // width - (0 if token is None else token.numel() // width)
+
+
+def _patch_shape(num_values: int, num_patches: int | None, reading: Interpretation) -> tuple[int, int]:
+    """Channels and side of a patch, of which the tensors contain only the product C·P²."""
+    channels, size = reading.options.channels, reading.options.image_size
+    if channels is None and size is not None and num_patches and math.prod(size) % num_patches == 0:
+        channels = max(num_values * num_patches // math.prod(size), 1)
+    for candidate in (3, 1) if channels is None else (channels,):
+        side = math.isqrt(num_values // candidate)
+        if candidate * side**2 == num_values:
+            if channels is None:
+                text = f"{candidate} {'channel' if candidate == 1 else 'channels'} in patches of {side}×{side}"
+                reading.assume(text, "channels")
+            return candidate, side
+    expected = "1 or 3 channels" if channels is None else f"{channels} channels"
+    raise VitralError(
+        f"{reading.source}: patches of {num_values} values are not square with {expected}",
+        reading.missing_hint("--channels N"),
+    )
 
 
 def _channels_first(tensor: Tensor, channels: int, patch: int) -> Tensor:
@@ -148,13 +166,10 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         variants=("patch-norm",),
         poolings=("class", "mean"),
         norm_eps=1e-5,
-        gelu="exact",
+        activation="gelu",
     )
-    if config.channels not in (1, 3) or config.heads == 1:
-        raise NotRepresentableError(
-            "vit-pytorch",
-            f"expected 1 or 3 channels and several heads, got {config.channels} channels and {config.heads} heads",
-        )
+    if config.heads == 1:
+        raise NotRepresentableError("vit-pytorch", "expected several heads, got 1")
     notes += fold_unsupported_layer_scale(checkpoint, state)
     unsupported_biases = ["attention.qkv.bias"] + (["attention.project.bias"] if is_simple else [])
     for key in [key for key in state if key.endswith(tuple(unsupported_biases))]:
@@ -170,7 +185,8 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         state["position_embedding.table"] = state["position_embedding.table"][0]
     height, width = config.image_size
     notes.append(
-        f"a vit-pytorch file does not contain heads ({config.heads}), image size ({height}×{width}) "
+        f"a vit-pytorch file does not contain heads ({config.heads}), channels ({config.channels}), "
+        f"image size ({height}×{width}) "
         f"or preprocessing ({describe_preprocessing(checkpoint.preprocessing)})"
     )
     return ConvertedModel(tensors=KEYS.rename_from_vitral(state, int(is_simple)), notes=notes)

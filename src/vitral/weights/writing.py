@@ -32,12 +32,12 @@ def exportable_state(
     qk_norm: bool = False,
     hidden_head: bool = False,
     norm_eps: float | None = None,
-    gelu: str | None = None,
+    activation: str | None = None,
 ) -> tuple[State, list[str]]:
     """Tensors with an explicit position table, and notes about differences in the other library.
 
     The arguments state what the library supports; a model that needs more raises `NotRepresentableError`. `norm_eps`
-    and `gelu` are values that the library fixes.
+    and `activation` are values that the library fixes.
     """
     config, notes = checkpoint.config, []
     unsupported = {
@@ -53,8 +53,10 @@ def exportable_state(
             raise NotRepresentableError(library, f"it does not support {feature}")
     if norm_eps is not None and config.norm_eps != norm_eps:
         notes.append(f"norm eps is {norm_eps:g} in {library}, {config.norm_eps:g} here: logits change slightly")
-    if gelu is not None and config.gelu != gelu:
-        notes.append(f"GELU is {gelu} in {library}, {config.gelu} here: logits change by about 1e-3")
+    if activation is not None and config.activation != activation:
+        if {activation, config.activation} != {"gelu", "gelu_tanh"}:
+            raise NotRepresentableError(library, f"it does not support the activation {config.activation}")
+        notes.append(f"activation is {activation} in {library}, {config.activation} here: logits change by about 1e-3")
     state = {
         name: tensor for name, tensor in checkpoint.state.items() if not checkpoint.headless or ".out." not in name
     }

@@ -68,7 +68,10 @@ def all_logits(folder: Path, model: Checkpoint) -> tuple[torch.Tensor, torch.Ten
     [
         ({}, "plain"),
         ({"pooling": "mean", "positions": "sincos", "qk_norm": True, "layer_scale": 0.1}, "plain"),
-        ({"pooling": "attention", "registers": 2, "gelu": "tanh", "mlp_width": 40, "qkv_bias": False}, "plain"),
+        (
+            {"pooling": "attention", "registers": 2, "activation": "relu", "mlp_width": 40, "qkv_bias": False},
+            "plain",
+        ),
         ({"pooling": "mean"}, "late-norm"),
         ({}, "distilled"),
     ],

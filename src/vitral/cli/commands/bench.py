@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import EVAL_DATA_HELP, JSON_HELP, MODEL_HELP, announce_downloads, load_model
+from vitral.cli.options import checkpoint_flags
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError, shell_quote
 from vitral.utils.json_toml import dump_json
@@ -32,13 +35,14 @@ class BenchArgs:
     json: bool = option(False, JSON_HELP)
     show: bool = option(False, "print the stored result and measure nothing", group="Stored result")
     reset: bool = option(False, "delete the stored result of this CPU; fp32 is used again", group="Stored result")
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
 
 
 def bench(args: BenchArgs) -> int:
     check_inputs(args.model, data=args.data)
     from vitral import api
 
-    predictor = load_model(args.model, device="cpu", engine="reference")
+    predictor = load_model(args.model, args.checkpoint, device="cpu", engine="reference")
     if args.show and args.reset:
         raise VitralError("--show and --reset cannot be combined", "Choose one of them")
     if args.reset:

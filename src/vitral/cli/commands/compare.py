@@ -39,7 +39,7 @@ def compare(args: CompareArgs) -> int:
     from vitral import api
     from vitral.reporting.terminal.evaluation import print_paired_comparison
 
-    first, second = load_model(args.first, engine=args.engine), load_model(args.second, engine=args.engine)
+    first, second = load_model(args.first, {}, engine=args.engine), load_model(args.second, {}, engine=args.engine)
     announce_downloads(*(args.data or model.model_config.trained_on for model in (first, second)))
     with status_line("Comparing"):
         comparison = api.compare_models(first, second, data=args.data, split=args.split)

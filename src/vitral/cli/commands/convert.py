@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from vitral.cli.checks import check_inputs
-from vitral.cli.messages import BUNDLED, HEADS_HELP
+from vitral.cli.messages import BUNDLED
+from vitral.cli.options import checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, argument, option
 
 
@@ -20,15 +22,15 @@ class ConvertArgs:
     to: Literal["vitral", "timm", "transformers", "torchvision", "npz", "vit-pytorch"] = option(
         "vitral", "format to write"
     )
-    heads: int | None = option(None, HEADS_HELP)
-    image_size: tuple[int, int] | None = option(None, "image size in pixels, for a checkpoint that does not store it")
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
 
 
 def convert(args: ConvertArgs) -> int:
     check_inputs(args.source)
     from vitral import weights
 
-    notes = weights.convert(args.source, args.destination, to=args.to, heads=args.heads, image_size=args.image_size)
+    options = checkpoint_options(args.checkpoint)
+    notes = weights.convert(args.source, args.destination, args.to, options)
     for note in notes:
         print(note)
     print(f"Wrote {args.destination} ({args.to} format)")

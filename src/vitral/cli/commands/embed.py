@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
     ENGINE_HELP,
-    HEADS_HELP,
     MODEL_HELP,
     find_image_files,
     load_model,
     missing_images_error,
     status_line,
 )
-from vitral.cli.options import EngineFlag
+from vitral.cli.options import EngineFlag, checkpoint_flags
 from vitral.cli.output import exit_status
 from vitral.cli.parsing import Command, argument, option, required_option
 
@@ -28,7 +29,7 @@ class EmbedArgs:
     model: str = argument(MODEL_HELP)
     files: tuple[Path, ...] = argument("image files and folders")
     out: Path = required_option("file to write: .npy, .parquet or .csv")
-    heads: int | None = option(None, HEADS_HELP)
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
     engine: EngineFlag = option("auto", ENGINE_HELP)
 
 
@@ -39,7 +40,7 @@ def embed(args: EmbedArgs) -> int:
     from vitral import api
 
     with status_line("Computing features"):
-        predictor = load_model(args.model, heads=args.heads, engine=args.engine)
+        predictor = load_model(args.model, args.checkpoint, engine=args.engine)
         count, errors = api.embed(predictor, find_image_files(args.files), args.out)
     for error in errors:
         print(f"error: {error}", file=sys.stderr)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
@@ -19,7 +21,7 @@ from vitral.cli.messages import (
     print_notes,
     status_line,
 )
-from vitral.cli.options import EngineFlag, SplitFlag
+from vitral.cli.options import EngineFlag, SplitFlag, checkpoint_flags
 from vitral.cli.parsing import Command, argument, option
 from vitral.utils.json_toml import dump_json
 
@@ -46,6 +48,7 @@ class EvaluateArgs:
     )
     labels: Path | None = option(None, LABELS_HELP)
     allow_leak: bool = option(False, ALLOW_LEAK_HELP)
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
     json: bool = option(False, JSON_HELP)
 
 
@@ -55,7 +58,7 @@ def evaluate(args: EvaluateArgs) -> int:
     from vitral import api
     from vitral.reporting.terminal.evaluation import print_evaluation
 
-    predictor = load_model(args.model, labels=args.labels, engine=args.engine)
+    predictor = load_model(args.model, args.checkpoint, labels=args.labels, engine=args.engine)
     announce_downloads(args.data or predictor.model_config.trained_on, args.ood)
     if args.calibrate:
         calibration = api.calibrate(predictor, false_positive_rate=args.false_positive_rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from vitral.cli.messages import (
     print_notes,
     status_line,
 )
-from vitral.cli.options import SplitFlag
+from vitral.cli.options import SplitFlag, checkpoint_flags, checkpoint_options
 from vitral.cli.output import display_width, exit_status, label_text, pad, prediction_text
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError
@@ -39,6 +40,7 @@ class ExplainArgs:
     top: int | None = option(None, "explain this many of the most probable classes")
     out: Path = option(Path("explained"), "folder to write to")
     labels: Path | None = option(None, LABELS_HELP)
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
     json: bool = option(False, "print one JSON object per image: prediction and heatmaps, one value per patch")
     overlays: bool = option(False, "also write every heatmap as an overlay of its own", group="Output")
     npy: bool = option(False, "also write every heatmap as .npy, height x width of the model input", group="Output")
@@ -72,7 +74,7 @@ def explain(args: ExplainArgs) -> int:
             "Use --top 3 for the three most probable classes, or --target NAME for one class",
         )
     methods, options = selected_methods(args), method_options(args)
-    predictor = load_explainable(args.model, args.labels)
+    predictor = load_explainable(args.model, args.labels, checkpoint_options(args.checkpoint))
     print_notes(predictor.notes)
     files = find_image_files(args.files)
     width = max(display_width(str(file)) for file in files)
@@ -149,7 +151,7 @@ def measure_faithfulness(args: ExplainArgs) -> int:
             "It tests the methods with their default options; select methods with --method",
         )
     methods = selected_methods(args)
-    predictor = load_explainable(args.model, args.labels)
+    predictor = load_explainable(args.model, args.labels, checkpoint_options(args.checkpoint))
     print_notes(predictor.notes)
     announce_downloads(args.faithfulness)
     target = load_eval_target(predictor, args.faithfulness, args.split)

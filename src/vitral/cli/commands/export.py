@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import EVAL_DATA_HELP, LABELS_HELP, MODEL_HELP, announce_downloads, load_model, status_line
+from vitral.cli.options import checkpoint_flags
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import shell_quote
 
@@ -31,13 +33,14 @@ class ExportArgs:
     )
     min_agreement: float = option(0.99, "share of images on which file and model must have the same top-1 label")
     labels: Path | None = option(None, LABELS_HELP)
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
 
 
 def export(args: ExportArgs) -> int:
     check_inputs(args.model, data=args.data, labels=args.labels)
     from vitral import api
 
-    predictor = load_model(args.model, device="cpu", engine="reference", labels=args.labels)
+    predictor = load_model(args.model, args.checkpoint, device="cpu", engine="reference", labels=args.labels)
     announce_downloads(args.data or predictor.model_config.trained_on)
     with status_line("Exporting"):
         file, parity = api.export(

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
     BUNDLED,
     ENGINE_HELP,
-    HEADS_HELP,
     LABELS_HELP,
     find_image_files,
     load_model,
     missing_images_error,
 )
-from vitral.cli.options import DeviceFlag, EngineFlag
+from vitral.cli.options import DeviceFlag, EngineFlag, checkpoint_flags
 from vitral.cli.output import OutputFormat, print_predictions
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError, shell_quote
@@ -38,7 +39,7 @@ class PredictArgs:
     threads: int | None = option(None, "number of CPU threads (default: measured if there are many images)")
     device: DeviceFlag = option("auto", "device to run on; CUDA_VISIBLE_DEVICES selects one of several GPUs")
     labels: Path | None = option(None, LABELS_HELP)
-    heads: int | None = option(None, HEADS_HELP)
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
 
 
 def predict(args: PredictArgs) -> int:
@@ -56,9 +57,9 @@ def predict(args: PredictArgs) -> int:
 
     predictor = load_model(
         args.model,
+        args.checkpoint,
         device=args.device,
         labels=args.labels,
-        heads=args.heads,
         engine=args.engine,
         threads=args.threads,
     )
@@ -84,9 +85,11 @@ def predict_onnx(args: PredictArgs, output_format: OutputFormat) -> int:
     """Run an exported model with ONNX Runtime. Imports neither torch nor any dependency but numpy and Pillow."""
     from vitral.inference.onnx_runtime import OnnxModel
 
-    for flag in ("out", "labels", "heads"):
-        if getattr(args, flag) is not None:
-            raise VitralError(f"--{flag} does not apply to an exported model", "Use the run that it was exported from")
+    given = [flag for flag in ("out", "labels") if getattr(args, flag) is not None]
+    for flag in (*given, *args.checkpoint):
+        raise VitralError(
+            f"--{flag.replace('_', '-')} does not apply to an exported model", "Use the run that it was exported from"
+        )
     model = OnnxModel(args.model, args.threads)
     return print_predictions(list(model.predict_many(find_image_files(args.files), args.top)), output_format)
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
     ALLOW_LEAK_HELP,
     DATA_HELP,
     ENGINE_HELP,
-    HEADS_HELP,
     JSON_HELP,
     MODEL_HELP,
     load_model,
     status_line,
 )
-from vitral.cli.options import EngineFlag
+from vitral.cli.options import EngineFlag, checkpoint_flags
 from vitral.cli.parsing import Command, argument, option, required_option
 from vitral.errors import VitralError
 from vitral.utils.json_toml import dump_json
@@ -29,7 +30,7 @@ class ProbeArgs:
 
     data: str = argument(DATA_HELP)
     init_from: str = required_option(MODEL_HELP)
-    heads: int | None = option(None, HEADS_HELP)
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
     engine: EngineFlag = option("auto", ENGINE_HELP)
     out: Path | None = option(None, "plot to write: .png, .svg or .pdf")
     allow_leak: bool = option(False, ALLOW_LEAK_HELP)
@@ -43,7 +44,7 @@ def probe(args: ProbeArgs) -> int:
     from vitral import api
     from vitral.reporting.terminal import tables
 
-    predictor = load_model(args.init_from, heads=args.heads, engine=args.engine)
+    predictor = load_model(args.init_from, args.checkpoint, engine=args.engine)
     with status_line("Computing features and fitting classifiers"):
         result = api.probe(args.data, predictor, out=args.out)
     if args.json:

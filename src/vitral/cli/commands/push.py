@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vitral.cli.checks import check_inputs
-from vitral.cli.messages import HEADS_HELP, MODEL_HELP, print_notes
+from vitral.cli.messages import MODEL_HELP, print_notes
+from vitral.cli.options import checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, argument, option
 
 
@@ -19,7 +22,7 @@ class PushArgs:
 
     model: str = argument(MODEL_HELP)
     destination: str = argument("hf:owner/name")
-    heads: int | None = option(None, HEADS_HELP)
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
     folder: Path | None = option(None, "write the files to this folder and keep them (default: a temporary folder)")
     dry_run: bool = option(False, "write and verify the files without uploading them")
     private: bool = option(False, "create the repository as private")
@@ -33,7 +36,7 @@ def push(args: PushArgs) -> int:
     result = api.push(
         args.model,
         args.destination,
-        heads=args.heads,
+        options=checkpoint_options(args.checkpoint),
         folder=args.folder,
         dry_run=args.dry_run,
         private=args.private,

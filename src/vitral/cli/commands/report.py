@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
@@ -17,7 +19,7 @@ from vitral.cli.messages import (
     load_model,
     status_line,
 )
-from vitral.cli.options import EngineFlag, SplitFlag
+from vitral.cli.options import EngineFlag, SplitFlag, checkpoint_flags
 from vitral.cli.parsing import Command, argument, option
 
 
@@ -35,6 +37,7 @@ class ReportArgs:
     fast: bool = option(False, "skip the robustness measurements")
     labels: Path | None = option(None, LABELS_HELP)
     allow_leak: bool = option(False, ALLOW_LEAK_HELP)
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
 
 
 def report(args: ReportArgs) -> int:
@@ -42,7 +45,7 @@ def report(args: ReportArgs) -> int:
     check_inputs(data=args.ood)
     from vitral import api
 
-    predictor = load_model(args.model, labels=args.labels, engine=args.engine)
+    predictor = load_model(args.model, args.checkpoint, labels=args.labels, engine=args.engine)
     announce_downloads(args.data or predictor.model_config.trained_on, args.ood)
     with status_line() as log:
         path = api.report(

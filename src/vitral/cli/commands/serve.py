@@ -13,7 +13,7 @@ from vitral import bundled
 from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import ConfigField, read_config_fields
 from vitral.cli.messages import BUNDLED, ENGINE_HELP, LABELS_HELP, print_notes
-from vitral.cli.options import DeviceFlag, EngineFlag
+from vitral.cli.options import DeviceFlag, EngineFlag, checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, argument, config_options, option
 from vitral.errors import VitralError, error_reason
 
@@ -38,6 +38,7 @@ class ServeArgs:
     device: DeviceFlag = option("auto", "device to run on; CUDA_VISIBLE_DEVICES selects one of several GPUs")
     threads: int | None = option(None, "CPU threads per batch; several batches run in parallel if cores allow")
     labels: Path | None = option(None, LABELS_HELP)
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
     log: Literal["auto", "text", "json"] = option("auto", "log format; auto: text on a terminal, otherwise JSON lines")
     limits: Mapping[str, Any] = config_options(limit_fields, group="Limits")
 
@@ -64,6 +65,7 @@ def serve(args: ServeArgs) -> int:
         args.models,
         names=args.name,
         labels=args.labels,
+        options=checkpoint_options(args.checkpoint),
         host=args.host,
         port=args.port,
         keys=read_keys(args.keys),

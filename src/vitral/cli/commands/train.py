@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
-from vitral.cli.messages import DATA_HELP, HEADS_HELP
+from vitral.cli.messages import DATA_HELP
+from vitral.cli.options import checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
 from vitral.cli.recipe_values import chosen_recipe, recipe_values, varying_fields
 from vitral.errors import VitralError, shell_quote
@@ -18,8 +19,8 @@ from vitral.utils.json_toml import dump_json
 COMMON = "Common flags"
 COMPARE = "Comparison of training strategies"
 COMMON_FIELDS = ("init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
-# DATA, --test-split, --exclude and --batch-size auto
-OTHER_FLAGS = ("data.name", "data.test_split", "data.exclude", "auto_batch_size")
+# Fields that are set by other flags: DATA, --test-split, --exclude, --batch-size auto, --heads and the like
+OTHER_FLAGS = ("data.name", "data.test_split", "data.exclude", "auto_batch_size", "init_options.")
 GROUP_TITLES = {
     "": "Training",
     "model": "Model",
@@ -32,7 +33,7 @@ GROUP_TITLES = {
 def recipe_fields() -> Iterable[ConfigField]:
     """Fields of a recipe, those of hybrid models included, the common ones first."""
     recipe = list(read_config_fields("vitral.recipes.schema", "Recipe"))
-    fields = {field.path: field for field in recipe if field.path not in OTHER_FLAGS}
+    fields = {field.path: field for field in recipe if not field.path.startswith(OTHER_FLAGS)}
     fields["batch_size"] = replace(fields["batch_size"], type=int | Literal["auto"])
     for field in read_config_fields("vitral.models.variants.hybrid", "HybridConfig", "model."):
         fields.setdefault(field.path, field)
@@ -61,7 +62,6 @@ class TrainArgs:
         None, "fraction to hold out as a test split, from a folder or list without one: 0.1", group=COMMON
     )
     find_lr: bool = option(False, "only sweep the learning rate over 120 steps and suggest one", group=COMMON)
-    heads: int | None = option(None, HEADS_HELP, group="Model")
     exclude: Path | None = option(
         None,
         "list of files that are not used: a CSV file of vitral doctor --fix-list, or one path per line",
@@ -70,6 +70,7 @@ class TrainArgs:
     allow_leak: bool = option(
         False, "do not warn about validation or test images that are copies of training images", group="Data"
     )
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
     compare: bool = option(
         False, "train from scratch, as a linear probe and fine-tuned, and recommend one of them", group=COMPARE
     )
@@ -92,15 +93,20 @@ def train(args: TrainArgs) -> int:
         check_resume_flags(args)
         api.train(resume=args.resume, allow_leak=args.allow_leak, quiet=False, **args.overrides)
         return 0
-    if args.heads is not None and "init_from" not in args.overrides:
-        raise VitralError("--heads needs a checkpoint (--init-from)", "Set the model's own heads with --model.heads N")
+    if args.checkpoint and "init_from" not in args.overrides:
+        name = next(iter(args.checkpoint))
+        own = f"{'data' if name in ('mean', 'std', 'crop', 'interpolation') else 'model'}.{name}".replace("_", "-")
+        raise VitralError(
+            f"--{name.replace('_', '-')} describes a checkpoint (--init-from)", f"Set the model's own with --{own}"
+        )
     if args.seeds is not None and not args.compare:
         raise VitralError(
             "--seeds is the number of runs per strategy of --compare",
             f"Compare strategies with: --init-from CHECKPOINT --compare --seeds {args.seeds}. "
             f"Set the seed of one run with: --seed {args.seeds}",
         )
-    start: dict[str, Any] = {"recipe": args.recipe, "preset": args.preset, "heads": args.heads, "out": args.out}
+    options = checkpoint_options(args.checkpoint)
+    start: dict[str, Any] = {"recipe": args.recipe, "preset": args.preset, "options": options, "out": args.out}
     if args.find_lr:
         return print_lr_sweep(args, start)
     start |= {"exclude": args.exclude, "allow_leak": args.allow_leak}
@@ -140,8 +146,9 @@ def check_resume_flags(args: TrainArgs) -> None:
     """A resumed run keeps its recipe; only a few fields may change."""
     from vitral.recipes.schema import RESUMABLE_FIELDS
 
-    names = ("data", "recipe", "preset", "heads", "out", "compare", "exclude", "find_lr")
-    fixed = [name for name in names if getattr(args, name)] + [p for p in args.overrides if p not in RESUMABLE_FIELDS]
+    names = ("data", "recipe", "preset", "out", "compare", "exclude", "find_lr")
+    fixed = [name for name in names if getattr(args, name)]
+    fixed += [*args.checkpoint, *(path for path in args.overrides if path not in RESUMABLE_FIELDS)]
     if fixed:
         name = fixed[0].removeprefix("data.") if fixed[0] == "data.test_split" else fixed[0]
         flag = f"--{name.replace('_', '-')}" if name != "data" else args.data

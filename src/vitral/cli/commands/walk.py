@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from vitral import bundled
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import BUNDLED, LABELS_HELP, print_notes
+from vitral.cli.options import checkpoint_flags, checkpoint_options
 from vitral.cli.output import prediction_text
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError, error_reason
@@ -29,6 +31,7 @@ class WalkArgs:
     layer: int = option(1, "block to show, counted from 1")
     head: int = option(1, "attention head to show, counted from 1")
     labels: Path | None = option(None, LABELS_HELP)
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
     code: bool = option(True, "show the source code on the terminal")
     out: Path | None = option(None, "page to write: .html (self-contained) or .md (images in files next to it)")
 
@@ -46,7 +49,7 @@ def walk(args: WalkArgs) -> int:
     # Without --model, decode first: an unreadable image is reported before a model is chosen.
     image: Any = args.image if args.model else decode_image(args.image)
     source = args.model or default_model(args.image)
-    predictor = load_explainable(source, args.labels)
+    predictor = load_explainable(source, args.labels, checkpoint_options(args.checkpoint))
     print_notes(predictor.notes if args.model else [f"using {source}; choose another model with --model"])
     steps = build_walk(predictor, image, args.lang, args.layer, args.head)
     if args.out is None:

@@ -68,7 +68,7 @@ def post_attention(
     launch(kernels.post_attention_kernel, (triton.cdiv(M, BLOCK_ROWS),))(
         attn_out, x, out, qkv, *params, *(save or (None,) * 4), M, block.norm2.eps, next_block.norm1.eps,
         D1=D1, D2=D2, HIDDEN=mlp.expand.out_features, SAVE_FOR_BACKWARD=save is not None,
-        TANH=mlp.gelu.approximate == "tanh", QKV_BIAS=params[-1] is not None,
+        TANH=mlp.activation.approximate == "tanh", QKV_BIAS=params[-1] is not None,
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_N=BLOCK_N, NUM_STAGES=num_stages, num_warps=4,
     )  # fmt: skip
 

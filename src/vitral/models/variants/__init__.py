@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vitral.errors import unknown_name_error
@@ -35,6 +35,14 @@ VARIANT_CONFIGS: dict[str, type[ViTConfig]] = {"hybrid": HybridConfig}
 def config_class(variant: Any) -> type[ViTConfig]:
     """The configuration class of this variant; ViTConfig for unknown names."""
     return VARIANT_CONFIGS.get(variant, ViTConfig) if isinstance(variant, str) else ViTConfig
+
+
+def upgrade_architecture(fields: Any) -> Any:
+    """Fields of an architecture as a file contains them, with `gelu`, as older versions wrote it, renamed."""
+    if not isinstance(fields, Mapping) or "gelu" not in fields or "activation" in fields:
+        return fields
+    activation = {"exact": "gelu", "tanh": "gelu_tanh"}.get(str(fields["gelu"]), fields["gelu"])
+    return {**{name: value for name, value in fields.items() if name != "gelu"}, "activation": activation}
 
 
 def check_variant(variant: str, config: ViTConfig) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from vitral import bundled, weights
 from vitral.errors import VitralError
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import recipe_from_dict
 from vitral.reporting.hub.model_card import LOADED_BY, RECIPE_FILE, RunRecord, render_model_card
 from vitral.runs.model_io import ModelConfig, load_model_config, published_name
@@ -35,7 +36,7 @@ def push(
     path: str | Path,
     destination: str,
     *,
-    heads: int | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
     folder: str | Path | None = None,
     dry_run: bool = False,
     private: bool = False,
@@ -47,7 +48,7 @@ def push(
     Args:
         path: run folder, model folder, checkpoint or bundled model.
         destination: "hf:owner/name".
-        heads: number of attention heads, for a checkpoint whose tensors do not determine it.
+        options: what the files of a checkpoint of another library do not contain.
         folder: folder to keep the files in; a temporary folder by default.
         dry_run: write the files, but upload nothing.
         private: create a private repository.
@@ -56,7 +57,7 @@ def push(
     """
     repository, revision = hub.parse_hub_name(destination)
     path = bundled.resolve(path)
-    record, checkpoint = RunRecord.load(Path(path)), weights.read(path, heads=heads)
+    record, checkpoint = RunRecord.load(Path(path)), weights.read(path, options)
     checkpoint = replace(checkpoint, source=published_name(checkpoint.source))
     if checkpoint.format != "vitral":
         for note in checkpoint.notes:
@@ -100,6 +101,6 @@ def roundtrip_notes(checkpoint: Checkpoint, folder: Path, family: str) -> list[s
     """Read the written files back; a note if the logits differ from the original model."""
     config = checkpoint.config
     images = torch.randn(1, config.channels, *config.image_size, generator=torch.Generator().manual_seed(0))
-    reloaded = weights.read(folder, heads=config.heads, image_size=config.image_size)
+    reloaded = weights.read(folder, CheckpointOptions(heads=config.heads, image_size=config.image_size))
     difference = (reloaded.build()(images) - checkpoint.build()(images)).abs().max().item()
     return [] if difference <= MAX_LOGIT_DIFFERENCE else [f"logits differ by {difference:.1g} in the {family} format"]

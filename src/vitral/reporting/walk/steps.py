@@ -141,7 +141,7 @@ class WalkBuilder:
         z_after = block.residual1(z, attention_out)
         scale = block.residual1.scale
         added = attention_out if scale is None else attention_out * scale
-        hidden = block.mlp.gelu(block.mlp.expand(block.norm2(z_after)))
+        hidden = block.mlp.activation(block.mlp.expand(block.norm2(z_after)))
         tensors = {"z": z, "norm": x, "q": q, "k": k, "v": v, "added": added, "z_after": z_after, "hidden": hidden}
         return BlockDetails(**{name: tensor[0] for name, tensor in tensors.items()})
 
