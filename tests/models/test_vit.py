@@ -278,7 +278,11 @@ INVALID: list[tuple[str, Any]] = [
     *[("layer_scale", value) for value in (0.0, -1e-4, math.nan, "1e-4")],
     *[("norm_eps", value) for value in (0.0, -1e-6, None)],
     *[(name, value) for name in ("qk_norm", "qkv_bias") for value in ("no", 1, None)],
-    *[(name, value) for name in ("pooling", "positions", "position_resampling", "head", "activation") for value in ("cls", "", None, 0)],
+    *[
+        (name, value)
+        for name in ("pooling", "positions", "position_resampling", "head", "activation")
+        for value in ("cls", "", None, 0)
+    ],
 ]
 
 

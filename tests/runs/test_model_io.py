@@ -205,3 +205,58 @@ def test_missing_extra_and_misshaped_tensors_are_listed(folder: Path) -> None:
     error = load_error(folder)
     assert f"({len(tensors) + 9} tensors differ)" in error.what
     assert len(error.hint) < 200
+
+
+def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
+    tensors = load_file(folder / "weights.safetensors")
+    tensors["encoder.norm.bias"][:2] = torch.tensor([float("nan"), float("-inf")])
+    save_file(tensors, folder / "weights.safetensors")
+    count = tensors["encoder.norm.bias"].numel()
+    assert f"2 of {count} values of encoder.norm.bias are NaN or infinite" in load_error(folder).what
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"width": 2**20}, "does not match config.json"),
+        ({"width": 2**40}, "width must be an integer from 1 to 1,048,576"),
+        ({"depth": 2**19}, "too few for depth 524,288 of config.json"),
+        ({"mlp_width": 2**62}, "mlp_width must be"),
+        ({"image_size": [2**40, 2**40]}, "image_size must give at most 1,048,576 patches"),
+        ({"channels": 3}, "preprocessing.channels is 1, but architecture.channels is 3"),
+    ],
+)
+def test_sizes_of_a_damaged_config_are_checked_before_the_model_is_built(
+    folder: Path, changes: dict[str, Any], reason: str
+) -> None:
+    architecture = json.loads((folder / "config.json").read_text())["architecture"]
+    edit_config(folder, architecture=architecture | changes)
+    assert reason in str(load_error(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"image_size": [2**30, 8]}, "preprocessing.image_size must be from 1 to 16,384 pixels"),
+        ({"image_size": [9, 9]}, "is not divisible by the patch size"),
+        ({"mean": [float("nan")]}, "preprocessing.mean must be finite"),
+    ],
+)
+def test_preprocessing_of_a_damaged_config_is_refused(folder: Path, changes: dict[str, Any], reason: str) -> None:
+    preprocessing = json.loads((folder / "config.json").read_text())["preprocessing"]
+    edit_config(folder, preprocessing=preprocessing | changes)
+    assert reason in str(load_error(folder))
+
+
+def test_extra_block_in_the_weights_does_not_set_the_depth(folder: Path) -> None:
+    tensors = load_file(folder / "weights.safetensors")
+    save_file(tensors | {"encoder.blocks.99999999.norm1.bias": torch.zeros(1)}, folder / "weights.safetensors")
+    assert load_error(folder).hint == "First differences: encoder.blocks.99999999.norm1.bias (not in the model)"
+
+
+def test_gelu_of_older_configs_is_read_as_the_activation(folder: Path) -> None:
+    architecture = json.loads((folder / "config.json").read_text())["architecture"]
+    del architecture["activation"]
+    for gelu, activation in (("exact", "gelu"), ("tanh", "gelu_tanh")):
+        edit_config(folder, architecture=architecture | {"gelu": gelu})
+        assert load_model(folder)[1].architecture.activation == activation

@@ -23,12 +23,14 @@ with warnings.catch_warnings():
     import vit_pytorch
     import vit_pytorch.simple_vit
     from timm.models.deit import VisionTransformerDistilled
+    from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 __all__ = [
+    "Eva",
     "VisionTransformer",
     "VisionTransformerDistilled",
     "as_checkpoint",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.common import identical
-from support.references import VisionTransformer, as_checkpoint, randomize_weights
+from support.references import VisionTransformer, as_checkpoint, randomize_weights, torchvision, transformers
 from vitral import weights
 from vitral.errors import VitralError
 from vitral.models.variants import VARIANTS
@@ -353,3 +355,112 @@ def test_converting_b16_takes_under_5_seconds_and_twice_its_size(source_format: 
             file.unlink()
     assert after < 2 * size
     assert seconds < 5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_weights_are_refused_with_the_tensor_and_the_count(
+    value: float, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    tensors["blocks.1.mlp.fc2.bias"][3:5] = value
+    save_file(tensors, tmp_path / "diverged.safetensors")
+    with pytest.raises(VitralError, match=r"2 of 48 values of blocks\.1\.mlp\.fc2\.bias are NaN or infinite") as error:
+        weights.read(tmp_path / "diverged.safetensors", CheckpointOptions(heads=4))
+    assert is_two_lines(error.value)
+
+
+def test_fp8_weights_are_checked_too(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    save_file({name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()}, tmp_path / "fp8.safetensors")
+    assert weights.read(tmp_path / "fp8.safetensors", CheckpointOptions(heads=4)).config.depth == 3
+
+
+def test_tensor_name_cannot_claim_a_depth(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    for index in ("999999999", "9" * 5000):
+        save_file(tensors | {f"blocks.{index}.norm1.weight": torch.ones(48)}, tmp_path / "deep.safetensors")
+        with pytest.raises(VitralError) as error:
+            weights.read(tmp_path / "deep.safetensors", CheckpointOptions(heads=4))
+        assert is_two_lines(error.value)
+        assert len(str(error.value)) < 1000
+
+
+def test_tensor_that_repeats_its_storage_is_refused(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    tensors["blocks.0.attn.qkv.weight"] = torch.zeros(1, 1).expand(3 * 2**20, 2**20)
+    torch.save(tensors, tmp_path / "expanded.pth")
+    with pytest.raises(VitralError, match=r"blocks\.0\.attn\.qkv\.weight \(3145728×1048576\) repeats its values"):
+        weights.read(tmp_path / "expanded.pth", CheckpointOptions(heads=4))
+
+
+@pytest.mark.parametrize("suffix", ["npz", "pth"])
+def test_archive_that_inflates_a_thousandfold_is_refused(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"bomb.{suffix}"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("embedding/kernel.npy",) if suffix == "npz" else ("model/data.pkl", "model/data/0"):
+            archive.writestr(name, bytes(2**20))
+        archive.infolist()[0].file_size = 6 * 2**30  # as if there were more zeros
+    with pytest.raises(VitralError, match=r"bomb\.\w+ has 0\.\d MB and would decompress to 6\.\d GB") as error:
+        weights.read(path)
+    assert is_two_lines(error.value)
+
+
+def test_array_header_must_fit_the_entry(tmp_path: Path) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (2**40,)})
+    with zipfile.ZipFile(tmp_path / "lie.npz", "w") as archive:
+        archive.writestr("embedding/kernel.npy", header.getvalue())
+    with pytest.raises(VitralError, match=r"embedding/kernel has 4,398,046,511,104 bytes according to its header"):
+        weights.read(tmp_path / "lie.npz")
+
+
+def names_of(model: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def other_models() -> dict[str, tuple[dict[str, torch.Tensor], str]]:
+    layer = torch.nn.TransformerEncoderLayer(48, 4, 96, batch_first=True)
+    encoder = names_of(torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "encoder.")
+    with torch.device("meta"):
+        bert = transformers.BertModel(
+            transformers.BertConfig(hidden_size=48, num_hidden_layers=1, num_attention_heads=4)
+        )
+        resnet = torchvision.models.resnet18()
+    patches = {"patch_embed.proj.weight": torch.zeros(48, 3, 8, 8), "cls_token": torch.zeros(1, 1, 48)}
+    small = {
+        name: {key: torch.zeros(1) for key in model.state_dict()}
+        for name, model in (("bert", bert), ("resnet", resnet))
+    }
+    other = {f"layers.{i}.mixer.{leaf}": torch.zeros(48) for i in range(2) for leaf in ("weight", "bias")}
+    return {
+        "BERT": (small["bert"], "is not a Vision Transformer but a language model"),
+        "ResNet": (small["resnet"], "is not a Vision Transformer but a convolutional network"),
+        "TransformerEncoder": (encoder, "torch.nn.TransformerEncoder, whose tensors do not contain"),
+        "ViT of TransformerEncoder layers": (patches | encoder, r"torch\.nn\.TransformerEncoder.*post-norm and ReLU"),
+        "another class with timm's patch embedding": (patches | other, "are not those of a timm ViT"),
+    }
+
+
+@pytest.mark.parametrize("kind", list(other_models()))
+def test_reason_for_refusing_another_model_is_true(kind: str, tmp_path: Path) -> None:
+    content, reason = other_models()[kind]
+    torch.save(content, tmp_path / "other.pth")
+    with pytest.raises(VitralError, match=reason) as error:
+        weights.read(tmp_path / "other.pth", CheckpointOptions(heads=4))
+    assert is_two_lines(error.value)
+    assert "complete" not in str(error.value)
+
+
+def test_file_that_lacks_a_tensor_and_has_no_others_is_incomplete(
+    tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    del tensors["blocks.0.mlp.fc1.weight"]
+    save_file(tensors, tmp_path / "incomplete.safetensors")
+    with pytest.raises(VitralError, match="is not a complete timm model") as error:
+        weights.read(tmp_path / "incomplete.safetensors", CheckpointOptions(heads=4))
+    assert error.value.hint == "Missing: blocks.0.mlp.fc1.weight"
+
+
+@pytest.mark.parametrize("prefix", ["", "encoder.", "model.backbone.", "classifier.vit."])
+def test_transformers_model_inside_a_larger_one_is_read(prefix: str, tmp_path: Path) -> None:
+    config = transformers.ViTConfig(
+        image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1, num_attention_heads=4, intermediate_size=80
+    )
+    torch.save(names_of(transformers.ViTModel(config), prefix), tmp_path / "nested.pth")
+    assert weights.read(tmp_path / "nested.pth", CheckpointOptions(heads=4)).headless

@@ -17,6 +17,7 @@ from vitral.data.lazy_images import Images, LazyImages, MappedImages, iter_sampl
 from vitral.data.resize_crop import resize_and_crop, resize_crop_geometry
 from vitral.errors import VitralError
 
+MAX_IMAGE_SIDE = 2**14  # pixels: an image of this size has 800 MB
 MAX_STATS_BYTES = 2**30  # channel statistics of larger sets are computed from evenly spaced images
 Interpolation = Literal["bilinear", "bicubic"]
 
@@ -33,15 +34,19 @@ class Preprocessing:
     interpolation: Interpolation = "bilinear"
 
     def __post_init__(self) -> None:
-        if min(self.image_size) < 1:
-            raise ValueError(f"preprocessing.image_size must be at least 1×1, got {self.image_size}")
+        if not 1 <= min(self.image_size) <= max(self.image_size) <= MAX_IMAGE_SIDE:
+            raise ValueError(
+                f"preprocessing.image_size must be from 1 to {MAX_IMAGE_SIDE:,} pixels, got {self.image_size}"
+            )
         for name in ("mean", "std"):
             if len(getattr(self, name)) != self.channels:
                 raise ValueError(
                     f"preprocessing.{name} needs {self.channels} values, one per channel, got {getattr(self, name)}"
                 )
-        if not min(self.std) > 0:
-            raise ValueError(f"preprocessing.std must be above 0, got {self.std}")
+        if not all(map(math.isfinite, self.mean)):
+            raise ValueError(f"preprocessing.mean must be finite, got {self.mean}")
+        if not all(0 < value < math.inf for value in self.std):
+            raise ValueError(f"preprocessing.std must be above 0 and finite, got {self.std}")
         if not 0 < self.crop <= 1:
             raise ValueError(f"preprocessing.crop must be above 0 and at most 1, got {self.crop}")
         if self.interpolation not in get_args(Interpolation):

@@ -29,6 +29,7 @@ Resampling = Literal["bicubic-antialias", "bicubic", "bicubic-corners", "bilinea
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu"]
 Grid = tuple[int, int]  # patches down, patches across
 LEARNED_VECTORS = ("token", "table", "registers", "probe")  # parameter-name suffixes of tokens and positions
+MAX_SIZE = 2**20  # of widths, depth and patches: more is a mistake, or a damaged file
 RopeTable = Tensor  # cosines and sines of the rotary position angles, 2 T d/2
 
 
@@ -67,9 +68,10 @@ class ViTConfig:
 
         require("image_size", tuple, lambda sides: [*map(type, sides)] == [int, int], "(height, width) as integers")
         sizes = "patch_size channels num_classes width depth heads"
-        require(sizes, int, lambda n: n >= 1, "an integer of at least 1")
-        require("mlp_width", int | None, lambda n: n is None or n >= 1, "an integer of at least 1 or None")
-        require("registers", int, lambda n: n >= 0, "an integer of at least 0")
+        require(sizes, int, lambda n: 1 <= n <= MAX_SIZE, f"an integer from 1 to {MAX_SIZE:,}")
+        optional = f"an integer from 1 to {MAX_SIZE:,} or None"
+        require("mlp_width", int | None, lambda n: n is None or 1 <= n <= MAX_SIZE, optional)
+        require("registers", int, lambda n: 0 <= n <= MAX_SIZE, f"an integer from 0 to {MAX_SIZE:,}")
         rates = "dropout_embedding dropout_attention dropout drop_path"
         require(rates, int | float, lambda p: 0 <= p < 1, "at least 0 and less than 1")
         require("layer_scale", int | float | None, lambda s: s is None or s > 0, "greater than 0 or None")
@@ -83,6 +85,8 @@ class ViTConfig:
         )
         require("width", int, lambda D: D % divisor == 0, f"a multiple of {divisor} (heads, positions)")
         check_divisible(self.image_size, self.patch_size)
+        if math.prod(self.image_size) > MAX_SIZE * self.patch_size**2:
+            raise ValueError(f"image_size must give at most {MAX_SIZE:,} patches, got {self.image_size}")
 
     @property
     def grid(self) -> Grid:

@@ -6,6 +6,7 @@ It is portable: `model/` of a run folder can be copied and used on its own.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -19,8 +20,9 @@ from vitral import __version__
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError, error_reason
 from vitral.models.calibration import Calibration
-from vitral.models.variants import VARIANTS, check_variant, config_class, upgrade_architecture
-from vitral.models.vit import ViT, ViTConfig
+from vitral.models.uninitialized import build_uninitialized, meta_state_dict
+from vitral.models.variants import check_variant, config_class, upgrade_architecture
+from vitral.models.vit import ViT, ViTConfig, check_divisible
 from vitral.runs.run import RUN_FORMAT, find_model_dir, format_error, read_error_guard
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json, read_json_object
@@ -49,6 +51,12 @@ class ModelConfig:
                 f"{self.architecture.num_classes}"
             )
         check_variant(self.variant, self.architecture)
+        if self.preprocessing.channels != self.architecture.channels:
+            raise ValueError(
+                f"preprocessing.channels is {self.preprocessing.channels}, but architecture.channels is "
+                f"{self.architecture.channels}"
+            )
+        check_divisible(self.preprocessing.image_size, self.architecture.patch_size)
 
 
 def published_name(source: str) -> str:
@@ -135,18 +143,40 @@ def load_model(path: Path | str) -> tuple[ViT, ModelConfig]:
     with read_error_guard(Path(path)):
         folder = find_model_dir(Path(path))
     config = load_model_config(folder / "config.json")
-    model = VARIANTS[config.variant](config.architecture)
-    expected, actual = model.state_dict(), load_weights(folder / "weights.safetensors")
+    actual = load_weights(folder / "weights.safetensors")
+    check_depth(folder, config.architecture, actual)
+    expected = meta_state_dict(config.variant, config.architecture)
     differences = [_tensor_difference(name, expected, actual) for name in sorted(expected.keys() | actual.keys())]
     if mismatches := [difference for difference in differences if difference is not None]:
         raise VitralError(
             f"{folder}: weights.safetensors does not match config.json ({len(mismatches)} tensors differ)",
             f"First differences: {', '.join(mismatches[:4])}",
         )
+    check_finite(folder / "weights.safetensors", actual)
+    model = build_uninitialized(config.variant, config.architecture)
     model.load_state_dict(actual)
     return model.eval(), config
 
 
+def check_depth(source: object, architecture: ViTConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a depth far beyond the weights before a model is built: a damaged config.json can request any."""
+    if architecture.depth > len(tensors):
+        raise VitralError(
+            f"{source} has {len(tensors)} tensors, too few for depth {architecture.depth:,} of config.json",
+            "Copy the folder again, or train again",
+        )
+
+
+def check_finite(source: object, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse weights that are NaN or infinite: every prediction would be, too."""
+    for name, tensor in tensors.items():
+        values = tensor.float() if tensor.itemsize == 1 else tensor  # isfinite does not support FP8
+        num_finite = int(values.isfinite().sum())
+        if num_finite != tensor.numel():
+            raise VitralError(
+                f"{source}: {tensor.numel() - num_finite:,} of {tensor.numel():,} values of {name} are NaN or infinite",
+                "Training diverged or the file is damaged; use an earlier checkpoint",
+            )
 
 
 def _tensor_difference(name: str, expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> str | None:
@@ -155,6 +185,8 @@ def _tensor_difference(name: str, expected: dict[str, torch.Tensor], actual: dic
         return f"{name} (missing)"
     if name not in expected:
         return f"{name} (not in the model)"
+    if expected[name].is_floating_point() and not actual[name].is_floating_point():
+        return f"{name} ({actual[name].dtype}, expected floating point)"
     actual_shape, expected_shape = ("×".join(map(str, tensors[name].shape)) for tensors in (actual, expected))
     return f"{name} ({actual_shape}, expected {expected_shape})" if actual_shape != expected_shape else None
 

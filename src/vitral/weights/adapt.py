@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.errors import VitralError, truncate_list
+from vitral.models.uninitialized import meta_state_dict
 from vitral.models.variants.hybrid import HybridConfig
 from vitral.models.vit import ViTConfig, resample_positions
 from vitral.weights.checkpoint import Checkpoint
-from vitral.weights.uninitialized import meta_state_dict
 
 # Fields of ViTConfig that must equal the checkpoint's.
 FIXED_FIELDS = ("width", "depth", "heads", "pooling", "positions", "registers", "qk_norm", "qkv_bias", "hidden_width")

@@ -7,12 +7,12 @@ from typing import Any
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.models.uninitialized import build_uninitialized
 from vitral.models.variants import variant_name
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig
 from vitral.weights.interpretation import Assumption
 from vitral.weights.key_mapping import State
-from vitral.weights.uninitialized import build_uninitialized
 
 NO_HEAD = "(no head)"  # the only class name of a model folder made from weights without a classifier
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from vitral.errors import VitralError
 from vitral.weights.checkpoint import unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 
+# Tensor names that occur only in other kinds of models.
+OTHER_MODELS = {
+    r"(^|\.)(word_embeddings|token_embedding|embed_tokens|wte)\.": "a language model",
+    r"(^|\.)(running_mean|running_var)$": "a convolutional network with batch norms",
+    r"(^|\.)(conv1|features\.0|stem\.0|stem\.conv\d?)\.(\d\.)?weight$": "a convolutional network",
+}
 # Tensor names that occur only in models whose blocks compute something else.
 UNSUPPORTED = {
     r"relative_position|rel_pos|cpb_mlp": "relative positions",
@@ -16,6 +23,12 @@ UNSUPPORTED = {
     r"(^|/)conv_root/|patch_embed\.backbone\.|embeddings\.backbone\.": "convolutional stem before the patches",
     r"(^|\.)(norm_pre|ln_pre|pre_layrnorm)\.": "norm before the first block, as in CLIP",
     r"(^|\.)rope|\.attn\.q_proj\.": "rotary positions or EVA blocks",
+    r"\.attn\.(q_bias|v_bias)$|blocks\.\d+\.gamma_?[12]$": "EVA or BEiT blocks, usually with rotary positions",
+    r"(^|\.)self_attn\.in_proj_weight$": (
+        "layers of torch.nn.TransformerEncoder, whose tensors do not contain whether they are pre- or post-norm "
+        "(norm_first) and whether the activation is ReLU or GELU; the defaults, post-norm and ReLU, are not supported"
+    ),
+    r"\.output\.LayerNorm\.": "norms after the branches (post-norm), as in BERT",
     r"blocks\.\d+\.(attns|ffns)\.|blocks\.\d+\.in_proj\.": "parallel attention and MLP branches",
     r"transformer\.layers\.\d+\.\d\.fn\.": "wrapped layers of early vit-pytorch versions",
     r"(^|\.)(res_post_norm|layernorm_post_attention)\.": "norms after the branches (post-norm)",
@@ -31,15 +44,30 @@ SIGNATURES = {
 
 
 def detect_format(raw: RawCheckpoint) -> str:
-    for pattern, reason in UNSUPPORTED.items():
-        for name in raw.tensors:
-            if re.search(pattern, name):
-                raise unsupported_model_error(raw.source, f"{reason} ({name})")
-    for format_name, pattern in SIGNATURES.items():
-        if any(re.fullmatch(pattern, name) for name in raw.tensors):
-            return format_name
+    signatures = {name: re.compile(pattern) for name, pattern in SIGNATURES.items()}
+    detected = next(
+        (name for name, pattern in signatures.items() if any(map(pattern.fullmatch, raw.tensors))),
+        None,
+    )
+    if detected is None and (match := _first_match(OTHER_MODELS, raw)):
+        raise VitralError(
+            f"{raw.source} is not a Vision Transformer but {match[0]} ({match[1]})",
+            f"Supported formats: {', '.join(SIGNATURES)}",
+        )
+    if match := _first_match(UNSUPPORTED, raw):
+        raise unsupported_model_error(raw.source, f"{match[0]} ({match[1]})")
+    if detected is not None:
+        return detected
     examples = ", ".join(sorted(raw.tensors)[:3])
     raise VitralError(
         f"the {len(raw.tensors)} tensors of {raw.source} are not a Vision Transformer in a supported format",
         f"Supported formats: {', '.join(SIGNATURES)}; found tensors such as {examples}",
     )
+
+
+def _first_match(patterns: Mapping[str, str], raw: RawCheckpoint) -> tuple[str, str] | None:
+    """The first reason whose pattern occurs in a tensor name, and that name."""
+    for pattern, reason in patterns.items():
+        if name := next((name for name in raw.tensors if re.search(pattern, name)), None):
+            return reason, name
+    return None

@@ -7,6 +7,7 @@ remove tensors from the dictionary to free them.
 from __future__ import annotations
 
 import argparse
+import math
 import pickle
 import re
 import warnings
@@ -35,6 +36,7 @@ SHARD_INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.js
 # Keys around the weights in training checkpoints. EMA weights come first; timm prefers them too.
 WRAPPER_KEYS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model", "module", "params")
 PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.", "net.")  # added by DataParallel, torch.compile, Lightning
+MAX_INFLATION, MIN_INFLATED_BYTES = 20, 2**30  # ratio to the stored bytes, and bytes below which any is accepted
 DAMAGED_HINT = "The file is damaged or incomplete; copy it again"
 
 
@@ -144,6 +146,7 @@ def _detect_file_kind(path: Path) -> str:
         start = file.read(9)
     if start[:4] == b"PK\x03\x04":
         with zipfile.ZipFile(path) as archive:
+            _check_inflated_size(path, size, archive)
             return "npz" if all(name.endswith(".npy") for name in archive.namelist()) else "torch"
     if start[:1] == b"\x80":
         return "torch"  # a bare pickle, as torch.save wrote it before version 1.6
@@ -155,6 +158,16 @@ def _detect_file_kind(path: Path) -> str:
     supported = "Supported files: safetensors, PyTorch .pt and .pth, and Google's .npz"
     notes = bundled.shadowing_notes(path)
     raise VitralError(f"{path} is not a weight file: {reason}", "; ".join((supported, *notes)))
+
+
+def _check_inflated_size(path: Path, size: int, archive: zipfile.ZipFile) -> None:
+    """Refuse archives that decompress to far more than their size: weights hardly compress."""
+    inflated = sum(entry.file_size for entry in archive.infolist())
+    if inflated > max(MAX_INFLATION * size, MIN_INFLATED_BYTES):
+        raise VitralError(
+            f"{path} has {size / 1e6:.1f} MB and would decompress to {inflated / 1e9:.1f} GB, which no weights do",
+            "The file is damaged or malicious; if you trust it, save it again with numpy.savez",
+        )
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
@@ -173,6 +186,7 @@ def _load_npz(path: Path) -> dict[str, Tensor]:
     with np.load(path, allow_pickle=False) as arrays:
         for name in arrays.files:
             try:
+                _check_npy_header(path, arrays, name)
                 array = arrays[name]
             except ValueError as error:
                 if "allow_pickle" not in str(error):
@@ -186,6 +200,31 @@ def _load_npz(path: Path) -> dict[str, Tensor]:
             elif array.dtype.kind in "fiu":
                 tensors[name] = torch.from_numpy(array)
     return tensors
+
+
+def _check_npy_header(path: Path, arrays: Any, name: str) -> None:
+    """Compare the shape in an array's header with the size of its entry: NumPy allocates before it reads."""
+    entry = f"{name}.npy" if f"{name}.npy" in arrays.zip.namelist() else name
+    with arrays.zip.open(entry) as file:
+        version = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not dtype.hasobject and num_bytes > arrays.zip.getinfo(entry).file_size:
+        raise VitralError(f"{path}: {name} has {num_bytes:,} bytes according to its header, but fewer", DAMAGED_HINT)
+
+
+def check_storage(raw: RawCheckpoint) -> None:
+    """Refuse tensors that repeat few stored bytes (stride 0): a small file could request any amount of memory."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in raw.tensors.values()}
+    stored, needed = sum(s.nbytes() for s in storages.values()), sum(t.nbytes for t in raw.tensors.values())
+    if needed > max(MAX_INFLATION * stored, MIN_INFLATED_BYTES):
+        name, tensor = max(raw.tensors.items(), key=lambda item: item[1].nbytes)
+        raise VitralError(
+            f"{raw.source} stores {stored / 1e6:.1f} MB and would need {needed / 1e9:,.1f} GB; "
+            f"{name} ({'×'.join(map(str, tensor.shape))}) repeats its values",
+            "The file is damaged or malicious; if you trust it, save contiguous tensors",
+        )
 
 
 def _load_torch(path: Path) -> Any:

@@ -22,7 +22,7 @@ from vitral.utils.json_toml import dump_json
 from vitral.weights import hub, npz, timm, torchvision, transformers, vit_pytorch
 from vitral.weights.checkpoint import NO_HEAD, Checkpoint, ConvertedModel
 from vitral.weights.detect import detect_format
-from vitral.weights.files import RawCheckpoint, error_in_one_line, load_raw, save_tensors
+from vitral.weights.files import RawCheckpoint, check_storage, error_in_one_line, load_raw, save_tensors
 from vitral.weights.interpretation import Interpretation, check_options
 from vitral.weights.preprocessing import describe_preprocessing
 from vitral.weights.reading import build_checkpoint
@@ -71,15 +71,23 @@ def read(source: Path | str, options: CheckpointOptions = NO_OPTIONS) -> Checkpo
         if name.startswith(hub.SCHEME):
             raw.source = name
         format_name = detect_format(raw)
+        check_storage(raw)
         return _read_vitral(raw, path, options) if format_name == "vitral" else READERS[format_name](raw, options)
     except OSError as error:
         raise VitralError(f"cannot read {path}: {error.strerror or error}", "Check its permissions") from error
+    except MemoryError as error:
+        raise VitralError(f"{source} needs more memory than there is", "Check that the file is not damaged") from error
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         # A config.json of unknown origin can contain anything, such as a number in place of a list.
         raise VitralError(
-            f"cannot interpret {source}: {error_in_one_line(error)}",
+            f"cannot interpret {source}: {_unexpected_content(error)}",
             "Check that config.json and the weights belong to the same model",
         ) from error
+
+
+def _unexpected_content(error: Exception) -> str:
+    """An error that the readers do not expect, without Python's vocabulary where it would mislead."""
+    return f"no {error} in its files" if isinstance(error, LookupError) else error_in_one_line(error)
 
 
 def _read_vitral(raw: RawCheckpoint, path: Path, options: CheckpointOptions) -> Checkpoint:

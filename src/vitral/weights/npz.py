@@ -16,7 +16,7 @@ from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import KeyMapping, State, add_zero_qkv_bias, fuse_qkv, split_qkv
 from vitral.weights.preprocessing import HALF, describe_preprocessing
 from vitral.weights.reading import build_checkpoint, infer_config
-from vitral.weights.writing import exportable_state, fold_unsupported_layer_scale
+from vitral.weights.writing import exportable_state, fold_unsupported_layer_scale, resampling_notes
 
 BLOCK = "Transformer/encoderblock_{i}"
 # Spelling of vision_transformer, then of big_vision.
@@ -184,6 +184,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         norm_eps=1e-6,
         activation="gelu_tanh",
     )
+    notes += resampling_notes(config, "npz", "bilinear-corners")
     notes += fold_unsupported_layer_scale(checkpoint, state)
     add_zero_qkv_bias(state)
     split_qkv(state)

@@ -6,19 +6,20 @@ Missing, unexpected and wrongly shaped tensors are errors; nothing is loaded par
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError, truncate_list
+from vitral.models.uninitialized import meta_state_dict
 from vitral.models.vit import ViTConfig
+from vitral.runs.model_io import check_depth, check_finite
 from vitral.weights.checkpoint import Checkpoint, describe_architecture, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import State
-from vitral.weights.uninitialized import meta_state_dict
 
 PATCH_KERNEL = "patch_embedding.project.weight"
 SourceKeyFn = Callable[[str], str | None]  # vitral's tensor name to the source's, for error messages
@@ -33,8 +34,17 @@ def incomplete_error(source: str, library: str, missing: str, unexpected: Sequen
         return VitralError(f"{source} is not a complete {library} model", f"Missing: {missing}")
     return VitralError(
         f"the tensors of {source} are not those of a {library} ViT",
-        f"Expected {missing}; found {truncate_list(list(unexpected), 4)}",
+        f"Expected {missing}; found {_list_names(unexpected, 4)}",
     )
+
+
+def check_has_blocks(
+    source: str, library: str, state: State, unexpected: Sequence[str], source_key: SourceKeyFn
+) -> None:
+    """Refuse files without the encoder blocks of the library, before anything else is concluded from their tensors."""
+    key = "encoder.blocks.0.mlp.expand.weight"
+    if key not in state:
+        raise incomplete_error(source, library, source_key(key) or key, unexpected)
 
 
 def flatten_patch_kernel(raw: RawCheckpoint, state: State, name: str) -> tuple[int, int, int]:
@@ -87,8 +97,8 @@ def infer_config(
         raise _invalid_config_error(raw.source, error) from error
 
 
-def count_blocks(source: str, state: Iterable[str]) -> int:
-    """The number of encoder blocks, from vitral's tensor names. Refuses gaps, so that a name cannot claim any depth."""
+def count_blocks(source: str, state: State) -> int:
+    """The number of encoder blocks. Refuses gaps, so that the name of one tensor cannot claim any depth."""
     indices = {int(match[1]) for key in state if (match := re.match(r"encoder\.blocks\.(\d{1,9})\.", key))}
     missing = next((index for index in range(len(indices)) if index not in indices), None)
     if missing is not None:
@@ -124,6 +134,7 @@ def build_checkpoint(
 
     unexpected: Tensor names of the source that its key mapping does not contain.
     """
+    check_depth(raw.source, config, state)
     try:
         expected = meta_state_dict(variant, config)
     except ValueError as error:
@@ -190,8 +201,14 @@ def _check_tensors(
     problems = {problem: keys for problem, keys in problems.items() if keys}
     if problems:
         counts = ", ".join(f"{len(keys)} {problem}" for problem, keys in problems.items())
-        lists = "; ".join(f"{problem}: {truncate_list(keys, 8)}" for problem, keys in problems.items())
+        lists = "; ".join(f"{problem}: {_list_names(keys, 8)}" for problem, keys in problems.items())
         raise VitralError(f"the tensors of {source} do not match a {format_name} ViT: {counts}", _capitalize(lists))
+    check_finite(source, {names[key]: tensor for key, tensor in state.items()})
+
+
+def _list_names(names: Sequence[str], limit: int) -> str:
+    """The first tensor names, each shortened: a file may contain names of any length."""
+    return truncate_list([name if len(name) <= 120 else f"{name[:119]}…" for name in names], limit)
 
 
 def _capitalize(text: str) -> str:

@@ -19,8 +19,8 @@ from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import USUAL_HEADS, Interpretation
 from vitral.weights.key_mapping import KeyMapping, State
 from vitral.weights.preprocessing import HALF, IMAGENET
-from vitral.weights.reading import build_checkpoint, flatten_patch_kernel, infer_config
-from vitral.weights.writing import exportable_state, unflatten_patch_kernel
+from vitral.weights.reading import build_checkpoint, check_has_blocks, flatten_patch_kernel, infer_config
+from vitral.weights.writing import exportable_state, resampling_notes, unflatten_patch_kernel
 
 KEYS = KeyMapping(
     {
@@ -85,6 +85,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     activation = _stored_activation(raw.source, name, model_args)
     has_mask_token = raw.tensors.pop("mask_token", None) is not None
     state, unexpected = KEYS.rename_to_vitral(raw.tensors)
+    check_has_blocks(raw.source, "timm", state, unexpected, KEYS.from_vitral)
     width, channels, patch = flatten_patch_kernel(raw, state, "patch_embed.proj.weight")
     is_distilled = "distillation_token" in state
     pooling = _pooling(raw, state, model_args, reading)
@@ -274,6 +275,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         qk_norm=True,
         norm_eps=1e-6,
     )
+    notes += resampling_notes(config, "timm", "bicubic-antialias")
     no_embed_class = _merge_position_rows(config, state)
     unflatten_patch_kernel(state, config)
     is_distilled = checkpoint.variant == "distilled"

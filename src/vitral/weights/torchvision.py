@@ -10,6 +10,7 @@ from vitral.weights.key_mapping import KeyMapping, add_zero_qkv_bias
 from vitral.weights.preprocessing import IMAGENET, describe_preprocessing
 from vitral.weights.reading import (
     build_checkpoint,
+    check_has_blocks,
     flatten_patch_kernel,
     incomplete_error,
     infer_config,
@@ -18,6 +19,7 @@ from vitral.weights.writing import (
     NotRepresentableError,
     exportable_state,
     fold_unsupported_layer_scale,
+    resampling_notes,
     unflatten_patch_kernel,
 )
 
@@ -44,6 +46,7 @@ KEYS = KeyMapping(
 def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     reading = Interpretation(source=raw.source, options=options)
     state, unexpected = KEYS.rename_to_vitral(raw.tensors)
+    check_has_blocks(raw.source, "torchvision", state, unexpected, KEYS.from_vitral)
     width, channels, patch = flatten_patch_kernel(raw, state, "conv_proj.weight")
     table = state.get("position_embedding.table")
     if table is None or table.ndim != 3:
@@ -76,7 +79,14 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         raise NotRepresentableError(
             "torchvision", f"expected square images with 3 channels, got {height}×{width} with {config.channels}"
         )
-    state, notes = exportable_state(checkpoint, "torchvision", hidden_head=True, norm_eps=1e-6, activation="gelu")
+    state, notes = exportable_state(
+        checkpoint,
+        "torchvision",
+        hidden_head=True,
+        norm_eps=1e-6,
+        activation="gelu",
+    )
+    notes += resampling_notes(config, "torchvision", "bicubic-corners")
     notes += fold_unsupported_layer_scale(checkpoint, state)
     add_zero_qkv_bias(state)
     unflatten_patch_kernel(state, config)

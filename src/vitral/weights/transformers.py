@@ -8,18 +8,25 @@ from typing import Any
 import torch
 
 from vitral.data.preprocess import Preprocessing
-from vitral.models.vit import Activation, ViTConfig
+from vitral.models.vit import Activation, Resampling, ViTConfig
 from vitral.recipes.checkpoint_options import CheckpointOptions
 from vitral.weights.checkpoint import Checkpoint, ConvertedModel, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import KeyMapping, State, fuse_qkv, split_qkv
 from vitral.weights.preprocessing import HALF, IMAGENET, MeanStd, crop_fraction
-from vitral.weights.reading import build_checkpoint, flatten_patch_kernel, incomplete_error, infer_config
+from vitral.weights.reading import (
+    build_checkpoint,
+    check_has_blocks,
+    flatten_patch_kernel,
+    incomplete_error,
+    infer_config,
+)
 from vitral.weights.writing import (
     NotRepresentableError,
     exportable_state,
     fold_unsupported_layer_scale,
+    resampling_notes,
     unflatten_patch_kernel,
 )
 
@@ -87,6 +94,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "quick_gelu": "quick_gelu",
     "relu": "relu",
 }
+# How positions are resized for another image size
+RESAMPLING: dict[str, Resampling] = {
+    "vit": "bicubic",
+    "deit": "bicubic",
+    "dinov2": "bicubic",
+    "dinov2_with_registers": "bicubic-antialias",
+}
 RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's constants
 
 
@@ -102,6 +116,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         for leaf in ("weight", "bias"):
             state.pop(f"head.hidden.{leaf}", None)
         reading.notes.append("the classifier does not use the pooler: ignored")
+    check_has_blocks(raw.source, "transformers", state, unexpected, keys.from_vitral)
     width, channels, patch = flatten_patch_kernel(raw, state, "projection.weight")
     size = _read_tokens(raw, state, unexpected, patch, reading)
     variant = "distilled" if "distillation_token" in state else _head_variant(state)
@@ -121,7 +136,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         layer_scale=stored.get("layerscale_value"),
         activation=reading.setting("activation", "gelu", "gelu activation", stored=activation),
         norm_eps=reading.setting("norm_eps", default_eps, f"norm eps {default_eps:g}", stored=norm_eps),
-        position_resampling="bicubic-antialias" if is_dinov2 and "registers" in state else "bicubic",
+        position_resampling=RESAMPLING["dinov2_with_registers" if is_dinov2 and "registers" in state else "vit"],
     )
     default_mean_std = HALF if model_type == "vit" else IMAGENET
     return build_checkpoint(
@@ -269,6 +284,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     )
     model_type = _choose_model_type(checkpoint)
     is_dinov2 = model_type.startswith("dinov2")
+    notes += resampling_notes(config, "transformers", RESAMPLING[model_type])
     if is_dinov2:
         _to_dinov2(state, config.width, config.depth, variant)
     else:

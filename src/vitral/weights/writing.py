@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from vitral.errors import VitralError
-from vitral.models.vit import PositionEmbedding, ViTConfig
+from vitral.models.vit import PositionEmbedding, Resampling, ViTConfig
 from vitral.weights.checkpoint import Checkpoint
 from vitral.weights.key_mapping import State, fold_layer_scale
 
@@ -66,6 +66,13 @@ def exportable_state(
         rows = config.num_prefix_tokens - config.registers + math.prod(config.grid)
         state["position_embedding.table"] = torch.zeros(1, rows, config.width)
     return state, notes
+
+
+def resampling_notes(config: ViTConfig, library: str, resampling: Resampling) -> list[str]:
+    """A note if the library resizes learned positions in another way than this model."""
+    if config.positions != "learned" or resampling == config.position_resampling:
+        return []
+    return [f"other image sizes: {library} resamples positions with {resampling}, here {config.position_resampling}"]
 
 
 def unflatten_patch_kernel(state: State, config: ViTConfig) -> None:

@@ -25,6 +25,7 @@ from vitral.errors import VitralError
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViTConfig
 from vitral.recipes.builtin import get_recipe
+from vitral.recipes.checkpoint_options import CheckpointOptions
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.reporting.hub.publish import push
 from vitral.runs.model_io import load_model, save_model
@@ -198,7 +199,8 @@ def test_results_without_a_finite_loss_are_published(run, tmp_path):
 
 def test_model_card_of_another_librarys_checkpoint_has_no_results(run, tmp_path):
     weights.convert(run, tmp_path / "timm.safetensors", to="timm")
-    push(tmp_path / "timm.safetensors", "hf:me/x", heads=2, folder=tmp_path / "there", dry_run=True)
+    options = CheckpointOptions(heads=2)
+    push(tmp_path / "timm.safetensors", "hf:me/x", options=options, folder=tmp_path / "there", dry_run=True)
     card = HubCard.load(tmp_path / "there" / "README.md")
     assert card.data.eval_results is None
     assert "No evaluation results" in card.text

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
-from vitral.weights.key_mapping import State
 
 INIT_FUNCTIONS = ("uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_")
 
@@ -37,7 +37,7 @@ def build_uninitialized(variant: str, config: ViTConfig) -> ViT:
         return VARIANTS[variant](config)
 
 
-def meta_state_dict(variant: str, config: ViTConfig) -> State:
+def meta_state_dict(variant: str, config: ViTConfig) -> dict[str, Tensor]:
     """Names and shapes of the model's tensors, on the meta device."""
     with torch.device("meta"):
         return dict(build_uninitialized(variant, config).state_dict())
