@@ -92,7 +92,7 @@ UNUSABLE = {
     truncated: "cannot read",
     malicious: "it could execute code",
     text_file: "is not a weight file",
-    resnet: "are not a Vision Transformer in a supported format",
+    resnet: "is not a Vision Transformer but a convolutional network",
     swin: "relative positions",
     hybrid: "convolutional stem before the patches",
     incomplete: "do not match a timm ViT: 2 missing",

@@ -245,7 +245,8 @@ def test_train_flags_cover_every_recipe_field_once() -> None:
     names = [flag.name for flag in train.COMMAND.flags]
     assert len(names) == len(set(names))
     recipe = {field.path for field in read_config_fields("vitral.recipes.schema", "Recipe")}
-    assert recipe - set(train.OTHER_FLAGS) <= {flag.dest for flag in train.COMMAND.flags}
+    fields = {path for path in recipe if not path.startswith(train.OTHER_FLAGS)}
+    assert fields <= {flag.dest for flag in train.COMMAND.flags}
 
 
 def test_the_flags_that_people_use_come_first_in_train_help(capsys: pytest.CaptureFixture[str]) -> None:

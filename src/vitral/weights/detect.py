@@ -13,7 +13,7 @@ from vitral.weights.files import RawCheckpoint
 OTHER_MODELS = {
     r"(^|\.)(word_embeddings|token_embedding|embed_tokens|wte)\.": "a language model",
     r"(^|\.)(running_mean|running_var)$": "a convolutional network with batch norms",
-    r"(^|\.)(conv1|features\.0|stem\.0|stem\.conv\d?)\.(\d\.)?weight$": "a convolutional network",
+    r"^(conv1|features\.0|stem\.0|stem\.conv\d?)\.(\d\.)?weight$": "a convolutional network",
 }
 # Tensor names that occur only in models whose blocks compute something else.
 UNSUPPORTED = {
