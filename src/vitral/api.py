@@ -136,7 +136,8 @@ def train(
     items = data if is_sequence(data) else None
     name = sequence_name(items) if items is not None else None if data is None else str(data)
     if resume is not None:
-        if (data is not None and items is None) or recipe or init_from or preset or options != NO_OPTIONS or out or exclude:
+        given = (recipe, init_from, preset, out, exclude, options.given)
+        if (data is not None and items is None) or any(given):
             raise VitralError("a resumed run keeps its data, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
