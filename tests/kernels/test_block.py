@@ -18,7 +18,7 @@ pytestmark = [requires_interpreter, pytest.mark.slow]
 
 MODELS: dict[str, dict[str, Any]] = {
     "class token": {"width": 96, "heads": 3},
-    "power of two, tanh, no bias": {"width": 64, "gelu": "tanh", "qkv_bias": False, "pooling": "mean"},
+    "power of two, tanh, no bias": {"width": 64, "activation": "gelu_tanh", "qkv_bias": False, "pooling": "mean"},
     "RoPE, QK-norm": {"width": 64, "positions": "learned+rotary", "qk_norm": True},
     "width of Ti/16": {"width": 192, "heads": 3},
 }
@@ -109,7 +109,9 @@ def test_workspace_fits_an_mlp_that_is_wider_than_qkv() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("overrides", [{"width": 96, "heads": 3}, {"width": 64, "gelu": "tanh", "pooling": "mean"}])
+@pytest.mark.parametrize(
+    "overrides", [{"width": 96, "heads": 3}, {"width": 64, "activation": "gelu_tanh", "pooling": "mean"}]
+)
 def test_fp8_inference_fuses_expansion_and_gelu(overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The results differ only in that the unfused hidden activations are rounded between GEMM and GELU."""
     model, tokens = small_model(20, **{"depth": 3, "mlp_width": 256} | overrides)

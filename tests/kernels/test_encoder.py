@@ -68,7 +68,7 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     [
         {"depth": 1},
         {"qk_norm": True, "positions": "learned+rotary"},
-        {"positions": "rotary", "gelu": "tanh", "pooling": "mean", "qkv_bias": False, "depth": 1},
+        {"positions": "rotary", "activation": "gelu_tanh", "pooling": "mean", "qkv_bias": False, "depth": 1},
         {"qk_norm": True, "positions": "sincos", "registers": 2, "depth": 1},
         {"drop_path": 0.5},
         {"width": 24, "heads": 1, "mlp_width": 56, "depth": 1},

@@ -111,7 +111,7 @@ def param_grads(model: ViT, tokens: torch.Tensor, grad_ratio: float, fp8_wgrad: 
     [
         ({"qk_norm": True}, 1e-3),
         pytest.param({}, 1e-3, marks=pytest.mark.slow),
-        pytest.param({"pooling": "mean", "gelu": "tanh"}, 1.0, marks=pytest.mark.slow),
+        pytest.param({"pooling": "mean", "activation": "gelu_tanh"}, 1.0, marks=pytest.mark.slow),
         pytest.param({"drop_path": 0.4}, 1.0, marks=pytest.mark.slow),
     ],
     ids=str,

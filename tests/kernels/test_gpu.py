@@ -181,7 +181,7 @@ def test_training_from_host_memory_equals_training_from_gpu_memory(
     "overrides",
     [
         {},
-        {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "gelu": "tanh"},
+        {"qk_norm": True, "positions": "learned+rotary", "pooling": "mean", "activation": "gelu_tanh"},
         {"image_size": (64, 64), "qk_norm": True, "positions": "rotary"},  # 257 tokens: PyTorch's attention
         {"image_size": (64, 64), "width": 192, "heads": 3, "registers": 4},
         {"width": 96, "heads": 4, "mlp_width": 208, "drop_path": 0.3},
