@@ -208,7 +208,7 @@ def find_lr(
     recipe: Recipe | str | Path | None = None,
     init_from: str | Path | None = None,
     preset: str | None = None,
-    heads: int | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
     out: str | Path | None = None,
     **overrides: Any,
 ) -> LRSweep:
@@ -219,12 +219,12 @@ def find_lr(
         recipe: Name, TOML file or Recipe. Default: the recipe that suits the data.
         init_from: Checkpoint to fine-tune.
         preset: Model size instead of the recipe's.
-        heads: Number of attention heads, for a checkpoint that does not store it.
+        options: What the files of a checkpoint of another library do not contain.
         out: Folder for figures/lr_finder.png. Default: no figure.
         overrides: Recipe fields.
     """
     name = None if data is None else str(data)
-    resolved = resolve_recipe(name, recipe, str(init_from) if init_from else None, preset, heads)
+    resolved = resolve_recipe(name, recipe, str(init_from) if init_from else None, preset, options)
     setup = setup_training(resolved.with_overrides(overrides))
     hardware, threads = with_threads(setup, training_hardware(setup))
     with thread_count(threads):
