@@ -80,13 +80,18 @@ def capture_graph(module: ExportWrapper, images: Tensor) -> torch.export.Exporte
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            return torch.export.export(module, (images,), dynamic_shapes={"images": {0: batch}})
+            program = torch.export.export(module, (images,), dynamic_shapes={"images": {0: batch}})
     except Exception as error:
         message = (str(error).splitlines() or [type(error).__name__])[0]
         raise VitralError(
             f"torch.export cannot trace {type(module.model).__name__}: {message}",
             "The standard ViT and most variants can be exported",
         ) from error
+    for graph_module in program.graph_module.modules():
+        if isinstance(graph_module, torch.fx.GraphModule):
+            for node in graph_module.graph.nodes:
+                node.meta.pop("stack_trace", None)  # would publish where vitral is installed, often a home folder
+    return program
 
 
 @torch.no_grad()
