@@ -28,7 +28,15 @@ def test_train_load_and_predict_in_three_lines(tmp_path: Path) -> None:
     assert prediction.best == vitral.load(tmp_path / "run").predict(image).best
     assert 0 < prediction.best.probability <= 1
     figures = {file.name for file in (tmp_path / "run" / "figures").iterdir()}
-    assert figures == {"curves.png", "confusion.png", "attention.png", "attention_overview.png", "example.png"}
+    expected = {
+        "augmented.png",
+        "curves.png",
+        "confusion.png",
+        "attention.png",
+        "attention_overview.png",
+        "example.png",
+    }
+    assert figures == expected
     assert (tmp_path / "run" / "report.html").is_file()
 
 
