@@ -111,6 +111,7 @@ def test_a_batch_that_cannot_be_divided_further_suggests_a_smaller_model(
 
 
 @requires_gpu
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of torch.compile
 def test_the_measured_batch_size_needs_no_more_than_the_budget() -> None:
     """digits is small, so that the number of steps per epoch is the limit; a lower budget makes memory the limit."""
     recipe = get_recipe("digits").with_overrides({"batch_size": "auto", "device": "cuda"})

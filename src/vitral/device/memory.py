@@ -41,6 +41,11 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """Memory of the tensors on the GPU that exist now."""
+    return torch.cuda.memory_allocated(device)
+
+
 def peak_bytes(device: torch.device, compute: Callable[[], object]) -> int | None:
     """Peak memory of tensors on the GPU during a computation; None if there is not enough memory for it."""
     torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from vitral.device.memory import free_bytes, peak_bytes, release_cached_memory
+from vitral.device.memory import allocated_bytes, free_bytes, peak_bytes, release_cached_memory
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.training.out_of_memory import GIB, out_of_memory_error
@@ -36,7 +36,8 @@ def resolve_batch_size(
     if free is None or hardware.world.size > 1:
         where = "on a CPU" if free is None else "with several processes"
         return setup, f"Batch size {recipe.batch_size}: the recipe's; it is not measured {where}"
-    budget = int(free * MEMORY_FRACTION)
+    occupied = allocated_bytes(hardware.device)  # by tensors of the calling program, for example in a notebook
+    budget = occupied + int(free * MEMORY_FRACTION)
     maximum = max(len(setup.dataset.train) // MIN_STEPS_PER_EPOCH, recipe.batch_size)
     # Eager steps start at once and need at least as much memory as captured and fused ones.
     eager = replace(hardware, compile=False, cuda_graphs=False, use_triton=False, fp8=False, fp8_is_auto=False)
@@ -47,7 +48,9 @@ def resolve_batch_size(
     if not sizes:
         raise out_of_memory_error(replace(fixed, batch_size=1), hardware)
     size = max(sizes)
-    message = f"Batch size {size}: needs {sizes[size] / GIB:.1f} of {free / GIB:.0f} GiB of free GPU memory"
+    message = (
+        f"Batch size {size}: needs {(sizes[size] - occupied) / GIB:.1f} of {free / GIB:.0f} GiB of free GPU memory"
+    )
     if 2 * size > maximum:
         message += f", and leaves at least {MIN_STEPS_PER_EPOCH} steps per epoch"
     if size != recipe.batch_size and not recipe.optim.lr_base_batch_size:
