@@ -23,6 +23,7 @@ from rich.console import Console
 
 from vitral import bundled
 from vitral.data.datasets import Split, load_builtin_dataset
+from vitral.data.files.walk import SkippedFile
 from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
 from vitral.device.cpu import available_cpus, cpu_name
 from vitral.device.select import DeviceOption, Hardware, select_hardware
@@ -532,9 +533,10 @@ def probe(
     """
     predictor = _as_predictor(init_from, engine, options)
     dataset = load_dataset_for(data, predictor, None)
+    notes = list(dataset.notes)
 
     def features(split: Split) -> tuple[torch.Tensor, torch.Tensor]:
-        loaded = load_split(split, predictor)
+        loaded = load_split(split, predictor, notes=notes)
         return predictor.features(loaded.images), loaded.labels
 
     validation = features(dataset.validation)
@@ -551,6 +553,7 @@ def probe(
         evaluated_on="test" if has_test else "validation",
         engine=predictor.engine.info(),
         leak=probe_leak(predictor, dataset, evaluated),
+        data_notes=tuple(notes),
     )
     if out is not None:
         plot_probe(result, Path(out))
@@ -560,6 +563,7 @@ def probe(
 class EmbedResult(NamedTuple):
     images: int
     errors: list[str]  # one message per unreadable file
+    skipped: list[SkippedFile]  # files in the given folders that are not images
 
 
 def embed(
@@ -581,9 +585,10 @@ def embed(
     """
     check_features_path(out)
     predictor = _as_predictor(model, engine, options)
-    names, features, errors = predictor.embed_files(files)
+    skipped: list[SkippedFile] = []
+    names, features, errors = predictor.embed_files(files, skipped.append)
     write_features(names, features, out)
-    return EmbedResult(len(names), errors)
+    return EmbedResult(len(names), errors, skipped)
 
 
 def _as_predictor(model: str | Path | Predictor, engine: EngineName, options: CheckpointOptions) -> Predictor:
@@ -625,6 +630,8 @@ def bench(
     """
     predictor = _reference_predictor(model)
     comparison = load_comparison_images(predictor, data, images)
+    for note in comparison.notes:
+        log(f"  {note}")
     return run_bench(
         predictor.model,
         predictor.model_config.preprocessing,
@@ -708,7 +715,7 @@ def export(
         comparison=comparison,
         min_agreement=min_agreement,
     )
-    return path, parity
+    return path, replace(parity, notes=comparison.notes)
 
 
 def default_export_path(predictor: Predictor, to: Target, precision: ExportPrecision) -> Path:

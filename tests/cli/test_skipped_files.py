@@ -60,6 +60,7 @@ COMMANDS = {
     "embed": ["embed", "mnist", "DIGITS", "--out", "OUT/features.npy"],
     "explain": ["explain", "mnist", "DIGITS", "--method", "rollout", "--out", "OUT/explained"],
     "figures": ["figures", "mnist", "--images", "DIGITS", "--out", "OUT/figures"],
+    "compare": ["compare", "mnist", "mnist", "--data", "DIGITS", "--json"],
     "evaluate": ["evaluate", "mnist", "--data", "DIGITS", "--json"],
 }
 

@@ -52,12 +52,18 @@ def noise_images(tmp_path: Path) -> Path:
 
 
 def test_all_measurements_are_in_the_json_output(run: Path, command: Command, noise_images: Path) -> None:
-    code, out, _ = command("evaluate", run, "--max-error", 0.05, "--ood", noise_images, "--robustness", "--json")
+    (noise_images / "notes.txt").write_text("a note")
+    code, out, err = command("evaluate", run, "--max-error", 0.05, "--ood", noise_images, "--robustness", "--json")
     assert code == 0
     report = json.loads(out)
     assert set(report["headline"]) == {"accuracy", "top5", "macro_f1", "nll", "brier", "ece", "aurc"}
     assert report["confidence_threshold"]["max_error"] == 0.05
     assert report["ood"]["ood_images"] == 30
+    assert report["notes"] == [
+        f"skipped 1 file: 1 not an image ({noise_images}/notes.txt)",
+        f"left out 1 unreadable file: {noise_images}/broken.png: not an image",
+    ]
+    assert all(f"  {note}\n" in err for note in report["notes"])
     assert report["ood"]["id_images"] == report["images"]
     assert {score["name"] for score in report["ood"]["scores"]} == {"max-logit", "energy", "mahalanobis"}
     assert len(report["robustness"]["corruptions"]) == 5

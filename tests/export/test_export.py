@@ -279,8 +279,11 @@ def test_too_few_images_are_refused_unless_their_number_is_requested(
     run_vitral("export", run, "--to", "torch", "--data", photos / CLASSES[0], expect=2)
     assert "55 images are too few" in capsys.readouterr().err
     assert not (run / "exports").exists()
+    (photos / CLASSES[0] / "notes.txt").write_text("a note")
     run_vitral("export", run, "--to", "torch", "--data", photos / CLASSES[0], "--images", "55")
-    assert "on 55 of 55 images" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "on 55 of 55 images" in output.out
+    assert f"  skipped 1 file: 1 not an image ({photos / CLASSES[0]}/notes.txt)\n" in output.err
 
 
 def test_the_first_divergent_block_is_named() -> None:

@@ -149,13 +149,21 @@ def test_images_of_a_flat_folder_have_no_labels(trained: Path, tmp_path: Path) -
     for grey in (0, 100, 200):
         Image.new("L", (20, 12), grey).save(folder / f"{grey}.png")
     (folder / "broken.png").write_bytes(b"not an image")
+    (folder / "notes.txt").write_text("a note")
     predictor = Predictor.load(trained, device="cpu")
     images = load_comparison_images(predictor, str(folder), calibrate=False)
     assert images.labels is None
+    notes = [
+        f"skipped 1 file: 1 not an image ({folder}/notes.txt)",
+        f"left out 1 unreadable file: {folder}/broken.png: not an image",
+    ]
+    assert list(images.notes) == notes
     assert images.images[:, 0, 0, 0].tolist() == [0, 100, 200]
     assert [Path(str(source)).name for source in images.sources] == ["0.png", "100.png", "200.png"]
+    logged: list[str] = []
     with pytest.raises(VitralError, match="3 images are too few for a benchmark"):
-        vitral.api.bench(trained, data=str(folder))
+        vitral.api.bench(trained, data=str(folder), log=logged.append)
+    assert logged == [f"  {note}" for note in notes]
 
 
 def test_all_images_of_a_folder_without_splits_are_compared(tmp_path: Path) -> None:

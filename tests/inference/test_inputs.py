@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import vitral
 from support.models import save_random_model, smooth_photo
 from vitral.data.datasets import Split
 from vitral.data.decode import ImageDecodeError
+from vitral.data.files.walk import SkipReason
 from vitral.errors import VitralError
 from vitral.inference.prediction import Prediction, Predictions
 from vitral.inference.predictor import Predictor
@@ -90,6 +92,19 @@ def test_predictions_are_a_list(model: Predictor, folder: Path) -> None:
     assert isinstance(predictions[:2], Predictions)
     assert predictions[:2] == [predictions[0], predictions[1]]
     assert model.predict([]) == []
+
+
+def test_predictions_of_folders_name_the_skipped_files(model: Predictor, folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(folder, tmp_path / "photos")
+    (folder / "notes.txt").write_text("a note")
+    (folder / ".hidden.png").write_bytes(b"x")
+    expected = ((folder / ".hidden.png", SkipReason.HIDDEN), (folder / "notes.txt", SkipReason.NOT_AN_IMAGE))
+    for predictions in (model.predict(folder), model.predict([folder]), model.predict_files([folder])):
+        assert len(predictions) == NUM_PHOTOS
+        assert predictions.skipped == expected
+    assert model.predict([folder / "0.png"]).skipped == ()
+    result = vitral.embed(model, [folder], tmp_path / "features.npy")
+    assert (result.images, result.errors, tuple(result.skipped)) == (NUM_PHOTOS, [], expected)
 
 
 def test_predictions_become_a_dataframe(model: Predictor, folder: Path) -> None:

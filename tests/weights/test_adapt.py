@@ -191,8 +191,10 @@ def run_command(*words: object) -> int:
 
 
 def test_probe_evaluates_features_without_training(source, photos, tmp_path, capsys):
+    (photos / "red" / "notes.txt").write_text("a note")
     assert run_command("probe", photos, "--init-from", source, "--out", tmp_path / "probe.png") == 0
-    printed = capsys.readouterr().out
+    printed, errors = capsys.readouterr()
+    assert f"  skipped 1 file: 1 not an image ({photos}/red/notes.txt)\n" in errors
     assert "nearest neighbours" in printed
     assert "linear" in printed
     assert " validation images, " in printed
@@ -230,8 +232,7 @@ def test_embed_holds_few_batches_and_keeps_the_order(source, photos, tmp_path, m
     monkeypatch.setattr(predictor, "decode_image", recording_decode_image)
     monkeypatch.setattr(predictor, "features", recording_features)
     files = sorted((photos / "red").glob("*.png")) * 40
-    count, errors = vitral.embed(predictor, files, tmp_path / "features.npy")
-    assert (count, errors) == (len(files), [])
+    assert vitral.embed(predictor, files, tmp_path / "features.npy") == (len(files), [], [])
     batch = max(predictor.engine.batch_size, 8)
     assert sum(count for _, count in batches) == len(files) > 5 * batch
     assert all(count <= batch for _, count in batches)

@@ -44,6 +44,7 @@ class PairedComparison:
     classes: tuple[ClassDisagreement, ...]  # largest difference first
     engines: tuple[Mapping[str, Any], ...] = ()  # EngineChoice.info() of both models
     leaks: tuple[LeakReport | None, ...] = ()  # images that were used to train each model; None: unknown
+    notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = to_dict(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from vitral.data.classes import class_indices
 from vitral.data.datasets import Dataset, Split
 from vitral.data.decode import SUPPORTED_FORMATS
 from vitral.data.files.packed import is_packed
-from vitral.data.files.walk import find_images, subfolders
+from vitral.data.files.walk import SkippedFiles, find_images, subfolders
 from vitral.data.files.worker import read_location
 from vitral.errors import VitralError
 from vitral.evaluation.data import (
@@ -23,6 +23,7 @@ from vitral.evaluation.data import (
     load_dataset_for,
     run_recipe,
     training_dataset_name,
+    unreadable_note,
 )
 from vitral.inference.predictor import ImageInput, Predictor
 
@@ -41,6 +42,7 @@ class ComparisonImages:
     sources: Sequence[ImageInput]  # the same images before resizing and cropping
     labels: Tensor | None  # the model's class indices, where they are known
     calibration: Tensor  # (M, C, H, W), none of them in `images`
+    notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
     def __len__(self) -> int:
         return len(self.images)
@@ -50,10 +52,11 @@ class ComparisonImages:
 class _Sources:
     sources: Sequence[ImageInput]
     labels: Tensor | None = None
+    notes: tuple[str, ...] = ()
 
     def select(self, indices: Tensor) -> _Sources:
         labels = None if self.labels is None else self.labels[indices]
-        return _Sources(sources=[self.sources[index] for index in indices.tolist()], labels=labels)
+        return replace(self, sources=[self.sources[index] for index in indices.tolist()], labels=labels)
 
 
 def load_comparison_images(
@@ -80,13 +83,14 @@ def load_comparison_images(
     if calibrate:
         calibration, compared = _hold_out_calibration(compared, train, predictor)
     name = data or predictor.model_config.trained_on
-    images, positions = _decode(predictor, compared.sources, name)
+    images, positions, errors = _decode(predictor, compared.sources, name)
     compared = compared.select(positions)
     return ComparisonImages(
         images=images,
         sources=compared.sources,
         labels=compared.labels,
         calibration=_decode(predictor, calibration, name)[0] if calibrate else images[:0],
+        notes=(*compared.notes, *([unreadable_note(errors)] if errors else [])),
     )
 
 
@@ -136,7 +140,9 @@ def _held_out_splits(dataset: Dataset) -> tuple[tuple[Split, ...], bool]:
 def _requested_sources(data: str, predictor: Predictor, count: int) -> _Sources:
     folder = Path(data)
     if folder.is_dir() and not is_packed(folder) and not subfolders(folder):
-        files = _Sources(sources=find_images([folder]))
+        skipped = SkippedFiles()
+        sources = find_images([folder], skipped.add)
+        files = _Sources(sources=sources, notes=tuple(filter(None, [skipped.summary()])))
         return files.select(evenly_spaced_indices(len(files.sources), count))
     dataset = _load_dataset(data, predictor)
     splits = (dataset.test,) if len(dataset.test) else (dataset.train, dataset.validation)
@@ -155,9 +161,10 @@ def _dataset_sources(
         sources += _split_sources(split, chosen[(chosen >= start) & (chosen < start + size)] - start, predictor)
         start += size
     if not with_labels or not {*dataset.classes} <= {*predictor.classes}:
-        return _Sources(sources=sources)
+        return _Sources(sources=sources, notes=dataset.notes)
     labels = torch.cat([split.labels for split in splits])[chosen]
-    return _Sources(sources=sources, labels=class_indices(dataset.classes, predictor.classes)[labels])
+    labels = class_indices(dataset.classes, predictor.classes)[labels]
+    return _Sources(sources=sources, labels=labels, notes=dataset.notes)
 
 
 def _split_sources(split: Split, indices: Tensor, predictor: Predictor) -> list[ImageInput]:
@@ -171,15 +178,18 @@ def _split_sources(split: Split, indices: Tensor, predictor: Predictor) -> list[
     return [pad(image) for image in images] if split.is_model_input else list(images)
 
 
-def _decode(predictor: Predictor, sources: Sequence[ImageInput], name: str) -> tuple[Tensor, Tensor]:
-    """Images (N, C, H, W), and the positions (N,) of their sources. Unreadable ones are left out."""
+def _decode(predictor: Predictor, sources: Sequence[ImageInput], name: str) -> tuple[Tensor, Tensor, list[str]]:
+    """Images (N, C, H, W), the positions (N,) of their sources, and error messages of those that are unreadable."""
     images = torch.empty(len(sources), *predictor.model_config.preprocessing.shape, dtype=torch.uint8)
     positions: list[int] = []
+    errors: list[str] = []
     decoded = chain.from_iterable(predictor.decode_batches(iter(sources)))
     for position, (_, pixels) in enumerate(decoded):
         if isinstance(pixels, Tensor):
             images[len(positions)] = pixels
             positions.append(position)
+        else:
+            errors.append(pixels)
     if not positions:
         raise VitralError(f"no readable images in {name}", SUPPORTED_FORMATS)
-    return images[: len(positions)], torch.tensor(positions)
+    return images[: len(positions)], torch.tensor(positions), errors

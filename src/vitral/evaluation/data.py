@@ -175,14 +175,18 @@ def load_split(
             readable = torch.tensor([position not in errors for position in range(len(images))])
             images, labels = images[readable], labels[readable]
             if notes is not None:
-                messages = truncate_list([errors[position] for position in sorted(errors)], 3)
-                notes.append(f"left out {len(errors):,} unreadable file{'s' if len(errors) > 1 else ''}: {messages}")
+                notes.append(unreadable_note([errors[position] for position in sorted(errors)]))
         rows = range(len(split)) if indices is None else indices.tolist()
         locations = [split.images.locations[row] for position, row in enumerate(rows) if position not in errors]
         return Split(images=images, labels=labels, is_model_input=True, locations=locations)
     selected = split.images if indices is None else split.images[indices]
     kept = split if indices is None else replace(split, locations=None, fingerprints=None)
     return replace(kept, images=selected, labels=labels).to_model_input(predictor.model_config.preprocessing)
+
+
+def unreadable_note(errors: Sequence[str]) -> str:
+    """`left out 2 unreadable files: a.jpg: not an image, b.jpg: truncated`"""
+    return f"left out {len(errors):,} unreadable file{'s' if len(errors) > 1 else ''}: {truncate_list(errors, 3)}"
 
 
 def check_classes(dataset: Dataset, predictor: Predictor) -> None:

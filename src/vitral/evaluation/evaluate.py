@@ -12,7 +12,7 @@ from torch import Tensor
 from vitral import bundled
 from vitral.data.classes import class_indices
 from vitral.data.datasets import Split, load_builtin_dataset
-from vitral.data.files.walk import find_images
+from vitral.data.files.walk import SkippedFiles, find_images
 from vitral.data.lazy_images import Images
 from vitral.data.names import is_file_dataset
 from vitral.data.preprocess import to_model_input
@@ -25,6 +25,7 @@ from vitral.evaluation.data import (
     load_dataset_for,
     load_split,
     training_dataset_name,
+    unreadable_note,
 )
 from vitral.evaluation.leaks import LeakReport, find_leaks, leak_report
 from vitral.evaluation.ood import Mahalanobis, OODResult, evaluate_score
@@ -71,6 +72,7 @@ def evaluate(
     def forward(images: Images) -> Tensor:
         return predictor.logits_distributed(images, lambda completed: log(f"{message}: {completed:,} done"))
 
+    notes = list(target.notes)
     logits = tta_logits(forward, target.split.images, tta)
     report = build_report(
         logits,
@@ -80,12 +82,12 @@ def evaluate(
         engine=predictor.engine.info(),
         tta=tta,
         confidence_threshold=None if max_error is None else choose_threshold(target, logits, max_error),
-        ood=None if ood_data is None else evaluate_ood(target, logits, ood_data, log),
+        ood=None if ood_data is None else evaluate_ood(target, logits, ood_data, log, notes),
         robustness=corruption_robustness(target, corrupted_images, log) if corrupted_images else None,
         split=target.split_name,
         leak=_leak_report(target, logits),
     )
-    return replace(report, notes=target.notes), logits
+    return replace(report, notes=tuple(notes)), logits
 
 
 def _leak_report(target: EvalTarget, logits: Tensor) -> LeakReport | None:
@@ -144,14 +146,17 @@ def choose_threshold(target: EvalTarget, logits: Tensor, max_error: float) -> Co
     )
 
 
-def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn) -> OODResult:
-    """Compare three OOD scores on the target's images and on images of another dataset or folder."""
+def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn, notes: list[str]) -> OODResult:
+    """Compare three OOD scores on the target's images and on images of another dataset or folder.
+
+    Sentences about skipped and unreadable files are added to `notes`.
+    """
     log(f"Evaluating OOD detection on {ood_data}")
     predictor, validation = target.predictor, target.validation_split
     trained_on = predictor.model_config.trained_on
     if ood_data == trained_on:
         raise VitralError(f"the model was trained on {ood_data}", "Pass --ood images that it was not trained on")
-    ood_images = load_ood_images(ood_data, predictor)
+    ood_images = load_ood_images(ood_data, predictor, notes)
     dataset = load_dataset_for(trained_on, predictor, target.recipe)
     train = load_split(dataset.train, predictor, indices=evenly_spaced_indices(len(dataset.train), MAX_IMAGES))
     mahalanobis = Mahalanobis(predictor.features(train.images), train.labels)
@@ -177,7 +182,7 @@ def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn) 
     return OODResult(dataset=ood_data, ood_images=len(ood_images), id_images=len(logits), scores=tuple(scores))
 
 
-def load_ood_images(name: str, predictor: Predictor) -> Tensor:
+def load_ood_images(name: str, predictor: Predictor, notes: list[str] | None = None) -> Tensor:
     """Evenly spaced images of a built-in test set, or of a folder in any layout, at the model's input size."""
     if not is_file_dataset(name):
         test = load_builtin_dataset(name).test
@@ -185,13 +190,16 @@ def load_ood_images(name: str, predictor: Predictor) -> Tensor:
         return to_model_input(test.images[indices], predictor.model_config.preprocessing)
     if not Path(name).exists():
         raise VitralError(f"no such folder: {name}", "Pass --ood a folder of images or a built-in dataset")
-    files = find_images([Path(name)])
+    skipped = SkippedFiles()
+    files = find_images([Path(name)], skipped.add)
     selected = (files[index] for index in evenly_spaced_indices(len(files), MAX_IMAGES).tolist())
-    images = [
-        pixels for batch in predictor.decode_batches(selected) for _, pixels in batch if isinstance(pixels, Tensor)
-    ]
+    decoded = [pixels for batch in predictor.decode_batches(selected) for _, pixels in batch]
+    images = [pixels for pixels in decoded if isinstance(pixels, Tensor)]
+    errors = [message for message in decoded if isinstance(message, str)]
     if not images:
         raise VitralError(f"no readable images in {name}", "Pass --ood a folder of images or a built-in dataset")
+    if notes is not None:
+        notes += [note for note in (skipped.summary(), unreadable_note(errors) if errors else None) if note]
     return torch.stack(images)
 
 
@@ -235,4 +243,5 @@ def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:
     matches = [(target, find_leaks(target)) for target in (first, second)]
     leaks = tuple(None if found is None else leak_report(found, target.split) for target, found in matches)
     engines = (first.predictor.engine.info(), second.predictor.engine.info())
-    return replace(comparison, engines=engines, leaks=leaks)
+    notes = tuple(dict.fromkeys(first.notes + second.notes))
+    return replace(comparison, engines=engines, leaks=leaks, notes=notes)

@@ -74,6 +74,7 @@ class ProbeResult:
     evaluated_on: Literal["test", "validation"] = "test"
     engine: Mapping[str, Any] = field(default_factory=dict)  # EngineChoice.info() of the engine in use
     leak: LeakReport | None = None  # evaluated images that are also training images; None: unknown
+    data_notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = to_dict(self)

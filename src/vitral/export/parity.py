@@ -31,6 +31,7 @@ class ParityReport:
     accuracy: tuple[float, float] | None  # None without labels
     images_per_second: tuple[float, float]
     calibration_images: int = 0  # that int8 was calibrated on, none of them compared
+    notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
     @property
     def images(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitral.data.datasets import Dataset, Split
 from vitral.data.decode import SUPPORTED_FORMATS
-from vitral.data.files.walk import find_images
+from vitral.data.files.walk import SkipFn, find_images, ignore_skipped
 from vitral.errors import VitralError
 
 ImageInput = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor  # arrays: see data.decode.decode_image
@@ -39,10 +39,10 @@ def is_single_image(images: object) -> bool:
     raise VitralError(f"expected images, got {_describe(images)}", ACCEPTED)
 
 
-def iter_inputs(images: Any) -> Iterator[ImageInput]:
+def iter_inputs(images: Any, on_skip: SkipFn = ignore_skipped) -> Iterator[ImageInput]:
     """Yield the images of a folder, a batch or an iterable, in which folders stand for the images in them."""
     if isinstance(images, str | Path):
-        files = find_images([Path(images)])
+        files = find_images([Path(images)], on_skip)
         if not files:
             raise VitralError(f"no images in {images}", SUPPORTED_FORMATS)
         yield from files
@@ -59,7 +59,7 @@ def iter_inputs(images: Any) -> Iterator[ImageInput]:
                     f"expected images, but item {position} is {_describe(item)}",
                     "Pass one batch at a time: model.predict(batch); of a DataLoader: model.predict(batch[0])",
                 )
-            yield from iter_inputs(item)
+            yield from iter_inputs(item, on_skip)
         else:
             yield item
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
+from vitral.data.files.walk import SkippedFile
 from vitral.errors import VitralError
 
 if TYPE_CHECKING:
@@ -41,7 +42,15 @@ class Prediction:
 
 
 class Predictions(list[Prediction]):
-    """Predictions of several images, in order. A list, with a table on request."""
+    """Predictions of several images, in order. A list, with a table on request.
+
+    `skipped` holds the path and the reason of every file in the given folders that was not predicted, such as hidden
+    files, dangling links and files that are not images.
+    """
+
+    def __init__(self, predictions: Iterable[Prediction] = (), skipped: Sequence[SkippedFile] = ()) -> None:
+        super().__init__(predictions)
+        self.skipped = tuple(skipped)  # after the predictions: folders are listed as they are reached
 
     @overload
     def __getitem__(self, index: SupportsIndex, /) -> Prediction: ...

@@ -21,7 +21,7 @@ from torch import Tensor
 from vitral import bundled, weights
 from vitral.data.datasets import Split
 from vitral.data.decode import SUPPORTED_FORMATS, ImageDecodeError, decode_image
-from vitral.data.files.walk import find_images
+from vitral.data.files.walk import SkipFn, SkippedFile, find_images, ignore_skipped
 from vitral.data.lazy_images import Images, SubsetImages
 from vitral.data.names import read_class_names
 from vitral.device.cpu import available_cpus
@@ -169,7 +169,8 @@ class Predictor:
             top: Number of labels per image, most probable first. Default: all.
         """
         if not is_single_image(images):
-            return Predictions(self.predict_many(iter_inputs(images), top=top))
+            skipped: list[SkippedFile] = []
+            return Predictions(self.predict_many(iter_inputs(images, skipped.append), top=top), skipped)
         prediction = next(iter(self.predict_many([images], top=top)))
         if prediction.error is not None:
             raise ImageDecodeError(prediction.error)
@@ -224,18 +225,24 @@ class Predictor:
         yield from self.predict_batch(batch, top)
 
     def predict_files(self, paths: Sequence[Path | str], top: int | None = None) -> Predictions:
-        """Predict image files, and all images in folders."""
-        files = find_images([Path(path) for path in paths])
+        """Predict image files, and all images in folders; `skipped` of the result names the other files there."""
+        skipped: list[SkippedFile] = []
+        files = find_images([Path(path) for path in paths], skipped.append)
         if not files:
             raise VitralError(f"no images in {', '.join(map(str, paths))}", SUPPORTED_FORMATS)
-        return Predictions(self.predict_many(files, top=top))
+        return Predictions(self.predict_many(files, top=top), skipped)
 
-    def embed_files(self, paths: Sequence[Path | str]) -> tuple[list[str], Tensor, list[str]]:
-        """File names and features (N, D) of the readable images, and error messages of the others."""
+    def embed_files(
+        self, paths: Sequence[Path | str], on_skip: SkipFn = ignore_skipped
+    ) -> tuple[list[str], Tensor, list[str]]:
+        """File names and features (N, D) of the readable images, and error messages of the others.
+
+        `on_skip` is called for each file in the given folders that is not an image.
+        """
         names: list[str] = []
         features: list[Tensor] = []
         errors: list[str] = []
-        for batch in self.decode_batches(iter(find_images([Path(path) for path in paths]))):
+        for batch in self.decode_batches(iter(find_images([Path(path) for path in paths], on_skip))):
             images = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
             names += [name for name, pixels in batch if isinstance(pixels, Tensor)]
             features += [self.features(torch.stack(images))] if images else []

@@ -14,6 +14,7 @@ from vitral.cli.messages import (
     SPLIT_HELP,
     announce_downloads,
     load_model,
+    print_notes,
     status_line,
 )
 from vitral.cli.options import EngineFlag, SplitFlag
@@ -43,6 +44,7 @@ def compare(args: CompareArgs) -> int:
     announce_downloads(*(args.data or model.model_config.trained_on for model in (first, second)))
     with status_line("Comparing"):
         comparison = api.compare_models(first, second, data=args.data, split=args.split)
+    print_notes(comparison.notes)
     if args.json:
         print(dump_json(comparison.as_dict()))
     else:

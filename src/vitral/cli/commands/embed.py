@@ -41,7 +41,7 @@ def embed(args: EmbedArgs) -> int:
 
     with status_line("Computing features"):
         predictor = load_model(args.model, args.checkpoint, engine=args.engine)
-        count, errors = api.embed(predictor, find_image_files(args.files), args.out)
+        count, errors, _ = api.embed(predictor, find_image_files(args.files), args.out)
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
     print(f"Wrote {args.out} ({count:,} {'image' if count == 1 else 'images'})")

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral.cli.checks import check_inputs
-from vitral.cli.messages import EVAL_DATA_HELP, LABELS_HELP, MODEL_HELP, announce_downloads, load_model, status_line
+from vitral.cli.messages import (
+    EVAL_DATA_HELP,
+    LABELS_HELP,
+    MODEL_HELP,
+    announce_downloads,
+    load_model,
+    print_notes,
+    status_line,
+)
 from vitral.cli.options import checkpoint_flags
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import shell_quote
@@ -53,6 +61,7 @@ def export(args: ExportArgs) -> int:
             images=args.images,
             min_agreement=args.min_agreement,
         )
+    print_notes(parity.notes)
     print(f"Exported {file} ({file.stat().st_size / 1e6:.1f} MB)")
     print(f"Compared with the model: {parity}")
     if args.to == "onnx":

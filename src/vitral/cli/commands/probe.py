@@ -15,6 +15,7 @@ from vitral.cli.messages import (
     JSON_HELP,
     MODEL_HELP,
     load_model,
+    print_notes,
     status_line,
 )
 from vitral.cli.options import EngineFlag, checkpoint_flags
@@ -47,6 +48,7 @@ def probe(args: ProbeArgs) -> int:
     predictor = load_model(args.init_from, args.checkpoint, engine=args.engine)
     with status_line("Computing features and fitting classifiers"):
         result = api.probe(args.data, predictor, out=args.out)
+    print_notes(result.data_notes)
     if args.json:
         print(dump_json(result.as_dict()))
     else:
