@@ -83,6 +83,9 @@ def test_exported_preprocessing_accepts_images_of_any_size(tmp_path: Path) -> No
         expected = (reference_logits(model, model_config.preprocessing, pixels) / 1.7).softmax(1)[0]
         probabilities = {label.name: label.probability for label in exported.predict(picture).labels}
         np.testing.assert_allclose([probabilities[name] for name in CLASSES], expected.numpy(), atol=0.01)
+    with pytest.raises(VitralError, match=r"gone\.png: no such file") as caught:
+        exported.predict(tmp_path / "gone.png")
+    assert caught.value.hint == "Check the path"
 
 
 ExportFn = Callable[[str], tuple[Path, ParityReport]]

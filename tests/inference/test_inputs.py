@@ -16,7 +16,7 @@ from PIL import Image
 import vitral
 from support.models import save_random_model, smooth_photo
 from vitral.data.datasets import Split
-from vitral.data.decode import ImageDecodeError
+from vitral.data.decode import SUPPORTED_FORMATS, ImageDecodeError
 from vitral.data.files.walk import SkipReason
 from vitral.errors import VitralError
 from vitral.inference.prediction import Prediction, Predictions
@@ -82,8 +82,21 @@ def test_one_image_gives_one_prediction(model: Predictor, folder: Path) -> None:
 def test_an_unreadable_image_among_several_has_an_error(model: Predictor, folder: Path) -> None:
     predictions = model.predict([folder / "0.png", folder / "gone.png"])
     assert [prediction.error is None for prediction in predictions] == [True, False]
-    with pytest.raises(ImageDecodeError, match=r"gone\.png"):
-        model.predict(folder / "gone.png")
+
+
+def test_one_unreadable_image_raises_with_the_hint_for_its_problem(
+    model: Predictor, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.png").write_text("a note")
+    cases: list[tuple[str | Path, str, str]] = [
+        (folder / "gone.png", f"{folder}/gone.png: no such file", "Check the path"),
+        ("https://example.com/a.png", "https://example.com/a.png: a URL, not a file", "Download the image first"),
+        (tmp_path / "notes.png", f"{tmp_path}/notes.png: not an image", SUPPORTED_FORMATS),
+    ]
+    for image, message, hint in cases:
+        with pytest.raises(ImageDecodeError) as caught:
+            model.predict(image)
+        assert (caught.value.what, caught.value.hint) == (message, hint)
 
 
 def test_predictions_are_a_list(model: Predictor, folder: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from vitral.data.decode import ImageDecodeError, decode_image
 from vitral.data.resize_crop import PIL_MODES, resize_and_crop
 from vitral.errors import VitralError
-from vitral.inference.prediction import Prediction, assemble_predictions
+from vitral.inference.prediction import Prediction, assemble_predictions, source_name
 from vitral.utils.json_toml import parse_json
 
 METADATA_KEY = "vitral"
@@ -101,20 +101,16 @@ class OnnxModel:
 
     def predict(self, source: Any, top: int | None = None) -> Prediction:
         """Predict one image. Raises ImageDecodeError if it cannot be read."""
-        prediction = next(self.predict_many([source], top))
-        if prediction.error is not None:
-            raise ImageDecodeError(prediction.error)
-        return prediction
+        return next(self._predict_batch([(source_name(source), self.decode(source))], top))
 
     def predict_many(self, sources: Iterable[Any], top: int | None = None) -> Iterator[Prediction]:
         """Yield one prediction per image, in order. An unreadable image yields a Prediction with `error` set."""
         batch: list[tuple[str, Array | str]] = []
         for source in sources:
-            name = str(source) if isinstance(source, str | Path) else "image"
             try:
-                batch.append((name, self.decode(source)))
+                batch.append((source_name(source), self.decode(source)))
             except ImageDecodeError as error:
-                batch.append((name, error.what))
+                batch.append((source_name(source), error.what))
             if len(batch) == self.max_batch_size:
                 yield from self._predict_batch(batch, top)
                 batch = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from vitral.data.files.walk import SkippedFile
@@ -86,6 +87,11 @@ def table_row(prediction: Prediction) -> dict[str, Any]:
         "error": prediction.error,
         "engine": prediction.engine,
     }
+
+
+def source_name(image: object) -> str:
+    """`Prediction.source` of an image: its path, or "image" if it was passed in memory."""
+    return str(image) if isinstance(image, str | Path) else "image"
 
 
 def rank_labels(classes: Sequence[str], probabilities: Sequence[float], top: int | None) -> tuple[Label, ...]:

@@ -34,7 +34,7 @@ from vitral.inference.inputs import ImageInput as ImageInput
 from vitral.inference.inputs import is_single_image, iter_inputs
 from vitral.inference.prediction import Label as Label
 from vitral.inference.prediction import Prediction as Prediction
-from vitral.inference.prediction import Predictions, assemble_predictions, rank_labels
+from vitral.inference.prediction import Predictions, assemble_predictions, rank_labels, source_name
 from vitral.models.vit import ViT
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.runs.model_io import ModelConfig, load_model
@@ -171,10 +171,7 @@ class Predictor:
         if not is_single_image(images):
             skipped: list[SkippedFile] = []
             return Predictions(self.predict_many(iter_inputs(images, skipped.append), top=top), skipped)
-        prediction = next(iter(self.predict_many([images], top=top)))
-        if prediction.error is not None:
-            raise ImageDecodeError(prediction.error)
-        return prediction
+        return next(self.predict_batch([self._decode(images)], top))
 
     def explain(
         self,
@@ -214,8 +211,6 @@ class Predictor:
         self, images: Iterable[ImageInput], top: int | None = None, batch_size: int = 64
     ) -> Iterator[Prediction]:
         """Yield one prediction per image, in order. An unreadable image yields a Prediction with `error` set."""
-        if top is not None and top < 1:
-            raise VitralError(f"top must be at least 1, got {top}", "None returns all labels")
         batch: list[DecodedImage] = []
         for image in images:
             batch.append(self.decode_image(image))
@@ -295,12 +290,14 @@ class Predictor:
         return compute_metrics(self.logits(images), split.labels, self.classes)
 
     def decode_image(self, image: ImageInput) -> DecodedImage:
-        """Decode, resize and crop one image."""
-        name = str(image) if isinstance(image, str | Path) else "image"
+        """Decode, resize and crop one image. Returns the message of an ImageDecodeError instead of the pixels."""
         try:
-            return name, self.model_config.preprocessing.resize_and_crop(decode_image(image))
+            return self._decode(image)
         except ImageDecodeError as error:
-            return name, error.what
+            return source_name(image), error.what
+
+    def _decode(self, image: ImageInput) -> DecodedImage:
+        return source_name(image), self.model_config.preprocessing.resize_and_crop(decode_image(image))
 
     def decode_batches(self, images: Iterator[ImageInput]) -> Iterator[list[DecodedImage]]:
         """Yield decoded batches. Threads decode a bounded number of images ahead: Pillow releases the GIL."""
@@ -320,6 +317,8 @@ class Predictor:
 
     def predict_batch(self, batch: Sequence[DecodedImage], top: int | None) -> Iterator[Prediction]:
         """Predict decoded images."""
+        if top is not None and top < 1:
+            raise VitralError(f"top must be at least 1, got {top}", "None returns all labels")
         readable = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
         if readable:
             images = torch.stack(readable)
