@@ -21,6 +21,7 @@ from PIL import Image
 
 import vitral
 from support.common import identical
+from support.damage import DAMAGES
 from support.photos import COLOURS, PREPROCESSING, save_class_folders, save_photo
 from vitral.cli.commands import data as data_command
 from vitral.data.decode import decode_image
@@ -228,31 +229,6 @@ def test_older_packs_of_the_same_folder_are_deleted(photos):
     load_file_dataset(photos, PREPROCESSING)
     assert pack.exists()
     assert not old.exists()
-
-
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def make_empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def flip_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-len(content) // 4] ^= 1
-    file.write_bytes(content)
-
-
-def change_content(file: Path) -> None:
-    """Replace a file by another valid one: images of another shape, or JSON that is not an object."""
-    if file.suffix == ".npy":
-        np.save(file, np.zeros((80, 3, 4, 4), dtype=np.uint8))
-    else:
-        file.write_text("[1, 2]")
-
-
-DAMAGES = [truncate, make_empty, flip_bit, change_content]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -16,11 +16,13 @@ import torch
 import webdataset
 
 import vitral
+from support.damage import DAMAGES
 from support.photos import COLOURS, PREPROCESSING, noisy_image
 from vitral.data.decode import decode_image
 from vitral.data.files.file_dataset import ReadOptions, load_file_dataset, storage_preprocessing
 from vitral.data.files.shards import list_shards, shard_index, shard_splits
 from vitral.data.names import is_file_dataset
+from vitral.data.registry.cache import cache_dir
 from vitral.errors import VitralError
 
 NAMES = sorted(COLOURS)
@@ -114,6 +116,23 @@ def test_shard_index_is_cached(local_shards, monkeypatch):
     list_shards(str(local_shards / "train-{000..002}.tar"), 0.2)
     monkeypatch.setattr(tarfile, "open", lambda *_, **__: pytest.fail("read again"))
     list_shards(str(local_shards / "train-{000..002}.tar"), 0.2)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_shard_index_is_reported_and_written_again(local_shards, damage, capsys):
+    pattern = f"{local_shards}/{{train-{{000..002}},val-000}}.tar"
+    before = set((cache_dir() / "shards").glob("*"))
+    expected = list_shards(pattern, 0.0)
+    cached, *others = sorted(set((cache_dir() / "shards").glob("*")) - before)
+    assert len(others) == 3
+    content = cached.read_bytes()
+    damage(cached)
+    for is_first in (True, False):
+        assert list_shards(pattern, 0.0) == expected
+        warnings = capsys.readouterr().err.splitlines()
+        assert len(warnings) == is_first
+        assert all(line.startswith(f"warning: damaged cache file {cached} (") for line in warnings)
+    assert cached.read_bytes() == content
 
 
 def test_special_members_and_paths_outside_the_archive_are_harmless(tmp_path):
