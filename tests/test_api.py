@@ -76,6 +76,23 @@ def test_the_terminal_output_summarises_the_run(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.usefixtures("no_figures")
+def test_an_accuracy_with_tta_is_named_as_such_next_to_that_of_predictions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vitral.train("digits", out=tmp_path / "run", quiet=False, tta="flip", **TINY)
+    output = capsys.readouterr().out
+    plain = vitral.evaluate(tmp_path / "run").headline.accuracy
+    values = json.loads((tmp_path / "run" / "test.json").read_text())
+    assert values["tta"] == "flip"
+    assert values["accuracy_without_tta"] == {"value": plain.value, "low": plain.low, "high": plain.high}
+    assert values["top1"] != plain.value, "mirror images of digits change predictions"
+    interval = f"95% CI {100 * plain.low:.2f}-{plain.high:.2%}"
+    with_tta = "This is with test-time augmentation (logits averaged over the image and its mirror image)."
+    without_tta = f"predict, evaluate and serve do not use it: {plain.value:.2%} ({interval})."
+    assert f"{with_tta}\n                {without_tta}\n" in output
+
+
+@pytest.mark.usefixtures("no_figures")
 def test_the_test_set_is_read_only_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     digits = datasets.load_builtin_dataset("digits")

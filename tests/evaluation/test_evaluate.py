@@ -87,10 +87,14 @@ def test_the_reference_engine_scores_the_plain_module(run: Path) -> None:
 
 def test_tta_averages_the_logits_of_the_engine(run: Path) -> None:
     target = load_eval_target(run)
-    _, logits = evaluate(target, tta="flip")
+    report, logits = evaluate(target, tta="flip")
     images = target.split.images[:]
     expected = (target.predictor.logits(images) + target.predictor.logits(images.flip(-1))) / 2
     torch.testing.assert_close(logits, expected)
+    plain = vitral.evaluate(run)
+    assert report.accuracy_without_tta == plain.headline.accuracy
+    assert report.scalars()["test_top1_without_tta"] == plain.top1
+    assert plain.accuracy_without_tta is None
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -17,6 +17,7 @@ from vitral.data.lazy_images import Images
 from vitral.data.names import is_file_dataset
 from vitral.data.preprocess import to_model_input
 from vitral.errors import VitralError, truncate_list
+from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, fit_calibration
 from vitral.evaluation.compare import PairedComparison, compare_predictions
 from vitral.evaluation.data import (
@@ -31,7 +32,7 @@ from vitral.evaluation.leaks import LeakReport, find_leaks, leak_report
 from vitral.evaluation.ood import Mahalanobis, OODResult, evaluate_score
 from vitral.evaluation.report import EvaluationReport, build_report
 from vitral.evaluation.robustness import NUM_CORRUPTIONS, Robustness, measure_robustness
-from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate_threshold
+from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate_threshold, proportion_interval
 from vitral.evaluation.tta import tta_logits
 from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration, LogitScore, id_score
@@ -58,7 +59,7 @@ def evaluate(
         max_error: also choose the confidence threshold above which at most this share of predictions is wrong.
         ood_data: a dataset or folder of out-of-distribution images; also measure how well they are detected.
         corrupted_images: also measure the accuracy on this many images under corruption.
-        tta: test-time augmentation of the evaluated images.
+        tta: test-time augmentation of the evaluated images; the accuracy without it is measured too.
     """
     predictor = target.predictor
     if max_error is not None and not len(target.validation_split):
@@ -87,7 +88,12 @@ def evaluate(
         split=target.split_name,
         leak=_leak_report(target, logits),
     )
-    return replace(report, notes=tuple(notes)), logits
+    plain = None if tta == "none" else _accuracy(forward(target.split.images), target.split.labels)
+    return replace(report, notes=tuple(notes), accuracy_without_tta=plain), logits
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> Interval:
+    return proportion_interval(int((logits.argmax(dim=1).cpu() == labels).sum()), len(labels))
 
 
 def _leak_report(target: EvalTarget, logits: Tensor) -> LeakReport | None:

@@ -32,6 +32,7 @@ from vitral.evaluation.selective_prediction import (
     risk_coverage,
     sort_by_confidence,
 )
+from vitral.evaluation.tta import TTA_DESCRIPTIONS
 from vitral.models.calibration import Calibration
 from vitral.recipes.options import TTA
 
@@ -67,7 +68,8 @@ class EvaluationReport(Metrics):
     split: str = "test"
     calibrated_on: str = "validation"  # split on which temperature and OOD threshold were fitted
     engine: Mapping[str, Any] = field(default_factory=dict)  # EngineChoice.info() of the engine in use
-    tta: TTA = "none"
+    tta: TTA = "none"  # of all metrics, except `accuracy_without_tta`
+    accuracy_without_tta: Interval | None = None  # that of predict and evaluate, which use no TTA; None if tta="none"
     notes: tuple[str, ...] = ()  # files that were skipped or could not be read
     leak: LeakReport | None = None  # evaluated images that were used for training; None: unknown
 
@@ -75,7 +77,19 @@ class EvaluationReport(Metrics):
         """The main metrics by split and name, as in `test_top1`, for experiment trackers."""
         headline = {f.name: getattr(self.headline, f.name).value for f in fields(self.headline) if f.name != "accuracy"}
         values = {"top1": self.top1, "loss": self.loss, **headline}
+        if self.accuracy_without_tta is not None:
+            values["top1_without_tta"] = self.accuracy_without_tta.value
         return {f"{self.split}_{name}": float(value) for name, value in values.items()}
+
+    def tta_sentences(self) -> list[str]:
+        """What the metrics mean if they include TTA: how it works, and the accuracy of predictions without it."""
+        if self.tta == "none":
+            return []
+        sentences = [f"This is with test-time augmentation ({TTA_DESCRIPTIONS[self.tta]})."]
+        if (plain := self.accuracy_without_tta) is not None:
+            interval = f"95% CI {100 * plain.low:.2f}-{plain.high:.2%}"
+            sentences.append(f"predict, evaluate and serve do not use it: {plain.value:.2%} ({interval}).")
+        return sentences
 
 
 def build_report(

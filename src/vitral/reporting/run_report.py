@@ -64,10 +64,11 @@ def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport) ->
     selected = figures.select_examples(predictor.probabilities(images), labels)
     example = images[selected[0]]
     figures.plot_training_curves(run.load_metrics(), run.figure_dir / "curves.png")
+    with_tta = "" if evaluation.tta == "none" else "with TTA "
     figures.plot_confusion_matrix(
         evaluation,
         run.figure_dir / "confusion.png",
-        title=f"Accuracy {evaluation.top1:.2%}, {evaluation.images:,} images",
+        title=f"Accuracy {with_tta}{evaluation.top1:.2%}, {evaluation.images:,} images",
     )
     figures.plot_attention(predictor, images[selected], labels[selected], run.figure_dir / "attention.png")
     figures.plot_attention_overview(predictor, example, run.figure_dir / "attention_overview.png")

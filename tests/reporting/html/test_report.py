@@ -28,6 +28,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.doctor import diagnose
 from vitral.errors import VitralError
+from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.data import load_eval_target
 from vitral.evaluation.evaluate import evaluate
 from vitral.evaluation.ood import OODResult, evaluate_score
@@ -148,6 +149,17 @@ def test_validation_results_are_marked_as_optimistic(cpu: Hardware) -> None:
     assert "best epoch was selected on these images" in summary_section(
         replace(make_report_data(cpu, ("a", "b"), images=4), split_name="validation")
     )
+
+
+def test_an_accuracy_with_tta_is_shown_next_to_that_without(cpu: Hardware) -> None:
+    data = make_report_data(cpu, ("a", "b"), images=4)
+    plain = Interval(value=0.8125, low=0.75, high=0.875)
+    evaluation = replace(data.evaluation, tta="flip", accuracy_without_tta=plain)
+    html = render_report(replace(data, evaluation=evaluation))
+    assert "accuracy with test-time augmentation (" in html
+    assert "<b>81.25%</b><span>without it, as in predict and evaluate (75.00–87.50%)" in html
+    assert "predict, evaluate and serve do not use it: 81.25% (95% CI 75.00-87.50%)." in html
+    assert "test-time augmentation" not in render_report(data)
 
 
 def test_content_security_policy_matches_script_and_style(cpu: Hardware) -> None:

@@ -154,6 +154,22 @@ def test_model_card_has_the_evaluation_results(run, tmp_path):
         assert library in card.text
 
 
+def test_model_card_has_the_accuracy_with_and_without_tta(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    test = json.loads((run / "test.json").read_text())
+    plain = {"value": 0.75, "low": 0.5, "high": 0.875}
+    (tmp_path / "run" / "test.json").write_text(json.dumps(test | {"tta": "flip", "accuracy_without_tta": plain}))
+    push(tmp_path / "run", "hf:me/insects", folder=tmp_path / "there", dry_run=True)
+    card = HubCard.load(tmp_path / "there" / "README.md")
+    (result,) = card.data.eval_results
+    assert result.metric_value == 0.75, "that of a plain prediction"
+    assert f"| Top-1 accuracy with test-time augmentation | {test['top1']:.2%} |" in card.text
+    assert "| Top-1 accuracy | 75.00% | 50.00-87.50% |" in card.text
+    (tmp_path / "run" / "test.json").write_text(json.dumps(test | {"accuracy_without_tta": {"value": "high"}}))
+    with pytest.raises(VitralError, match=r"test\.json"):
+        push(tmp_path / "run", "hf:me/insects", folder=tmp_path / "again", dry_run=True)
+
+
 def published_text(folder: Path) -> str:
     """The bytes of all published files as text."""
     return "".join(file.read_bytes().decode("latin-1") for file in folder.rglob("*") if file.is_file())

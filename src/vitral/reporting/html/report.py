@@ -83,12 +83,15 @@ def leak_banner(data: ReportData) -> str:
 def key_figures(data: ReportData) -> str:
     """The most important metrics, below the title."""
     evaluation = data.evaluation
-    headline = evaluation.headline
+    headline, plain = evaluation.headline, evaluation.accuracy_without_tta
+    with_tta = "" if evaluation.tta == "none" else " with test-time augmentation"
     boxes = [
-        (percent(headline.accuracy.value), f"accuracy ({interval(headline.accuracy)})"),
+        (percent(headline.accuracy.value), f"accuracy{with_tta} ({interval(headline.accuracy)})"),
         (f"{evaluation.images:,}", f"{data.split_name} images, {len(evaluation.per_class)} classes"),
         (percent(headline.ece.value), f"calibration error ({interval(headline.ece)})"),
     ]
+    if plain is not None:
+        boxes.insert(1, (percent(plain.value), f"without it, as in predict and evaluate ({interval(plain)})"))
     if evaluation.ood is not None:
         boxes.append((percent(evaluation.ood.best.auroc.value, 1), f"OOD AUROC against {evaluation.ood.dataset}"))
     if evaluation.robustness is not None:

@@ -32,6 +32,7 @@ def summary_section(data: ReportData) -> str:
     metric_table = table(("Metric", data.split_name, "95% interval"), rows)
     caveat = "The best epoch was selected on these images, so new images will score slightly lower. "
     footnote = note(
+        f"{''.join(f'{sentence} ' for sentence in evaluation.tta_sentences())}"
         f"{caveat if data.split_name == 'validation' else ''}Intervals: Wilson for accuracy, 1,000 bootstrap resamples "
         f"of the images for the others. Probabilities are calibrated with temperature {evaluation.temperature:.3f}, "
         f"fitted on the {evaluation.calibrated_on} images."

@@ -13,6 +13,7 @@ from typing import Any
 
 from vitral import __version__
 from vitral.errors import VitralError, error_reason
+from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.metrics import Metrics
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.model_io import ModelConfig, published_name
@@ -74,6 +75,8 @@ def _load_test(file: Path) -> dict[str, Any]:
         test = read_json_object(file)
         metrics = {name: test[name] for name in field_names(Metrics) if test.get(name) is not None}
         from_dict(Metrics, {"loss": math.nan} | metrics | {"confusion": ()})  # the card does not show the matrix
+        if (plain := test.get("accuracy_without_tta")) is not None:
+            from_dict(Interval, plain)
     except (OSError, ValueError) as error:
         raise VitralError(f"cannot read {file}: {error_reason(error)}", hint) from error
     except VitralError as error:
@@ -132,7 +135,8 @@ def _metadata(
         "base_model": init_from.removeprefix("hf:").split("@")[0] if init_from.startswith("hf:") else None,
     }
     if record.test:
-        metric = {"type": "accuracy", "name": "top-1 accuracy", "value": round(record.test["top1"], 6)}
+        plain = record.test.get("accuracy_without_tta") or {"value": record.test["top1"]}
+        metric = {"type": "accuracy", "name": "top-1 accuracy", "value": round(plain["value"], 6)}
         dataset = {"name": _dataset_name(config, record), "type": "image-folder", "split": record.split}
         task = {"type": "image-classification", "name": "image classification"}
         metadata["model-index"] = [
@@ -154,6 +158,7 @@ def results_section(record: RunRecord) -> list[str]:
         "test": " (half of them were also used for calibration)" if calibrated_on_test else " (evaluated once)",
         "validation": " (also used to select the best epoch, so slightly optimistic)",
     }
+    with_tta = "" if test.get("tta", "none") == "none" else " with test-time augmentation"
     lines = [
         "## Evaluation results",
         "",
@@ -161,7 +166,12 @@ def results_section(record: RunRecord) -> list[str]:
         "",
         "| Metric | Value | 95% interval |",
         "|---|---|---|",
-        f"| Top-1 accuracy | {test['top1']:.2%} | {100 * test['top1_low']:.2f}-{test['top1_high']:.2%} |",
+        f"| Top-1 accuracy{with_tta} | {test['top1']:.2%} | {100 * test['top1_low']:.2f}-{test['top1_high']:.2%} |",
+        *(
+            [f"| Top-1 accuracy | {plain['value']:.2%} | {100 * plain['low']:.2f}-{plain['high']:.2%} |"]
+            if (plain := test.get("accuracy_without_tta"))
+            else []
+        ),
         *([f"| Top-5 accuracy | {test['top5']:.2%} | |"] if len(test["per_class"]) > 5 else []),
         *([f"| Cross-entropy (uncalibrated) | {test['loss']:.4f} | |"] if test["loss"] is not None else []),
         "",

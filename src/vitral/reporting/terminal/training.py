@@ -17,7 +17,6 @@ from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import shell_quote
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, split_warning
 from vitral.evaluation.report import EvaluationReport
-from vitral.evaluation.tta import TTA_DESCRIPTIONS
 from vitral.models.variants import VARIANTS
 from vitral.recipes.schema import Recipe
 from vitral.reporting.run_report import EXAMPLE
@@ -87,8 +86,7 @@ def print_result(
     ]
     if evaluation.split == "validation":
         lines.append("                There are no test images; the epoch was selected on these.")
-    if recipe.tta != "none":
-        lines.append(f"                {TTA_DESCRIPTIONS[recipe.tta]}")
+    lines += [f"                {sentence}" for sentence in evaluation.tta_sentences()]
     lines += [
         f"\nMost confused     {confused or 'none'}",
         f"Report            {run.report_file}",
