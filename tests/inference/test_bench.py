@@ -21,11 +21,13 @@ from vitral.device import cpu as cpu_info
 from vitral.errors import VitralError
 from vitral.evaluation.comparison_images import load_comparison_images
 from vitral.evaluation.data import evenly_spaced_indices
+from vitral.evaluation.evaluate import calibrate_model
 from vitral.inference.agreement import Agreement
 from vitral.inference.bench import recommend
 from vitral.inference.cpu_engine import supported_precisions
 from vitral.inference.engine_selection import BenchRow, load_bench_results
 from vitral.inference.predictor import Predictor
+from vitral.runs.model_io import load_model_config, save_model_config
 from vitral.utils.intervals import images_to_show
 
 pytestmark = pytest.mark.skipif(not cpu_info.cpu_has_packed_linear(), reason="this build of PyTorch has no oneDNN")
@@ -109,6 +111,29 @@ def test_the_recommended_engine_is_stored_shown_and_reset(trained: Path, capsys:
     assert not {path.name for path in (trained / "model").iterdir()} & {"bench.json", "int8.safetensors"}
     run_vitral("bench", trained, "--show")
     assert "No benchmark is stored for this CPU" in capsys.readouterr().out
+
+
+def test_bench_says_how_to_calibrate_for_the_chosen_engine(
+    trained: Path, dataset: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The chosen engine is fp32; the model was calibrated with int8 before."""
+    calibrate_model(Predictor.load(trained, device="cpu"), dataset.validation)
+    run_vitral("bench", trained, *BENCH_OPTIONS)
+    assert "--calibrate" not in capsys.readouterr().out
+    model_dir = trained / "model"
+    config = load_model_config(model_dir / "config.json")
+    save_model_config(model_dir, replace(config, calibration=replace(config.calibration, engine="int8")))
+    hint = (
+        "Temperature and OOD threshold were fitted with int8. "
+        f"To fit them with fp32: vitral evaluate {trained} --calibrate\n"
+    )
+    for option in ("--show", "--reset"):
+        run_vitral("bench", trained, option)
+        assert capsys.readouterr().out.endswith(hint)
+    calibrate_model(Predictor.load(trained, device="cpu"), dataset.validation)
+    assert load_model_config(model_dir / "config.json").calibration.engine == "fp32"
+    run_vitral("bench", trained, "--reset")
+    assert "--calibrate" not in capsys.readouterr().out
 
 
 def test_a_result_without_intervals_is_not_used(trained: Path) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vitral import bundled
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import EVAL_DATA_HELP, JSON_HELP, MODEL_HELP, announce_downloads, load_model
 from vitral.cli.options import checkpoint_flags
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError, shell_quote
 from vitral.utils.json_toml import dump_json
+
+if TYPE_CHECKING:
+    from vitral.inference.predictor import Predictor
 
 NO_RESULT = "No benchmark is stored for this CPU"
 
@@ -49,6 +53,7 @@ def bench(args: BenchArgs) -> int:
         removed = api.reset_bench(predictor)
         print(f"Deleted the choice of {removed.engine}" if removed else NO_RESULT)
         print("predict, evaluate and serve use fp32 on this CPU")
+        print_calibration_hint(predictor, "fp32", args.model)
         return 0
     if args.show:
         result = api.load_bench(predictor)
@@ -73,8 +78,23 @@ def bench(args: BenchArgs) -> int:
     else:
         from vitral.reporting.terminal.bench import print_bench
 
-        print_bench(result, args.model, is_stored=api.bench_folder(predictor) is not None)
+        is_stored = api.bench_folder(predictor) is not None
+        print_bench(result, args.model, is_stored=is_stored)
+        if is_stored:
+            print_calibration_hint(predictor, result.engine, args.model)
     return 0
+
+
+def print_calibration_hint(predictor: Predictor, engine: str, model: str) -> None:
+    """Say how to calibrate a model for `engine` if it was calibrated with another one. Bundled models are read-only."""
+    calibration = predictor.model_config.calibration
+    is_calibrated = calibration.temperature != 1 or calibration.ood_threshold is not None
+    has_same_logits = calibration.engine == engine or {calibration.engine, engine} == {"reference", "fp32"}
+    if is_calibrated and not has_same_logits and not bundled.bundled_name(predictor.path or ""):
+        print(
+            f"Temperature and OOD threshold were fitted with {calibration.engine}. "
+            f"To fit them with {engine}: vitral evaluate {shell_quote(model)} --calibrate"
+        )
 
 
 COMMAND = Command("bench", BenchArgs, bench)
