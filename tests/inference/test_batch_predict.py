@@ -251,37 +251,28 @@ sys.exit(batch_predict.predict_to_file(predictor, [Path(sys.argv[2])], Path(sys.
 """
 
 
-SLOW_CLI = """
-import signal, sys, time
-from vitral.cli.main import main
-from vitral.inference.predictor import Predictor
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background ignores SIGINT
-predict_batch = Predictor.predict_batch
-
-def slow_predict_batch(self, batch, top):
-    print("next batch", file=sys.stderr, flush=True)
-    time.sleep(0.5)
-    yield from predict_batch(self, batch, top)
-
-Predictor.predict_batch = slow_predict_batch
-main(sys.argv[1:])
-"""
-
-
 def test_ctrl_c_says_how_to_continue_and_the_same_command_does(
-    model_dir: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_dir: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "predictions.jsonl"
     arguments = ["predict", str(model_dir), str(images), "--out", str(out), "--device", "cpu"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_CLI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    assert [process.stderr.readline() for _ in range(2)] == ["next batch\n"] * 2
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 130
-    lines = [line for line in errors.splitlines() if line != "next batch"]
+    predict_batch, num_batches = Predictor.predict_batch, 0
+
+    def interrupt_third_batch(self: Predictor, batch: Any, top: int | None) -> Iterator[Prediction]:
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches == 3:
+            signal.raise_signal(signal.SIGINT)
+        yield from predict_batch(self, batch, top)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Predictor, "predict_batch", interrupt_third_batch)
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a runner in the background ignores SIGINT
+        try:
+            run_vitral(*arguments, expect=130)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"interrupted; \d+ of 120 images are predicted and saved in .*\.parts", lines[0])
     assert lines[1:] == ["Continue with the same command"]
     assert not out.exists()
