@@ -16,6 +16,7 @@ from vitral.data.datasets import Split
 from vitral.errors import VitralError
 from vitral.recipes.builtin import RECIPES, get_recipe
 from vitral.reporting.terminal.training import vitral_command
+from vitral.runs.run import Run
 from vitral.training.trainer import Trainer
 
 TINY: dict[str, Any] = {"epochs": 1, "model.depth": 1, "model.width": 32}
@@ -195,7 +196,8 @@ def test_figures_that_cannot_be_written_do_not_lose_the_result(tmp_path: Path, m
 @pytest.mark.usefixtures("no_figures")
 def test_a_changed_recipe_is_refused_on_resume(tmp_path: Path) -> None:
     vitral.train("digits", out=tmp_path / "run", **TINY)
-    (tmp_path / "run" / "test.json").unlink()
+    run = Run(tmp_path / "run")
+    run.write_environment({key: value for key, value in run.load_environment().items() if key != "finished"})
     recipe = tmp_path / "run" / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("epochs = 1\n", "epochs = 2\n"))
     with pytest.raises(VitralError, match=r"does not match .*recipe\.toml"):
