@@ -126,7 +126,7 @@ def add_class(split: str, name: str, count: int) -> Callable[[Path], object]:
 SPLIT_DEFECTS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("exact-duplicates-across-splits", "2 exact duplicates across train and validation", leak_exact_copy),
     ("near-duplicates-across-splits", "2 near duplicates across train and validation", leak_recompressed_copy),
-    ("split-name", "is ignored; did you mean 'valid'?", lambda folder: (folder / "val").rename(folder / "vald")),
+    ("split-name", "is ignored; did you mean 'val'?", lambda folder: (folder / "val").rename(folder / "vald")),
     ("split-name", "is read as train", lambda folder: (folder / "train").rename(folder / "Train")),
     ("class-name", "validation has classes without training images: moths", add_class("val", "moths", 3)),
     ("class-name", "validation has no images of wasps", add_class("train", "wasps", 12)),
