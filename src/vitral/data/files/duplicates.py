@@ -57,7 +57,7 @@ def exact_groups(files: Sequence[Path]) -> list[list[int]]:
     for index, file in enumerate(files):
         try:
             status = file.stat()
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a null byte in the path, which a CSV list may contain
             continue  # reported when the file is decoded
         if irregular_file_kind(status.st_mode) is None:  # opening a pipe, which a CSV list may name, would block
             by_size[status.st_size].append(index)
