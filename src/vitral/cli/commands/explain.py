@@ -60,8 +60,7 @@ class ExplainArgs:
 
 def explain(args: ExplainArgs) -> int:
     if args.faithfulness is not None:
-        check_inputs(args.model, data=args.faithfulness, labels=args.labels)
-        return measure_faithfulness(args)
+        return measure_faithfulness(args, args.faithfulness)
     if not args.files:
         raise missing_images_error("explain", args.model)
     check_inputs(args.model, images=args.files, labels=args.labels)
@@ -139,22 +138,23 @@ def method_options(args: ExplainArgs) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def measure_faithfulness(args: ExplainArgs) -> int:
-    from vitral.evaluation.data import load_eval_target
-    from vitral.explain import faithfulness, load_explainable
-    from vitral.reporting.figures.faithfulness import plot_faithfulness
-    from vitral.reporting.terminal.faithfulness import faithfulness_to_dict, print_faithfulness
-
+def measure_faithfulness(args: ExplainArgs, data: str) -> int:
     if options := method_options(args):
         raise VitralError(
             f"--faithfulness cannot be combined with --{next(iter(options))}",
             "It tests the methods with their default options; select methods with --method",
         )
+    check_inputs(args.model, data=data, labels=args.labels)
+    from vitral.evaluation.data import load_eval_target
+    from vitral.explain import faithfulness, load_explainable
+    from vitral.reporting.figures.faithfulness import plot_faithfulness
+    from vitral.reporting.terminal.faithfulness import faithfulness_to_dict, print_faithfulness
+
     methods = selected_methods(args)
     predictor = load_explainable(args.model, args.labels, checkpoint_options(args.checkpoint))
     print_notes(predictor.notes)
-    announce_downloads(args.faithfulness)
-    target = load_eval_target(predictor, args.faithfulness, args.split)
+    announce_downloads(data)
+    target = load_eval_target(predictor, data, args.split)
     if not args.method:
         methods = faithfulness.applicable_methods(target.predictor.model)
     available = len(target.split.labels)
