@@ -45,20 +45,20 @@ def test_help_shows_the_values_of_the_recipe(
 ) -> None:
     code, out, err = command("train", *words, "--help")
     assert (code, err) == (0, "")
-    assert f"Defaults: those of the recipe {recipe}" in out
+    assert f"Defaults: those of the recipe {recipe}" in " ".join(out.split())
     assert (shown_default(out, "--epochs INT"), shown_default(out, "--optim.lr FLOAT")) == (epochs, lr)
 
 
 def test_help_without_data_says_which_recipe_decides(command: Command) -> None:
     _, out, _ = command("train", "--help")
-    assert "folder-finetune with --init-from" in out
+    assert "folder-finetune with --init-from" in " ".join(out.split())
     assert shown_default(out, "--epochs INT") is None
     assert shown_default(out, "--checkpoint-minutes FLOAT") == "10.0"  # no built-in recipe sets it
 
 
 def test_help_with_a_checkpoint_states_no_architecture(command: Command) -> None:
     _, out, _ = command("train", "photos/", "--init-from", "x", "--help")
-    assert "the checkpoint's architecture" in out
+    assert "the checkpoint's architecture" in " ".join(out.split())
     assert shown_default(out, "--model.width INT") is None
 
 

@@ -100,7 +100,7 @@ def format_rows(rows: Mapping[str, str]) -> str:
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     lines = []
     for left, text in rows.items():
-        wrapped = textwrap.wrap(text, max(width - COLUMN, 30)) or [""]
+        wrapped = wrap(text, max(width - COLUMN, 30)) or [""]
         if len(left) + 4 > COLUMN:
             lines.append(f"  {left}")
             left = ""
@@ -112,6 +112,11 @@ def format_rows(rows: Mapping[str, str]) -> str:
 def wrap_paragraphs(text: str) -> str:
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     return "\n\n".join(
-        paragraph if paragraph.startswith("  ") else textwrap.fill(" ".join(paragraph.split()), width)
+        paragraph if paragraph.startswith("  ") else "\n".join(wrap(" ".join(paragraph.split()), width))
         for paragraph in text.split("\n\n")
     )
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """The lines of a paragraph. Flags such as --init-from and names of recipes are not divided at their hyphens."""
+    return textwrap.wrap(text, width, break_on_hyphens=False)
