@@ -10,11 +10,8 @@ import torchinfo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from vitral.errors import VitralError
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViTConfig
-
-MAX_PATCHES = 2**20  # an image of 16,384x16,384 pixels with patch size 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +37,6 @@ class ModelSummary:
 def summarise(config: ViTConfig, depth: int = 3, variant: str = "plain") -> ModelSummary:
     """Summarise a model; `depth` is the number of module levels in the table."""
     shape = (1, config.channels, *config.image_size)
-    if config.grid[0] * config.grid[1] > MAX_PATCHES:
-        raise VitralError(
-            f"the image has {config.grid[0]}x{config.grid[1]} patches, at most {MAX_PATCHES:,} are supported",
-            "Use a smaller image or larger patches",
-        )
     with torch.device("meta"):
         model = VARIANTS[variant](config)
         table = torchinfo.summary(

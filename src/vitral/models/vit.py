@@ -86,7 +86,9 @@ class ViTConfig:
         require("width", int, lambda D: D % divisor == 0, f"a multiple of {divisor} (heads, positions)")
         check_divisible(self.image_size, self.patch_size)
         if math.prod(self.image_size) > MAX_SIZE * self.patch_size**2:
-            raise ValueError(f"image_size must give at most {MAX_SIZE:,} patches, got {self.image_size}")
+            raise ValueError(
+                f"image_size must give at most {MAX_SIZE:,} patches, got {self.grid[0]}x{self.grid[1]} patches"
+            )
 
     @property
     def grid(self) -> Grid:
