@@ -283,6 +283,6 @@ def test_plan_command_prints_text_and_json(capsys: pytest.CaptureFixture[str]) -
 
 def test_plan_command_refuses_invalid_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpus must be at least 1" in run_plan(capsys, "B/16", "--gpus", "0")
-    assert "Did you mean 'H100'" in run_plan(capsys, "B/16", "--gpu", "h1")
+    assert "Did you mean 'H100'" in run_plan(capsys, "B/16", "--gpu", "h10")
     assert "mfu must be" in run_plan(capsys, "B/16", "--mfu", "1.5")
     assert "missing argument PRESET" in run_plan(capsys)

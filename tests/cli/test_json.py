@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from support.common import TINY_MODEL, Command, skip_figures
@@ -17,14 +17,14 @@ from vitral import api
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose logits are NaN, an image, and photographs in two classes."""
+    """A run whose logits are NaN because its finite weights overflow, and photographs in two classes."""
     folder = tmp_path_factory.mktemp("nan")
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched)
         api.train("digits", epochs=1, out=folder / "run", **TINY_MODEL)
     file = folder / "run" / "model" / "weights.safetensors"
     weights = load_file(file)
-    save_file(weights | {"head.out.bias": weights["head.out.bias"] * math.nan}, file)
+    save_file(weights | {"head.out.weight": torch.full_like(weights["head.out.weight"], 3e38)}, file)
     for index in range(8):
         save_photo(folder / "photos" / ("ants", "bees")[index % 2] / f"{index}.png", (index % 2 * 200, 90, 90), index)
     return folder

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
@@ -330,7 +331,7 @@ def test_saved_image_has_the_same_pixels(tmp_path: Path, channels: int) -> None:
 
 
 def test_fallback_font_is_used_for_missing_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stix = font_manager.findfont("STIXGeneral")
+    stix = str(Path(mpl.get_data_path()) / "fonts" / "ttf" / "STIXGeneral.ttf")
     default = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
     character = next(
         chr(code) for code in font_manager.get_font(stix).get_charmap() if not default.get_char_index(code)
