@@ -26,7 +26,7 @@ from vitral.runs.model_io import load_model, save_model
 from vitral.training import setup
 
 # Sizes as (width, height): large enough for reduced decoding, wide and tall, odd differences, and a long strip.
-SIZES = [(1600, 1067), (1067, 1600), (1601, 1200), (1333, 1000), (1600, 230), (97, 64), (64, 97)]
+SIZES = [(800, 533), (533, 800), (801, 600), (667, 500), (1001, 144), (97, 64), (64, 97)]
 PREPROCESSING = Preprocessing(
     image_size=(61, 61), channels=3, mean=(0.4,) * 3, std=(0.2,) * 3, crop=0.875, interpolation="bicubic"
 )
