@@ -67,6 +67,7 @@ _PACKAGES = ("data", "explain", "weights")
 __all__ = ["__version__", *_PACKAGES, *_MODULE_OF]
 _RIGHT_CALLS = {
     "Model": "vitral.load(MODEL)",
+    "export": "vitral.api.export(MODEL)",
     "fit": "vitral.train(DATA)",
     "predict": "vitral.load(MODEL).predict(IMAGE)",
 }

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import vitral
+import vitral.export as vitral_export
 from support.models import save_random_model, smooth_photo
 from vitral.data.datasets import Split
 from vitral.data.decode import SUPPORTED_FORMATS, ImageDecodeError
@@ -209,3 +210,14 @@ def test_explain_returns_heatmaps_of_the_predicted_class(model: Predictor, folde
     with pytest.raises(VitralError, match="explain takes one image") as caught:
         model.explain(folder)
     assert "model.explain(image) for image in images" in caught.value.hint
+
+
+def test_packages_called_as_functions_name_the_right_call(model: Predictor, folder: Path) -> None:
+    packages: list[tuple[Any, str]] = [
+        (vitral.explain, "model.explain(image)"),
+        (vitral_export, "vitral.api.export(model)"),
+    ]
+    for package, right_call in packages:
+        with pytest.raises(VitralError, match=r"vitral\.\w+ is a module, not a function") as caught:
+            package(model, folder / "0.png")
+        assert f"Use {right_call}" in caught.value.hint

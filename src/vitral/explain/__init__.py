@@ -9,6 +9,7 @@ from __future__ import annotations
 from vitral.explain.api import Explanation, Heatmap, explain, load_explainable
 from vitral.explain.method import Method, rescale_for_display
 from vitral.explain.registry import DEFAULT, METHODS
+from vitral.utils.lazy import name_right_call
 
 __all__ = [
     "DEFAULT",
@@ -20,3 +21,5 @@ __all__ = [
     "load_explainable",
     "rescale_for_display",
 ]
+
+name_right_call(__name__, "model.explain(image), or vitral.explain.explain(model, image, methods)")

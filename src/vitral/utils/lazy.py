@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
+from typing import NoReturn
+
+from vitral.errors import VitralError
 
 
 def lazy_attributes(
@@ -29,3 +32,13 @@ def lazy_attributes(
         return getattr(import_module(f"{package}.{modules[name]}"), name)
 
     return get, lambda: sorted({*vars(sys.modules[package]), *modules, *subpackages})
+
+
+def name_right_call(package: str, right_call: str) -> None:
+    """Let `package(...)`, which fails because a module is not callable, name what to call instead."""
+
+    class UncallableModule(ModuleType):
+        def __call__(self, *_: object, **__: object) -> NoReturn:
+            raise VitralError(f"{package} is a module, not a function", f"Use {right_call}")
+
+    sys.modules[package].__class__ = UncallableModule
