@@ -46,10 +46,10 @@ def test_output_and_gradients_match_pytorch(T: int, d: int, separate_qk: bool) -
 @pytest.mark.parametrize(
     ("image_size", "overrides"),
     [
-        (32, {}),
+        pytest.param(32, {}, marks=pytest.mark.slow),
         (32, {"qk_norm": True, "positions": "learned+rotary", "registers": 2}),
         (36, {"positions": "rotary", "pooling": "mean", "qkv_bias": False}),
-        (36, {"qkv_bias": False}),
+        pytest.param(36, {"qkv_bias": False}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -109,7 +109,15 @@ def test_fp8_inference_runs_all_gemms_in_fp8(cls_only: bool, monkeypatch: pytest
     assert (out - expected).norm() < 0.2 * expected.norm()
 
 
-@pytest.mark.parametrize(("overrides", "cls_only"), [({}, False), ({"qk_norm": True}, False), ({}, True)], ids=str)
+@pytest.mark.parametrize(
+    ("overrides", "cls_only"),
+    [
+        ({}, True),
+        pytest.param({}, False, marks=pytest.mark.slow),
+        pytest.param({"qk_norm": True}, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_fp8_training_runs_the_qkv_input_gradient_in_fp8(
     overrides: dict[str, Any], cls_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,14 +137,8 @@ def test_color_operations_are_fused_even_if_other_transforms_are_not() -> None:
     assert (out - expected).norm() / expected.norm() < augment_checks.COLOR_OPS_TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("num_ops", "magnitude", "increasing"),
-    [
-        (4, 10, True),
-        pytest.param(2, 10, False, marks=pytest.mark.slow),
-        pytest.param(3, 30, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ops", "magnitude", "increasing"), [(4, 10, True), (2, 10, False), (3, 30, False)])
 def test_amplified_rounding_of_color_operations_passes_the_check(
     num_ops: int, magnitude: float, increasing: bool
 ) -> None:

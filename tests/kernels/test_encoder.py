@@ -19,6 +19,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 GRID = (4, 4)
 TOLERANCE = 5e-5
+SLOW = pytest.mark.slow
+ATTENTION = ("short", "flash", "pytorch")
 
 
 def make_model(**overrides: Any) -> ViT:
@@ -53,7 +55,7 @@ def assert_same_results(fused: dict[str, Tensor], reference: dict[str, Tensor]) 
             assert relative_difference(fused[name], reference[name]) < TOLERANCE, name
 
 
-@pytest.fixture(params=["short", "flash", "pytorch"])
+@pytest.fixture(params=ATTENTION)
 def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The three attention implementations, selected by lowering the limits on the number of tokens."""
     if request.param != "short":
@@ -63,17 +65,43 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "plain": {"depth": 1},
+    "depth 2": {"qk_norm": True, "positions": "learned+rotary"},
+    "rotary": {"positions": "rotary", "activation": "gelu_tanh", "pooling": "mean", "qkv_bias": False, "depth": 1},
+    "registers": {"qk_norm": True, "positions": "sincos", "registers": 2, "depth": 1},
+    "drop path": {"drop_path": 0.5},
+    "narrow": {"width": 24, "heads": 1, "mlp_width": 56, "depth": 1},
+}
+CLASS_TOKEN: dict[str, tuple[dict[str, Any], int]] = {
+    "depth 2": ({"qk_norm": True, "positions": "learned+rotary", "drop_path": 0.5}, 0),
+    "saved activations": ({"depth": 1}, 2**25),
+    "registers": ({"depth": 1, "registers": 2}, 0),
+}
+
+
+def with_each_attention(cases: dict[str, Any], quick: set[tuple[str, str]]) -> list[Any]:
+    """Every case with every attention implementation; all but the `quick` pairs are slow tests."""
+    return [
+        pytest.param(attention, case, id=f"{attention}-{name}", marks=[] if (attention, name) in quick else [SLOW])
+        for attention in ATTENTION
+        for name, case in cases.items()
+    ]
+
+
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        {"depth": 1},
-        {"qk_norm": True, "positions": "learned+rotary"},
-        {"positions": "rotary", "activation": "gelu_tanh", "pooling": "mean", "qkv_bias": False, "depth": 1},
-        {"qk_norm": True, "positions": "sincos", "registers": 2, "depth": 1},
-        {"drop_path": 0.5},
-        {"width": 24, "heads": 1, "mlp_width": 56, "depth": 1},
-    ],
-    ids=",".join,
+    ("attention", "overrides"),
+    with_each_attention(
+        ARCHITECTURES,
+        {
+            ("short", "plain"),
+            ("short", "rotary"),
+            ("flash", "registers"),
+            ("pytorch", "drop path"),
+            ("pytorch", "narrow"),
+        },
+    ),
+    indirect=["attention"],
 )
 def test_output_and_gradients_match_the_reference(overrides: dict[str, Any], attention: str) -> None:
     model = make_model(**overrides)
@@ -86,16 +114,12 @@ def test_output_and_gradients_match_the_reference(overrides: dict[str, Any], att
 
 
 @pytest.mark.parametrize(
-    ("overrides", "recompute_threshold"),
-    [
-        ({"qk_norm": True, "positions": "learned+rotary", "drop_path": 0.5}, 0),
-        ({"depth": 1}, 2**25),
-        ({"depth": 1, "registers": 2}, 0),
-    ],
+    ("attention", "case"),
+    with_each_attention(CLASS_TOKEN, {("short", "depth 2"), ("flash", "saved activations"), ("pytorch", "registers")}),
+    indirect=["attention"],
 )
-def test_cls_only_returns_the_class_token_of_the_reference(
-    overrides: dict[str, Any], recompute_threshold: int, attention: str
-) -> None:
+def test_cls_only_returns_the_class_token_of_the_reference(case: tuple[dict[str, Any], int], attention: str) -> None:
+    overrides, recompute_threshold = case
     model = make_model(**overrides)
     tokens = embed_random_images(model)
     grad_out = torch.randn(3, 1, 48)
