@@ -76,11 +76,15 @@ def test_help_imports_no_torch(line: str) -> None:
 
 @pytest.mark.parametrize("line", ["--help", "train --help", "predict --help"])
 def test_help_takes_less_than_0_3_seconds(line: str) -> None:
-    """CPU time of the fastest of five runs, which does not depend on other programs."""
-    spent = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "vitral", *line.split()], stdout=subprocess.DEVNULL, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(spent) < 0.3
+    """The least CPU time of five runs. On a slow or busy machine, Python with a few of its modules is the measure."""
+    modules = "import dataclasses, inspect, pathlib, shutil, textwrap, tomllib, typing"
+    seconds = [(cpu_seconds("-m", "vitral", *line.split()), cpu_seconds("-c", modules)) for _ in range(5)]
+    help_seconds, python_seconds = map(min, zip(*seconds, strict=True))
+    assert help_seconds < max(0.3, 4 * python_seconds)
+
+
+def cpu_seconds(*arguments: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -16,7 +16,7 @@ import tokenize
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,8 @@ class ConfigField:
     help: str
 
 
-def read_config_fields(module: str, class_name: str, prefix: str = "") -> Iterator[ConfigField]:
+@cache  # parsing a command line and printing its help read the fields several times
+def read_config_fields(module: str, class_name: str, prefix: str = "") -> tuple[ConfigField, ...]:
     """Leaf fields of a dataclass and of the dataclasses nested in it, in the order of the source.
 
     Args:
@@ -48,7 +49,7 @@ def read_config_fields(module: str, class_name: str, prefix: str = "") -> Iterat
     definition = source.lookup(class_name)[1]
     if not isinstance(definition, ast.ClassDef):
         raise TypeError(f"{module}.{class_name} is not a class")
-    yield from _class_fields(_ClassRef(source, definition), prefix)
+    return tuple(_class_fields(_ClassRef(source, definition), prefix))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +131,7 @@ class _Source:
         raise KeyError(name)
 
 
-@lru_cache
+@cache
 def _source(module: str) -> _Source:
     return _Source(module)
 
