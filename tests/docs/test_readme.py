@@ -15,6 +15,8 @@ from vitral.cli import main as cli
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"`(vitral [^`]+)`", README)
+SLOW_COMMANDS = {"vitral export runs/mine --to onnx", "vitral figures runs/mine"}  # export and figures have other tests
+SMALL_MODEL = ["--model.width", "32", "--model.heads", "2"]  # for training from scratch
 PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -23,6 +25,7 @@ def faster(command: str) -> list[str]:
     words = shlex.split(command)[1:]
     if words[0] == "train" and "--resume" not in words:
         words = ["digits" if word == "mnist" else word for word in words] + ["--epochs", "1"]
+        words += [] if "--init-from" in words else SMALL_MODEL
     if words[0] == "bench":
         words += ["--seconds", "0.01", "--batch-sizes", "1", "--threads", "1", "--images", "64"]
     return words
@@ -36,7 +39,14 @@ def test_the_readme_mentions_every_command():
 SKIPPED = [command for command in COMMANDS if "--resume" in command or command.split()[1] == "serve"]
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in SKIPPED and "photo.png`" not in c])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] * (command in SLOW_COMMANDS))
+        for command in COMMANDS
+        if command not in SKIPPED and "photo.png`" not in command
+    ],
+)
 def test_the_command_works(reader_folder, monkeypatch, request, capsys, command):
     monkeypatch.chdir(reader_folder)
     monkeypatch.setattr("vitral.doctor.advice.BENCHMARK_SECONDS", 0.0)
