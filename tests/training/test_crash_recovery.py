@@ -63,7 +63,14 @@ KILL_WHEN: dict[str, Callable[[Path], bool]] = {
 }
 
 
-@pytest.mark.parametrize("moment", KILL_WHEN)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("before the first checkpoint", marks=pytest.mark.slow),
+        "while a checkpoint is written",
+        pytest.param("after the last step", marks=pytest.mark.slow),
+    ],
+)
 def test_resume_is_bit_exact_after_sigkill(tmp_path: Path, reference_run: Run, moment: str) -> None:
     path = tmp_path / "run"
     process = Process(*TRAIN_COMMAND, "--out", path)
@@ -98,7 +105,10 @@ def test_resume_is_bit_exact_after_kills_at_random_moments(tmp_path: Path, refer
     assert_equals_reference(path, reference_run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, id="SIGINT"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow)],
+)
 def test_a_stopped_run_prints_the_command_that_resumes_it(
     tmp_path: Path, reference_run: Run, number: signal.Signals
 ) -> None:

@@ -260,7 +260,9 @@ def test_the_lowered_learning_rate_survives_a_crash_right_after_the_rollback(
     assert metrics_without_timing(resumed) == metrics_without_timing(reference)
 
 
-@pytest.mark.parametrize("after", [7, 10, 12])
+@pytest.mark.parametrize(
+    "after", [pytest.param(7, marks=pytest.mark.slow), 10, pytest.param(12, marks=pytest.mark.slow)]
+)
 def test_the_lowered_learning_rate_survives_an_interruption(
     train_tiny: Fit, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
@@ -275,6 +277,7 @@ def test_the_lowered_learning_rate_survives_an_interruption(
     assert resumed.load_metrics()[-1]["lr"] == pytest.approx(0.5e-2)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_command_in_the_error_resumes_with_rollback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

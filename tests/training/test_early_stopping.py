@@ -44,7 +44,9 @@ def test_training_stops_after_patience_epochs_without_improvement(train_tiny: Fi
 
 
 @pytest.mark.usefixtures("stagnating")
-@pytest.mark.parametrize("after", [[20], [24], [6, 6, 6, 6]])
+@pytest.mark.parametrize(
+    "after", [pytest.param([20], marks=pytest.mark.slow), [24], pytest.param([6, 6, 6, 6], marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_stops_after_the_same_epoch(train_tiny: Fit, after: list[int]) -> None:
     reference = train_tiny("reference", epochs=10, patience=3)
     resumed = interrupt_and_resume(train_tiny, "resumed", after, epochs=10, patience=3)
