@@ -109,7 +109,9 @@ def test_recipe_config_and_metrics_belong_together(name):
     assert config.calibration.ood_threshold is not None
 
 
-@pytest.mark.parametrize("name", bundled.model_names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "mnist")) for name in bundled.model_names()]
+)
 def test_accuracy_matches_the_model_card(name, monkeypatch):
     """On 400 real test images, within three standard deviations."""
     monkeypatch.setenv("VITRAL_HOME", str(CACHE))
@@ -296,6 +298,7 @@ def test_bundled_model_works_offline_with_an_empty_cache(empty_cwd):
     assert {file.name for file in empty_cwd.iterdir()} == {"digit.png", "explained"}
 
 
+@pytest.mark.slow
 def test_bundled_model_can_be_served(empty_cwd, monkeypatch):
     monkeypatch.setenv("VITRAL_HOME", str(empty_cwd / "home"))
     image, label = digit(3)

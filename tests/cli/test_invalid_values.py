@@ -185,7 +185,10 @@ def test_invalid_values_are_reported_in_two_lines(working_folder: Path, words: s
     check_two_lines(err)
 
 
-@pytest.mark.parametrize("words", ["predict run photo.png --top 0", "bench run --images 0", "data sing"])
+@pytest.mark.parametrize(
+    "words",
+    ["predict run photo.png --top 0", pytest.param("bench run --images 0", marks=pytest.mark.slow), "data sing"],
+)
 def test_invalid_values_in_a_separate_process(working_folder: Path, words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "vitral", *shlex.split(words)], capture_output=True, text=True, timeout=240

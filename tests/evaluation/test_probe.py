@@ -232,7 +232,7 @@ def poisoned(split: LabelledFeatures) -> LabelledFeatures:
     return split[0] + 100, (split[1] + 1) % 3
 
 
-@pytest.mark.parametrize("has_validation", [True, False])
+@pytest.mark.parametrize("has_validation", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_hyperparameter_depends_on_the_test_set(has_validation: bool) -> None:
     train, validation, test = (clouds(N, 3, apart=1.0, seed=s) for N, s in ((120, 0), (90, 1), (150, 2)))
     evaluated = validation if has_validation else None

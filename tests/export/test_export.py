@@ -104,7 +104,14 @@ def export_as(tmp_path_factory: pytest.TempPathFactory) -> ExportFn:
     return export_once
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 0.02), ("bf16", 0.1), ("int8", 0.3)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [
+        pytest.param("fp16", 0.02, marks=pytest.mark.slow),
+        pytest.param("bf16", 0.1, marks=pytest.mark.slow),
+        ("int8", 0.3),
+    ],
+)
 def test_lower_precisions_make_smaller_files(export_as: ExportFn, precision: str, tolerance: float) -> None:
     (fp32_file, fp32_parity), (file, parity) = export_as("fp32"), export_as(precision)
     assert fp32_parity.max_abs_diff < 1e-4

@@ -82,7 +82,7 @@ async def under_flood(running, path: str, clients: int, body: bytes, count: int)
     return accepted, flood
 
 
-@pytest.mark.parametrize("flooded", ["a", "b"])
+@pytest.mark.parametrize("flooded", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_explain_flood_does_not_delay_predict(running, flooded):
     """The flood goes to the same model, and then to the other one."""
     idle, _ = asyncio.run(under_flood(running, "", 0, b"", count=10))
@@ -94,6 +94,7 @@ def test_explain_flood_does_not_delay_predict(running, flooded):
     assert all(1 <= seconds <= 60 for seconds in flood.retry_after)
 
 
+@pytest.mark.slow
 def test_predict_flood_does_not_starve_another_model(running):
     alone = Outcome()
     asyncio.run(send_once(running, LARGE, alone))
@@ -103,6 +104,7 @@ def test_predict_flood_does_not_starve_another_model(running):
     assert flood.seconds
 
 
+@pytest.mark.slow
 def test_accepted_requests_stay_fast_under_overload(running):
     """Forty clients where two keep the server busy."""
     alone = Outcome()

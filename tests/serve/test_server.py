@@ -191,6 +191,7 @@ def test_incomplete_requests_give_way_when_connections_run_out(model):
             connection.close()
 
 
+@pytest.mark.slow
 def test_incomplete_bodies_give_way_when_memory_runs_out(model):
     """Four clients hold all the memory for bodies and send just enough to stay connected."""
     with server(model, "--max-body-mib", 1, "--max-total-body-mib", 4) as running, ExitStack() as stack:

@@ -327,7 +327,10 @@ requires_proc = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reas
 
 
 @requires_proc
-@pytest.mark.parametrize(("source_format", "to"), [("transformers", "timm"), ("npz", "transformers")])
+@pytest.mark.parametrize(
+    ("source_format", "to"),
+    [("transformers", "timm"), pytest.param("npz", "transformers", marks=pytest.mark.slow)],
+)
 def test_conversion_holds_the_weights_about_once(source_format: str, to: str, tmp_path: Path) -> None:
     source, size = write_preset("S/16", source_format, tmp_path)
     before, after, _ = measure_conversion(source, tmp_path / "converted", to)

@@ -113,7 +113,14 @@ def test_attention_distances_of_a_model_equal_those_of_its_trace() -> None:
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", ["registers, mean", "patch norm", "hybrid"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "registers, mean",
+        pytest.param("patch norm", marks=pytest.mark.slow),
+        pytest.param("hybrid", marks=pytest.mark.slow),
+    ],
+)
 def test_figures_of_every_kind_of_vit(kind: str, tmp_path: Path, cpu: Hardware) -> None:
     variant, config = KINDS[kind]
     images = torch.randint(0, 255, (3, config.channels, 8, 12), dtype=torch.uint8)

@@ -234,7 +234,7 @@ def process(*words: object, home: Path, **environment: str) -> str:
     return output
 
 
-def test_pushed_model_is_downloaded_again_with_the_same_predictions(run, tmp_path):
+def test_pushed_model_is_downloaded_again_with_the_same_predictions(run, tmp_path, command):
     picture = tmp_path / "picture.png"
     Image.effect_noise((70, 90), 60).convert("RGB").save(picture)
     with fake_hub() as hub:
@@ -243,7 +243,7 @@ def test_pushed_model_is_downloaded_again_with_the_same_predictions(run, tmp_pat
         assert set(hub.repositories["me/insects"]) == {"README.md", "config.json", "model.safetensors", "training.toml"}
         assert hub.private["me/insects"]
         there = process("predict", "hf:me/insects", picture, home=tmp_path, **ends)
-    here = process("predict", run, picture, "--json", home=tmp_path)
+    _, here, _ = command("predict", run, picture, "--json")
     names = [label["name"] for label in json.loads(here)["labels"]]
     assert [part.split()[-2] for part in there.strip().split(", ")] == names
 
