@@ -64,7 +64,8 @@ def doctor(args: DoctorArgs) -> int:
         if args.fix_list:
             print(f"\nWrote {args.fix_list} ({num_rows:,} {'row' if num_rows == 1 else 'rows'})")
         if args.clean is not None:
-            print(f"\nWrote {args.clean}: {num_kept:,} images, without {len(diagnosis.removals):,} files")
+            removed = f"without {count} files" if (count := len(diagnosis.removals)) else "nothing had to be removed"
+            print(f"\nWrote {args.clean}: {num_kept:,} images, {removed}")
     return 1 if diagnosis.errors else 0
 
 
