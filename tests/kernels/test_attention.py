@@ -86,7 +86,7 @@ def test_the_encoder_uses_the_kernel_and_matches_the_reference(
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
-@pytest.mark.parametrize(("T", "d"), [(65, 32), (100, 24), (197, 64)])
+@pytest.mark.parametrize(("T", "d"), [(65, 32), (100, 24), pytest.param(197, 64, marks=pytest.mark.slow)])
 def test_fp8_output_has_one_scale_per_image_and_does_not_overflow(T: int, d: int, scale: float) -> None:
     """A weighted mean of x·Wᵀ + b is bounded by max|x|·max|w| + max|b|."""
     B, h = 2, 2
@@ -106,7 +106,7 @@ def test_fp8_output_has_one_scale_per_image_and_does_not_overflow(T: int, d: int
         assert error.norm() < 0.15 * expected[image].norm()
 
 
-@pytest.mark.parametrize("cls_only", [False, True])
+@pytest.mark.parametrize("cls_only", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fp8_inference_runs_all_gemms_in_fp8(cls_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gemms = emulate_fp8_gemms(monkeypatch)
     model, tokens = small_model(32, depth=2)

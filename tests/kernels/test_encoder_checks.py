@@ -53,7 +53,7 @@ def test_an_unsupported_architecture_is_not_run(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kernel_with_wrong_results_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model(16)[0]
+    model = small_model(8)[0]
     break_kernel(monkeypatch, "layernorm_gelu", "bias_gelu_backward_kernel", lambda *args, **kwargs: args[4].zero_())
     assert "differs by" in str(unsupported_reason(model, GPU))
     assert unsupported_reason(model, GPU, training=False) is None
@@ -99,7 +99,7 @@ def test_an_error_in_a_dry_run_is_ignored(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(encoder_checks, "run_dry", broken_dry_run)
-    model = small_model(16)[0].train()
+    model = small_model(8)[0].train()
     assert unsupported_reason(model, fake_gpu(), batch_size=64) is None
     assert model.training
     assert not dry_run_active.get()
