@@ -247,7 +247,7 @@ def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:
     )
     comparison = compare_predictions(first_predicted, to_first[second_predicted], labels, classes)
     matches = [(target, find_leaks(target)) for target in (first, second)]
-    leaks = tuple(None if found is None else leak_report(found, target.split) for target, found in matches)
+    leaks = tuple(None if match is None else leak_report(match, target.split) for target, match in matches)
     engines = (first.predictor.engine.info(), second.predictor.engine.info())
     notes = tuple(dict.fromkeys(first.notes + second.notes))
     return replace(comparison, engines=engines, leaks=leaks, notes=notes)

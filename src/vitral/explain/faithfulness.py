@@ -8,7 +8,7 @@ pointing    Two images of different classes side by side; the half of the target
             wide (pair.py). Only pairs whose halves the model recognises, each with the other covered, are counted.
 
 A method is recommended only if it beats random heatmaps in every test: the 95% bootstrap interval of the difference,
-paired by image, lies above 0. Random scores are the mean over several random heatmaps of each image.
+paired by image, is above 0. Random scores are the mean over several random heatmaps of each image.
 
 Covered patches have the mean colour. Shapes:  B images   N patches   S steps   H, W pixels
 """

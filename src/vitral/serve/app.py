@@ -104,9 +104,9 @@ async def _lifespan(models: Sequence[ServedModel], state: ServerState) -> AsyncI
 async def _receive_uploads(
     request: Request, state: ServerState, queue: Batcher[Item, Result], slots: Budget
 ) -> AsyncIterator[tuple[Ticket[Item, Result], list[Upload]]]:
-    """The images of a request, and room for them in the queue of a model.
+    """The images of a request, and a ticket for them in the queue of a model.
 
-    The slot and the room are taken when the body is complete. From then on the context must be left within
+    The slot and the ticket are taken when the body is complete. From then on the context must be left within
     `request_timeout_s` seconds.
     """
     if not state.ready:

@@ -147,11 +147,10 @@ class Batcher(Generic[Item, Result]):
 
 
 class Ticket(Generic[Item, Result]):
-    """One request's room in the queue of a batcher."""
+    """One request's entries in the queue of a batcher."""
 
-    queue_timeout: (
-        asyncio.Timeout
-    )  # runs while the request waits: not while an item is decoded, nor after the first batch
+    # Runs while the request waits: not while an item is decoded, nor after the first batch.
+    queue_timeout: asyncio.Timeout
 
     def __init__(self, batcher: Batcher[Item, Result]) -> None:
         self.batcher, self.undecoded, self.started = batcher, 0, False
@@ -163,7 +162,7 @@ class Ticket(Generic[Item, Result]):
         self.undecoded += count
 
     def withdraw(self, count: int = 1) -> None:
-        """Give up the room of items that will not be submitted, and stop other items from waiting for them."""
+        """Remove the entries of items that will not be submitted, so that other items do not wait for them."""
         self.batcher.admission.leave(count, finished=False)
         self._decoded(count)
 

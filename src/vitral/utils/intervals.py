@@ -13,5 +13,5 @@ def wilson_interval(proportion: float, count: int, z: float = 1.96) -> tuple[flo
 
 
 def images_to_show(proportion: float, z: float = 1.96) -> int:
-    """Smallest count for which the 95% interval of a proportion of 1 lies above `proportion`."""
+    """Smallest count for which the 95% interval of a proportion of 1 is above `proportion`."""
     return math.ceil(z**2 * proportion / (1 - proportion))

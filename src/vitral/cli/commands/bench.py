@@ -26,7 +26,7 @@ class BenchArgs:
     """Measure inference speed and accuracy on this CPU for every engine, thread count and batch size.
 
     The fastest engine that agrees with fp32 is stored with the model; predict, evaluate and serve use it on this CPU.
-    An engine agrees if the 95% interval of the share of images with the same top-1 label lies above 99%, which takes at
+    An engine agrees if the 95% interval of the share of images with the same top-1 label is above 99%, which takes at
     least 381 images; with fewer, fp32 is used. See the stored choice with --show, undo it with --reset.
     """
 
