@@ -251,8 +251,8 @@ def _from_cache(folder: str, rows: list[int], keys: list[int], fingerprints: Ima
         fingerprints.pixel_hashes[targets] = arrays["pixel_hashes"][sources]
     except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile):
         return rows
-    cached_rows = set(targets)
-    return [row for row in rows if row not in cached_rows]
+    rows_in_cache = set(targets)
+    return [row for row in rows if row not in rows_in_cache]
 
 
 def _to_cache(folder: str, rows: list[int], keys: list[int], fingerprints: ImageFingerprints) -> None:
