@@ -17,7 +17,8 @@ MNIST = ViTConfig(image_size=(28, 28), patch_size=7, channels=1, width=64, depth
 
 @pytest.mark.parametrize(
     ("name", "giga"),
-    [("Ti/16", "1.25"), ("S/16", "4.60"), ("B/32", "4.41"), ("B/16", "17.56"), ("L/16", "61.55"), ("H/14", "167.3")],
+    [("Ti/16", "1.25"), ("S/16", "4.60"), ("B/32", "4.41"), ("B/16", "17.56")]
+    + [pytest.param(name, giga, marks=pytest.mark.slow) for name, giga in (("L/16", "61.55"), ("H/14", "167.3"))],
 )
 def test_multiply_adds_equal_the_published_figures(name: str, giga: str) -> None:
     summary = summarise(preset(name), depth=1)

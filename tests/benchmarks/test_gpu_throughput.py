@@ -75,6 +75,7 @@ def test_the_default_waves_cover_every_model_and_mode() -> None:
     assert tasks >= {f"{mode} {model}" for mode in ("train", "infer") for model in ("Ti/16", "S/16", "B/16", "L/16")}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the full benchmark on a GPU")
 def test_a_toy_runs_without_a_gpu_and_failures_are_reported(tmp_path: Path, run_benchmark: Callable[..., str]) -> None:
     cases = ["vitral:toy:train", "vit-pytorch:toy:train", "nobody:toy:train"]

@@ -94,6 +94,7 @@ def test_convert_hints_at_the_flag_for_another_resolution(
     assert Predictor.load("larger").model_config.preprocessing.image_size == (32, 24)
 
 
+@pytest.mark.slow
 def test_the_server_logs_checkpoint_notes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     with server("checkpoint") as running:

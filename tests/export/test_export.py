@@ -54,7 +54,12 @@ def export(path: Path, model_and_config: tuple[ViT, ModelConfig] | None = None, 
     return export_model(predictor, path, **arguments, comparison=comparison_images(predictor, images, 100))
 
 
-@pytest.mark.parametrize("kind", MODEL_KINDS)
+QUICK_KINDS = ("class", "rotary, registers")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK_KINDS else pytest.mark.slow) for kind in MODEL_KINDS]
+)
 def test_every_kind_of_model_exports_to_onnx(tmp_path: Path, kind: str) -> None:
     model, model_config = build_calibrated_model(kind, depth=1)  # tracing time is proportional to the depth
     parity = export(tmp_path / "model.onnx", (model, model_config))

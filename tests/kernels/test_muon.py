@@ -69,7 +69,12 @@ def assert_equivalent(fused: Muon, reference: Muon, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bf16", "tolerance", "tensor_lr"), [(False, 1e-4, False), (False, 1e-4, True), (True, 0.03, True)]
+    ("bf16", "tolerance", "tensor_lr"),
+    [
+        (False, 1e-4, True),
+        pytest.param(False, 1e-4, False, marks=pytest.mark.slow),
+        pytest.param(True, 0.03, True, marks=pytest.mark.slow),
+    ],
 )
 def test_fused_step_matches_the_reference(
     bf16: bool, tolerance: float, tensor_lr: bool, monkeypatch: pytest.MonkeyPatch
