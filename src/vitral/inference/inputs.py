@@ -40,7 +40,7 @@ def is_single_image(images: object) -> bool:
 
 
 def iter_inputs(images: Any, on_skip: SkipFn = ignore_skipped) -> Iterator[ImageInput]:
-    """Yield the images of a folder, a batch or an iterable, in which folders stand for the images in them."""
+    """Yield the images of a folder, a batch or an iterable. A folder in an iterable yields its images."""
     if isinstance(images, str | Path):
         files = find_images([Path(images)], on_skip)
         if not files:
