@@ -5,10 +5,12 @@ Missing, unexpected and wrongly shaped tensors are errors; nothing is loaded par
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
@@ -54,6 +56,54 @@ def flatten_patch_kernel(raw: RawCheckpoint, state: State, name: str) -> tuple[i
         raise unsupported_model_error(raw.source, f"patches are not square: {name} has shape {tuple(kernel.shape)}")
     state[PATCH_KERNEL] = kernel.flatten(1)
     return kernel.shape[0], kernel.shape[1], kernel.shape[2]
+
+
+def split_position_table(state: State, num_prefix: int, num_cls: int, pooling: str, notes: list[str]) -> None:
+    """Arrange position rows as in vitral, which has them for the class token, if it is pooled, and the patches only.
+
+    Rows of other prefix tokens are added to the tokens themselves. `num_prefix` rows precede those of the patches.
+    """
+    table = state["position_embedding.table"]
+    prefix, patches = table[:, :num_prefix], table[:, num_prefix:]
+    if "registers" in state and num_prefix == num_cls + state["registers"].shape[1]:
+        state["registers"] = state["registers"] + prefix[:, num_cls:]
+    if "distillation_token" in state and num_prefix == 2:
+        state["distillation_position_table"] = prefix[:, 1:2].clone()
+        state["position_embedding.table"] = torch.cat([prefix[:, :1], patches], dim=1)
+    elif pooling == "class":
+        row = prefix[:, :1] if num_prefix else torch.zeros_like(patches[:, :1])
+        state["position_embedding.table"] = table if num_prefix == 1 else torch.cat([row, patches], dim=1)
+    else:
+        state["position_embedding.table"] = patches if num_prefix == 0 else patches.clone()
+        if num_cls:
+            token = state.pop("class_token.token")
+            token = token + prefix[:, :1] if num_prefix else token
+            state["registers"] = torch.cat([token, state["registers"]], dim=1) if "registers" in state else token
+            notes.append("the class token is not pooled: kept as a register")
+
+
+def infer_patch_shape(num_values: int, num_patches: int | None, reading: Interpretation) -> tuple[int, int]:
+    """Channels and side of a patch, of which the tensors contain only the product C·P²."""
+    channels, size = reading.options.channels, reading.options.image_size
+    if channels is None and size is not None and num_patches and math.prod(size) % num_patches == 0:
+        channels = max(num_values * num_patches // math.prod(size), 1)
+    for candidate in (3, 1) if channels is None else (channels,):
+        side = math.isqrt(num_values // candidate)
+        if candidate * side**2 == num_values:
+            if channels is None:
+                text = f"{candidate} {'channel' if candidate == 1 else 'channels'} in patches of {side}×{side}"
+                reading.assume(text, "channels")
+            return candidate, side
+    expected = "1 or 3 channels" if channels is None else f"{channels} channels"
+    raise VitralError(
+        f"{reading.source}: patches of {num_values} values are not square with {expected}",
+        reading.missing_hint("--channels N"),
+    )
+
+
+def channels_first(tensor: Tensor, channels: int, patch: int) -> Tensor:
+    """(..., P·P·C) to (..., C·P·P)."""
+    return tensor.unflatten(-1, (patch, patch, channels)).movedim(-1, -3).flatten(-3).contiguous()
 
 
 def infer_config(

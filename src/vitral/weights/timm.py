@@ -19,7 +19,13 @@ from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import USUAL_HEADS, Interpretation
 from vitral.weights.key_mapping import KeyMapping, State
 from vitral.weights.preprocessing import HALF, IMAGENET
-from vitral.weights.reading import build_checkpoint, check_has_blocks, flatten_patch_kernel, infer_config
+from vitral.weights.reading import (
+    build_checkpoint,
+    check_has_blocks,
+    flatten_patch_kernel,
+    infer_config,
+    split_position_table,
+)
 from vitral.weights.writing import exportable_state, resampling_notes, unflatten_patch_kernel
 
 KEYS = KeyMapping(
@@ -215,29 +221,8 @@ def _read_tokens(
     num_prefix, size = reading.position_table(table.shape[1], prefix_options, patch, stored_size)
     if num_cls and num_prefix == 0 and "no_embed_class" not in model_args:
         reading.assume(f"{table.shape[1]} positions for the patches and none for the class token")
-    _split_position_table(state, num_prefix, num_cls, pooling, reading.notes)
+    split_position_table(state, num_prefix, num_cls, pooling, reading.notes)
     return size
-
-
-def _split_position_table(state: State, num_prefix: int, num_cls: int, pooling: str, notes: list[str]) -> None:
-    """Add the position rows of tokens that have none in vitral to the tokens themselves."""
-    table = state["position_embedding.table"]
-    prefix, patches = table[:, :num_prefix], table[:, num_prefix:]
-    if "registers" in state and num_prefix == num_cls + state["registers"].shape[1]:
-        state["registers"] = state["registers"] + prefix[:, num_cls:]
-    if "distillation_token" in state and num_prefix == 2:
-        state["distillation_position_table"] = prefix[:, 1:2].clone()
-        state["position_embedding.table"] = torch.cat([prefix[:, :1], patches], dim=1)
-    elif pooling == "class":
-        row = prefix[:, :1] if num_prefix else torch.zeros_like(patches[:, :1])
-        state["position_embedding.table"] = table if num_prefix == 1 else torch.cat([row, patches], dim=1)
-    else:
-        state["position_embedding.table"] = patches if num_prefix == 0 else patches.clone()
-        if num_cls:
-            token = state.pop("class_token.token")
-            token = token + prefix[:, :1] if num_prefix else token
-            state["registers"] = torch.cat([token, state["registers"]], dim=1) if "registers" in state else token
-            notes.append("the class token is not pooled: kept as a register")
 
 
 def _read_preprocessing(

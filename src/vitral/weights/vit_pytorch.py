@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -16,8 +14,10 @@ from vitral.weights.key_mapping import KeyMapping, State
 from vitral.weights.preprocessing import HALF, describe_preprocessing
 from vitral.weights.reading import (
     build_checkpoint,
+    channels_first,
     incomplete_error,
     infer_config,
+    infer_patch_shape,
 )
 from vitral.weights.writing import NotRepresentableError, exportable_state, fold_unsupported_layer_scale
 
@@ -60,10 +60,10 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     width, attention_width = project.shape[0], qkv.shape[0] // 3
     if attention_width != width:
         raise unsupported_model_error(raw.source, f"attention of width {attention_width} in a model of width {width}")
-    channels, patch = _patch_shape(project.shape[1], _num_patches(state, width), reading)
+    channels, patch = infer_patch_shape(project.shape[1], _num_patches(state, width), reading)
     for key in PER_PIXEL_KEYS:
         if f"patch_embedding.{key}" in state:
-            state[f"patch_embedding.{key}"] = _channels_first(state[f"patch_embedding.{key}"], channels, patch)
+            state[f"patch_embedding.{key}"] = channels_first(state[f"patch_embedding.{key}"], channels, patch)
     if is_simple:
         pooling, size = "mean", _read_simple_vit(state, width, reading)
     else:
@@ -126,30 +126,6 @@ def _num_patches(state: State, width: int) -> int | None:
     """The number of patches according to the position table; None for SimpleViT, which has none."""
     table, token = state.get("position_embedding.table"), state.get("class_token.token")
     return None if table is None else table.numel() // width - (0 if token is None else token.numel() // width)
-
-
-def _patch_shape(num_values: int, num_patches: int | None, reading: Interpretation) -> tuple[int, int]:
-    """Channels and side of a patch, of which the tensors contain only the product C·P²."""
-    channels, size = reading.options.channels, reading.options.image_size
-    if channels is None and size is not None and num_patches and math.prod(size) % num_patches == 0:
-        channels = max(num_values * num_patches // math.prod(size), 1)
-    for candidate in (3, 1) if channels is None else (channels,):
-        side = math.isqrt(num_values // candidate)
-        if candidate * side**2 == num_values:
-            if channels is None:
-                text = f"{candidate} {'channel' if candidate == 1 else 'channels'} in patches of {side}×{side}"
-                reading.assume(text, "channels")
-            return candidate, side
-    expected = "1 or 3 channels" if channels is None else f"{channels} channels"
-    raise VitralError(
-        f"{reading.source}: patches of {num_values} values are not square with {expected}",
-        reading.missing_hint("--channels N"),
-    )
-
-
-def _channels_first(tensor: Tensor, channels: int, patch: int) -> Tensor:
-    """(..., P·P·C) to (..., C·P·P)."""
-    return tensor.unflatten(-1, (patch, patch, channels)).movedim(-1, -3).flatten(-3).contiguous()
 
 
 def _channels_last(tensor: Tensor, channels: int, patch: int) -> Tensor:
