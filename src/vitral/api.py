@@ -293,7 +293,7 @@ def _evaluate_run(
     callbacks.on_evaluation(evaluation.scalars())
     world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, logits, allow_leak))
     if world.is_rank0:
-        terminal.print_result(console, run, setup.recipe, dataset.name, evaluation, allow_leak)
+        terminal.print_result(console, run, setup.recipe, dataset, evaluation, allow_leak)
     return predictor
 
 

@@ -92,7 +92,7 @@ def test_small_class_is_reported_with_its_size(photos):
     messages = {issue.kind: issue.message for issue in diagnose(photos).issues}
     assert set(messages) == {"class-imbalance", "small-class"}
     assert messages["small-class"] == "fewer than 10 training images: rare (4)"
-    assert messages["class-imbalance"] == "class imbalance: rare 4 training images, ants 14"
+    assert messages["class-imbalance"] == "class imbalance: rare 4 training images, ants 14 (3.5 times as many)"
 
 
 def test_animated_image_is_reported(photos):

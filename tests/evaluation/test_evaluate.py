@@ -56,7 +56,9 @@ def test_all_measurements_are_in_the_json_output(run: Path, command: Command, no
     code, out, err = command("evaluate", run, "--max-error", 0.05, "--ood", noise_images, "--robustness", "--json")
     assert code == 0
     report = json.loads(out)
-    assert set(report["headline"]) == {"accuracy", "top5", "macro_f1", "nll", "brier", "ece", "aurc"}
+    assert set(report["headline"]) == {
+        "accuracy", "top5", "balanced_accuracy", "macro_f1", "nll", "brier", "ece", "aurc",
+    }  # fmt: skip
     assert report["confidence_threshold"]["max_error"] == 0.05
     assert report["ood"]["ood_images"] == 30
     assert report["notes"] == [

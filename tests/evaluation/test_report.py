@@ -15,6 +15,7 @@ from vitral.evaluation.reliability import reliability
 from vitral.evaluation.report import build_report, headline
 from vitral.evaluation.robustness import measure_robustness
 from vitral.models.calibration import Calibration
+from vitral.reporting.terminal.evaluation import metric_rows
 
 
 def test_the_right_temperature_reduces_the_calibration_error() -> None:
@@ -36,9 +37,19 @@ def test_headline_metrics_agree_with_scikit_learn_and_are_inside_their_intervals
     assert values.top5.value == pytest.approx(report.top5)
     macro_f1 = sklearn.f1_score(labels, logits.argmax(dim=1), average="macro")
     assert values.macro_f1.value == pytest.approx(macro_f1, abs=1e-6)
+    balanced_accuracy = sklearn.balanced_accuracy_score(labels, logits.argmax(dim=1))
+    assert values.balanced_accuracy.value == pytest.approx(balanced_accuracy, abs=1e-6)
     assert values.aurc.value == pytest.approx(report.risk_coverage.aurc, rel=1e-5)
     assert values.brier.value == pytest.approx(report.uncalibrated.brier, rel=1e-5)
-    for metric in (values.accuracy, values.top5, values.macro_f1, values.nll, values.brier, values.aurc):
+    for metric in (
+        values.accuracy,
+        values.top5,
+        values.balanced_accuracy,
+        values.macro_f1,
+        values.nll,
+        values.brier,
+        values.aurc,
+    ):
         assert metric.low < metric.value < metric.high
     assert (values.accuracy.low, values.accuracy.high) == pytest.approx((report.top1_low, report.top1_high))
 
@@ -49,6 +60,20 @@ def test_the_report_records_engine_and_tta() -> None:
     values = report.as_dict()
     assert values["engine"] == engine
     assert values["tta"] == "flip"
+
+
+def test_the_worst_class_is_named_where_classes_are_imbalanced() -> None:
+    labels = torch.tensor([0] * 30 + [1] * 9 + [2])
+    predicted = torch.tensor([0] * 30 + [1] * 3 + [0] * 6 + [2])
+    report = build_report(torch.eye(4)[predicted], labels, class_names(4), Calibration())
+    assert report.is_imbalanced
+    assert report.as_dict()["worst_class"] == class_names(4)[1]  # the fourth class does not occur
+    assert report.worst_recall.value == pytest.approx(1 / 3)
+    assert report.headline.balanced_accuracy.value == pytest.approx((1 + 1 / 3 + 1) / 3)
+    names = [name for name, *_ in metric_rows(report)]
+    assert {"Balanced accuracy", "Worst class"} <= set(names)
+    balanced = build_report(torch.eye(4), torch.arange(4), class_names(4), Calibration())
+    assert "Worst class" not in [name for name, *_ in metric_rows(balanced)]
 
 
 @pytest.mark.slow

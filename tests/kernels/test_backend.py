@@ -62,7 +62,8 @@ def make_backend(
         "forward_unsupported": "not part of this test",
         "log": messages.append,
     }
-    reference = ReferenceBackend(model, recipe, preprocessing, hardware, single)
+    offsets = changes.get("logit_offsets_K")
+    reference = ReferenceBackend(model, recipe, preprocessing, hardware, single, logit_offsets_K=offsets)
     return TritonBackend(reference, **settings | changes), messages
 
 
@@ -79,6 +80,18 @@ def test_augment_and_loss_match_the_reference() -> None:
     torch.testing.assert_close(
         backend.loss(logits, expected[1], labels)[0], backend.reference.loss(logits, expected[1], labels)[0]
     )
+
+
+def test_logit_offsets_reach_the_fused_loss() -> None:
+    offsets = torch.tensor([0.0, -1.0, -2.0, -3.0, -4.0])
+    backend, _ = make_backend(logit_offsets_K=offsets)
+    plain, _ = make_backend()
+    assert backend.overrides == {"augment", "loss"}
+    logits, targets, labels = torch.randn(16, 5), torch.eye(5)[torch.arange(16) % 5], torch.arange(16) % 5
+    loss, num_correct = backend.loss(logits, targets, labels)
+    adjusted, _ = plain.loss(logits + offsets, targets, labels)
+    torch.testing.assert_close(loss, adjusted)
+    assert num_correct == (logits.argmax(dim=1) == labels).sum()
 
 
 def test_without_triton_only_the_optimizers_are_fused() -> None:

@@ -22,19 +22,23 @@ pytestmark = requires_interpreter
     label_smoothing=st.sampled_from((0.0, 0.1)),
     scale=st.sampled_from((0.1, 1.0, 50.0)),
     block_size=st.sampled_from((16, 64, 4096)),
+    has_offsets=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_loss_gradient_and_count_match_pytorch(
-    B: int, K: int, label_smoothing: float, scale: float, block_size: int, seed: int
+    B: int, K: int, label_smoothing: float, scale: float, block_size: int, has_offsets: bool, seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     logits = (scale * torch.randn(B, K, generator=rng)).round(decimals=1).requires_grad_()  # rounded: some ties
     targets = torch.rand(B, K, generator=rng)  # rows do not sum to 1
     labels = torch.randint(0, K, (B,), generator=rng)
+    offsets = 3 * torch.randn(K, generator=rng) if has_offsets else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "BLOCK_SIZE", block_size)
-        loss, num_correct = fused_cross_entropy(logits, targets, labels, label_smoothing)
-    expected_loss, expected_correct = loss_and_correct(logits, targets, labels, "softmax", label_smoothing)
+        loss, num_correct = fused_cross_entropy(logits, targets, labels, label_smoothing, offsets)
+    expected_loss, expected_correct = loss_and_correct(
+        logits, targets, labels, "softmax", label_smoothing, logit_offsets_K=offsets
+    )
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
     assert num_correct == expected_correct
     (grad,) = torch.autograd.grad(loss / 7, logits)

@@ -215,6 +215,7 @@ def test_a_value_of_the_wrong_type_is_refused(path: str, value: Any, expected: s
         ("optim.momentum", 1.0),
         ("optim.betas", (0.9, 1.0)),
         ("freeze", "head"),
+        ("logit_adjustment", -1.0),
         ("freeze", "3"),
         ("model.patch_size", 3),
         ("augment.mixup", -1.0),
@@ -226,6 +227,13 @@ def test_an_invalid_value_is_refused_and_named(path: str, value: Any, recipe: Re
 
 def test_class_balance_is_not_applied_twice(recipe: Recipe) -> None:
     assert "must not both be balanced" in override_error({"sampling": "balanced", "class_weights": "balanced"}, recipe)
+    for name in ("sampling", "class_weights"):
+        message = override_error({"logit_adjustment": 1.0, name: "balanced"}, recipe)
+        assert f"logit_adjustment excludes {name} = balanced" in message
+
+
+def test_logit_adjustment_needs_the_softmax_loss(recipe: Recipe) -> None:
+    assert "needs the loss softmax, got sigmoid" in override_error({"logit_adjustment": 1.0, "loss": "sigmoid"}, recipe)
 
 
 def test_ema_is_given_as_a_fraction_or_as_a_decay(recipe: Recipe) -> None:

@@ -153,7 +153,9 @@ def run_everything() -> None:
     for config, mix_enabled in itertools.product(AUGMENTATIONS, (None, torch.ones((), dtype=torch.bool))):
         augment(config, mix_enabled)
     for dtype, label_smoothing in itertools.product((torch.bfloat16, torch.float32), (0.0, 0.1)):
-        fused_cross_entropy(torch.zeros(256, 10, dtype=dtype), torch.zeros(256, 10), torch.arange(256), label_smoothing)
+        for offsets in (None, torch.zeros(10)):
+            logits, targets = torch.zeros(256, 10, dtype=dtype), torch.zeros(256, 10)
+            fused_cross_entropy(logits, targets, torch.arange(256), label_smoothing, offsets)
     for with_found_inf in (True, False):
         step_adamw(with_found_inf)
     for width, depth, with_found_inf in (

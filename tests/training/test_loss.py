@@ -5,7 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vitral.training.loss import balanced_class_weights, loss_and_correct, per_image_losses, uniform_loss
+from vitral.training.loss import (
+    balanced_class_weights,
+    logit_adjustment_offsets,
+    loss_and_correct,
+    per_image_losses,
+    uniform_loss,
+)
 
 
 def random_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,6 +60,42 @@ def test_balanced_class_weights_equal_those_of_scikit_learn() -> None:
     expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=labels.numpy())
     assert weights[[0, 1, 3]].tolist() == pytest.approx(expected.tolist())
     assert weights[labels].mean().item() == pytest.approx(1)
+
+
+def test_logit_adjustment_equals_the_formula_of_the_paper() -> None:
+    """Equation 10 of arXiv 2007.07314: log(1 + sum over the other classes of (prior ratio)^tau * e^difference)."""
+    logits, labels, _ = random_batch()
+    counts = torch.tensor([40, 30, 10, 10, 5, 3, 2])
+    priors, training_labels = counts.double() / 100, torch.arange(7).repeat_interleave(counts)
+    offsets = logit_adjustment_offsets(training_labels, 7, tau=1.5)
+    targets = F.one_hot(labels, 7).float()
+    x, y = logits.double(), labels[:, None]
+    ratios = (priors[None] / priors[labels][:, None]) ** 1.5 * (x - x.gather(1, y)).exp()
+    expected = torch.log1p(ratios.scatter(1, y, 0.0).sum(dim=1))
+    losses = per_image_losses(logits, targets, "softmax", logit_offsets_K=offsets)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_logit_adjustment_counts_predictions_of_the_unadjusted_logits() -> None:
+    logits, labels = torch.tensor([[0.0, 1.0]]), torch.tensor([1])
+    offsets = logit_adjustment_offsets(torch.tensor([0] * 99 + [1]), 2, tau=1.0)
+    assert (logits + offsets).argmax() == 0
+    loss, num_correct = loss_and_correct(logits, torch.eye(2)[labels], labels, "softmax", logit_offsets_K=offsets)
+    assert num_correct == 1
+    assert loss > 3  # the loss is that of the adjusted logits
+
+
+def test_equal_class_frequencies_need_no_adjustment() -> None:
+    logits, labels, _ = random_batch()
+    targets = F.one_hot(labels, 7).float()
+    offsets = logit_adjustment_offsets(torch.arange(70) % 7, 7, tau=2.0)
+    for smoothing in (0.0, 0.1):
+        adjusted = per_image_losses(logits, targets, "softmax", smoothing, logit_offsets_K=offsets)
+        torch.testing.assert_close(adjusted, per_image_losses(logits, targets, "softmax", smoothing))
+
+
+def test_a_class_without_images_has_a_finite_adjustment() -> None:
+    assert logit_adjustment_offsets(torch.tensor([0, 0, 2]), 4, tau=1.0).isfinite().all()
 
 
 @pytest.mark.parametrize("num_classes", [2, 10, 1000])

@@ -259,16 +259,20 @@ def test_an_empty_split_is_refused_before_the_first_step(
     assert not callback.steps
 
 
-def test_balanced_class_weights_equalise_the_predicted_class_frequencies(train_tiny: Fit, dataset: Dataset) -> None:
+def test_class_weights_and_logit_adjustment_equalise_the_predicted_frequencies(
+    train_tiny: Fit, dataset: Dataset
+) -> None:
     """All images are equal, so the model can only learn the (weighted) class frequencies."""
     grey = torch.full((96, 1, 8, 8), 128, dtype=torch.uint8)
     labels = torch.tensor([0] * 60 + [1] * 20 + [2] * 12 + [3] * 4)
     imbalanced = replace(dataset, train=replace(dataset.train, images=grey, labels=labels))
 
-    def probabilities(class_weights: str) -> Tensor:
-        run = train_tiny(class_weights, dataset=imbalanced, epochs=30, batch_size=96, class_weights=class_weights)
+    def probabilities(name: str, **changes: Any) -> Tensor:
+        run = train_tiny(name, dataset=imbalanced, epochs=30, batch_size=96, **changes)
         model = model_with_weights(read_recipe(run.recipe_file), load_newest_checkpoint(run)["model"])
         return model(torch.zeros(1, 1, 8, 8)).softmax(dim=1)[0]
 
     torch.testing.assert_close(probabilities("none"), torch.tensor([60, 20, 12, 4]) / 96, atol=0.03, rtol=0)
-    torch.testing.assert_close(probabilities("balanced"), torch.full((4,), 0.25), atol=0.03, rtol=0)
+    for changes in ({"class_weights": "balanced"}, {"logit_adjustment": 1.0}):
+        balanced = probabilities(next(iter(changes)), **changes)
+        torch.testing.assert_close(balanced, torch.full((4,), 0.25), atol=0.03, rtol=0)

@@ -9,11 +9,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from vitral.analysis.cost import activation_bytes, count_parameters
+from vitral.data.imbalance import REMEDY, find_imbalance
 from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import busy_warning
 from vitral.device.select import Hardware, select_hardware
 from vitral.device.threads import select_threads, thread_count
-from vitral.doctor.diagnosis import IMBALANCE_RATIO, Diagnosis
+from vitral.doctor.diagnosis import Diagnosis
 from vitral.doctor.time_estimate import time_steps
 from vitral.errors import shell_quote
 from vitral.recipes.builtin import get_recipe
@@ -72,14 +73,13 @@ def recommend(diagnosis: Diagnosis, *, init_from: str | None = None) -> Recommen
     epochs = recipe.epochs if num_train < 5_000 else max(recipe.epochs // 2, 3)
     if epochs != recipe.epochs:
         flags.append(f"--epochs {epochs}")
-    class_sizes = diagnosis.train_counts.values()
-    if max(class_sizes) >= IMBALANCE_RATIO * min(class_sizes):
-        flags.append("--sampling balanced")
+    if find_imbalance(diagnosis.train_counts) is not None:
+        flags.append(REMEDY)
     recipe = replace(
         recipe,
         epochs=epochs,
         batch_size=min(recipe.batch_size, max(num_train, 1)),
-        model=replace(recipe.model, num_classes=max(len(class_sizes), 1)),
+        model=replace(recipe.model, num_classes=max(len(diagnosis.train_counts), 1)),
         data=replace(recipe.data, mean=(0.5,) * recipe.model.channels, std=(0.5,) * recipe.model.channels),
     )
     warning = busy_warning()  # before the benchmark adds to the load

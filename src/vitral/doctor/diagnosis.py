@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral.data.files.folders import no_class_folders_error
+from vitral.data.imbalance import REMEDY, find_imbalance
 from vitral.data.names import check_files_exist
 from vitral.doctor.fixes import plan_removals
 from vitral.doctor.folder_checks import ListedImage, list_csv, list_folder
@@ -29,7 +30,6 @@ from vitral.errors import VitralError, error_reason, truncate_list
 from vitral.utils.serialization import to_dict
 
 SMALL_CLASS = 10  # training images; with fewer, a class can neither be learned nor evaluated reliably
-IMBALANCE_RATIO = 3.0  # of the largest to the smallest class
 
 
 @dataclass(kw_only=True)
@@ -160,14 +160,12 @@ def class_balance_issues(train_counts: dict[str, int]) -> Iterator[Issue]:
         )
         return
     ascending = sorted(train_counts, key=lambda name: train_counts[name])
-    smallest, largest = ascending[0], max(train_counts, key=lambda name: train_counts[name])
-    if train_counts[largest] >= IMBALANCE_RATIO * train_counts[smallest]:
+    if (imbalance := find_imbalance(train_counts)) is not None:
         yield Issue(
             kind="class-imbalance",
             level="warning",
-            message=f"class imbalance: {smallest} {train_counts[smallest]:,} training images, "
-            f"{largest} {train_counts[largest]:,}",
-            fix="Train with --sampling balanced, or add images of the rare classes",
+            message=imbalance.describe(),
+            fix=f"Train with {REMEDY}, or add images of the rare classes",
         )
     small_classes = [name for name in ascending if train_counts[name] < SMALL_CLASS]
     if small_classes:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitral.data.imbalance import find_imbalance
 from vitral.errors import VitralError
 from vitral.utils.intervals import wilson_interval
 from vitral.utils.serialization import to_dict
@@ -39,7 +40,17 @@ class Metrics:
 
     def as_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = to_dict(self)
-        return values
+        return {**values, "worst_class": self.worst_class.name}
+
+    @property
+    def worst_class(self) -> ClassMetrics:
+        """The class with the lowest recall, among those that occur."""
+        return min((each for each in self.per_class if each.support), key=lambda each: each.recall)
+
+    @property
+    def is_imbalanced(self) -> bool:
+        """Whether some classes have so few of the images that the accuracy says little about them."""
+        return find_imbalance({each.name: each.support for each in self.per_class}) is not None
 
     def most_confused(self, limit: int = 5) -> list[tuple[str, str, int]]:
         """The most frequent confusions: (true class, predicted class, count)."""

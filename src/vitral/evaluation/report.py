@@ -46,6 +46,7 @@ class Headline:
 
     accuracy: Interval
     top5: Interval
+    balanced_accuracy: Interval  # mean recall of the classes that occur
     macro_f1: Interval  # mean over the classes that occur
     nll: Interval
     brier: Interval
@@ -80,6 +81,12 @@ class EvaluationReport(Metrics):
         if self.accuracy_without_tta is not None:
             values["top1_without_tta"] = self.accuracy_without_tta.value
         return {f"{self.split}_{name}": float(value) for name, value in values.items()}
+
+    @property
+    def worst_recall(self) -> Interval:
+        """Recall of the worst class with its Wilson interval."""
+        worst = self.worst_class
+        return proportion_interval(round(worst.recall * worst.support), worst.support)
 
     def tta_sentences(self) -> list[str]:
         """What the metrics mean if they include TTA: how it works, and the accuracy of predictions without it."""
@@ -146,23 +153,26 @@ def headline(p_NK: Tensor, labels_N: Tensor) -> Headline:
     def statistics(counts_RN: Tensor) -> Tensor:
         accuracy, top5, nll, brier = (counts_RN @ means_NV / N).double().unbind(1)
         ece = (counts_RN @ gap_Nb).double().abs().sum(dim=1) / N
-        f1 = macro_f1(counts_RN, labels, predicted, K)
+        balanced_accuracy, f1 = class_means(counts_RN, labels, predicted, K)
         aurc = resampled_aurc(counts_RN, sorted_correct).double()
-        return torch.stack([accuracy, top5, f1, nll, brier, ece, aurc], dim=1)
+        return torch.stack([accuracy, top5, balanced_accuracy, f1, nll, brier, ece, aurc], dim=1)
 
     values, samples = statistics(torch.ones(1, N))[0], bootstrap(statistics, N)
     by_name = dict(zip((field.name for field in fields(Headline)), intervals(values, samples), strict=True))
     by_name |= {name: proportion_interval(round(by_name[name].value * N), N) for name in ("accuracy", "top5")}
     # Resampling adds noise, which the ECE counts as error: its samples are too high by about as much as the estimate
     # itself exceeds the true value. The "basic" (reflected) interval corrects for that.
-    low, high = percentile_interval(samples[:, 5:6])
-    ece = values[5].item()
+    low, high = percentile_interval(samples[:, 6:7])
+    ece = values[6].item()
     by_name["ece"] = Interval(value=ece, low=max(2 * ece - high.item(), 0.0), high=max(2 * ece - low.item(), 0.0))
     return Headline(**by_name)
 
 
-def macro_f1(counts_RN: Tensor, labels_N: Tensor, predicted_N: Tensor, K: int) -> Tensor:
-    """Mean F1 over the classes that occur, (R,). Classes neither present nor predicted in a resample are left out."""
+def class_means(counts_RN: Tensor, labels_N: Tensor, predicted_N: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """Mean recall and mean F1 over the classes that occur, (R,) each.
+
+    The recall leaves out classes that are not present in a resample, F1 those neither present nor predicted.
+    """
     R = len(counts_RN)
 
     def class_sums(classes_N: Tensor, counts: Tensor) -> Tensor:
@@ -172,4 +182,7 @@ def macro_f1(counts_RN: Tensor, labels_N: Tensor, predicted_N: Tensor, K: int) -
     num_correct = class_sums(labels_N, counts_RN * (predicted_N == labels_N))
     f1 = 2 * num_correct / (num_true + num_predicted).clamp_min(1)
     occurs = (num_true + num_predicted > 0) & (labels_N.bincount(minlength=K) > 0)
-    return ((f1 * occurs).sum(dim=1) / occurs.sum(dim=1).clamp_min(1)).double()
+    macro_f1 = (f1 * occurs).sum(dim=1) / occurs.sum(dim=1).clamp_min(1)
+    recall, is_present = num_correct / num_true.clamp_min(1), num_true > 0
+    balanced_accuracy = recall.sum(dim=1) / is_present.sum(dim=1).clamp_min(1)
+    return balanced_accuracy.double(), macro_f1.double()

@@ -73,7 +73,7 @@ class TritonBackend:
 
     Optimizer kernels are used on every GPU. The fused augmentation, forward pass and loss need `hardware.use_triton`;
     the forward pass is also left to the reference where `forward_unsupported` gives a reason. `label_smoothing` is None
-    if the loss is not softmax cross-entropy with equal class weights.
+    if the loss is not softmax cross-entropy with equal class weights; `logit_offsets_K` are those of the loss.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class TritonBackend:
         micro_batch_size: int,
         label_smoothing: float | None,
         hardware: Hardware,
+        logit_offsets_K: Tensor | None = None,
         forward_unsupported: str | None = None,
         log: LogFn = no_log,
     ) -> None:
@@ -101,7 +102,7 @@ class TritonBackend:
         self._loss: BatchLossFn = reference.loss
         if hardware.use_triton:
             self._augment = self._select_augment(augment, preprocessing, num_classes)
-            self._loss = self._select_loss(label_smoothing, micro_batch_size, num_classes)
+            self._loss = self._select_loss(label_smoothing, logit_offsets_K, micro_batch_size, num_classes)
         self._overlap_muon = (
             hardware.cuda_graphs and forward_unsupported is None and reference.gradients_final_after_backward
         )
@@ -179,11 +180,13 @@ class TritonBackend:
         self.overrides.add("augment")
         return fused
 
-    def _select_loss(self, label_smoothing: float | None, batch_size: int, num_classes: int) -> BatchLossFn:
+    def _select_loss(
+        self, label_smoothing: float | None, logit_offsets_K: Tensor | None, batch_size: int, num_classes: int
+    ) -> BatchLossFn:
         reference = self.reference.loss
         if label_smoothing is None or not cross_entropy_op.is_supported(batch_size, num_classes):
             return reference
-        fused = partial(fused_cross_entropy, label_smoothing=label_smoothing)
+        fused = partial(fused_cross_entropy, label_smoothing=label_smoothing, logit_offsets_K=logit_offsets_K)
         compare = partial(cross_entropy_op.loss_error, fused, reference, batch_size, num_classes, self.hardware.device)
         if (reason := self_check_failure(compare, LOSS_TOLERANCE)) is not None:
             self.log(f"loss in PyTorch: {reason}")

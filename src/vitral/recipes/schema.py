@@ -126,6 +126,7 @@ class Recipe:
     sampling: Sampling = "uniform"  # balanced: draw each class equally often, repeating images of rare classes
     loss: LossName = "softmax"  # sigmoid: one binary cross-entropy per class (arXiv 2006.07159)
     class_weights: Literal["none", "balanced"] = "none"  # balanced: weight classes by inverse frequency in the loss
+    logit_adjustment: float = 0.0  # tau: add tau x log class frequency to the logits in the loss (arXiv 2007.07314)
     label_smoothing: float = 0.0  # probability mass spread over all classes
     ema: float = 0.0  # window of the weight average, as a fraction of the run; 0: no averaging
     ema_decay: float = 0.0  # the same as a decay per step: 0.99996 averages over 25,000 steps
@@ -172,10 +173,20 @@ class Recipe:
             raise ValueError(f"ema and ema_decay exclude each other, but are {self.ema} and {self.ema_decay}")
         if self.grad_accum > self.batch_size:
             raise ValueError(f"grad_accum must be at most batch_size, {self.batch_size}, got {self.grad_accum}")
-        if self.sampling == self.class_weights == "balanced":
-            raise ValueError("sampling and class_weights must not both be balanced: rare classes would count twice")
+        self._check_class_balance()
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be at least 0 and below 2**32, got {self.seed}")
+
+    def _check_class_balance(self) -> None:
+        if self.sampling == self.class_weights == "balanced":
+            raise ValueError("sampling and class_weights must not both be balanced: rare classes would count twice")
+        if not 0 <= self.logit_adjustment < math.inf:
+            raise ValueError(f"logit_adjustment must be a finite number of at least 0, got {self.logit_adjustment}")
+        if self.logit_adjustment and "balanced" in (self.sampling, self.class_weights):
+            other = "sampling" if self.sampling == "balanced" else "class_weights"
+            raise ValueError(f"logit_adjustment excludes {other} = balanced: rare classes would count twice")
+        if self.logit_adjustment and self.loss != "softmax":
+            raise ValueError(f"logit_adjustment needs the loss softmax, got {self.loss}")
 
     @property
     def lr_scale(self) -> float:

@@ -74,6 +74,7 @@ class ReferenceBackend:
         hardware: Hardware,
         parallel: ParallelPlan,
         class_weights_K: Tensor | None = None,
+        logit_offsets_K: Tensor | None = None,
     ) -> None:
         self.hardware = hardware
         self.gradients_final_after_backward = recipe.grad_accum == 1 and not recipe.optim.grad_clip
@@ -83,6 +84,7 @@ class ReferenceBackend:
             loss=recipe.loss,
             label_smoothing=recipe.label_smoothing,
             class_weights_K=class_weights_K,
+            logit_offsets_K=logit_offsets_K,
         )
         self._model = model
         if recipe.activation_checkpointing:
@@ -147,10 +149,11 @@ def make_backend(
     *,
     micro_batch_size: int = 16,
     class_weights_K: Tensor | None = None,
+    logit_offsets_K: Tensor | None = None,
     log: LogFn = no_log,
 ) -> Backend:
     """The fastest backend for this hardware. `log` receives the reason for each kernel that cannot be used."""
-    reference = ReferenceBackend(model, recipe, preprocessing, hardware, parallel, class_weights_K)
+    reference = ReferenceBackend(model, recipe, preprocessing, hardware, parallel, class_weights_K, logit_offsets_K)
     forward_unsupported = None if parallel.mode == "single" else parallel.reason
     if recipe.activation_checkpointing:
         forward_unsupported = "activation checkpointing is enabled"
@@ -167,6 +170,7 @@ def make_backend(
         num_classes=recipe.model.num_classes,
         micro_batch_size=micro_batch_size,
         label_smoothing=recipe.label_smoothing if recipe.loss == "softmax" and class_weights_K is None else None,
+        logit_offsets_K=logit_offsets_K,
         hardware=hardware,
         forward_unsupported=forward_unsupported,
         log=log,

@@ -38,7 +38,7 @@ from vitral.training import checkpoint
 from vitral.training.backend import make_backend
 from vitral.training.callbacks import Callback, CallbackList, MetricsFile
 from vitral.training.loggers import make_loggers
-from vitral.training.loss import balanced_class_weights, per_image_losses
+from vitral.training.loss import balanced_class_weights, logit_adjustment_offsets, per_image_losses
 from vitral.training.nan_debug import Diverged, RngSnapshot, describe_divergence, locate_nonfinite
 from vitral.training.out_of_memory import out_of_memory_error
 from vitral.training.parallelism import parallel_plan
@@ -124,9 +124,12 @@ class Trainer:
             init_images = self.preprocessing.normalise(train.images[:NUM_INIT_IMAGES])
         self.state = init_state(recipe, hardware, self.total_steps, self.initial_weights, init_images, self.parallel)
         self.batch_size = min(recipe.batch_size, len(train))
-        class_weights_K = None
+        class_weights_K = logit_offsets_K = None
+        labels, num_classes = self.loader.labels, recipe.model.num_classes
         if recipe.class_weights == "balanced":
-            class_weights_K = balanced_class_weights(self.loader.labels, recipe.model.num_classes)
+            class_weights_K = balanced_class_weights(labels, num_classes)
+        if recipe.logit_adjustment:
+            logit_offsets_K = logit_adjustment_offsets(labels, num_classes, recipe.logit_adjustment)
         self.backend = make_backend(
             self.state.model,
             recipe,
@@ -135,6 +138,7 @@ class Trainer:
             self.parallel,
             micro_batch_size=math.ceil(self.batch_size / recipe.grad_accum),
             class_weights_K=class_weights_K,
+            logit_offsets_K=logit_offsets_K,
             log=self.callbacks.on_message,
         )
         if self.backend.hardware != hardware:  # FP8 was selected automatically but is unavailable

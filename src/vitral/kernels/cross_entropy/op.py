@@ -24,13 +24,21 @@ class FusedCrossEntropy(torch.autograd.Function):
     """The gradient is computed in the forward pass and scaled in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, logits_BK: Tensor, targets_BK: Tensor, labels_B: Tensor, label_smoothing: float) -> Any:
+    def forward(
+        ctx: Any,
+        logits_BK: Tensor,
+        targets_BK: Tensor,
+        labels_B: Tensor,
+        label_smoothing: float,
+        logit_offsets_K: Tensor | None,
+    ) -> Any:
         B, K = logits_BK.shape
         grad_logits, sums = torch.empty_like(targets_BK), targets_BK.new_empty(2)
         block_classes = triton.next_power_of_2(K)
         launch(cross_entropy_kernel, (1,))(
-            logits_BK.contiguous(), targets_BK.contiguous(), labels_B, grad_logits, sums, B, label_smoothing,
-            NUM_CLASSES=K, BLOCK_ROWS=max(BLOCK_SIZE // block_classes, 1), BLOCK_CLASSES=block_classes, num_warps=8,
+            logits_BK.contiguous(), sums if logit_offsets_K is None else logit_offsets_K, targets_BK.contiguous(),
+            labels_B, grad_logits, sums, B, label_smoothing, NUM_CLASSES=K, HAS_OFFSETS=logit_offsets_K is not None,
+            BLOCK_ROWS=max(BLOCK_SIZE // block_classes, 1), BLOCK_CLASSES=block_classes, num_warps=8,
         )  # fmt: skip
         ctx.save_for_backward(grad_logits)
         ctx.logits_dtype = logits_BK.dtype
@@ -41,14 +49,23 @@ class FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (grad_logits,) = ctx.saved_tensors
-        return (grad_logits * grad_loss).to(ctx.logits_dtype), None, None, None
+        return (grad_logits * grad_loss).to(ctx.logits_dtype), None, None, None, None
 
 
 def fused_cross_entropy(
-    logits_BK: Tensor, targets_BK: Tensor, labels_B: Tensor, label_smoothing: float
+    logits_BK: Tensor,
+    targets_BK: Tensor,
+    labels_B: Tensor,
+    label_smoothing: float,
+    logit_offsets_K: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss, differentiable with respect to the logits, and the number of correct predictions."""
-    loss_sum, num_correct = FusedCrossEntropy.apply(logits_BK, targets_BK, labels_B, label_smoothing)  # type: ignore[no-untyped-call]
+    """Summed loss, differentiable with respect to the logits, and the number of correct predictions.
+
+    `logit_offsets_K` (fp32) are added to the logits in the loss, not for the predictions.
+    """
+    loss_sum, num_correct = FusedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits_BK, targets_BK, labels_B, label_smoothing, logit_offsets_K
+    )
     return loss_sum, num_correct
 
 

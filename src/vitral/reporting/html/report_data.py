@@ -21,6 +21,7 @@ from vitral.evaluation.data import EvalTarget
 from vitral.evaluation.report import EvaluationReport
 from vitral.inference.predictor import Predictor
 from vitral.runs.run import Run
+from vitral.training.class_balance import describe_class_balance
 
 Pairs = tuple[tuple[str, str], ...]  # name, value
 AUGMENTED = "augmented.png"  # in the run's figures folder
@@ -156,12 +157,15 @@ def check_data(target: EvalTarget, counts: dict[str, tuple[int, ...]], thorough:
     if train:
         (smallest, rare), (largest, common) = min(train), max(train)
         lines.append(f"Training images per class: from {smallest:,} ({rare}) to {largest:,} ({common})")
+    if target.recipe is not None and dataset.name == target.predictor.model_config.trained_on:
+        lines += describe_class_balance(target.recipe, dataset)
     if thorough and Path(dataset.name).is_dir():
         try:
             diagnosis = diagnose(dataset.name)
         except VitralError as error:
             return (*lines, f"{error.what}; {error.hint}")
-        lines += [f"{issue.message}: {issue.fix}" for issue in diagnosis.issues] or ["No problems found in the images"]
+        issues = [issue for issue in diagnosis.issues if issue.kind != "class-imbalance"]  # described above
+        lines += [f"{issue.message}: {issue.fix}" for issue in issues] or ["No problems found in the images"]
         lines += [line for line in (diagnosis.image_sizes, diagnosis.image_modes) if line]
     return tuple(lines)
 

@@ -21,6 +21,10 @@ def summary_section(data: ReportData) -> str:
     evaluation = data.evaluation
     headline = evaluation.headline
     metrics = [("Accuracy", headline.accuracy, True), ("Top-5 accuracy", headline.top5, True)]
+    if evaluation.is_imbalanced:
+        worst = evaluation.worst_class
+        metrics += [("Balanced accuracy", headline.balanced_accuracy, True)]
+        metrics += [(f"Worst class: {worst.name}, {worst.support:,} images", evaluation.worst_recall, True)]
     metrics += [("Macro F1", headline.macro_f1, True), ("Cross-entropy", headline.nll, False)]
     metrics += [("Brier score", headline.brier, False), ("Calibration error (ECE)", headline.ece, True)]
     metrics += [("AURC (risk-coverage)", headline.aurc, False)]
@@ -33,9 +37,9 @@ def summary_section(data: ReportData) -> str:
     caveat = "The best epoch was selected on these images, so new images will score slightly lower. "
     footnote = note(
         f"{''.join(f'{sentence} ' for sentence in evaluation.tta_sentences())}"
-        f"{caveat if data.split_name == 'validation' else ''}Intervals: Wilson for accuracy, 1,000 bootstrap resamples "
-        f"of the images for the others. Probabilities are calibrated with temperature {evaluation.temperature:.3f}, "
-        f"fitted on the {evaluation.calibrated_on} images."
+        f"{caveat if data.split_name == 'validation' else ''}Intervals: Wilson for accuracy and the worst class, 1,000 "
+        "bootstrap resamples of the images for the others. Probabilities are calibrated with temperature "
+        f"{evaluation.temperature:.3f}, fitted on the {evaluation.calibrated_on} images."
     )
     return f'<div class="columns"><div>{definition_table(data.facts)}</div><div>{metric_table}</div></div>{footnote}'
 

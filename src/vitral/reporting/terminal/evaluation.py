@@ -41,7 +41,7 @@ def print_evaluation(report: EvaluationReport, full: bool, allow_leak: bool = Fa
     console.print(f"{images:<30}[dim]95% interval[/dim]")
     for name, value, interval, note in metric_rows(report):
         shown = f"[bold]{value:>8}[/bold]" if name == "Accuracy" else f"{value:>8}"
-        console.print(f"  {name:<20}{shown}  {interval:<18}[dim]{note}[/dim]".rstrip(), soft_wrap=True)
+        console.print(f"  {name:<20}{shown}  {interval:<18}[dim]{escape(note)}[/dim]".rstrip(), soft_wrap=True)
     confused = ", ".join(f"{true} as {predicted} ({count}x)" for true, predicted, count in report.most_confused(3))
     console.print(f"\nMost confused: {escape(confused) or 'none'}", soft_wrap=True)
     if report.engine:
@@ -67,6 +67,10 @@ def metric_rows(report: EvaluationReport) -> list[tuple[str, str, str, str]]:
     rows = [("Accuracy", *percent(headline.accuracy), "")]
     if len(report.per_class) > 5:
         rows.append(("Top-5 accuracy", *percent(headline.top5), ""))
+    if report.is_imbalanced:
+        worst = report.worst_class
+        rows.append(("Balanced accuracy", *percent(headline.balanced_accuracy), "mean recall of the classes"))
+        rows.append(("Worst class", *percent(report.worst_recall), f"{worst.name}, {worst.support:,} images"))
     rows.append(("Macro F1", *percent(headline.macro_f1), ""))
     for name, value, before in (
         ("Cross-entropy", headline.nll, uncalibrated.nll),

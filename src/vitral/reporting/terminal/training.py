@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from vitral import __version__
+from vitral.data.datasets import Dataset
 from vitral.data.names import SEQUENCE_PREFIX
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
@@ -21,6 +22,7 @@ from vitral.models.variants import VARIANTS
 from vitral.recipes.schema import Recipe
 from vitral.reporting.run_report import EXAMPLE
 from vitral.runs.run import Run
+from vitral.training.class_balance import describe_class_balance, training_imbalance
 from vitral.training.setup import TrainingSetup
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
@@ -43,7 +45,7 @@ def print_run_summary(
     lines = [
         f"Data      {dataset.name}: {len(dataset.train):,} train, {len(dataset.validation):,} validation"
         + (f" ({source})" if source else ""),
-        *(f"          {note}" for note in dataset.notes),
+        *(f"          {note}" for note in (*dataset.notes, *describe_class_balance(recipe, dataset))),
         f"Model     {kind} {size}/{model.patch_size}, width {model.width}, depth {model.depth}, heads {model.heads} "
         f"({parameters / 1e6:.2f} M parameters, {model.grid[0] * model.grid[1]} patches)",
         *(f"          {note}" for note in setup.notes),
@@ -71,7 +73,7 @@ def print_result(
     console: Console,
     run: Run,
     recipe: Recipe,
-    dataset_name: str,
+    dataset: Dataset,
     evaluation: EvaluationReport,
     allow_leak: bool = False,
 ) -> None:
@@ -87,6 +89,8 @@ def print_result(
     if evaluation.split == "validation":
         lines.append("                There are no test images; the epoch was selected on these.")
     lines += [f"                {sentence}" for sentence in evaluation.tta_sentences()]
+    if evaluation.is_imbalanced or training_imbalance(dataset) is not None:
+        lines.append(class_accuracy_text(evaluation))
     lines += [
         f"\nMost confused     {confused or 'none'}",
         f"Report            {run.report_file}",
@@ -98,8 +102,8 @@ def print_result(
         (f"predict {shell_quote(run)} {example}", ""),
         (f"walk {example} --model {shell_quote(run)}", "follow an image through the model"),
     ]
-    if not dataset_name.startswith(SEQUENCE_PREFIX):  # a sequence can only be passed again from Python
-        longer = f"train {shell_quote(dataset_name)} --recipe {shell_quote(run.recipe_file)} --epochs"
+    if not dataset.name.startswith(SEQUENCE_PREFIX):  # a sequence can only be passed again from Python
+        longer = f"train {shell_quote(dataset.name)} --recipe {shell_quote(run.recipe_file)} --epochs"
         steps += [
             (f"evaluate {shell_quote(run)}", "calibration, robustness, OOD detection"),
             (f"{longer} {2 * recipe.epochs}", "train for longer"),
@@ -107,6 +111,15 @@ def print_result(
     width = max(len(words) for words, purpose in steps if purpose)
     lines += [f"  {vitral_command()} {words:<{width}}    {purpose}".rstrip() for words, purpose in steps]
     console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+
+
+def class_accuracy_text(evaluation: EvaluationReport) -> str:
+    """Balanced accuracy and worst class, which the accuracy on imbalanced classes hides."""
+    balanced, worst, recall = evaluation.headline.balanced_accuracy, evaluation.worst_class, evaluation.worst_recall
+    return (
+        f"Balanced        {balanced.value:.2%} (95% CI {100 * balanced.low:.2f}-{balanced.high:.2%}), the mean over "
+        f"the classes; worst: {worst.name} {recall.value:.2%} of {worst.support:,} images"
+    )
 
 
 def print_finished(console: Console, run: Run, recipe: Recipe) -> None:
