@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 from vitral.doctor import diagnose
-from vitral.doctor.advice import OVERHEAD_SECONDS, recommend
+from vitral.doctor.advice import recommend
+from vitral.doctor.estimates import OVERHEAD_SECONDS
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ Wherever a function takes a model, it accepts a run folder, a model folder, a ch
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from vitral.device.select import DeviceOption, Hardware, select_hardware
 from vitral.device.threads import thread_count
 from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import World, init_distributed
+from vitral.doctor.backbones import choose_checkpoint
 from vitral.errors import Interrupted, VitralError, shell_quote
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE
 from vitral.evaluation.compare import PairedComparison
@@ -61,6 +62,7 @@ from vitral.inference.engine_selection import (
 from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration, LogitScore
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
+from vitral.recipes.options import AUTO
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.reporting.demo import compare_with_bundled, print_bundled_comparison
 from vitral.reporting.feature_files import check_features_path, write_features
@@ -121,7 +123,8 @@ def train(
         data: Built-in dataset ("mnist"), folder with one subfolder per class, CSV list, shard pattern, or a sequence
             of (image, label) such as a torchvision or Hugging Face dataset.
         recipe: Name, TOML file or Recipe. Default: the recipe that suits the data.
-        init_from: Checkpoint to fine-tune. It determines the architecture.
+        init_from: Checkpoint to fine-tune. It determines the architecture. "auto": one from the hub that suits the
+            images, the hardware and the time limit.
         preset: Model size instead of the recipe's, such as "S/16" or "R26+S/32".
         options: What the files of a checkpoint of another library do not contain.
         out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
@@ -146,8 +149,7 @@ def train(
             terminal.print_finished(Console(quiet=quiet, highlight=False), Run(Path(resume)), resolved)
             return Predictor.load(resume, device=resolved.device)
     else:
-        resolved = resolve_recipe(name, recipe, str(init_from) if init_from else None, preset, options)
-        resolved = with_excluded_files(resolved.with_overrides(overrides), exclude)
+        resolved = _resolve_recipe(name, recipe, init_from, preset, options, exclude, quiet, overrides)
     world = join_process_group(resolved.device)
     console = Console(quiet=quiet or not world.is_rank0, highlight=False)
     run = None
@@ -170,6 +172,28 @@ def train(
         run = create_or_update_run(world, run, setup, hardware, parallel, out)
         terminal.print_run_summary(console, setup, hardware, parallel, run)
         return _train_and_evaluate(run, setup, hardware, parallel, console, allow_leak, budget)
+
+
+def _resolve_recipe(
+    data: str | None,
+    recipe: Recipe | str | Path | None,
+    init_from: str | Path | None,
+    preset: str | None,
+    options: CheckpointOptions,
+    exclude: str | Path | None,
+    quiet: bool,
+    overrides: Mapping[str, Any],
+) -> Recipe:
+    """The recipe of a new run. For `init_from="auto"`, rank 0 chooses a checkpoint and prints the choice."""
+    if init_from == AUTO and not preset:
+        finetune = resolve_recipe(data, recipe or "folder-finetune").with_overrides(overrides)
+        world = join_process_group(finetune.device)
+        choice = world.broadcast_from_rank0(lambda: choose_checkpoint(with_excluded_files(finetune, exclude)))
+        console = Console(quiet=quiet or not world.is_rank0, highlight=False)
+        console.print("\n  ".join(choice.lines()), soft_wrap=True, markup=False)
+        init_from = choice.source
+    resolved = resolve_recipe(data, recipe, str(init_from) if init_from else None, preset, options)
+    return with_excluded_files(resolved.with_overrides(overrides), exclude)
 
 
 def _train_and_evaluate(
@@ -225,8 +249,7 @@ def find_lr(
         overrides: Recipe fields.
     """
     name = None if data is None else str(data)
-    resolved = resolve_recipe(name, recipe, str(init_from) if init_from else None, preset, options)
-    setup = setup_training(resolved.with_overrides(overrides))
+    setup = setup_training(_resolve_recipe(name, recipe, init_from, preset, options, None, True, overrides))
     hardware, threads = with_threads(setup, training_hardware(setup))
     with thread_count(threads):
         sweep = sweep_lr(setup, hardware)
@@ -330,8 +353,7 @@ def compare(
         quiet: Print nothing.
         overrides: Fields of the fine-tuning recipe.
     """
-    finetune = resolve_recipe(data, recipe, str(init_from) if init_from else None, preset, options)
-    finetune = with_excluded_files(finetune.with_overrides(overrides), exclude)
+    finetune = _resolve_recipe(data, recipe, init_from, preset, options, exclude, quiet, overrides)
     check_comparison(finetune, seeds)
     folder = Path(out) if out else new_run_path(RUNS, "compare")
     console = Console(quiet=quiet, highlight=False)

@@ -67,7 +67,7 @@ def test_every_command_prints_how_it_interpreted_a_checkpoint(
     folder: Path, words: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("vitral.doctor.advice.BENCHMARK_SECONDS", 0.0)
+    monkeypatch.setattr("vitral.doctor.estimates.BENCHMARK_SECONDS", 0.0)
     skip_figures(monkeypatch)
     _, out, err = command(*shlex.split(words))
     notes = Predictor.load(folder / "checkpoint").notes

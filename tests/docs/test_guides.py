@@ -90,7 +90,7 @@ def test_every_block_of_the_page_runs(
 ) -> None:
     shutil.copytree(reader_folder, tmp_path / "reader")
     monkeypatch.chdir(tmp_path / "reader")
-    monkeypatch.setattr("vitral.doctor.advice.BENCHMARK_SECONDS", 0.0)
+    monkeypatch.setattr("vitral.doctor.estimates.BENCHMARK_SECONDS", 0.0)
     skip_figures(monkeypatch)
     monkeypatch.setattr("vitral.reporting.run_report.write_figures", write_example)
     for block in blocks_of(page):

@@ -49,7 +49,7 @@ SKIPPED = [command for command in COMMANDS if "--resume" in command or command.s
 )
 def test_the_command_works(reader_folder, monkeypatch, request, capsys, command):
     monkeypatch.chdir(reader_folder)
-    monkeypatch.setattr("vitral.doctor.advice.BENCHMARK_SECONDS", 0.0)
+    monkeypatch.setattr("vitral.doctor.estimates.BENCHMARK_SECONDS", 0.0)
     if command != "vitral train mnist":  # one of the training commands writes its figures
         request.getfixturevalue("no_figures")
     with pytest.raises(SystemExit) as stop:

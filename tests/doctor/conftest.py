@@ -22,5 +22,5 @@ def split_photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fast_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitral.doctor.advice.BENCHMARK_SECONDS", 0.0)
-    monkeypatch.setattr("vitral.doctor.advice.CPU_BENCHMARK_BATCH", 2)
+    monkeypatch.setattr("vitral.doctor.estimates.BENCHMARK_SECONDS", 0.0)
+    monkeypatch.setattr("vitral.doctor.estimates.CPU_BENCHMARK_BATCH", 2)

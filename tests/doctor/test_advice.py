@@ -14,7 +14,8 @@ from vitral import api
 from vitral.cli import main as cli
 from vitral.device.select import select_hardware
 from vitral.doctor import diagnose
-from vitral.doctor.advice import TimeEstimate, recommend
+from vitral.doctor.advice import recommend
+from vitral.doctor.estimates import TimeEstimate
 from vitral.doctor.image_checks import InspectedImage
 from vitral.reporting.terminal.tables import print_diagnosis
 
@@ -31,7 +32,10 @@ def test_fine_tuning_is_recommended_for_few_photographs(photos, fast_benchmark, 
     out = capsys.readouterr().out
     assert "42 images in 4 classes. No train/validation split; 15% would be held out." in out
     assert "Recommended: fine-tune Ti/16 at 224 px for 10 epochs (" in out
-    assert f"vitral train {photos} --init-from hf:timm/vit_tiny_patch16_224.augreg_in21k --sampling balanced" in out
+    assert (
+        f"vitral train {photos} --init-from hf:timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k --sampling balanced"
+        in out
+    )
 
 
 def test_path_with_spaces_is_quoted_in_the_command(photos, fast_benchmark, capsys):
@@ -88,7 +92,8 @@ def test_busy_machine_is_mentioned_next_to_the_estimate(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     estimate = TimeEstimate(500.0, 600.0, 700.0, select_hardware(device="cpu"), 3, None)
-    monkeypatch.setattr("vitral.doctor.advice.estimate_seconds", lambda *_: estimate)
+    for module in ("advice", "backbones"):
+        monkeypatch.setattr(f"vitral.doctor.{module}.estimate_seconds", lambda *_: estimate)
     diagnosis = diagnose(photos)
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
     recommendation = recommend(diagnosis)

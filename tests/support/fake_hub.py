@@ -24,6 +24,8 @@ class Hub:
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     private: dict[str, bool] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)  # of the commits
+    licenses: dict[str, str] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
 
 
 @contextmanager
@@ -86,8 +88,11 @@ def fake_hub() -> Iterator[Hub]:
                         for path, content in hub.repositories[name].items()
                     ]
                     return self.respond(200, entries)
-                files = [{"rfilename": path} for path in hub.repositories[name]]
-                return self.respond(200, {"id": name, "sha": COMMIT, "siblings": files, "private": False, "tags": []})
+                files = [{"rfilename": path, "size": len(data)} for path, data in hub.repositories[name].items()]
+                info = {"id": name, "sha": COMMIT, "siblings": files, "private": False, "tags": []}
+                info |= {"gated": "auto" if name in hub.gated else False}
+                info |= {"cardData": {"license": hub.licenses[name]}} if name in hub.licenses else {}
+                return self.respond(200, info)
             name, path = "/".join(parts[:2]), "/".join(parts[4:])
             content = hub.repositories.get(name, {}).get(path)
             if content is None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from vitral.models.vit import ViTConfig
 
+AUTO = "auto"  # value of init_from: a checkpoint from the hub that suits the images (vitral.doctor.backbones)
 InitScheme = Literal["identity", "local_heads", "qk_similar", "whitened_patches"]  # vitral.training.init_schemes
 LossName = Literal["softmax", "sigmoid"]  # vitral.training.loss
 TTA = Literal["none", "flip", "three", "six", "ten"]  # vitral.evaluation.tta

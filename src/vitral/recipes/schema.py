@@ -112,7 +112,7 @@ class Recipe:
     augment: AugmentConfig = field(default_factory=AugmentConfig)  # augmentation of the training images
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning-rate schedule
     init_schemes: tuple[InitScheme, ...] = ()  # weight initialisations for short runs (vitral.training.init_schemes)
-    init_from: str = ""  # checkpoint to fine-tune: a file, folder, run or hf:owner/name; empty: train from scratch
+    init_from: str = ""  # checkpoint to fine-tune: file, folder, run, hf:owner/name or auto; empty: train from scratch
     init_options: CheckpointOptions = NO_OPTIONS  # what the files of init_from do not contain
     keep_image_size: bool = False  # with init_from: use the recipe's image size instead of the checkpoint's
     freeze: str = ""  # "backbone": train only the head; a number: freeze the embedding and that many blocks

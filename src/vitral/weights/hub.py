@@ -6,6 +6,8 @@ huggingface_hub does the work, so that its cache, tokens, mirrors and offline mo
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from vitral.errors import VitralError
@@ -19,6 +21,23 @@ WEIGHT_PATTERNS = (
     ["pytorch_model*.bin*"],
     ["*.npz", "*.pth", "*.pt"],
 )
+
+
+INFO_TIMEOUT = 10.0  # seconds for the description of a model
+
+
+class HubUnreachable(VitralError):
+    """No answer from the hub: no network, offline mode, or a timeout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubModel:
+    """A model's page on the hub."""
+
+    revision: str  # commit of the default branch
+    license: str  # as on the hub, such as "apache-2.0"; empty if not stated
+    is_gated: bool  # whether its terms must be accepted before a download
+    num_bytes: int  # of the weights that `download` would fetch
 
 
 def parse_hub_name(source: str) -> tuple[str, str | None]:
@@ -47,6 +66,41 @@ def download(source: str) -> Path:
         raise VitralError(f"{source}: {reason}", _download_hint(error)) from error
     expected = ", ".join(pattern for patterns in WEIGHT_PATTERNS for pattern in patterns)
     raise VitralError(f"{source} contains no supported weights", f"Expected one of {expected}")
+
+
+def model_info(repository: str) -> HubModel:
+    """License, access and size of a model. Raises HubUnreachable, or VitralError if the hub refuses."""
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise _missing_library_error(f"{SCHEME}{repository}") from error
+    try:
+        info = HfApi(library_name="vitral").model_info(repository, timeout=INFO_TIMEOUT, files_metadata=True)
+    except Exception as error:  # huggingface_hub does not wrap the errors of its HTTP client
+        what = f"{SCHEME}{repository}: {error_in_one_line(error)}"
+        kind = VitralError if getattr(error, "response", None) is not None else HubUnreachable
+        raise kind(what, _download_hint(error)) from error
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    weights = (sum(sizes[name] for name in sizes if _matches(name, patterns)) for patterns in WEIGHT_PATTERNS)
+    return HubModel(
+        revision=info.sha or "",
+        license=str(getattr(info.card_data, "license", None) or ""),
+        is_gated=bool(info.gated),
+        num_bytes=next(filter(None, weights), 0),
+    )
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def is_cached(repository: str) -> bool:
+    """Whether `download` can read the model's safetensors file from the cache."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return False
+    return isinstance(try_to_load_from_cache(repository, "model.safetensors"), str)
 
 
 def upload(folder: Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:

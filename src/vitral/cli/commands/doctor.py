@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import JSON_HELP, print_checkpoint_notes, status_line
+from vitral.cli.options import AUTO
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError
 from vitral.utils.json_toml import dump_json
@@ -20,7 +21,9 @@ class DoctorArgs:
     """
 
     folder: Path = argument("folder with one subfolder per class, or with train, val and test folders; or a CSV file")
-    init_from: str | None = option(None, "checkpoint to fine-tune: a file, folder, run or hf:owner/name")
+    init_from: str | None = option(
+        None, "checkpoint to fine-tune: a file, folder, run or hf:owner/name (default: auto)"
+    )
     fix_list: Path | None = option(None, "CSV file to write with one row per file: path, issue, detail, action, fix")
     clean: Path | None = option(
         None, "folder to write a copy to, without unreadable files, exact duplicates and copies across splits"
@@ -32,13 +35,14 @@ class DoctorArgs:
 def doctor(args: DoctorArgs) -> int:
     from vitral.data.names import check_files_exist
 
-    check_inputs(args.init_from)
+    init_from = None if args.init_from == AUTO else args.init_from
+    check_inputs(init_from)
     check_files_exist(args.folder)
     from vitral.doctor import check_destination, diagnose, write_clean_copy, write_fix_list
     from vitral.doctor.advice import recommend
 
-    if args.init_from is not None:
-        print_checkpoint_notes(args.init_from)
+    if init_from is not None:
+        print_checkpoint_notes(init_from)
     if args.fix_list is not None and (args.fix_list.is_dir() or not args.fix_list.absolute().parent.is_dir()):
         raise VitralError(f"cannot write {args.fix_list}", "Pass --fix-list a CSV file in an existing folder")
     if args.clean is not None:
@@ -47,7 +51,7 @@ def doctor(args: DoctorArgs) -> int:
         raise VitralError("--link needs --clean", "For example: vitral doctor photos --clean photos-clean --link")
     with status_line("Checking the images"):
         diagnosis = diagnose(args.folder)
-        recommendation = recommend(diagnosis, init_from=args.init_from) if diagnosis.is_trainable else None
+        recommendation = recommend(diagnosis, init_from=init_from) if diagnosis.is_trainable else None
     num_rows = write_fix_list(diagnosis, args.fix_list) if args.fix_list else 0
     num_kept = (
         write_clean_copy(args.folder, diagnosis.images, diagnosis.removals, args.clean, link=args.link)

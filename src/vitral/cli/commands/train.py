@@ -10,7 +10,7 @@ from typing import Any, Literal
 from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
 from vitral.cli.messages import DATA_HELP
-from vitral.cli.options import checkpoint_flags, checkpoint_options
+from vitral.cli.options import AUTO, checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
 from vitral.cli.recipe_values import chosen_recipe, recipe_values, varying_fields
 from vitral.errors import VitralError, shell_quote
@@ -80,7 +80,8 @@ class TrainArgs:
 
 def train(args: TrainArgs) -> int:
     if args.resume is None:
-        check_inputs(args.overrides.get("init_from") or None, data=args.data, recipe=args.recipe)
+        init_from = args.overrides.get("init_from")
+        check_inputs(None if init_from in ("", AUTO) else init_from, data=args.data, recipe=args.recipe)
     elif args == TrainArgs(resume=args.resume):
         from vitral.runs.run import Run
 
