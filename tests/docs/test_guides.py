@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md"))]
 BLOCK = re.compile(r"(?P<marker><!-- test: [^\n]* -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL)
 # The README tests cover the commands of these pages in less time.
-SLOW_PAGES = {"evaluate", "export", "explain", "fine-tune", "train", "tutorial"}
+SLOW_PAGES = {"evaluate", "export", "explain", "fine-tune", "small-and-imbalanced", "train", "tutorial"}
 FASTER = {
     "train": ["--epochs", "1"],
     "bench": ["--seconds", "0.01", "--batch-sizes", "1", "--threads", "1", "--images", "64"],
