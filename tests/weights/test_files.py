@@ -434,8 +434,8 @@ def other_models() -> dict[str, tuple[dict[str, torch.Tensor], str]]:
     return {
         "BERT": (small["bert"], "is not a Vision Transformer but a language model"),
         "ResNet": (small["resnet"], "is not a Vision Transformer but a convolutional network"),
-        "TransformerEncoder": (encoder, "torch.nn.TransformerEncoder, whose tensors do not contain"),
-        "ViT of TransformerEncoder layers": (patches | encoder, r"torch\.nn\.TransformerEncoder.*post-norm and ReLU"),
+        "TransformerEncoder": (encoder, r"torch\.nn\.TransformerEncoder can be pre- or post-norm"),
+        "ViT of TransformerEncoder layers": (patches | encoder, r"torch\.nn\.TransformerEncoder.*post-norm, is not"),
         "another class with timm's patch embedding": (patches | other, "are not those of a timm ViT"),
     }
 

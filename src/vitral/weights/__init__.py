@@ -13,6 +13,7 @@ from vitral.utils.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from vitral.weights.checkpoint import Checkpoint as Checkpoint
+    from vitral.weights.explanation import explain as explain
     from vitral.weights.io import FORMATS as FORMATS
     from vitral.weights.io import convert as convert
     from vitral.weights.io import read as read
@@ -24,6 +25,7 @@ __getattr__, __dir__ = lazy_attributes(
         "Checkpoint": "checkpoint",
         "FORMATS": "io",
         "convert": "io",
+        "explain": "explanation",
         "read": "io",
         "write": "io",
     },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from vitral.errors import VitralError
+from vitral.errors import VitralError, shell_quote
 from vitral.weights.checkpoint import unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 
@@ -24,14 +24,17 @@ UNSUPPORTED = {
     r"(^|\.)(norm_pre|ln_pre|pre_layrnorm)\.": "norm before the first block, as in CLIP",
     r"(^|\.)rope|\.attn\.q_proj\.": "rotary positions or EVA blocks",
     r"\.attn\.(q_bias|v_bias)$|blocks\.\d+\.gamma_?[12]$": "EVA or BEiT blocks, usually with rotary positions",
-    r"(^|\.)self_attn\.in_proj_weight$": (
-        "layers of torch.nn.TransformerEncoder, whose tensors do not contain whether they are pre- or post-norm "
-        "(norm_first) and whether the activation is ReLU or GELU; the defaults, post-norm and ReLU, are not supported"
-    ),
     r"\.output\.LayerNorm\.": "norms after the branches (post-norm), as in BERT",
     r"blocks\.\d+\.(attns|ffns)\.|blocks\.\d+\.in_proj\.": "parallel attention and MLP branches",
     r"transformer\.layers\.\d+\.\d\.fn\.": "wrapped layers of early vit-pytorch versions",
     r"(^|\.)(res_post_norm|layernorm_post_attention)\.": "norms after the branches (post-norm)",
+}
+# Tensor names of models whose function depends on more than their tensors; a key map states it.
+UNDETERMINED = {
+    r"(^|\.)self_attn\.in_proj_weight$": (
+        "layers of torch.nn.TransformerEncoder can be pre- or post-norm (norm_first) with ReLU or GELU, and the "
+        "default, post-norm, is not supported"
+    ),
 }
 SIGNATURES = {
     "vitral": r"patch_embedding\.project\.weight",
@@ -56,13 +59,23 @@ def detect_format(raw: RawCheckpoint) -> str:
         )
     if match := _first_match(UNSUPPORTED, raw):
         raise unsupported_model_error(raw.source, f"{match[0]} ({match[1]})")
+    if match := _first_match(UNDETERMINED, raw):
+        raise VitralError(
+            f"the tensors of {raw.source} do not determine the model: {match[0]} ({match[1]})",
+            _key_map_hint(raw.source),
+        )
     if detected is not None:
         return detected
     examples = ", ".join(sorted(raw.tensors)[:3])
     raise VitralError(
         f"the {len(raw.tensors)} tensors of {raw.source} are not a Vision Transformer in a supported format",
-        f"Supported formats: {', '.join(SIGNATURES)}; found tensors such as {examples}",
+        f"Found tensors such as {examples}. {_key_map_hint(raw.source)}",
     )
+
+
+def _key_map_hint(source: str) -> str:
+    name = shell_quote(source)
+    return f"A key map converts any pre-norm ViT; start one with: vitral convert {name} --explain --write-map map.toml"
 
 
 def _first_match(patterns: Mapping[str, str], raw: RawCheckpoint) -> tuple[str, str] | None:

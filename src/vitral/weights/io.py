@@ -19,8 +19,9 @@ from vitral.runs.model_io import (
 from vitral.runs.run import find_model_dir
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
-from vitral.weights import hub, npz, timm, torchvision, transformers, vit_pytorch
+from vitral.weights import custom, hub, npz, timm, torchvision, transformers, vit_pytorch
 from vitral.weights.checkpoint import NO_HEAD, Checkpoint, ConvertedModel
+from vitral.weights.custom_map import load_key_map
 from vitral.weights.detect import detect_format
 from vitral.weights.files import RawCheckpoint, check_storage, error_in_one_line, load_raw, save_tensors
 from vitral.weights.interpretation import Interpretation, check_options
@@ -53,13 +54,17 @@ DESTINATION_SUFFIXES = {
 }
 
 
-def read(source: Path | str, options: CheckpointOptions = NO_OPTIONS) -> Checkpoint:
-    """Read a checkpoint; its format is detected from the tensor names.
+def read(
+    source: Path | str, options: CheckpointOptions = NO_OPTIONS, *, key_map: Path | str | None = None
+) -> Checkpoint:
+    """Read a checkpoint; its format is detected from the tensor names, or stated by a key map.
 
     Args:
         source: File, folder, run, `"hf:owner/name[@revision]"` or the name of a bundled model.
         options: What the files do not contain; the rest is assumed and listed in `Checkpoint.assumptions`.
+        key_map: TOML file that names the tensors of a home-made checkpoint.
     """
+    custom_map = None if key_map is None else load_key_map(Path(key_map))
     location = bundled.resolve(source)
     name = str(location)
     path = hub.download(name) if name.startswith(hub.SCHEME) else Path(location)
@@ -70,8 +75,10 @@ def read(source: Path | str, options: CheckpointOptions = NO_OPTIONS) -> Checkpo
         raw.notes += bundled.shadowing_notes(source)
         if name.startswith(hub.SCHEME):
             raw.source = name
-        format_name = detect_format(raw)
         check_storage(raw)
+        if custom_map is not None:
+            return custom.to_vitral(raw, options, custom_map)
+        format_name = detect_format(raw)
         return _read_vitral(raw, path, options) if format_name == "vitral" else READERS[format_name](raw, options)
     except OSError as error:
         raise VitralError(f"cannot read {path}: {error.strerror or error}", "Check its permissions") from error
@@ -168,7 +175,14 @@ def _save_converted(converted: ConvertedModel, path: Path, is_file: bool) -> lis
     return converted.notes
 
 
-def convert(source: Path | str, destination: Path | str, to: str, options: CheckpointOptions = NO_OPTIONS) -> list[str]:
+def convert(
+    source: Path | str,
+    destination: Path | str,
+    to: str,
+    options: CheckpointOptions = NO_OPTIONS,
+    *,
+    key_map: Path | str | None = None,
+) -> list[str]:
     """Convert a checkpoint to another format. Arguments as for `read` and `write`.
 
     Returns:
@@ -176,5 +190,5 @@ def convert(source: Path | str, destination: Path | str, to: str, options: Check
     """
     if to not in FORMATS:
         raise unknown_name_error("format", to, FORMATS)
-    checkpoint = read(source, options)
+    checkpoint = read(source, options, key_map=key_map)
     return [*checkpoint.notes, *write(checkpoint, destination, to)]
