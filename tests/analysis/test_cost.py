@@ -71,6 +71,8 @@ def not_saved_by_model(config: ViTConfig) -> int:
         {"pooling": "attention"},
         {"layer_scale": 0.1, "drop_path": 0.2},
         {"dropout": 0.1, "dropout_embedding": 0.1},
+        {"activation": "swiglu", "positions": "rotary", "rope": "centered", "key_bias": False, "registers": 2},
+        {"activation": "quick_gelu", "pre_norm": True},
     ],
     ids=str,
 )

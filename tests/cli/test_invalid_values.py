@@ -126,7 +126,7 @@ train digits | --epochs 0 | --epochs -1 | --epochs 1.5 | --epochs '' | --batch-s
     | --model.dropout 1 | --preset Q/16 | --init-from missing | --init-from empty | --init-from photo.png
     | --out notes.txt
     | --out full | --recipe missing.toml | --recipe notes.txt | --recipe photos | --compare
-    | --variant magic | --variant distilled | --variant late-norm
+    | --variant magic | --variant distilled
     | --heads 0 | --heads x | --device gpu | --tta many | --init-from model.safetensors --heads 0
     | --init-from model.safetensors --preset Ti/16 | --init-from model.safetensors --compare --seeds 0 | --seeds 2
 train | NOTHING | '' | missing | empty | notes.txt | photo.png | full | --resume missing | --resume empty

@@ -108,7 +108,7 @@ def test_a_hybrid_keeps_its_own_patch_embedding() -> None:
 def test_the_last_block_computes_only_the_pooled_tokens() -> None:
     counts = {kind: CpuEngine(*build_model(kind), "fp32").num_pooled_tokens for kind in MODEL_KINDS}
     assert {kind for kind, count in counts.items() if count == 1} == {
-        "class", "rotary, registers", "layer scale, tanh", "greyscale", "patch norm",
+        "class", "rotary, registers", "layer scale, tanh", "greyscale", "CLIP", "patch norm",
     }  # fmt: skip
     assert counts["distilled"] == 2
     pools_all = ("mean, no positions", "attention pooling", "late norm", "class and mean")

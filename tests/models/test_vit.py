@@ -276,11 +276,16 @@ INVALID: list[tuple[str, Any]] = [
         for rate in (-0.1, 1.0, math.nan, "0.1", None)
     ],
     *[("layer_scale", value) for value in (0.0, -1e-4, math.nan, "1e-4")],
-    *[("norm_eps", value) for value in (0.0, -1e-6, None)],
-    *[(name, value) for name in ("qk_norm", "qkv_bias") for value in ("no", 1, None)],
+    *[(name, value) for name in ("norm_eps", "rope_base") for value in (0.0, -1e-6, None)],
     *[
         (name, value)
-        for name in ("pooling", "positions", "position_resampling", "head", "activation")
+        for name in ("qk_norm", "qkv_bias", "key_bias", "pre_norm", "final_norm", "register_positions")
+        for value in ("no", 1, None)
+    ],
+    *[("class_token", value) for value in ("no", 1, False)],  # False contradicts class pooling
+    *[
+        (name, value)
+        for name in ("pooling", "positions", "position_resampling", "rope", "head", "activation")
         for value in ("cls", "", None, 0)
     ],
 ]

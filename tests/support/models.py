@@ -34,6 +34,12 @@ MODEL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "rotary, qk norm": ("plain", {"pooling": "mean", "positions": "rotary", "qk_norm": True}),
     "layer scale, tanh": ("plain", {"layer_scale": 0.3, "activation": "gelu_tanh", "head": "mlp", "qkv_bias": False}),
     "greyscale": ("plain", {"channels": 1}),
+    "CLIP": ("plain", {"pre_norm": True, "activation": "quick_gelu", "registers": 1, "register_positions": True}),
+    "DINOv3": (
+        "plain",
+        {"positions": "rotary", "rope": "centered", "registers": 2, "activation": "swiglu", "mlp_width": 48}
+        | {"key_bias": False, "layer_scale": 0.3, "pooling": "mean", "class_token": True, "final_norm": False},
+    ),
     "distilled": ("distilled", {}),
     "late norm": ("late-norm", {"pooling": "mean"}),
     "patch norm": ("patch-norm", {}),

@@ -15,12 +15,18 @@ from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig
 
 TINY: dict[str, Any] = {"image_size": (8, 12), "patch_size": 4, "num_classes": 5, "width": 16, "depth": 2, "heads": 2}
+DINOV3: dict[str, Any] = {
+    "positions": "rotary", "rope": "centered", "registers": 2, "activation": "swiglu", "mlp_width": 24,
+    "key_bias": False, "layer_scale": 0.5, "pooling": "mean", "class_token": True,
+}  # fmt: skip
 KINDS: dict[str, tuple[str, ViTConfig]] = {  # name -> variant and configuration
     "class": ("plain", ViTConfig(**TINY)),
     "mean, rotary": ("plain", ViTConfig(**TINY, pooling="mean", positions="rotary")),
     "attention pooling, sincos": ("plain", ViTConfig(**TINY, pooling="attention", positions="sincos")),
     "registers, one channel": ("plain", ViTConfig(**TINY, registers=3, channels=1, qk_norm=True, layer_scale=0.5)),
     "registers, mean": ("plain", ViTConfig(**TINY, registers=2, pooling="mean", positions="learned+rotary")),
+    "CLIP": ("plain", ViTConfig(**TINY, pre_norm=True, activation="quick_gelu", final_norm=False)),
+    "DINOv3": ("plain", ViTConfig(**TINY | DINOV3)),
     "distilled": ("distilled", ViTConfig(**TINY)),
     "late norm": ("late-norm", ViTConfig(**TINY, pooling="mean")),
     "patch norm": ("patch-norm", ViTConfig(**TINY, positions="none")),

@@ -101,8 +101,9 @@ def multiply_adds(config: ViTConfig) -> int:
     """Multiply-adds of the GEMMs and attention in the forward pass of one image."""
     N, D, M, K = math.prod(config.grid), config.width, config.hidden_width, config.num_classes
     T = N + config.num_prefix_tokens
-    block = 4 * T * D * D + 2 * T * T * D + 2 * T * D * M
-    pooling = 2 * N * D * D + 2 * N * D + D * D + 2 * D * M if config.pooling == "attention" else 0
+    mlp = (3 if config.activation == "swiglu" else 2) * D * M  # per token
+    block = 4 * T * D * D + 2 * T * T * D + T * mlp
+    pooling = 2 * N * D * D + 2 * N * D + D * D + mlp if config.pooling == "attention" else 0
     head = D * K + (D * D if config.head == "mlp" else 0)
     return N * config.channels * config.patch_size**2 * D + config.depth * block + pooling + head
 
@@ -145,13 +146,14 @@ def activation_bytes(
         attention += 3 * s * T * D  # new q and k next to the qkv tensor; a copy of the attention output
     if config.qk_norm:
         attention += 2 * 2 * 4 * h * T + (2 * 4 * T * D if s == 2 and device == "gpu" else 0)
-    mlp = s * T * D + 2 * s * T * M  # norm output; GELU input and output
+    # Norm output; input and output of the activation. SwiGLU also saves silu(gate), the quick GELU its sigmoid.
+    mlp = s * T * D + {"swiglu": 4, "quick_gelu": 3}.get(config.activation, 2) * s * T * M
     scale = 2 * s * T * D if config.layer_scale is not None else 0
     block = norms + attention + mlp + scale + mask * (2 * T * D + T * M)
 
     image = 4 * config.channels * math.prod(config.image_size) + s * N * config.channels * config.patch_size**2
     embedding_mask = (1 if device == "gpu" else 4) * T * D if config.dropout_embedding else 0
-    final_norm = 4 * T * D + statistics
+    outer_norms = (config.pre_norm + config.final_norm) * (4 * T * D + statistics)
     pooled = s * D
     if config.pooling == "class" and s == 4:
         pooled = 4 * T * D  # the class token is a view that keeps the whole norm output alive
@@ -159,7 +161,7 @@ def activation_bytes(
         pooled = s * (N * D + 2 * N * D + 2 * D) + 4 * h + (4 * D + 8) + s * (D + 2 * M) + s * D
     head = 2 * s * D if config.head == "mlp" else 0
     loss = 2 * 4 * K  # targets and log-probabilities
-    outside_blocks = image + embedding_mask + final_norm + pooled + head + loss
+    outside_blocks = image + embedding_mask + outer_norms + pooled + head + loss
     return ActivationBytes(block=block, block_input=4 * T * D, outside_blocks=outside_blocks, depth=config.depth)
 
 

@@ -21,7 +21,7 @@ def widen_for_pair(model: ViT) -> ViT:
     wide.config = replace(model.config, image_size=(H, 2 * W))
     with torch.no_grad():
         if (positions := wide.position_embedding) is not None:
-            table = repeat_horizontally(positions.table.detach(), positions.num_cls_tokens, grid, wide.config.grid[1])
+            table = repeat_horizontally(positions.table.detach(), positions.num_prefix_rows, grid, wide.config.grid[1])
             positions.table = table if positions.fixed else torch.nn.Parameter(table)
             positions.grid = wide.config.grid
         if (rotary := wide.encoder.rotary_position) is not None:

@@ -10,15 +10,13 @@ Shapes as in vit.py. M = B·T: all tokens of a batch form one matrix.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.inference.int8_calibration import ActivationRanges
 from vitral.inference.linear import Int8Linear, PackedLinear, to_uint8
-from vitral.models.vit import EncoderBlock, RopeTable, apply_rope
+from vitral.models.vit import EncoderBlock, QKVLinear, RopeTable, apply_rope
 
 MAX_OUTLIERS = 8  # hidden columns that stay in fp32
 OUTLIER_RATIO = 1.5  # they stay in fp32 if the largest exceeds the next column by this factor
@@ -33,7 +31,8 @@ class CpuBlock:
         self.heads, self.dtype = attention.heads, dtype
         self.norm_q, self.norm_k = attention.norm_q, attention.norm_k
         self.has_qk_norm = not isinstance(attention.norm_q, nn.Identity)
-        self.approximate = cast(nn.GELU, block.mlp.activation).approximate
+        self.activation = block.mlp.activation
+        self.gelu = block.mlp.activation.approximate if isinstance(block.mlp.activation, nn.GELU) else None  # is fused
 
     def __call__(self, z_MD: Tensor, B: int, num_outputs: int, rope: RopeTable | None) -> Tensor:
         """Return the first `num_outputs` tokens of each image."""
@@ -91,7 +90,8 @@ class FloatBlock(CpuBlock):
         return self.project.add_to(z_MD, attn_out_MD)
 
     def _mlp(self, z_MD: Tensor) -> Tensor:
-        hidden_MF = self.expand.gelu(self.norm2(z_MD).to(self.dtype), self.approximate)
+        x_MD = self.norm2(z_MD).to(self.dtype)
+        hidden_MF = self.activation(self.expand(x_MD)) if self.gelu is None else self.expand.gelu(x_MD, self.gelu)
         return self.contract.add_to(z_MD, hidden_MF)
 
 
@@ -122,11 +122,9 @@ class Int8Block(CpuBlock):
         self.hidden_zero_point = round(-low / self.hidden_scale)
         self.outlier_weights = None  # of hidden columns too large for int8: two narrow GEMMs in fp32
         if len(outliers):
-            self.outlier_weights = (
-                expand[outliers] * scales,
-                expand_bias[outliers],
-                contract[:, outliers].T.contiguous(),
-            )
+            is_gated = len(expand) == 2 * contract.shape[1]  # SwiGLU: a hidden column is made from two rows
+            rows = torch.cat([outliers, outliers + contract.shape[1]]) if is_gated else outliers
+            self.outlier_weights = (expand[rows] * scales, expand_bias[rows], contract[:, outliers].T.contiguous())
             contract = contract.index_fill(1, outliers, 0.0)
         self.contract = Int8Linear(contract, contract_bias, self.hidden_scale, self.hidden_zero_point)
 
@@ -140,12 +138,15 @@ class Int8Block(CpuBlock):
         normed_MD = self._norm(z_MD, self.norm2)
         if self.outlier_weights is not None:
             expand, bias, contract = self.outlier_weights
-            hidden = F.gelu(F.linear(normed_MD, expand, bias), approximate=self.approximate)
-            z_MD = torch.addmm(z_MD, hidden, contract)
-        hidden_MF = self.expand.gelu_uint8(
-            to_uint8(normed_MD), self.approximate, self.hidden_scale, self.hidden_zero_point
-        )
-        return self.contract.add_to(z_MD, hidden_MF)
+            z_MD = torch.addmm(z_MD, self.activation(F.linear(normed_MD, expand, bias)), contract)
+        return self.contract.add_to(z_MD, self._hidden(to_uint8(normed_MD)))
+
+    def _hidden(self, x_MD: Tensor) -> Tensor:
+        """The hidden layer after its activation, as uint8."""
+        if self.gelu is not None:
+            return self.expand.gelu_uint8(x_MD, self.gelu, self.hidden_scale, self.hidden_zero_point)
+        hidden_MF = self.activation(self.expand(x_MD)).div_(self.hidden_scale)
+        return to_uint8(hidden_MF.add_(self.hidden_zero_point - 128))
 
     @staticmethod
     def _norm(z_MD: Tensor, norm: tuple[Tensor, Tensor, float]) -> Tensor:
@@ -159,7 +160,8 @@ def folded_weights(block: EncoderBlock) -> dict[str, tuple[Tensor, Tensor]]:
     folded: dict[str, tuple[Tensor, Tensor]] = {}
     for name, layer in layers.items():
         weight = layer.weight.detach().float().clone()
-        bias = torch.zeros(len(weight)) if layer.bias is None else layer.bias.detach().float().clone()
+        masked = layer.masked_bias() if isinstance(layer, QKVLinear) else layer.bias
+        bias = torch.zeros(len(weight)) if masked is None else masked.detach().float().clone()
         layer_scale = {"project": block.residual1.scale, "contract": block.residual2.scale}.get(name)
         if layer_scale is not None:
             weight, bias = weight * layer_scale.detach()[:, None], bias * layer_scale.detach()

@@ -50,8 +50,6 @@ def unsupported_reason(model: ViT) -> str | None:
         for part, kind in ((block, EncoderBlock), (block.attention, MultiHeadAttention), (block.mlp, FeedForward)):
             if type(part) is not kind:
                 return f"{type(part).__name__} is not part of the standard encoder block"
-    if not model.config.activation.startswith("gelu"):
-        return f"the activation is {model.config.activation}, not GELU"
     return None if cpu_has_packed_linear() else "this build of PyTorch has no oneDNN"
 
 
@@ -168,8 +166,8 @@ class Uint8PatchEmbedding(nn.Module):
             (torch.tensor(values, dtype=torch.float64) * 255).repeat_interleave(pixels_per_channel)
             for values in (preprocessing.mean, preprocessing.std)
         )
-        weight, bias = embedding.project.weight.detach().double(), embedding.project.bias.detach().double()
-        bias = (bias - weight @ (mean / std)).float()
+        weight, own_bias = embedding.project.weight.detach().double(), embedding.project.bias
+        bias = ((0 if own_bias is None else own_bias.detach().double()) - weight @ (mean / std)).float()
         weight = (weight / std).float()
         # The mean pixel is the zero point, so that rounded weights are not multiplied by large values of one sign.
         zero_point = round(float(mean.mean()))

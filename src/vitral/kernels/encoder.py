@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vitral.kernels.encoder_backward import BackwardPass
 from vitral.kernels.encoder_forward import ForwardPass
 from vitral.kernels.linear import EncoderWeights
-from vitral.models.vit import Encoder, EncoderBlock, Grid, Residual, RopeTable, ViT
+from vitral.models.vit import Encoder, EncoderBlock, Grid, QKVLinear, Residual, RopeTable, ViT
 
 RECOMPUTE_THRESHOLD = 2**25  # with more hidden activations per block, norms and GELU are recomputed instead of saved
 MAX_WIDTH = 4096  # a program holds whole rows of tokens
@@ -44,6 +44,8 @@ def unsupported_architecture(model: ViT, fp8: bool = False, training: bool = Tru
             return "the model uses layer scale"
         if not isinstance(block.mlp.activation, nn.GELU):
             return f"the activation is {model.config.activation}, not GELU"
+        if isinstance(block.attention.qkv, QKVLinear):
+            return "the keys have no bias, unlike queries and values"
         if training and (block.mlp.dropout.p or block.attention.dropout_attention):
             return "the model uses dropout"
         width = block.attention.qkv.in_features

@@ -114,7 +114,7 @@ def can_fold_patch_bias(model: ViT) -> bool:
     """Whether exactly the tokens with a learned position have the patch bias, so that both can be added at once."""
     is_learned = model.position_embedding is not None and not model.position_embedding.fixed
     is_standard = type(model.patch_embedding) in (PatchEmbedding, HybridEmbedding)
-    return is_learned and is_standard and model.class_token is None
+    return is_learned and is_standard and model.class_token is None and not model.config.pre_norm
 
 
 def make_fused_stem(model: ViT, hardware: Hardware, log: LogFn = no_log) -> FusedConvStem | None:

@@ -26,7 +26,8 @@ Pooling = Literal["class", "mean", "attention"]
 Positions = Literal["learned", "sincos", "rotary", "learned+rotary", "none"]
 Head = Literal["linear", "mlp"]
 Resampling = Literal["bicubic-antialias", "bicubic", "bicubic-corners", "bilinear-corners"]
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"]
+Rope = Literal["patch", "centered", "index", "scaled-index", "scaled-index-1"]
 Grid = tuple[int, int]  # patches down, patches across
 LEARNED_VECTORS = ("token", "table", "registers", "probe")  # parameter-name suffixes of tokens and positions
 MAX_SIZE = 2**20  # of widths, depth and patches: more is a mistake, or a damaged file
@@ -46,9 +47,13 @@ class ViTConfig:
     heads: int = 12  # attention heads per block
     mlp_width: int | None = None  # hidden dimension of the MLP; 4·width if omitted
     pooling: Pooling = "class"  # input of the head: class token, mean of the patches, or attention pooling
+    class_token: bool | None = None  # whether there is a class token; if omitted, only if it is pooled
     positions: Positions = "learned"  # position embedding
     position_resampling: Resampling = "bicubic-antialias"  # of learned positions, for images of another size
-    registers: int = 0  # extra tokens without a position (arXiv 2309.16588)
+    rope: Rope = "patch"  # coordinates and frequencies of rotary positions, see ROPE
+    rope_base: float = 100.0  # ratio of the largest to the smallest frequency of rotary positions
+    registers: int = 0  # extra tokens (arXiv 2309.16588)
+    register_positions: bool = False  # learned positions of the registers; they have none by default
     dropout_embedding: float = 0.0  # dropout rate after the position embedding
     dropout_attention: float = 0.0  # dropout rate of the attention weights
     dropout: float = 0.0  # dropout rate after the attention projection and both MLP layers
@@ -56,8 +61,11 @@ class ViTConfig:
     layer_scale: float | None = None  # initial LayerScale value; no LayerScale if omitted (arXiv 2103.17239)
     qk_norm: bool = False  # layer norm of queries and keys (arXiv 2302.05442)
     qkv_bias: bool = True  # bias of the query, key and value projections
+    key_bias: bool = True  # False: no bias of the key projection, only of queries and values (BEiT, DINOv3)
+    pre_norm: bool = False  # layer norm before the first block, and no bias of the patch embedding (CLIP)
+    final_norm: bool = True  # layer norm after the last block
     head: Head = "linear"  # classification head: one linear layer, or a tanh layer before it
-    activation: Activation = "gelu"  # of the MLP: GELU, its tanh approximation, x·sigmoid(1.702x), or ReLU
+    activation: Activation = "gelu"  # of the MLP: GELU, its tanh approximation, x·sigmoid(1.702x), ReLU, or SwiGLU
     norm_eps: float = 1e-6  # epsilon of the layer norms
 
     def __post_init__(self) -> None:
@@ -75,10 +83,13 @@ class ViTConfig:
         rates = "dropout_embedding dropout_attention dropout drop_path"
         require(rates, int | float, lambda p: 0 <= p < 1, "at least 0 and less than 1")
         require("layer_scale", int | float | None, lambda s: s is None or s > 0, "greater than 0 or None")
-        require("norm_eps", int | float, lambda e: e > 0, "greater than 0")
-        require("qk_norm qkv_bias", bool, lambda _: True, "True or False")
+        require("norm_eps rope_base", int | float, lambda e: e > 0, "greater than 0")
+        flags = "qk_norm qkv_bias key_bias pre_norm final_norm register_positions"
+        require(flags, bool, lambda _: True, "True or False")
+        expected = "True, False or None, and not False with class pooling"
+        require("class_token", bool | None, lambda c: c is not False or self.pooling != "class", expected)
         choices = {"pooling": Pooling, "positions": Positions, "head": Head, "activation": Activation}
-        for name, options in (choices | {"position_resampling": Resampling}).items():
+        for name, options in (choices | {"position_resampling": Resampling, "rope": Rope}).items():
             require(name, str, get_args(options).__contains__, f"one of {', '.join(get_args(options))}")
         divisor = math.lcm(
             self.heads * (4 if "rotary" in self.positions else 1), 4 if self.positions == "sincos" else 1
@@ -103,9 +114,13 @@ class ViTConfig:
         return (height - self.grid_for(height, width)[0] * self.patch_size) // 2
 
     @property
+    def has_class_token(self) -> bool:
+        return self.pooling == "class" if self.class_token is None else self.class_token
+
+    @property
     def num_prefix_tokens(self) -> int:
         """Tokens before the patches: the class token, if any, and the registers."""
-        return (self.pooling == "class") + self.registers
+        return self.has_class_token + self.registers
 
     @property
     def hidden_width(self) -> int:
@@ -142,7 +157,7 @@ class PatchEmbedding(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.patch_size = config.patch_size
-        self.project = nn.Linear(config.channels * config.patch_size**2, config.width)
+        self.project = nn.Linear(config.channels * config.patch_size**2, config.width, bias=not config.pre_norm)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         return self.project(patchify(images_BCHW, self.patch_size))
@@ -162,21 +177,21 @@ class ClassToken(nn.Module):
 class PositionEmbedding(nn.Module):
     """E_pos (equation 1): one vector per position, added to the tokens. Attention alone ignores the order of patches.
 
-    Learned, or the fixed sines and cosines of arXiv 2205.01580; the class token's vector comes first. For a grid other
-    than the trained one, the patches' vectors are resampled in two dimensions (section 3.2).
+    Learned, or the fixed sines and cosines of arXiv 2205.01580; the vectors of the class token and, optionally, of the
+    registers come first. For another grid than the trained one, the patches' vectors are resampled (section 3.2).
     """
 
     table: Tensor
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.grid, self.num_cls_tokens = config.grid, int(config.pooling == "class")
-        self.resampling = config.position_resampling
+        self.grid, self.resampling = config.grid, config.position_resampling
+        self.num_prefix_rows = config.num_prefix_tokens if config.register_positions else int(config.has_class_token)
         self.fixed = config.positions == "sincos"
         if self.fixed:
             self.register_buffer("table", self.sincos_table(config.grid, config.width), persistent=False)
         else:
-            self.table = nn.Parameter(torch.empty(1, self.num_cls_tokens + math.prod(config.grid), config.width))
+            self.table = nn.Parameter(torch.empty(1, self.num_prefix_rows + math.prod(config.grid), config.width))
 
     def forward(self, tokens_BTD: Tensor, grid: Grid) -> Tensor:
         return tokens_BTD + self.table_for(grid)
@@ -187,16 +202,16 @@ class PositionEmbedding(nn.Module):
             return self.table
         if self.fixed:
             return self.sincos_table(grid, self.table.shape[-1]).to(self.table)
-        cls, patches = self.table[:, : self.num_cls_tokens], self.table[:, self.num_cls_tokens :]
-        return torch.cat([cls, resample_positions(patches, self.grid, grid, self.resampling)], dim=1)
+        prefix, patches = self.table[:, : self.num_prefix_rows], self.table[:, self.num_prefix_rows :]
+        return torch.cat([prefix, resample_positions(patches, self.grid, grid, self.resampling)], dim=1)
 
     def sincos_table(self, grid: Grid, width: int) -> Tensor:
-        """Sines and cosines of column and row with wavelengths from 2π to 2π·10⁴ patches; zeros for the class token."""
+        """Sines and cosines of column and row with wavelengths from 2π to 2π·10⁴ patches; zeros for prefix tokens."""
         quarter = width // 4
         frequency = 10_000 ** -(torch.arange(quarter) / max(quarter - 1, 1))
         row, column = (axis[:, None] * frequency for axis in patch_coordinates(grid, self.grid).unbind(1))
         table_ND = torch.cat([column.sin(), column.cos(), row.sin(), row.cos()], dim=1)
-        return F.pad(table_ND, (0, 0, self.num_cls_tokens, 0))[None]
+        return F.pad(table_ND, (0, 0, self.num_prefix_rows, 0))[None]
 
 
 RESAMPLING: dict[Resampling, dict[str, Any]] = {  # libraries differ
@@ -214,9 +229,19 @@ def resample_positions(table_1ND: Tensor, old: Grid, new: Grid, resampling: Resa
     return resized.flatten(2).transpose(1, 2).to(table_1ND.dtype)
 
 
-def patch_coordinates(grid: Grid, trained: Grid) -> Tensor:
-    """Row and column of each patch, N 2, in units of the patches of the `trained` grid."""
-    y, x = ((torch.arange(n) + 0.5) * (base / n) - 0.5 for n, base in zip(grid, trained, strict=True))
+ROPE: dict[Rope, tuple[float, Callable[[Tensor, int, int], Tensor]]] = {
+    # Largest frequency, and the coordinates of patches 0 to n-1 on an axis with `trained` patches in training
+    "patch": (math.pi, lambda i, n, trained: (i + 0.5) * (trained / n) - 0.5),  # vitral
+    "centered": (2 * math.pi, lambda i, n, trained: 2 * (i + 0.5) / n - 1),  # DINOv3
+    "index": (1.0, lambda i, n, trained: i),  # timm's vit_*_rope
+    "scaled-index": (1.0, lambda i, n, trained: i / n * trained),  # EVA-02
+    "scaled-index-1": (1.0, lambda i, n, trained: (i + 1) / n * trained),  # Perception Encoder
+}
+
+
+def patch_coordinates(grid: Grid, trained: Grid, rope: Rope = "patch") -> Tensor:
+    """Row and column of each patch, N 2, by default in units of the patches of the `trained` grid."""
+    y, x = (ROPE[rope][1](torch.arange(n), n, base) for n, base in zip(grid, trained, strict=True))
     return torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1).flatten(0, 1)
 
 
@@ -229,17 +254,18 @@ class RotaryPosition(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.grid, self.num_prefix_tokens = config.grid, config.num_prefix_tokens
+        self.kind, self.base = config.rope, config.rope_base
         self.quarter = config.width // config.heads // 4
         # Cosines and sines are stored instead of angles, which bf16 would round too coarsely.
         self.register_buffer("rope", self.rope_table(config.grid), persistent=False)
 
     def frequency(self) -> Tensor:
-        """Radians per patch, d/4, from π downwards."""
-        return math.pi * 100 ** -(torch.arange(self.quarter) / self.quarter)
+        """Radians per unit of the coordinates, d/4, in descending order."""
+        return ROPE[self.kind][0] * self.base ** -(torch.arange(self.quarter) / self.quarter)
 
     def rope_table(self, grid: Grid) -> RopeTable:
         """2 T d/2: half of the pairs rotate with the row, half with the column."""
-        angles = (patch_coordinates(grid, self.grid)[:, :, None] * self.frequency()).flatten(1)
+        angles = (patch_coordinates(grid, self.grid, self.kind)[:, :, None] * self.frequency()).flatten(1)
         angles = F.pad(angles, (0, 0, self.num_prefix_tokens, 0))
         return torch.stack([angles.cos(), angles.sin()])
 
@@ -261,6 +287,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, attentions:
     return F.dropout(attentions[-1], dropout) @ v
 
 
+class QKVLinear(nn.Linear):
+    """The projections to queries, keys and values without a bias of the keys: that third of the bias is ignored."""
+
+    def masked_bias(self) -> Tensor:
+        q, k, v = self.bias.chunk(3)
+        return torch.cat([q, torch.zeros_like(k), v])
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return F.linear(x_BTD, self.weight, self.masked_bias())
+
+
 class MultiHeadAttention(nn.Module):
     """Self-attention in h heads, then a projection that mixes them (equations 5 to 8)."""
 
@@ -268,7 +305,8 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         D, d = config.width, config.width // config.heads
         self.heads, self.dropout_attention = config.heads, config.dropout_attention
-        self.qkv = nn.Linear(D, 3 * D, bias=config.qkv_bias)
+        linear = nn.Linear if config.key_bias or not config.qkv_bias else QKVLinear
+        self.qkv = linear(D, 3 * D, bias=config.qkv_bias)
         self.norm_q = nn.LayerNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
         self.norm_k = nn.LayerNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
         self.project = nn.Linear(D, D)
@@ -291,20 +329,29 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+class SwiGLU(nn.Module):
+    """silu(gate)·value (arXiv 2002.05202): halves the number of channels, the gate comes first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, dim=-1)
+        return F.silu(gate) * value
+
+
 ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
     "quick_gelu": QuickGELU,
     "relu": nn.ReLU,
+    "swiglu": SwiGLU,
 }
 
 
 class FeedForward(nn.Module):
-    """The MLP of equation 3, applied to each token: D → M, GELU, M → D."""
+    """The MLP of equation 3, applied to each token: D → M, GELU, M → D. With SwiGLU, D → 2M, which it halves."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.expand = nn.Linear(config.width, config.hidden_width)
+        self.expand = nn.Linear(config.width, config.hidden_width * (2 if config.activation == "swiglu" else 1))
         self.activation = ACTIVATIONS[config.activation]()
         self.contract = nn.Linear(config.hidden_width, config.width)
         self.dropout = nn.Dropout(config.dropout)
@@ -355,7 +402,7 @@ class Encoder(nn.Module):
         self.rotary_position = RotaryPosition(config) if "rotary" in config.positions else None
         drops = [config.drop_path * block / max(config.depth - 1, 1) for block in range(config.depth)]
         self.blocks = nn.ModuleList(EncoderBlock(config, drop) for drop in drops)
-        self.norm: nn.Module = nn.LayerNorm(config.width, config.norm_eps)
+        self.norm: nn.Module = nn.LayerNorm(config.width, config.norm_eps) if config.final_norm else nn.Identity()
 
     def forward(self, z_BTD: Tensor, grid: Grid, trace: Trace | None = None) -> Tensor:
         rope = None if self.rotary_position is None else self.rotary_position(grid)
@@ -419,10 +466,11 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         self.patch_embedding = PatchEmbedding(config)
-        self.class_token = ClassToken(config.width) if config.pooling == "class" else None
+        self.class_token = ClassToken(config.width) if config.has_class_token else None
         self.position_embedding = PositionEmbedding(config) if config.positions not in ("rotary", "none") else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         self.dropout = nn.Dropout(config.dropout_embedding)
+        self.pre_norm = nn.LayerNorm(config.width, config.norm_eps) if config.pre_norm else nn.Identity()
         self.encoder = Encoder(config)
         self.attention_pooling = AttentionPooling(config) if config.pooling == "attention" else None
         self.head: nn.Module = ClassificationHead(config)
@@ -461,13 +509,21 @@ class ViT(nn.Module):
         tokens = self.patch_embedding(images_BCHW)
         if self.class_token is not None:
             tokens = self.class_token(tokens)
+        if self.config.register_positions:
+            tokens = self.insert_registers(tokens)
         if self.position_embedding is not None:
             tokens = self.position_embedding(tokens, grid)
-        if self.registers is not None:
-            num_cls_tokens = int(self.class_token is not None)
-            registers = self.registers.expand(tokens.shape[0], -1, -1)
-            tokens = torch.cat([tokens[:, :num_cls_tokens], registers, tokens[:, num_cls_tokens:]], dim=1)
-        return self.dropout(tokens)
+        if not self.config.register_positions:
+            tokens = self.insert_registers(tokens)
+        return self.pre_norm(self.dropout(tokens))
+
+    def insert_registers(self, tokens_BTD: Tensor) -> Tensor:
+        """Registers between the class token and the patches."""
+        if self.registers is None:
+            return tokens_BTD
+        num_cls_tokens = int(self.class_token is not None)
+        registers = self.registers.expand(tokens_BTD.shape[0], -1, -1)
+        return torch.cat([tokens_BTD[:, :num_cls_tokens], registers, tokens_BTD[:, num_cls_tokens:]], dim=1)
 
     def pool(self, tokens_BTD: Tensor, attentions: list[Tensor] | None = None) -> Tensor:
         """B T D -> B D: the class token (equation 4), the mean of the patches, or attention pooling."""
@@ -495,8 +551,9 @@ class ViT(nn.Module):
 def initialise(model: ViT) -> None:
     """Initialise as the paper's code (vision_transformer, big_vision) does, except that the class token is not zero.
 
-    Encoder matrices: Xavier-uniform, separately for q, k and v. Patch embedding and hidden head layer: variance
-    1/fan-in. Tokens and positions: normal, standard deviation 0.02. Head: zero, so that all classes start equal.
+    Encoder matrices: Xavier-uniform, separately for q, k, v, and for SwiGLU's gate and value. Patch embedding and
+    hidden head layer: variance 1/fan-in. Tokens and positions: normal, standard deviation 0.02. Head: zero, so that
+    all classes start equal.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or name.endswith("head.out.weight"):
@@ -506,5 +563,7 @@ def initialise(model: ViT) -> None:
         elif name.startswith("patch_embedding") or name.endswith("head.hidden.weight"):
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
         elif parameter.ndim == 2:
-            for matrix in parameter.split(model.config.width) if "kv" in name else (parameter,):
+            is_gated = model.config.activation == "swiglu" and "expand" in name
+            rows = model.config.width if "kv" in name else model.config.hidden_width if is_gated else len(parameter)
+            for matrix in parameter.split(rows):
                 nn.init.xavier_uniform_(matrix)

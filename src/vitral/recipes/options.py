@@ -15,8 +15,9 @@ TTA = Literal["none", "flip", "three", "six", "ten"]  # vitral.evaluation.tta
 
 def init_scheme_unsupported_reason(schemes: tuple[InitScheme, ...], variant: str, config: ViTConfig) -> str | None:
     """Why these schemes cannot be used with this model; None if they can."""
-    if "local_heads" in schemes and not ("rotary" in config.positions and config.qk_norm and config.qkv_bias):
-        return "init scheme 'local_heads' needs a model with rotary positions, qk_norm and qkv_bias"
+    has_bias = config.qkv_bias and config.key_bias
+    if "local_heads" in schemes and not ("rotary" in config.positions and config.qk_norm and has_bias):
+        return "init scheme 'local_heads' needs a model with rotary positions, qk_norm, qkv_bias and key_bias"
     if "whitened_patches" in schemes and variant != "plain":
         return f"init scheme 'whitened_patches' needs pixel patches, which the variant {variant!r} does not have"
     return None

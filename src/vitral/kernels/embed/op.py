@@ -33,7 +33,7 @@ EmbedFn = Callable[[Tensor], Tensor]  # images (B, C, H, W) -> tokens (B, T, D)
 
 def is_supported(model: ViT) -> bool:
     config, cls = model.config, type(model)
-    is_standard = cls.embed is ViT.embed and type(model.patch_embedding) is PatchEmbedding
+    is_standard = cls.embed is ViT.embed and type(model.patch_embedding) is PatchEmbedding and not config.pre_norm
     return is_standard and config.channels * config.patch_size**2 % BLOCK_K == 0 == config.width % 16
 
 
@@ -115,7 +115,8 @@ def token_offsets(model: ViT) -> tuple[Tensor, Tensor]:
     if model.class_token is not None:
         prefix.append(model.class_token.token[0] + (0 if positions is None else positions[:1]))
     if model.registers is not None:
-        prefix.append(model.registers[0])
+        rows = positions[-N - model.config.registers : -N] if positions is not None else None
+        prefix.append(model.registers[0] + (rows if model.config.register_positions and rows is not None else 0))
     return torch.cat(prefix) if prefix else patch_offsets[:0], patch_offsets
 
 

@@ -35,8 +35,9 @@ class DistilledViT(ViT):
 
     @staticmethod
     def check_config(config: ViTConfig) -> None:
-        if (config.pooling, config.positions, config.registers) != ("class", "learned", 0):
-            raise ValueError("variant 'distilled' requires pooling 'class', positions 'learned' and registers 0")
+        if (config.pooling, config.positions, config.registers, config.pre_norm) != ("class", "learned", 0, False):
+            requirements = "pooling 'class', positions 'learned' and registers 0, without pre_norm"
+            raise ValueError(f"variant 'distilled' requires {requirements}")
 
     def embed(self, images_BCHW: Tensor, grid: Grid) -> Tensor:
         """[x_class; x_distillation; x1·E; …; xN·E] + E_pos."""

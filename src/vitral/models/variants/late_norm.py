@@ -1,4 +1,7 @@
-"""Final layer norm after mean pooling instead of before it (MAE fine-tuning, timm's `fc_norm` models)."""
+"""Final layer norm after pooling instead of before it (MAE fine-tuning, timm's `fc_norm` models).
+
+For the class token both orders are equal; the variant keeps the name of the tensor.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ class LateNormViT(ViT):
 
     @staticmethod
     def check_config(config: ViTConfig) -> None:
-        if config.pooling != "mean":
-            raise ValueError("variant 'late-norm' requires pooling 'mean'; for other poolings it equals the plain ViT")
+        if config.pooling == "attention" or not config.final_norm:
+            raise ValueError("variant 'late-norm' requires final_norm and pooling 'mean' or 'class'")
 
     def pool(self, tokens_BTD: Tensor, attentions: list[Tensor] | None = None) -> Tensor:
         return self.pooled_norm(super().pool(tokens_BTD, attentions))

@@ -129,7 +129,7 @@ def plot_position_similarity(model: ViT) -> Figure | None:
     panels: list[tuple[str, Tensor]] = []
     if (embedding := model.position_embedding) is not None:
         kind = "Fixed sine-cosine" if embedding.fixed else "Learned"
-        similarity = cosine_similarity(embedding.table[0, embedding.num_cls_tokens :])
+        similarity = cosine_similarity(embedding.table[0, embedding.num_prefix_rows :])
         panels.append((f"{kind} position embeddings: cosine similarity", similarity))
     if (rotary := model.encoder.rotary_position) is not None:
         similarity = rope_similarity(rotary.rope[:, rotary.num_prefix_tokens :])

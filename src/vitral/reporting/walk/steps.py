@@ -36,6 +36,9 @@ from vitral.reporting.walk.texts import CAPTIONS, STEP_TEXTS, Lang
 Code = list[Callable[..., Any]]  # functions whose source is shown
 MAX_FILTERS = 24
 TOP_CLASSES = 5
+ACTIVATION_NAMES = {
+    "gelu": "GELU", "gelu_tanh": "GELU", "quick_gelu": "QuickGELU", "relu": "ReLU", "swiglu": "SwiGLU"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +95,7 @@ class BlockDetails:
     v: Tensor
     added: Tensor  # (T, D) output of the attention branch, after layer scale: the value that is added to z
     z_after: Tensor  # (T, D) z + added
-    hidden: Tensor  # (T, M) after GELU
+    hidden: Tensor  # (T, M) after the activation
 
 
 class WalkBuilder:
@@ -111,7 +114,7 @@ class WalkBuilder:
         with torch.no_grad():
             self.trace: Trace = self.model.trace(image_1CHW)
             self.details = self._block_details()
-        self.has_class_token = predictor.model.class_token is not None
+        self.pools_class_token = config.pooling == "class"
         gh, gw = self.trace.grid
         H, W = config.image_size
         has_layer_scale = config.layer_scale is not None
@@ -120,9 +123,12 @@ class WalkBuilder:
             "E": self.trace.patches.shape[-1], "D": config.width, "T": self.trace.tokens[0].shape[1],
             "h": config.heads, "d": config.width // config.heads, "M": config.hidden_width, "L": config.depth,
             "K": config.num_classes, "l": self.block + 1, "before": self.block, "head": self.head + 1,
-            "class_token": "x_{class}; " if self.has_class_token else "",
+            "class_token": "x_{class}; " if config.has_class_token else "",
             "scale_attention": "λ ⊙ " if has_layer_scale else "",
             "scale_mlp": "λ ⊙ " if has_layer_scale else "",
+            "activation": ACTIVATION_NAMES[config.activation],
+            "mlp": "(SiLU(xW_{1}) ⊙ xW_{3})" if config.activation == "swiglu"
+            else f"{ACTIVATION_NAMES[config.activation]}(xW_{{1}})",
             "registers": config.registers,
             "temperature": f"{predictor.model_config.calibration.temperature:.3g}",
         }  # fmt: skip
@@ -202,7 +208,7 @@ class WalkBuilder:
             if positions.fixed:
                 key, code = "sincos", [*code, vit.PositionEmbedding.sincos_table]
             steps.append(self.step(key, token_shape, code, self.position_figures(positions)))
-        extra = ["registers"] if self.config.registers else []
+        extra = [name for name in ("registers", "pre_norm") if getattr(self.config, name)]
         tokens = self.matrix("tokens", self.trace.tokens[0][0])
         steps.append(self.step("embed", token_shape, [type(model).embed], [tokens], extra))
         if (rotary := model.encoder.rotary_position) is not None:
@@ -216,6 +222,7 @@ class WalkBuilder:
         n, details, head = self.numbers, self.details, self.head
         T, D = n["T"], n["D"]
         layer_scale = ["layer_scale"] if self.config.layer_scale is not None else []
+        gated = ["swiglu"] if self.config.activation == "swiglu" else []
         queries = [self.matrix("norm", details.norm)]
         queries += [self.matrix(name, getattr(details, name)[head]) for name in ("q", "k", "v")]
         residual = [
@@ -227,12 +234,12 @@ class WalkBuilder:
         block_output = self.matrix("block_output", self.trace.tokens[self.block + 1][0])
         mlp = [self.matrix("hidden", details.hidden), block_output]
         residual_code: Code = [vit.Residual.forward, vit.EncoderBlock.forward]
-        encoder_key = "encoder" if self.has_class_token else "encoder_patches"
+        encoder_key = "encoder" if self.pools_class_token else "encoder_patches"
         return [
             self.step("queries", f"{T} × {n['d']}", [vit.MultiHeadAttention.forward], queries),
             self.step("attention", f"{T} × {T}", [vit.attend], self.attention_figures()),
             self.step("residual", f"{T} × {D}", residual_code, residual, layer_scale),
-            self.step("mlp", f"{T} × {D} → {T} × {n['M']} → {T} × {D}", [vit.FeedForward.forward], mlp),
+            self.step("mlp", f"{T} × {D} → {T} × {n['M']} → {T} × {D}", [vit.FeedForward.forward], mlp, gated),
             self.step(encoder_key, f"{T} × {D}", [vit.Encoder.forward], self.encoder_figures()),
         ]
 
@@ -323,7 +330,7 @@ class WalkBuilder:
 
     def position_figures(self, positions: vit.PositionEmbedding) -> list[StepFigure]:
         table = positions.table_for(self.trace.grid)[0].detach()
-        similarity = cosine_similarity(table[positions.num_cls_tokens :])
+        similarity = cosine_similarity(table[positions.num_prefix_rows :])
         return [self.matrix("position_table", table), self.central_similarity(similarity)]
 
     def rotary_figures(self, rotary: vit.RotaryPosition) -> list[StepFigure]:
@@ -340,7 +347,7 @@ class WalkBuilder:
 
     def attention_figures(self) -> list[StepFigure]:
         attention_TT = self.trace.attention[self.block][0, self.head]
-        key = "class_token_attention" if self.has_class_token else "patch_attention"
+        key = "class_token_attention" if self.pools_class_token else "patch_attention"
         head_output = attention_TT @ self.details.v[self.head]
         return [
             self.matrix("attention", attention_TT, "weights"),
@@ -349,9 +356,9 @@ class WalkBuilder:
         ]
 
     def attention_to_patches(self, attention_TT: Tensor) -> Tensor:
-        """Attention of the class token to the patches, (N,); without class token, the mean over the patches."""
+        """Attention of the class token to the patches, (N,); if it is not pooled, the mean over the patches."""
         num_prefix_tokens = self.trace.num_prefix_tokens
-        row = attention_TT[0] if self.has_class_token else attention_TT[num_prefix_tokens:].mean(dim=0)
+        row = attention_TT[0] if self.pools_class_token else attention_TT[num_prefix_tokens:].mean(dim=0)
         return row[num_prefix_tokens:]
 
     def change_figure(self) -> StepFigure:
