@@ -424,6 +424,7 @@ def evaluate(
     data: str | None = None,
     split: SplitName | None = None,
     max_error: float | None = None,
+    coverage: float | None = None,
     ood: str | None = None,
     robustness: bool = False,
     engine: EngineName = "auto",
@@ -437,6 +438,8 @@ def evaluate(
         split: Default: the test split, or the validation split if there are no test images. A folder without splits
             is used as a whole.
         max_error: Also find the confidence threshold above which at most this fraction of predictions is wrong.
+        coverage: Also fit prediction sets that contain the true class of this fraction of images, and measure their
+            coverage. Default: measure the sets that are stored with the model.
         ood: Also measure OOD detection on this dataset or folder of other things.
         robustness: Also measure accuracy under image corruptions.
         engine: Inference engine, recorded in the result; ignored if `model` is a Predictor.
@@ -445,7 +448,7 @@ def evaluate(
     target = load_eval_target(model, data, split, engine=engine)
     corrupted_images = MAX_IMAGES if robustness else 0
     evaluation, _ = evaluate_target(
-        target, max_error=max_error, ood_data=ood, corrupted_images=corrupted_images, log=log
+        target, max_error=max_error, coverage=coverage, ood_data=ood, corrupted_images=corrupted_images, log=log
     )
     return evaluation
 
@@ -476,18 +479,21 @@ def calibrate(
     *,
     score: LogitScore = "energy",
     false_positive_rate: float = FALSE_POSITIVE_RATE,
+    coverage: float | None = None,
     engine: EngineName = "auto",
 ) -> Calibration:
-    """Fit the temperature and the OOD threshold on the validation images and store them in the model's config.json.
+    """Fit temperature, OOD threshold and prediction sets on the validation images; store them in config.json.
 
     Args:
         model: The model to calibrate.
         score: OOD score to threshold.
         false_positive_rate: Fraction of validation images that may be reported as unknown.
+        coverage: Fraction of images whose prediction set shall contain the true class. Default: that of the stored
+            sets, or 0.9.
         engine: Inference engine; ignored if `model` is a Predictor.
     """
     target = load_eval_target(model, engine=engine)
-    return calibrate_model(target.predictor, target.validation_split, score, false_positive_rate)
+    return calibrate_model(target.predictor, target.validation_split, score, false_positive_rate, coverage)
 
 
 def report(

@@ -6,11 +6,12 @@ import csv
 import io
 import json
 import unicodedata
+from dataclasses import replace
 
 import pytest
 
 from vitral.cli.output import display_width, label_text, print_predictions
-from vitral.inference.prediction import CSV_COLUMNS, Label, Prediction
+from vitral.inference.prediction import CSV_COLUMNS, Label, Prediction, PredictionSet
 
 BOTTLE = Prediction(
     source="bottle.jpg",
@@ -39,6 +40,17 @@ def test_inverted_brightness_is_shown(capsys: pytest.CaptureFixture[str]) -> Non
     inverted = Label(name="seven", probability=0.9)
     print_predictions([Prediction(source="7.png", labels=BOTTLE.labels, inverted=inverted)], "text")
     assert capsys.readouterr().out.endswith("; with inverted brightness: seven 90%\n")
+
+
+def test_prediction_set_is_shown_if_it_has_several_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    label_sets = [PredictionSet(labels=labels, coverage=0.9) for labels in (("glass", "plastic"), ("glass",))]
+    known = [replace(BOTTLE, prediction_set=label_set) for label_set in label_sets]
+    print_predictions([*known, replace(UNKNOWN, prediction_set=label_sets[0])], "text")
+    assert capsys.readouterr().out.splitlines() == [
+        "bottle.jpg   glass 94%, plastic 4%; one of: glass, plastic (90% coverage)",
+        "bottle.jpg   glass 94%, plastic 4%",
+        "cat.png      unknown (unlike anything in the training set; closest class: paper 41%)",
+    ]
 
 
 def test_unreadable_files_are_reported_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

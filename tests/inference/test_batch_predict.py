@@ -28,6 +28,8 @@ from vitral.inference import batch_predict
 from vitral.inference.batch_predict import predict_to_file
 from vitral.inference.prediction import Prediction
 from vitral.inference.predictor import DecodedImage, Predictor
+from vitral.models.calibration import Calibration
+from vitral.models.conformal import ConformalSets
 
 NUM_IMAGES = 120
 
@@ -142,12 +144,18 @@ def test_predictions_in_the_file_are_those_of_the_predictor(predictor: Predictor
     import pyarrow.parquet
 
     out = tmp_path / "predictions.parquet"
+    calibration = Calibration(prediction_sets=ConformalSets(coverage=0.9, threshold=0.15, images=99))
+    predictor.model_config = replace(predictor.model_config, calibration=calibration)
     predict_to_file(predictor, [images], out, top=6, quiet=True)
     rows = {row["file"]: row for row in pyarrow.parquet.read_table(out).to_pylist()}
     for prediction in predictor.predict_files([images]):
         row = rows[prediction.source]
         assert row["error"] == prediction.error
         assert row["engine"] == predictor.engine.name
+        assert row["coverage"] == (0.9 if prediction.labels else None)
+        assert row["prediction_set"] == (
+            list(prediction.prediction_set.labels) if prediction.prediction_set is not None else None
+        )
         assert row["labels"] == [label.name for label in prediction.labels]
         assert row["label"] == (prediction.labels[0].name if prediction.labels else None)
         assert row["probabilities"] == pytest.approx([label.probability for label in prediction.labels], abs=1e-4)

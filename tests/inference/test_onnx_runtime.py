@@ -53,6 +53,8 @@ def check_agreement(predictions: list[dict[str, Any]], folder: Path) -> None:
     for actual, prediction in zip(predictions, expected, strict=True):
         assert actual["ood"] == prediction.is_ood
         assert actual["engine"] == "onnxruntime"
+        assert prediction.prediction_set is not None
+        assert actual["prediction_set"] == {"labels": list(prediction.prediction_set.labels), "coverage": 0.9}
         probabilities = {label["name"]: label["probability"] for label in actual["labels"]}
         assert probabilities == pytest.approx({x.name: x.probability for x in prediction.labels}, abs=1e-4)
 

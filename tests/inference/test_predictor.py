@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vitral.inference.prediction import (
     CSV_COLUMNS,
     Label,
     Prediction,
+    PredictionSet,
     csv_rows,
     prediction_from_dict,
     prediction_to_dict,
@@ -259,7 +261,11 @@ PREDICTIONS = [
         engine="fp32",
     ),
     Prediction(source="b.png", error="b.png: not an image", engine="fp32"),
-    Prediction(source="c.png", labels=(Label(name="cat", probability=1.0),)),
+    Prediction(
+        source="c.png",
+        labels=(Label(name="cat", probability=0.6),),
+        prediction_set=PredictionSet(labels=("cat", 'a "dog"'), coverage=0.95),
+    ),
 ]
 
 
@@ -274,3 +280,5 @@ def test_csv_has_one_row_per_label_or_error() -> None:
     assert [row["ood"] for row in rows] == ["true", "true", "", "false"]
     assert [row["error"] for row in rows] == ["", "", "b.png: not an image", ""]
     assert [row["engine"] for row in rows] == ["fp32", "fp32", "fp32", ""]
+    assert json.loads(rows[-1]["prediction_set"]) == ["cat", 'a "dog"']
+    assert [row["coverage"] for row in rows] == ["", "", "", "0.95"]

@@ -27,6 +27,8 @@ from vitral.cli import main as cli
 from vitral.errors import VitralError
 from vitral.explain import METHODS, rescale_for_display
 from vitral.inference.predictor import Predictor
+from vitral.models.conformal import ConformalSets
+from vitral.serve import schema
 from vitral.serve.app import create_app
 from vitral.serve.hosts import allowed_hosts
 from vitral.serve.limits import Limits, RequestError
@@ -41,7 +43,9 @@ PREDICT, EXPLAIN = "/v1/models/insects/predict", "/v1/models/insects/explain"
 
 @pytest.fixture(scope="module")
 def predictor(tmp_path_factory) -> Predictor:
-    return Predictor.load(tiny_model(tmp_path_factory.mktemp("insects"), ood_threshold=6.0), device="cpu")
+    sets = ConformalSets(coverage=0.9, threshold=0.2, images=99)
+    folder = tiny_model(tmp_path_factory.mktemp("insects"), ood_threshold=6.0, prediction_sets=sets)
+    return Predictor.load(folder, device="cpu")
 
 
 class Client(TestClient):
@@ -127,11 +131,34 @@ def test_ood_flag_equals_the_predictors(client, predictor):
     assert set(expected) == {True, False}
 
 
+def test_prediction_sets_equal_the_predictors_whatever_the_number_of_labels(client, predictor):
+    contents = [make_image(seed) for seed in range(24)]
+    predictions = client.post(f"{PREDICT}?top=1", files=multipart(*contents)).json()["predictions"]
+    expected = [predictor.predict(content).prediction_set for content in contents]
+    assert [tuple(prediction["prediction_set"]["labels"]) for prediction in predictions] == [x.labels for x in expected]
+    assert {prediction["prediction_set"]["coverage"] for prediction in predictions} == {0.9}
+    assert {len(x.labels) for x in expected} >= {1, 2}
+    explanation = client.post(EXPLAIN, files=multipart(contents[0])).json()
+    assert explanation["prediction_set"] == predictions[0]["prediction_set"]
+    assert client.get("/v1/models/insects").json()["coverage"] == 0.9
+    for prediction in predictions:
+        schema.ImagePrediction.model_validate(prediction)
+
+
+def test_model_without_prediction_sets_sends_none(tmp_path):
+    plain = Predictor.load(tiny_model(tmp_path / "plain"), device="cpu")
+    with serving(plain) as client:
+        (prediction,) = client.post(PREDICT, files=multipart(make_image(1))).json()["predictions"]
+        assert "prediction_set" not in prediction
+        assert client.get("/v1/models/insects").json()["coverage"] is None
+
+
 def test_version_changes_with_the_weights_and_the_configuration(predictor, tmp_path):
     from vitral.runs.model_io import load_model, save_model
     from vitral.serve.models import model_version
 
-    same = Predictor.load(tiny_model(tmp_path / "same", ood_threshold=6.0), device="cpu")
+    sets = predictor.model_config.calibration.prediction_sets
+    same = Predictor.load(tiny_model(tmp_path / "same", ood_threshold=6.0, prediction_sets=sets), device="cpu")
     assert model_version(same) == model_version(predictor)
     model, model_config = load_model(tmp_path / "same")
     save_model(tmp_path / "classes", model, replace(model_config, classes=("a", "b", "c", "d")))

@@ -21,6 +21,7 @@ from PIL import Image, ImageDraw
 from playwright.sync_api import expect
 
 from support.served import make_image, server, tiny_model
+from vitral.models.conformal import ConformalSets
 
 expect.set_options(timeout=60_000)
 PAGE = Path(__file__).parents[2] / "src" / "vitral" / "serve" / "page"
@@ -29,7 +30,8 @@ PAGE = Path(__file__).parents[2] / "src" / "vitral" / "serve" / "page"
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    insects = tiny_model(folder / "insects", ood_threshold=6.0)
+    sets = ConformalSets(coverage=0.9, threshold=0.2, images=99)
+    insects = tiny_model(folder / "insects", ood_threshold=6.0, prediction_sets=sets)
     digits = tiny_model(folder / "digits", channels=1, size=28, mean=0.13)
     with server(insects, digits) as process:
         yield process
@@ -111,6 +113,29 @@ def test_uploaded_image_gets_ranked_labels_with_bars(open_page, running):
     assert page.locator("#file-name").text_content() == "bee.png"
     assert page.locator("[data-patch]").count() == 16
     assert "Nothing is stored." in page.locator("footer").text_content()
+
+
+def image_with_set(running, size: int) -> tuple[bytes, list[str]]:
+    """An in-distribution image whose prediction set has this many classes, and the classes."""
+    url = f"{running.url}/v1/models/insects/predict"
+    for seed in range(60):
+        prediction = httpx.post(url, content=make_image(seed)).json()["predictions"][0]
+        if not prediction["ood"] and len(prediction["prediction_set"]["labels"]) == size:
+            return make_image(seed), prediction["prediction_set"]["labels"]
+    raise AssertionError(f"no image with a set of {size} classes")
+
+
+def test_prediction_set_of_several_classes_is_shown(open_page, running):
+    page = open_page()
+    content, labels = image_with_set(running, 2)
+    upload(page, content)
+    wait_for_result(page)
+    expect(page.locator("#prediction-set-labels")).to_have_text(f"One of: {', '.join(labels)}")
+    expect(page.locator("#prediction-set-coverage")).to_contain_text("90%")
+    page.click("#again")
+    upload(page, image_with_set(running, 1)[0])
+    wait_for_result(page)
+    expect(page.locator("#prediction-set")).to_be_hidden()
 
 
 def test_out_of_distribution_image_is_shown_as_unknown(open_page, running):
@@ -334,6 +359,8 @@ def test_several_files_become_a_table_and_a_csv(open_page, running):
         assert rows[index]["label"] == prediction["labels"][0]["name"]
         assert float(rows[index]["probability"]) == pytest.approx(prediction["labels"][0]["probability"], abs=1e-5)
         assert rows[index]["ood"] == str(prediction["ood"]).lower()
+        assert json.loads(rows[index]["prediction_set"]) == prediction["prediction_set"]["labels"]
+        assert float(rows[index]["coverage"]) == 0.9
     page.locator(".thumbnail").first.click()
     wait_for_result(page)
 

@@ -17,6 +17,7 @@ from vitral.device.select import Hardware, select_hardware
 from vitral.evaluation.comparison_images import ComparisonImages
 from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration
+from vitral.models.conformal import ConformalSets
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig, save_model
@@ -82,7 +83,11 @@ def build_calibrated_model(kind: str = "class", **overrides: Any) -> tuple[ViT, 
         trained_on="nothing",
         epoch=1,
         variant=MODEL_KINDS[kind][0],
-        calibration=Calibration(temperature=1.7, ood_threshold=0.5),
+        calibration=Calibration(
+            temperature=1.7,
+            ood_threshold=0.5,
+            prediction_sets=ConformalSets(coverage=0.9, threshold=0.2, images=99),
+        ),
     )
     return model, model_config
 

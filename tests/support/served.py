@@ -20,12 +20,19 @@ from PIL import Image
 from support.processes import Process
 from vitral.data.preprocess import Preprocessing
 from vitral.models.calibration import Calibration
+from vitral.models.conformal import ConformalSets
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig, save_model
 
 
 def tiny_model(
-    folder: Path, *, channels: int = 3, size: int = 32, ood_threshold: float | None = None, mean: float = 0.5
+    folder: Path,
+    *,
+    channels: int = 3,
+    size: int = 32,
+    ood_threshold: float | None = None,
+    prediction_sets: ConformalSets | None = None,
+    mean: float = 0.5,
 ) -> Path:
     """Save a ViT with 4 × 4 patches, 3 blocks, 2 heads and random weights, including the classification head."""
     torch.manual_seed(0)
@@ -42,7 +49,7 @@ def tiny_model(
         classes=("ant", "bee", "<b>wasp</b>", "나비"),
         trained_on="noise",
         epoch=1,
-        calibration=Calibration(temperature=1.5, ood_threshold=ood_threshold),
+        calibration=Calibration(temperature=1.5, ood_threshold=ood_threshold, prediction_sets=prediction_sets),
     )
     save_model(folder, model, model_config)
     return folder

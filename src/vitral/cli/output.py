@@ -33,11 +33,16 @@ def print_predictions(predictions: Sequence[Prediction], output_format: OutputFo
 
 
 def print_lines(predictions: Sequence[Prediction]) -> None:
-    """`bottle.jpg   glass 94%, plastic 4%, metal 1%`, file names padded to one width."""
+    """`bottle.jpg   glass 94%, plastic 4%, metal 1%`, file names padded to one width.
+
+    A prediction set follows if it has more than one class: `; one of: glass, plastic (90% coverage)`.
+    """
     width = max((display_width(prediction.source) for prediction in predictions), default=0)
     for prediction in predictions:
         if not prediction.error:
             text = prediction_text(prediction.labels, prediction.is_ood)
+            if prediction.prediction_set is not None and len(prediction.prediction_set.labels) > 1:
+                text += "" if prediction.is_ood else f"; {prediction.prediction_set}"
             if prediction.inverted is not None:
                 text += f"; with inverted brightness: {label_text(prediction.inverted)}"
             print(f"{pad(prediction.source, width)}   {text}")

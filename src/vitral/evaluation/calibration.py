@@ -1,4 +1,4 @@
-"""Fit the calibration of a model: temperature scaling and the OOD threshold.
+"""Fit the calibration of a model: temperature scaling, the OOD threshold and prediction sets.
 
 Shapes:  N images   K classes
 """
@@ -6,11 +6,13 @@ Shapes:  N images   K classes
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.errors import VitralError
+from vitral.evaluation.conformal import DEFAULT_COVERAGE, fit_prediction_sets
 from vitral.models.calibration import Calibration, LogitScore, id_score
 
 FALSE_POSITIVE_RATE = 0.01  # share of in-distribution images that may be flagged as OOD
@@ -24,23 +26,27 @@ def fit_calibration(
     *,
     score: LogitScore = "energy",
     false_positive_rate: float = FALSE_POSITIVE_RATE,
+    coverage: float = DEFAULT_COVERAGE,
     engine: str = "fp32",
 ) -> Calibration:
-    """Fit temperature and OOD threshold on validation images, which the model must not have been trained on.
+    """Fit temperature, OOD threshold and prediction sets on validation images, which must not be training images.
 
-    With few images the temperature stays 1 and there is no OOD threshold. `engine` names the engine of the logits.
+    With few images the temperature stays 1, and there is no OOD threshold and no prediction set. `engine` names the
+    engine of the logits.
     """
     if not len(logits_NK):
         raise VitralError(
             "no validation images to calibrate on", "Hold some out: vitral train DATA --data.validation 0.1"
         )
     logits_NK, labels_N = logits_NK.detach().double().cpu(), labels_N.cpu()
-    return Calibration(
+    calibration = Calibration(
         temperature=fit_temperature(logits_NK, labels_N) if len(logits_NK) >= MIN_IMAGES else 1.0,
         ood_score=score,
         ood_threshold=fit_ood_threshold(id_score(logits_NK, score), false_positive_rate),
         engine=engine,
     )
+    sets = fit_prediction_sets(calibration.probabilities(logits_NK), labels_N, coverage)
+    return replace(calibration, prediction_sets=sets)
 
 
 def fit_temperature(logits_NK: Tensor, labels_N: Tensor) -> float:

@@ -106,6 +106,13 @@ class EvalTarget:
         dataset = self.dataset if self.dataset.name == name else load_dataset_for(name, self.predictor, self.recipe)
         return load_split(dataset.validation, self.predictor, classes=dataset.classes)
 
+    @cached_property
+    def validation_logits(self) -> Tensor:
+        """Logits (N, K) of the validation images."""
+        if not len(self.validation_split):
+            return torch.empty(0, len(self.predictor.classes))
+        return self.predictor.logits(self.validation_split.images)
+
 
 def load_eval_target(
     model: str | Path | Predictor,

@@ -20,6 +20,13 @@ from vitral.errors import VitralError, truncate_list
 from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, fit_calibration
 from vitral.evaluation.compare import PairedComparison, compare_predictions
+from vitral.evaluation.conformal import (
+    DEFAULT_COVERAGE,
+    PredictionSetReport,
+    check_image_count,
+    evaluate_prediction_sets,
+    fit_prediction_sets,
+)
 from vitral.evaluation.data import (
     EvalTarget,
     evenly_spaced_indices,
@@ -48,6 +55,7 @@ def evaluate(
     target: EvalTarget,
     *,
     max_error: float | None = None,
+    coverage: float | None = None,
     ood_data: str | None = None,
     corrupted_images: int = 0,
     tta: TTA = "none",
@@ -57,16 +65,21 @@ def evaluate(
 
     Args:
         max_error: also choose the confidence threshold above which at most this share of predictions is wrong.
+        coverage: also fit prediction sets for this coverage on the validation images and measure them. Default: measure
+            the sets that are stored with the model, if any.
         ood_data: a dataset or folder of out-of-distribution images; also measure how well they are detected.
         corrupted_images: also measure the accuracy on this many images under corruption.
         tta: test-time augmentation of the evaluated images; the accuracy without it is measured too.
     """
     predictor = target.predictor
-    if max_error is not None and not len(target.validation_split):
-        raise VitralError(
-            f"--max-error needs validation images, and {training_dataset_name(predictor)} has none",
-            "Hold some out: vitral train DATA --data.validation 0.1",
-        )
+    for flag, value in (("--max-error", max_error), ("--coverage", coverage)):
+        if value is not None and not len(target.validation_split):
+            raise VitralError(
+                f"{flag} needs validation images, and {training_dataset_name(predictor)} has none",
+                "Hold some out: vitral train DATA --data.validation 0.1",
+            )
+    if coverage is not None:
+        check_image_count(len(target.validation_split), coverage)
     message = f"Evaluating on {len(target.split):,} {target.split_name} images"
     log(message)
 
@@ -75,6 +88,7 @@ def evaluate(
 
     notes = list(target.notes)
     logits = tta_logits(forward, target.split.images, tta)
+    plain_logits = logits if tta == "none" else forward(target.split.images)
     report = build_report(
         logits,
         target.split.labels,
@@ -83,12 +97,13 @@ def evaluate(
         engine=predictor.engine.info(),
         tta=tta,
         confidence_threshold=None if max_error is None else choose_threshold(target, logits, max_error),
+        prediction_sets=measure_prediction_sets(target, plain_logits, coverage),
         ood=None if ood_data is None else evaluate_ood(target, logits, ood_data, log, notes),
         robustness=corruption_robustness(target, corrupted_images, log) if corrupted_images else None,
         split=target.split_name,
         leak=_leak_report(target, logits),
     )
-    plain = None if tta == "none" else _accuracy(forward(target.split.images), target.split.labels)
+    plain = None if tta == "none" else _accuracy(plain_logits, target.split.labels)
     return replace(report, notes=tuple(notes), accuracy_without_tta=plain), logits
 
 
@@ -108,10 +123,12 @@ def calibrate_model(
     validation: Split,
     score: LogitScore = "energy",
     false_positive_rate: float = FALSE_POSITIVE_RATE,
+    coverage: float | None = None,
 ) -> Calibration:
-    """Fit temperature and OOD threshold on validation images of the model's input size.
+    """Fit temperature, OOD threshold and prediction sets on validation images of the model's input size.
 
-    Updates the predictor and writes the calibration to the model's config.json.
+    Updates the predictor and writes the calibration to the model's config.json. Without `coverage` the prediction sets
+    keep the one that they have, and there are no sets if the images are too few for it.
     """
     if predictor.path is None or is_checkpoint(predictor.path):
         raise VitralError(
@@ -123,12 +140,16 @@ def calibrate_model(
             f"the bundled model {name} is read-only",
             f'Calibrate a copy: cp -r "$(vitral models where {name})" my-{name}; vitral evaluate my-{name} --calibrate',
         )
+    if coverage is not None:
+        check_image_count(len(validation), coverage)
+    stored = predictor.model_config.calibration.prediction_sets
     logits = predictor.logits(validation.images) if len(validation) else torch.empty(0, len(predictor.classes))
     calibration = fit_calibration(
         logits,
         validation.labels,
         score=score,
         false_positive_rate=false_positive_rate,
+        coverage=coverage or (stored.coverage if stored is not None else DEFAULT_COVERAGE),
         engine=predictor.engine.name,
     )
     predictor.model_config = replace(predictor.model_config, calibration=calibration)
@@ -144,12 +165,26 @@ def choose_threshold(target: EvalTarget, logits: Tensor, max_error: float) -> Co
         confidence, predicted = calibration.probabilities(logits_NK.double()).max(dim=1)
         return confidence, predicted == labels_N
 
-    validation_logits = target.predictor.logits(validation.images)
     return evaluate_threshold(
         max_error,
-        confidence_and_correctness(validation_logits, validation.labels),
+        confidence_and_correctness(target.validation_logits, validation.labels),
         confidence_and_correctness(logits, target.split.labels),
     )
+
+
+def measure_prediction_sets(target: EvalTarget, logits: Tensor, coverage: float | None) -> PredictionSetReport | None:
+    """Coverage and size of prediction sets on the target's logits, without test-time augmentation.
+
+    The sets are fitted for `coverage` on the validation images, or those stored with the model; None without either.
+    """
+    calibration, classes = target.predictor.model_config.calibration, target.predictor.classes
+    sets = calibration.prediction_sets
+    if coverage is not None:
+        probabilities = calibration.probabilities(target.validation_logits.double())
+        sets = fit_prediction_sets(probabilities, target.validation_split.labels, coverage)
+    if sets is None:
+        return None
+    return evaluate_prediction_sets(sets, calibration.probabilities(logits.double()), target.split.labels, classes)
 
 
 def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn, notes: list[str]) -> OODResult:
@@ -167,7 +202,6 @@ def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn, 
     train = load_split(dataset.train, predictor, indices=evenly_spaced_indices(len(dataset.train), MAX_IMAGES))
     mahalanobis = Mahalanobis(predictor.features(train.images), train.labels)
     has_validation = len(validation) > 0
-    validation_logits = predictor.logits(validation.images) if has_validation else logits[:0]
     ood_logits = predictor.logits(ood_images)
     calibration = predictor.model_config.calibration
     fallback_thresholds = {} if has_validation else {calibration.ood_score: calibration.ood_threshold}
@@ -175,7 +209,7 @@ def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn, 
     scores = [
         evaluate_score(
             name,
-            (id_score(validation_logits, name), id_score(logits, name), id_score(ood_logits, name)),
+            (id_score(target.validation_logits, name), id_score(logits, name), id_score(ood_logits, name)),
             threshold=fallback_thresholds.get(name),
         )
         for name in names

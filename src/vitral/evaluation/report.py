@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vitral.evaluation.bootstrap import Interval, bootstrap, intervals, percentile_interval
+from vitral.evaluation.conformal import PredictionSetReport
 from vitral.evaluation.leaks import LeakReport
 from vitral.evaluation.metrics import Metrics, compute_metrics, label_ranks
 from vitral.evaluation.ood import OODResult
@@ -64,6 +65,7 @@ class EvaluationReport(Metrics):
     calibrated: Reliability  # softmax(logits / temperature)
     risk_coverage: RiskCoverage
     confidence_threshold: ConfidenceThreshold | None = None
+    prediction_sets: PredictionSetReport | None = None  # without TTA; None: neither requested nor stored
     ood: OODResult | None = None
     robustness: Robustness | None = None
     split: str = "test"
@@ -108,6 +110,7 @@ def build_report(
     engine: Mapping[str, Any] | None = None,
     tta: TTA = "none",
     confidence_threshold: ConfidenceThreshold | None = None,
+    prediction_sets: PredictionSetReport | None = None,
     ood: OODResult | None = None,
     robustness: Robustness | None = None,
     split: str = "test",
@@ -126,6 +129,7 @@ def build_report(
         calibrated=reliability(probabilities, labels),
         risk_coverage=risk_coverage(confidence, predicted == labels),
         confidence_threshold=confidence_threshold,
+        prediction_sets=prediction_sets,
         ood=ood,
         robustness=robustness,
         split=split,

@@ -281,7 +281,8 @@ def _write_parquet(records: Iterator[dict[str, Any]], file: Any) -> None:
     schema = arrow.schema(
         [("file", arrow.string()), ("label", arrow.string()), ("probability", arrow.float32()),
          ("labels", arrow.list_(arrow.string())), ("probabilities", arrow.list_(arrow.float32())),
-         ("ood", arrow.bool_()), ("error", arrow.string()), ("engine", arrow.string())]
+         ("ood", arrow.bool_()), ("error", arrow.string()), ("engine", arrow.string()),
+         ("prediction_set", arrow.list_(arrow.string())), ("coverage", arrow.float64())]
     )  # fmt: skip
     with parquet.ParquetWriter(file, schema) as writer:
         while batch := [record for record, _ in zip(records, range(ARROW_BATCH_SIZE), strict=False)]:

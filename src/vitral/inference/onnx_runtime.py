@@ -20,6 +20,7 @@ from vitral.data.decode import ImageDecodeError, decode_image
 from vitral.data.resize_crop import PIL_MODES, resize_and_crop
 from vitral.errors import VitralError
 from vitral.inference.prediction import Prediction, assemble_predictions, source_name
+from vitral.models.conformal import ConformalSets
 from vitral.utils.json_toml import parse_json
 
 METADATA_KEY = "vitral"
@@ -36,6 +37,8 @@ class OnnxModel:
         self.session = self._open_session(threads)
         self.metadata = self._read_metadata()
         self.classes: tuple[str, ...] = tuple(self.metadata["classes"])
+        sets = self.metadata["calibration"].get("prediction_sets")
+        self.prediction_sets = None if sets is None else ConformalSets(**sets)
         self.has_preprocessing = bool(self.metadata["has_preprocessing"])  # resizing is part of the graph
         self.max_batch_size = 1 if self.has_preprocessing else MAX_BATCH_SIZE  # images may differ in size
 
@@ -122,4 +125,4 @@ class OnnxModel:
         if readable:
             logits, probabilities = self.logits(np.stack(readable))
             rows = zip(probabilities.tolist(), self.is_ood(logits).tolist(), strict=True)
-        return assemble_predictions(batch, rows, self.classes, top, "onnxruntime")
+        return assemble_predictions(batch, rows, self.classes, top, "onnxruntime", self.prediction_sets)

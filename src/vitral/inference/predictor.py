@@ -325,7 +325,8 @@ class Predictor:
             rows, inverted = self.calibrated_rows(self.logits(images)), iter(self.predict_inverted(images))
         else:
             rows, inverted = iter(()), iter(())
-        for prediction in assemble_predictions(batch, rows, self.classes, top, self.engine.name):
+        sets = self.model_config.calibration.prediction_sets
+        for prediction in assemble_predictions(batch, rows, self.classes, top, self.engine.name, sets):
             yield prediction if prediction.error is not None else replace(prediction, inverted=next(inverted))
 
     def predict_inverted(self, images_BCHW: Tensor) -> list[Label | None]:

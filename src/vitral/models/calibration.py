@@ -1,4 +1,4 @@
-"""Calibration stored with a model: temperature scaling and out-of-distribution (OOD) detection on logits.
+"""Calibration stored with a model: temperature scaling, prediction sets and out-of-distribution (OOD) detection.
 
 Shapes:  B images   K classes
 """
@@ -11,18 +11,21 @@ from typing import Literal
 
 from torch import Tensor
 
+from vitral.models.conformal import ConformalSets
+
 LogitScore = Literal["max-logit", "energy"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Temperature and OOD threshold for a model's logits, fitted on held-out images and stored in its config.json."""
+    """Fitted to a model's logits on held-out images and stored in its config.json."""
 
     temperature: float = 1.0  # probabilities are softmax(logits / temperature)
     ood_score: LogitScore = "energy"
     ood_threshold: float | None = None  # images with a lower score are out-of-distribution; None: no detection
     fitted_on: str = "validation"  # split
     engine: str = "fp32"  # name of the engine whose logits it was fitted to
+    prediction_sets: ConformalSets | None = None  # None: predictions are single labels
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:

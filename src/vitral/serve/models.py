@@ -18,7 +18,7 @@ from torch import Tensor
 from vitral import bundled
 from vitral.data.resize_crop import PIL_MODES
 from vitral.errors import VitralError
-from vitral.inference.prediction import rank_labels
+from vitral.inference.prediction import prediction_set, prediction_set_to_dict, rank_labels
 from vitral.inference.predictor import Predictor
 from vitral.runs.model_io import published_name
 from vitral.serve.admission import LowPriorityTurns
@@ -159,7 +159,7 @@ class ServedModel:
             return {"file": upload.name, "error": {"code": error.code, "message": error.message}}
         probabilities, ood = await ticket.submit(pixels)
         self.metrics.images.labels(self.name).inc()
-        return {"file": upload.name, "labels": self._top_labels(probabilities, top), "ood": ood}
+        return {"file": upload.name} | self._classification(probabilities, top) | {"ood": ood}
 
     async def explain(self, ticket: Ticket[Any, JsonObject], upload: Upload, request: ExplainRequest) -> JsonObject:
         """Explain one image."""
@@ -168,8 +168,7 @@ class ServedModel:
         except ImageError as error:
             raise RequestError(422, error.code, f"{upload.name}: {error.message}") from error
         self.metrics.images.labels(self.name).inc()
-        labels = self._top_labels(payload.pop("probabilities"), request.top)
-        return {"file": upload.name, "labels": labels} | payload
+        return {"file": upload.name} | self._classification(payload.pop("probabilities"), request.top) | payload
 
     def _explain_batch(self, batch: list[tuple[Upload, ExplainRequest]]) -> list[JsonObject]:
         """Decodes in the same thread, so that large images of explain requests do not occupy the decoders."""
@@ -178,13 +177,18 @@ class ServedModel:
     def _decode(self, upload: Upload) -> Tensor:
         return decode_upload(upload, self.predictor.model_config.preprocessing, self.limits)
 
-    def _top_labels(self, probabilities: list[float], top: int) -> list[JsonObject]:
-        return [vars(label) for label in rank_labels(self.predictor.classes, probabilities, top)]
+    def _classification(self, probabilities: list[float], top: int) -> JsonObject:
+        """The most probable labels and, if the model has prediction sets, the set of the image."""
+        classes, sets = self.predictor.classes, self.predictor.model_config.calibration.prediction_sets
+        result: JsonObject = {"labels": [vars(label) for label in rank_labels(classes, probabilities, top)]}
+        if (label_set := prediction_set(sets, classes, probabilities)) is not None:
+            result["prediction_set"] = prediction_set_to_dict(label_set)
+        return result
 
     def description(self) -> JsonObject:
         """The fields of `schema.ModelInfo`."""
         config = self.predictor.model_config
-        architecture = config.architecture
+        architecture, sets = config.architecture, config.calibration.prediction_sets
         return {
             "name": self.name,
             "version": self.version,
@@ -201,6 +205,7 @@ class ServedModel:
             "mean": list(config.preprocessing.mean),
             "calibrated": config.calibration.temperature != 1,
             "detects_ood": config.calibration.ood_threshold is not None,
+            "coverage": None if sets is None else sets.coverage,
             "explain_methods": list(SERVED_METHODS),
             "max_images": self.limits.max_images,
             "max_body_mib": self.limits.max_body_mib,

@@ -41,12 +41,23 @@ class LabelScore(StrictModel):
     probability: float = Field(ge=0, le=1, description="calibrated if the model is calibrated")
 
 
+class LabelSet(StrictModel):
+    """Classes that contain the true one for a share `coverage` of all images like the training set."""
+
+    labels: list[str] = Field(min_length=1, description="class names, most probable first")
+    coverage: float = Field(gt=0, lt=1, description="the coverage that the sets of the model were fitted for")
+
+
+SET_DESCRIPTION = "prediction set, which may have more classes than `labels`; only if the model has prediction sets"
+
+
 class ImagePrediction(StrictModel):
     """Prediction for one image, or the error that prevented it."""
 
     file: str = Field(description="name of the uploaded file, or its position in the request")
     labels: list[LabelScore] | None = Field(None, description="most probable class first")
     ood: bool | None = Field(None, description="the image is unlike the training set (out of distribution)")
+    prediction_set: LabelSet | None = Field(None, description=SET_DESCRIPTION)
     error: ErrorInfo | None = Field(None, description="reason why this image could not be classified")
 
 
@@ -108,6 +119,7 @@ class ExplainResponse(StrictModel):
     file: str = Field(description="name of the uploaded file")
     labels: list[LabelScore] = Field(description="most probable class first")
     ood: bool = Field(description="the image is unlike the training set (out of distribution)")
+    prediction_set: LabelSet | None = Field(None, description=SET_DESCRIPTION)
     target: str = Field(description="the class that was explained")
     image: ModelInputImage
     grid: list[int] = Field(description="number of patch rows, number of patch columns")
@@ -142,6 +154,7 @@ class ModelInfo(StrictModel):
     mean: list[float] = Field(description="per-channel mean of the training images, in [0, 1]")
     calibrated: bool = Field(description="probabilities are calibrated by temperature scaling")
     detects_ood: bool = Field(description="the model has a threshold for out-of-distribution images")
+    coverage: float | None = Field(None, description="coverage of the prediction sets; null if the model has none")
     explain_methods: list[str] = Field(description="methods accepted by /explain")
     max_images: int = Field(description="images per request")
     max_body_mib: int = Field(description="size of a request body in MiB")

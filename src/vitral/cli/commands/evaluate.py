@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import (
@@ -23,7 +23,11 @@ from vitral.cli.messages import (
 )
 from vitral.cli.options import EngineFlag, SplitFlag, checkpoint_flags
 from vitral.cli.parsing import Command, argument, option
+from vitral.errors import VitralError, shell_quote
 from vitral.utils.json_toml import dump_json
+
+if TYPE_CHECKING:
+    from vitral.models.calibration import Calibration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +43,13 @@ class EvaluateArgs:
     max_error: float | None = option(
         None, "find the confidence threshold above which at most this fraction of predictions is wrong, e.g. 0.01"
     )
+    coverage: float | None = option(
+        None, "fit prediction sets that contain the true class of this fraction of images, e.g. 0.9, and measure them"
+    )
     ood: str | None = option(None, "dataset or folder of other things: measure how many are detected as unknown")
     robustness: bool = option(False, "measure accuracy under noise, blur, low contrast, JPEG artefacts and rotation")
     figures: Path | None = option(None, "folder to write figures to")
-    calibrate: bool = option(False, "first refit temperature and OOD threshold on the validation images")
+    calibrate: bool = option(False, "first refit temperature, OOD threshold and prediction sets on validation images")
     false_positive_rate: float = option(
         0.01, "with --calibrate: fraction of in-distribution images that may be reported as unknown"
     )
@@ -55,25 +62,27 @@ class EvaluateArgs:
 def evaluate(args: EvaluateArgs) -> int:
     check_inputs(args.model, data=args.data, labels=args.labels)
     check_inputs(data=args.ood)
+    if args.coverage is not None and not 0 < args.coverage < 1:
+        raise VitralError(
+            f"--coverage must be between 0 and 1, got {args.coverage:g}",
+            "0.9 means that nine of ten prediction sets contain the true class",
+        )
     from vitral import api
     from vitral.reporting.terminal.evaluation import print_evaluation
 
     predictor = load_model(args.model, args.checkpoint, labels=args.labels, engine=args.engine)
     announce_downloads(args.data or predictor.model_config.trained_on, args.ood)
     if args.calibrate:
-        calibration = api.calibrate(predictor, false_positive_rate=args.false_positive_rate)
+        calibration = api.calibrate(predictor, false_positive_rate=args.false_positive_rate, coverage=args.coverage)
         if not args.json:
-            threshold = "none" if calibration.ood_threshold is None else f"{calibration.ood_threshold:.2f}"
-            print(
-                f"Calibrated on the validation images: temperature {calibration.temperature:.3f}, "
-                f"{calibration.ood_score} threshold {threshold}\n"
-            )
+            print(f"{calibration_text(calibration)}\n")
     with status_line() as log:
         report = api.evaluate(
             predictor,
             data=args.data,
             split=args.split,
             max_error=args.max_error,
+            coverage=None if args.calibrate else args.coverage,
             ood=args.ood,
             robustness=args.robustness,
             log=log,
@@ -83,6 +92,9 @@ def evaluate(args: EvaluateArgs) -> int:
         print(dump_json(report.as_dict()))
     else:
         print_evaluation(report, args.full, args.allow_leak)
+        if args.coverage is not None and not args.calibrate:
+            command = f"vitral evaluate {shell_quote(args.model)} --calibrate --coverage {args.coverage:g}"
+            print(f"  To store these sets for predict and serve: {command}")
     if args.figures is not None:
         from vitral.reporting.figures import evaluation as evaluation_figures
 
@@ -90,6 +102,16 @@ def evaluate(args: EvaluateArgs) -> int:
         if not args.json:
             print("\n" + "\n".join(map(str, paths)))
     return 0
+
+
+def calibration_text(calibration: Calibration) -> str:
+    threshold = "none" if calibration.ood_threshold is None else f"{calibration.ood_threshold:.2f}"
+    sets = calibration.prediction_sets
+    coverage = "none (too few images)" if sets is None else f"{100 * sets.coverage:.4g}% coverage"
+    return (
+        f"Calibrated on the validation images: temperature {calibration.temperature:.3f}, "
+        f"{calibration.ood_score} threshold {threshold}, prediction sets {coverage}"
+    )
 
 
 COMMAND = Command("evaluate", EvaluateArgs, evaluate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vitral.evaluation.conformal import PredictionSetReport
 from vitral.evaluation.ood import OODResult, OODScore
 from vitral.evaluation.report import EvaluationReport
 from vitral.evaluation.robustness import Robustness
@@ -57,6 +58,56 @@ def _risk_coverage_chart(evaluation: EvaluationReport) -> str:
         y_format=charts.percent,
     )
     chart.line(curve.coverage, curve.risk, "a")
+    return chart.svg()
+
+
+def prediction_sets_section(data: ReportData) -> str:
+    """Coverage and size of the prediction sets; empty if the model has none."""
+    sets = data.evaluation.prediction_sets
+    if sets is None:
+        return ""
+    summary = (
+        f"A prediction set holds every class with a probability of at least {percent(sets.threshold)}, and always the "
+        f"most probable one. The threshold was fitted on {sets.fitted_images:,} validation images so that "
+        f"{100 * sets.target:.4g}% of the sets contain the true class. Measured on {data.evaluation.images:,} "
+        f"{data.split_name} images: {percent(sets.coverage.value)} ({interval(sets.coverage)}), with "
+        f"{sets.mean_size:.2f} classes per set on average."
+    )
+    rows = [
+        (
+            row.name,
+            "–" if row.coverage is None else f"{percent(row.coverage.value)} ({interval(row.coverage)})",
+            "–" if row.coverage is None else f"{row.mean_size:.2f}",
+            f"{row.support:,}",
+        )
+        for row in sorted(sets.per_class, key=lambda row: 1.0 if row.coverage is None else row.coverage.value)
+    ]
+    header = ("class", "coverage", "classes per set", "images")
+    footnote = (
+        "The sets were fitted on these images, so this is not a measurement of their coverage."
+        if data.split_name == "validation"
+        else "The coverage is that of all images; single classes can be below it, the least covered first."
+    )
+    return (
+        f'<p>{text(summary)}</p><div class="columns roomy"><div>{_set_size_chart(sets)}</div>'
+        f"{table(header, rows, 'Coverage by true class')}</div>{note(footnote)}"
+    )
+
+
+def _set_size_chart(sets: PredictionSetReport) -> str:
+    total = sum(sets.sizes)
+    fractions = [count / total for count in sets.sizes]
+    edges = [size + 0.5 for size in range(len(fractions) + 1)]
+    chart = Chart(
+        label=f"distribution of set sizes, mean {sets.mean_size:.2f} classes",
+        x="classes per set",
+        y="fraction of images",
+        x_range=(edges[0], max(edges[-1], 3.5)),
+        y_range=(0.0, max(fractions) * 1.05),
+        y_format=charts.percent,
+        x_ticks=[size for size in charts.nice_ticks(1, max(len(fractions), 3), 6) if size == round(size)],
+    )
+    chart.steps(edges, fractions, "a")
     return chart.svg()
 
 

@@ -14,7 +14,12 @@ from pathlib import Path
 from vitral import __version__
 from vitral.evaluation.leaks import evaluation_warning, new_images_text
 from vitral.reporting.html.confusion_matrix import ConfusionExamples, confusion_section
-from vitral.reporting.html.evaluation_sections import calibration_section, ood_section, robustness_section
+from vitral.reporting.html.evaluation_sections import (
+    calibration_section,
+    ood_section,
+    prediction_sets_section,
+    robustness_section,
+)
 from vitral.reporting.html.gallery import gallery_section
 from vitral.reporting.html.markup import interval, json_for_script, percent, text
 from vitral.reporting.html.report_data import ReportData
@@ -38,6 +43,7 @@ def render_report(data: ReportData) -> str:
         ("confusion", "Confusion matrix", confusion_section(data, examples)),
         ("errors", "Errors and uncertain predictions", gallery_section(data)),
         ("calibration", "Calibration", calibration_section(data.evaluation)),
+        ("sets", "Prediction sets", prediction_sets_section(data)),
         ("ood", "Out-of-distribution images", ood_section(data)),
         ("robustness", "Robustness to corruptions", robustness_section(data)),
         ("data", "Data", data_section(data)),

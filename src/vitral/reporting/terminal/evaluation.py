@@ -8,6 +8,7 @@ from rich.table import Table
 
 from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.compare import PairedComparison
+from vitral.evaluation.conformal import PredictionSetReport
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, new_images_text
 from vitral.evaluation.ood import OODResult
 from vitral.evaluation.report import EvaluationReport
@@ -51,6 +52,10 @@ def print_evaluation(report: EvaluationReport, full: bool, allow_leak: bool = Fa
         console.print(message, soft_wrap=True)
     if report.confidence_threshold is not None:
         console.print("\n" + escape(threshold_text(report.confidence_threshold)), soft_wrap=True)
+    if report.prediction_sets is not None:
+        console.print("\n" + escape(prediction_sets_text(report.prediction_sets)), soft_wrap=True)
+        if report.split == "validation":
+            console.print("  The sets were fitted on these images, so this is not a measurement of their coverage.")
     if report.ood is not None:
         print_ood(report.ood, console)
     if report.robustness is not None:
@@ -112,6 +117,22 @@ def threshold_text(threshold: ConfidenceThreshold) -> str:
         f"{threshold.confidence:.1%}\n(chosen on the validation images): {threshold.coverage.value:.1%} of these "
         f"images are accepted, with an error rate of {error_rate} ({interval})"
     )
+
+
+def prediction_sets_text(sets: PredictionSetReport) -> str:
+    """Target, measured coverage, sizes, and the classes that are covered less often."""
+    value, interval = percent(sets.coverage)
+    lines = [
+        f"Prediction sets for {100 * sets.target:.4g}% coverage (fitted on {sets.fitted_images:,} validation images)",
+        f"  {'Coverage':<20}{value:>8}  {interval:<18}share of sets that contain the true class",
+        f"  {'Classes per set':<20}{sets.mean_size:>8.2f}  {sets.size_text()}",
+    ]
+    if low := sets.least_covered():
+        classes = ", ".join(f"{row.name} {coverage.value:.1%}" for row, coverage in low)
+        lines.append(f"  Below the target: {classes}")
+    if sets.coverage.value > sets.target and len(sets.sizes) == 1:
+        lines.append("  Single classes already reach this coverage; sets of several need a higher --coverage")
+    return "\n".join(lines)
 
 
 def print_ood(result: OODResult, console: Console) -> None:

@@ -1,6 +1,7 @@
 // Several files: classified in small groups, shown as a table, downloaded as CSV.
 import { ApiError, errorKind, predict } from "/page/api.js";
 import { percent, t } from "/page/i18n.js";
+import { truncateList } from "/page/shared.js";
 
 const MAX_GROUP_IMAGES = 16;
 const MAX_GROUP_BYTES = 8 * 2 ** 20;
@@ -20,7 +21,7 @@ export function groupFiles(files, maxImages, maxBytes = MAX_GROUP_BYTES) {
 }
 
 // One result per file, in order; `onGroup` is called after each group. A failed request is an error of its files only.
-// Each result has `file`, and either `labels` and `ood` or `errorKind` and `errorMessage`.
+// Each result has `file`, and either `labels`, `ood` and perhaps `prediction_set`, or `errorKind` and `errorMessage`.
 export async function predictAll(model, files, onGroup, shouldContinue) {
   const results = [];
   for (const group of groupFiles(files, Math.min(MAX_GROUP_IMAGES, model.max_images))) {
@@ -32,9 +33,9 @@ export async function predictAll(model, files, onGroup, shouldContinue) {
       if (!(error instanceof ApiError) || error.kind === "key") throw error;
       predictions = group.map(() => ({ errorKind: error.kind, errorMessage: error.message }));
     }
-    predictions.forEach(({ labels, ood, error, ...failure }, index) => {
+    predictions.forEach(({ labels, ood, prediction_set, error, ...failure }, index) => {
       if (error) failure = { errorKind: errorKind(error.code), errorMessage: error.message };
-      results.push({ ...failure, labels, ood, file: group[index] });
+      results.push({ ...failure, labels, ood, prediction_set, file: group[index] });
     });
     onGroup(results);
   }
@@ -56,7 +57,8 @@ export function tableRow(result, onExplain) {
   }
   image.append(thumbnail(result.file, onExplain));
   const best = result.labels[0];
-  label.textContent = result.ood ? `${t("unknown-short")} (${best.name})` : best.name;
+  const names = result.prediction_set?.labels ?? [best.name];
+  label.textContent = result.ood ? `${t("unknown-short")} (${best.name})` : truncateList(names, 3);
   label.classList.toggle("unknown-label", result.ood);
   const bar = document.createElement("span");
   bar.className = "bar";
@@ -87,11 +89,11 @@ export function csvCell(value) {
 }
 
 export function toCsv(results) {
-  const lines = [["file", "label", "probability", "ood", "second_label", "second_probability", "error"]];
-  for (const { file, labels = [], ood, errorMessage } of results) {
+  const lines = [["file", "label", "probability", "ood", "second_label", "second_probability", "error", "prediction_set", "coverage"]];
+  for (const { file, labels = [], ood, prediction_set: set, errorMessage } of results) {
     const [first, second] = labels;
     const [p1, p2] = [first, second].map((label) => label?.probability.toFixed(6));
-    lines.push([file.name, first?.name, p1, errorMessage ? "" : ood, second?.name, p2, errorMessage]);
+    lines.push([file.name, first?.name, p1, errorMessage ? "" : ood, second?.name, p2, errorMessage, set && JSON.stringify(set.labels), set?.coverage]);
   }
   return `\ufeff${lines.map((line) => line.map(csvCell).join(",")).join("\r\n")}\r\n`;
 }

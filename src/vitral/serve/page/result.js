@@ -4,7 +4,7 @@ import { argmax, attentionRow, toBrightness } from "/page/attention.js";
 import { borderBrightness, invertImage } from "/page/drawing.js";
 import { percent, t } from "/page/i18n.js";
 import { AttentionOverview, ImageView } from "/page/image_view.js";
-import { $, setBusy, showSections, state, withErrorsShown } from "/page/shared.js";
+import { $, setBusy, showSections, state, truncateList, withErrorsShown } from "/page/shared.js";
 
 const imageView = new ImageView($("image-canvas"), $("patches"));
 const overview = new AttentionOverview($("overview"));
@@ -67,7 +67,17 @@ function showPrediction() {
   $("labels").classList.toggle("unknown-labels", explanation.ood);
   $("labels").replaceChildren(...explanation.labels.map(labelItem));
   $("calibration").textContent = t(state.model.calibrated ? "calibrated" : "uncalibrated");
+  showPredictionSet(explanation);
   showViews();
+}
+
+// A set of several classes; a set of one class only repeats the prediction.
+function showPredictionSet({ ood, prediction_set: set }) {
+  $("prediction-set").hidden = ood || !set || set.labels.length < 2;
+  if ($("prediction-set").hidden) return;
+  const coverage = `${Number((100 * set.coverage).toPrecision(4))}%`;
+  $("prediction-set-labels").textContent = t("prediction-set", { labels: truncateList(set.labels) });
+  $("prediction-set-coverage").textContent = t("prediction-set-more", { coverage });
 }
 
 function labelItem({ name, probability }) {

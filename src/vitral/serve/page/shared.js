@@ -71,3 +71,9 @@ function askForKey(then) {
   dialog.addEventListener("close", onClose, { once: true });
   if (!dialog.open) dialog.showModal();
 }
+
+// At most `limit` names, comma-separated, and how many more there are.
+export function truncateList(names, limit = 8) {
+  const labels = names.slice(0, limit).join(", ");
+  return names.length > limit ? t("and-more", { labels, count: names.length - limit }) : labels;
+}
