@@ -57,6 +57,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "vit, Ti/16": ("ViTForImageClassification", TINY, "plain", True),
     "deit, two heads": (TEACHER, MLP, "distilled", True),
     "deit, one head": (STUDENT, MLP, "plain", False),
+    "msn": ("ViTMSNForImageClassification", MLP, "plain", False),  # written as the equivalent ViT
+    "i-jepa": ("IJepaForImageClassification", MLP, "plain", True),
+    "i-jepa, not square": ("IJepaForImageClassification", {**MLP, "image_size": [24, 40]}, "plain", True),
     "dinov2": (DINO, {}, "class-and-mean", True),
     "dinov2, registers": (DINO_REG, {"num_register_tokens": 3}, "class-and-mean", True),
     "dinov2, one block": (DINO, {"num_hidden_layers": 1}, "class-and-mean", True),  # its own code needs square images
@@ -245,6 +248,7 @@ def test_swiglu_of_dinov2_giant_is_refused(tmp_path: Path) -> None:
         ({"registers": 1}, "DeiTForImageClassification"),
         ({"positions": "sincos"}, "ViTForImageClassification"),
         ({"positions": "none"}, "ViTForImageClassification"),
+        ({"pooling": "mean"}, "IJepaForImageClassification"),
     ],
 )
 def test_vitral_model_is_written_as_the_equivalent_class(changes: dict[str, Any], kind: str, tmp_path: Path) -> None:
@@ -275,7 +279,8 @@ def test_vitral_model_is_written_as_the_equivalent_class(changes: dict[str, Any]
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"pooling": "mean"}, "mean pooling"),
+        ({"pooling": "attention"}, "attention pooling"),
+        ({"pooling": "mean", "registers": 1}, "1 registers"),
         ({"head": "mlp"}, "a hidden layer in the head"),
         ({"registers": 3, "mlp_width": 80}, "multiples of the width"),
     ],

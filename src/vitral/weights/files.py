@@ -33,8 +33,12 @@ EXPORT_SUFFIXES = (".onnx", ".pt2")  # exported models, which can only predict
 HUB_FILE_NAMES = ("model.safetensors", "pytorch_model.bin", "weights.safetensors")  # next to their config.json
 SHARD_INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
-# Keys around the weights in training checkpoints. EMA weights come first; timm prefers them too.
-WRAPPER_KEYS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model", "module", "params")
+# Keys around the weights in training checkpoints. EMA weights come first; timm prefers them too. The target encoder is
+# the EMA of the encoder in the official files of I-JEPA and MSN.
+WRAPPER_KEYS = (
+    "state_dict_ema", "model_ema", "ema", "target_encoder",
+    "state_dict", "model_state_dict", "model", "module", "params",
+)  # fmt: skip
 PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.", "net.")  # added by DataParallel, torch.compile, Lightning
 MAX_INFLATION, MIN_INFLATED_BYTES = 20, 2**30  # ratio to the stored bytes, and bytes below which any is accepted
 DAMAGED_HINT = "The file is damaged or incomplete; copy it again"
@@ -260,7 +264,8 @@ def _unwrap(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
         if wrapper is None:
             break
         content = content[wrapper]
-        notes.append(f"used '{wrapper}' of {path.name}" + (" (EMA weights)" if "ema" in wrapper else ""))
+        is_ema = "ema" in wrapper or wrapper == "target_encoder"
+        notes.append(f"used '{wrapper}' of {path.name}" + (" (EMA weights)" if is_ema else ""))
     return {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
 
 

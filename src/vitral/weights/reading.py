@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,15 @@ def check_has_blocks(
     key = "encoder.blocks.0.mlp.expand.weight"
     if key not in state:
         raise incomplete_error(source, library, source_key(key) or key, unexpected)
+
+
+def drop_tensors(tensors: State, patterns: Mapping[str, str], notes: list[str]) -> None:
+    """Remove tensors that the encoder does not need, with a note per pattern that names them."""
+    for pattern, part in patterns.items():
+        if names := [name for name in tensors if re.fullmatch(pattern, name)]:
+            for name in names:
+                del tensors[name]
+            notes.append(f"{part} is not needed: ignored {_list_names(names, 3)}")
 
 
 def flatten_patch_kernel(raw: RawCheckpoint, state: State, name: str) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """The timm format: VisionTransformer and VisionTransformerDistilled.
 
-The official files of DeiT, MAE and DINOv2 have the same tensor names.
+The official files of DeiT, MAE, MSN, I-JEPA and DINOv2 have the same tensor names.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vitral.weights.preprocessing import HALF, IMAGENET
 from vitral.weights.reading import (
     build_checkpoint,
     check_has_blocks,
+    drop_tensors,
     flatten_patch_kernel,
     infer_config,
     split_position_table,
@@ -60,6 +61,11 @@ KEYS = KeyMapping(
         "head.teacher_head.out.{leaf}": "head_dist.{leaf}",
     }
 )
+# Parts of the official files of MAE and MSN that only pre-training uses
+PRETRAINING_KEYS = {
+    r"decoder_(embed|pos_embed|blocks|norm|pred)\b.*": "the decoder of MAE",
+    r"(fc\.(fc|bn)\d|pred\.\w+)\..*": "the projection head of MSN",
+}
 # Settings of config.json under which the blocks compute something else
 UNSUPPORTED_ARGS = (
     "block_fn", "mlp_layer", "norm_layer", "attn_layer", "pool_include_prefix", "scale_attn_norm",
@@ -90,6 +96,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     _check_settings(raw.source, name, model_args)
     activation = _stored_activation(raw.source, name, model_args)
     has_mask_token = raw.tensors.pop("mask_token", None) is not None
+    drop_tensors(raw.tensors, PRETRAINING_KEYS, reading.notes)
     state, unexpected = KEYS.rename_to_vitral(raw.tensors)
     check_has_blocks(raw.source, "timm", state, unexpected, KEYS.from_vitral)
     width, channels, patch = flatten_patch_kernel(raw, state, "patch_embed.proj.weight")

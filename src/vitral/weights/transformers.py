@@ -1,4 +1,4 @@
-"""The transformers format: ViT, DeiT and DINOv2 (with registers), as written by save_pretrained."""
+"""The transformers format: ViT, DeiT, DINOv2 (with registers), MAE, MSN and I-JEPA, as written by save_pretrained."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from vitral.weights.preprocessing import HALF, IMAGENET, MeanStd, crop_fraction
 from vitral.weights.reading import (
     build_checkpoint,
     check_has_blocks,
+    drop_tensors,
     flatten_patch_kernel,
     incomplete_error,
     infer_config,
@@ -76,7 +77,16 @@ MEMORY_NAMES = (
 )
 MEMORY_NAMES_VIT = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\.", ".output.dense."))
 TRAINING_ONLY_KEYS = r"embeddings\.(mask_token|position_ids)"
-CLASS_PREFIXES = {"vit": "ViT", "deit": "DeiT", "dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}
+PRETRAINING_KEYS = {r"decoder\..*": "the decoder of MAE"}
+CLASS_PREFIXES = {
+    "vit": "ViT",
+    "deit": "DeiT",
+    "dinov2": "Dinov2",
+    "dinov2_with_registers": "Dinov2WithRegisters",
+    "vit_mae": "ViTMAE",
+    "vit_msn": "ViTMSN",
+    "ijepa": "IJepa",
+}
 UNSUPPORTED = {
     "swin": "windowed attention",
     "swinv2": "windowed attention, relative positions and post-norm",
@@ -97,6 +107,7 @@ ACTIVATIONS: dict[str, Activation] = {
 # How positions are resized for another image size
 RESAMPLING: dict[str, Resampling] = {
     "vit": "bicubic",
+    "ijepa": "bicubic",
     "deit": "bicubic",
     "dinov2": "bicubic",
     "dinov2_with_registers": "bicubic-antialias",
@@ -107,6 +118,7 @@ RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's constants
 def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     stored, reading = raw.config, Interpretation(source=raw.source, options=options)
     tensors = _without_model_prefix(raw.tensors)
+    drop_tensors(tensors, PRETRAINING_KEYS, reading.notes)
     is_dinov2 = any("layer_scale" in name or ".norm1." in name for name in tensors)
     model_type = _check_model_type(raw.source, stored, is_dinov2)
     keys = DINOV2 if is_dinov2 else VIT
@@ -120,7 +132,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     width, channels, patch = flatten_patch_kernel(raw, state, "projection.weight")
     size = _read_tokens(raw, state, unexpected, patch, reading)
     variant = "distilled" if "distillation_token" in state else _head_variant(state)
-    default_eps = 1e-6 if is_dinov2 else 1e-12
+    default_eps = 1e-6 if is_dinov2 or model_type == "vit_msn" else 1e-12
     activation = ACTIVATIONS[stored.get("hidden_act", "gelu")] if stored else None
     norm_eps = float(stored.get("layer_norm_eps", default_eps)) if stored else None
     config = infer_config(
@@ -133,6 +145,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         patch_size=patch,
         channels=channels,
         heads=reading.heads(width, stored.get("num_attention_heads")),
+        pooling="class" if "class_token.token" in state else "mean",  # mean: I-JEPA
         layer_scale=stored.get("layerscale_value"),
         activation=reading.setting("activation", "gelu", "gelu activation", stored=activation),
         norm_eps=reading.setting("norm_eps", default_eps, f"norm eps {default_eps:g}", stored=norm_eps),
@@ -198,7 +211,7 @@ def _read_tokens(
         raise incomplete_error(raw.source, "transformers", "embeddings.position_embeddings", unexpected)
     image_size = raw.config.get("image_size")
     stored_size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size) if image_size else None
-    num_prefix = 2 if "distillation_token" in state else 1
+    num_prefix = 2 if "distillation_token" in state else int("class_token.token" in state)
     _, size = reading.position_table(table.shape[1], [num_prefix], patch, stored_size)
     if num_prefix == 2:
         row, state["position_embedding.table"] = table[:, 1:2], torch.cat([table[:, :1], table[:, 2:]], dim=1)
@@ -279,7 +292,8 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         checkpoint,
         "transformers",
         variants=("plain", "distilled", "class-and-mean"),
-        registers=True,
+        poolings=("class", "mean"),
+        registers=config.pooling == "class",
         hidden_head=checkpoint.headless,
     )
     model_type = _choose_model_type(checkpoint)
@@ -311,6 +325,8 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
 def _choose_model_type(checkpoint: Checkpoint) -> str:
     """The model of transformers that computes the same function."""
     config, variant = checkpoint.config, checkpoint.variant
+    if config.pooling == "mean":
+        return "ijepa"  # the class without a class token
     is_square = config.image_size[0] == config.image_size[1]
     fits_dinov2 = config.head == "linear" and config.hidden_width % config.width == 0 and is_square
     needs_dinov2 = variant == "class-and-mean" or config.registers > 1
