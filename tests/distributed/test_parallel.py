@@ -39,23 +39,26 @@ UNEVEN = {  # micro-batches of 7 and 8 images
     "batch_size": 15,
     "grad_accum": 2,
 }
-JOBS: tuple[dict[str, Any], ...] = (
+Jobs = tuple[dict[str, Any], ...]
+JOBS: Jobs = (
     {"name": "ddp", "overrides": DDP},
     {"name": "fsdp", "overrides": FSDP},
+    {"name": "too-small", "overrides": {"batch_size": 1}},
+    {"name": "fsdp-stopped", "overrides": FSDP, "stop_at": 8},
+    {"name": "fsdp-ddp", "overrides": DDP, "resume_from": "fsdp-stopped"},
+)
+SLOW_JOBS: Jobs = (
     {"name": "ddp-uneven", "overrides": DDP | UNEVEN},
     {"name": "fsdp-uneven", "overrides": FSDP | UNEVEN},
     {"name": "fsdp-bf16", "overrides": FSDP | {"precision": "bf16", "activation_checkpointing": True}},
     {"name": "fsdp-diverged", "overrides": FSDP | {"optim.lr": 1e30, "optim.grad_clip": 0.0}},
-    {"name": "too-small", "overrides": {"batch_size": 1}},
     {"name": "ddp-stopped", "overrides": DDP, "stop_at": 8},
-    {"name": "fsdp-stopped", "overrides": FSDP, "stop_at": 8},
     {"name": "single-stopped", "overrides": {}, "stop_at": 8, "single": True},
     {"name": "ddp-single", "overrides": {}, "resume_from": "ddp-stopped", "single": True},
     {"name": "fsdp-single", "overrides": {}, "resume_from": "fsdp-stopped", "single": True, "stop_at": 3},
     {"name": "fsdp-single-fsdp", "overrides": FSDP, "resume_from": "fsdp-single"},
     {"name": "fsdp-single-ddp", "overrides": DDP, "resume_from": "fsdp-single"},
     {"name": "ddp-fsdp", "overrides": FSDP, "resume_from": "ddp-stopped"},
-    {"name": "fsdp-ddp", "overrides": DDP, "resume_from": "fsdp-stopped"},
     {"name": "fsdp-fsdp", "overrides": FSDP, "resume_from": "fsdp-stopped"},
     {"name": "ddp-ddp", "overrides": DDP, "resume_from": "ddp-stopped"},
     {"name": "single-ddp", "overrides": DDP, "resume_from": "single-stopped"},
@@ -71,13 +74,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("jobs")
 
 
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> Outcomes:
+def run_jobs(jobs: Jobs, folder: Path) -> Outcomes:
     """The outcomes of both ranks, by the name of the job."""
-    (folder / "jobs.json").write_text(json.dumps(JOBS))
+    (folder / "jobs.json").write_text(json.dumps(jobs))
     run_ranks(SCRIPT, folder)
     by_rank = [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in (0, 1)]
-    return {job["name"]: [rank_outcomes[i] for rank_outcomes in by_rank] for i, job in enumerate(JOBS)}
+    return {job["name"]: [rank_outcomes[i] for rank_outcomes in by_rank] for i, job in enumerate(jobs)}
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Outcomes:
+    return run_jobs(JOBS, folder)
+
+
+@pytest.fixture(scope="module")
+def slow_outcomes(folder: Path, outcomes: Outcomes) -> Outcomes:
+    return outcomes | run_jobs(SLOW_JOBS, folder)
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +124,10 @@ def test_two_ranks_have_the_losses_of_one_process(
     assert_same_metrics(Run(folder / mode), train_single("default"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp-uneven", "fsdp-uneven"])
 def test_uneven_shards_with_muon_cutmix_and_grad_accum_match_one_process(
-    folder: Path, outcomes: Outcomes, train_single: TrainSingle, mode: str
+    folder: Path, slow_outcomes: Outcomes, train_single: TrainSingle, mode: str
 ) -> None:
     """Augmentation draws for the global batch, each image counts once, Muon orthogonalises full matrices."""
     reference = train_single("uneven", **UNEVEN)
@@ -125,16 +138,24 @@ def test_uneven_shards_with_muon_cutmix_and_grad_accum_match_one_process(
             torch.testing.assert_close(actual[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_fsdp_with_bf16_weights_matches_bf16_on_one_process(
-    folder: Path, outcomes: Outcomes, train_single: TrainSingle
+    folder: Path, slow_outcomes: Outcomes, train_single: TrainSingle
 ) -> None:
     assert_same_metrics(Run(folder / "fsdp-bf16"), train_single("bf16", precision="bf16"), rel=0.01)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_signal_to_one_rank_stops_all_at_the_same_step(folder: Path, outcomes: Outcomes, mode: str) -> None:
+def test_signal_to_one_rank_stops_all_at_the_same_step(folder: Path, outcomes: Outcomes) -> None:
     """SIGTERM to rank 1 in step 8 is visible to both ranks one step later."""
-    first, second = outcomes[f"{mode}-stopped"]
+    assert_stopped_after_step_9(folder, "fsdp", *outcomes["fsdp-stopped"])
+
+
+@pytest.mark.slow
+def test_signal_to_one_rank_of_ddp_stops_all_at_the_same_step(folder: Path, slow_outcomes: Outcomes) -> None:
+    assert_stopped_after_step_9(folder, "ddp", *slow_outcomes["ddp-stopped"])
+
+
+def assert_stopped_after_step_9(folder: Path, mode: str, first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first == second
     assert "after step 9 of 18" in first["error"][0]
     saved = checkpoint.newest(folder / f"{mode}-stopped" / "checkpoints")
@@ -142,8 +163,9 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(folder: Path, outcomes: O
     assert saved.name == f"step-000000009.{'pt' if mode == 'ddp' else 'sharded'}"
 
 
-def test_divergence_is_seen_by_all_ranks_and_names_the_module(outcomes: Outcomes) -> None:
-    first, second = outcomes["fsdp-diverged"]
+@pytest.mark.slow
+def test_divergence_is_seen_by_all_ranks_and_names_the_module(slow_outcomes: Outcomes) -> None:
+    first, second = slow_outcomes["fsdp-diverged"]
     assert first == second
     assert "at step 2" in first["error"][0]
     assert "encoder.blocks.0.norm1" in first["error"][0]
@@ -199,18 +221,25 @@ def test_flipped_bit_in_any_file_of_a_sharded_checkpoint_is_recognised(
         assert messages[0].endswith("using step-000000006.sharded")
 
 
-@pytest.mark.parametrize("name", [job["name"] for job in JOBS if "resume_from" in job and "stop_at" not in job])
+def test_checkpoint_of_fsdp_resumes_with_ddp(folder: Path, outcomes: Outcomes, train_single: TrainSingle) -> None:
+    assert [outcome["error"] for outcome in outcomes["fsdp-ddp"]] == [None, None]
+    assert_same_metrics(Run(folder / "fsdp-ddp"), train_single("default"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [job["name"] for job in SLOW_JOBS if "resume_from" in job and "stop_at" not in job])
 def test_checkpoint_resumes_with_another_world_size_and_strategy(
-    folder: Path, outcomes: Outcomes, train_single: TrainSingle, name: str
+    folder: Path, slow_outcomes: Outcomes, train_single: TrainSingle, name: str
 ) -> None:
     """Between one process, DDP and FSDP in any order, the metrics are those of an uninterrupted run."""
-    assert [outcome["error"] for outcome in outcomes[name]] == [None, None]
+    assert [outcome["error"] for outcome in slow_outcomes[name]] == [None, None]
     assert_same_metrics(Run(folder / name), train_single("default"))
 
 
-def test_interrupted_jobs_stopped_where_requested(outcomes: Outcomes) -> None:
-    assert "after step 8 of 18" in outcomes["single-stopped"][0]["error"][0]
-    assert "after step 12 of 18" in outcomes["fsdp-single"][0]["error"][0]
+@pytest.mark.slow
+def test_interrupted_jobs_stopped_where_requested(slow_outcomes: Outcomes) -> None:
+    assert "after step 8 of 18" in slow_outcomes["single-stopped"][0]["error"][0]
+    assert "after step 12 of 18" in slow_outcomes["fsdp-single"][0]["error"][0]
 
 
 def find_rank_process(rank: int, launcher: int, exclude: int | None = None) -> int:

@@ -21,8 +21,6 @@ from vitral.runs.run import Run
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md"))]
 BLOCK = re.compile(r"(?P<marker><!-- test: [^\n]* -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL)
-# The README tests cover the commands of these pages in less time.
-SLOW_PAGES = {"evaluate", "export", "explain", "fine-tune", "small-and-imbalanced", "train", "tutorial"}
 FASTER = {
     "train": ["--epochs", "1"],
     "bench": ["--seconds", "0.01", "--batch-sizes", "1", "--threads", "1", "--images", "64"],
@@ -76,11 +74,8 @@ def write_example(run: Run, target: EvalTarget, evaluation: EvaluationReport) ->
     save_image(target.split.images[0], run.figure_dir / EXAMPLE)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if page.stem in SLOW_PAGES else []) for page in PAGES],
-    ids=[page.stem for page in PAGES],
-)
+@pytest.mark.slow  # the README tests cover the most important commands in less time
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_of_the_page_runs(
     page: Path,
     reader_folder: Path,

@@ -21,16 +21,13 @@ from vitral.kernels.encoder_checks import ENCODER_TOLERANCE
 from vitral.kernels.fp8.op import GemmBound
 from vitral.kernels.short_attention.op import MAX_SHORT_TOKENS
 
-pytestmark = requires_interpreter
-
-
-QUICK_SIZES = {(65, 32, False), (100, 24, True), (256, 32, True)}
+pytestmark = [requires_interpreter, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
     ("T", "d", "separate_qk"),
     [
-        pytest.param(T, d, separate_qk, marks=[] if (T, d, separate_qk) in QUICK_SIZES else [pytest.mark.slow])
+        (T, d, separate_qk)
         for T, d in [(65, 32), (77, 64), (100, 24), (197, 64), (256, 32)]
         for separate_qk in (False, True)
     ],
@@ -55,10 +52,10 @@ def test_output_and_gradients_match_pytorch(T: int, d: int, separate_qk: bool) -
 @pytest.mark.parametrize(
     ("image_size", "overrides"),
     [
-        pytest.param(32, {}, marks=pytest.mark.slow),
+        (32, {}),
         (32, {"qk_norm": True, "positions": "learned+rotary", "registers": 2}),
         (36, {"positions": "rotary", "pooling": "mean", "qkv_bias": False}),
-        pytest.param(36, {"qkv_bias": False}, marks=pytest.mark.slow),
+        (36, {"qkv_bias": False}),
     ],
     ids=str,
 )
@@ -86,7 +83,7 @@ def test_the_encoder_uses_the_kernel_and_matches_the_reference(
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
-@pytest.mark.parametrize(("T", "d"), [(65, 32), (100, 24), pytest.param(197, 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("T", "d"), [(65, 32), (100, 24), (197, 64)])
 def test_fp8_output_has_one_scale_per_image_and_does_not_overflow(T: int, d: int, scale: float) -> None:
     """A weighted mean of x·Wᵀ + b is bounded by max|x|·max|w| + max|b|."""
     B, h = 2, 2
@@ -106,7 +103,7 @@ def test_fp8_output_has_one_scale_per_image_and_does_not_overflow(T: int, d: int
         assert error.norm() < 0.15 * expected[image].norm()
 
 
-@pytest.mark.parametrize("cls_only", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("cls_only", [False, True])
 def test_fp8_inference_runs_all_gemms_in_fp8(cls_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gemms = emulate_fp8_gemms(monkeypatch)
     model, tokens = small_model(32, depth=2)
@@ -122,8 +119,8 @@ def test_fp8_inference_runs_all_gemms_in_fp8(cls_only: bool, monkeypatch: pytest
     ("overrides", "cls_only"),
     [
         ({}, True),
-        pytest.param({}, False, marks=pytest.mark.slow),
-        pytest.param({"qk_norm": True}, False, marks=pytest.mark.slow),
+        ({}, False),
+        ({"qk_norm": True}, False),
     ],
     ids=str,
 )

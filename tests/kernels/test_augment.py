@@ -20,7 +20,7 @@ from vitral.kernels.augment.op import fused_apply_ops, fused_augment, normalizat
 from vitral.kernels.self_check import relative_error
 from vitral.recipes.builtin import RECIPES
 
-pytestmark = requires_interpreter
+pytestmark = [requires_interpreter, pytest.mark.slow]
 CPU = torch.device("cpu")
 
 
@@ -122,11 +122,7 @@ CHANGES: list[dict[str, Any]] = [{"shift": 2, "flip": True, "cutmix": 1.0, "mix_
 
 @pytest.mark.parametrize(
     ("policy", "changes"),
-    [
-        pytest.param(policy, changes, marks=[pytest.mark.slow] if policy is not POLICIES[0] and changes else [])
-        for policy in POLICIES
-        for changes in CHANGES
-    ],
+    [(policy, changes) for policy in POLICIES for changes in CHANGES],
     ids=str,
 )
 def test_policies_between_shift_and_cutmix_use_the_same_draws(

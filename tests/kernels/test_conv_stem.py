@@ -17,7 +17,7 @@ from vitral.kernels.short_attention import op as short_attention_op
 from vitral.kernels.training import make_fused_stem, make_training_forward
 from vitral.models.variants.hybrid import ConvStem, ConvStemConfig, HybridConfig, HybridViT
 
-pytestmark = requires_interpreter
+pytestmark = [requires_interpreter, pytest.mark.slow]
 GPU = fake_gpu(precision="bf16")
 
 

@@ -27,7 +27,7 @@ from vitral.kernels.precompile import dry_run_active, precompile
 from vitral.models.vit import ViT, ViTConfig
 from vitral.utils.progress import no_log
 
-pytestmark = requires_interpreter
+pytestmark = [requires_interpreter, pytest.mark.slow]
 GPU = fake_gpu(precision="fp32")
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -127,7 +127,6 @@ def test_fp8_weight_gradients_are_for_wide_models_and_multiples_of_16_tokens(mon
     assert model.training
 
 
-@pytest.mark.slow
 def test_faulty_fp8_weight_gradients_fall_back_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate_fp8_gemms(monkeypatch)
     monkeypatch.setattr(encoder_checks, "FP8_WGRAD_MIN_WIDTH", 48)
@@ -207,7 +206,6 @@ def test_the_fused_expansion_is_compared_with_gemm_and_gelu(
     assert fused_block_min_tokens(model, gpu, log=no_log) == (MIN_EXPAND_TOKENS if scale_error == 1 else None)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_precompilation_covers_every_kernel_of_training_and_inference() -> None:
     done = run_support_script("compile_precompiled.py")
@@ -217,7 +215,6 @@ def test_precompilation_covers_every_kernel_of_training_and_inference() -> None:
     assert not missing
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:

@@ -23,7 +23,7 @@ from vitral.device.memory import defragment
 from vitral.inference.cuda_engine import CudaEngine
 from vitral.kernels.encoder import FusedEncoder
 
-pytestmark = requires_interpreter
+pytestmark = [requires_interpreter, pytest.mark.slow]
 GPU = fake_gpu(precision="fp32")
 
 
@@ -31,7 +31,7 @@ def preprocessing_for(image_size: int) -> Preprocessing:
     return Preprocessing(image_size=(image_size, image_size), channels=3, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
 
 
-@pytest.mark.parametrize("kernels_work", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernels_work", [True, False])
 def test_the_cuda_engine_matches_the_model_with_and_without_the_fused_kernels(
     kernels_work: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,8 +65,8 @@ def test_the_cuda_engine_supports_dropout_qk_norm_and_rope() -> None:
     [
         (16, {}),
         (32, {}),
-        pytest.param(68, {}, marks=pytest.mark.slow),
-        pytest.param(32, {"width": 80, "heads": 1}, marks=pytest.mark.slow),
+        (68, {}),
+        (32, {"width": 80, "heads": 1}),
     ],
     ids=str,
 )  # 17, 65 and 290 tokens, and heads of 80 columns: each implementation of attention

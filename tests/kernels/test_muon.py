@@ -17,7 +17,7 @@ from vitral.kernels.muon import op as kernels
 from vitral.training.optim import muon
 from vitral.training.optim.muon import Muon, fits_kernels
 
-pytestmark = requires_interpreter
+pytestmark = [requires_interpreter, pytest.mark.slow]
 
 # Tall, wide and square; smaller and larger than a tile, also not multiples of it; several of one size and single ones.
 GROUPS: list[dict[str, Any]] = [
@@ -72,8 +72,8 @@ def assert_equivalent(fused: Muon, reference: Muon, tolerance: float) -> None:
     ("bf16", "tolerance", "tensor_lr"),
     [
         (False, 1e-4, True),
-        pytest.param(False, 1e-4, False, marks=pytest.mark.slow),
-        pytest.param(True, 0.03, True, marks=pytest.mark.slow),
+        (False, 1e-4, False),
+        (True, 0.03, True),
     ],
 )
 def test_fused_step_matches_the_reference(
