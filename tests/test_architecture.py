@@ -23,6 +23,7 @@ LAYERS = [
     ["reporting", "serve"],
     ["doctor"],
     ["training"],
+    ["tasks"],
     ["evaluation", "explain", "export"],
     ["inference"],
     ["weights"],

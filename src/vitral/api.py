@@ -207,7 +207,7 @@ def _train_and_evaluate(
 ) -> Predictor:
     """Train in the run folder, or continue there, and evaluate the model."""
     world = hardware.world
-    progress = ProgressTable(console, setup.steps_per_epoch)
+    progress = ProgressTable(console, setup.steps_per_epoch, setup.recipe.task_name)
     trainer = Trainer(
         setup.recipe,
         setup.dataset,
@@ -305,6 +305,9 @@ def _evaluate_run(
     """Calibrate the trained model, evaluate it on the test set and write the report."""
     predictor = Predictor.load(run.path, device=setup.recipe.device)
     dataset = setup.dataset
+    if setup.recipe.task_name != "classification":
+        console.print(f"\nThe evaluation of {setup.recipe.task_name} models is not available yet.")
+        return predictor
     if not len(dataset.test) and not len(dataset.validation):
         console.print("\nThere are neither test nor validation images, so the accuracy is unknown.")
         return predictor

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.triton_interpreter import requires_interpreter
 from vitral.kernels.cross_entropy import op
 from vitral.kernels.cross_entropy.op import fused_cross_entropy
-from vitral.training.loss import loss_and_correct
+from vitral.tasks.losses import loss_and_correct
 
 pytestmark = requires_interpreter
 

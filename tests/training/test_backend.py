@@ -16,8 +16,8 @@ from vitral.device.select import Hardware, fallback_from_fp8
 from vitral.errors import VitralError
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
+from vitral.tasks.losses import loss_and_correct
 from vitral.training.backend import ReferenceBackend, make_backend
-from vitral.training.loss import loss_and_correct
 from vitral.training.parallelism import parallel_plan
 
 

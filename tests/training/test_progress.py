@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vitral.training.progress import HEADER, ProgressTable
+from vitral.training.progress import ProgressTable
 
 METRICS: dict[str, Any] = {
     "epoch": 3, "train_loss": 0.0746, "train_top1": 0.9768, "validation_loss": 0.0502, "validation_top1": 0.985,
@@ -25,7 +25,7 @@ def test_each_epoch_is_one_aligned_line() -> None:
         table.on_epoch_end(METRICS, 75.0)
         table.on_epoch_end(METRICS | {"epoch": 4, "best": False, "train_top1": 1.0}, 0.0)
     assert output.getvalue().splitlines() == [
-        HEADER,
+        "Epoch   Train loss     Acc.   Val. loss     Acc.    Images/s   Remaining",
         "    3       0.0746   97.68%      0.0502   98.50%       3,694        1:15   best",
         "    4       0.0746  100.00%      0.0502   98.50%       3,694        0:00",
     ]

@@ -16,8 +16,8 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
+from vitral.tasks.losses import balanced_class_weights
 from vitral.training.backend import ReferenceBackend, make_backend
-from vitral.training.loss import balanced_class_weights
 from vitral.training.parallelism import parallel_plan
 from vitral.training.state import TrainState, init_state
 from vitral.training.step import StepContext, StepRunner, train_step

@@ -96,7 +96,7 @@ class AugmentConfig:
     def erase_and_mix(
         self, images_BCHW: Tensor, targets_BK: Tensor, generator: Generator, mix_enabled: Tensor | None = None
     ) -> Batch:
-        """Transforms after normalisation: random erasing, then mixup or CutMix. Targets are class probabilities.
+        """Transforms after normalisation: random erasing, then mixup or CutMix of images and targets.
 
         Whether and how an image is mixed is decided per image on the device, without synchronising with the host.
         Nothing is mixed where `mix_enabled` (a scalar or (B,) bool tensor) is false.
@@ -136,11 +136,12 @@ def augment_batch(
     mix_enabled: Tensor | None = None,
     apply_fn: ApplyOpsFn | None = None,
 ) -> Batch:
-    """uint8 images and labels → normalised, augmented images and soft targets.
+    """uint8 images and labels → normalised, augmented images and targets.
 
+    Class indices (B,) become one-hot targets (B, K). Labels (B, K), multi-hot or real values, are targets already.
     `apply_fn` replaces `apply_ops`, for a fused kernel.
     """
-    targets_BK = F.one_hot(labels_B, num_classes).float()
+    targets_BK = F.one_hot(labels_B, num_classes).float() if labels_B.ndim == 1 else labels_B.float()
     images = preprocessing.normalise(augment.transform(images_BCHW, generator, preprocessing.image_size, apply_fn))
     return augment.erase_and_mix(images, targets_BK, generator, mix_enabled)
 

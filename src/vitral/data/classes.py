@@ -24,3 +24,16 @@ def class_indices(names: Sequence[str], classes: Sequence[str]) -> Tensor:
 
     index = class_index_map(classes)
     return torch.tensor([index[name] for name in names], dtype=torch.int64)
+
+
+def to_model_labels(labels: Tensor, classes: Sequence[str], model_classes: Sequence[str]) -> Tensor:
+    """Labels of a dataset with `classes` as labels of a model: class indices (N,), or one column per class (N, K).
+
+    A class that the dataset does not have is 0 in multi-hot labels.
+    """
+    indices = class_indices(classes, model_classes)
+    if labels.ndim == 1:
+        return indices[labels]
+    model_labels = labels.new_zeros(len(labels), len(model_classes))
+    model_labels[:, indices] = labels
+    return model_labels

@@ -24,6 +24,7 @@ from vitral.data.preprocess import Preprocessing, to_model_input
 from vitral.data.registry.fetch import check_dataset_name, fetch_files
 from vitral.data.registry.formats import READERS, Arrays, load_digits
 from vitral.data.registry.sources import BUILTIN_DATASETS, CLASS_NAMES
+from vitral.data.targets import TaskName, label_strata
 from vitral.errors import VitralError
 
 __all__ = ["BUILTIN_DATASETS", "Dataset", "Split", "load_builtin_dataset"]
@@ -39,7 +40,7 @@ class Split:
     """Images and their labels, in the order of the source files."""
 
     images: Images  # uint8 (N, C, H, W)
-    labels: Tensor  # int64 (N,)
+    labels: Tensor  # int64 (N,), or float32 (N, K) for other tasks than classification (`vitral.data.targets`)
     is_model_input: bool = False  # whether the images are resized and cropped for the model already
     locations: Sequence[ImageLocation] | None = None  # files, including unreadable ones; None: not read from files
     fingerprints: ImageFingerprints | None = None  # of images that were resized when they were read, if not from files
@@ -62,7 +63,7 @@ class Dataset:
     """Training, validation and test images. The test set is loaded on first access of `test`, not before."""
 
     name: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # names of the classes, or of the targets of a regression
     train: Split
     validation: Split
     source: str  # for display: "from the package registry (official mirror: no route to host)"
@@ -71,6 +72,7 @@ class Dataset:
     notes: tuple[str, ...] = ()  # for display, one sentence each: what was skipped or merged
     test_locations: Sequence[ImageLocation] | None = None  # files of the test split, known before it is loaded
     held_out: tuple[str, ...] = ()  # splits that vitral took out of the training images
+    task: TaskName = "classification"
 
     @cached_property
     def test(self) -> Split:
@@ -151,7 +153,9 @@ def holdout_masks(
     """Masks of the images to hold out for validation and for testing. `validation` is a fraction of the other images.
 
     The test images depend on `test` alone, so that models selected on different validation splits stay comparable.
+    `labels` are those of any task; each split gets its share of each class or quantile (`label_strata`).
     """
+    labels = label_strata(labels)
     is_test = stratified_holdout(labels, test, seed=TEST_SEED, groups=groups)
     others = np.flatnonzero(~is_test)
     is_validation = np.zeros_like(is_test)

@@ -27,7 +27,7 @@ class Loader:
     """Batches of images and labels, on the device of the labels."""
 
     images: Images  # uint8 (N, C, H, W)
-    labels: Tensor  # int64 (N,)
+    labels: Tensor  # int64 (N,), or float32 (N, K)
     batch_size: int
     seed: int
     sampling: Sampling = "uniform"  # balanced: every class equally often per epoch
@@ -55,7 +55,8 @@ class Loader:
         for batch_slice, images in zip(slices, self._images(order, slices), strict=True):
             labels = labels_N[batch_slice]
             if self.repeat > 1:  # tiled, so that copies are not neighbours: mixup blends neighbours
-                images, labels = images.repeat(self.repeat, 1, 1, 1)[:size], labels.repeat(self.repeat)[:size]
+                images = images.repeat(self.repeat, 1, 1, 1)[:size]
+                labels = labels.repeat(self.repeat, *[1] * (labels.ndim - 1))[:size]
             yield images, labels
 
     def _images(self, order_N: Tensor, slices: Sequence[slice]) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """Python sequences of (image, label) as datasets, for example those of torchvision and Hugging Face.
 
-An item is a pair or a mapping such as {"image": …, "label": …}. Images are whatever `decode_image` accepts; labels are
-integers or names. Class names come from `.classes`, from `.features["label"].names`, or from the labels themselves.
+An item is a pair or a mapping such as {"image": …, "label": …}. Images are whatever `decode_image` accepts.
+sequence_labels.py reads the labels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.classes import class_index_map
 from vitral.data.datasets import Dataset, Split, holdout_masks
 from vitral.data.decode import ImageDecodeError, decode_image
 from vitral.data.files.duplicates import connected_groups, near_duplicate_pairs
@@ -42,10 +41,12 @@ from vitral.data.lazy_images import Images, LazyImages, SubsetImages
 from vitral.data.names import SEQUENCE_PREFIX
 from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
-from vitral.errors import VitralError, truncate_list
+from vitral.data.sequence_labels import LABEL_KEYS, read_sequence_labels
+from vitral.data.targets import DETECT_LABELS, LabelOptions
+from vitral.errors import VitralError
 
 MAX_IN_MEMORY_BYTES = 2 * 2**30  # of decoded images; larger sequences are read on access
-IMAGE_KEYS, LABEL_KEYS = ("image", "img", "pixels"), ("label", "labels", "fine_label", "target", "class")
+IMAGE_KEYS = ("image", "img", "pixels")
 
 
 class ItemSequence(Protocol):
@@ -88,6 +89,7 @@ def load_sequence(
     validation: float,
     test_split: float = 0.0,
     read_options: ReadOptions,
+    label_options: LabelOptions = DETECT_LABELS,
     progress: bool = False,
 ) -> Dataset:
     """Load a sequence and hold out fractions for validation and testing; copies of an image stay in one split.
@@ -95,7 +97,7 @@ def load_sequence(
     Small sequences are decoded into memory, larger ones are read on access.
     """
     stored = storage_preprocessing(preprocessing)
-    classes, labels = _classes_and_labels(data)
+    task, classes, labels = read_sequence_labels(_raw_labels(data), data, label_options)
     images: Images
     errors: dict[int, str] = {}
     if len(labels) * int(np.prod(stored.shape)) <= MAX_IN_MEMORY_BYTES:
@@ -136,6 +138,7 @@ def load_sequence(
         fingerprint=digest.hexdigest()[:16],
         load_test=lambda: test_part,
         held_out=("validation", "test"),
+        task=task,
     )
 
 
@@ -238,31 +241,7 @@ def split_item(item: Any) -> tuple[Any, Any]:
     )
 
 
-def _classes_and_labels(data: ItemSequence) -> tuple[tuple[str, ...], np.ndarray[Any, Any]]:
-    """Class names, and the class index (N,) of each item."""
-    raw_labels = _raw_labels(data)
-    declared = _declared_class_names(data)
-    classes = declared if declared is not None else _class_names_from_labels(raw_labels)
-    index = class_index_map(classes)
-    try:
-        # Integers are indices into declared class names; without declared names they are names themselves.
-        labels = np.array(
-            [label if isinstance(label, int) and declared is not None else index[str(label)] for label in raw_labels]
-        )
-    except KeyError as error:
-        raise VitralError(
-            f"the label {error} is not one of the classes {truncate_list(classes, 8)}",
-            "Labels are class names or class indices from 0",
-        ) from None
-    if not len(labels) or not 0 <= labels.min() <= labels.max() < len(classes) or len(classes) < 2:
-        raise VitralError(
-            f"{len(labels):,} items in {len(classes)} classes, expected at least two classes",
-            "An item is (image, label)",
-        )
-    return classes, labels
-
-
-def _raw_labels(data: ItemSequence) -> list[int | str]:
+def _raw_labels(data: ItemSequence) -> list[Any]:
     """The label of each item, without reading images if the sequence provides labels separately."""
     labels: Any = getattr(data, "targets", None)  # torchvision
     if labels is None and hasattr(data, "column_names"):  # Hugging Face
@@ -270,28 +249,4 @@ def _raw_labels(data: ItemSequence) -> list[int | str]:
         labels = data[column] if column else None  # type: ignore[index]
     if labels is None or len(labels) != len(data):
         labels = [split_item(data[index])[1] for index in range(len(data))]
-    return [_label_value(label) for label in labels]
-
-
-def _label_value(label: Any) -> int | str:
-    if isinstance(label, np.generic | Tensor):
-        label = label.item()
-    if isinstance(label, int | str) and not isinstance(label, bool):
-        return label
-    raise VitralError(f"unsupported label {label!r}", "Labels are integers or strings")
-
-
-def _declared_class_names(data: ItemSequence) -> tuple[str, ...] | None:
-    """Class names that the sequence provides for its integer labels."""
-    names: Any = getattr(data, "classes", None)
-    features = getattr(data, "features", None)
-    if names is None and isinstance(features, Mapping):
-        column = next((name for name in LABEL_KEYS if name in features), None)
-        names = getattr(features[column], "names", None) if column else None
-    return tuple(map(str, names)) if names else None
-
-
-def _class_names_from_labels(labels: Sequence[int | str]) -> tuple[str, ...]:
-    """Sorted integers, then sorted strings."""
-    integers = sorted({label for label in labels if isinstance(label, int)})
-    return (*map(str, integers), *sorted({label for label in labels if isinstance(label, str)}))
+    return list(labels)

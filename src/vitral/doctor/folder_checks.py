@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vitral.data.files.folders import read_csv_list
+from vitral.data.files.csv_list import read_csv_list
 from vitral.data.files.listing import SPLIT_NAMES
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkipReason, find_images, subfolders
 from vitral.doctor.issue import Issue, Level, file_issue
-from vitral.errors import nearest_name, shell_quote, truncate_list
+from vitral.errors import VitralError, nearest_name, shell_quote, truncate_list
 
 SKIP_FIXES = {  # what to do about a skipped file or folder; hidden ones need no action
     SkipReason.DANGLING_LINK: "Copy the file to which the link points, or remove the link",
@@ -63,7 +63,13 @@ def list_folder(path: Path) -> tuple[list[ListedImage], list[Issue]]:
 
 def list_csv(path: Path) -> tuple[list[ListedImage], list[Issue]]:
     """Images of a CSV list, and issues of the class names."""
-    listing = [ListedImage(file, label, split) for split, files in read_csv_list(path).items() for file, label in files]
+    labelled = read_csv_list(path)
+    if labelled.task != "classification":
+        raise VitralError(
+            f"{path} is a list for {labelled.task}; vitral doctor checks images with one class each",
+            f"Train on it: vitral train {shell_quote(path)}",
+        )
+    listing = [ListedImage(file, str(label), split) for split, files in labelled.files.items() for file, label in files]
     return listing, list(_class_name_issues(listing))
 
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.classes import class_indices
+from vitral.data.classes import to_model_labels
 from vitral.data.datasets import Dataset, Split, load_builtin_dataset
 from vitral.data.files.file_dataset import list_images, load_file_dataset
+from vitral.data.files.folders import check_single_label
 from vitral.data.files.listing import DatasetListing
 from vitral.data.files.packed import is_packed
 from vitral.data.files.unreadable import check_unreadable_fraction
@@ -26,6 +27,7 @@ from vitral.data.files.workers import ImageLocation
 from vitral.data.lazy_images import LazyImages
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset, is_shard_pattern
 from vitral.data.registry.sources import BUILTIN_DATASETS
+from vitral.data.targets import LabelOptions
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError, nearest_name, truncate_list
 from vitral.inference.engine_selection import EngineName
@@ -174,7 +176,7 @@ def load_split(
     """
     labels = split.labels if indices is None else split.labels[indices]
     if classes is not None:
-        labels = class_indices(classes, predictor.classes)[labels]
+        labels = to_model_labels(labels, classes, predictor.classes)
     if isinstance(split.images, FileImages):
         images, errors = split.images.decode(torch.arange(len(split)) if indices is None else indices)
         check_unreadable_fraction(errors.values(), len(images), split.images.max_unreadable)
@@ -212,32 +214,45 @@ def check_classes(dataset: Dataset, predictor: Predictor) -> None:
 
 def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None) -> Dataset:
     """A built-in dataset, or the user's files, with the same validation split as in the training run."""
-    preprocessing = predictor.model_config.preprocessing
+    preprocessing, label_options = predictor.model_config.preprocessing, model_label_options(predictor, recipe)
     if not is_file_dataset(name):
+        check_single_label(name, label_options)
         if recipe is None:
             return load_builtin_dataset(name)
         return load_builtin_dataset(name, validation=recipe.data.validation)
     if name.startswith(SEQUENCE_PREFIX) or is_packed(Path(name)):
         return load_file_dataset(name, preprocessing)
     if recipe is None:
-        return dataset_from_listing(list_images(name, DEFAULT_FILE_VALIDATION), predictor, MAX_UNREADABLE)
+        listing = list_images(name, DEFAULT_FILE_VALIDATION, label_options=label_options)
+        return dataset_from_listing(listing, predictor, MAX_UNREADABLE)
     is_own_data = name == recipe.data.name
     listing = list_images(
         name,
         recipe.data.validation,
         test_split=recipe.data.test_split if is_own_data else 0.0,
         exclude=recipe.data.exclude if is_own_data else (),
+        label_options=label_options,
     )
     return dataset_from_listing(listing, predictor, recipe.data.read_options.unreadable)
+
+
+def model_label_options(predictor: Predictor, recipe: Recipe | None) -> LabelOptions:
+    """How the labels of a list are read for a model: as those of its task."""
+    config = predictor.model_config
+    targets = config.classes if config.task == "regression" and config.classes != ("target",) else ()
+    if recipe is not None and recipe.data.targets:
+        targets = recipe.data.targets
+    return LabelOptions(
+        task=config.task, targets=targets, separator="" if recipe is None else recipe.data.label_separator
+    )
 
 
 def dataset_from_listing(listing: DatasetListing, predictor: Predictor, max_unreadable: float) -> Dataset:
     """A dataset whose images are decoded by the predictor when they are read."""
 
     def split(name: str) -> Split:
-        items = listing.splits[name]
-        labels = torch.tensor([label for _, label in items], dtype=torch.int64)
-        images = FileImages([location for location, _ in items], predictor, max_unreadable)
+        labels = torch.from_numpy(listing.labels(name))
+        images = FileImages([location for location, _ in listing.splits[name]], predictor, max_unreadable)
         return Split(images=images, labels=labels, is_model_input=True, locations=images.locations)
 
     return Dataset(
@@ -250,6 +265,7 @@ def dataset_from_listing(listing: DatasetListing, predictor: Predictor, max_unre
         load_test=lambda: split("test"),
         notes=listing.notes,
         held_out=listing.held_out,
+        task=listing.task,
     )
 
 

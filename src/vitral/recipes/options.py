@@ -5,12 +5,23 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from vitral.data.targets import TaskName
 from vitral.models.vit import ViTConfig
 
 AUTO = "auto"  # value of init_from: a checkpoint from the hub that suits the images (vitral.doctor.backbones)
 InitScheme = Literal["identity", "local_heads", "qk_similar", "whitened_patches"]  # vitral.training.init_schemes
-LossName = Literal["softmax", "sigmoid"]  # vitral.training.loss
+LossName = Literal["softmax", "sigmoid", "asymmetric", "focal", "mse", "huber"]  # vitral.tasks.losses
+LossOption = Literal["auto", "softmax", "sigmoid", "asymmetric", "focal", "mse", "huber"]
+TaskOption = Literal["auto", "classification", "multilabel", "regression"]
 TTA = Literal["none", "flip", "three", "six", "ten"]  # vitral.evaluation.tta
+
+
+SIGMOID_LOSSES: tuple[LossName, ...] = ("sigmoid", "asymmetric", "focal")
+TASK_LOSSES: dict[TaskName, tuple[LossName, ...]] = {  # the first one is the default
+    "classification": ("softmax", "sigmoid"),
+    "multilabel": SIGMOID_LOSSES,
+    "regression": ("mse", "huber"),
+}
 
 
 def init_scheme_unsupported_reason(schemes: tuple[InitScheme, ...], variant: str, config: ViTConfig) -> str | None:

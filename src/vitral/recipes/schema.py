@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +18,23 @@ from vitral.data.augment import AugmentConfig
 from vitral.data.files.file_dataset import ReadOptions
 from vitral.data.loader import Sampling
 from vitral.data.preprocess import Interpolation
+from vitral.data.targets import LabelOptions, TaskName
 from vitral.device.select import CompileOption, DeviceOption, PrecisionOption
 from vitral.errors import VitralError, is_control, short_repr
 from vitral.models.variants import check_variant, config_class, upgrade_architecture
 from vitral.models.vit import ViTConfig
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.files import read_recipe_values
-from vitral.recipes.options import TTA, InitScheme, LossName, init_scheme_unsupported_reason, parse_duration
+from vitral.recipes.options import (
+    TASK_LOSSES,
+    TTA,
+    InitScheme,
+    LossName,
+    LossOption,
+    TaskOption,
+    init_scheme_unsupported_reason,
+    parse_duration,
+)
 from vitral.utils.serialization import from_dict, to_dict
 
 MAX_NAME_BYTES = 200  # file systems limit names to 255, and a run folder adds date and id
@@ -56,6 +66,8 @@ class DataConfig:
     unreadable: float = ReadOptions.unreadable  # stop if more than this fraction of the files is unreadable
     workers: int = ReadOptions.workers  # image decoding processes; 0: one per CPU
     exclude: tuple[str, ...] = ()  # files that are not used, relative to the dataset; see --exclude
+    targets: tuple[str, ...] = ()  # regression: columns of a CSV list to predict, for example age,weight
+    label_separator: str = ""  # multilabel: what separates the labels in a CSV list; detected if omitted
 
     def __post_init__(self) -> None:
         for name in ("validation", "test_split"):
@@ -108,6 +120,7 @@ class Recipe:
     name: str  # name of the recipe, and prefix of the run folder
     data: DataConfig  # dataset, validation split and preprocessing
     model: ViTConfig  # architecture; the variant "hybrid" needs a HybridConfig
+    task: TaskOption = "auto"  # auto: from the data; one class, several labels (multilabel) or numbers (regression)
     variant: str = "plain"  # model variant (vitral.models.variants)
     augment: AugmentConfig = field(default_factory=AugmentConfig)  # augmentation of the training images
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning-rate schedule
@@ -124,10 +137,10 @@ class Recipe:
     grad_accum: int = 1  # micro-batches per optimizer step; more of them need less memory
     activation_checkpointing: bool = False  # recompute activations during backward: less memory, a third more time
     sampling: Sampling = "uniform"  # balanced: draw each class equally often, repeating images of rare classes
-    loss: LossName = "softmax"  # sigmoid: one binary cross-entropy per class (arXiv 2006.07159)
+    loss: LossOption = "auto"  # auto: softmax for classification, sigmoid for multilabel, mse for regression
     class_weights: Literal["none", "balanced"] = "none"  # balanced: weight classes by inverse frequency in the loss
     logit_adjustment: float = 0.0  # tau: add tau x log class frequency to the logits in the loss (arXiv 2007.07314)
-    label_smoothing: float = 0.0  # probability mass spread over all classes
+    label_smoothing: float = 0.0  # probability mass spread over all classes; 0 for other tasks than classification
     ema: float = 0.0  # window of the weight average, as a fraction of the run; 0: no averaging
     ema_decay: float = 0.0  # the same as a decay per step: 0.99996 averages over 25,000 steps
     seed: int = 0  # seed of weights, batch order and augmentation
@@ -174,6 +187,8 @@ class Recipe:
         if self.grad_accum > self.batch_size:
             raise ValueError(f"grad_accum must be at most batch_size, {self.batch_size}, got {self.grad_accum}")
         self._check_class_balance()
+        if self.task != "auto":
+            check_task(self, self.task)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be at least 0 and below 2**32, got {self.seed}")
 
@@ -185,13 +200,42 @@ class Recipe:
         if self.logit_adjustment and "balanced" in (self.sampling, self.class_weights):
             other = "sampling" if self.sampling == "balanced" else "class_weights"
             raise ValueError(f"logit_adjustment excludes {other} = balanced: rare classes would count twice")
-        if self.logit_adjustment and self.loss != "softmax":
-            raise ValueError(f"logit_adjustment needs the loss softmax, got {self.loss}")
+        if self.logit_adjustment and self.loss_name != "softmax":
+            raise ValueError(f"logit_adjustment needs the loss softmax, got {self.loss_name}")
 
     @property
     def lr_scale(self) -> float:
         """Factor on the learning rate for this batch size."""
         return self.batch_size / self.optim.lr_base_batch_size if self.optim.lr_base_batch_size else 1.0
+
+    @property
+    def task_name(self) -> TaskName:
+        """The task; classification until the data has been read."""
+        return "classification" if self.task == "auto" else self.task
+
+    @property
+    def loss_name(self) -> LossName:
+        """The loss; the default of the task if it is automatic."""
+        return TASK_LOSSES[self.task_name][0] if self.loss == "auto" else self.loss
+
+    @property
+    def label_options(self) -> LabelOptions:
+        """How the labels of a list or sequence are read."""
+        task = None if self.task == "auto" else self.task
+        return LabelOptions(task=task, targets=self.data.targets, separator=self.data.label_separator)
+
+    def with_task(self, task: TaskName) -> Recipe:
+        """The recipe for data of this task, with its loss filled in. Other tasks than classification smooth no labels.
+
+        Raises:
+            VitralError: The recipe has fields that do not apply to the task.
+        """
+        smoothing = self.label_smoothing if task == "classification" else 0.0
+        loss: LossOption = TASK_LOSSES[task][0] if self.loss == "auto" else self.loss
+        try:
+            return replace(self, task=task, loss=loss, label_smoothing=smoothing)
+        except ValueError as error:
+            raise VitralError(f"{self.data.name}: {error}", "Change it, or omit it for the task's default") from error
 
     def ema_fraction(self, total_steps: int) -> float:
         """Window of the weight average as a fraction of the run; 0: no averaging."""
@@ -235,6 +279,17 @@ class Recipe:
                     )
             inner[name] = to_dict(value)
         return recipe_from_dict(values)
+
+
+def check_task(recipe: Recipe, task: TaskName) -> None:
+    """Raise ValueError for fields that do not apply to the task."""
+    if recipe.loss != "auto" and recipe.loss not in TASK_LOSSES[task]:
+        raise ValueError(f"the losses of {task} are {', '.join(TASK_LOSSES[task])}, but loss is {recipe.loss!r}")
+    if task == "classification":
+        return
+    for name, default in (("sampling", "uniform"), ("class_weights", "none"), ("logit_adjustment", 0.0)):
+        if getattr(recipe, name) != default:
+            raise ValueError(f"{name} {getattr(recipe, name)!r} needs one class per image, but the task is {task}")
 
 
 def check_name(name: str) -> None:

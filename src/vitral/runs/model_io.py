@@ -18,8 +18,10 @@ from safetensors.torch import save as to_safetensors
 
 from vitral import __version__
 from vitral.data.preprocess import Preprocessing
+from vitral.data.targets import TaskName
 from vitral.errors import VitralError, error_reason
 from vitral.models.calibration import Calibration
+from vitral.models.target_scaling import TargetScaling
 from vitral.models.uninitialized import build_uninitialized, meta_state_dict
 from vitral.models.variants import check_variant, config_class, upgrade_architecture
 from vitral.models.vit import ViT, ViTConfig, check_divisible
@@ -38,13 +40,21 @@ class ModelConfig:
 
     architecture: ViTConfig
     preprocessing: Preprocessing
-    classes: tuple[str, ...]  # class names in the order of the logits
+    classes: tuple[str, ...]  # names of the classes, or of the targets of a regression, in the order of the outputs
     trained_on: str  # name of the dataset
-    epoch: int  # epoch of these weights, the one with the best validation accuracy
+    epoch: int  # epoch of these weights, the one with the best validation result
     variant: str = "plain"  # name in vitral.models.variants.VARIANTS
     calibration: Calibration = field(default_factory=Calibration)
+    task: TaskName = "classification"  # what the outputs are: one class, independent labels, or values
+    target_scaling: TargetScaling | None = None  # of a regression: its outputs are standardised values
 
     def __post_init__(self) -> None:
+        if (self.target_scaling is not None) != (self.task == "regression"):
+            raise ValueError(f"target_scaling is for regression, but task is {self.task!r}")
+        if self.target_scaling is not None and len(self.target_scaling.mean) != len(self.classes):
+            raise ValueError(
+                f"target_scaling has {len(self.target_scaling.mean)} targets, expected {len(self.classes)}"
+            )
         if len(self.classes) != self.architecture.num_classes:
             raise ValueError(
                 f"classes has {len(self.classes)} names, but architecture.num_classes is "

@@ -25,8 +25,8 @@ from vitral.device.select import Hardware, can_run_triton, fallback_from_fp8
 from vitral.distributed.parallel import ParallelPlan, gradient_sync, wrap_ddp
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
+from vitral.tasks import TASKS
 from vitral.training.activation_checkpointing import checkpoint_activations
-from vitral.training.loss import loss_and_correct
 from vitral.utils.progress import LogFn, no_log
 
 
@@ -36,7 +36,7 @@ class Backend(Protocol):
     hardware: Hardware  # in use: without FP8 if FP8 was selected automatically but is unavailable
 
     def augment(self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None) -> Batch:
-        """uint8 images (B, C, H, W) and labels (B,) to normalised images and soft targets (B, K).
+        """uint8 images (B, C, H, W) and labels (B,) or (B, K) to normalised images and targets (B, K).
 
         `mix_enabled`: a boolean scalar on the device. Where it is false, mixup and CutMix are skipped.
         """
@@ -47,7 +47,7 @@ class Backend(Protocol):
         ...
 
     def loss(self, logits: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of the images, and the number of predictions that equal `labels`."""
+        """Sums over the images of the losses and of the running score, such as the number of correct predictions."""
         ...
 
     def gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
@@ -80,8 +80,8 @@ class ReferenceBackend:
         self.gradients_final_after_backward = recipe.grad_accum == 1 and not recipe.optim.grad_clip
         self._augment = partial(augment_batch, recipe.augment, preprocessing, recipe.model.num_classes)
         self._loss = partial(
-            loss_and_correct,
-            loss=recipe.loss,
+            TASKS[recipe.task_name].loss_and_score,
+            loss=recipe.loss_name,
             label_smoothing=recipe.label_smoothing,
             class_weights_K=class_weights_K,
             logit_offsets_K=logit_offsets_K,
@@ -162,6 +162,7 @@ def make_backend(
         return reference
     from vitral.kernels.backend import TritonBackend
 
+    is_plain_softmax = recipe.loss_name == "softmax" and class_weights_K is None
     return TritonBackend(
         reference,
         model=model,
@@ -169,7 +170,7 @@ def make_backend(
         preprocessing=preprocessing,
         num_classes=recipe.model.num_classes,
         micro_batch_size=micro_batch_size,
-        label_smoothing=recipe.label_smoothing if recipe.loss == "softmax" and class_weights_K is None else None,
+        label_smoothing=recipe.label_smoothing if is_plain_softmax else None,
         logit_offsets_K=logit_offsets_K,
         hardware=hardware,
         forward_unsupported=forward_unsupported,

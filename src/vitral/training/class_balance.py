@@ -10,7 +10,9 @@ from vitral.recipes.schema import Recipe
 
 
 def training_imbalance(dataset: Dataset) -> ClassImbalance | None:
-    """The imbalance of the training images; None if no class is rare."""
+    """The imbalance of the training images; None if no class is rare, or if images do not have one class each."""
+    if dataset.task != "classification":
+        return None
     counts = bincount(dataset.train.labels.cpu(), minlength=len(dataset.classes)).tolist()
     return find_imbalance(dict(zip(dataset.classes, counts, strict=True)))
 

@@ -15,25 +15,26 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from vitral.data.targets import TaskName
+from vitral.tasks import TASKS
 from vitral.training.callbacks import Callback
 from vitral.utils.progress import format_duration, progress_interval
 
-HEADER = (
-    f"{'Epoch':>5}   {'Train loss':>10} {'Acc.':>8}   {'Val. loss':>9} {'Acc.':>8}   {'Images/s':>9}   {'Remaining':>9}"
-)
 BAR_WIDTH = 30
 
 
 class ProgressTable(Callback):
     """A callback and a context: `with ProgressTable(console, steps_per_epoch) as progress: ...`."""
 
-    def __init__(self, console: Console, steps_per_epoch: int) -> None:
-        self.console, self.steps_per_epoch = console, steps_per_epoch
+    def __init__(self, console: Console, steps_per_epoch: int, task: TaskName = "classification") -> None:
+        self.console, self.steps_per_epoch, self.task = console, steps_per_epoch, TASKS[task]
         self.live = Live(console=console, auto_refresh=False, transient=True)
         self.last_output = time.monotonic()
 
     def __enter__(self) -> ProgressTable:
-        self.console.print(Text(HEADER, style="dim"), soft_wrap=True)
+        train, validation = f"{'Train loss':>10} {self.task.train_title:>8}", f"{'Val. loss':>9} {self.task.title:>8}"
+        header = f"{'Epoch':>5}   {train}   {validation}   {'Images/s':>9}   {'Remaining':>9}"
+        self.console.print(Text(header, style="dim"), soft_wrap=True)
         if self.console.is_terminal:
             self.live.start()
         return self
@@ -74,9 +75,11 @@ class ProgressTable(Callback):
         self.last_output = time.monotonic()
         validation = f"{'-':>9} {'-':>8}"
         if "validation_loss" in metrics:
-            validation = f"{metrics['validation_loss']:>9.4f} {metrics['validation_top1']:>8.2%}"
+            value = self.task.format_metric(metrics[f"validation_{self.task.metric}"])
+            validation = f"{metrics['validation_loss']:>9.4f} {value:>8}"
+        train_score = self.task.format_metric(metrics[f"train_{self.task.train_metric}"])
         self.console.print(
-            f"{metrics['epoch']:>5}   {metrics['train_loss']:>10.4f} {metrics['train_top1']:>8.2%}   {validation}   "
+            f"{metrics['epoch']:>5}   {metrics['train_loss']:>10.4f} {train_score:>8}   {validation}   "
             f"{metrics['images_per_second']:>9,.0f}   {format_duration(seconds_left):>9}"
             + ("   [green]best[/green]" if metrics["best"] else ""),
             highlight=False,

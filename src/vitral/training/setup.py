@@ -24,6 +24,7 @@ from vitral.data.files.file_dataset import (
     read_listing,
     storage_preprocessing,
 )
+from vitral.data.files.folders import check_single_label
 from vitral.data.files.packed import is_packed, read_index
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset
 from vitral.data.preprocess import Preprocessing, channel_stats
@@ -211,7 +212,7 @@ def with_threads(setup: TrainingSetup, hardware: Hardware, recorded: int | None 
 def load_training_data(
     recipe: Recipe, progress: bool = False, items: ItemSequence | None = None
 ) -> tuple[Dataset, Recipe]:
-    """Load the dataset and complete the recipe with the number of classes, mean and standard deviation."""
+    """Load the dataset and complete the recipe with the task, number of classes, mean and standard deviation."""
     data = recipe.data
     if items is not None or is_file_dataset(data.name):
         placeholder = make_preprocessing(with_placeholder_stats(recipe))
@@ -225,16 +226,21 @@ def load_training_data(
             validation=data.validation,
             test_split=data.test_split,
             read_options=data.read_options,
+            label_options=recipe.label_options,
             progress=progress,
         )
     else:
         if data.test_split:
             raise VitralError(f"{data.name} has a test split of its own", "Omit --test-split")
+        check_single_label(data.name, recipe.label_options)
         dataset = load_builtin_dataset(data.name, validation=data.validation, progress=progress)
         if Path(recipe.data.name).is_dir():
             dataset = replace(
                 dataset, source=f"{dataset.source}; write ./{recipe.data.name} for the folder of that name"
             )
+    if recipe.label_options.task not in (None, dataset.task):
+        raise VitralError(f"{data.name} is a dataset for {dataset.task}, but the task is {recipe.task}", "Omit --task")
+    recipe = recipe.with_task(dataset.task)
     mean, std = recipe.data.mean, recipe.data.std
     if mean is None or std is None:
         mean, std = channel_stats(dataset.train.images)
@@ -252,7 +258,7 @@ def pack_dataset(recipe: Recipe, out: Path | None = None, progress: bool = False
             f"{recipe.data.name} is a built-in dataset and needs no packing", "Use: vitral data pack FOLDER"
         )
     data = recipe.data
-    listing = list_images(data.name, data.validation, progress, data.test_split, data.exclude)
+    listing = list_images(data.name, data.validation, progress, data.test_split, data.exclude, recipe.label_options)
     preprocessing = make_preprocessing(with_placeholder_stats(recipe))
     folder, index = pack_location(listing, storage_preprocessing(preprocessing))
     if out is not None:

@@ -15,6 +15,7 @@ from vitral.distributed.dtensor import load_full_state_dict, optimizer_parameter
 from vitral.distributed.parallel import ParallelPlan, place_model
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT
+from vitral.recipes.options import SIGMOID_LOSSES
 from vitral.recipes.schema import Recipe
 from vitral.training.init_schemes import apply_init_schemes, init_sigmoid_head_bias
 from vitral.training.optim.builder import make_optimizers, restore_optimizer
@@ -31,7 +32,7 @@ class TrainState:
     optimizers: list[Optimizer]
     ema: EMA | None
     augment_rng: Generator  # dropout and stochastic depth draw from the device's default generator instead
-    epoch_sums: Tensor  # (3,) of the current epoch: loss, correct predictions, images
+    epoch_sums: Tensor  # (3,) of the current epoch: loss, running score (correct predictions), images
     first_nonfinite_step: Tensor  # -1 until a loss or gradient is not finite; no weight changes afterwards
     found_nonfinite: Tensor  # 1 from that step on; the optimizers read it on the device (`found_inf`)
     step_tensor: Tensor  # `step` on the device
@@ -39,7 +40,7 @@ class TrainState:
     batch_in_epoch: int = 0  # completed batches of the current epoch
     step: int = 0  # completed optimizer steps
     elapsed_seconds: float = 0.0  # over all processes that worked on the run
-    best: dict[str, float] = field(default_factory=dict)  # epoch, top1, loss
+    best: dict[str, float] = field(default_factory=dict)  # epoch, loss and the task's metric (top1)
     rollbacks: int = 0  # each one has halved the learning rate
     last_rollback_step: int = -1
 
@@ -124,7 +125,7 @@ def init_state(
         model.load_state_dict(initial_weights)
     else:
         apply_init_schemes(recipe.init_schemes, model, sample_images_NCHW)
-    if recipe.loss == "sigmoid":
+    if recipe.loss_name in SIGMOID_LOSSES:
         init_sigmoid_head_bias(model)
     freeze_parameters(model, recipe.freeze)
     ema_fraction = recipe.ema_fraction(total_steps)

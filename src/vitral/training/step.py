@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from vitral.distributed.dtensor import full_tensor
 from vitral.recipes.schema import Recipe
+from vitral.tasks import TASKS
 from vitral.training.backend import Backend
-from vitral.training.loss import uniform_loss
 from vitral.training.optim.schedule import learning_rate, set_learning_rate
 from vitral.training.state import TrainState
 
@@ -34,26 +34,26 @@ def train_step(state: TrainState, images_BCHW: Tensor, labels_B: Tensor, context
     the state is still the one before the bad step when the host finds out (`Trainer.check_finite`).
     """
     recipe = context.recipe
-    loss, num_correct = forward_backward(state, images_BCHW, labels_B, context.backend, context)
+    loss, score_sum = forward_backward(state, images_BCHW, labels_B, context.backend, context)
     gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
     grad_norm = full_tensor(nn.utils.get_total_norm(gradients))
     if recipe.optim.grad_clip:
         nn.utils.clip_grads_with_norm_(state.model.parameters(), recipe.optim.grad_clip, grad_norm)
-    # Comparisons with NaN are false, so NaN counts as diverged too.
-    is_good = (grad_norm < math.inf) & (loss < MAX_LOSS_RATIO * uniform_loss(recipe.model.num_classes))
+    max_loss = MAX_LOSS_RATIO * TASKS[recipe.task_name].uniform_loss(recipe.model.num_classes, recipe.loss_name)
+    is_good = (grad_norm < math.inf) & (loss < max_loss)  # comparisons with NaN are false, so it counts as diverged
     is_first = (state.first_nonfinite_step < 0) & ~is_good
     state.first_nonfinite_step.copy_(torch.where(is_first, state.step_tensor, state.first_nonfinite_step))
     state.found_nonfinite.copy_(state.first_nonfinite_step >= 0)
     context.backend.optimizer_step(state.optimizers)
     if state.ema is not None:
         state.ema.update(state.step_tensor)
-    state.epoch_sums += torch.stack([loss * len(labels_B), num_correct, torch.full_like(loss, len(labels_B))])
+    state.epoch_sums += torch.stack([loss * len(labels_B), score_sum, torch.full_like(loss, len(labels_B))])
 
 
 def forward_backward(
     state: TrainState, images_BCHW: Tensor, labels_B: Tensor, backend: Backend, context: StepContext
 ) -> tuple[Tensor, Tensor]:
-    """Mean loss and number of correct predictions of the batch; gradients accumulate in the parameters.
+    """Mean loss of the batch and sum of its running score; gradients accumulate in the parameters.
 
     The batch is augmented and mixed as a whole, which keeps the result independent of the number of ranks and
     micro-batches. Each rank then computes its slice in `grad_accum` micro-batches. Losses are sums divided by the size
@@ -72,13 +72,13 @@ def forward_backward(
     sums = []
     for index, (micro_images, micro_targets, micro_labels) in enumerate(micro_batches, start=1):
         with backend.gradient_sync(is_last=index == num_micro_batches):
-            loss_sum, num_correct = backend.loss(backend.forward(micro_images), micro_targets, micro_labels)
+            loss_sum, score_sum = backend.loss(backend.forward(micro_images), micro_targets, micro_labels)
             (loss_sum * (world.size / B)).backward()  # gradients are averaged over the ranks, not summed
-        sums.append(torch.stack([loss_sum.detach() / B, num_correct]))
-    mean_loss, total_correct = world.all_reduce_sum(
+        sums.append(torch.stack([loss_sum.detach() / B, score_sum]))
+    mean_loss, total_score = world.all_reduce_sum(
         torch.stack(sums).sum(dim=0) if num_micro_batches > 1 else sums[0]
     ).unbind()
-    return mean_loss, total_correct
+    return mean_loss, total_score
 
 
 class StepRunner:

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.data.datasets import Dataset
@@ -28,17 +27,17 @@ from vitral.distributed.dtensor import full_state_dict
 from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import AsyncFlags
 from vitral.errors import Interrupted, VitralError, shell_quote
-from vitral.evaluation.metrics import compute_metrics
 from vitral.inference.forward import compute_logits, compute_logits_distributed
 from vitral.models.variants import VARIANTS
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights, weights_damage
 from vitral.runs.run import Run
+from vitral.tasks import TASKS
+from vitral.tasks.losses import balanced_class_weights, logit_adjustment_offsets
 from vitral.training import checkpoint
 from vitral.training.backend import make_backend
 from vitral.training.callbacks import Callback, CallbackList, MetricsFile
 from vitral.training.loggers import make_loggers
-from vitral.training.loss import balanced_class_weights, logit_adjustment_offsets, per_image_losses
 from vitral.training.nan_debug import Diverged, RngSnapshot, describe_divergence, locate_nonfinite
 from vitral.training.out_of_memory import out_of_memory_error
 from vitral.training.parallelism import parallel_plan
@@ -80,6 +79,7 @@ class Trainer:
         self.initial_weights, self.time_budget = initial_weights, time_budget
         self.callbacks = CallbackList([MetricsFile(run, self.world), *callbacks])
         self.interrupt = threading.Event()
+        self.task = TASKS[recipe.task_name]
 
     def fit(self) -> None:
         self.setup()
@@ -110,9 +110,11 @@ class Trainer:
         if self.world.is_rank0:
             self.callbacks.callbacks += make_loggers(recipe, self.run, self.callbacks.on_message)
         train = self.dataset.train
+        self.target_scaling = self.task.scaling(train.labels, self.dataset.classes)
+        labels = self.target_scaling.standardise(train.labels) if self.target_scaling else train.labels
         self.loader = Loader(
             images=to_device_if_fits(train.images, hardware),
-            labels=train.labels.to(hardware.device),
+            labels=labels.to(hardware.device),
             batch_size=recipe.batch_size,
             seed=recipe.seed,
             sampling=recipe.sampling,
@@ -244,21 +246,21 @@ class Trainer:
         state, validation = self.state, self.dataset.validation
         self.hardware.synchronize()
         training_seconds = self.clock.training_seconds(state)
-        loss_sum, num_correct, num_images = state.epoch_sums.tolist()
+        loss_sum, score_sum, num_images = state.epoch_sums.tolist()
         metrics: dict[str, Any] = {
             "epoch": state.epoch + 1,
             "step": state.step,
             "lr": float(state.optimizers[0].param_groups[0]["lr"]),
             "train_loss": loss_sum / num_images,
-            "train_top1": num_correct / num_images,
+            f"train_{self.task.train_metric}": self.task.train_score(score_sum / num_images, self.target_scaling),
         }
         best: dict[str, float] = {"epoch": state.epoch + 1}
         state.eval_model.eval()
         if len(validation):
-            loss, top1 = self._validation_loss_and_top1()
-            metrics |= {"validation_loss": loss, "validation_top1": top1}
-            best |= {"top1": top1, "loss": loss}
-            is_best = not state.best or (top1, -loss) > (state.best["top1"], -state.best["loss"])
+            validation_metrics = self._validation_metrics()
+            metrics |= {f"validation_{name}": value for name, value in validation_metrics.items()}
+            best |= {name: validation_metrics[name] for name in (self.task.metric, "loss")}
+            is_best = not state.best or self._rank(best) > self._rank(state.best)
         else:
             is_best = state.epoch + 1 == self.recipe.epochs or self.time_is_over
         if is_best:
@@ -272,12 +274,16 @@ class Trainer:
         self.clock.stop(state)
         return metrics | self.clock.metrics(state, training_seconds)
 
-    def _validation_loss_and_top1(self) -> tuple[float, float]:
-        model, validation, classes = self.state.eval_model, self.dataset.validation, self.dataset.classes
+    def _rank(self, metrics: dict[str, float]) -> tuple[float, float]:
+        """Sort key of epochs: the task's metric, then the loss. The highest is the best."""
+        value = metrics[self.task.metric]
+        return value if self.task.higher_is_better else -value, -metrics["loss"]
+
+    def _validation_metrics(self) -> dict[str, float]:
+        model, validation = self.state.eval_model, self.dataset.validation
         logits = compute_logits_distributed(model, validation.images, self.preprocessing, self.hardware)
-        top1 = compute_metrics(logits, validation.labels, classes).top1
-        targets = F.one_hot(validation.labels, len(classes)).to(logits)
-        loss = per_image_losses(logits, targets, self.recipe.loss).mean().item()
+        metrics = self.task.validation_metrics(logits, validation.labels, self.recipe.loss_name, self.target_scaling)
+        loss = metrics["loss"]
         if not math.isfinite(loss):  # the last update itself diverged; these weights must not be saved
             index = int((~logits.isfinite()).any(dim=1).int().argmax())
             image = validation.images[index][None]
@@ -285,7 +291,7 @@ class Trainer:
             raise Diverged(
                 f"the validation loss is not finite after step {self.state.step}, {report.text}", self.state.step
             )
-        return loss, top1
+        return metrics
 
     def end_epoch(self, metrics: dict[str, Any]) -> None:
         """Report the epoch and save a checkpoint if one is due or a signal arrived during validation."""
@@ -380,6 +386,8 @@ class Trainer:
                 trained_on=self.dataset.name,
                 epoch=int(self.state.best["epoch"]),
                 variant=self.recipe.variant,
+                task=self.recipe.task_name,
+                target_scaling=self.target_scaling,
             )
             save_model(self.run.model_dir, model, config)
 

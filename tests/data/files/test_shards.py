@@ -70,6 +70,7 @@ def test_labels_and_images_match_those_read_by_webdataset(tmp_path, suffix):
     for (location, label), (image, label_content) in zip(images, reference.values(), strict=True):
         assert content[location.offset : location.offset + location.size] == image
         text = json.loads(label_content)["label"] if suffix == "json" else label_content.decode()
+        assert isinstance(label, int)
         assert listing.classes[label] == text
 
 

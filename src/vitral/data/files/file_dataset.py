@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from vitral.data.datasets import Dataset, Split
-from vitral.data.files.folders import list_folder
+from vitral.data.files.folders import check_single_label, list_folder
 from vitral.data.files.listing import DatasetListing
 from vitral.data.files.packed import (
     FORMAT,
@@ -35,6 +35,7 @@ from vitral.data.lazy_images import Images, MappedImages
 from vitral.data.names import SEQUENCE_PREFIX, is_shard_pattern
 from vitral.data.preprocess import Preprocessing, to_model_input
 from vitral.data.registry.cache import cache_dir
+from vitral.data.targets import DETECT_LABELS, LabelOptions, TaskName, labels_array
 from vitral.errors import VitralError, shell_quote
 
 GIB = 2**30
@@ -65,6 +66,7 @@ def load_file_dataset(
     test_split: float = 0.0,
     exclude: Sequence[str] = (),
     read_options: ReadOptions | None = None,
+    label_options: LabelOptions = DETECT_LABELS,
     progress: bool = False,
 ) -> Dataset:
     """Load a dataset of image files for a model with `preprocessing`.
@@ -84,7 +86,7 @@ def load_file_dataset(
             raise VitralError(f"--exclude names files, but {path} is packed", "Pack the folder again without them")
         return read_packed(Path(path), preprocessing)
     return read_listing(
-        list_images(path, validation, progress, test_split, exclude),
+        list_images(path, validation, progress, test_split, exclude, label_options),
         preprocessing,
         read_options or ReadOptions(),
         progress=progress,
@@ -92,13 +94,19 @@ def load_file_dataset(
 
 
 def list_images(
-    path: Path | str, validation: float, progress: bool = False, test_split: float = 0.0, exclude: Sequence[str] = ()
+    path: Path | str,
+    validation: float,
+    progress: bool = False,
+    test_split: float = 0.0,
+    exclude: Sequence[str] = (),
+    label_options: LabelOptions = DETECT_LABELS,
 ) -> DatasetListing:
     """List the images of class folders, a CSV file or shards, without those in `exclude` (exclude.py)."""
     if not is_shard_pattern(str(path)):
-        return list_folder(Path(path), validation, progress, test_split, exclude)
+        return list_folder(Path(path), validation, progress, test_split, exclude, label_options)
     if exclude:
         raise VitralError(f"--exclude names files, but {path} are shards", "Write the shards without these images")
+    check_single_label(str(path), label_options)
     return list_shards(str(path), validation, test_split)
 
 
@@ -119,6 +127,7 @@ def pack_location(listing: DatasetListing, stored: Preprocessing) -> tuple[Path,
     locations = [location for items in listing.splits.values() for location, _ in items]
     labels = {split: [label for _, label in items] for split, items in listing.splits.items()}
     parameters = [stored.image_size, stored.channels, stored.interpolation, listing.classes, labels, listing.state]
+    parameters += [listing.task] * (listing.task != "classification")
     digest = fingerprint(locations, *parameters)
     index = PackIndex(
         classes=listing.classes,
@@ -126,6 +135,7 @@ def pack_location(listing: DatasetListing, stored: Preprocessing) -> tuple[Path,
         fingerprint=digest,
         source=str(Path(listing.name).absolute()),
         splits=tuple(split for split, items in listing.splits.items() if items),
+        task=listing.task,
     )
     stem = re.sub(r"[^\w.-]+", "-", Path(listing.name).name).strip("-.") or "dataset"
     return cache_dir() / "packed" / f"{stem[:60]}-{digest}-v{FORMAT}", index
@@ -167,6 +177,7 @@ def read_listing(
         notes=listing.notes,
         test_locations=[location for location, _ in listing.splits["test"]],
         held_out=listing.held_out,
+        task=listing.task,
     )
 
 
@@ -185,7 +196,7 @@ class _SplitReader:
 
     def read(self, split: str) -> Split:
         if not self.listing.splits[split]:
-            return _empty_split(self._preprocessing(split))
+            return _empty_split(self._preprocessing(split), self.listing.task, len(self.listing.classes))
         return self._packed(split) if self._should_pack(split) else self._streamed(split)
 
     def _preprocessing(self, split: str) -> Preprocessing:
@@ -207,7 +218,8 @@ class _SplitReader:
         return min(self.options.pack * GIB, _free_bytes(self.folder))
 
     def _streamed(self, split: str) -> Split:
-        locations, labels = zip(*self.listing.splits[split], strict=True)
+        locations = tuple(location for location, _ in self.listing.splits[split])
+        labels = self.listing.labels(split)
         images = StreamedImages(
             locations,
             labels,
@@ -223,16 +235,17 @@ class _SplitReader:
                 f"{images.workers} workers with a {images.buffer_bytes / 2**20:.0f} MiB buffer"
             )
         is_model_input = split != "train"
-        return Split(images=images, labels=torch.tensor(labels), is_model_input=is_model_input, locations=locations)
+        return Split(images=images, labels=torch.from_numpy(labels), is_model_input=is_model_input, locations=locations)
 
     def _packed(self, split: str) -> Split:
-        locations, labels = zip(*self.listing.splits[split], strict=True)
+        locations = tuple(location for location, _ in self.listing.splits[split])
         packed = pack_split(
             self.folder,
             split,
             locations,
-            labels,
+            self.listing.labels(split),
             self._preprocessing(split),
+            task=self.listing.task,
             max_unreadable=self.options.unreadable,
             workers=self.options.workers,
             progress=self.progress,
@@ -269,7 +282,7 @@ def read_packed(folder: Path, preprocessing: Preprocessing) -> Dataset:
     def load(split: str) -> Split:
         wanted = target if split == "train" else _without_normalisation(preprocessing)
         if split not in index.splits:
-            return _empty_split(wanted)
+            return _empty_split(wanted, index.task, len(index.classes))
         packed = read_split(folder, split)
         if packed is None:
             raise DamagedPackError(folder / f"{split}.json", "missing")
@@ -296,6 +309,7 @@ def read_packed(folder: Path, preprocessing: Preprocessing) -> Dataset:
         fingerprint=index.fingerprint,
         load_test=lambda: load("test"),
         notes=tuple(note.format(size) for size in packed_for),
+        task=index.task,
     )
 
 
@@ -314,9 +328,9 @@ def _check_packed_size(folder: Path, index: PackIndex, preprocessing: Preprocess
         )
 
 
-def _empty_split(stored: Preprocessing) -> Split:
+def _empty_split(stored: Preprocessing, task: TaskName, num_outputs: int) -> Split:
     images = torch.zeros(0, *stored.shape, dtype=torch.uint8)
-    return Split(images=images, labels=torch.zeros(0).long(), is_model_input=True)
+    return Split(images=images, labels=torch.from_numpy(labels_array([], task, num_outputs)), is_model_input=True)
 
 
 def _free_bytes(folder: Path) -> float:

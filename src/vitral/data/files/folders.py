@@ -1,8 +1,8 @@
-"""Class folders and CSV lists of image files.
+"""Class folders and CSV lists of image files: `list_folder`.
 
     photos/ants/*.jpg  photos/bees/*.jpg                    a fraction is held out for validation
     photos/train/ants  photos/val/ants  [photos/test/ants]  existing splits are used
-    photos.csv                                              columns path, label and, optionally, split
+    photos.csv                                              a list of files with their labels (csv_list.py)
 
 Folders without images are not classes. Images in subfolders of a class folder belong to that class. walk.py decides
 which files are images.
@@ -10,7 +10,6 @@ which files are images.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from vitral.data.files.checked_json import read_cached_json, write_checked_json
+from vitral.data.files.csv_list import CsvList, LabelledFiles, read_csv_list
 from vitral.data.files.duplicates import duplicate_groups
 from vitral.data.files.exclude import exclude_files
 from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_splits, make_listing, needs_holdout
@@ -29,15 +29,19 @@ from vitral.data.files.workers import ImageLocation
 from vitral.data.names import LAYOUT_HINT
 from vitral.data.progress_bars import progress_bars
 from vitral.data.registry.cache import cache_dir
-from vitral.errors import VitralError, did_you_mean, shell_quote, truncate_list
-
-LabelledFiles = dict[str, list[tuple[Path, str]]]  # split → files with class names
+from vitral.data.targets import DETECT_LABELS, LabelOptions
+from vitral.errors import VitralError, shell_quote, truncate_list
 
 
 def list_folder(
-    path: Path, validation: float, progress: bool = False, test_split: float = 0.0, exclude: Sequence[str] = ()
+    path: Path,
+    validation: float,
+    progress: bool = False,
+    test_split: float = 0.0,
+    exclude: Sequence[str] = (),
+    label_options: LabelOptions = DETECT_LABELS,
 ) -> DatasetListing:
-    """List the images of a folder or CSV file, without those in `exclude`.
+    """List the images of a folder or CSV file, without those in `exclude`. `label_options` apply to a CSV file.
 
     Without a validation split, the fraction `validation` is held out; without a test split, the fraction `test_split`.
     """
@@ -45,15 +49,38 @@ def list_folder(
         raise VitralError(f"no folder or list named {path}", LAYOUT_HINT)
     if (kind := irregular_file_kind(path.stat().st_mode)) is not None:
         raise VitralError(f"{path} is {kind}, not a folder or CSV file", LAYOUT_HINT)
-    files, notes = _list_class_folders(path) if path.is_dir() else (read_csv_list(path), [])
-    files, num_excluded = exclude_files(files, exclude, str(path))
+    notes: list[str] = []
+    if path.is_dir():
+        check_single_label(str(path), label_options)
+        files, notes = _list_class_folders(path)
+        labelled = CsvList(files=files, task="classification")
+    else:
+        labelled = read_csv_list(path, label_options)
+    files, num_excluded = exclude_files(labelled.files, exclude, str(path))
     images = {split: [(ImageLocation(str(file)), label) for file, label in items] for split, items in files.items()}
     source = f"from {path}" + (f", {num_excluded:,} excluded" if num_excluded else "")
-    listing = make_listing(str(path), images, source=source, hint=LAYOUT_HINT, notes=notes)
+    listing = make_listing(
+        str(path),
+        images,
+        source=source,
+        hint=LAYOUT_HINT,
+        notes=notes,
+        task=labelled.task,
+        classes=labelled.classes,
+    )
     if not needs_holdout(listing, test_split):
         return listing
     groups = _cached_duplicate_groups([Path(location.path) for location, _ in listing.splits["train"]], progress)
     return hold_out_splits(listing, validation, groups, test_split)
+
+
+def check_single_label(name: str, options: LabelOptions) -> None:
+    """Refuse another task than classification for data with one class per image."""
+    if options.task not in (None, "classification") or options.targets:
+        raise VitralError(
+            f"{name} has one class per image, but the task is {options.task or 'regression'}",
+            "List the images with their labels or targets in a CSV file, or omit --task",
+        )
 
 
 def no_class_folders_error(path: Path, skipped: SkippedFiles | None = None) -> VitralError:
@@ -129,38 +156,3 @@ def _nested_note(nested: Mapping[Path, Iterable[str]]) -> str | None:
         f"subfolders are merged into their class: {truncate_list(classes, 3)}. To use them as classes, move them up "
         "one level or list the images in a CSV file"
     )
-
-
-def read_csv_list(path: Path) -> LabelledFiles:
-    """Read files and class names from a CSV list. Does not check whether the files exist."""
-    files: LabelledFiles = {"train": [], "validation": [], "test": []}
-    for line, row in _csv_rows(path):
-        file, label, split = row.get("path", ""), row.get("label", ""), row.get("split", "").lower() or "train"
-        if not (file and label):
-            missing = "label" if file else "path"
-            raise VitralError(f"{path}, line {line}: missing {missing}", "Every row needs a path and a label")
-        if split not in SPLIT_NAMES:
-            raise VitralError(
-                f"{path}, line {line}: unknown split {split!r}.{did_you_mean(split, SPLIT_NAMES)}",
-                f"Splits: {', '.join(SPLIT_NAMES)}",
-            )
-        files[SPLIT_NAMES[split]].append((path.parent / file, label))
-    return files
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line numbers and rows by column name. The delimiter may be a comma, semicolon or tab, as spreadsheets write."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            header = file.readline()
-            file.seek(0)
-            reader = csv.reader(file, delimiter=max(",;\t", key=header.count))
-            names = [name.strip().lower() for name in next(reader, [])]
-            if not {"path", "label"} <= set(names):
-                columns = f"Its columns: {', '.join(names) or 'none'}"
-                raise VitralError(f"{path} needs the columns path and label", columns)
-            for row in reader:
-                if any(row):
-                    yield reader.line_num, dict(zip(names, map(str.strip, row), strict=False))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise VitralError(f"{path} is not a list of images: {error}", "Expected CSV in UTF-8") from error

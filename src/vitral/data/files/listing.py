@@ -14,6 +14,7 @@ import numpy as np
 from vitral.data.classes import class_index_map
 from vitral.data.datasets import holdout_masks
 from vitral.data.files.workers import ImageLocation
+from vitral.data.targets import LabelValue, TaskName, labels_array
 from vitral.errors import VitralError, did_you_mean, truncate_list
 
 SPLIT_NAMES = {  # names of folders, shards and CSV values → split
@@ -22,21 +23,27 @@ SPLIT_NAMES = {  # names of folders, shards and CSV values → split
     "test": "test", "testing": "test",
 }  # fmt: skip
 
-LabelledLocation = tuple[ImageLocation, int]  # an image and its class index
-NamedLocation = tuple[ImageLocation, str]  # an image and its class name
+LabelledLocation = tuple[ImageLocation, LabelValue]  # an image with its class index, class indices or values
+RawLabel = str | tuple[str, ...] | tuple[float, ...]  # a class name, several, or values
+NamedLocation = tuple[ImageLocation, RawLabel]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetListing:
-    """Images of a dataset with class indices, by split."""
+    """Images of a dataset with their labels, by split."""
 
     name: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # or the names of the targets of a regression
     splits: Mapping[str, Sequence[LabelledLocation]]  # train, validation, test
     source: str  # for display
     state: object = None  # distinguishes versions of a dataset whose files do not change path, size or time
     notes: tuple[str, ...] = ()  # for display, one sentence each: skipped files, merged folders, classes of one image
     held_out: tuple[str, ...] = ()  # splits that were taken out of the training images
+    task: TaskName = "classification"
+
+    def labels(self, split: str) -> np.ndarray[Any, Any]:
+        """The labels of a split: int64 (N,), multi-hot or real values (N, K) (`vitral.data.targets`)."""
+        return labels_array([label for _, label in self.splits[split]], self.task, len(self.classes))
 
 
 def make_listing(
@@ -48,29 +55,50 @@ def make_listing(
     state: object = None,
     notes: Sequence[str] = (),
     class_key: Callable[[str], Any] | None = None,
+    task: TaskName = "classification",
+    classes: Sequence[str] = (),
 ) -> DatasetListing:
-    """Assign class indices. The classes are those of the training images, sorted by `class_key`.
+    """Assign class indices. The classes are those of the training images, sorted by `class_key`, unless given.
 
     Raises VitralError for fewer than two classes (with `hint`), for class names that are not valid Unicode, and for
     classes of the validation or test split without training images.
     """
-    classes = tuple(sorted({label for _, label in images["train"]}, key=class_key))
+    class_names = {split: {name for _, label in items for name in _names(label)} for split, items in images.items()}
+    classes = tuple(classes) or tuple(sorted(class_names["train"], key=class_key))
     for label in classes:
         if not label.isascii() and label.encode(errors="ignore") != label.encode(errors="surrogateescape"):
             raise VitralError(f"the class name {label!r} is not valid Unicode", "Rename the class")
-    if len(classes) < 2:
+    if len(classes) < 2 and task != "regression":
         noun = "class" if len(classes) == 1 else "classes"
         raise VitralError(f"{name} has {len(classes)} {noun} with images, expected at least two", hint)
     for split in ("validation", "test"):
-        if untrained := sorted({label for _, label in images[split]} - set(classes)):
+        if untrained := sorted(class_names[split] - set(classes)):
             raise VitralError(
                 f"{name}: class {untrained[0]!r} of the {split} split has no training images."
                 f"{did_you_mean(untrained[0], classes)}",
                 f"Classes of the training split: {truncate_list(classes, 12)}",
             )
     index = class_index_map(classes)
-    splits = {split: [(location, index[label]) for location, label in items] for split, items in images.items()}
-    return DatasetListing(name=name, classes=classes, splits=splits, source=source, state=state, notes=tuple(notes))
+
+    def value(label: Any) -> LabelValue:
+        if task == "classification":
+            return index[label]
+        return tuple(label) if task == "regression" else tuple(sorted(index[name] for name in label))
+
+    return DatasetListing(
+        name=name,
+        classes=classes,
+        splits={split: [(location, value(label)) for location, label in items] for split, items in images.items()},
+        source=source,
+        state=state,
+        notes=tuple(notes),
+        task=task,
+    )
+
+
+def _names(label: RawLabel) -> tuple[str, ...]:
+    """The class names of a label: one, several, or none for real values."""
+    return (label,) if isinstance(label, str) else tuple(name for name in label if isinstance(name, str))
 
 
 def needs_holdout(listing: DatasetListing, test_split: float) -> bool:
@@ -90,7 +118,7 @@ def hold_out_splits(
     Copies of one image have the same number in `groups` and stay in one split. None: copies were not detected.
     """
     train = listing.splits["train"]
-    labels = np.array([label for _, label in train])
+    labels = listing.labels("train")
     if has_validation := bool(listing.splits["validation"]):
         validation = 0.0
     is_validation, is_test = holdout_masks(labels, validation=validation, test=test_split, groups=groups)
@@ -103,10 +131,15 @@ def hold_out_splits(
     splits = {split: list(items) for split, items in listing.splits.items()} | {"train": []}
     for item, for_validation, for_test in zip(train, is_validation, is_test, strict=True):
         splits["validation" if for_validation else "test" if for_test else "train"].append(item)
-    single = [name for name, count in zip(listing.classes, np.bincount(labels), strict=True) if count == 1]
+    single = _single_image_classes(listing.classes, labels) if listing.task != "regression" else []
     notes = (*listing.notes, _single_image_note(single)) if single and (validation or test_split) else listing.notes
     names = ("test",) * (test_split > 0) + ("validation",) * (not has_validation)
     return replace(listing, splits=splits, source=source, notes=notes, held_out=names)
+
+
+def _single_image_classes(classes: Sequence[str], labels: np.ndarray[Any, Any]) -> list[str]:
+    counts = np.bincount(labels, minlength=len(classes)) if labels.ndim == 1 else labels.sum(axis=0)
+    return [name for name, count in zip(classes, counts, strict=True) if count == 1]
 
 
 def _single_image_note(classes: Sequence[str]) -> str:

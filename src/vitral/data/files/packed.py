@@ -43,6 +43,7 @@ from vitral.data.files.workers import (
 )
 from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
+from vitral.data.targets import Labels, TaskName, label_values, labels_array
 from vitral.errors import VitralError, error_reason
 from vitral.utils.json_toml import read_json_object
 from vitral.utils.locks import file_lock
@@ -64,6 +65,7 @@ class PackIndex:
     fingerprint: str
     source: str  # path of the original folder or list, for display
     splits: tuple[str, ...] = ()  # names of the splits that are not empty
+    task: TaskName = "classification"
     format: int = FORMAT
 
 
@@ -72,7 +74,7 @@ class PackedSplit:
     """A packed split; `images` is memory-mapped."""
 
     images: Tensor  # uint8 (N, C, H, W)
-    labels: Tensor  # int64 (N,)
+    labels: Tensor  # int64 (N,), or float32 (N, K) (`vitral.data.targets`)
     unreadable: tuple[str, ...]  # error messages
     preprocessing: Preprocessing  # with which the images were resized and cropped; mean and std do not apply
 
@@ -152,7 +154,9 @@ def read_split(folder: Path, name: str) -> PackedSplit | None:
         mapped = torch.from_numpy(images)
     return PackedSplit(
         images=mapped,
-        labels=torch.tensor(metadata["labels"]).long(),
+        labels=torch.from_numpy(
+            labels_array(metadata["labels"], metadata.get("task", "classification"), metadata.get("num_outputs", 0))
+        ),
         unreadable=tuple(metadata["unreadable"]),
         preprocessing=preprocessing,
     )
@@ -186,9 +190,10 @@ def pack_split(
     folder: Path,
     name: str,
     locations: Sequence[ImageLocation],
-    labels: Sequence[int],
+    labels: Labels,
     stored: Preprocessing,
     *,
+    task: TaskName = "classification",
     max_unreadable: float,
     workers: int = 0,
     progress: bool = False,
@@ -214,22 +219,26 @@ def pack_split(
                     partial(report_progress, f"decoding {name}"),
                 )
             check_unreadable_fraction(errors.values(), len(locations), max_unreadable)
-            final_labels = replace_or_drop_unreadable(images, np.asarray(labels), errors, replace=name == "train")
+            final_labels = replace_or_drop_unreadable(images, labels, errors, replace=name == "train")
             images.flush()
             if len(final_labels) < len(locations):
                 _truncate_array(temporary, images, len(final_labels))
             temporary.replace(folder / f"{name}.npy")
-        _write_metadata(folder, name, stored, final_labels.tolist(), [errors[row] for row in sorted(errors)])
+        _write_metadata(folder, name, stored, final_labels, task, [errors[row] for row in sorted(errors)])
     split = read_split(folder, name)
     assert split is not None
     return split
 
 
-def _write_metadata(folder: Path, name: str, stored: Preprocessing, labels: list[int], unreadable: list[str]) -> None:
+def _write_metadata(
+    folder: Path, name: str, stored: Preprocessing, labels: Labels, task: TaskName, unreadable: list[str]
+) -> None:
     images_file = folder / f"{name}.npy"
     metadata = {
         "format": FORMAT,
-        "labels": labels,
+        "labels": label_values(labels, task),
+        "task": task,
+        "num_outputs": labels.shape[1] if labels.ndim > 1 else 0,
         "unreadable": unreadable,
         "preprocessing": to_dict(stored),
         "file_state": _file_state(images_file),

@@ -21,6 +21,7 @@ from vitral.data.files.unreadable import check_unreadable_fraction, replacement_
 from vitral.data.files.workers import DecodeErrors, DecodeWorkers, ImageLocation, decode_options, shared_buffer
 from vitral.data.lazy_images import LazyImages
 from vitral.data.preprocess import Preprocessing
+from vitral.data.targets import Labels
 from vitral.device.cpu import available_cpus
 
 NUM_SLOTS = 4  # chunks that are being decoded or read
@@ -44,7 +45,7 @@ class StreamedImages(LazyImages):
     def __init__(
         self,
         locations: Sequence[ImageLocation],
-        labels: Sequence[int],
+        labels: Sequence[int] | Labels,
         stored: Preprocessing,
         *,
         max_unreadable: float,

@@ -1,7 +1,8 @@
 """Images that cannot be decoded.
 
 In the training split, an unreadable image is replaced by another image of its class, so that classes keep their
-weight. In the validation and test splits it is dropped, so that no image counts twice.
+weight; if images have several labels or real values, by the one with the closest labels. In the validation and test
+splits it is dropped, so that no image counts twice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vitral.data.targets import closest_rows
 from vitral.errors import VitralError
 
 HINT = "Repair or remove the files, or allow a larger fraction with --data.unreadable"
@@ -31,13 +33,11 @@ def check_unreadable_fraction(errors: Iterable[str], count: int, max_fraction: f
 
 
 def replacement_for(row: int, labels: np.ndarray[Any, Any], unreadable_rows: Iterable[int]) -> int:
-    """The readable image that replaces an unreadable one: the next one of its class."""
-    members = np.flatnonzero(labels == labels[row])
+    """The readable image that replaces an unreadable one: the next one of its class, or with the closest labels."""
     unreadable = set(unreadable_rows)
-    position = int(np.searchsorted(members, row))
-    for other in (*members[position + 1 :], *members[:position]):
-        if int(other) not in unreadable:
-            return int(other)
+    for other in closest_rows(row, labels):
+        if other not in unreadable:
+            return other
     raise VitralError("all images of a class are unreadable", "Repair or remove the files, or remove the class")
 
 
@@ -49,7 +49,10 @@ def replace_or_drop_unreadable(
         return labels
     if replace:
         for row in errors:
-            images[row] = images[replacement_for(row, labels, errors)]
+            source = replacement_for(row, labels, errors)
+            images[row] = images[source]
+            if labels.ndim > 1:  # the replacement may have other labels
+                labels[row] = labels[source]
         return labels
     readable = np.array([row for row in range(len(labels)) if row not in errors], dtype=np.int64)
     for new, old in enumerate(readable):

@@ -34,8 +34,14 @@ def fused_augment(
 ) -> Batch:
     """uint8 images (B, C, H, W) and labels (B,) to normalised images and soft targets (B, K).
 
-    `table_CN` (C, 256) maps bytes to normalised values; see `normalization_table`.
+    `table_CN` (C, 256) maps bytes to normalised values; see `normalization_table`. Labels (B, K) are targets already
+    and are mixed with the weights that the kernel gives the images.
     """
+    if labels_B.ndim == 2:
+        positions_B = torch.arange(len(labels_B), device=labels_B.device)
+        images, weights_BB = fused_augment(config, table_CN, len(labels_B), images_BCHW, positions_B, rng, mix_enabled)
+        own_weight_B1 = weights_BB.diagonal()[:, None]
+        return images, torch.lerp(labels_B.roll(1, 0), labels_B, own_weight_B1)
     if config.has_color_ops:
         if config.shift or config.flip:
             geometric = replace(config, cutmix=0.0, policy=AutoAugmentPolicy(), jitter=0.0)

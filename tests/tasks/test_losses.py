@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vitral.training.loss import (
+from vitral.tasks.losses import (
     balanced_class_weights,
     logit_adjustment_offsets,
     loss_and_correct,

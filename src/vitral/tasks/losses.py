@@ -1,6 +1,6 @@
-"""Per-image classification losses.
+"""Per-image losses.
 
-Shapes: B images, K classes.
+Shapes: B images, K outputs: classes, or targets of a regression.
 """
 
 from __future__ import annotations
@@ -22,12 +22,22 @@ def per_image_losses(
     class_weights_K: Tensor | None = None,
     logit_offsets_K: Tensor | None = None,
 ) -> Tensor:
-    """Loss of each image, (B,), for targets that are rows of class probabilities.
+    """Loss of each image, (B,).
 
-    "softmax" is the cross-entropy over K exclusive classes. "sigmoid" is the sum of K binary cross-entropies. With
-    class weights, an image is weighted by the mean weight of the classes in its target. Logit offsets are added to
-    the logits (`logit_adjustment_offsets`).
+    Targets are class probabilities for "softmax", the cross-entropy over K exclusive classes, and for "sigmoid",
+    "asymmetric" and "focal", sums of K binary losses. For "mse" and "huber", means over the targets of a regression,
+    they are standardised values. Label smoothing and class weights apply to "softmax" and "sigmoid"; with class
+    weights, an image is weighted by the mean weight of the classes in its target. Logit offsets are added to the
+    logits (`logit_adjustment_offsets`).
     """
+    if loss == "asymmetric":
+        return asymmetric_losses(logits_BK, targets_BK)
+    if loss == "focal":
+        return focal_losses(logits_BK, targets_BK)
+    if loss == "mse":
+        return F.mse_loss(logits_BK, targets_BK, reduction="none").mean(dim=1)
+    if loss == "huber":
+        return F.huber_loss(logits_BK, targets_BK, reduction="none").mean(dim=1)
     if logit_offsets_K is not None:
         logits_BK = logits_BK + logit_offsets_K
     smoothed_BK = targets_BK * (1 - label_smoothing) + label_smoothing / targets_BK.shape[1]
@@ -50,6 +60,30 @@ def loss_and_correct(
     """Sum of the losses of a batch and the number of correct predictions, without logit offsets; both scalars."""
     losses_B = per_image_losses(logits_BK.float(), targets_BK, loss, label_smoothing, class_weights_K, logit_offsets_K)
     return losses_B.sum(), (logits_BK.detach().argmax(dim=1) == labels_B).sum()
+
+
+def asymmetric_losses(
+    logits_BK: Tensor, targets_BK: Tensor, gamma_pos: float = 0.0, gamma_neg: float = 4.0, margin: float = 0.05
+) -> Tensor:
+    """Asymmetric loss (arXiv 2009.14119), (B,): easy negatives count less than easy positives.
+
+    Negatives with a probability below `margin` do not count at all.
+    """
+    p = logits_BK.sigmoid()
+    negative = (1 - p + margin).clamp(max=1)
+    log_likelihood = targets_BK * F.logsigmoid(logits_BK) + (1 - targets_BK) * negative.clamp(min=1e-8).log()
+    p_target = targets_BK * p + (1 - targets_BK) * negative
+    gamma = gamma_pos * targets_BK + gamma_neg * (1 - targets_BK)
+    return -(log_likelihood * (1 - p_target).pow(gamma)).sum(dim=1)
+
+
+def focal_losses(logits_BK: Tensor, targets_BK: Tensor, gamma: float = 2.0, alpha: float = 0.25) -> Tensor:
+    """Focal loss (arXiv 1708.02002), (B,): well-classified labels count less; positives are weighted by `alpha`."""
+    p = logits_BK.sigmoid()
+    cross_entropy = F.binary_cross_entropy_with_logits(logits_BK, targets_BK, reduction="none")
+    p_target = targets_BK * p + (1 - targets_BK) * (1 - p)
+    weights = alpha * targets_BK + (1 - alpha) * (1 - targets_BK)
+    return (weights * (1 - p_target).pow(gamma) * cross_entropy).sum(dim=1)
 
 
 def uniform_loss(num_classes: int) -> float:

@@ -1,0 +1,18 @@
+"""What differs between classification, multi-label classification and regression during training.
+
+`TASKS` has one object per task. What the outputs of a trained model mean is said by `ModelConfig.task`.
+"""
+
+from __future__ import annotations
+
+from vitral.data.targets import TaskName
+from vitral.tasks.classification import Classification
+from vitral.tasks.multilabel import MultiLabel
+from vitral.tasks.regression import Regression
+from vitral.tasks.task import Task
+
+TASKS: dict[TaskName, Task] = {
+    "classification": Classification(),
+    "multilabel": MultiLabel(),
+    "regression": Regression(),
+}
