@@ -74,6 +74,10 @@ class DataConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"data.{name} must be at least 0 and below 1, got {getattr(self, name)}")
         self.read_options  # noqa: B018 - validates the fields it is made of
+        names = tuple(name.strip() for item in self.targets for name in item.split(","))  # age,weight on a command line
+        object.__setattr__(self, "targets", names)
+        if not all(names) or len(set(names)) < len(names):
+            raise ValueError(f"data.targets must be different names of columns, got {', '.join(map(repr, names))}")
 
     @property
     def read_options(self) -> ReadOptions:

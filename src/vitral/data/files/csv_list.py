@@ -24,8 +24,8 @@ LabelledFiles = dict[str, list[tuple[Path, RawLabel]]]  # split → files with t
 SEPARATORS = "|;"
 BINARY = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 COLUMNS_HINT = (
-    "Label images in a column label (one class), labels (several, separated by |), one column of 0 and 1 per class, "
-    "or target (a number); other target columns: --data.targets"
+    "Use a column label (one class), labels (several, separated by |), one column of 0 and 1 per class, "
+    "or target (a number); name other columns with numbers: --data.targets age,weight"
 )
 
 
@@ -105,8 +105,8 @@ def _label_columns(path: Path, columns: Sequence[str], options: LabelOptions) ->
     if options.targets:
         if missing := [name for name in options.targets if name not in columns]:
             raise VitralError(
-                f"{path} has no column {missing[0]!r}.{did_you_mean(missing[0], others)}",
-                f"Its columns: {', '.join(columns)}",
+                f"{path} has no column {missing[0]!r}",
+                f"Its columns: {', '.join(columns)}.{did_you_mean(missing[0], others)}",
             )
         if task not in (None, "regression"):
             raise VitralError(f"data.targets are for regression, but the task is {task}", "Omit --data.targets")
