@@ -217,6 +217,7 @@ def _train_and_evaluate(
         parallel=parallel,
         callbacks=[progress],
         initial_weights=setup.initial_weights,
+        base=setup.base,
         time_budget=time_budget,
     )
     resume_command = f"vitral train --resume {shell_quote(run)}"

@@ -128,7 +128,7 @@ def test_explain_and_walk_print_checkpoint_notes(command, photos, tmp_path, caps
         (("--heads", "abc"), "--heads: expected an integer, got 'abc'"),
         (("--epochs", "abc"), "--epochs: expected an integer, got 'abc'"),
         (("--optim.lr", "abc"), "--optim.lr: expected a number, got 'abc'"),
-        (("--epochs", "1", "--freeze", "99"), "freeze must be at most 6"),
+        (("--epochs", "1", "--tune", "last-99"), "tune must be at most last-6"),
         (("more",), "unexpected argument 'more'"),
         (("--compare",), "--compare needs a checkpoint"),
     ],

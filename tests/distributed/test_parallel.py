@@ -39,6 +39,7 @@ UNEVEN = {  # micro-batches of 7 and 8 images
     "batch_size": 15,
     "grad_accum": 2,
 }
+LORA = {"tune": "lora", "lora.rank": 2, "ema": 0.3, "optim.layer_decay": 0.8}
 Jobs = tuple[dict[str, Any], ...]
 JOBS: Jobs = (
     {"name": "ddp", "overrides": DDP},
@@ -52,6 +53,8 @@ SLOW_JOBS: Jobs = (
     {"name": "fsdp-uneven", "overrides": FSDP | UNEVEN},
     {"name": "fsdp-bf16", "overrides": FSDP | {"precision": "bf16", "activation_checkpointing": True}},
     {"name": "fsdp-diverged", "overrides": FSDP | {"optim.lr": 1e30, "optim.grad_clip": 0.0}},
+    {"name": "ddp-lora", "overrides": DDP | LORA},
+    {"name": "fsdp-lora", "overrides": FSDP | LORA},
     {"name": "ddp-stopped", "overrides": DDP, "stop_at": 8},
     {"name": "single-stopped", "overrides": {}, "stop_at": 8, "single": True},
     {"name": "ddp-single", "overrides": {}, "resume_from": "ddp-stopped", "single": True},
@@ -136,6 +139,15 @@ def test_uneven_shards_with_muon_cutmix_and_grad_accum_match_one_process(
     for name, tensor in expected.items():
         if tensor.ndim == 2:  # AdamW amplifies rounding in the key biases, whose gradient is zero
             torch.testing.assert_close(actual[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp-lora", "fsdp-lora"])
+def test_lora_on_two_ranks_matches_one_process(
+    folder: Path, slow_outcomes: Outcomes, train_single: TrainSingle, mode: str
+) -> None:
+    assert [outcome["error"] for outcome in slow_outcomes[mode]] == [None, None]
+    assert_same_metrics(Run(folder / mode), train_single("lora", **LORA))
 
 
 @pytest.mark.slow

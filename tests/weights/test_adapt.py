@@ -151,13 +151,13 @@ def test_fine_tuning_uses_architecture_and_preprocessing_of_the_checkpoint(sourc
 
 @pytest.mark.usefixtures("no_figures")
 def test_frozen_backbone_does_not_change(source, photos, tmp_path):
-    vitral.train(str(photos), init_from=str(source), epochs=2, freeze="backbone", out=tmp_path / "run")
+    vitral.train(str(photos), init_from=str(source), epochs=2, tune="head", out=tmp_path / "run")
     assert changed_tensors(source, tmp_path / "run") == {"head.out.weight", "head.out.bias"}
 
 
 @pytest.mark.usefixtures("no_figures")
 def test_frozen_blocks_do_not_change(source, photos, tmp_path):
-    vitral.train(str(photos), init_from=str(source), epochs=2, freeze="1", out=tmp_path / "run")
+    vitral.train(str(photos), init_from=str(source), epochs=2, tune="last-1", out=tmp_path / "run")
     changed = changed_tensors(source, tmp_path / "run")
     assert not any(name.startswith(("encoder.blocks.0.", "patch_", "position_", "class_")) for name in changed)
     assert any(name.startswith("encoder.blocks.1.") for name in changed)
@@ -171,9 +171,9 @@ def test_fine_tuning_is_repeated_by_its_recipe(source, photos, tmp_path):
     assert first == second
 
 
-def test_invalid_freeze_is_refused(source, photos, tmp_path):
-    with pytest.raises(VitralError, match="freeze must be 'backbone' or a number of blocks, got 'all'"):
-        vitral.train(str(photos), init_from=str(source), freeze="all", out=tmp_path / "run")
+def test_invalid_tune_is_refused(source, photos, tmp_path):
+    with pytest.raises(VitralError, match=r"tune must be full, head, lora, bias or last-N .* got 'all'"):
+        vitral.train(str(photos), init_from=str(source), tune="all", out=tmp_path / "run")
 
 
 def test_missing_checkpoint_is_refused(photos, tmp_path):

@@ -6,6 +6,7 @@ The types repeat those of modules that import torch; a test compares them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vitral.cli.config_fields import ConfigField, read_config_fields
@@ -36,6 +37,11 @@ def checkpoint_flags() -> Mapping[str, Any]:
 
 def checkpoint_options(values: Mapping[str, Any]) -> CheckpointOptions:
     """The values of `checkpoint_flags`."""
+    adapter = values.get("adapter")
+    if adapter is not None and not Path(adapter).is_file():
+        raise VitralError(
+            f"no adapter file {adapter}", "Pass the adapter.safetensors in the model/ folder of a run with --tune"
+        )
     from vitral.recipes.checkpoint_options import CheckpointOptions
 
     try:

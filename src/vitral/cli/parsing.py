@@ -341,10 +341,17 @@ def _convert_one(flag: Flag, word: str) -> Any:
 
 def _suggest_flag(name: str, flag_names: Sequence[str]) -> str:
     """Prefer a nested flag with the same last part (--lr: --optim.lr), then a completion, then the closest spelling."""
+    if name in REPLACED_FLAGS:
+        return f" {REPLACED_FLAGS[name]}"
     same_last_part = [flag for flag in flag_names if flag.endswith(f".{name.lstrip('-')}")]
     completions = [flag for flag in flag_names if flag.startswith(name) and name != "--"]
     suggestions = same_last_part or completions
     return f" Did you mean '{suggestions[0]}'?" if suggestions else did_you_mean(name, flag_names)
+
+
+REPLACED_FLAGS = {
+    "--freeze": "It was replaced by --tune: --tune head trains only the head, --tune last-N the last N blocks too"
+}
 
 
 def _is_flag(word: str) -> bool:

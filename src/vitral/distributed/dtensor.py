@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,15 +30,16 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The model's full state dict, on every rank."""
-    return {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
+def full_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with full tensors, on every rank."""
+    return {name: full_tensor(tensor) for name, tensor in state.items()}
 
 
-def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load full tensors into a model that may be sharded."""
+def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], unchanged: Collection[str] = ()) -> None:
+    """Load full tensors into a model that may be sharded. Tensors named in `unchanged` may be missing."""
     current = model.state_dict()
-    model.load_state_dict({name: shard_like(tensor, current.get(name)) for name, tensor in state.items()})
+    kept = {name: current[name] for name in unchanged if name not in state}
+    model.load_state_dict(kept | {name: shard_like(tensor, current.get(name)) for name, tensor in state.items()})
 
 
 def shard_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Predictor:
             throughput: on a GPU, use the fused kernels, which take a few seconds to start.
         """
         source, notes = bundled.resolve(path), list(bundled.shadowing_notes(path))
-        if is_checkpoint(source):
+        if is_checkpoint(source) or options.adapter:
             checkpoint = weights.read(source, options)
             notes = checkpoint.notes
             model, model_config, folder = checkpoint.build(), checkpoint.model_config, None
@@ -128,7 +128,7 @@ class Predictor:
             compile=compile,
             throughput=throughput,
         )
-        predictor = cls(model, model_config, hardware, Path(source), choice)
+        predictor = cls(model, model_config, hardware, Path(options.adapter or source), choice)
         predictor.notes = tuple(notes)
         return predictor
 

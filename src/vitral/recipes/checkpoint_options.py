@@ -29,6 +29,7 @@ class CheckpointOptions:
     std: tuple[float, ...] | None = None  # standard deviation, one value or one per channel
     crop: float | None = None  # fraction of the resized image's shorter side that the central crop keeps
     interpolation: Interpolation | None = None  # how images are resized
+    adapter: str | None = None  # adapter.safetensors of a run with --tune, to merge into these weights
 
     def __post_init__(self) -> None:
         for name, choices in (("activation", Activation), ("pooling", Pooling), ("interpolation", Interpolation)):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from vitral.data.targets import TaskName
-from vitral.models.vit import ViTConfig
+
+if TYPE_CHECKING:
+    from vitral.models.vit import ViTConfig
 
 AUTO = "auto"  # value of init_from: a checkpoint from the hub that suits the images (vitral.doctor.backbones)
 InitScheme = Literal["identity", "local_heads", "qk_similar", "whitened_patches"]  # vitral.training.init_schemes
 LossName = Literal["softmax", "sigmoid", "asymmetric", "focal", "mse", "huber"]  # vitral.tasks.losses
 LossOption = Literal["auto", "softmax", "sigmoid", "asymmetric", "focal", "mse", "huber"]
 TaskOption = Literal["auto", "classification", "multilabel", "regression"]
+LAST_BLOCKS = "last-"  # prefix of a `tune` value that states a number of blocks
 TTA = Literal["none", "flip", "three", "six", "ten"]  # vitral.evaluation.tta
 
 
@@ -44,3 +47,20 @@ def parse_duration(text: str) -> float:
     if not (total := 3600 * hours + 60 * minutes + seconds) > 0:
         raise ValueError(f"expected a duration such as 30m, 1h30m or 90s, got {text!r}")
     return total
+
+
+def check_tune(tune: str, depth: int | None = None) -> None:
+    """Raise ValueError for a `tune` that does not exist, or that needs more blocks than a model of this depth has."""
+    blocks = tune.removeprefix(LAST_BLOCKS)
+    if tune.startswith(LAST_BLOCKS) and re.fullmatch("[0-9]{1,6}", blocks):
+        if depth is not None and int(blocks) > depth:
+            raise ValueError(f"tune must be at most last-{depth}, the model has {depth} blocks; got {tune!r}")
+    elif tune not in ("full", "head", "lora", "bias"):
+        raise ValueError(f"tune must be full, head, lora, bias or last-N (the last N blocks), got {tune!r}")
+
+
+def tune_from_freeze(freeze: str, depth: int) -> str:
+    """The `tune` that a recipe of an older version means with its field `freeze`."""
+    if freeze in ("", "backbone"):
+        return "head" if freeze else "full"
+    return f"{LAST_BLOCKS}{depth - int(freeze)}" if freeze.isdecimal() and int(freeze) <= depth else freeze

@@ -21,6 +21,7 @@ from vitral.data.preprocess import Interpolation
 from vitral.data.targets import LabelOptions, TaskName
 from vitral.device.select import CompileOption, DeviceOption, PrecisionOption
 from vitral.errors import VitralError, is_control, short_repr
+from vitral.models.lora import LoRAConfig
 from vitral.models.variants import check_variant, config_class, upgrade_architecture
 from vitral.models.vit import ViTConfig
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
@@ -32,11 +33,17 @@ from vitral.recipes.options import (
     LossName,
     LossOption,
     TaskOption,
+    check_tune,
     init_scheme_unsupported_reason,
     parse_duration,
+    tune_from_freeze,
 )
 from vitral.utils.serialization import from_dict, to_dict
 
+FREEZE_REPLACED = (
+    "freeze was replaced by tune",
+    "Train only the head with --tune head (freeze backbone), or the last N blocks and the head with --tune last-N",
+)
 MAX_NAME_BYTES = 200  # file systems limit names to 255, and a run folder adds date and id
 
 # Fields that may change when a run is resumed: computation and disk usage, not the result.
@@ -132,7 +139,8 @@ class Recipe:
     init_from: str = ""  # checkpoint to fine-tune: file, folder, run, hf:owner/name or auto; empty: train from scratch
     init_options: CheckpointOptions = NO_OPTIONS  # what the files of init_from do not contain
     keep_image_size: bool = False  # with init_from: use the recipe's image size instead of the checkpoint's
-    freeze: str = ""  # "backbone": train only the head; a number: freeze the embedding and that many blocks
+    tune: str = "full"  # with init_from, what to train: full, head, lora, bias, or last-N for the last N blocks
+    lora: LoRAConfig = field(default_factory=LoRAConfig)  # rank and layers of tune "lora"
     epochs: int = 10  # passes over the training set
     patience: int = 0  # stop after this many epochs without a better validation result; 0: train all epochs
     time_limit: str = ""  # end in time, with as many epochs as fit, evaluation included: 30m, 1h30m, 90s
@@ -167,10 +175,9 @@ class Recipe:
         check_variant(self.variant, self.model)
         if reason := init_scheme_unsupported_reason(self.init_schemes, self.variant, self.model):
             raise ValueError(reason)
-        if self.freeze not in ("", "backbone") and not self.freeze.isdigit():
-            raise ValueError(f"freeze must be 'backbone' or a number of blocks, got {self.freeze!r}")
-        if self.freeze.isdigit() and int(self.freeze) > self.model.depth:
-            raise ValueError(f"freeze must be at most {self.model.depth}, the model's depth, got {self.freeze}")
+        check_tune(self.tune, self.model.depth)
+        if self.tune == "lora" and self.lora.rank > self.model.width:
+            raise ValueError(f"lora.rank must be at most {self.model.width}, the model's width, got {self.lora.rank}")
         minimums = {"epochs": 1, "patience": 0, "batch_size": 1, "grad_accum": 1, "keep_checkpoints": 1}
         minimums |= {"checkpoint_epochs": 0, "threads": 0}
         for name, minimum in minimums.items():
@@ -268,6 +275,8 @@ class Recipe:
         """A copy with some fields replaced; nested fields by dotted names: `{"optim.lr": 3e-4}`."""
         values = to_dict(self)
         for path, value in overrides.items():
+            if path == "freeze":
+                raise VitralError(*FREEZE_REPLACED)
             if path == "batch_size":
                 values["auto_batch_size"] = value == "auto"
                 if value == "auto":  # keeps the recipe's batch size, for a CPU
@@ -282,7 +291,10 @@ class Recipe:
                         "`vitral recipes show NAME` prints all fields",
                     )
             inner[name] = to_dict(value)
-        return recipe_from_dict(values)
+        recipe = recipe_from_dict(values)
+        if recipe.tune != "lora" and (unused := next((path for path in overrides if path.startswith("lora.")), None)):
+            raise VitralError(f"{unused} has no effect with tune {recipe.tune!r}", "Use it with: --tune lora")
+        return recipe
 
 
 def check_task(recipe: Recipe, task: TaskName) -> None:
@@ -316,9 +328,21 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     """A recipe from nested dictionaries. The variant decides the class of `model`."""
     if values.get("batch_size") == "auto":
         values = {name: value for name, value in values.items() if name != "batch_size"} | {"auto_batch_size": True}
+    if "freeze" in values:
+        values = _upgrade_freeze(values)
     if "model" in values:
         values = {**values, "model": upgrade_architecture(values["model"])}
     return from_dict(Recipe, values, field_types={"model": config_class(values.get("variant"))})
+
+
+def _upgrade_freeze(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields as a file of an older version contains them, with `freeze` replaced by `tune`."""
+    upgraded, freeze = {name: value for name, value in values.items() if name != "freeze"}, str(values["freeze"])
+    model = values.get("model")
+    depth = model.get("depth") if isinstance(model, Mapping) else None
+    if freeze:
+        upgraded["tune"] = tune_from_freeze(freeze, depth if isinstance(depth, int) else ViTConfig.depth)
+    return upgraded
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -84,12 +84,16 @@ def published_name(source: str) -> str:
 
 def save_model(folder: Path, model: ViT, config: ModelConfig) -> None:
     """Write weights.safetensors, then config.json: a folder that contains config.json is complete."""
+    create_model_dir(folder)
+    save_weights(folder / "weights.safetensors", model.state_dict())
+    save_model_config(folder, config)
+
+
+def create_model_dir(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise VitralError(f"cannot create {folder}: {error.strerror}", "Check that its parent is writable") from error
-    save_weights(folder / "weights.safetensors", model.state_dict())
-    save_model_config(folder, config)
 
 
 def save_model_config(folder: Path, config: ModelConfig) -> None:
@@ -102,10 +106,10 @@ def config_digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(dump_json(content, sort_keys=True).encode()).hexdigest()
 
 
-def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
+def save_weights(path: Path, state: dict[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file with the SHA-256 of its tensors in its metadata."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    atomic_write(path, to_safetensors(tensors, metadata={DIGEST: tensors_digest(tensors)}))
+    atomic_write(path, to_safetensors(tensors, metadata={**(metadata or {}), DIGEST: tensors_digest(tensors)}))
 
 
 def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -219,9 +223,7 @@ def load_model_config(path: Path) -> ModelConfig:
     if version != RUN_FORMAT:
         raise format_error(path, version, vitral_version)
     try:
-        if "architecture" in content:
-            content["architecture"] = upgrade_architecture(content["architecture"])
-        config = from_dict(ModelConfig, content, field_types={"architecture": config_class(content.get("variant"))})
+        config = model_config_from_dict(content)
     except VitralError as error:
         raise VitralError(f"{path}: {error.what}", error.hint) from error
     if digest not in (None, actual_digest):
@@ -230,3 +232,10 @@ def load_model_config(path: Path) -> ModelConfig:
             f'Copy it again; to keep your own changes, delete the line "{DIGEST}" from it',
         )
     return config
+
+
+def model_config_from_dict(content: dict[str, Any]) -> ModelConfig:
+    """A config from nested dictionaries. The variant decides the class of `architecture`."""
+    if "architecture" in content:
+        content = {**content, "architecture": upgrade_architecture(content["architecture"])}
+    return from_dict(ModelConfig, content, field_types={"architecture": config_class(content.get("variant"))})

@@ -259,6 +259,7 @@ def train_part(split: EvaluationSplit, folder: Path, seed: int, callbacks: Seque
         hardware,
         callbacks=callbacks,
         initial_weights=setup.initial_weights,
+        base=setup.base,
     )
     with run.lock(), trainer.callbacks.ending():
         trainer.fit()

@@ -40,6 +40,7 @@ from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.training.loggers import check_loggers
 from vitral.weights.adapt import adapt_weights
+from vitral.weights.adapter import BaseWeights
 
 REGULARISATION = ("dropout", "dropout_attention", "dropout_embedding", "drop_path")  # model fields a recipe decides
 
@@ -149,6 +150,7 @@ class TrainingSetup:
     preprocessing: Preprocessing
     initial_weights: dict[str, Tensor] | None  # None: drawn at random
     notes: tuple[str, ...]  # adaptations of the checkpoint's weights, one sentence each
+    base: BaseWeights | None = None  # the checkpoint, if some of its weights stay frozen
 
     @property
     def steps_per_epoch(self) -> int:
@@ -161,14 +163,22 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
     `items`: a sequence of (image, label) to use instead of the dataset that the recipe names.
     """
     check_loggers(recipe)
+    if recipe.tune != "full" and not recipe.init_from:
+        raise VitralError(
+            f"--tune {recipe.tune} needs a checkpoint: without one, the frozen weights would be random",
+            "Name one with --init-from, or omit --tune",
+        )
     dataset, recipe = load_training_data(recipe, progress, items)
     preprocessing = make_preprocessing(recipe)
     initial_weights: dict[str, Tensor] | None = None
     notes: tuple[str, ...] = ()
+    base: BaseWeights | None = None
     if recipe.init_from:
         checkpoint = weights.read(recipe.init_from, recipe.init_options)
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, dataset.classes)
         initial_weights, notes = adapted.state, (*checkpoint.notes, *adapted.notes)
+        if recipe.tune != "full":
+            base = BaseWeights(source=recipe.init_from, sha256=checkpoint.sha256())
     train = dataset.train if recipe.augment.crop else dataset.train.to_model_input(preprocessing)
     return TrainingSetup(
         recipe=recipe,
@@ -177,6 +187,7 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         preprocessing=preprocessing,
         initial_weights=initial_weights,
         notes=notes,
+        base=base,
     )
 
 

@@ -20,8 +20,8 @@ from vitral.recipes.schema import Recipe
 from vitral.training.init_schemes import apply_init_schemes, init_sigmoid_head_bias
 from vitral.training.optim.builder import make_optimizers, restore_optimizer
 from vitral.training.optim.ema import EMA
-from vitral.training.optim.param_groups import freeze_parameters
 from vitral.training.parallelism import parallel_plan
+from vitral.training.tuning import apply_tuning
 
 
 @dataclass
@@ -52,8 +52,8 @@ class TrainState:
     def state_dict(self, hardware: Hardware) -> dict[str, Any]:
         """The content of a checkpoint. All ranks must call this."""
         return {
-            "model": self.model.state_dict(),
-            "ema": self.ema.model.state_dict() if self.ema is not None else None,
+            "model": self.trained_state(self.model.state_dict()),
+            "ema": self.trained_state(self.ema.model.state_dict()) if self.ema is not None else None,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "augment_rng": self.augment_rng.get_state(),
             "rank_rngs": hardware.world.all_gather_objects([hardware.rng_state()]),
@@ -66,10 +66,19 @@ class TrainState:
             "last_rollback_step": self.last_rollback_step,
         }
 
+    def trained_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a state dict that training changes. The others are those of `Recipe.init_from`."""
+        frozen = self.frozen_names()
+        return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+    def frozen_names(self) -> set[str]:
+        return {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+
     def load_state_dict(self, saved: dict[str, Any], hardware: Hardware) -> None:
-        load_full_state_dict(self.model, saved["model"])
+        frozen = self.frozen_names()
+        load_full_state_dict(self.model, saved["model"], frozen)
         if self.ema is not None:
-            load_full_state_dict(self.ema.model, saved["ema"])
+            load_full_state_dict(self.ema.model, saved["ema"], frozen)
         for optimizer, optimizer_state in zip(self.optimizers, saved["optimizers"], strict=True):
             restore_optimizer(optimizer, shard_optimizer_state(optimizer, optimizer_state))
         self._restore_rngs(saved, hardware)
@@ -127,10 +136,10 @@ def init_state(
         apply_init_schemes(recipe.init_schemes, model, sample_images_NCHW)
     if recipe.loss_name in SIGMOID_LOSSES:
         init_sigmoid_head_bias(model)
-    freeze_parameters(model, recipe.freeze)
+    apply_tuning(model, recipe)
     ema_fraction = recipe.ema_fraction(total_steps)
-    ema_model = copy.deepcopy(model) if ema_fraction else None
     parallel = parallel or parallel_plan(recipe, hardware)
+    ema_model = copy_for_ema(model, shares_frozen=parallel.mode != "fsdp") if ema_fraction else None
     for replica in filter(None, (model, ema_model)):
         place_model(
             replica,
@@ -155,6 +164,12 @@ def init_state(
     for optimizer in state.optimizers:
         optimizer.found_inf = state.found_nonfinite  # type: ignore[attr-defined]
     return state
+
+
+def copy_for_ema(model: ViT, shares_frozen: bool) -> ViT:
+    """A copy for the averaged weights. Frozen weights need none, but FSDP cannot shard a tensor of two models."""
+    frozen = (parameter for parameter in model.parameters() if shares_frozen and not parameter.requires_grad)
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in frozen})
 
 
 def rank_seed(seed: int, rank: int) -> int:

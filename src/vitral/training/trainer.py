@@ -23,11 +23,12 @@ from vitral.data.loader import Loader, to_device_if_fits
 from vitral.data.preprocess import Preprocessing
 from vitral.device.memory import is_out_of_memory
 from vitral.device.select import Hardware
-from vitral.distributed.dtensor import full_state_dict
+from vitral.distributed.dtensor import full_state
 from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import AsyncFlags
 from vitral.errors import Interrupted, VitralError, shell_quote
 from vitral.inference.forward import compute_logits, compute_logits_distributed
+from vitral.models.lora import merge_lora
 from vitral.models.variants import VARIANTS
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights, weights_damage
@@ -46,6 +47,7 @@ from vitral.training.signals import defer_signals
 from vitral.training.state import init_state
 from vitral.training.step import StepContext, StepRunner, forward_backward
 from vitral.training.timing import TimeBudget, TrainingClock
+from vitral.weights.adapter import Adapter, BaseWeights, save_adapter
 
 SYNC_EVERY = 50  # steps between reads from a GPU, which otherwise runs ahead of the host
 MAX_ROLLBACKS = 5  # each one halves the learning rate; a run that still diverges has another problem
@@ -71,12 +73,13 @@ class Trainer:
         parallel: ParallelPlan | None = None,
         callbacks: Sequence[Callback] = (),
         initial_weights: dict[str, Tensor] | None = None,
+        base: BaseWeights | None = None,
         time_budget: TimeBudget | None = None,
     ) -> None:
         self.recipe, self.dataset, self.preprocessing, self.run = recipe, dataset, preprocessing, run
         self.hardware, self.world = hardware, hardware.world
         self.parallel = parallel or parallel_plan(recipe, hardware)
-        self.initial_weights, self.time_budget = initial_weights, time_budget
+        self.initial_weights, self.base, self.time_budget = initial_weights, base, time_budget
         self.callbacks = CallbackList([MetricsFile(run, self.world), *callbacks])
         self.interrupt = threading.Event()
         self.task = TASKS[recipe.task_name]
@@ -159,6 +162,7 @@ class Trainer:
         self.resumed = False
         if (loaded := self._load_newest_checkpoint()) is not None:
             path, saved = loaded
+            self._check_base(saved)
             try:
                 if not self.recipe.has_result_fields(saved["recipe"]):
                     raise ValueError("the recipe has changed")
@@ -171,6 +175,14 @@ class Trainer:
             self.resumed = True
             self.callbacks.on_message(f"Resuming after step {self.state.step:,} of {self.total_steps:,}")
         self.callbacks.on_restore(self.state.epoch)
+
+    def _check_base(self, saved: dict[str, Any]) -> None:
+        """Refuse frozen weights that differ from those at the start: the checkpoint holds only what trains."""
+        if self.base is not None and saved.get("base_sha256", self.base.sha256) != self.base.sha256:
+            raise VitralError(
+                f"the weights of {self.base.source} have changed since this run started",
+                "Restore them, because the checkpoints contain only what is trained; or start a new run",
+            )
 
     def _load_newest_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest checkpoint that is intact. If the best weights are damaged, one from before their epoch."""
@@ -265,7 +277,7 @@ class Trainer:
             is_best = state.epoch + 1 == self.recipe.epochs or self.time_is_over
         if is_best:
             state.best = best
-            weights = full_state_dict(state.eval_model)
+            weights = full_state(state.trained_state(state.eval_model.state_dict()))
             self.world.broadcast_from_rank0(lambda: save_weights(self.run.checkpoint_dir / "best.safetensors", weights))
         state.model.train()
         metrics["best"] = is_best
@@ -371,24 +383,41 @@ class Trainer:
 
     def _write_checkpoint(self) -> None:
         content = {"recipe": self.recipe.result_fields(), **self.state.state_dict(self.hardware)}
+        if self.base is not None:
+            content["base_sha256"] = self.base.sha256
         checkpoint.save(self.run.checkpoint_dir, self.state.step, content, self.recipe.keep_checkpoints, self.world)
 
     def export_best_model(self) -> None:
-        """Write the weights of the best epoch and the model's config to the run's model folder."""
+        """Write the weights of the best epoch and the model's config to the run's model folder.
+
+        The model is complete: frozen weights are added, and the factors of LoRA are merged. What was trained is also
+        saved alone, as an adapter.
+        """
+        recipe = self.recipe
+        frozen = (
+            {}
+            if recipe.tune == "full"
+            else {name: tensor.cpu() for name, tensor in full_state(self.state.model.state_dict()).items()}
+        )
 
         def export() -> None:
-            model = VARIANTS[self.recipe.variant](self.recipe.model)
-            model.load_state_dict(load_weights(self.run.checkpoint_dir / "best.safetensors"))
+            trained = load_weights(self.run.checkpoint_dir / "best.safetensors")
             config = ModelConfig(
-                architecture=self.recipe.model,
+                architecture=recipe.model,
                 preprocessing=self.preprocessing,
                 classes=self.dataset.classes,
                 trained_on=self.dataset.name,
                 epoch=int(self.state.best["epoch"]),
-                variant=self.recipe.variant,
-                task=self.recipe.task_name,
+                variant=recipe.variant,
+                task=recipe.task_name,
                 target_scaling=self.target_scaling,
             )
+            if self.base is not None:
+                lora = recipe.lora if recipe.tune == "lora" else None
+                adapter = Adapter(tune=recipe.tune, lora=lora, base=self.base, config=config, tensors=trained)
+                save_adapter(self.run.model_dir, adapter)
+            model = VARIANTS[recipe.variant](recipe.model)
+            model.load_state_dict(merge_lora({**frozen, **trained}, recipe.lora.scaling))
             save_model(self.run.model_dir, model, config)
 
         self.world.broadcast_from_rank0(export)

@@ -27,6 +27,7 @@ def trial_trainer(setup: TrainingSetup, hardware: Hardware, parallel: ParallelPl
         hardware,
         parallel=parallel,
         initial_weights=setup.initial_weights,
+        base=setup.base,
     )
     trainer.setup()
     return trainer

@@ -10,7 +10,7 @@ from vitral.errors import VitralError
 from vitral.models.uninitialized import build_uninitialized
 from vitral.models.variants import variant_name
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.model_io import ModelConfig
+from vitral.runs.model_io import ModelConfig, tensors_digest
 from vitral.weights.interpretation import Assumption
 from vitral.weights.key_mapping import State
 
@@ -47,6 +47,10 @@ class Checkpoint:
             classes=model_config.classes,
             headless=model_config.classes == (NO_HEAD,),
         )
+
+    def sha256(self) -> str:
+        """The digest of the tensors, whatever file and format they were read from."""
+        return tensors_digest(self.state)
 
     def build(self) -> ViT:
         """The model with these weights, in fp32 and evaluation mode."""

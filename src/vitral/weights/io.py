@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from vitral import bundled
-from vitral.errors import VitralError, unknown_name_error
+from vitral.errors import VitralError, shell_quote, unknown_name_error
 from vitral.models.vit import ViT
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.runs.model_io import (
@@ -20,6 +21,7 @@ from vitral.runs.run import find_model_dir
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
 from vitral.weights import custom, hub, npz, timm, torchvision, transformers, vit_pytorch
+from vitral.weights.adapter import apply_adapter, is_adapter
 from vitral.weights.checkpoint import NO_HEAD, Checkpoint, ConvertedModel
 from vitral.weights.custom_map import load_key_map
 from vitral.weights.detect import detect_format
@@ -64,6 +66,9 @@ def read(
         options: What the files do not contain; the rest is assumed and listed in `Checkpoint.assumptions`.
         key_map: TOML file that names the tensors of a home-made checkpoint.
     """
+    if options.adapter is not None:
+        base = read(source, replace(options, adapter=None), key_map=key_map)
+        return apply_adapter(base, Path(options.adapter))
     custom_map = None if key_map is None else load_key_map(Path(key_map))
     location = bundled.resolve(source)
     name = str(location)
@@ -71,6 +76,11 @@ def read(
     try:
         if (path / "recipe.toml").is_file() or (path / "model" / "config.json").is_file():
             path = find_model_dir(path)
+        if path.is_file() and is_adapter(path):
+            raise VitralError(
+                f"{path} is an adapter, which needs the weights that it was trained on",
+                f"Pass those weights and --adapter {shell_quote(path)}, or the run's model/ folder, which is complete",
+            )
         raw = load_raw(path)
         raw.notes += bundled.shadowing_notes(source)
         if name.startswith(hub.SCHEME):

@@ -74,7 +74,7 @@ def test_recipe_with_a_variant_round_trips_through_toml(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_frozen_backbone_trains_only_the_head(variant, train_tiny, cpu):
-    plan = replace(recipe(variant), model=replace(CONFIGS[variant], num_classes=4), freeze="backbone")
+    plan = replace(recipe(variant), model=replace(CONFIGS[variant], num_classes=4), tune="head")
     run = train_tiny(recipe=plan)
     model, card = load_model(run.path)
     assert type(model) is VARIANTS[variant]
@@ -86,7 +86,7 @@ def test_frozen_backbone_trains_only_the_head(variant, train_tiny, cpu):
 
 
 def test_freezing_blocks_of_a_distilled_model_freezes_its_tokens(train_tiny, cpu):
-    plan = replace(recipe("distilled"), model=replace(SMALL, num_classes=4), freeze="1")
+    plan = replace(recipe("distilled"), model=replace(SMALL, num_classes=4), tune="last-1")
     after = load_model(train_tiny(recipe=plan).path)[0].state_dict()
     before = init_state(plan, cpu, 1).model.state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from vitral.models.lora import LoRAConfig, add_lora
 from vitral.models.variants.distilled import DistilledViT
 from vitral.models.vit import ViT, ViTConfig
 from vitral.recipes.schema import OptimConfig
 from vitral.training.optim.builder import make_optimizers
 from vitral.training.optim.muon import Muon
-from vitral.training.optim.param_groups import freeze_parameters, layer_index, param_settings
+from vitral.training.optim.param_groups import layer_index, param_settings, set_trainable
 
 SMALL: dict[str, Any] = {
     "image_size": (8, 8), "patch_size": 4, "channels": 1, "num_classes": 3, "width": 16, "depth": 2, "heads": 2,
@@ -95,16 +97,28 @@ def test_layer_decay_lowers_the_learning_rate_towards_the_embedding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("freeze", "trainable"),
+    ("tune", "trainable"),
     [
-        ("", {"patch_embedding", "class_token", "position_embedding", "encoder", "head"}),
-        ("backbone", {"head"}),
-        ("2", {"encoder", "head"}),
+        ("full", ""),  # every name
+        ("head", r"head\."),
+        ("bias", r"head\.|.*bias$"),
+        ("lora", r"head\.|.*lora_[AB]\.weight$"),
+        ("last-0", r"head\.|encoder\.norm\."),
+        ("last-1", r"head\.|encoder\.norm\.|encoder\.blocks\.1\."),
+        ("last-2", r"head\.|encoder\."),
     ],
 )
-def test_freeze_selects_the_trainable_parameters(freeze: str, trainable: set[str]) -> None:
+def test_tune_selects_the_trainable_parameters(tune: str, trainable: str) -> None:
     model = ViT(ViTConfig(**SMALL))
-    freeze_parameters(model, freeze)
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert {name.split(".")[0] for name in names} == trainable
-    assert not (freeze == "2" and any("blocks." in name for name in names))
+    add_lora(model, LoRAConfig(rank=2))
+    set_trainable(model, tune)
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert names == {name for name, _ in model.named_parameters() if re.match(trainable, name)}
+
+
+def test_muon_leaves_the_factors_of_lora_to_adamw() -> None:
+    model = ViT(ViTConfig(**SMALL))
+    add_lora(model, LoRAConfig(rank=2))
+    set_trainable(model, "lora")
+    (optimizer,) = make_optimizers(model, OptimConfig(name="muon"))
+    assert isinstance(optimizer, torch.optim.AdamW)

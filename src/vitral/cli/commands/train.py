@@ -18,7 +18,7 @@ from vitral.utils.json_toml import dump_json
 
 COMMON = "Common flags"
 COMPARE = "Comparison of training strategies"
-COMMON_FIELDS = ("init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
+COMMON_FIELDS = ("init_from", "tune", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
 # Fields that are set by other flags: DATA, --test-split, --exclude, --batch-size auto, --heads and the like
 OTHER_FLAGS = ("data.name", "data.test_split", "data.exclude", "auto_batch_size", "init_options.")
 GROUP_TITLES = {
@@ -27,6 +27,7 @@ GROUP_TITLES = {
     "data": "Data",
     "augment": "Augmentation",
     "optim": "Optimizer and schedule",
+    "lora": "LoRA (--tune lora)",
 }
 
 
@@ -79,6 +80,8 @@ class TrainArgs:
 
 
 def train(args: TrainArgs) -> int:
+    if "tune" in args.overrides:
+        check_tune_flag(args.overrides["tune"])
     if args.resume is None:
         init_from = args.overrides.get("init_from")
         check_inputs(None if init_from in ("", AUTO) else init_from, data=args.data, recipe=args.recipe)
@@ -96,6 +99,8 @@ def train(args: TrainArgs) -> int:
         return 0
     if args.checkpoint and "init_from" not in args.overrides:
         name = next(iter(args.checkpoint))
+        if name == "adapter":
+            raise VitralError("--adapter needs the weights that it was trained on", "Name them with --init-from")
         own = f"{'data' if name in ('mean', 'std', 'crop', 'interpolation') else 'model'}.{name}".replace("_", "-")
         raise VitralError(
             f"--{name.replace('_', '-')} describes a checkpoint (--init-from)", f"Set the model's own with --{own}"
@@ -125,6 +130,15 @@ def train(args: TrainArgs) -> int:
         tables.print_strategy_comparison(result)
         print(f"\nNext step: vitral predict {shell_quote(result.model_folders[result.verdict.recommended])} photo.jpg")
     return 0
+
+
+def check_tune_flag(tune: str) -> None:
+    from vitral.recipes.options import check_tune
+
+    try:
+        check_tune(tune)
+    except ValueError as error:
+        raise VitralError(f"--{error}", "For example: --tune lora, or --tune last-2 for the last two blocks") from None
 
 
 def print_lr_sweep(args: TrainArgs, start: Mapping[str, Any]) -> int:

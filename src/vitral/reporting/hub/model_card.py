@@ -193,14 +193,14 @@ def training_section(config: ModelConfig, record: RunRecord, recipe_file: str) -
     optim, fingerprint = recipe["optim"], _nested(environment, "data", "fingerprint")
     has_validation = recipe["data"]["validation"]
     selection = "best on the validation images" if has_validation else "last epoch; no validation images"
-    frozen = f", frozen: {recipe['freeze']}" if recipe.get("freeze") else ""
+    tuned = f", tuned: {tune}" if (tune := recipe.get("tune", "full")) != "full" else ""
     lines = [
         "## Training",
         "",
         f"- Dataset: {_dataset_name(config, record)}" + (f" (fingerprint {fingerprint})" if fingerprint else ""),
         f"- Initialised from {record.init_from}" if record.init_from else "- Trained from scratch",
         f"- Recipe {recipe['name']}: {optim['name']}, lr {optim['lr']}, {recipe['epochs']} epochs, "
-        f"batch size {recipe['batch_size']}, {optim['schedule']} schedule, seed {recipe['seed']}{frozen}",
+        f"batch size {recipe['batch_size']}, {optim['schedule']} schedule, seed {recipe['seed']}{tuned}",
         f"- Weights of epoch {config.epoch} ({selection})",
     ]
     if environment:

@@ -65,7 +65,7 @@ def push(
     with TemporaryDirectory() as temporary:
         output = Path(folder) if folder is not None else Path(temporary) / "model"
         family, notes = write_portable(checkpoint, output)
-        config = resolve_model_config(path, checkpoint)
+        config = checkpoint.model_config if options.adapter else resolve_model_config(path, checkpoint)
         atomic_write(output / "README.md", render_model_card(config, record, repository, family, notes, license))
         if record.recipe:
             atomic_write(output / RECIPE_FILE, recipe_from_dict(record.recipe).to_toml())

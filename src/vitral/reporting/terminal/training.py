@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from vitral import __version__
@@ -18,12 +17,12 @@ from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import shell_quote
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, split_warning
 from vitral.evaluation.report import EvaluationReport
-from vitral.models.variants import VARIANTS
 from vitral.recipes.schema import Recipe
 from vitral.reporting.run_report import EXAMPLE
 from vitral.runs.run import Run
 from vitral.training.class_balance import describe_class_balance, training_imbalance
 from vitral.training.setup import TrainingSetup
+from vitral.training.tuning import count_trained
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
 
@@ -37,8 +36,7 @@ def print_run_summary(
 ) -> None:
     recipe, dataset, model = setup.recipe, setup.dataset, setup.recipe.model
     source = dataset.source.removeprefix(f"from {dataset.name}").removeprefix(", ")  # a folder is named once
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in VARIANTS[recipe.variant](model).parameters())
+    trained, parameters = count_trained(recipe)
     kind = "ViT" if recipe.variant == "plain" else f"{recipe.variant} ViT"
     size = "x".join(map(str, model.image_size))
     epochs = f"{recipe.epochs} epoch{'s' if recipe.epochs != 1 else ''}"
@@ -49,6 +47,7 @@ def print_run_summary(
         f"Model     {kind} {size}/{model.patch_size}, width {model.width}, depth {model.depth}, heads {model.heads} "
         f"({parameters / 1e6:.2f} M parameters, {model.grid[0] * model.grid[1]} patches)",
         *(f"          {note}" for note in setup.notes),
+        *([] if recipe.tune == "full" else [f"Tuning    {describe_tuning(recipe)}: {trained / 1e6:.2f} M parameters"]),
         f"Recipe    {recipe.name}: {OPTIMIZER_NAMES[recipe.optim.name]}, lr {recipe.optim.lr * recipe.lr_scale:g}, "
         f"{epochs}, batch size {recipe.batch_size}",
         f"Hardware  {hardware}",
@@ -57,6 +56,14 @@ def print_run_summary(
         lines.append(f"Parallel  {parallel.mode}: {parallel.reason}")
     lines.append(f"Run       {run}\n")
     console.print("\n".join(lines), soft_wrap=True, markup=False)
+
+
+def describe_tuning(recipe: Recipe) -> str:
+    """What trains, in a few words."""
+    if recipe.tune == "lora":
+        return f"LoRA of rank {recipe.lora.rank} on {', '.join(recipe.lora.targets)}, and the head"
+    names = {"head": "the head", "bias": "biases and the head"}
+    return names.get(recipe.tune) or f"{recipe.tune.removeprefix('last-')} blocks, the final norm and the head"
 
 
 def print_leaks(console: Console, dataset_name: str, leaks: Mapping[str, LeakReport]) -> None:

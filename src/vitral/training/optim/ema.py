@@ -19,8 +19,10 @@ class EMA:
         """`ema_model`: a copy made before `model` was sharded, because a sharded model cannot be copied."""
         self.model = (ema_model or copy.deepcopy(model)).requires_grad_(False).eval()
         self.window = max(fraction * total_steps, 1.0)
-        self._averages: list[Tensor] = list(self.model.parameters())
-        self._weights: list[Tensor] = list(model.parameters())
+        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
+        trained = [(average, weight) for average, weight in pairs if weight.requires_grad]
+        self._averages: list[Tensor] = [average for average, _ in trained]
+        self._weights: list[Tensor] = [weight for _, weight in trained]
 
     @torch.no_grad()
     def update(self, step: Tensor) -> None:

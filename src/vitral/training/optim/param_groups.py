@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from vitral.models.lora import LORA_MARK
 from vitral.models.vit import LEARNED_VECTORS
+from vitral.recipes.options import LAST_BLOCKS
 
 if TYPE_CHECKING:
     from vitral.recipes.schema import OptimConfig
 
-EMBEDDING = ("patch_", "class_", "distillation_", "position_", "registers")  # prefixes of layer 0
-POOLING = ("attention_", "pooled_")  # prefixes between the encoder and the head
+HEAD = "head."  # prefix of the parameters that every way of tuning trains
 AFTER_BLOCKS = ("encoder.norm", "head", "attention_pooling", "pooled_norm")  # prefixes of layer L + 1
 
 NO_DECAY = LEARNED_VECTORS  # suffixes; weight decay would only pull these vectors towards zero
@@ -45,12 +46,13 @@ class ParamSettings:
 def param_settings(name: str, parameter: nn.Parameter, optim: OptimConfig, depth: int) -> ParamSettings:
     """Settings of one trainable parameter of a model with `depth` blocks.
 
-    Matrices decay; norms, biases, tokens and position tables do not. Muon updates the matrices of the blocks.
+    Matrices decay; norms, biases, tokens and position tables do not. Muon updates the matrices of the blocks, except
+    the factors of LoRA, which are too thin to be orthogonalised.
     """
     lr_scale = optim.layer_decay ** (depth + 1 - layer_index(name, depth))
     if parameter.ndim < 2 or name.endswith(NO_DECAY):
         return ParamSettings(weight_decay=0.0, lr_scale=lr_scale)
-    if optim.name == "muon" and "blocks." in name:
+    if optim.name == "muon" and "blocks." in name and LORA_MARK not in name:
         decay = optim.weight_decay if optim.muon_weight_decay is None else optim.muon_weight_decay
         num_matrices = 3 if name.endswith(FUSED_QKV) else 1
         return ParamSettings(weight_decay=decay, lr_scale=lr_scale, use_muon=True, num_matrices=num_matrices)
@@ -72,17 +74,17 @@ def _block_index(name: str) -> int:
     return int(name.split("blocks.")[1].split(".")[0])
 
 
-def freeze_parameters(model: nn.Module, freeze: str) -> None:
-    """Set `requires_grad` as `Recipe.freeze` says: "" trains everything, "backbone" only the head, "6" freezes the
-    embedding and the first six blocks."""
-    prefixes = frozen_prefixes(freeze)
+def set_trainable(model: nn.Module, tune: str) -> None:
+    """Set `requires_grad` as `Recipe.tune` says. The head always trains."""
+    depth = num_blocks(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(prefixes))
+        parameter.requires_grad_(is_trainable(name, tune, depth))
 
 
-def frozen_prefixes(freeze: str) -> tuple[str, ...]:
-    if freeze == "backbone":
-        return (*EMBEDDING, "encoder", *POOLING)
-    if not freeze:
-        return ()
-    return EMBEDDING + tuple(f"encoder.blocks.{block}." for block in range(int(freeze)))
+def is_trainable(name: str, tune: str, depth: int) -> bool:
+    """Whether a parameter trains: with "last-2", those of the last two blocks and of everything after them."""
+    if tune == "full" or name.startswith(HEAD):
+        return True
+    if tune.startswith(LAST_BLOCKS):
+        return layer_index(name, depth) > depth - int(tune.removeprefix(LAST_BLOCKS))
+    return (tune == "lora" and LORA_MARK in name) or (tune == "bias" and name.endswith("bias"))
