@@ -279,7 +279,7 @@ def test_vitral_model_is_written_as_the_equivalent_class(changes: dict[str, Any]
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"pooling": "attention"}, "attention pooling"),
+        ({"pooling": "attention"}, "has no classifier"),
         ({"pooling": "mean", "registers": 1}, "1 registers"),
         ({"head": "mlp"}, "a hidden layer in the head"),
         ({"registers": 3, "mlp_width": 80}, "multiples of the width"),

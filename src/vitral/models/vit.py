@@ -25,7 +25,7 @@ from torch import Tensor, nn
 Pooling = Literal["class", "mean", "attention"]
 Positions = Literal["learned", "sincos", "rotary", "learned+rotary", "none"]
 Head = Literal["linear", "mlp"]
-Resampling = Literal["bicubic-antialias", "bicubic", "bicubic-corners", "bilinear-corners"]
+Resampling = Literal["bicubic-antialias", "bicubic", "bicubic-corners", "bilinear-corners", "bilinear-antialias"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"]
 Rope = Literal["patch", "centered", "index", "scaled-index", "scaled-index-1"]
 Grid = tuple[int, int]  # patches down, patches across
@@ -219,6 +219,7 @@ RESAMPLING: dict[Resampling, dict[str, Any]] = {  # libraries differ
     "bicubic": {"mode": "bicubic"},  # transformers
     "bicubic-corners": {"mode": "bicubic", "align_corners": True},  # torchvision
     "bilinear-corners": {"mode": "bilinear", "align_corners": True},  # vision_transformer, big_vision
+    "bilinear-antialias": {"mode": "bilinear", "antialias": True},  # SigLIP 2 NaFlex
 }
 
 

@@ -21,7 +21,7 @@ UNSUPPORTED = {
     r"(^|\.)layers\.\d+\.blocks\.\d+\.": "windowed attention in stages",
     r"\.mlp\.(w12|w3|weights_in|fc1_g|gate_proj)\.": "SwiGLU MLP",
     r"(^|/)conv_root/|patch_embed\.backbone\.|embeddings\.backbone\.": "convolutional stem before the patches",
-    r"(^|\.)(norm_pre|ln_pre|pre_layrnorm)\.": "norm before the first block, as in CLIP",
+    r"(^|\.)norm_pre\.": "norm before the first block, as in CLIP",
     r"(^|\.)rope|\.attn\.q_proj\.": "rotary positions or EVA blocks",
     r"\.attn\.(q_bias|v_bias)$|blocks\.\d+\.gamma_?[12]$": "EVA or BEiT blocks, usually with rotary positions",
     r"\.output\.LayerNorm\.": "norms after the branches (post-norm), as in BERT",
@@ -39,7 +39,7 @@ UNDETERMINED = {
 SIGNATURES = {
     "vitral": r"patch_embedding\.project\.weight",
     "timm": r"patch_embed\.proj\.weight",
-    "transformers": r"(.+\.)?embeddings\.patch_embeddings\.projection\.weight",
+    "transformers": r"(.+\.)?embeddings\.(patch_embeddings\.projection|patch_embedding)\.weight",
     "torchvision": r"conv_proj\.weight",
     "vit-pytorch": r"to_patch_embedding\.\d\.weight",
     "npz": r"(.+/)?embedding/kernel",

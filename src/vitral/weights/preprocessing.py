@@ -10,6 +10,7 @@ from vitral.data.preprocess import Preprocessing
 MeanStd = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation per channel, pixels in [0, 1]
 
 IMAGENET: MeanStd = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CLIP: MeanStd = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 HALF: MeanStd = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 

@@ -115,6 +115,11 @@ def channels_first(tensor: Tensor, channels: int, patch: int) -> Tensor:
     return tensor.unflatten(-1, (patch, patch, channels)).movedim(-1, -3).flatten(-3).contiguous()
 
 
+def channels_last(tensor: Tensor, channels: int, patch: int) -> Tensor:
+    """(..., C·P·P) to (..., P·P·C)."""
+    return tensor.unflatten(-1, (channels, patch, patch)).movedim(-3, -1).flatten(-3).contiguous()
+
+
 def infer_config(
     format_name: str,
     raw: RawCheckpoint,
@@ -146,10 +151,12 @@ def infer_config(
             mlp_width=None if hidden == 4 * width else hidden,
             num_classes=shape(classifiers[0])[0] if classifiers else 1,
             head="mlp" if any("hidden" in key for key in state) else "linear",
+            class_token=True if "class_token.token" in state and settings.get("pooling", "class") != "class" else None,
             registers=shape("registers")[1] if "registers" in state else 0,
             layer_scale=(layer_scale or 1e-5) if has_layer_scale else None,
             qkv_bias=any(key.endswith("attention.qkv.bias") for key in state),
             qk_norm=any("attention.norm_q" in key for key in state),
+            pre_norm="pre_norm.weight" in state,
             **settings,
         )
     except ValueError as error:

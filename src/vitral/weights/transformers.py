@@ -1,4 +1,7 @@
-"""The transformers format: ViT, DeiT, DINOv2 (with registers), MAE, MSN and I-JEPA, as written by save_pretrained."""
+"""The transformers format: ViT, DeiT, DINOv2 (with registers), MAE, MSN and I-JEPA, as written by save_pretrained.
+
+The vision towers of CLIP and SigLIP are in clip.py.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from typing import Any
 
 import torch
 
-from vitral.data.preprocess import Preprocessing
-from vitral.models.vit import Activation, Resampling, ViTConfig
+from vitral.models.vit import Resampling
 from vitral.recipes.checkpoint_options import CheckpointOptions
+from vitral.weights import clip
 from vitral.weights.checkpoint import Checkpoint, ConvertedModel, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import KeyMapping, State, fuse_qkv, split_qkv
-from vitral.weights.preprocessing import HALF, IMAGENET, MeanStd, crop_fraction
+from vitral.weights.preprocessing import HALF, IMAGENET
 from vitral.weights.reading import (
     build_checkpoint,
     check_has_blocks,
@@ -23,6 +26,7 @@ from vitral.weights.reading import (
     incomplete_error,
     infer_config,
 )
+from vitral.weights.transformers_files import ACTIVATIONS, preprocessor_json, read_labels, read_preprocessing
 from vitral.weights.writing import (
     NotRepresentableError,
     exportable_state,
@@ -95,15 +99,6 @@ UNSUPPORTED = {
     "dinov3_vit": "rotary positions",
     "vit_hybrid": "convolutional stem before the patches",
 }
-# transformers' names of activations; the first of several names is written
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-}
 # How positions are resized for another image size
 RESAMPLING: dict[str, Resampling] = {
     "vit": "bicubic",
@@ -112,10 +107,11 @@ RESAMPLING: dict[str, Resampling] = {
     "dinov2": "bicubic",
     "dinov2_with_registers": "bicubic-antialias",
 }
-RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's constants
 
 
 def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
+    if clip.is_tower(raw):
+        return clip.to_vitral(raw, options)
     stored, reading = raw.config, Interpretation(source=raw.source, options=options)
     tensors = _without_model_prefix(raw.tensors)
     drop_tensors(tensors, PRETRAINING_KEYS, reading.notes)
@@ -151,7 +147,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         norm_eps=reading.setting("norm_eps", default_eps, f"norm eps {default_eps:g}", stored=norm_eps),
         position_resampling=RESAMPLING["dinov2_with_registers" if is_dinov2 and "registers" in state else "vit"],
     )
-    default_mean_std = HALF if model_type == "vit" else IMAGENET
+    default_mean_std, interpolation = (HALF, "bilinear") if model_type == "vit" else (IMAGENET, "bicubic")
     return build_checkpoint(
         "transformers",
         raw,
@@ -159,10 +155,10 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         unexpected,
         config,
         keys.from_vitral,
-        _read_preprocessing(raw.preprocessor_config, config, default_mean_std, reading),
+        read_preprocessing(raw.preprocessor_config, config, default_mean_std, interpolation, reading),
         reading,
         variant=variant,
-        classes=_read_labels(stored),
+        classes=read_labels(stored),
     )
 
 
@@ -237,56 +233,9 @@ def _head_variant(state: State) -> str:
     return "plain"
 
 
-def _read_labels(config: dict[str, Any]) -> list[str] | None:
-    """Class names; None if there are none or only the placeholders LABEL_0, LABEL_1, ..."""
-    names = config.get("id2label")
-    if not isinstance(names, dict) or any(re.fullmatch(r"LABEL_\d+", str(name)) for name in names.values()):
-        return None
-    return [str(names[key]) for key in sorted(names, key=int)]
-
-
-def _read_preprocessing(
-    stored: dict[str, Any], config: ViTConfig, default_mean_std: MeanStd, reading: Interpretation
-) -> Preprocessing:
-    size, channels = config.image_size, config.channels
-    if not stored:
-        interpolation = "bilinear" if default_mean_std == HALF else "bicubic"
-        return reading.preprocessing(size, channels, mean_std=default_mean_std, crop=1.0, interpolation=interpolation)
-    resized = _parse_size(stored.get("size")) or size
-    input_size = (_parse_size(stored.get("crop_size")) or size) if stored.get("do_center_crop") else resized
-    crop = crop_fraction(max(input_size), max(resized))
-    if any(side % config.patch_size for side in input_size):
-        input_size = size
-    settings = {"crop": crop, "mean": stored.get("image_mean"), "std": stored.get("image_std")}
-    if stored.get("do_normalize") is False:
-        settings |= {"mean": (0.0,) * channels, "std": (1.0,) * channels}
-    resample = stored.get("resample", 2)
-    settings["interpolation"] = RESAMPLE.get(resample, f"resample={resample}")
-    preprocessing = reading.preprocessing(
-        input_size,
-        channels,
-        mean_std=default_mean_std,
-        crop=1.0,
-        interpolation="bilinear",
-        stored={name: value for name, value in settings.items() if value is not None},
-        origin="preprocessor_config.json",
-    )
-    if "shortest_edge" not in str(stored.get("size")):
-        reading.notes.append("transformers resizes to a square; vitral keeps the aspect ratio and crops the centre")
-    return preprocessing
-
-
-def _parse_size(value: Any) -> tuple[int, int] | None:
-    """Height and width from any of the forms that transformers has used: int, pair or dictionary."""
-    if isinstance(value, dict):
-        edge = value.get("shortest_edge")
-        value = edge if edge is not None else [value.get("height"), value.get("width")]
-    if isinstance(value, int):
-        return value, value
-    return (int(value[0]), int(value[1])) if value and None not in value else None
-
-
 def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
+    if clip.fits(checkpoint):
+        return clip.from_vitral(checkpoint)
     config, variant = checkpoint.config, checkpoint.variant
     state, notes = exportable_state(
         checkpoint,
@@ -317,7 +266,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         }
     json_files = {
         "config.json": _config_json(checkpoint, model_type) | {"dtype": str(kernel.dtype).removeprefix("torch.")},
-        "preprocessor_config.json": _preprocessor_json(checkpoint.preprocessing, notes),
+        "preprocessor_config.json": preprocessor_json(checkpoint.preprocessing, notes),
     }
     return ConvertedModel(tensors=tensors, json_files=json_files, notes=notes)
 
@@ -391,23 +340,3 @@ def _to_dinov2(state: State, width: int, depth: int, variant: str) -> None:
     if variant == "plain" and "head.out.weight" in state:
         weight = state["head.out.weight"]
         state["head.out.weight"] = torch.cat([weight, weight.new_zeros(weight.shape[0], width)], dim=1)
-
-
-def _preprocessor_json(preprocessing: Preprocessing, notes: list[str]) -> dict[str, Any]:
-    height, width = preprocessing.image_size
-    if height != width:
-        notes.append("transformers resizes by the shorter side: the crop of non-square images differs slightly")
-    return {
-        "image_processor_type": "BitImageProcessor",  # keeps the aspect ratio
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"shortest_edge": max(int(height / preprocessing.crop), int(width / preprocessing.crop))},
-        "resample": {name: constant for constant, name in RESAMPLE.items()}[preprocessing.interpolation],
-        "do_center_crop": True,
-        "crop_size": {"height": height, "width": width},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(preprocessing.mean),
-        "image_std": list(preprocessing.std),
-    }

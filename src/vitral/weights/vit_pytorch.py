@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.recipes.checkpoint_options import CheckpointOptions
@@ -15,6 +14,7 @@ from vitral.weights.preprocessing import HALF, describe_preprocessing
 from vitral.weights.reading import (
     build_checkpoint,
     channels_first,
+    channels_last,
     incomplete_error,
     infer_config,
     infer_patch_shape,
@@ -128,11 +128,6 @@ def _num_patches(state: State, width: int) -> int | None:
     return None if table is None else table.numel() // width - (0 if token is None else token.numel() // width)
 
 
-def _channels_last(tensor: Tensor, channels: int, patch: int) -> Tensor:
-    """(..., C·P·P) to (..., P·P·C)."""
-    return tensor.unflatten(-1, (channels, patch, patch)).movedim(-3, -1).flatten(-3).contiguous()
-
-
 def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     config = checkpoint.config
     is_simple = config.positions == "sincos" and config.pooling == "mean"
@@ -153,7 +148,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
             raise NotRepresentableError("vit-pytorch", f"it does not support {key}")
     for key in PER_PIXEL_KEYS:
         tensor = state[f"patch_embedding.{key}"]
-        state[f"patch_embedding.{key}"] = _channels_last(tensor, config.channels, config.patch_size)
+        state[f"patch_embedding.{key}"] = channels_last(tensor, config.channels, config.patch_size)
     if is_simple:
         del state["position_embedding.table"]
     else:

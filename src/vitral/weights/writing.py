@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -31,6 +31,7 @@ def exportable_state(
     registers: bool = False,
     qk_norm: bool = False,
     hidden_head: bool = False,
+    supported: Collection[str] = (),
     norm_eps: float | None = None,
     activation: str | None = None,
 ) -> tuple[State, list[str]]:
@@ -47,6 +48,7 @@ def exportable_state(
         "q and k norms": config.qk_norm and not qk_norm,
         "a hidden layer in the head": config.head == "mlp" and not hidden_head,
         f"{config.positions} positions": "rotary" in config.positions,
+        "a norm before the first block": config.pre_norm and "pre_norm" not in supported,
     }
     for feature, is_needed in unsupported.items():
         if is_needed:
