@@ -39,6 +39,12 @@ from vitral.evaluation.data import SplitName, load_dataset_for, load_eval_target
 from vitral.evaluation.evaluate import MAX_IMAGES, calibrate_model
 from vitral.evaluation.evaluate import compare_models as compare_targets
 from vitral.evaluation.evaluate import evaluate as evaluate_target
+from vitral.evaluation.evaluate_regression import (
+    calibrate_regression,
+    check_classifier,
+    evaluate_regression,
+    refuse_for_regression,
+)
 from vitral.evaluation.leaks import (
     check_splits_for_leaks,
     fingerprint_training_images,
@@ -47,7 +53,6 @@ from vitral.evaluation.leaks import (
 )
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
-from vitral.evaluation.report import EvaluationReport
 from vitral.export.export import SUFFIX_BY_TARGET, Target, export_model
 from vitral.export.onnx_file import require_onnx
 from vitral.export.parity import MIN_AGREEMENT, ParityReport, check_image_count
@@ -68,11 +73,13 @@ from vitral.reporting.demo import compare_with_bundled, print_bundled_comparison
 from vitral.reporting.feature_files import check_features_path, write_features
 from vitral.reporting.figures.comparison import plot_probe, plot_strategy_comparison
 from vitral.reporting.figures.lr_finder import plot_lr_sweep
+from vitral.reporting.html.regression_report import write_regression_report
 from vitral.reporting.html.report import write_report
 from vitral.reporting.html.report_data import collect_report_data
 from vitral.reporting.hub.publish import push as push
-from vitral.reporting.run_report import write_augmented_figure, write_run_report
+from vitral.reporting.run_report import write_augmented_figure, write_regression_run_report, write_run_report
 from vitral.reporting.terminal import training as terminal
+from vitral.reporting.terminal.regression import print_regression_result
 from vitral.runs.run import RUNS, Run, find_model_dir, is_checkpoint, new_run_path
 from vitral.training.batch_size import resolve_batch_size
 from vitral.training.callbacks import Callback
@@ -306,6 +313,8 @@ def _evaluate_run(
     """Calibrate the trained model, evaluate it on the test set and write the report."""
     predictor = Predictor.load(run.path, device=setup.recipe.device)
     dataset = setup.dataset
+    if setup.recipe.task_name == "regression":
+        return _evaluate_regression_run(predictor, run, setup, world, console, callbacks, allow_leak)
     if setup.recipe.task_name != "classification":
         console.print(f"\nThe evaluation of {setup.recipe.task_name} models is not available yet.")
         return predictor
@@ -321,6 +330,32 @@ def _evaluate_run(
     world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, logits, allow_leak))
     if world.is_rank0:
         terminal.print_result(console, run, setup.recipe, dataset, evaluation, allow_leak)
+    return predictor
+
+
+def _evaluate_regression_run(
+    predictor: Predictor,
+    run: Run,
+    setup: TrainingSetup,
+    world: World,
+    console: Console,
+    callbacks: Callback,
+    allow_leak: bool,
+) -> Predictor:
+    """Fit the prediction intervals of a regression, evaluate it on the test set and write the report."""
+    dataset = setup.dataset
+    if not len(dataset.test) and not len(dataset.validation):
+        console.print("\nThere are neither test nor validation images, so the error is unknown.")
+        return predictor
+    target = load_eval_target(predictor, dataset=dataset)
+    if len(dataset.validation):
+        world.broadcast_from_rank0(lambda: calibrate_regression(predictor, target.validation_split))
+        predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
+    evaluation, predicted = evaluate_regression(target)
+    callbacks.on_evaluation(evaluation.scalars())
+    world.broadcast_from_rank0(lambda: write_regression_run_report(run, target, evaluation, predicted, allow_leak))
+    if world.is_rank0:
+        print_regression_result(console, run, dataset.name, setup.recipe.epochs, evaluation, allow_leak)
     return predictor
 
 
@@ -433,8 +468,11 @@ def evaluate(
     robustness: bool = False,
     engine: EngineName = "auto",
     log: LogFn = no_log,
-) -> EvaluationReport:
-    """Measure accuracy and calibration, each with a 95% confidence interval.
+) -> Any:  # depends on the task of the model
+    """Measure accuracy and calibration, each with a 95% confidence interval, and return an EvaluationReport.
+
+    A regression returns a RegressionReport: MAE, RMSE and R2 of each target, and the coverage of its prediction
+    intervals, which `coverage` sets.
 
     Args:
         model: The model to evaluate.
@@ -450,6 +488,9 @@ def evaluate(
         log: Called with one line per phase.
     """
     target = load_eval_target(model, data, split, engine=engine)
+    if target.predictor.is_regression:
+        refuse_for_regression(**{"--max-error": max_error, "--ood": ood, "--robustness": robustness})
+        return evaluate_regression(target, coverage=coverage, log=log)[0]
     corrupted_images = MAX_IMAGES if robustness else 0
     evaluation, _ = evaluate_target(
         target, max_error=max_error, coverage=coverage, ood_data=ood, corrupted_images=corrupted_images, log=log
@@ -475,6 +516,7 @@ def compare_models(
         engine: Inference engine of both models; ignored for a Predictor.
     """
     first_target = load_eval_target(first, data, split, engine=engine)
+    check_classifier(first_target.predictor, "compare")
     return compare_targets(first_target, load_eval_target(second, data, split, engine=engine))
 
 
@@ -497,6 +539,8 @@ def calibrate(
         engine: Inference engine; ignored if `model` is a Predictor.
     """
     target = load_eval_target(model, engine=engine)
+    if target.predictor.is_regression:
+        return calibrate_regression(target.predictor, target.validation_split, coverage)
     return calibrate_model(target.predictor, target.validation_split, score, false_positive_rate, coverage)
 
 
@@ -527,6 +571,12 @@ def report(
     """
     target = load_eval_target(model, data, split, engine=engine)
     model_path = target.predictor.path or Path()
+    if target.predictor.is_regression:
+        refuse_for_regression(**{"--ood": ood})
+        errors, predicted = evaluate_regression(target, log=log)
+        errors = replace(errors, leak=None) if allow_leak else errors
+        path = Path(out) if out else default_report_path(model_path)
+        return write_regression_report(target, errors, predicted, model_path, path)
     corrupted_images = 0 if fast else REPORT_CORRUPTED_IMAGES
     evaluation, logits = evaluate_target(target, ood_data=ood, corrupted_images=corrupted_images, log=log)
     if allow_leak:
@@ -564,6 +614,7 @@ def probe(
         engine: Inference engine; ignored if `init_from` is a Predictor.
     """
     predictor = _as_predictor(init_from, engine, options)
+    check_classifier(predictor, "probe")
     dataset = load_dataset_for(data, predictor, None)
     notes = list(dataset.notes)
 
@@ -661,6 +712,7 @@ def bench(
         log: Called with one line per phase.
     """
     predictor = _reference_predictor(model)
+    check_classifier(predictor, "bench")
     comparison = load_comparison_images(predictor, data, images)
     for note in comparison.notes:
         log(f"  {note}")

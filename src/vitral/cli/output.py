@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Literal
 
-from vitral.inference.prediction import CSV_COLUMNS, Label, Prediction, csv_rows, prediction_to_dict
+from vitral.inference.prediction import Label, Prediction, csv_columns, csv_rows, prediction_to_dict
 from vitral.utils.json_toml import dump_json
 
 OutputFormat = Literal["text", "json", "csv"]
@@ -21,7 +21,7 @@ def print_predictions(predictions: Sequence[Prediction], output_format: OutputFo
             print(dump_json(prediction_to_dict(prediction)))
     elif output_format == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(CSV_COLUMNS)
+        writer.writerow(csv_columns(any(prediction.is_regression for prediction in predictions)))
         for prediction in predictions:
             writer.writerows(csv_rows(prediction))
     else:
@@ -35,11 +35,14 @@ def print_predictions(predictions: Sequence[Prediction], output_format: OutputFo
 def print_lines(predictions: Sequence[Prediction]) -> None:
     """`bottle.jpg   glass 94%, plastic 4%, metal 1%`, file names padded to one width.
 
-    A prediction set follows if it has more than one class: `; one of: glass, plastic (90% coverage)`.
+    A prediction set follows if it has more than one class: `; one of: glass, plastic (90% coverage)`. The values of a
+    regression have their intervals: `age 31.4 (90%: 25.0 to 37.8)`.
     """
     width = max((display_width(prediction.source) for prediction in predictions), default=0)
     for prediction in predictions:
-        if not prediction.error:
+        if prediction.values:
+            print(f"{pad(prediction.source, width)}   {', '.join(map(str, prediction.values))}")
+        elif not prediction.error:
             text = prediction_text(prediction.labels, prediction.is_ood)
             if prediction.prediction_set is not None and len(prediction.prediction_set.labels) > 1:
                 text += "" if prediction.is_ood else f"; {prediction.prediction_set}"

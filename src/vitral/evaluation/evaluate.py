@@ -130,16 +130,7 @@ def calibrate_model(
     Updates the predictor and writes the calibration to the model's config.json. Without `coverage` the prediction sets
     keep the one that they have, and there are no sets if the images are too few for it.
     """
-    if predictor.path is None or is_checkpoint(predictor.path):
-        raise VitralError(
-            "only models in vitral's own format can store a calibration",
-            "Convert it first: vitral convert SOURCE FOLDER --to vitral",
-        )
-    if name := bundled.bundled_name(predictor.path):
-        raise VitralError(
-            f"the bundled model {name} is read-only",
-            f'Calibrate a copy: cp -r "$(vitral models where {name})" my-{name}; vitral evaluate my-{name} --calibrate',
-        )
+    check_can_store_calibration(predictor)
     if coverage is not None:
         check_image_count(len(validation), coverage)
     stored = predictor.model_config.calibration.prediction_sets
@@ -153,8 +144,23 @@ def calibrate_model(
         engine=predictor.engine.name,
     )
     predictor.model_config = replace(predictor.model_config, calibration=calibration)
+    assert predictor.path is not None
     save_model_config(find_model_dir(predictor.path), predictor.model_config)
     return calibration
+
+
+def check_can_store_calibration(predictor: Predictor) -> None:
+    """Refuse checkpoints of other libraries and bundled models."""
+    if predictor.path is None or is_checkpoint(predictor.path):
+        raise VitralError(
+            "only models in vitral's own format can store a calibration",
+            "Convert it first: vitral convert SOURCE FOLDER --to vitral",
+        )
+    if name := bundled.bundled_name(predictor.path):
+        raise VitralError(
+            f"the bundled model {name} is read-only",
+            f'Calibrate a copy: cp -r "$(vitral models where {name})" my-{name}; vitral evaluate my-{name} --calibrate',
+        )
 
 
 def choose_threshold(target: EvalTarget, logits: Tensor, max_error: float) -> ConfidenceThreshold:

@@ -28,8 +28,8 @@ from vitral.data.decode import SUPPORTED_FORMATS
 from vitral.data.files.walk import SkippedFiles, iter_images
 from vitral.errors import Interrupted, VitralError, shell_quote, truncate_list
 from vitral.inference.prediction import (
-    CSV_COLUMNS,
     Prediction,
+    csv_columns,
     csv_rows,
     prediction_from_dict,
     prediction_to_dict,
@@ -181,7 +181,7 @@ class _Job:
 
     def finish(self) -> tuple[list[str], int]:
         """Merge all parts, record the job and delete the parts."""
-        unreadable, count = _merge(self.parts, self.out)
+        unreadable, count = _merge(self.parts, self.out, self.predictor.is_regression)
         record = {
             "settings": self.settings(),
             "files": self.listing_digest(),
@@ -230,7 +230,7 @@ def _read_parts(parts: Path) -> Iterator[dict[str, Any]]:
                 yield parse_json(line)
 
 
-def _merge(parts: Path, out: Path) -> tuple[list[str], int]:
+def _merge(parts: Path, out: Path, is_regression: bool) -> tuple[list[str], int]:
     """Merge all parts into `out`. Returns the unreadable files and the number of predictions."""
     unreadable, count = list[str](), 0
 
@@ -243,7 +243,8 @@ def _merge(parts: Path, out: Path) -> tuple[list[str], int]:
             yield record
 
     with atomic_writer(out) as file:
-        {".parquet": _write_parquet, ".csv": _write_csv, ".jsonl": _write_jsonl}[out.suffix.lower()](records(), file)
+        write = {".parquet": _write_parquet, ".csv": _write_csv, ".jsonl": _write_jsonl}[out.suffix.lower()]
+        write(records(), file, is_regression)
     return unreadable, count
 
 
@@ -252,15 +253,15 @@ def _printable(path: str) -> str:
     return path.encode(errors="backslashreplace").decode()
 
 
-def _write_jsonl(records: Iterator[dict[str, Any]], file: Any) -> None:
+def _write_jsonl(records: Iterator[dict[str, Any]], file: Any, is_regression: bool) -> None:
     for record in records:
         file.write((dump_json(record) + "\n").encode())
 
 
-def _write_csv(records: Iterator[dict[str, Any]], file: Any) -> None:
+def _write_csv(records: Iterator[dict[str, Any]], file: Any, is_regression: bool) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="", write_through=True)
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
+    writer.writerow(csv_columns(is_regression))
     for record in records:
         writer.writerows(csv_rows(prediction_from_dict(record)))
     text.flush()
@@ -276,13 +277,18 @@ def _import_pyarrow() -> tuple[Any, Any]:
         ) from error
 
 
-def _write_parquet(records: Iterator[dict[str, Any]], file: Any) -> None:
+def _write_parquet(records: Iterator[dict[str, Any]], file: Any, is_regression: bool) -> None:
     arrow, parquet = _import_pyarrow()
+    number, numbers, names = arrow.float64(), arrow.list_(arrow.float64()), arrow.list_(arrow.string())
     schema = arrow.schema(
+        [("file", arrow.string()), ("value", number), ("low", number), ("high", number), ("targets", names),
+         ("values", numbers), ("lows", numbers), ("highs", numbers), ("coverage", number),
+         ("error", arrow.string()), ("engine", arrow.string())]
+        if is_regression else
         [("file", arrow.string()), ("label", arrow.string()), ("probability", arrow.float32()),
-         ("labels", arrow.list_(arrow.string())), ("probabilities", arrow.list_(arrow.float32())),
+         ("labels", names), ("probabilities", arrow.list_(arrow.float32())),
          ("ood", arrow.bool_()), ("error", arrow.string()), ("engine", arrow.string()),
-         ("prediction_set", arrow.list_(arrow.string())), ("coverage", arrow.float64())]
+         ("prediction_set", names), ("coverage", number)]
     )  # fmt: skip
     with parquet.ParquetWriter(file, schema) as writer:
         while batch := [record for record, _ in zip(records, range(ARROW_BATCH_SIZE), strict=False)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from vitral.data.files.walk import SkippedFile
 from vitral.errors import VitralError, truncate_list
-from vitral.models.conformal import ConformalSets
+from vitral.models.conformal import ConformalIntervals, ConformalSets
 from vitral.utils.json_toml import dump_json
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 TABLE_COLUMNS = (
     "file", "label", "probability", "labels", "probabilities", "ood", "error", "engine", "prediction_set", "coverage"
 )  # fmt: skip
+VALUE_TABLE_COLUMNS = (
+    "file", "value", "low", "high", "targets", "values", "lows", "highs", "coverage", "error", "engine"
+)  # fmt: skip
+VALUE_CSV_COLUMNS = ("file", "target", "value", "low", "high", "coverage", "error", "engine")
 CSV_COLUMNS = ("file", "rank", "label", "probability", "ood", "error", "engine", "prediction_set", "coverage")
 
 
@@ -40,8 +45,28 @@ class PredictionSet:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TargetValue:
+    """Predicted value of one target of a regression, in its units, and its prediction interval if the model has one."""
+
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    coverage: float | None = None  # share of images like the training set whose true value is in the interval
+
+    def __str__(self) -> str:
+        """`age 31.4 (90%: 25.0 to 37.8)`, with two significant digits of the width of the interval."""
+        if self.low is None or self.high is None or self.coverage is None:
+            return f"{self.name} {self.value:.4g}"
+        half_width = (self.high - self.low) / 2
+        decimals = min(max(1 - math.floor(math.log10(half_width)), 0), 9) if half_width > 0 else 4
+        value, low, high = (f"{number:,.{decimals}f}" for number in (self.value, self.low, self.high))
+        return f"{self.name} {value} ({100 * self.coverage:.4g}%: {low} to {high})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Ranked labels of one image, or the reason why it could not be read."""
+    """Ranked labels of one image, or its values for a regression, or the reason why it could not be read."""
 
     source: str  # file name, or "image" for images passed in memory
     labels: tuple[Label, ...] = ()  # most probable first
@@ -50,9 +75,21 @@ class Prediction:
     error: str | None = None
     engine: str | None = None  # name of the engine that computed the logits
     prediction_set: PredictionSet | None = None  # if the model has prediction sets (see `vitral.calibrate`)
+    values: tuple[TargetValue, ...] = ()  # one per target of a regression, which has no labels
+    is_regression: bool = False
+
+    @property
+    def value(self) -> float:
+        """The value of the first target of a regression."""
+        if not self.values:
+            reason = self.error or "the model predicts labels"
+            raise VitralError(f"no value for {self.source}: {reason}", "Check .error before .value; labels: .best")
+        return self.values[0].value
 
     @property
     def best(self) -> Label:
+        if self.values:
+            raise VitralError(f"no label for {self.source}: the model is a regression", "Use .value or .values")
         if not self.labels:
             raise VitralError(f"no prediction for {self.source}: {self.error}", "Check .error before .best")
         return self.labels[0]
@@ -80,18 +117,41 @@ class Predictions(list[Prediction]):
         """A pandas DataFrame with one row per image and the columns of `vitral predict --out FILE.parquet`.
 
         They are file, label, probability, labels, probabilities, ood, error, engine, prediction_set and coverage. An
-        unreadable image has an error and no labels.
+        unreadable image has an error and no labels. Of a regression they are file, value, low, high (of the first
+        target), targets, values, lows, highs, coverage, error and engine.
         """
         try:
             dataframe = import_module("pandas").DataFrame
         except ImportError as error:
             raise VitralError("a DataFrame requires pandas", "pip install 'vitral[pandas]'") from error
         rows = [table_row(prediction) for prediction in self]
-        return dataframe(rows, columns=TABLE_COLUMNS)
+        return dataframe(rows, columns=table_columns(bool(self) and self[0].is_regression))
+
+
+def table_columns(is_regression: bool) -> tuple[str, ...]:
+    return VALUE_TABLE_COLUMNS if is_regression else TABLE_COLUMNS
+
+
+def csv_columns(is_regression: bool) -> tuple[str, ...]:
+    return VALUE_CSV_COLUMNS if is_regression else CSV_COLUMNS
 
 
 def table_row(prediction: Prediction) -> dict[str, Any]:
-    """TABLE_COLUMNS of one image."""
+    """TABLE_COLUMNS of one image, or VALUE_TABLE_COLUMNS of a regression."""
+    if prediction.is_regression:
+        values = prediction.values
+        first = values[0] if values else None
+        return {
+            "file": prediction.source,
+            **{name: None if first is None else getattr(first, name) for name in ("value", "low", "high")},
+            "targets": [value.name for value in values],
+            "values": [value.value for value in values],
+            "lows": [value.low for value in values],
+            "highs": [value.high for value in values],
+            "coverage": None if first is None else first.coverage,
+            "error": prediction.error,
+            "engine": prediction.engine,
+        }
     best = prediction.labels[0] if prediction.labels else None
     return {
         "file": prediction.source,
@@ -116,6 +176,35 @@ def rank_labels(classes: Sequence[str], probabilities: Sequence[float], top: int
     """The `top` most probable labels (all if None), most probable first; ties keep the order of the classes."""
     order = sorted(zip(classes, probabilities, strict=True), key=lambda item: -item[1])
     return tuple(Label(name=name, probability=probability) for name, probability in order[:top])
+
+
+def target_values(
+    names: Sequence[str], values: Sequence[float], intervals: ConformalIntervals | None
+) -> tuple[TargetValue, ...]:
+    """The values of one image with their prediction intervals, if the model has any."""
+    if intervals is None:
+        return tuple(TargetValue(name=name, value=value) for name, value in zip(names, values, strict=True))
+    return tuple(
+        TargetValue(name=name, value=value, low=value - width, high=value + width, coverage=intervals.coverage)
+        for name, value, width in zip(names, values, intervals.half_widths, strict=True)
+    )
+
+
+def assemble_values(
+    images: Iterable[tuple[str, object]],
+    rows: Iterable[Sequence[float]],
+    names: Sequence[str],
+    engine: str,
+    intervals: ConformalIntervals | None = None,
+) -> Iterator[Prediction]:
+    """Combine decoded images with the values of a regression; as `assemble_predictions`."""
+    remaining_rows = iter(rows)
+    for source, pixels in images:
+        if isinstance(pixels, str):
+            yield Prediction(source=source, error=pixels, engine=engine, is_regression=True)
+        else:
+            values = target_values(names, next(remaining_rows), intervals)
+            yield Prediction(source=source, values=values, engine=engine, is_regression=True)
 
 
 def prediction_set(
@@ -158,13 +247,22 @@ def assemble_predictions(
 
 def prediction_to_dict(prediction: Prediction) -> dict[str, Any]:
     """JSON form; `prediction_from_dict` is its inverse."""
+    engine = {"engine": prediction.engine} if prediction.engine is not None else {}
+    if prediction.is_regression:
+        values = [target_value_to_dict(value) for value in prediction.values]
+        error = {"error": prediction.error} if prediction.error is not None else {}
+        return {"file": prediction.source, "values": values} | error | engine
     result: dict[str, Any] = {"file": prediction.source, "labels": [vars(label) for label in prediction.labels]}
     if prediction.inverted is not None:
         result["inverted"] = vars(prediction.inverted)
     if prediction.prediction_set is not None:
         result["prediction_set"] = prediction_set_to_dict(prediction.prediction_set)
     result |= {"ood": prediction.is_ood} if prediction.error is None else {"error": prediction.error}
-    return result | ({"engine": prediction.engine} if prediction.engine is not None else {})
+    return result | engine
+
+
+def target_value_to_dict(value: TargetValue) -> dict[str, Any]:
+    return {name: item for name, item in vars(value).items() if item is not None}
 
 
 def prediction_set_to_dict(prediction_set: PredictionSet) -> dict[str, Any]:
@@ -175,7 +273,7 @@ def prediction_from_dict(values: dict[str, Any]) -> Prediction:
     label_set: dict[str, Any] | None = values.get("prediction_set")
     return Prediction(
         source=values["file"],
-        labels=tuple(Label(**label) for label in values["labels"]),
+        labels=tuple(Label(**label) for label in values.get("labels", ())),
         is_ood=values.get("ood", False),
         inverted=Label(**values["inverted"]) if "inverted" in values else None,
         error=values.get("error"),
@@ -183,11 +281,18 @@ def prediction_from_dict(values: dict[str, Any]) -> Prediction:
         prediction_set=None
         if label_set is None
         else PredictionSet(labels=tuple(label_set["labels"]), coverage=label_set["coverage"]),
+        values=tuple(TargetValue(**value) for value in values.get("values", ())),
+        is_regression="values" in values,
     )
 
 
 def csv_rows(prediction: Prediction) -> list[list[str]]:
-    """Rows of CSV_COLUMNS: one per label, or a single row with the error. The prediction set is a JSON list."""
+    """Rows of `csv_columns`: one per label or target, or a single row with the error.
+
+    The prediction set is a JSON list.
+    """
+    if prediction.is_regression:
+        return value_csv_rows(prediction)
     engine, label_set = prediction.engine or "", prediction.prediction_set
     if prediction.error is not None:
         return [[prediction.source, "", "", "", "", prediction.error, engine, "", ""]]
@@ -197,4 +302,19 @@ def csv_rows(prediction: Prediction) -> list[list[str]]:
     return [
         [prediction.source, str(rank), label.name, f"{label.probability:.6f}", ood, "", engine, names, coverage]
         for rank, label in enumerate(prediction.labels, start=1)
+    ]
+
+
+def value_csv_rows(prediction: Prediction) -> list[list[str]]:
+    """Rows of VALUE_CSV_COLUMNS: one per target, or a single row with the error."""
+    source, engine = prediction.source, prediction.engine or ""
+    if prediction.error is not None:
+        return [[source, "", "", "", "", "", prediction.error, engine]]
+
+    def cell(number: float | None) -> str:
+        return "" if number is None else f"{number:.9g}"
+
+    return [
+        [source, value.name, cell(value.value), cell(value.low), cell(value.high), cell(value.coverage), "", engine]
+        for value in prediction.values
     ]

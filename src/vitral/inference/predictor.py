@@ -27,14 +27,20 @@ from vitral.data.names import read_class_names
 from vitral.device.cpu import available_cpus
 from vitral.device.select import CompileOption, DeviceOption, Hardware, select_hardware
 from vitral.distributed.world import init_distributed
-from vitral.errors import VitralError
+from vitral.errors import VitralError, truncate_list
 from vitral.inference.engine_selection import EngineChoice, EngineName, reference_engine, select_engine
 from vitral.inference.forward import check_images, padded_shard
 from vitral.inference.inputs import ImageInput as ImageInput
 from vitral.inference.inputs import is_single_image, iter_inputs
 from vitral.inference.prediction import Label as Label
 from vitral.inference.prediction import Prediction as Prediction
-from vitral.inference.prediction import Predictions, assemble_predictions, rank_labels, source_name
+from vitral.inference.prediction import (
+    Predictions,
+    assemble_predictions,
+    assemble_values,
+    rank_labels,
+    source_name,
+)
 from vitral.models.vit import ViT
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.runs.model_io import ModelConfig, load_model
@@ -142,12 +148,19 @@ class Predictor:
     def __repr__(self) -> str:
         H, W = self.model_config.preprocessing.image_size
         path = f"{str(self.path)!r}, " if self.path is not None else ""
-        trained_on = self.model_config.trained_on
-        return f"Predictor({path}{len(self.classes)} classes, {H}×{W} pixels, trained on {trained_on!r})"
+        trained_on, outputs = self.model_config.trained_on, f"{len(self.classes)} classes"
+        if self.is_regression:
+            outputs = f"regression of {truncate_list(self.classes, 3)}"
+        return f"Predictor({path}{outputs}, {H}×{W} pixels, trained on {trained_on!r})"
 
     @property
     def classes(self) -> tuple[str, ...]:
+        """Names of the classes, or of the targets of a regression."""
         return self.model_config.classes
+
+    @property
+    def is_regression(self) -> bool:
+        return self.model_config.task == "regression"
 
     @overload
     def predict(self, images: bytes | Image.Image, top: int | None = None) -> Prediction: ...
@@ -275,7 +288,19 @@ class Predictor:
 
     def probabilities(self, images_NCHW: Images) -> Tensor:
         """uint8 images of the model's input size to calibrated probabilities (N, K)."""
+        if self.is_regression:
+            raise VitralError("a regression predicts values, not probabilities", "Use model.values(batch)")
         return self.model_config.calibration.probabilities(self.logits(images_NCHW))
+
+    def values(self, images_NCHW: Images) -> Tensor:
+        """uint8 images of the model's input size to the values of a regression (N, T), in units of the targets."""
+        return self.to_units(self.logits(images_NCHW))
+
+    def to_units(self, outputs_NT: Tensor) -> Tensor:
+        """Outputs of a regression model to values in units of the targets."""
+        if (scaling := self.model_config.target_scaling) is None:
+            raise VitralError("the model predicts classes, not values", "Use model.probabilities(batch)")
+        return scaling.to_units(outputs_NT)
 
     def evaluate(self, split: Split) -> Metrics:
         """Loss, accuracy, per-class metrics and confusion matrix on labelled images."""
@@ -286,6 +311,8 @@ class Predictor:
                 f"expected labelled images such as vitral.data.load('mnist').test, got {split!r}",
                 "To evaluate on a dataset or folder by name: vitral.evaluate(model, data=NAME)",
             )
+        if self.is_regression:
+            raise VitralError("a regression has no accuracy", "Use vitral.evaluate(model) for MAE, RMSE and R2")
         images = split.to_model_input(self.model_config.preprocessing).images
         return compute_metrics(self.logits(images), split.labels, self.classes)
 
@@ -320,6 +347,11 @@ class Predictor:
         if top is not None and top < 1:
             raise VitralError(f"top must be at least 1, got {top}", "None returns all labels")
         readable = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
+        if self.is_regression:
+            values = self.values(torch.stack(readable)).tolist() if readable else []
+            intervals = self.model_config.calibration.prediction_intervals
+            yield from assemble_values(batch, values, self.classes, self.engine.name, intervals)
+            return
         if readable:
             images = torch.stack(readable)
             rows, inverted = self.calibrated_rows(self.logits(images)), iter(self.predict_inverted(images))

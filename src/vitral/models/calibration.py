@@ -1,4 +1,4 @@
-"""Calibration stored with a model: temperature scaling, prediction sets and out-of-distribution (OOD) detection.
+"""Calibration stored with a model: temperature, prediction sets or intervals, out-of-distribution (OOD) detection.
 
 Shapes:  B images   K classes
 """
@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from vitral.models.conformal import ConformalSets
+from vitral.models.conformal import ConformalIntervals, ConformalSets
 
 LogitScore = Literal["max-logit", "energy"]
 
@@ -26,6 +26,7 @@ class Calibration:
     fitted_on: str = "validation"  # split
     engine: str = "fp32"  # name of the engine whose logits it was fitted to
     prediction_sets: ConformalSets | None = None  # None: predictions are single labels
+    prediction_intervals: ConformalIntervals | None = None  # of a regression; None: predictions are single values
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:

@@ -1,4 +1,4 @@
-"""Prediction sets stored with a model. Imports no torch, so that exported models can use them too."""
+"""Prediction sets and intervals stored with a model. Imports no torch, so that exported models can use them too."""
 
 from __future__ import annotations
 
@@ -27,3 +27,21 @@ class ConformalSets:
         if not above:
             return [max(range(len(probabilities)), key=probabilities.__getitem__)]
         return sorted(above, key=lambda index: -probabilities[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConformalIntervals:
+    """Prediction intervals of a regression: split conformal prediction with the absolute error as score.
+
+    The interval of a target is its predicted value plus or minus its half-width.
+    """
+
+    coverage: float  # share of new images whose true value shall be in the interval, for each target
+    half_widths: tuple[float, ...]  # per target, in its units
+    images: int  # number of held-out images on which the half-widths were fitted
+
+    def __post_init__(self) -> None:
+        if not 0 < self.coverage < 1:
+            raise ValueError(f"calibration.prediction_intervals.coverage must be between 0 and 1, got {self.coverage}")
+        if not all(0 <= width < float("inf") for width in self.half_widths):
+            raise ValueError("calibration.prediction_intervals.half_widths must be finite and at least 0")

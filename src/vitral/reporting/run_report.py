@@ -11,10 +11,13 @@ from torch import Tensor
 
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.data import EvalTarget
+from vitral.evaluation.regression import RegressionReport
 from vitral.evaluation.report import EvaluationReport
 from vitral.reporting.figures import training as figures
 from vitral.reporting.figures.augmented import plot_augmented
 from vitral.reporting.figures.images import save_image
+from vitral.reporting.figures.regression import plot_scatter
+from vitral.reporting.html.regression_report import write_regression_report
 from vitral.reporting.html.report import write_report
 from vitral.reporting.html.report_data import AUGMENTED, collect_report_data
 from vitral.runs.run import Run
@@ -47,6 +50,26 @@ def write_run_report(
     with figure_errors(run, hint):
         write_figures(run, target, evaluation)
     write_html(run, target, replace(evaluation, leak=None) if allow_leak else evaluation, logits)
+
+
+def write_regression_run_report(
+    run: Run, target: EvalTarget, evaluation: RegressionReport, predicted: Tensor, allow_leak: bool = False
+) -> None:
+    """Write test.json, figures and report.html of a regression, each atomically."""
+    atomic_write(run.test_file, dump_json(evaluation.as_dict(), indent=2) + "\n")
+    hint = f"Free some disk space, then complete the run with: vitral train --resume {shell_quote(run)}"
+    with figure_errors(run, hint):
+        write_regression_figures(run, target, evaluation, predicted)
+    shown = replace(evaluation, leak=None) if allow_leak else evaluation
+    write_regression_report(target, shown, predicted, run.path, run.report_file)
+
+
+def write_regression_figures(run: Run, target: EvalTarget, evaluation: RegressionReport, predicted: Tensor) -> None:
+    """Training curves, predicted against true values, and one of the evaluated images to try commands with."""
+    figures.plot_training_curves(run.load_metrics(), run.figure_dir / "curves.png")
+    plot_scatter(evaluation, predicted, target.split.labels, run.figure_dir / "scatter.png")
+    example = target.predictor.model_config.preprocessing.pad_for_roundtrip(target.split.images[0])
+    save_image(example, run.figure_dir / EXAMPLE)
 
 
 @contextmanager

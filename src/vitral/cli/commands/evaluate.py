@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArgs:
     """Measure accuracy and calibration, each with a 95% confidence interval, and optionally OOD detection and
-    robustness to image corruptions."""
+    robustness to image corruptions. For a regression: MAE, RMSE, R2 and the coverage of prediction intervals."""
 
     model: str = argument(MODEL_HELP)
     data: str | None = option(None, EVAL_DATA_HELP)
@@ -69,6 +69,7 @@ def evaluate(args: EvaluateArgs) -> int:
         )
     from vitral import api
     from vitral.reporting.terminal.evaluation import print_evaluation
+    from vitral.reporting.terminal.regression import print_regression
 
     predictor = load_model(args.model, args.checkpoint, labels=args.labels, engine=args.engine)
     announce_downloads(args.data or predictor.model_config.trained_on, args.ood)
@@ -91,10 +92,15 @@ def evaluate(args: EvaluateArgs) -> int:
     if args.json:
         print(dump_json(report.as_dict()))
     else:
-        print_evaluation(report, args.full, args.allow_leak)
+        if predictor.is_regression:
+            print_regression(report, args.allow_leak)
+        else:
+            print_evaluation(report, args.full, args.allow_leak)
         if args.coverage is not None and not args.calibrate:
             command = f"vitral evaluate {shell_quote(args.model)} --calibrate --coverage {args.coverage:g}"
-            print(f"  To store these sets for predict and serve: {command}")
+            print(f"  To store this coverage for predict and serve: {command}")
+    if args.figures is not None and predictor.is_regression:
+        raise VitralError("--figures is for classifiers", f"The scatter plot is in: vitral report {args.model}")
     if args.figures is not None:
         from vitral.reporting.figures import evaluation as evaluation_figures
 
@@ -105,6 +111,10 @@ def evaluate(args: EvaluateArgs) -> int:
 
 
 def calibration_text(calibration: Calibration) -> str:
+    if (intervals := calibration.prediction_intervals) is not None:
+        widths = ", ".join(f"{width:.4g}" for width in intervals.half_widths)
+        coverage = f"{100 * intervals.coverage:.4g}% coverage"
+        return f"Calibrated on the validation images: prediction intervals of ± {widths}, {coverage}"
     threshold = "none" if calibration.ood_threshold is None else f"{calibration.ood_threshold:.2f}"
     sets = calibration.prediction_sets
     coverage = "none (too few images)" if sets is None else f"{100 * sets.coverage:.4g}% coverage"

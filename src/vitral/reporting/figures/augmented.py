@@ -33,6 +33,10 @@ def plot_augmented(images_BCHW: Tensor, targets_BK: Tensor, classes: Sequence[st
 
 def target_text(target_K: Tensor, classes: Sequence[str]) -> str:
     """`ants`, or one line per class of a mixed image: `ants 62%`, `bees 38%`."""
+    if not bool(((target_K >= 0) & (target_K <= 1)).all()):  # values of a regression
+        return "\n".join(
+            f"{shorten(name, 12)} {value:.4g}" for name, value in zip(classes, target_K.tolist(), strict=True)
+        )
     top = target_K.topk(min(2, len(target_K)))
     parts = [
         (shorten(classes[index], 16), p) for index, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)

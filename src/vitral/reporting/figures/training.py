@@ -36,23 +36,26 @@ TOP_CLASSES = 5
 
 
 def plot_training_curves(rows: Sequence[dict[str, Any]], path: Path) -> Path:
-    """Loss and accuracy per epoch on the training and validation sets. rows: lines of metrics.jsonl."""
+    """Loss and the task's metric per epoch on the training and validation sets. rows: lines of metrics.jsonl."""
+    is_regression = bool(rows) and "train_rmse" in rows[0]
+    metric, title = ("rmse", "RMSE") if is_regression else ("top1", "Accuracy")
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     epochs = [row["epoch"] for row in rows]
-    for axes, metric, title in ((loss_axes, "loss", "Loss"), (accuracy_axes, "top1", "Accuracy")):
+    for axes, key, name in ((loss_axes, "loss", "Loss"), (accuracy_axes, metric, title)):
         for split, colour, label in (("train", ORANGE, "training (augmented)"), ("validation", BLUE, "validation")):
-            if all(f"{split}_{metric}" in row for row in rows):  # a run may have no validation set
-                axes.plot(epochs, [row[f"{split}_{metric}"] for row in rows], "o-", color=colour, ms=3, label=label)
-        axes.set(xlabel="Epoch", title=title)
+            if all(f"{split}_{key}" in row for row in rows):  # a run may have no validation set
+                axes.plot(epochs, [row[f"{split}_{key}"] for row in rows], "o-", color=colour, ms=3, label=label)
+        axes.set(xlabel="Epoch", title=name)
         axes.xaxis.get_major_locator().set_params(integer=True)
         style_axes(axes)
         if len(epochs) == 1:
             axes.set_xticks(epochs)
-    if len(epochs) > 1 and all("validation_top1" in row for row in rows):
+    if len(epochs) > 1 and all(f"validation_{metric}" in row for row in rows):
         best = max((row["epoch"] for row in rows if row["best"]), default=epochs[-1])
         accuracy_axes.axvline(best, color=GRAY, ls=":", zorder=0, label=f"best epoch ({best})")
-    accuracy_axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
+    if not is_regression:
+        accuracy_axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
     accuracy_axes.legend(frameon=False)
     return save(figure, path)
 

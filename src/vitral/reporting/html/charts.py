@@ -41,8 +41,10 @@ class Chart:
         self._add_legend(name, style)
 
     def dots(self, xs: Sequence[float], ys: Sequence[float], style: str, name: str = "") -> None:
+        radius = 1.8 if "small" in style else 3.2
         for x, y in zip(xs, ys, strict=True):
-            self.marks.append(f'<circle class="dot {style}" cx="{self.to_x(x):.1f}" cy="{self.to_y(y):.1f}" r="3.2"/>')
+            position = f'cx="{self.to_x(x):.1f}" cy="{self.to_y(y):.1f}"'
+            self.marks.append(f'<circle class="dot {style}" {position} r="{radius}"/>')
         self._add_legend(name, style)
 
     def spans(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], style: str) -> None:

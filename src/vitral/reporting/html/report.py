@@ -1,19 +1,11 @@
-"""The report of a run as one self-contained HTML file, with light and dark theme.
-
-Everything from outside, such as class names and commands, is escaped. The Content-Security-Policy allows only the
-page's own style and script, by their hashes.
-"""
+"""The report of a classifier."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from importlib.resources import files
 from pathlib import Path
 
-from vitral import __version__
-from vitral.evaluation.leaks import evaluation_warning, new_images_text
 from vitral.reporting.html.confusion_matrix import ConfusionExamples, confusion_section
+from vitral.reporting.html.document import leak_banner, render_page
 from vitral.reporting.html.evaluation_sections import (
     calibration_section,
     ood_section,
@@ -21,12 +13,10 @@ from vitral.reporting.html.evaluation_sections import (
     robustness_section,
 )
 from vitral.reporting.html.gallery import gallery_section
-from vitral.reporting.html.markup import interval, json_for_script, percent, text
+from vitral.reporting.html.markup import interval, percent, text
 from vitral.reporting.html.report_data import ReportData
 from vitral.reporting.html.run_sections import data_section, reproduction_section, summary_section, training_section
 from vitral.utils.atomic import atomic_write
-
-ASSETS = ("report.css", "report.js")
 
 
 def write_report(data: ReportData, path: Path) -> Path:
@@ -35,7 +25,6 @@ def write_report(data: ReportData, path: Path) -> Path:
 
 
 def render_report(data: ReportData) -> str:
-    style, script = (files("vitral.reporting.html").joinpath("page", name).read_text("utf-8") for name in ASSETS)
     examples = ConfusionExamples.select(data)
     sections = [
         ("summary", "Summary", summary_section(data)),
@@ -49,41 +38,8 @@ def render_report(data: ReportData) -> str:
         ("data", "Data", data_section(data)),
         ("reproduction", "Reproduction", reproduction_section(data)),
     ]
-    present = [(name, title, content) for name, title, content in sections if content]
-    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in present)
-    body = "".join(
-        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{content}</section>'
-        for name, title, content in present
-    )
-    policy = (
-        f"default-src 'none'; img-src data:; style-src '{csp_hash(style)}'; script-src '{csp_hash(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{text(data.title)}</title>'
-        f"<style>{style}</style></head><body>"
-        f"<header><h1>{text(data.title)}</h1>{leak_banner(data)}{key_figures(data)}"
-        f'<nav aria-label="Sections"><ul>{links}</ul></nav></header><main>{body}</main>'
-        f"<footer>vitral {__version__}. This file is self-contained.</footer>"
-        f'<script type="application/json" id="report-data">{json_for_script(examples.to_dict(data))}</script>'
-        f"<script>{script}</script></body></html>\n"
-    )
-
-
-def csp_hash(source: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
-
-
-def leak_banner(data: ReportData) -> str:
-    """A warning above the figures if evaluated images were used for training."""
-    leak = data.evaluation.leak
-    warning = evaluation_warning(leak)
-    if leak is None or warning is None:
-        return ""
-    sentences = [f"{warning[0].upper()}{warning[1:]}.", new_images_text(leak)]
-    return f'<p class="warning" role="alert">{text(" ".join(filter(None, sentences)))}</p>'
+    header = leak_banner(data.evaluation.leak) + key_figures(data)
+    return render_page(data.title, sections, header, examples.to_dict(data))
 
 
 def key_figures(data: ReportData) -> str:

@@ -28,23 +28,29 @@ AUGMENTED = "augmented.png"  # in the run's figures folder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ReportData:
-    """Sections whose data is empty are left out of the report."""
+class RunData:
+    """What the reports of all tasks show. Sections whose data is empty are left out."""
 
     title: str
     predictor: Predictor
     split_name: str
     split: Split  # model inputs and labels
-    logits: Tensor  # (N, K) of the split
-    evaluation: EvaluationReport
     facts: Pairs  # model, data and training
     epochs: tuple[dict[str, Any], ...] = ()  # rows of metrics.jsonl
-    counts: tuple[tuple[str, tuple[int, ...]], ...] = ()  # split, images per class
-    data_checks: tuple[str, ...] = ()  # one finding per line
     environment: Pairs = ()
     commands: tuple[str, ...] = ()  # that reproduce the run
     recipe: str = ""  # contents of recipe.toml
     augmented: bytes = b""  # PNG of augmented training images
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReportData(RunData):
+    """The report of a classifier."""
+
+    logits: Tensor  # (N, K) of the split
+    evaluation: EvaluationReport
+    counts: tuple[tuple[str, tuple[int, ...]], ...] = ()  # split, images per class
+    data_checks: tuple[str, ...] = ()  # one finding per line
     full_report_command: str = ""  # the command that adds the missing sections
 
 
@@ -55,28 +61,35 @@ def collect_report_data(
 
     thorough: also check the images of a dataset folder with the doctor.
     """
+    counts = class_counts(target)
+    return ReportData(
+        logits=logits,
+        evaluation=evaluation,
+        counts=counts,
+        data_checks=check_data(target, dict(counts), thorough),
+        full_report_command=f"vitral report {shell_quote(bundled.display_name(path))}",
+        **collect_run_data(target, path),
+    )
+
+
+def collect_run_data(target: EvalTarget, path: Path) -> dict[str, Any]:
+    """The fields of `RunData`, from a run folder or from a model folder without run."""
     run = Run(path) if target.recipe is not None else None
     epochs = tuple(run.load_metrics()) if run else ()
     environment = run.load_environment() if run else {}
-    counts = class_counts(target)
     augmented = Run(path).figure_dir / AUGMENTED
-    return ReportData(
-        title=f"Vision Transformer trained on {target.predictor.model_config.trained_on}",
-        predictor=target.predictor,
-        split_name=target.split_name,
-        split=target.split,
-        logits=logits,
-        evaluation=evaluation,
-        facts=run_facts(target, epochs, environment),
-        epochs=epochs,
-        counts=counts,
-        data_checks=check_data(target, dict(counts), thorough),
-        environment=tuple((name.replace("_", " "), value) for name, value in flatten(environment)),
-        commands=reproduction_commands(run, environment),
-        recipe=run.recipe_file.read_text(encoding="utf-8") if run and run.recipe_file.is_file() else "",
-        augmented=augmented.read_bytes() if run and augmented.is_file() else b"",
-        full_report_command=f"vitral report {shell_quote(bundled.display_name(path))}",
-    )
+    return {
+        "title": f"Vision Transformer trained on {target.predictor.model_config.trained_on}",
+        "predictor": target.predictor,
+        "split_name": target.split_name,
+        "split": target.split,
+        "facts": run_facts(target, epochs, environment),
+        "epochs": epochs,
+        "environment": tuple((name.replace("_", " "), value) for name, value in flatten(environment)),
+        "commands": reproduction_commands(run, environment),
+        "recipe": run.recipe_file.read_text(encoding="utf-8") if run and run.recipe_file.is_file() else "",
+        "augmented": augmented.read_bytes() if run and augmented.is_file() else b"",
+    }
 
 
 def run_facts(target: EvalTarget, epochs: tuple[dict[str, Any], ...], environment: dict[str, Any]) -> Pairs:

@@ -12,7 +12,7 @@ from vitral.reporting.html import charts
 from vitral.reporting.html.charts import Chart, nice_ticks, padded_range
 from vitral.reporting.html.confusion_matrix import MAX_CLASSES
 from vitral.reporting.html.markup import definition_table, interval, note, percent, table, text
-from vitral.reporting.html.report_data import ReportData
+from vitral.reporting.html.report_data import ReportData, RunData
 
 MAX_DOTS = 60  # epochs; longer curves are drawn without a dot per epoch
 
@@ -48,7 +48,8 @@ def training_section(epochs: tuple[dict[str, Any], ...], augmented: bytes = b"")
     """Loss and accuracy per epoch, and augmented training images. epochs: rows of metrics.jsonl."""
     if not epochs:
         return ""
-    curves = (("loss", "loss", charts.number), ("top1", "accuracy", charts.percent))
+    metrics = (("loss", "loss", charts.number), ("top1", "accuracy", charts.percent), ("rmse", "RMSE", charts.number))
+    curves = [curve for curve in metrics if f"train_{curve[0]}" in epochs[0]]
     drawn = "".join(_training_chart(epochs, metric, name, number_format) for metric, name, number_format in curves)
     return f'<div class="columns">{drawn}</div>{_augmented_images(augmented)}'
 
@@ -113,7 +114,7 @@ def data_section(data: ReportData) -> str:
     )
 
 
-def reproduction_section(data: ReportData) -> str:
+def reproduction_section(data: RunData) -> str:
     commands = "\n".join(data.commands)
     content = f"<pre>{text(commands)}</pre>" if commands else ""
     if data.recipe:
