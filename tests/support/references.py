@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from peers import register_torchvision_ops
@@ -38,6 +41,7 @@ __all__ = [
     "compute_logits",
     "random_images",
     "randomize_weights",
+    "save_for_hub",
     "timm",
     "torchvision",
     "transformers",
@@ -88,3 +92,24 @@ def compute_logits(model: nn.Module, images: Tensor) -> Tensor:
 
 def assert_same_logits(model: nn.Module, reference: nn.Module, images: Tensor) -> None:
     torch.testing.assert_close(compute_logits(model, images), compute_logits(reference, images), atol=1e-4, rtol=0)
+
+
+def save_for_hub(folder: Path, model: Any, arguments: dict[str, Any], name: str = "vit_base_patch16_224") -> Path:
+    """Write a folder like timm's save_for_hf."""
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    config = {
+        "architecture": name,
+        "num_classes": model.num_classes,
+        "global_pool": model.global_pool,
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "input_size": [model.in_chans, *model.patch_embed.img_size],
+            "mean": [0.1] * model.in_chans,
+            "std": [0.3] * model.in_chans,
+            "crop_pct": 0.95,
+            "interpolation": "bilinear",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -20,6 +20,7 @@ from support.references import (
     compute_logits,
     random_images,
     randomize_weights,
+    save_for_hub,
     timm,
 )
 from vitral import weights
@@ -53,32 +54,18 @@ KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "gap": (GAP, "late-norm", True),
     "gap, norm before pooling": ({**GAP, "fc_norm": False}, "plain", True),
     "map": ({"class_token": False, "global_pool": "map"}, "plain", True),
-    "registers with positions": ({"reg_tokens": 2}, "plain", False),
-    "gap with a class token": ({"global_pool": "avg"}, "late-norm", False),
-    "map with a class token": ({"global_pool": "map"}, "plain", False),
-    "norm after pooling the class token": ({"fc_norm": True}, "plain", False),
+    "registers with positions": ({"reg_tokens": 2}, "plain", True),
+    "gap with a class token": ({"global_pool": "avg"}, "late-norm", True),
+    "gap, class token and registers": (
+        {"global_pool": "avg", "reg_tokens": 2, "no_embed_class": True},
+        "late-norm",
+        True,
+    ),
+    "map with a class token": ({"global_pool": "map"}, "plain", True),
+    "norm after pooling the class token": ({"fc_norm": True}, "late-norm", True),
+    "norm before the blocks": ({"pre_norm": True}, "plain", True),
+    "no final norm": ({"final_norm": False}, "plain", True),
 }
-
-
-def save_for_hub(folder: Path, model: Any, arguments: dict[str, Any]) -> Path:
-    """Write a folder like timm's save_for_hf."""
-    folder.mkdir()
-    save_file(model.state_dict(), folder / "model.safetensors")
-    config = {
-        "architecture": "vit_base_patch16_224",
-        "num_classes": model.num_classes,
-        "global_pool": model.global_pool,
-        "model_args": arguments,
-        "pretrained_cfg": {
-            "input_size": [model.in_chans, *model.patch_embed.img_size],
-            "mean": [0.1] * model.in_chans,
-            "std": [0.3] * model.in_chans,
-            "crop_pct": 0.95,
-            "interpolation": "bilinear",
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +115,7 @@ def test_bare_file_of_a_usual_width_is_read_with_assumptions_noted(tmp_path: Pat
     assert (checkpoint.preprocessing.crop, checkpoint.preprocessing.interpolation) == (0.9, "bicubic")
     notes = "\n".join(checkpoint.notes)
     assert (
-        "assumed: class-token pooling (--pooling), no rotary positions, square images of 224×224 (--image-size), "
+        "assumed: class-token pooling (--pooling), square images of 224×224 (--image-size), no rotary positions, "
         "3 heads (--heads), gelu activation (--activation), norm eps 1e-06 (--norm-eps), "
         "mean 0.5 std 0.5 (--mean --std), crop 0.9 (--crop), bicubic interpolation (--interpolation)"
     ) in notes
@@ -222,8 +209,9 @@ def test_class_names_and_preprocessing_are_read_from_config_json(tmp_path: Path)
     ("changes", "reason"),
     [
         ({"architecture": "vit_base_patch16_rpn_224"}, "post-norm"),
-        ({"architecture": "vit_small_patch16_rope_ape_224"}, "rotary positions or EVA blocks"),
-        ({"model_args": {"act_layer": "silu"}}, "activation silu"),
+        ({"architecture": "vit_small_patch16_rope_mixed_224"}, "rotary positions of type 'mixed'"),
+        ({"architecture": "vit_medium_patch16_rope_reg1_gap_256"}, "rotary positions for another grid than 4×4"),
+        ({"model_args": SMALL | {"act_layer": "silu"}}, "activation silu"),
         ({"model_args": {"norm_layer": "rmsnorm"}}, "norm_layer"),
         ({"global_pool": "avgmax"}, "pooling 'avgmax'"),
     ],
@@ -242,9 +230,10 @@ def test_unsupported_config_is_refused(changes: dict[str, Any], reason: str, tmp
         ("swin_tiny_patch4_window7_224", "relative positions"),
         ("beit_base_patch16_224", "relative positions"),
         ("vit_relpos_small_patch16_224", "relative positions"),
-        ("vit_giant_patch14_dinov2", "SwiGLU"),
-        ("vit_base_patch32_clip_224", "norm before the first block"),
-        ("eva02_tiny_patch14_224", "rotary positions|SwiGLU"),
+        ("vit_base_patch16_rope_mixed_224", "rotary positions with learned frequencies"),
+        ("eva02_tiny_patch14_224", "EVA blocks"),
+        ("eva02_base_patch14_224", "EVA-02 blocks"),
+        ("vit_dwee_patch16_reg1_gap_256", "differential attention"),
         ("vit_small_r26_s32_224", "convolutional stem before the patches"),
         ("vit_small_patch16_18x2_224", "parallel attention and MLP branches"),
         ("vit_pwee_patch16_reg1_gap_256", "parallel attention and MLP branches"),

@@ -275,9 +275,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         family_name = "siglip2"
     family, is_clip = FAMILIES[family_name], family_name == "clip"
     if not checkpoint.headless:
-        raise NotRepresentableError(
-            "transformers", f"{family.class_name} has no classifier on its pooled features"
-        )
+        raise NotRepresentableError("transformers", f"{family.class_name} has no classifier on its pooled features")
     if config.image_size[0] != config.image_size[1]:
         raise NotRepresentableError("transformers", f"{family.class_name} supports only square images")
     state, notes = exportable_state(

@@ -220,7 +220,7 @@ def _arrange_tokens(state: State, width: int, patch: int, reading: Interpretatio
     num_registers = state["registers"].shape[1] if "registers" in state else 0
     options = [num_cls, num_cls + num_registers, 0] if num_registers else [num_cls, 0]
     num_prefix, size = reading.position_table(state[TABLE].shape[1], options, patch)
-    split_position_table(state, num_prefix, num_cls, pooling, reading.notes)
+    split_position_table(state, num_prefix, num_cls)
     return pooling, size
 
 

@@ -68,7 +68,9 @@ def _fill(template: str, match: re.Match[str]) -> str:
     return template
 
 
-# vitral stores the q, k and v projections as one tensor; attention pooling has one for k and v.
+# vitral stores the q, k and v projections as one tensor; attention pooling has one for k and v, SwiGLU one for gate and
+# value.
+SWIGLU = {"mlp.expand": ("mlp.gate", "mlp.value")}
 FUSED_PROJECTIONS = {
     "attention.qkv": ("attention.q", "attention.k", "attention.v"),
     "attention_pooling.kv": ("attention_pooling.k", "attention_pooling.v"),
@@ -76,8 +78,11 @@ FUSED_PROJECTIONS = {
 
 
 def fuse_qkv(state: State) -> None:
-    """Concatenate separate q, k and v projections. Incomplete or mismatched ones stay, to be reported later."""
-    for fused, parts in FUSED_PROJECTIONS.items():
+    """Concatenate separate q, k and v projections, and gates and values of SwiGLU.
+
+    Incomplete or mismatched ones stay, to be reported later.
+    """
+    for fused, parts in (FUSED_PROJECTIONS | SWIGLU).items():
         for first in [key for key in state if f"{parts[0]}." in key]:
             keys = [first.replace(f"{parts[0]}.", f"{part}.") for part in parts]
             if all(key in state for key in keys) and len({state[key].shape for key in keys}) == 1:
@@ -87,7 +92,16 @@ def fuse_qkv(state: State) -> None:
 
 def split_qkv(state: State) -> None:
     """Split fused projections into q, k and v; the parts are views."""
-    for fused, parts in FUSED_PROJECTIONS.items():
+    _split(state, FUSED_PROJECTIONS)
+
+
+def split_swiglu(state: State) -> None:
+    """Split the first layer of the MLP into gate and value; the parts are views."""
+    _split(state, SWIGLU)
+
+
+def _split(state: State, projections: Mapping[str, tuple[str, ...]]) -> None:
+    for fused, parts in projections.items():
         for key in [key for key in state if f"{fused}." in key]:
             for part, tensor in zip(parts, state.pop(key).chunk(len(parts)), strict=True):
                 state[key.replace(f"{fused}.", f"{part}.")] = tensor
@@ -100,6 +114,15 @@ def fold_layer_scale(state: State) -> None:
             scale, branch = state.pop(key), key.replace(f"{residual}.scale", projection)
             state[f"{branch}.weight"] = state[f"{branch}.weight"] * scale[:, None]
             state[f"{branch}.bias"] = state[f"{branch}.bias"] * scale
+
+
+def add_zero_key_bias(state: State) -> bool:
+    """Add the zero bias of keys where only queries and values have one; returns whether there are any."""
+    keys = [key for key in state if key.endswith("attention.q.bias")]
+    missing = [key for key in keys if key.replace(".q.", ".k.") not in state]
+    for key in missing:
+        state[key.replace(".q.", ".k.")] = torch.zeros_like(state[key])
+    return bool(missing)
 
 
 def add_zero_qkv_bias(state: State) -> None:

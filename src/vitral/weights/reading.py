@@ -67,28 +67,18 @@ def flatten_patch_kernel(raw: RawCheckpoint, state: State, name: str) -> tuple[i
     return kernel.shape[0], kernel.shape[1], kernel.shape[2]
 
 
-def split_position_table(state: State, num_prefix: int, num_cls: int, pooling: str, notes: list[str]) -> None:
-    """Arrange position rows as in vitral, which has them for the class token, if it is pooled, and the patches only.
+def split_position_table(state: State, num_prefix: int, num_cls: int) -> None:
+    """Arrange position rows as in vitral: for the class token, for the registers too or not, and for the patches.
 
-    Rows of other prefix tokens are added to the tokens themselves. `num_prefix` rows precede those of the patches.
+    `num_prefix` rows precede those of the patches. A class token without a position gets a zero row.
     """
     table = state["position_embedding.table"]
     prefix, patches = table[:, :num_prefix], table[:, num_prefix:]
-    if "registers" in state and num_prefix == num_cls + state["registers"].shape[1]:
-        state["registers"] = state["registers"] + prefix[:, num_cls:]
     if "distillation_token" in state and num_prefix == 2:
         state["distillation_position_table"] = prefix[:, 1:2].clone()
         state["position_embedding.table"] = torch.cat([prefix[:, :1], patches], dim=1)
-    elif pooling == "class":
-        row = prefix[:, :1] if num_prefix else torch.zeros_like(patches[:, :1])
-        state["position_embedding.table"] = table if num_prefix == 1 else torch.cat([row, patches], dim=1)
-    else:
-        state["position_embedding.table"] = patches if num_prefix == 0 else patches.clone()
-        if num_cls:
-            token = state.pop("class_token.token")
-            token = token + prefix[:, :1] if num_prefix else token
-            state["registers"] = torch.cat([token, state["registers"]], dim=1) if "registers" in state else token
-            notes.append("the class token is not pooled: kept as a register")
+    elif num_cls and num_prefix == 0:
+        state["position_embedding.table"] = torch.cat([torch.zeros_like(patches[:, :1]), patches], dim=1)
 
 
 def infer_patch_shape(num_values: int, num_patches: int | None, reading: Interpretation) -> tuple[int, int]:
@@ -137,12 +127,13 @@ def infer_config(
         return tuple(state[key].shape)
 
     first = "encoder.blocks.0"
-    width, hidden = shape(PATCH_KERNEL)[0], shape(f"{first}.mlp.expand.weight")[0]
-    if hidden == 2 * shape(f"{first}.mlp.contract.weight")[-1]:
+    width, hidden = shape(PATCH_KERNEL)[0], shape(f"{first}.mlp.contract.weight")[-1]
+    if is_gated(state) and settings.get("activation") != "swiglu":
         raise unsupported_model_error(raw.source, "SwiGLU MLP")
     if f"{first}.norm1.weight" in state and f"{first}.norm1.bias" not in state:
         raise unsupported_model_error(raw.source, "norms without bias (RMS norm)")
-    classifiers = _classifier_keys(state)
+    classifiers, registers = _classifier_keys(state), shape("registers")[1] if "registers" in state else 0
+    num_cls = int("class_token.token" in state)
     has_layer_scale = any(key.endswith("residual1.scale") for key in state)
     try:
         return ViTConfig(
@@ -151,8 +142,9 @@ def infer_config(
             mlp_width=None if hidden == 4 * width else hidden,
             num_classes=shape(classifiers[0])[0] if classifiers else 1,
             head="mlp" if any("hidden" in key for key in state) else "linear",
-            class_token=True if "class_token.token" in state and settings.get("pooling", "class") != "class" else None,
-            registers=shape("registers")[1] if "registers" in state else 0,
+            class_token=True if num_cls and settings.get("pooling", "class") != "class" else None,
+            registers=registers,
+            register_positions=registers > 0 and _num_prefix_rows(state, settings) == registers + num_cls,
             layer_scale=(layer_scale or 1e-5) if has_layer_scale else None,
             qkv_bias=any(key.endswith("attention.qkv.bias") for key in state),
             qk_norm=any("attention.norm_q" in key for key in state),
@@ -161,6 +153,19 @@ def infer_config(
         )
     except ValueError as error:
         raise _invalid_config_error(raw.source, error) from error
+
+
+def is_gated(state: State) -> bool:
+    """Whether the first layer of the MLP computes gates and values, as in SwiGLU."""
+    expand, contract = (state.get(f"encoder.blocks.0.mlp.{name}.weight") for name in ("expand", "contract"))
+    return expand is not None and contract is not None and len(expand) == 2 * contract.shape[-1]
+
+
+def _num_prefix_rows(state: State, settings: dict[str, Any]) -> int:
+    """Rows of the position table before those of the patches."""
+    (height, width), patch = settings["image_size"], settings["patch_size"]
+    table = state.get("position_embedding.table")
+    return 0 if table is None else table.shape[1] - (height // patch) * (width // patch)
 
 
 def count_blocks(source: str, state: State) -> int:

@@ -38,7 +38,8 @@ def exportable_state(
     """Tensors with an explicit position table, and notes about differences in the other library.
 
     The arguments state what the library supports; a model that needs more raises `NotRepresentableError`. `norm_eps`
-    and `activation` are values that the library fixes.
+    and `activation` are values that the library fixes. `supported` names further options: swiglu, pre_norm,
+    no_final_norm, rotary, class_token (one that is not pooled), register_positions.
     """
     config, notes = checkpoint.config, []
     unsupported = {
@@ -47,8 +48,13 @@ def exportable_state(
         f"{config.registers} registers": config.registers > 0 and not registers,
         "q and k norms": config.qk_norm and not qk_norm,
         "a hidden layer in the head": config.head == "mlp" and not hidden_head,
-        f"{config.positions} positions": "rotary" in config.positions,
+        f"{config.positions} positions": "rotary" in config.positions and "rotary" not in supported,
+        "SwiGLU": config.activation == "swiglu" and "swiglu" not in supported,
         "a norm before the first block": config.pre_norm and "pre_norm" not in supported,
+        "a model without final norm": not config.final_norm and "no_final_norm" not in supported,
+        "a class token that is not pooled": (
+            config.has_class_token and config.pooling != "class" and "class_token" not in supported
+        ),
     }
     for feature, is_needed in unsupported.items():
         if is_needed:
@@ -65,9 +71,20 @@ def exportable_state(
     if config.positions == "sincos":
         state["position_embedding.table"] = PositionEmbedding(config).table
     elif config.positions == "none":
-        rows = config.num_prefix_tokens - config.registers + math.prod(config.grid)
+        num_prefix = config.num_prefix_tokens if config.register_positions else int(config.has_class_token)
+        rows = num_prefix + math.prod(config.grid)
         state["position_embedding.table"] = torch.zeros(1, rows, config.width)
+    if config.register_positions and "register_positions" not in supported:
+        _fold_register_positions(config, state)
     return state, notes
+
+
+def _fold_register_positions(config: ViTConfig, state: State) -> None:
+    """Add the position rows of the registers to the registers themselves."""
+    table, num_cls = state["position_embedding.table"], int(config.has_class_token)
+    cls, rows, patches = table.split([num_cls, config.registers, table.shape[1] - num_cls - config.registers], dim=1)
+    state["registers"] = state["registers"] + rows
+    state["position_embedding.table"] = torch.cat([cls, patches], dim=1)
 
 
 def resampling_notes(config: ViTConfig, library: str, resampling: Resampling) -> list[str]:
