@@ -278,7 +278,7 @@ def run_recipe(predictor: Predictor) -> Recipe | None:
 def training_dataset_name(predictor: Predictor, hint: str = "Name a dataset or folder with --data") -> str:
     """Name of the dataset or folder that the model was trained on. Unknown for checkpoints of other libraries."""
     name = predictor.model_config.trained_on
-    if not name or name.partition(": ")[0] in FORMATS:
+    if not name or name.partition(": ")[0] in (*FORMATS, "custom"):
         model = f"{predictor.path}, a checkpoint of another library," if predictor.path else "the model"
         raise VitralError(f"{model} does not record its training dataset", hint)
     return name

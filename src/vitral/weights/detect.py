@@ -42,6 +42,7 @@ SIGNATURES = {
     "torchvision": r"conv_proj\.weight",
     "vit-pytorch": r"to_patch_embedding\.\d\.weight",
     "npz": r"(.+/)?embedding/kernel",
+    "open-clip": r"visual\.(conv1\.weight|trunk\.patch_embed\.proj\.weight)|transformer\.resblocks\.0\.ln_1\.weight",
 }
 
 

@@ -30,7 +30,10 @@ from vitral.utils.json_toml import read_json
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 EXPORT_SUFFIXES = (".onnx", ".pt2")  # exported models, which can only predict
-HUB_FILE_NAMES = ("model.safetensors", "pytorch_model.bin", "weights.safetensors")  # next to their config.json
+HUB_FILE_NAMES = (  # next to their config.json
+    "model.safetensors", "pytorch_model.bin", "weights.safetensors",
+    "open_clip_model.safetensors", "open_clip_pytorch_model.bin",
+)  # fmt: skip
 SHARD_INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 # Keys around the weights in training checkpoints. EMA weights come first; timm prefers them too. The target encoder is
@@ -52,6 +55,7 @@ class RawCheckpoint:
     tensors: dict[str, Tensor]
     config: dict[str, Any] = field(default_factory=dict)  # config.json
     preprocessor_config: dict[str, Any] = field(default_factory=dict)  # preprocessor_config.json
+    open_clip_config: dict[str, Any] = field(default_factory=dict)  # open_clip_config.json
     notes: list[str] = field(default_factory=list)
 
 
@@ -94,6 +98,7 @@ def _load_folder(folder: Path) -> RawCheckpoint:
 def _load_configs(raw: RawCheckpoint, folder: Path) -> None:
     raw.config = _load_json(folder / "config.json")
     raw.preprocessor_config = _load_json(folder / "preprocessor_config.json")
+    raw.open_clip_config = _load_json(folder / "open_clip_config.json")
 
 
 def _load_json(path: Path) -> dict[str, Any]:

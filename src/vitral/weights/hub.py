@@ -14,11 +14,13 @@ from vitral.errors import VitralError
 from vitral.weights.files import SUFFIXES, error_in_one_line
 
 SCHEME = "hf:"
-CONFIG_PATTERNS = ["config.json", "preprocessor_config.json"]
+CONFIG_PATTERNS = ["config.json", "preprocessor_config.json", "open_clip_config.json"]
 # In order of preference: files that cannot contain code first. Only the first kind that exists is downloaded.
 WEIGHT_PATTERNS = (
     ["model*.safetensors", "model.safetensors.index.json", "weights.safetensors"],
+    ["open_clip_model.safetensors"],
     ["pytorch_model*.bin*"],
+    ["open_clip_pytorch_model.bin"],
     ["*.npz", "*.pth", "*.pt"],
 )
 

@@ -20,7 +20,7 @@ from vitral.runs.model_io import (
 from vitral.runs.run import find_model_dir
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
-from vitral.weights import custom, hub, npz, timm, torchvision, transformers, vit_pytorch
+from vitral.weights import custom, hub, npz, open_clip, timm, torchvision, transformers, vit_pytorch
 from vitral.weights.adapter import apply_adapter, is_adapter
 from vitral.weights.checkpoint import NO_HEAD, Checkpoint, ConvertedModel
 from vitral.weights.custom_map import load_key_map
@@ -36,6 +36,7 @@ READERS = {
     "torchvision": torchvision.to_vitral,
     "vit-pytorch": vit_pytorch.to_vitral,
     "npz": npz.to_vitral,
+    "open-clip": open_clip.to_vitral,
 }
 WRITERS = {
     "timm": timm.from_vitral,
@@ -43,6 +44,7 @@ WRITERS = {
     "torchvision": torchvision.from_vitral,
     "vit-pytorch": vit_pytorch.from_vitral,
     "npz": npz.from_vitral,
+    "open-clip": open_clip.from_vitral,
 }
 FORMATS = (*WRITERS, "vitral")
 # Suffixes that a destination may have; "" is a folder.
@@ -52,6 +54,7 @@ DESTINATION_SUFFIXES = {
     "torchvision": (".pth", ".pt", ".safetensors"),
     "vit-pytorch": (".pt", ".pth", ".safetensors"),
     "npz": (".npz",),
+    "open-clip": (".safetensors", ".pt", ".pth"),
     "vitral": ("",),
 }
 

@@ -23,7 +23,7 @@ class ConvertArgs:
 
     source: str = argument(f"checkpoint file or folder, run, hf:owner/name[@revision], {BUNDLED}")
     destination: Path | None = argument("file or folder to write; not needed with --explain", default=None)
-    to: Literal["vitral", "timm", "transformers", "torchvision", "npz", "vit-pytorch"] = option(
+    to: Literal["vitral", "timm", "transformers", "torchvision", "npz", "vit-pytorch", "open-clip"] = option(
         "vitral", "format to write"
     )
     key_map: Path | None = option(None, "TOML file that names the tensors of a home-made checkpoint")
