@@ -113,8 +113,8 @@ def test_long_strip_is_not_resized_as_a_whole(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
-@pytest.mark.parametrize(("channels", "target_mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
-def test_gray_and_rgb_images_are_converted_to_any_channel_count(mode: str, channels: int, target_mode: str) -> None:
+@pytest.mark.parametrize(("channels", "target_mode"), [(1, "L"), (3, "RGB")])
+def test_gray_and_rgb_images_are_converted_into_each_other(mode: str, channels: int, target_mode: str) -> None:
     image = make_photo(10, 14).convert(mode)
     pixels = make_preprocessing(10, 14, channels=channels).resize_and_crop(image)
     array = np.asarray(image.convert(target_mode)).reshape(10, 14, channels)
@@ -122,8 +122,9 @@ def test_gray_and_rgb_images_are_converted_to_any_channel_count(mode: str, chann
 
 
 def test_unsupported_channel_count_is_an_error() -> None:
-    with pytest.raises(VitralError, match="1, 3 or 4 channels; the model expects 2"):
-        make_preprocessing(8, 8, channels=2).resize_and_crop(make_photo(8, 8))
+    for channels in (2, 4):
+        with pytest.raises(VitralError, match=f"3 channels; the model expects {channels}"):
+            make_preprocessing(8, 8, channels=channels).resize_and_crop(make_photo(8, 8))
 
 
 def test_normalise_matches_numpy() -> None:

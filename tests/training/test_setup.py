@@ -71,7 +71,7 @@ def test_missing_data_names_the_builtin_datasets() -> None:
 
 
 def test_loading_data_completes_the_recipe() -> None:
-    dataset, recipe = load_training_data(get_recipe("digits"))
+    dataset, recipe, _ = load_training_data(get_recipe("digits"))
     pixels = dataset.train.images[:].double() / 255
     assert recipe.data.mean is not None
     assert recipe.data.std is not None

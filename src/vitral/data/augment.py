@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from vitral.data.autoaugment import AutoAugmentPolicy, color_jitter
 from vitral.data.image_ops import ApplyOpsFn
 from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError
 
 Border = Literal["edge", "black"]
 
@@ -68,8 +69,12 @@ class AugmentConfig:
     ) -> Tensor:
         """Transforms before normalisation: crop, then shift, flip, rotate and scale, then colours.
 
-        The result is uint8 unless the last transform interpolates.
+        The result is uint8 unless the last transform interpolates. 16-bit images become floats of the same values;
+        colours are changed in 8-bit grey and RGB images only.
         """
+        is_16_bit = images_BCHW.dtype == torch.uint16
+        if is_16_bit:
+            images_BCHW = images_BCHW.float()  # exact; torch.uint16 has neither gather nor flip
         if self.crop:
             images_BCHW = random_crop(
                 images_BCHW, self.crop, size or (images_BCHW.shape[2], images_BCHW.shape[3]), generator
@@ -80,6 +85,12 @@ class AugmentConfig:
             images_BCHW = shift_and_flip(images_BCHW, self, generator)
         if not self.has_color_ops:
             return images_BCHW
+        if is_16_bit or images_BCHW.shape[1] not in (1, 3):
+            raise VitralError(
+                f"colour augmentation is defined for 8-bit grey and RGB images, got {images_BCHW.shape[1]} channels of "
+                f"{16 if is_16_bit else 8} bits",
+                "Set --augment.policy.name none and --augment.jitter 0",
+            )
         if images_BCHW.dtype != torch.uint8:
             images_BCHW = images_BCHW.round().clamp(0, 255).to(torch.uint8)
         return self.color_transform(images_BCHW, generator, apply_fn)
@@ -136,7 +147,7 @@ def augment_batch(
     mix_enabled: Tensor | None = None,
     apply_fn: ApplyOpsFn | None = None,
 ) -> Batch:
-    """uint8 images and labels → normalised, augmented images and targets.
+    """Images (uint8 for photographs) and labels → normalised, augmented images and targets.
 
     Class indices (B,) become one-hot targets (B, K). Labels (B, K), multi-hot or real values, are targets already.
     `apply_fn` replaces `apply_ops`, for a fused kernel.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from vitral.data.datasets import Dataset, load_builtin_dataset
-from vitral.data.files.file_dataset import load_file_dataset
+from vitral.data.files.file_dataset import ReadOptions, list_images, load_file_dataset, read_listing
 from vitral.data.files.packed import is_packed, read_index, read_split
+from vitral.data.files.pixel_formats import detect_listing_pixels
 from vitral.data.files.walk import IMAGE_SUFFIXES
 from vitral.data.names import SEQUENCE_PREFIX, check_dataset_exists, is_file_dataset
+from vitral.data.pixels import PixelFormat
 from vitral.data.preprocess import Preprocessing
 from vitral.data.sequence import check_data_argument, is_sequence
 from vitral.errors import VitralError
@@ -30,8 +32,9 @@ def load(
         name: Built-in dataset ("mnist", downloaded if necessary), path, or shard pattern.
         validation: Fraction of the training images to hold out, if there is no validation split. Default: 0.1 of a
             built-in dataset, 0.15 of files.
-        image_size: Height and width, or one number for both, to which image files are resized and cropped, in RGB.
-            Default: 224, or the size of a packed folder. Built-in datasets keep their size.
+        image_size: Height and width, or one number for both, to which image files are resized and cropped: in RGB, or
+            with the channels and type of the files if they are not photographs. Default: 224, or the size of a packed
+            folder. Built-in datasets keep their size.
         progress: Show a progress bar.
     """
     _check_argument(name)
@@ -44,9 +47,12 @@ def load(
             "For example 0.1",
         )
     if is_file_dataset(path):
-        preprocessing = _preprocessing(Path(path), size)
         fraction = 0.15 if validation is None else validation
-        return load_file_dataset(path, preprocessing, validation=fraction, progress=progress)
+        if is_packed(Path(path)):
+            return load_file_dataset(path, _packed_preprocessing(Path(path), size), validation=fraction)
+        listing = list_images(path, fraction, progress)
+        pixel_format = detect_listing_pixels(listing).format
+        return read_listing(listing, _preprocessing(size, pixel_format), ReadOptions(), progress=progress)
     if size is not None:
         raise VitralError(
             f"image_size applies to image files, and {name} is a built-in dataset",
@@ -55,16 +61,28 @@ def load(
     return load_builtin_dataset(path, validation=0.1 if validation is None else validation, progress=progress)
 
 
-def _preprocessing(path: Path, size: tuple[int, int] | None) -> Preprocessing:
-    """Size and crop of the images: as requested, as they were packed, or the default."""
-    if size is None and is_packed(path):
-        index = read_index(path)
-        held_out = next((name for name in ("validation", "test") if name in index.splits), None)
-        packed = read_split(path, held_out) if held_out is not None else None
-        return index.stored if packed is None else packed.preprocessing
-    half = (0.5,) * 3  # images are not normalised
-    size = size or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
-    return Preprocessing(image_size=size, channels=3, mean=half, std=half)
+def _packed_preprocessing(folder: Path, size: tuple[int, int] | None) -> Preprocessing:
+    """Size and crop of packed images: as requested, or as they were packed."""
+    index = read_index(folder)
+    if size is not None:
+        return _preprocessing(size, index.stored.pixel_format)
+    held_out = next((name for name in ("validation", "test") if name in index.splits), None)
+    packed = read_split(folder, held_out) if held_out is not None else None
+    return index.stored if packed is None else packed.preprocessing
+
+
+def _preprocessing(size: tuple[int, int] | None, pixel_format: PixelFormat) -> Preprocessing:
+    channels, dtype, layout, names = pixel_format
+    half = (0.5,) * channels  # images are not normalised
+    return Preprocessing(
+        image_size=size or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE),
+        channels=channels,
+        mean=half,
+        std=half,
+        dtype=dtype,
+        layout=layout,
+        channel_names=names,
+    )
 
 
 def _check_argument(name: object) -> None:

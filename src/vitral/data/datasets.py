@@ -39,7 +39,7 @@ TEST_SEED = 2021  # of digits, which has no official test set, and of `test_spli
 class Split:
     """Images and their labels, in the order of the source files."""
 
-    images: Images  # uint8 (N, C, H, W)
+    images: Images  # pixels (N, C, H, W), uint8 for photographs
     labels: Tensor  # int64 (N,), or float32 (N, K) for other tasks than classification (`vitral.data.targets`)
     is_model_input: bool = False  # whether the images are resized and cropped for the model already
     locations: Sequence[ImageLocation] | None = None  # files, including unreadable ones; None: not read from files

@@ -1,4 +1,4 @@
-"""Image sets that need not be in memory: indexed like a uint8 tensor (N, C, H, W), read on access."""
+"""Image sets that need not be in memory: indexed like a tensor (N, C, H, W) of pixels, read on access."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ class LazyImages:
     """Interface of an image set that is too large for memory. Subclasses implement `batches`."""
 
     shape: tuple[int, int, int, int]  # (N, C, H, W)
+    dtype: torch.dtype = torch.uint8  # uint16 or float32 for images that are not photographs
 
     def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the images of each index tensor, in order. Reads ahead by a bounded number of batches."""
@@ -29,7 +30,7 @@ class LazyImages:
         return self.batches(torch.arange(len(self)).split(batch_size))
 
 
-Images = Tensor | LazyImages  # uint8 (N, C, H, W)
+Images = Tensor | LazyImages  # pixels (N, C, H, W), uint8 for photographs
 
 
 class MappedImages(LazyImages):
@@ -37,6 +38,7 @@ class MappedImages(LazyImages):
 
     def __init__(self, images: Images, transform: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> None:
         self.images, self.transform, self.shape = images, transform, (len(images), *shape)
+        self.dtype = images.dtype
 
     def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
         return map(self.transform, iter_batches(self.images, batch_indices))
@@ -47,6 +49,7 @@ class SubsetImages(LazyImages):
 
     def __init__(self, images: LazyImages, indices: Tensor) -> None:
         self.images, self.indices, self.shape = images, indices, (len(indices), *images.shape[1:])
+        self.dtype = images.dtype
 
     def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
         return self.images.batches(self.indices[rows] for rows in batch_indices)
@@ -58,16 +61,15 @@ class ConcatImages(LazyImages):
     def __init__(self, first: Images, second: Images) -> None:
         self.first, self.second = first, second
         _, C, H, W = first.shape
-        self.shape = (len(first) + len(second), C, H, W)
+        self.shape, self.dtype = (len(first) + len(second), C, H, W), first.dtype
 
     def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
         for rows in batch_indices:
-            batch = torch.empty(len(rows), *self.shape[1:], dtype=torch.uint8)
             in_first = rows < len(self.first)
-            for images, mask, offset in ((self.first, in_first, 0), (self.second, ~in_first, len(self.first))):
-                if mask.any():
-                    batch[mask] = images[rows[mask] - offset]
-            yield batch
+            sources = ((self.first, in_first, 0), (self.second, ~in_first, len(self.first)))
+            parts = [images[rows[mask] - offset] for images, mask, offset in sources if mask.any()]
+            position = torch.cat([mask.nonzero().flatten() for _, mask, _ in sources])
+            yield torch.cat(parts)[position.argsort()]  # index_put does not support uint16
 
 
 def select_images(images: Images, mask_N: Tensor) -> Images:
@@ -84,7 +86,7 @@ def iter_batches(images: Images, batch_indices: Iterable[Tensor]) -> Iterator[Te
 
 def iter_sample(images: Images, max_bytes: int) -> Iterator[Tensor]:
     """Yield all images in batches, or an evenly spaced subset if all would be more than `max_bytes`."""
-    image_bytes = images.shape[1] * images.shape[2] * images.shape[3]
+    image_bytes = images.shape[1] * images.shape[2] * images.shape[3] * images.dtype.itemsize
     count = max(min(len(images), max_bytes // max(image_bytes, 1)), 1)
     if isinstance(images, Tensor) and count == len(images):
         return iter(images.split(1024))

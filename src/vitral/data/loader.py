@@ -26,7 +26,7 @@ Sampling = Literal["uniform", "balanced"]
 class Loader:
     """Batches of images and labels, on the device of the labels."""
 
-    images: Images  # uint8 (N, C, H, W)
+    images: Images  # pixels (N, C, H, W)
     labels: Tensor  # int64 (N,), or float32 (N, K)
     batch_size: int
     seed: int
@@ -67,7 +67,7 @@ class Loader:
         batch_indices = [order_N[batch_slice] for batch_slice in slices]
         if device.type == "cpu" or not batch_indices:
             return iter_batches(self.images, batch_indices)
-        staging = StagingBuffers(device, (len(batch_indices[0]), *self.images.shape[1:]))
+        staging = StagingBuffers(device, (len(batch_indices[0]), *self.images.shape[1:]), self.images.dtype)
         return prefetch_to_device(self.images, batch_indices, staging)
 
 

@@ -1,4 +1,8 @@
-"""Preprocessing: from an image to model input. Saved with the weights, so that inference repeats what training did."""
+"""Preprocessing: from an image to model input. Saved with the weights, so that inference repeats what training did.
+
+16-bit images are torch.uint16 in memory, half the size of int32. Few torch operations support it, so batches become
+fp32 after they are gathered, which holds 16-bit integers exactly.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,19 @@ from typing import Literal, get_args, overload
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
+from vitral.data.decode import decode_pixels
 from vitral.data.lazy_images import Images, LazyImages, MappedImages, iter_sample
+from vitral.data.pixels import PIXEL_SCALES, ArrayLayout, PixelFormat, PixelSource, PixelType, check_pixel_fields
 from vitral.data.resize_crop import resize_and_crop, resize_crop_geometry
 from vitral.errors import VitralError
 
 MAX_IMAGE_SIDE = 2**14  # pixels: an image of this size has 800 MB
 MAX_STATS_BYTES = 2**30  # channel statistics of larger sets are computed from evenly spaced images
+TORCH_DTYPES: dict[PixelType, torch.dtype] = {
+    "uint8": torch.uint8, "uint16": torch.uint16, "float32": torch.float32
+}  # fmt: skip
 Interpolation = Literal["bilinear", "bicubic"]
 
 
@@ -32,6 +40,9 @@ class Preprocessing:
     std: tuple[float, ...]
     crop: float = 1.0  # fraction of the resized image's shorter side that the crop keeps
     interpolation: Interpolation = "bilinear"
+    dtype: PixelType = "uint8"  # of the pixels; integers are scaled to [0, 1], floats are not (vitral.data.pixels)
+    layout: ArrayLayout = "auto"  # of arrays whose shape does not tell where the channels are
+    channel_names: tuple[str, ...] = ()  # in order, if known
 
     def __post_init__(self) -> None:
         if not 1 <= min(self.image_size) <= max(self.image_size) <= MAX_IMAGE_SIDE:
@@ -52,6 +63,30 @@ class Preprocessing:
         if self.interpolation not in get_args(Interpolation):
             choices = ", ".join(get_args(Interpolation))
             raise ValueError(f"preprocessing.interpolation must be one of {choices}, got {self.interpolation!r}")
+        check_pixel_fields("preprocessing", self.dtype, self.layout)
+        if self.channel_names and len(self.channel_names) != self.channels:
+            names = ", ".join(self.channel_names)
+            raise ValueError(f"preprocessing.channel_names must be {self.channels} names, got {names}")
+
+    @property
+    def pixel_format(self) -> PixelFormat:
+        """Channels and type of the pixels."""
+        return PixelFormat(self.channels, self.dtype, self.layout, self.channel_names)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Type of images in memory. Normalised images are fp32 in any case."""
+        return TORCH_DTYPES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one image before normalisation."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def pixel_scale(self) -> float:
+        """The value that is 1 after scaling: 255 for 8-bit images."""
+        return PIXEL_SCALES[self.dtype]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -62,8 +97,12 @@ class Preprocessing:
         """Height and width to resize an image to, then top and left of the crop in it."""
         return resize_crop_geometry(height, width, self.image_size, self.crop)
 
-    def resize_and_crop(self, image: Image.Image) -> Tensor:
-        """Resize and crop to uint8 (C, H, W); does not normalise."""
+    def load(self, source: object, name: str | None = None) -> Tensor:
+        """Decode, resize and crop one image (see `decode_image`): pixels (C, H, W), not normalised."""
+        return self.resize_and_crop(decode_pixels(source, self.pixel_format, name=name))
+
+    def resize_and_crop(self, image: PixelSource) -> Tensor:
+        """Resize and crop to (C, H, W), of type uint8 for photographs; does not normalise."""
         array = resize_and_crop(image, self.image_size, self.channels, self.crop, self.interpolation)
         return torch.from_numpy(np.array(array, order="C"))
 
@@ -79,15 +118,17 @@ class Preprocessing:
         return torch.from_numpy(np.pad(image_CHW.cpu().numpy(), padding, mode="symmetric"))
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
-        """uint8 in [0, 255] → fp32 with mean 0 and std 1 over the training set."""
-        mean, std = _channel_constants(self.mean, images_BCHW.device), _channel_constants(self.std, images_BCHW.device)
+        """Pixels (uint8 in [0, 255]) → fp32 with mean 0 and std 1 over the training set."""
+        mean, std = (
+            _channel_constants(values, self.pixel_scale, images_BCHW.device) for values in (self.mean, self.std)
+        )
         return (images_BCHW.float() - mean) / std
 
 
 @cache
-def _channel_constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """(1, C, 1, 1), in units of 0…255. Cached, because a CUDA graph capture must not copy from the host."""
-    return torch.tensor(values, device=device).view(1, -1, 1, 1) * 255
+def _channel_constants(values: tuple[float, ...], scale: float, device: torch.device) -> Tensor:
+    """(1, C, 1, 1), in units of the pixels. Cached, because a CUDA graph capture must not copy from the host."""
+    return torch.tensor(values, device=device).view(1, -1, 1, 1) * scale
 
 
 @overload
@@ -95,33 +136,78 @@ def to_model_input(images_NCHW: Tensor, preprocessing: Preprocessing) -> Tensor:
 @overload
 def to_model_input(images_NCHW: Images, preprocessing: Preprocessing) -> Images: ...
 def to_model_input(images_NCHW: Images, preprocessing: Preprocessing) -> Images:
-    """Convert uint8 images to the size and channels of the model, as `Preprocessing.resize_and_crop` does."""
+    """Convert images to the size and channels of the model, as `Preprocessing.resize_and_crop` does."""
+    check_image_type(images_NCHW, preprocessing)
     if isinstance(images_NCHW, LazyImages):
         return MappedImages(images_NCHW, lambda images: to_model_input(images, preprocessing), preprocessing.shape)
     C = preprocessing.channels
     if images_NCHW.shape[1] != C:
-        if {images_NCHW.shape[1], C} != {1, 3}:
+        if {images_NCHW.shape[1], C} != {1, 3} or preprocessing.dtype != "uint8":
             raise VitralError(
                 f"images with {images_NCHW.shape[1]} channels cannot be converted for a model with {C}",
-                "Only grey (1 channel) and RGB (3 channels) images can be converted into each other",
+                "Only 8-bit grey (1 channel) and RGB (3 channels) images can be converted into each other",
             )
         luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)  # ITU-R 601, as in Pillow
         gray = images_NCHW if C == 3 else (images_NCHW * luma).sum(dim=1, keepdim=True).round().to(torch.uint8)
         images_NCHW = gray.expand(-1, C, -1, -1)
     *resized, top, left = preprocessing.resize_crop_geometry(*images_NCHW.shape[2:])
     if resized != list(images_NCHW.shape[2:]):
-        images_NCHW = F.interpolate(images_NCHW, size=resized, mode=preprocessing.interpolation, antialias=True)
+        images_NCHW = _resize(images_NCHW, resized, preprocessing.interpolation)
     H, W = preprocessing.image_size
     return images_NCHW[:, :, top : top + H, left : left + W]
 
 
+def _resize(images_NCHW: Tensor, size: list[int], interpolation: Interpolation) -> Tensor:
+    """Resize pixels and keep their type. torch resizes uint8 and floats, but not uint16."""
+    if images_NCHW.dtype != torch.uint16:
+        return F.interpolate(images_NCHW, size=size, mode=interpolation, antialias=True)
+    resized = F.interpolate(images_NCHW.float(), size=size, mode=interpolation, antialias=True)
+    return resized.round().clamp(0, 65535).to(torch.uint16)
+
+
+def check_image_type(images_NCHW: Images, preprocessing: Preprocessing) -> None:
+    """Refuse images in memory of another type than the model's: their values would be scaled wrongly."""
+    if images_NCHW.dtype != preprocessing.torch_dtype:
+        raise VitralError(
+            f"expected images of type {preprocessing.dtype}, got {str(images_NCHW.dtype).removeprefix('torch.')}",
+            f"The model was trained on images with {preprocessing.pixel_format}",
+        )
+
+
 def channel_stats(images_NCHW: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel, for pixels scaled to [0, 1]."""
-    counts = torch.zeros(images_NCHW.shape[1], 256, dtype=torch.float64)
+    """Mean and standard deviation per channel: for integers scaled to [0, 1], for floats as they are."""
+    if images_NCHW.dtype == torch.float32:
+        mean, std = _float_stats(images_NCHW)
+        std = std.where(std > 0, 1.0)  # a constant channel stays zero after subtracting the mean
+        return _round(mean, 6), _round(std, 6)
+    scale = 255 if images_NCHW.dtype == torch.uint8 else 65535
+    counts = torch.zeros(images_NCHW.shape[1], scale + 1, dtype=torch.float64)
     for batch in iter_sample(images_NCHW, MAX_STATS_BYTES):
-        counts += torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in batch.unbind(1)]).cpu()
-    values = torch.arange(256, dtype=torch.float64) / 255
+        channels = (batch if scale == 255 else batch.int()).unbind(1)  # torch.bincount does not support uint16
+        counts += torch.stack([torch.bincount(channel.flatten(), minlength=scale + 1) for channel in channels]).cpu()
+    values = torch.arange(scale + 1, dtype=torch.float64) / scale
     frequency = counts / counts.sum(dim=1, keepdim=True)
     mean = (frequency * values).sum(dim=1)
-    std = (frequency * (values - mean[:, None]) ** 2).sum(dim=1).sqrt().clamp_min(1e-4)
-    return tuple(round(x, 4) for x in mean.tolist()), tuple(round(x, 4) for x in std.tolist())
+    std = (frequency * (values - mean[:, None]) ** 2).sum(dim=1).sqrt()
+    if scale == 255:
+        std = std.clamp_min(1e-4)
+        return tuple(round(x, 4) for x in mean.tolist()), tuple(round(x, 4) for x in std.tolist())
+    return _round(mean, 6), _round(std.clamp_min(1 / scale), 6)  # sensors often use a small part of 16 bits
+
+
+def _float_stats(images_NCHW: Images) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation in fp64, merged over batches (Chan et al. 1979)."""
+    count, mean, squares = 0, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for batch in iter_sample(images_NCHW, MAX_STATS_BYTES):
+        values = batch.double().transpose(0, 1).flatten(1)
+        batch_mean = values.mean(dim=1)
+        difference, total = batch_mean - mean, count + values.shape[1]
+        squares = squares + ((values - batch_mean[:, None]) ** 2).sum(dim=1)
+        squares = squares + difference**2 * (count * values.shape[1] / total)
+        mean, count = mean + difference * (values.shape[1] / total), total
+    return mean.cpu(), (squares / count).sqrt().cpu()
+
+
+def _round(values: Tensor, digits: int) -> tuple[float, ...]:
+    """Round to significant digits."""
+    return tuple(float(f"{value:.{digits}g}") for value in values.tolist())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.datasets import Dataset, Split, holdout_masks
-from vitral.data.decode import ImageDecodeError, decode_image
+from vitral.data.decode import ImageDecodeError, decode_pixels
 from vitral.data.files.duplicates import connected_groups, near_duplicate_pairs
 from vitral.data.files.file_dataset import ReadOptions, storage_preprocessing
 from vitral.data.files.fingerprints import (
@@ -31,6 +31,7 @@ from vitral.data.files.fingerprints import (
     thumbnail,
 )
 from vitral.data.files.listing import SPLIT_NAMES
+from vitral.data.files.pixel_formats import DetectedPixels, detect_item_pixels
 from vitral.data.files.unreadable import (
     check_unreadable_fraction,
     replace_or_drop_unreadable,
@@ -39,12 +40,14 @@ from vitral.data.files.unreadable import (
 )
 from vitral.data.lazy_images import Images, LazyImages, SubsetImages
 from vitral.data.names import SEQUENCE_PREFIX
+from vitral.data.pixels import ArrayLayout
 from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
 from vitral.data.sequence_labels import LABEL_KEYS, read_sequence_labels
 from vitral.data.targets import DETECT_LABELS, LabelOptions
 from vitral.errors import VitralError
 
+MAX_FORMAT_SAMPLE = 16  # items whose pixel format is looked at before reading
 MAX_IN_MEMORY_BYTES = 2 * 2**30  # of decoded images; larger sequences are read on access
 IMAGE_KEYS = ("image", "img", "pixels")
 
@@ -82,6 +85,12 @@ def sequence_name(data: ItemSequence) -> str:
     return SEQUENCE_PREFIX + type(data).__name__
 
 
+def detect_sequence_pixels(data: ItemSequence, layout: ArrayLayout = "auto") -> DetectedPixels:
+    """The pixel format of a sequence, by evenly spaced items. Others that differ are reported when they are read."""
+    rows = np.linspace(0, len(data) - 1, min(len(data), MAX_FORMAT_SAMPLE)).round().astype(int)
+    return detect_item_pixels([split_item(data[int(row)])[0] for row in rows], layout)
+
+
 def load_sequence(
     data: ItemSequence,
     preprocessing: Preprocessing,
@@ -100,7 +109,7 @@ def load_sequence(
     task, classes, labels = read_sequence_labels(_raw_labels(data), data, label_options)
     images: Images
     errors: dict[int, str] = {}
-    if len(labels) * int(np.prod(stored.shape)) <= MAX_IN_MEMORY_BYTES:
+    if len(labels) * stored.num_bytes <= MAX_IN_MEMORY_BYTES:
         with progress_bars(progress, "images") as report_progress:
             decoded = _decode_all(data, stored, partial(report_progress, "reading"))
         array, errors = decoded.images, decoded.errors
@@ -173,7 +182,7 @@ class SequenceImages(LazyImages):
         unreadable: Mapping[int, str] | None = None,
     ) -> None:
         self.data, self.labels, self.stored, self.max_unreadable = data, labels, stored, max_unreadable
-        self.shape = (len(labels), *stored.shape)
+        self.shape, self.dtype = (len(labels), *stored.shape), stored.torch_dtype
         self.unreadable = dict(unreadable or {})  # index → error message
 
     def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -185,7 +194,7 @@ class SequenceImages(LazyImages):
                     yield batch.result()
 
     def _read_batch(self, rows: Sequence[int]) -> Tensor:
-        batch = torch.empty(len(rows), *self.stored.shape, dtype=torch.uint8)
+        batch = torch.empty(len(rows), *self.stored.shape, dtype=self.dtype)
         for position, row in enumerate(rows):
             batch[position] = self._read_image(row)
         return batch
@@ -194,7 +203,7 @@ class SequenceImages(LazyImages):
         while True:
             source = replacement_for(row, self.labels, self.unreadable) if row in self.unreadable else row
             try:
-                return self.stored.resize_and_crop(decode_image(split_item(self.data[source])[0]))
+                return self.stored.load(split_item(self.data[source])[0])
             except ImageDecodeError as error:
                 self.unreadable[source] = f"item {source}: {error.what}"
                 warn_unreadable(self.unreadable[source])
@@ -211,12 +220,12 @@ class _DecodedSequence(NamedTuple):
 def _decode_all(
     data: ItemSequence, stored: Preprocessing, report_progress: Callable[[int, int], None]
 ) -> _DecodedSequence:
-    images = np.zeros((len(data), *stored.shape), dtype=np.uint8)
+    images = np.zeros((len(data), *stored.shape), dtype=stored.dtype)
     thumbnails = np.zeros((len(data), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
     fingerprints, errors = empty_fingerprints(len(data)), {}
     for index in range(len(data)):
         try:
-            image = decode_image(split_item(data[index])[0])
+            image = decode_pixels(split_item(data[index])[0], stored.pixel_format)
             images[index], thumbnails[index] = stored.resize_and_crop(image), thumbnail(image)
             fingerprint_image(fingerprints, index, image)
         except ImageDecodeError as error:

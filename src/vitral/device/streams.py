@@ -46,15 +46,15 @@ def side_streams(device: torch.device, count: int) -> list[SideStream]:
 
 
 class StagingBuffers:
-    """A ring of pinned host buffers and their GPU counterparts (uint8), copied on a stream of their own.
+    """A ring of pinned host buffers and their GPU counterparts, copied on a stream of their own.
 
     The protocol per slot: fill `host[slot]`, call `copy_to_device`, launch the work that reads the result, call
     `mark_consumed`. Call `wait_until_copied` before filling `host[slot]` again.
     """
 
-    def __init__(self, device: torch.device, shape: tuple[int, ...], count: int = 3) -> None:
-        self.host = [torch.empty(shape, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
-        self.on_device = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(count)]
+    def __init__(self, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, count: int = 3) -> None:
+        self.host = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(count)]
+        self.on_device = [torch.empty(shape, dtype=dtype, device=device) for _ in range(count)]
         self.copied = [torch.cuda.Event(blocking=True) for _ in range(count)]
         self.consumed = [torch.cuda.Event() for _ in range(count)]
         self.device, self.stream = device, torch.cuda.Stream(device)

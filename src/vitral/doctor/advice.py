@@ -6,7 +6,10 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vitral.data.files.pixel_formats import PHOTO, detect_pixels
+from vitral.data.files.workers import ImageLocation
 from vitral.data.imbalance import REMEDY, find_imbalance
+from vitral.data.pixels import PixelFormat
 from vitral.device.cpu import busy_warning
 from vitral.doctor.backbones import (
     DEFAULT_BUDGET,
@@ -20,6 +23,7 @@ from vitral.doctor.estimates import estimate_memory, estimate_seconds
 from vitral.errors import VitralError, shell_quote
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
+from vitral.training.pixel_format import with_pixel_format
 from vitral.training.setup import with_checkpoint_architecture
 from vitral.utils.serialization import to_dict
 from vitral.weights.hub import SCHEME
@@ -63,6 +67,7 @@ def recommend(diagnosis: Diagnosis, *, init_from: str | None = None) -> Recommen
         flags.append(f"--epochs {epochs}")
     if find_imbalance(diagnosis.train_counts) is not None:
         flags.append(REMEDY)
+    recipe, _ = with_pixel_format(recipe, _pixel_format(diagnosis))
     recipe = replace(
         recipe,
         epochs=epochs,
@@ -84,6 +89,15 @@ def recommend(diagnosis: Diagnosis, *, init_from: str | None = None) -> Recommen
         timed_steps=estimate.timed_steps,
         busy_warning=_busy_text(warning, estimate.disturbance),
     )
+
+
+def _pixel_format(diagnosis: Diagnosis) -> PixelFormat:
+    """Channels and type of the images; those of photographs if they differ, which is reported as an error."""
+    locations = [ImageLocation(str(image.path)) for image in diagnosis.images if image.error is None]
+    try:
+        return detect_pixels(locations, diagnosis.path).format
+    except VitralError:
+        return PHOTO
 
 
 def _busy_text(warning: str | None, disturbance: str | None) -> str | None:

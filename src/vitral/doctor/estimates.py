@@ -71,13 +71,13 @@ def estimate_seconds(
 def _random_batch(
     recipe: Recipe, preprocessing: Preprocessing, batch_size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random uint8 images of the stored size, which is larger than the model input if training crops."""
+    """Random images of the stored size, which is larger than the model input if training crops."""
     height, width = preprocessing.image_size
     if recipe.augment.crop:
         height, width = int(height / preprocessing.crop), int(width / preprocessing.crop)
     rng = torch.Generator().manual_seed(0)
     shape = (batch_size, preprocessing.channels, height, width)
-    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng)
+    images = torch.randint(0, 256, shape, generator=rng).to(preprocessing.torch_dtype)
     labels = torch.randint(0, recipe.model.num_classes, (batch_size,), generator=rng)
     return images.to(device), labels.to(device)
 
@@ -89,6 +89,6 @@ def estimate_memory(recipe: Recipe, num_images: int, hardware: Hardware) -> floa
     bytes_per_image = activation_bytes(recipe.model, hardware.precision, device).total
     preprocessing = make_preprocessing(recipe)
     height, width = (side / preprocessing.crop for side in preprocessing.image_size)
-    dataset_bytes = num_images * preprocessing.channels * height * width
+    dataset_bytes = num_images * preprocessing.channels * height * width * preprocessing.torch_dtype.itemsize
     copies = 5 if recipe.ema else 4
     return PROCESS_BYTES + 4 * num_parameters * copies + recipe.batch_size * bytes_per_image + dataset_bytes

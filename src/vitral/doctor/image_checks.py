@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vitral.data.decode import ImageDecodeError, decode_image, read_header
+from vitral.data.decode import ImageDecodeError, read_header
 from vitral.data.files.duplicates import connected_groups, exact_groups, near_duplicate_pairs
-from vitral.data.files.fingerprints import THUMBNAIL_SIZE, thumbnail
+from vitral.data.files.fingerprints import THUMBNAIL_SIZE, decode_small, thumbnail
 from vitral.device.cpu import available_cpus
 from vitral.doctor.folder_checks import ListedImage
 from vitral.doctor.issue import Issue, file_issue
@@ -34,7 +34,7 @@ class InspectedImage:
     split: str
     error: str | None = None  # reason if the file is unreadable
     size: tuple[int, int] = (0, 0)  # width and height in pixels, as stored
-    mode: str = ""  # Pillow's name
+    mode: str = ""  # Pillow's name, or "5 channels, 16-bit"
     frames: int = 1
 
 
@@ -45,8 +45,7 @@ def inspect_images(listing: Sequence[ListedImage]) -> tuple[list[InspectedImage]
     def inspect(index: int) -> InspectedImage:
         path, label, split = listing[index]
         try:
-            min_size = (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
-            thumbnails[index] = thumbnail(decode_image(path, min_size=min_size, allow_reduced_jpeg=True))
+            thumbnails[index] = thumbnail(decode_small(path))
             width, height, mode, frames = read_header(path)
             return InspectedImage(path=path, label=label, split=split, size=(width, height), mode=mode, frames=frames)
         except ImageDecodeError as error:
@@ -159,6 +158,7 @@ def outlier_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
         return
     usual_mode = Counter(image.mode for image in images).most_common(1)[0][0]
     other_mode = [image for image in images if image.mode != usual_mode]
+    is_convertible = not any("channels" in image.mode for image in images)  # grey, RGB and 16-bit grey are converted
     median_area = statistics.median(image.size[0] * image.size[1] for image in images)
     most_are_large = sum(min(image.size) >= SMALL_SIDE for image in images) > len(images) / 2
 
@@ -183,7 +183,9 @@ def outlier_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
             "image-mode",
             other_mode,
             f"image(s) not {MODE_NAMES.get(usual_mode, usual_mode)} like the others ({counts})",
-            "Check that this is intended; images are converted when read",
+            "Check that this is intended; images are converted when read"
+            if is_convertible
+            else "Save all images with the same channels and type, or leave these out with --exclude",
             mode_name,
         ),
         ("image-size", too_small, "image(s) much smaller than the others", "Remove or replace", size_text),
@@ -205,7 +207,8 @@ def outlier_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
     for kind, outliers, description, fix, detail in checks:
         if outliers:
             files, details = [str(image.path) for image in outliers], [detail(image) for image in outliers]
-            yield file_issue(kind, "warning", description, files, fix, details=details)
+            level: Literal["error", "warning"] = "error" if kind == "image-mode" and not is_convertible else "warning"
+            yield file_issue(kind, level, description, files, fix, details=details)
 
 
 def describe_sizes(images: Sequence[InspectedImage]) -> str:

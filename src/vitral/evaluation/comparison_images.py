@@ -36,7 +36,7 @@ CALIBRATION_STRIDE = 4  # without training images, every fourth image calibrates
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ComparisonImages:
-    """uint8 images at the model's input size, decoded as for a prediction."""
+    """Images at the model's input size, decoded as for a prediction."""
 
     images: Tensor  # (N, C, H, W) to compare on
     sources: Sequence[ImageInput]  # the same images before resizing and cropping
@@ -180,7 +180,8 @@ def _split_sources(split: Split, indices: Tensor, predictor: Predictor) -> list[
 
 def _decode(predictor: Predictor, sources: Sequence[ImageInput], name: str) -> tuple[Tensor, Tensor, list[str]]:
     """Images (N, C, H, W), the positions (N,) of their sources, and error messages of those that are unreadable."""
-    images = torch.empty(len(sources), *predictor.model_config.preprocessing.shape, dtype=torch.uint8)
+    preprocessing = predictor.model_config.preprocessing
+    images = torch.empty(len(sources), *preprocessing.shape, dtype=preprocessing.torch_dtype)
     positions: list[int] = []
     errors: list[str] = []
     decoded = chain.from_iterable(predictor.decode_batches(iter(sources)))

@@ -26,6 +26,7 @@ from vitral.data.files.worker import read_location
 from vitral.data.files.workers import ImageLocation
 from vitral.data.lazy_images import LazyImages
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset, is_shard_pattern
+from vitral.data.preprocess import Preprocessing
 from vitral.data.registry.sources import BUILTIN_DATASETS
 from vitral.data.targets import LabelOptions
 from vitral.device.cpu import available_cpus
@@ -48,8 +49,8 @@ class FileImages(LazyImages):
         self, locations: Sequence[ImageLocation], predictor: Predictor, max_unreadable: float = MAX_UNREADABLE
     ) -> None:
         self.locations, self.predictor, self.max_unreadable = locations, predictor, max_unreadable
-        C, H, W = predictor.model_config.preprocessing.shape
-        self.shape = (len(locations), C, H, W)
+        preprocessing = predictor.model_config.preprocessing
+        self.shape, self.dtype = (len(locations), *preprocessing.shape), preprocessing.torch_dtype
 
     def batches(self, chosen: Iterable[Tensor]) -> Iterator[Tensor]:
         for indices in chosen:
@@ -59,9 +60,9 @@ class FileImages(LazyImages):
             yield images
 
     def decode(self, indices: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """uint8 images (N, C, H, W), and error messages by position. Unreadable images are black."""
+        """Images (N, C, H, W), and error messages by position. Unreadable images are zero."""
         count = len(indices)
-        images = _uint8_buffer((count, *self.shape[1:]))
+        images = _buffer((count, *self.shape[1:]), self.predictor.model_config.preprocessing)
         errors: dict[int, str] = {}
 
         def decode_one(position: int, location: ImageLocation) -> None:
@@ -82,11 +83,11 @@ class FileImages(LazyImages):
         return images, errors
 
 
-def _uint8_buffer(shape: tuple[int, ...]) -> Tensor:
-    if math.prod(shape) <= MAX_BYTES_IN_MEMORY:
-        return torch.zeros(shape, dtype=torch.uint8)
+def _buffer(shape: tuple[int, ...], preprocessing: Preprocessing) -> Tensor:
+    if math.prod(shape) * preprocessing.torch_dtype.itemsize <= MAX_BYTES_IN_MEMORY:
+        return torch.zeros(shape, dtype=preprocessing.torch_dtype)
     with tempfile.TemporaryFile() as file:  # the mapping keeps the unlinked file alive
-        return torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="w+", shape=shape))
+        return torch.from_numpy(np.memmap(file, dtype=preprocessing.dtype, mode="w+", shape=shape))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

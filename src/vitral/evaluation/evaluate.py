@@ -251,6 +251,11 @@ def load_ood_images(name: str, predictor: Predictor, notes: list[str] | None = N
 
 def corruption_robustness(target: EvalTarget, max_images: int, log: LogFn) -> Robustness:
     """Accuracy under corruption on evenly spaced images of the target."""
+    pixel_format = target.predictor.model_config.preprocessing.pixel_format
+    if pixel_format.dtype != "uint8":
+        raise VitralError(
+            f"corruptions are defined for 8-bit images; the model expects {pixel_format}", "Omit --robustness"
+        )
     indices, completed = evenly_spaced_indices(len(target.split), max_images), count()
 
     def predict_classes(images: Tensor) -> Tensor:

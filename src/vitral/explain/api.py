@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from vitral.data.decode import decode_image
+from vitral.data.decode import decode_pixels
+from vitral.data.pixels import to_display
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError, truncate_list, unknown_name_error
 from vitral.explain.method import Method, rescale_for_display
@@ -95,11 +96,12 @@ def explain(
         if not any(name in method.options for method in selected):
             available = sorted({option for method in selected for option in method.options})
             raise unknown_name_error(f"option of {', '.join(m.name for m in selected)}", name, available)
-    original = decode_image(image)
-    pixels_CHW = predictor.model_config.preprocessing.resize_and_crop(original)
+    preprocessing = predictor.model_config.preprocessing
+    original = decode_pixels(image, preprocessing.pixel_format)
+    pixels_CHW = preprocessing.resize_and_crop(original)
     probabilities, is_ood = next(predictor.calibrated_rows(predictor.logits(pixels_CHW[None])))
     classes = [class_index(predictor, target) for target in targets] or [probabilities.index(max(probabilities))]
-    overlay_image = original.convert("RGB")
+    overlay_image = to_display(original).convert("RGB")
     overlay_image.thumbnail((MAX_OVERLAY_SIDE, MAX_OVERLAY_SIDE))
     heatmaps = [
         compute_heatmap(

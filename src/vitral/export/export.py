@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.decode import decode_image
-from vitral.data.resize_crop import PIL_MODES
+from vitral.data.decode import decode_pixels
+from vitral.data.pixels import PixelFormat
+from vitral.data.resize_crop import to_array
 from vitral.errors import VitralError
 from vitral.evaluation.comparison_images import ComparisonImages
 from vitral.export import onnx_file, torch_file
@@ -66,7 +67,7 @@ def export_model(
     calibration = comparison.calibration
     with _temporary_sibling(out) as file:
         exported = _write(file, predictor, to, precision, preprocessing, calibration)
-        batches = _batches(comparison, predictor.model_config.preprocessing.channels, preprocessing)
+        batches = _batches(comparison, predictor.model_config.preprocessing.pixel_format, preprocessing)
         parity = measure_parity(_predictor_fn(predictor), exported, batches, comparison.labels)
         check_parity(
             parity,
@@ -77,15 +78,16 @@ def export_model(
     return replace(parity, calibration_images=len(calibration) if precision == "int8" else 0)
 
 
-def _batches(comparison: ComparisonImages, channels: int, preprocessing: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(
+    comparison: ComparisonImages, pixel_format: PixelFormat, preprocessing: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of batches: input of the model and input of the file, which are images of any size if it preprocesses."""
     if not preprocessing:
         yield from ((images, images) for images in comparison.images.split(BATCH_SIZE))
         return
     for images, source in zip(comparison.images.split(1), comparison.sources, strict=True):
-        original = decode_image(source).convert(PIL_MODES[channels])
-        array = np.array(original).reshape(original.height, original.width, channels)
-        yield images, torch.from_numpy(array).permute(2, 0, 1)[None]
+        pixels = to_array(decode_pixels(source, pixel_format), pixel_format.channels)
+        yield images, torch.from_numpy(np.array(pixels))[None]
 
 
 def _write(

@@ -32,16 +32,28 @@ class _NodeBuilder:
 def add_preprocessing(onnx: Any, model: Any, preprocessing: Preprocessing) -> None:
     """Prepend resizing and cropping to an ONNX model whose input `images` has the model's input size.
 
-    The new input `images` is uint8 (B, C, any height, any width).
+    The new input `images` is (B, C, any height, any width), of the preprocessing's type.
     """
     graph, tensor_types = model.graph, onnx.TensorProto
     _rename_tensor(graph, "images", f"{PREFIX}output")
     builder = _NodeBuilder(onnx)
-    cropped = _resize_and_crop(builder, "images", preprocessing)
+    is_8_bit = preprocessing.dtype == "uint8"
+    images = "images" if is_8_bit else builder.node("Cast", ["images"], "floats", to=tensor_types.FLOAT)
+    cropped = _resize_and_crop(builder, images, preprocessing)
+    if preprocessing.dtype == "uint16":  # ONNX has no resize of uint16
+        rounded = builder.node("Round", [cropped], "rounded_pixels")
+        bounds = [builder.constant(name, [value]) for name, value in (("lowest", 0.0), ("highest", 65535.0))]
+        bounds = [builder.node("Cast", [bound], f"{bound}_float", to=tensor_types.FLOAT) for bound in bounds]
+        lowest, highest = (builder.node("Squeeze", [bound], f"{bound}_scalar") for bound in bounds)
+        clipped = builder.node("Clip", [rounded, lowest, highest], "clipped")
+        cropped = builder.node("Cast", [clipped], "uint16", to=tensor_types.UINT16)
     output = onnx.helper.make_node("Identity", [cropped], [f"{PREFIX}output"], name=f"{PREFIX}output")
     shape = ["batch", preprocessing.channels, "height", "width"]
+    input_type = {"uint8": tensor_types.UINT8, "uint16": tensor_types.UINT16, "float32": tensor_types.FLOAT}[
+        preprocessing.dtype
+    ]
     del graph.input[:]
-    graph.input.append(onnx.helper.make_tensor_value_info("images", tensor_types.UINT8, shape))
+    graph.input.append(onnx.helper.make_tensor_value_info("images", input_type, shape))
     nodes = [*builder.nodes, output, *graph.node]
     del graph.node[:]
     graph.node.extend(nodes)

@@ -1,4 +1,4 @@
-"""The exported computation: uint8 images to logits and calibrated probabilities, with fixed positions."""
+"""The exported computation: images to logits and calibrated probabilities, with fixed positions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def export_metadata(config: ModelConfig, precision: ExportPrecision) -> dict[str
 
 
 class ExportWrapper(nn.Module):
-    """uint8 images (B, C, H, W) to logits and probabilities, (B, K) each.
+    """Images (B, C, H, W) of the preprocessing's type, uint8 for photographs, to logits and probabilities (B, K).
 
     With `blocks`, returns the tokens after the embedding and after each block, and the logits instead.
     """
@@ -50,7 +50,8 @@ class ExportWrapper(nn.Module):
         self.dtype, self.temperature, self.blocks = DTYPES[precision], config.calibration.temperature, blocks
         self.model = copy.deepcopy(model).eval().cpu().to(self.dtype)
         preprocessing = config.preprocessing
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
+        scale = preprocessing.pixel_scale
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1) * scale for v in (preprocessing.mean, preprocessing.std))
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
 
@@ -71,7 +72,7 @@ def example_images(config: ModelConfig, count: int = 2) -> Tensor:
             f"the architecture expects images of {config.architecture.image_size}, the preprocessing returns {(H, W)}",
             "Correct image_size in its config.json",
         )
-    return (torch.arange(count * C * H * W) * 37 % 256).to(torch.uint8).view(count, C, H, W)
+    return (torch.arange(count * C * H * W) * 37 % 256).to(config.preprocessing.torch_dtype).view(count, C, H, W)
 
 
 def capture_graph(module: ExportWrapper, images: Tensor) -> torch.export.ExportedProgram:

@@ -139,13 +139,13 @@ def _num_pooled_tokens(model: ViT) -> int | None:
 
 
 def _patch_embedding(embedding: nn.Module, preprocessing: Preprocessing, precision: CpuPrecision) -> PatchEmbedding:
-    if type(embedding) is PatchEmbedding:
+    if type(embedding) is PatchEmbedding and preprocessing.dtype == "uint8":
         return cast(PatchEmbedding, Uint8PatchEmbedding(embedding, preprocessing, precision))
     return cast(PatchEmbedding, NormalisedEmbedding(embedding, preprocessing))
 
 
 class NormalisedEmbedding(nn.Module):
-    """Any other patch embedding, preceded by normalisation."""
+    """Any other patch embedding or pixel type, preceded by normalisation in fp32: bf16 cannot hold 16-bit pixels."""
 
     def __init__(self, embedding: nn.Module, preprocessing: Preprocessing) -> None:
         super().__init__()

@@ -31,7 +31,8 @@ class Uint8Model(nn.Module):
 
     def __init__(self, model: ViT, preprocessing: Preprocessing, hardware: Hardware) -> None:
         super().__init__()
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1) * 255 for v in (preprocessing.mean, preprocessing.std))
+        scale = preprocessing.pixel_scale
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1) * scale for v in (preprocessing.mean, preprocessing.std))
         self.register_buffer("mean", mean.to(hardware.device))
         self.register_buffer("std", std.to(hardware.device))
         self.dtype = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
@@ -53,6 +54,8 @@ class Uint8Model(nn.Module):
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
         """uint8 to the engine's dtype without an fp32 copy, which would be the largest tensor of the forward pass."""
+        if images_BCHW.dtype != torch.uint8:
+            return ((images_BCHW.float() - self.mean) / self.std).to(self.dtype)
         normalised = torch.empty_like(images_BCHW, dtype=self.dtype)
         torch.sub(images_BCHW, self.mean, out=normalised)
         return normalised.div_(self.std)

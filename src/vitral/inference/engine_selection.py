@@ -276,7 +276,7 @@ def select_cuda_engine(
         C, (H, W) = preprocessing.channels, preprocessing.image_size
         # Fused kernels have a separate code path for token counts that are multiples of 16.
         for batch_size in (1, 16) if hardware.use_triton else (1,):
-            engine(torch.zeros(batch_size, C, H, W, dtype=torch.uint8))
+            engine(torch.zeros(batch_size, C, H, W, dtype=preprocessing.torch_dtype))
     except RuntimeError as error:
         message = (str(error).splitlines() or ["unknown error"])[0]
         if hardware.fp8:

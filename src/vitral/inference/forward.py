@@ -1,4 +1,4 @@
-"""Forward passes of a plain module over a dataset: logits and features of uint8 images.
+"""Forward passes of a plain module over a dataset: logits and features of images.
 
 Shapes:  N images   C channels   H, W pixels   K classes   D features
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitral.data.lazy_images import Images, iter_batches
-from vitral.data.preprocess import Preprocessing
+from vitral.data.preprocess import Preprocessing, check_image_type
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
 from vitral.models.vit import ViT
@@ -101,3 +101,4 @@ def check_images(images_NCHW: Images, preprocessing: Preprocessing) -> None:
             f"expected images with {preprocessing.channels} channels, got {images_NCHW.shape[1]}",
             "Convert between greyscale and RGB with vitral.data.preprocess.to_model_input",
         )
+    check_image_type(images_NCHW, preprocessing)

@@ -20,14 +20,17 @@ ACCEPTED = "Pass a path, a folder, bytes, a Pillow image, an array or tensor, a 
 CHANNEL_COUNTS = (1, 3, 4)
 
 
-def is_single_image(images: object) -> bool:
-    """Whether `images` is one image rather than several. Raises a VitralError for what is neither."""
+def is_single_image(images: object, channels: int = 3) -> bool:
+    """Whether `images` is one image rather than several. Raises a VitralError for what is neither.
+
+    An array of three axes is an image if one of them has `channels` values, those of the model, or 1, 3 or 4.
+    """
     if isinstance(images, str | Path):
         return not Path(images).is_dir()
     if isinstance(images, bytes | Image.Image):
         return True
     if isinstance(images, np.ndarray | Tensor):
-        _check_shape(images)
+        _check_shape(images, channels)
         return images.ndim != 4
     if isinstance(images, Split | Dataset):
         raise VitralError(
@@ -39,7 +42,7 @@ def is_single_image(images: object) -> bool:
     raise VitralError(f"expected images, got {_describe(images)}", ACCEPTED)
 
 
-def iter_inputs(images: Any, on_skip: SkipFn = ignore_skipped) -> Iterator[ImageInput]:
+def iter_inputs(images: Any, on_skip: SkipFn = ignore_skipped, channels: int = 3) -> Iterator[ImageInput]:
     """Yield the images of a folder, a batch or an iterable. A folder in an iterable yields its images."""
     if isinstance(images, str | Path):
         files = find_images([Path(images)], on_skip)
@@ -53,20 +56,20 @@ def iter_inputs(images: Any, on_skip: SkipFn = ignore_skipped) -> Iterator[Image
                 f"expected images, but item {position} is a {type(item).__name__} of {len(item)} values",
                 "Pass the images without labels: model.predict([image for image, label in items])",
             )
-        if not is_single_image(item):
+        if not is_single_image(item, channels):
             if not isinstance(item, str | Path):
                 raise VitralError(
                     f"expected images, but item {position} is {_describe(item)}",
                     "Pass one batch at a time: model.predict(batch); of a DataLoader: model.predict(batch[0])",
                 )
-            yield from iter_inputs(item, on_skip)
+            yield from iter_inputs(item, on_skip, channels)
         else:
             yield item
 
 
-def _check_shape(array: np.ndarray[Any, Any] | Tensor) -> None:
+def _check_shape(array: np.ndarray[Any, Any] | Tensor, channels: int) -> None:
     shape = tuple(array.shape)
-    has_channels = len(shape) != 3 or shape[0] in CHANNEL_COUNTS or shape[2] in CHANNEL_COUNTS
+    has_channels = len(shape) != 3 or bool({shape[0], shape[2]} & {*CHANNEL_COUNTS, channels})
     if 2 <= len(shape) <= 4 and has_channels:
         return
     hint = "An image is (H, W), (H, W, C) or (C, H, W); a batch is (B, H, W, C) or (B, C, H, W)"

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from vitral.data.decode import ImageDecodeError, decode_image
-from vitral.data.resize_crop import PIL_MODES, resize_and_crop
+from vitral.data.decode import ImageDecodeError, decode_pixels
+from vitral.data.pixels import PixelFormat
+from vitral.data.resize_crop import resize_and_crop, to_array
 from vitral.errors import VitralError
 from vitral.inference.prediction import Prediction, assemble_predictions, source_name
 from vitral.models.conformal import ConformalSets
@@ -77,17 +78,21 @@ class OnnxModel:
         return metadata
 
     def decode(self, source: Any) -> Array:
-        """Decode an image into the graph's input: uint8 (C, H, W)."""
-        image, preprocessing = decode_image(source), self.metadata["preprocessing"]
+        """Decode an image into the graph's input (C, H, W), uint8 for photographs."""
+        preprocessing = self.metadata["preprocessing"]
         channels = preprocessing["channels"]
+        names = tuple(preprocessing.get("channel_names", ()))
+        pixel_format = PixelFormat(
+            channels, preprocessing.get("dtype", "uint8"), preprocessing.get("layout", "auto"), names
+        )
+        image = decode_pixels(source, pixel_format)
         if self.has_preprocessing:
-            array = np.asarray(image.convert(PIL_MODES[channels]))
-            return array.reshape(*array.shape[:2], channels).transpose(2, 0, 1)
+            return to_array(image, channels)
         size = preprocessing["image_size"][0], preprocessing["image_size"][1]
         return resize_and_crop(image, size, channels, preprocessing["crop"], preprocessing["interpolation"])
 
     def logits(self, images_BCHW: Array) -> tuple[Array, Array]:
-        """uint8 images to logits and calibrated probabilities, (B, K) each."""
+        """Images to logits and calibrated probabilities, (B, K) each."""
         images = np.ascontiguousarray(images_BCHW)
         logits, probabilities = self.session.run(["logits", "probabilities"], {"images": images})
         return logits, probabilities

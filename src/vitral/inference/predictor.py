@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vitral import bundled, weights
 from vitral.data.datasets import Split
-from vitral.data.decode import SUPPORTED_FORMATS, ImageDecodeError, decode_image
+from vitral.data.decode import SUPPORTED_FORMATS, ImageDecodeError
 from vitral.data.files.walk import SkipFn, SkippedFile, find_images, ignore_skipped
 from vitral.data.lazy_images import Images, SubsetImages
 from vitral.data.names import read_class_names
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from vitral.evaluation.metrics import Metrics
     from vitral.explain.api import Explanation
 
-DecodedImage = tuple[str, Tensor | str]  # source, and uint8 pixels (C, H, W) or an error message
+DecodedImage = tuple[str, Tensor | str]  # source, and pixels (C, H, W) or an error message
 CALLS_WITH_A_MODEL = {  # by the attribute that people try
     "bench": "vitral.bench(model)",
     "calibrate": "vitral.calibrate(model)",
@@ -177,13 +177,16 @@ class Predictor:
 
         Args:
             images: One image: a path, the bytes of a file, a Pillow image, or an array or tensor (H, W), (H, W, C) or
-                (C, H, W), with integers from 0 to 255 or floats from 0 to 1. Several images: a folder, a batch
-                (B, H, W, C) or (B, C, H, W), or a list or other iterable of images and folders.
+                (C, H, W), with integers from 0 to 255 or floats from 0 to 1; for a model of 16-bit or float images,
+                with such values. Several images: a folder, a batch (B, H, W, C) or (B, C, H, W), or a list or other
+                iterable of images and folders.
             top: Number of labels per image, most probable first. Default: all.
         """
-        if not is_single_image(images):
+        channels = self.model_config.preprocessing.channels
+        if not is_single_image(images, channels):
             skipped: list[SkippedFile] = []
-            return Predictions(self.predict_many(iter_inputs(images, skipped.append), top=top), skipped)
+            inputs = iter_inputs(images, skipped.append, channels)
+            return Predictions(self.predict_many(inputs, top=top), skipped)
         return next(self.predict_batch([self._decode(images)], top))
 
     def explain(
@@ -203,14 +206,14 @@ class Predictor:
         """
         from vitral.explain.api import explain
 
-        if not is_single_image(image):
+        if not is_single_image(image, self.model_config.preprocessing.channels):
             raise VitralError("explain takes one image, got several", "Use [model.explain(image) for image in images]")
         return explain(self, image, methods, targets, options)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise VitralError(
             "a Predictor is not called itself",
-            "Use model.predict(image) for labels, or model.logits(batch) for the logits of uint8 tensors",
+            "Use model.predict(image) for labels, or model.logits(batch) for the logits of image tensors",
         )
 
     if not TYPE_CHECKING:
@@ -261,7 +264,7 @@ class Predictor:
         return names, torch.cat(features), errors
 
     def features(self, images_NCHW: Images) -> Tensor:
-        """uint8 images of the model's input size to pooled features (N, D), the input of the head."""
+        """Images (uint8 for photographs) of the model's input size to pooled features (N, D), the input of the head."""
         if not len(images_NCHW):
             raise VitralError(
                 "no images to compute features of",
@@ -271,7 +274,7 @@ class Predictor:
 
     @torch.inference_mode()
     def logits(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
-        """uint8 images of the model's input size to logits (N, K), fp32, on the CPU. Thread-safe."""
+        """Images (uint8 for photographs) of the model's input size to logits (N, K), fp32, on the CPU. Thread-safe."""
         check_images(images_NCHW, self.model_config.preprocessing)
         return self.engine.logits(images_NCHW, progress)
 
@@ -287,7 +290,7 @@ class Predictor:
         return world.all_gather(logits)[:N].cpu()
 
     def probabilities(self, images_NCHW: Images) -> Tensor:
-        """uint8 images of the model's input size to calibrated probabilities (N, K)."""
+        """Images (uint8 for photographs) of the model's input size to calibrated probabilities (N, K)."""
         if self.is_regression:
             raise VitralError("a regression predicts values, not probabilities", "Use model.values(batch)")
         return self.model_config.calibration.probabilities(self.logits(images_NCHW))
@@ -324,7 +327,7 @@ class Predictor:
             return source_name(image), error.what
 
     def _decode(self, image: ImageInput) -> DecodedImage:
-        return source_name(image), self.model_config.preprocessing.resize_and_crop(decode_image(image))
+        return source_name(image), self.model_config.preprocessing.load(image)
 
     def decode_batches(self, images: Iterator[ImageInput]) -> Iterator[list[DecodedImage]]:
         """Yield decoded batches. Threads decode a bounded number of images ahead: Pillow releases the GIL."""
@@ -368,8 +371,8 @@ class Predictor:
         all other images, and where the negative is out-of-distribution too.
         """
         labels: list[Label | None] = [None] * len(images_BCHW)
-        mean = self.model_config.preprocessing.mean
-        if len(mean) > 1 or 1 - DARK_MEAN >= mean[0] >= DARK_MEAN:
+        mean, dtype = self.model_config.preprocessing.mean, self.model_config.preprocessing.dtype
+        if dtype != "uint8" or len(mean) > 1 or 1 - DARK_MEAN >= mean[0] >= DARK_MEAN:
             return labels
         border = border_brightness(images_BCHW)
         is_inverted = border > BRIGHT_BORDER if mean[0] < DARK_MEAN else border < 1 - BRIGHT_BORDER

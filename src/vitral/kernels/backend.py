@@ -152,6 +152,9 @@ class TritonBackend:
     def _select_augment(self, config: AugmentConfig, preprocessing: Preprocessing, num_classes: int) -> AugmentFn:
         """One kernel for everything if possible; otherwise the reference, with fused colour operations if possible."""
         reference, device = self.reference.augment, self.hardware.device
+        if preprocessing.dtype != "uint8":
+            self.log(f"augmentation in PyTorch: kernels support 8-bit images, not {preprocessing.dtype}")
+            return reference
         if config.has_color_ops:
             if preprocessing.channels not in (1, 3):
                 reason: str | None = f"kernels support 1 or 3 channels, not {preprocessing.channels}"

@@ -17,6 +17,7 @@ import tomli_w
 from vitral.data.augment import AugmentConfig
 from vitral.data.files.file_dataset import ReadOptions
 from vitral.data.loader import Sampling
+from vitral.data.pixels import ArrayLayout, PixelTypeOption
 from vitral.data.preprocess import Interpolation
 from vitral.data.targets import LabelOptions, TaskName
 from vitral.device.select import CompileOption, DeviceOption, PrecisionOption
@@ -75,6 +76,9 @@ class DataConfig:
     exclude: tuple[str, ...] = ()  # files that are not used, relative to the dataset; see --exclude
     targets: tuple[str, ...] = ()  # regression: columns of a CSV list to predict, for example age,weight
     label_separator: str = ""  # multilabel: what separates the labels in a CSV list; detected if omitted
+    dtype: PixelTypeOption = "auto"  # of the pixels; auto: that of the files, so that 16 bits are kept
+    layout: ArrayLayout = "auto"  # of .npy arrays: chw or hwc; auto: by their shape
+    channel_names: tuple[str, ...] = ()  # in order; read from the files if they have them
 
     def __post_init__(self) -> None:
         for name in ("validation", "test_split"):

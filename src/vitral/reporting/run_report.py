@@ -26,7 +26,7 @@ from vitral.training.setup import TrainingSetup
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
 
-EXAMPLE = "example.png"
+EXAMPLE, ARRAY_EXAMPLE = "example.png", "example.npy"  # a photograph, or an image with other channels
 
 
 def write_augmented_figure(run: Run, setup: TrainingSetup) -> None:
@@ -95,7 +95,9 @@ def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport) ->
     )
     figures.plot_attention(predictor, images[selected], labels[selected], run.figure_dir / "attention.png")
     figures.plot_attention_overview(predictor, example, run.figure_dir / "attention_overview.png")
-    save_image(predictor.model_config.preprocessing.pad_for_roundtrip(example), run.figure_dir / EXAMPLE)
+    preprocessing = predictor.model_config.preprocessing
+    name = EXAMPLE if preprocessing.pixel_format.is_photo else ARRAY_EXAMPLE
+    save_image(preprocessing.pad_for_roundtrip(example), run.figure_dir / name)
 
 
 def write_html(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> Path:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from vitral import bundled
-from vitral.data.resize_crop import PIL_MODES
 from vitral.errors import VitralError
 from vitral.inference.prediction import prediction_set, prediction_set_to_dict, rank_labels
 from vitral.inference.predictor import Predictor
@@ -101,12 +100,6 @@ class ServedModel:
     def __init__(
         self, name: str, predictor: Predictor, limits: Limits, threads: ModelThreads, metrics: ServerMetrics
     ) -> None:
-        channels = predictor.model_config.preprocessing.channels
-        if channels not in PIL_MODES:
-            raise VitralError(
-                f"{name} expects images with {channels} channels; image files have 1, 3 or 4",
-                "Use the model from Python: Predictor.logits(images)",
-            )
         self.name, self.predictor, self.limits, self.threads, self.metrics = name, predictor, limits, threads, metrics
         self.version = model_version(predictor)
         self.decode_slots = asyncio.Semaphore(threads.decoders)  # of this model: the others' images need not wait long
@@ -136,7 +129,8 @@ class ServedModel:
 
     def warm_up(self) -> None:
         """Run the smallest and the largest batch once, because the first calls are slower than the others."""
-        blank = torch.zeros(self.predictor.model_config.preprocessing.shape, dtype=torch.uint8)
+        preprocessing = self.predictor.model_config.preprocessing
+        blank = torch.zeros(preprocessing.shape, dtype=preprocessing.torch_dtype)
         for size in (1, self.limits.max_batch):
             self._score_batch([blank] * size)
 
@@ -196,6 +190,8 @@ class ServedModel:
             "classes": list(config.classes),
             "image_size": list(config.preprocessing.image_size),
             "channels": config.preprocessing.channels,
+            "dtype": config.preprocessing.dtype,
+            "channel_names": list(config.preprocessing.channel_names),
             "patch_size": architecture.patch_size,
             "grid": list(architecture.grid),
             "depth": architecture.depth,

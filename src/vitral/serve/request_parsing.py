@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from python_multipart.multipart import MultipartParser, parse_options_header
 from torch import Tensor
 
-from vitral.data.decode import ImageDecodeError, ImageTooLargeError, decode_image, read_header
+from vitral.data.decode import ImageDecodeError, ImageTooLargeError, read_format
 from vitral.data.preprocess import Preprocessing
 from vitral.serve.limits import ErrorCode, Limits, RequestError
 from vitral.utils.json_toml import parse_json
@@ -147,16 +147,22 @@ def _parse_json(body: bytearray, limits: Limits) -> list[Upload]:
 
 
 def decode_upload(upload: Upload, preprocessing: Preprocessing, limits: Limits) -> Tensor:
-    """Decode, resize and crop one image exactly as `vitral predict` does: uint8, (C, H, W).
+    """Decode, resize and crop one image exactly as `vitral predict` does: (C, H, W), uint8 for photographs.
 
     The size in the header is checked before any pixel is decoded.
     """
     try:
-        header = read_header(upload.content)
-        if header.width * header.height > limits.max_megapixels * 1_000_000:
+        header = read_format(upload.content, layout=preprocessing.layout, channels=preprocessing.channels)
+        max_pixels = limits.max_megapixels * 1_000_000
+        if header.width * header.height > max_pixels:
             size = f"{header.width}×{header.height} pixels"
             raise ImageError("image_too_large", f"{size}, more than {limits.max_megapixels} megapixels")
-        return preprocessing.resize_and_crop(decode_image(upload.content))
+        if header.num_bytes > 3 * max_pixels:
+            size = f"{header.channels} channels of {header.width}×{header.height} pixels"
+            raise ImageError(
+                "image_too_large", f"{size}, more bytes than an RGB image of {limits.max_megapixels} megapixels"
+            )
+        return preprocessing.load(upload.content)
     except ImageTooLargeError as error:
         raise ImageError("image_too_large", f"more than {limits.max_megapixels} megapixels") from error
     except ImageDecodeError as error:

@@ -145,6 +145,8 @@ class ModelInfo(StrictModel):
     classes: list[str]
     image_size: list[int] = Field(description="height, width")
     channels: int
+    dtype: str = Field(description="type of the pixels: uint8, uint16 or float32")
+    channel_names: list[str] = Field(description="in order; empty if unknown")
     patch_size: int
     grid: list[int] = Field(description="number of patch rows, number of patch columns")
     depth: int = Field(description="number of encoder blocks")

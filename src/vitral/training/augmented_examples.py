@@ -15,7 +15,7 @@ from vitral.recipes.schema import Recipe
 def augmented_examples(
     recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, count: int = 16
 ) -> tuple[Tensor, Tensor]:
-    """The first images of the first batch as the reference backend augments them: uint8 (B, C, H, W), targets (B, K).
+    """The first images of the first batch as the reference backend augments them: pixels (B, C, H, W), targets (B, K).
 
     Draws from a generator of its own, so training is not affected; the draws are therefore not those of training.
     """
@@ -34,4 +34,5 @@ def augmented_examples(
         recipe.augment, preprocessing, len(dataset.classes), train.images[indices], train.labels[indices], generator
     )
     mean, std = (torch.tensor(values)[:, None, None] for values in (preprocessing.mean, preprocessing.std))
-    return ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8), targets
+    pixels = (images * std + mean) * preprocessing.pixel_scale
+    return (pixels.round().clamp(0, 255).to(torch.uint8) if preprocessing.dtype == "uint8" else pixels), targets

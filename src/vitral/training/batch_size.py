@@ -84,7 +84,7 @@ def step_peak_bytes(trainer: Trainer, batch_size: int) -> int | None:
 
     def two_steps() -> None:  # the first one allocates the optimizer's state
         shape = (batch_size, *trainer.dataset.train.images.shape[1:])
-        images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+        images = torch.randint(0, 256, shape, device=device).to(trainer.dataset.train.images.dtype)
         labels = trainer.loader.labels[:1].expand(batch_size, *trainer.loader.labels.shape[1:]).contiguous()
         for _ in range(2):
             trainer.step_runner.run(images, labels)

@@ -7,9 +7,11 @@ training_hardware Recipe -> device, precision and compilation
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +28,11 @@ from vitral.data.files.file_dataset import (
 )
 from vitral.data.files.folders import check_single_label
 from vitral.data.files.packed import is_packed, read_index
+from vitral.data.files.pixel_formats import detect_listing_pixels, packed_pixels
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset
 from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.data.registry.fetch import check_dataset_name
-from vitral.data.sequence import ItemSequence, load_sequence
+from vitral.data.sequence import ItemSequence, detect_sequence_pixels, load_sequence
 from vitral.device.select import Hardware, select_hardware
 from vitral.device.threads import select_threads
 from vitral.errors import VitralError
@@ -39,6 +42,7 @@ from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.training.loggers import check_loggers
+from vitral.training.pixel_format import with_pixel_format
 from vitral.weights.adapt import adapt_weights
 from vitral.weights.adapter import BaseWeights
 
@@ -80,7 +84,7 @@ def resolve_recipe(
 
 def with_dataset(recipe: Recipe, data: str) -> Recipe:
     """Use a recipe for another dataset. A built-in one sets channels and, if patches divide it, the image size."""
-    recipe = replace(recipe, data=replace(recipe.data, name=data, mean=None, std=None, exclude=()))
+    recipe = replace(recipe, data=replace(recipe.data, name=data, mean=None, std=None, exclude=(), dtype="auto"))
     if is_file_dataset(data):
         return recipe
     check_dataset_name(data)
@@ -121,6 +125,9 @@ def with_checkpoint_architecture(recipe: Recipe, init_from: str, options: Checkp
     checkpoint = weights.read(init_from, options)
     preprocessing = checkpoint.preprocessing
     from_recipe = {name: getattr(recipe.model, name) for name in REGULARISATION}
+    pixels: dict[str, Any] = {}
+    if not preprocessing.pixel_format.is_photo:
+        pixels = {name: getattr(preprocessing, name) for name in ("dtype", "layout", "channel_names")}
     if recipe.keep_image_size:
         from_recipe["image_size"] = recipe.model.image_size
     return replace(
@@ -136,6 +143,7 @@ def with_checkpoint_architecture(recipe: Recipe, init_from: str, options: Checkp
             std=preprocessing.std,
             crop=preprocessing.crop,
             interpolation=preprocessing.interpolation,
+            **pixels,
         ),
     )
 
@@ -149,7 +157,7 @@ class TrainingSetup:
     loaded_dataset: Dataset  # all images as loaded
     preprocessing: Preprocessing
     initial_weights: dict[str, Tensor] | None  # None: drawn at random
-    notes: tuple[str, ...]  # adaptations of the checkpoint's weights, one sentence each
+    notes: tuple[str, ...]  # adaptations to the channels of the images and of the checkpoint's weights
     base: BaseWeights | None = None  # the checkpoint, if some of its weights stay frozen
 
     @property
@@ -168,15 +176,14 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
             f"--tune {recipe.tune} needs a checkpoint: without one, the frozen weights would be random",
             "Name one with --init-from, or omit --tune",
         )
-    dataset, recipe = load_training_data(recipe, progress, items)
+    dataset, recipe, notes = load_training_data(recipe, progress, items)
     preprocessing = make_preprocessing(recipe)
     initial_weights: dict[str, Tensor] | None = None
-    notes: tuple[str, ...] = ()
     base: BaseWeights | None = None
     if recipe.init_from:
         checkpoint = weights.read(recipe.init_from, recipe.init_options)
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, dataset.classes)
-        initial_weights, notes = adapted.state, (*checkpoint.notes, *adapted.notes)
+        initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *adapted.notes)
         if recipe.tune != "full":
             base = BaseWeights(source=recipe.init_from, sha256=checkpoint.sha256())
     train = dataset.train if recipe.augment.crop else dataset.train.to_model_input(preprocessing)
@@ -222,24 +229,15 @@ def with_threads(setup: TrainingSetup, hardware: Hardware, recorded: int | None 
 
 def load_training_data(
     recipe: Recipe, progress: bool = False, items: ItemSequence | None = None
-) -> tuple[Dataset, Recipe]:
-    """Load the dataset and complete the recipe with the task, number of classes, mean and standard deviation."""
+) -> tuple[Dataset, Recipe, tuple[str, ...]]:
+    """Load the dataset and complete the recipe with the task, pixel format, number of classes, mean and std.
+
+    The notes tell what the pixel format changes in the recipe.
+    """
     data = recipe.data
+    notes: tuple[str, ...] = ()
     if items is not None or is_file_dataset(data.name):
-        placeholder = make_preprocessing(with_placeholder_stats(recipe))
-        load_images = (
-            partial(load_file_dataset, data.name, exclude=data.exclude)
-            if items is None
-            else partial(load_sequence, items)
-        )
-        dataset = load_images(
-            placeholder,
-            validation=data.validation,
-            test_split=data.test_split,
-            read_options=data.read_options,
-            label_options=recipe.label_options,
-            progress=progress,
-        )
+        dataset, recipe, notes = _load_images(recipe, progress, items)
     else:
         if data.test_split:
             raise VitralError(f"{data.name} has a test split of its own", "Omit --test-split")
@@ -259,7 +257,28 @@ def load_training_data(
     if len(mean) != C and {len(mean), C} == {1, 3}:  # grey images for an RGB model or the reverse: green is closest
         mean, std = (mean * 3, std * 3) if C == 3 else (mean[1:2], std[1:2])
     model = replace(recipe.model, num_classes=len(dataset.classes))
-    return dataset, replace(recipe, data=replace(recipe.data, mean=mean, std=std), model=model)
+    return dataset, replace(recipe, data=replace(recipe.data, mean=mean, std=std), model=model), notes
+
+
+def _load_images(recipe: Recipe, progress: bool, items: ItemSequence | None) -> tuple[Dataset, Recipe, tuple[str, ...]]:
+    """Detect the pixel format of files or of a sequence, then load them for the recipe with that format."""
+    data = recipe.data
+    options: dict[str, Any] = {name: getattr(data, name) for name in ("validation", "test_split", "read_options")}
+    options["label_options"] = recipe.label_options
+    load_images: Callable[..., Dataset]
+    if items is not None:
+        detected, load_images = detect_sequence_pixels(items, data.layout), partial(load_sequence, items, **options)
+    elif data.name.startswith(SEQUENCE_PREFIX) or is_packed(Path(data.name)):
+        detected = packed_pixels(Path(data.name))
+        load_images = partial(load_file_dataset, data.name, exclude=data.exclude, **options)
+    else:
+        label_options = recipe.label_options
+        listing = list_images(data.name, data.validation, progress, data.test_split, data.exclude, label_options)
+        detected = detect_listing_pixels(listing, data.layout)
+        load_images = partial(read_listing, listing, read_options=data.read_options)
+    recipe, notes = with_pixel_format(recipe, detected.format)
+    dataset = load_images(make_preprocessing(with_placeholder_stats(recipe)), progress=progress)
+    return dataset, recipe, notes if detected.note is None else (detected.note, *notes)
 
 
 def pack_dataset(recipe: Recipe, out: Path | None = None, progress: bool = False) -> tuple[Path, Dataset]:
@@ -270,6 +289,7 @@ def pack_dataset(recipe: Recipe, out: Path | None = None, progress: bool = False
         )
     data = recipe.data
     listing = list_images(data.name, data.validation, progress, data.test_split, data.exclude, recipe.label_options)
+    recipe, _ = with_pixel_format(recipe, detect_listing_pixels(listing, data.layout).format)
     preprocessing = make_preprocessing(with_placeholder_stats(recipe))
     folder, index = pack_location(listing, storage_preprocessing(preprocessing))
     if out is not None:
@@ -299,6 +319,9 @@ def make_preprocessing(recipe: Recipe) -> Preprocessing:
             std=recipe.data.std,
             crop=recipe.data.crop,
             interpolation=recipe.data.interpolation,
+            dtype="uint8" if recipe.data.dtype == "auto" else recipe.data.dtype,
+            layout=recipe.data.layout,
+            channel_names=recipe.data.channel_names,
         )
     except ValueError as error:
         message = str(error).replace("preprocessing.", "data.")

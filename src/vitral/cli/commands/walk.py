@@ -40,14 +40,16 @@ def walk(args: WalkArgs) -> int:
     if args.out is not None and args.out.suffix.lower() not in (".html", ".htm", ".md"):
         raise VitralError(f"--out must end in .html or .md, got {args.out}", "For example: --out walk.html")
     check_inputs(args.model, images=(args.image,), labels=args.labels)
-    from vitral.data.decode import decode_image
+    from vitral.data.decode import decode_native
     from vitral.explain import load_explainable
     from vitral.inference.prediction import Label
     from vitral.reporting.walk import terminal
     from vitral.reporting.walk.steps import walk as build_walk
 
     # Without --model, decode first: an unreadable image is reported before a model is chosen.
-    image: Any = args.image if args.model else decode_image(args.image)
+    if not args.model:
+        decode_native(args.image)
+    image: Any = args.image
     source = args.model or default_model(args.image)
     predictor = load_explainable(source, args.labels, checkpoint_options(args.checkpoint))
     print_notes(predictor.notes if args.model else [f"using {source}; choose another model with --model"])
@@ -87,10 +89,11 @@ def default_model(image: Path) -> Path | str:
 
 def is_colour(path: Path) -> bool:
     """Whether an image has saturated pixels; False if it cannot be read, which is reported later."""
-    from vitral.data.decode import ImageDecodeError, decode_image
+    from vitral.data.decode import ImageDecodeError, decode_native
+    from vitral.data.pixels import to_display
 
     try:
-        saturation = decode_image(path).convert("RGB").resize((32, 32)).convert("HSV").tobytes()[1::3]
+        saturation = to_display(decode_native(path)).convert("RGB").resize((32, 32)).convert("HSV").tobytes()[1::3]
     except ImageDecodeError:
         return False
     return max(saturation) > MIN_SATURATION

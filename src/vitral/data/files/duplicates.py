@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.data.decode import ImageDecodeError, decode_image
+from vitral.data.decode import ImageDecodeError
 from vitral.data.files.fingerprints import (
     THUMBNAIL_SIZE,
     Array,
     ImageFingerprints,
     ReportProgress,
+    decode_small,
     thumbnail,
 )
 from vitral.data.files.walk import irregular_file_kind
@@ -79,8 +80,7 @@ def thumbnails(locations: Sequence[ImageLocation], report_progress: ReportProgre
 
     def fill(index: int) -> None:
         try:
-            content, size = read_location(*locations[index]), (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
-            array[index] = thumbnail(decode_image(content, min_size=size, allow_reduced_jpeg=True))
+            array[index] = thumbnail(decode_small(read_location(*locations[index])))
         except ImageDecodeError:
             return
 

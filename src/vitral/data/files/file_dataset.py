@@ -128,6 +128,8 @@ def pack_location(listing: DatasetListing, stored: Preprocessing) -> tuple[Path,
     labels = {split: [label for _, label in items] for split, items in listing.splits.items()}
     parameters = [stored.image_size, stored.channels, stored.interpolation, listing.classes, labels, listing.state]
     parameters += [listing.task] * (listing.task != "classification")
+    if not stored.pixel_format.is_photo:
+        parameters.append(stored.pixel_format)
     digest = fingerprint(locations, *parameters)
     index = PackIndex(
         classes=listing.classes,
@@ -211,8 +213,7 @@ class _SplitReader:
 
     def _num_bytes(self, *splits: str) -> int:
         """Bytes of the decoded images of `splits`; of all if none are given."""
-        image_bytes = self.stored.channels * self.stored.image_size[0] * self.stored.image_size[1]
-        return image_bytes * sum(len(self.listing.splits[split]) for split in splits or self.listing.splits)
+        return self.stored.num_bytes * sum(len(self.listing.splits[split]) for split in splits or self.listing.splits)
 
     def _budget_bytes(self) -> float:
         return min(self.options.pack * GIB, _free_bytes(self.folder))
@@ -329,7 +330,7 @@ def _check_packed_size(folder: Path, index: PackIndex, preprocessing: Preprocess
 
 
 def _empty_split(stored: Preprocessing, task: TaskName, num_outputs: int) -> Split:
-    images = torch.zeros(0, *stored.shape, dtype=torch.uint8)
+    images = torch.zeros(0, *stored.shape, dtype=stored.torch_dtype)
     return Split(images=images, labels=torch.from_numpy(labels_array([], task, num_outputs)), is_model_input=True)
 
 

@@ -24,9 +24,10 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from vitral.data.decode import ImageDecodeError, decode_image
+from vitral.data.decode import ImageDecodeError, decode_native
 from vitral.data.files.worker import read_location
 from vitral.data.files.workers import ImageLocation
+from vitral.data.pixels import ChannelImage, PixelSource, to_display
 from vitral.data.registry.cache import cache_dir
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
@@ -125,24 +126,36 @@ def concatenate(parts: Sequence[ImageFingerprints]) -> ImageFingerprints:
     )
 
 
-def thumbnail(image: Image.Image) -> Array:
-    """The whole image resized to uint8 (32, 32, 3), regardless of its aspect ratio."""
+def decode_small(content: Path | str | bytes, *, allow_reduced_jpeg: bool = True) -> PixelSource:
+    """Decode a file for its thumbnail: in its own pixel format, JPEG files at a reduced size."""
     size = (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
-    return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR, reducing_gap=3.0))
+    return decode_native(content, min_size=size, allow_reduced_jpeg=allow_reduced_jpeg)
+
+
+def thumbnail(image: PixelSource) -> Array:
+    """The whole image resized to uint8 (32, 32, 3), regardless of its aspect ratio; the first channels of several."""
+    size = (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
+    return np.asarray(to_display(image).convert("RGB").resize(size, Image.Resampling.BILINEAR, reducing_gap=3.0))
 
 
 def fingerprint_tensor(images_NCHW: Tensor, *, with_thumbnails: bool = True) -> ImageFingerprints:
-    """Fingerprints of uint8 images in memory, which have no file."""
+    """Fingerprints of images in memory, which have no file."""
     fingerprints = empty_fingerprints(len(images_NCHW), with_thumbnails=with_thumbnails)
     for row, pixels in enumerate(images_NCHW.numpy()):
+        if pixels.dtype != np.uint8 or len(pixels) not in (1, 3):
+            fingerprint_image(fingerprints, row, ChannelImage(pixels))
+            continue
         image = pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0))
         fingerprint_image(fingerprints, row, Image.fromarray(image))
     return fingerprints
 
 
-def fingerprint_image(fingerprints: ImageFingerprints, row: int, image: Image.Image) -> None:
-    """Fill in the fingerprint of a decoded image."""
-    fingerprints.pixel_hashes[row] = _pixel_hash(np.asarray(image))
+def fingerprint_image(fingerprints: ImageFingerprints, row: int, image: PixelSource) -> None:
+    """Fill in the fingerprint of a decoded image: the hash of all channels, the thumbnail of those that are shown."""
+    if isinstance(image, ChannelImage):
+        fingerprints.pixel_hashes[row] = _hash(repr(image.pixels.shape).encode() + image.pixels.tobytes())
+    else:
+        fingerprints.pixel_hashes[row] = _pixel_hash(np.asarray(image))
     if fingerprints.thumbnails is not None:
         fingerprints.thumbnails[row] = _to_stored(thumbnail(image))
 
@@ -189,7 +202,7 @@ def _fill_row(fingerprints: ImageFingerprints, row: int, location: ImageLocation
         return
     is_large = len(content) > MAX_FULL_DECODE
     try:
-        image = decode_image(content, min_size=(THUMBNAIL_SIZE, THUMBNAIL_SIZE), allow_reduced_jpeg=is_large)
+        image = decode_small(content, allow_reduced_jpeg=is_large)
     except ImageDecodeError:
         return
     fingerprints.file_hashes[row] = _hash(content)

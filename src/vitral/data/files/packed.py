@@ -2,7 +2,7 @@
 
     photos-3f9c0a…-v3/       one folder per dataset; the name contains the fingerprint of files, labels and image size
       index.json             classes, image size and channels, source
-      train.npy              uint8 (N, C, H, W)      train.json   labels, unreadable files, preprocessing, checksum
+      train.npy              pixels (N, C, H, W)     train.json   labels, unreadable files, preprocessing, checksum
       validation.npy …       test.npy …              written on first access
 
 Training images are stored larger than the model input, so that crops can be drawn, and may be decoded at a reduced
@@ -41,6 +41,7 @@ from vitral.data.files.workers import (
     ImageLocation,
     decode_options,
 )
+from vitral.data.pixels import PixelType
 from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
 from vitral.data.targets import Labels, TaskName, label_values, labels_array
@@ -73,7 +74,7 @@ class PackIndex:
 class PackedSplit:
     """A packed split; `images` is memory-mapped."""
 
-    images: Tensor  # uint8 (N, C, H, W)
+    images: Tensor  # (N, C, H, W), of the preprocessing's type
     labels: Tensor  # int64 (N,), or float32 (N, K) (`vitral.data.targets`)
     unreadable: tuple[str, ...]  # error messages
     preprocessing: Preprocessing  # with which the images were resized and cropped; mean and std do not apply
@@ -145,7 +146,7 @@ def read_split(folder: Path, name: str) -> PackedSplit | None:
         if _file_state(images_file) != metadata["file_state"]:
             _verify_checksum(images_file, file, metadata)
         images = np.load(images_file, mmap_mode="r")
-        if images.dtype != np.uint8 or images.shape != (len(metadata["labels"]), *preprocessing.shape):
+        if images.dtype != preprocessing.dtype or images.shape != (len(metadata["labels"]), *preprocessing.shape):
             raise ValueError(f"{images.dtype} of shape {images.shape}")
     except (OSError, ValueError, EOFError) as error:
         raise DamagedPackError(images_file, error_reason(error)) from error
@@ -208,7 +209,7 @@ def pack_split(
             split = None
         if split is not None and split.preprocessing == stored:
             return split
-        with _temporary_array(folder, name, (len(locations), *stored.shape)) as (temporary, images):
+        with _temporary_array(folder, name, (len(locations), *stored.shape), stored.dtype) as (temporary, images):
             with progress_bars(progress, "images") as report_progress:
                 errors = _decode_all(
                     temporary,
@@ -248,11 +249,13 @@ def _write_metadata(
 
 
 @contextmanager
-def _temporary_array(folder: Path, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Path, np.memmap[Any, Any]]]:
+def _temporary_array(
+    folder: Path, name: str, shape: tuple[int, ...], dtype: PixelType
+) -> Iterator[tuple[Path, np.memmap[Any, Any]]]:
     """A memory-mapped .npy file for the caller to move into place; deleted on an error."""
     temporary = folder / f".{name}.npy"  # may be left over from a killed process; overwritten
     try:
-        images = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
+        images = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
         _reserve_disk_space(temporary)
     except OSError as error:
         _discard(temporary)
@@ -322,10 +325,10 @@ def _reserve_disk_space(path: Path) -> None:
 def _truncate_array(file: Path, images: np.memmap[Any, Any], count: int) -> None:
     """Shorten a .npy file to its first `count` images, with a new header of the same length."""
     offset = images.offset
-    header = {"descr": "|u1", "fortran_order": False, "shape": (count, *images.shape[1:])}
-    text = repr(header).encode()
+    descr = np.lib.format.dtype_to_descr(images.dtype)
+    text = repr({"descr": descr, "fortran_order": False, "shape": (count, *images.shape[1:])}).encode()
     with file.open("r+b") as opened:
         preamble = opened.read(10)
         length = int.from_bytes(preamble[8:10], "little")
         opened.write(text.ljust(length - 1) + b"\n")
-        opened.truncate(offset + count * int(np.prod(images.shape[1:], dtype=np.int64)))
+        opened.truncate(offset + count * int(np.prod(images.shape[1:], dtype=np.int64)) * images.itemsize)

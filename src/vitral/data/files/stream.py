@@ -54,18 +54,17 @@ class StreamedImages(LazyImages):
         warn: Callable[[str], None] = warn_unreadable,
     ) -> None:
         self.locations, self.labels, self.stored = locations, np.asarray(labels), stored
-        self.shape = (len(locations), *stored.shape)
+        self.shape, self.dtype = (len(locations), *stored.shape), stored.torch_dtype
         self.unreadable: dict[int, str] = {}  # index → error message; each is reported once
         self.max_unreadable, self.workers, self.warn = max_unreadable, workers or available_cpus(), warn
         self.options = decode_options(split, stored, len(locations))
-        image_bytes = int(np.prod(stored.shape))
-        self.slot_rows = max(min(1024, MAX_BUFFER_BYTES // image_bytes) // NUM_SLOTS, 1)
+        self.slot_rows = max(min(1024, MAX_BUFFER_BYTES // stored.num_bytes) // NUM_SLOTS, 1)
         self._idle: SlotBuffer | None = None
 
     @property
     def buffer_bytes(self) -> int:
         """Size of the read-ahead buffer."""
-        return NUM_SLOTS * self.slot_rows * int(np.prod(self.stored.shape))
+        return NUM_SLOTS * self.slot_rows * self.stored.num_bytes
 
     def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
         buffer, self._idle = self._idle or SlotBuffer(self), None  # nested iterations get a buffer of their own
@@ -150,7 +149,7 @@ class SlotBuffer:
 
     def __init__(self, images: StreamedImages) -> None:
         shape = (NUM_SLOTS * images.slot_rows, *images.stored.shape)
-        self.fd, self.array = shared_buffer(shape)
+        self.fd, self.array = shared_buffer(shape, images.stored.dtype)
         self._finalizer = weakref.finalize(self, os.close, self.fd)
         self.workers = DecodeWorkers(self.fd, shape, images.options, count=images.workers)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from vitral.errors import truncate_list
 
 IMAGE_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".npy"}
 )  # read as images without looking at their content
 UNSUPPORTED_SUFFIXES = frozenset(  # camera raw files are TIFF by content, but hold only a preview that Pillow can read
     {".heic", ".heif", ".avif", ".jxl", ".jp2", ".psd", ".svg", ".dng", ".cr2", ".nef", ".arw", ".raw"}

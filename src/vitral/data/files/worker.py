@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitral.data.decode import decode_image
+from vitral.data.decode import decode_pixels
 from vitral.data.files.remote import is_url, read_range
+from vitral.data.pixels import ArrayLayout, PixelFormat, PixelType
 from vitral.data.resize_crop import resize_and_crop
 from vitral.errors import VitralError
 
@@ -33,6 +34,9 @@ class DecodeOptions(NamedTuple):
     crop: float = 1.0
     torch_resize: bool = False
     allow_reduced_jpeg: bool = True
+    dtype: PixelType = "uint8"
+    layout: ArrayLayout = "auto"
+    channel_names: tuple[str, ...] = ()
 
 
 def read_location(path: str, offset: int, size: int) -> Path | bytes:
@@ -54,12 +58,14 @@ def decode_into(
 ) -> dict[int, str]:
     """Decode each image into its row of `target` (N, C, H, W). Returns the error messages, by row."""
     channels, height, width = target.shape[1:]
+    pixel_format = PixelFormat(channels, options.dtype, options.layout, tuple(options.channel_names))
     errors: dict[int, str] = {}
     for row, (path, offset, length) in zip(rows, locations, strict=True):
         name = path if length < 0 else f"{path} at byte {offset}"
         try:
-            image = decode_image(
+            image = decode_pixels(
                 read_location(path, offset, length),
+                pixel_format,
                 min_size=(height, width),
                 allow_reduced_jpeg=options.allow_reduced_jpeg,
                 name=name,
@@ -77,7 +83,7 @@ def decode_into(
 def main(args: Sequence[str]) -> None:
     fd, offset, *shape = map(int, args[:6])
     options = DecodeOptions(**json.loads(args[6]))
-    target = np.frombuffer(mmap.mmap(fd, 0), dtype=np.uint8, offset=offset).reshape(shape)
+    target = np.frombuffer(mmap.mmap(fd, 0), dtype=options.dtype, offset=offset).reshape(shape)
     for line in sys.stdin:
         request = json.loads(line)
         errors = decode_into(target, request["rows"], request["locations"], options)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.data.files.worker import DecodeOptions
+from vitral.data.pixels import PixelType
 from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
@@ -43,6 +44,9 @@ def decode_options(split: str, stored: Preprocessing, count: int) -> DecodeOptio
         crop=stored.crop,
         torch_resize=is_train and count >= TORCH_RESIZE_MIN_FILES,
         allow_reduced_jpeg=is_train,
+        dtype=stored.dtype,
+        layout=stored.layout,
+        channel_names=stored.channel_names,
     )
 
 
@@ -143,9 +147,9 @@ def _shut_down(processes: list[subprocess.Popen[str]], threads: ThreadPoolExecut
                     pipe.close()
 
 
-def shared_buffer(shape: tuple[int, ...]) -> tuple[int, np.ndarray[Any, Any]]:
-    """Descriptor and uint8 array of anonymous memory that can be shared with child processes."""
-    size = int(np.prod(shape, dtype=np.int64))
+def shared_buffer(shape: tuple[int, ...], dtype: PixelType) -> tuple[int, np.ndarray[Any, Any]]:
+    """Descriptor and array of anonymous memory that can be shared with child processes."""
+    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("vitral-batches")
     else:
@@ -153,5 +157,5 @@ def shared_buffer(shape: tuple[int, ...]) -> tuple[int, np.ndarray[Any, Any]]:
             fd = os.dup(file.fileno())
     os.truncate(fd, size)
     with open(fd, "r+b", closefd=False) as file:
-        array = np.memmap(file, dtype=np.uint8, mode="r+", shape=shape)
+        array = np.memmap(file, dtype=dtype, mode="r+", shape=shape)
     return fd, array

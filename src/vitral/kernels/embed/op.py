@@ -44,7 +44,7 @@ def make_inference_embedding(
 
     `normalise` maps uint8 images to the model's input; the reference for the self-check uses it.
     """
-    if not is_supported(model) or preprocessing.image_size != model.config.image_size:
+    if not is_supported(model) or preprocessing.image_size != model.config.image_size or preprocessing.dtype != "uint8":
         return None
     embed = InferenceEmbedding(model, preprocessing)
     images = torch.zeros(check_shape(model), dtype=torch.uint8, device=hardware.device)

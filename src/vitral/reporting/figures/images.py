@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from PIL import Image
 from torch import Tensor
 
+from vitral.data.pixels import display_pixels
 from vitral.explain import METHODS, rescale_for_display
 from vitral.inference.predictor import Predictor
 from vitral.reporting.figures.style import Array
@@ -19,10 +20,9 @@ MIN_MOSAIC_SIDE = 420  # small images are enlarged to this, so that a gap can be
 
 
 def to_rgb(image_CHW: Tensor) -> Array:
-    """A uint8 image as (H, W, 3). Greyscale is repeated; an alpha channel is dropped."""
-    channels = image_CHW[:3] if len(image_CHW) >= 3 else image_CHW[:1].expand(3, -1, -1)
-    array: Array = channels.permute(1, 2, 0).cpu().numpy()
-    return array
+    """An image as uint8 (H, W, 3): greyscale is repeated, of more channels than three the first ones are shown."""
+    shown = display_pixels(image_CHW.cpu().numpy())
+    return np.stack([shown] * 3, axis=-1) if shown.ndim == 2 else shown
 
 
 def draw_image(axes: Axes, image_HW3: Array) -> None:
@@ -30,8 +30,12 @@ def draw_image(axes: Axes, image_HW3: Array) -> None:
 
 
 def save_image(image_CHW: Tensor, path: Path) -> Path:
-    pixels = image_CHW.permute(1, 2, 0).squeeze(-1).cpu().numpy()
+    """Save a photograph in the format of the suffix, anything else as a .npy array (C, H, W)."""
     with atomic_writer(path) as file:
+        if path.suffix == ".npy":
+            np.save(file, image_CHW.cpu().numpy())
+            return path
+        pixels = image_CHW.permute(1, 2, 0).squeeze(-1).cpu().numpy()
         Image.fromarray(pixels).save(file, format=path.suffix.removeprefix("."))
     return path
 

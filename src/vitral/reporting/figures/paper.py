@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from vitral.data.decode import decode_image
 from vitral.evaluation.data import evenly_spaced_indices
 from vitral.inference.predictor import Predictor
 from vitral.models.variants.hybrid import HybridEmbedding
@@ -238,7 +237,7 @@ def plot_rollout_examples(predictor: Predictor, images_NCHW: Tensor) -> Figure:
 
 
 def load_sample_images(predictor: Predictor, files: Sequence[Path], max_count: int) -> Tensor:
-    """Up to `max_count` evenly spaced images of the files, as model input: uint8, (N, C, H, W)."""
+    """Up to `max_count` evenly spaced images of the files, as model input (N, C, H, W)."""
     selected = [files[int(index)] for index in evenly_spaced_indices(len(files), max_count)]
     preprocessing = predictor.model_config.preprocessing
-    return torch.stack([preprocessing.resize_and_crop(decode_image(file)) for file in selected])
+    return torch.stack([preprocessing.load(file) for file in selected])

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor
 
-from vitral.data.decode import decode_image
 from vitral.evaluation.metrics import Metrics
 from vitral.inference.predictor import ImageInput, Predictor
 from vitral.reporting.figures.images import draw_image, overlay_heatmap, patch_mosaic, rollout_heatmaps, to_rgb
@@ -130,10 +129,10 @@ def plot_attention(predictor: Predictor, images_NCHW: Tensor, labels_N: Tensor, 
 def plot_attention_overview(predictor: Predictor, image: ImageInput | Tensor, path: Path) -> Path:
     """One row: an image, its patches, the attention rollout and the predicted classes.
 
-    image: anything `decode_image` reads, or a uint8 tensor (C, H, W) of the model's input size.
+    image: anything `decode_pixels` reads, or a tensor (C, H, W) of the model's input size.
     """
     preprocessing = predictor.model_config.preprocessing
-    pixels = image if isinstance(image, Tensor) else preprocessing.resize_and_crop(decode_image(image))
+    pixels = image if isinstance(image, Tensor) else preprocessing.load(image)
     H, W = pixels.shape[1:]
     figure = Figure(figsize=(6.5 * W / H + 3.5, 2.5), layout=ConstrainedLayoutEngine(w_pad=0.07))
     width_ratios = [W / H, W / H, W / H, 1]

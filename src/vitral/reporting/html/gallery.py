@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitral.data.lazy_images import Images
+from vitral.data.pixels import display_note
 from vitral.explain import METHODS, rescale_for_display
 from vitral.inference.predictor import Predictor
 from vitral.reporting.figures.images import overlay_heatmap, to_rgb
@@ -37,7 +38,10 @@ def gallery_section(data: ReportData) -> str:
     ):
         if len(indices):
             content += f'<h3>{title}</h3><ul class="images">{"".join(gallery_items(data, indices, p_NK))}</ul>'
-    return content + note("Right of each image: evidence for the predicted class (class relevance).")
+    preprocessing = data.predictor.model_config.preprocessing
+    shown = display_note(preprocessing.channels, preprocessing.dtype)
+    text_shown = f" The pictures show {shown}." if shown else ""
+    return content + note(f"Right of each image: evidence for the predicted class (class relevance).{text_shown}")
 
 
 def gallery_items(data: ReportData, indices: Tensor, p_NK: Tensor) -> Iterator[str]:

@@ -163,7 +163,8 @@ def check_data(target: EvalTarget, counts: dict[str, tuple[int, ...]], thorough:
     """Size and balance of the dataset and, if `thorough` and it is a folder, the findings of the doctor."""
     dataset, preprocessing = target.dataset, target.predictor.model_config.preprocessing
     C, (H, W) = preprocessing.channels, preprocessing.image_size
-    kind = {1: "greyscale", 3: "colour"}.get(C, f"{C} channels")
+    photo_kinds = {1: "greyscale", 3: "colour"}
+    kind = photo_kinds[C] if preprocessing.pixel_format.is_photo else str(preprocessing.pixel_format)
     lines = [f"{sum(map(sum, counts.values())):,} images {dataset.source}; model input {H}×{W} pixels, {kind}"]
     named_counts = zip(counts.get("train", ()), target.predictor.classes, strict=True) if "train" in counts else ()
     train = [(count, name) for count, name in named_counts if count]

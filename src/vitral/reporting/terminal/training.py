@@ -18,7 +18,7 @@ from vitral.errors import shell_quote
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, split_warning
 from vitral.evaluation.report import EvaluationReport
 from vitral.recipes.schema import Recipe
-from vitral.reporting.run_report import EXAMPLE
+from vitral.reporting.run_report import ARRAY_EXAMPLE, EXAMPLE
 from vitral.runs.run import Run
 from vitral.training.class_balance import describe_class_balance, training_imbalance
 from vitral.training.setup import TrainingSetup
@@ -104,7 +104,8 @@ def print_result(
         f"Figures           {run.figure_dir}/  (confusion.png, attention.png, curves.png, augmented.png)",
         "\nNext steps",
     ]
-    example = shell_quote(run.figure_dir / EXAMPLE)
+    is_array = (run.figure_dir / ARRAY_EXAMPLE).is_file()
+    example = shell_quote(run.figure_dir / (ARRAY_EXAMPLE if is_array else EXAMPLE))
     steps = [
         (f"predict {shell_quote(run)} {example}", ""),
         (f"walk {example} --model {shell_quote(run)}", "follow an image through the model"),

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.decode import decode_image
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.explain.method import index_from_one, rescale_for_display, to_pixels
@@ -79,7 +78,7 @@ class Walk:
 def walk(predictor: Predictor, image: ImageInput, lang: Lang = "en", layer: int = 1, head: int = 1) -> Walk:
     """Follow one image from pixels to logits. layer, head: the block and head to show in detail, counted from 1."""
     preprocessing = predictor.model_config.preprocessing
-    pixels_CHW = preprocessing.resize_and_crop(decode_image(image))
+    pixels_CHW = preprocessing.load(image)
     image_1CHW = preprocessing.normalise(pixels_CHW[None].to(predictor.hardware.device))
     return WalkBuilder(predictor, pixels_CHW, image_1CHW, lang, layer, head).build()
 
@@ -310,9 +309,9 @@ class WalkBuilder:
 
     def image_figures(self) -> list[StepFigure]:
         channels = self.image_1CHW[0]
-        names = ("red", "green", "blue") if len(channels) == 3 else ("gray",) * len(channels)
+        names = ("red", "green", "blue") if len(channels) == 3 else ("gray",)  # of more channels, the first
         image = StepFigure(caption=self.caption("image"), pixels=enlarge(self.image_HW3))
-        return [image, *(self.matrix(name, channel) for name, channel in zip(names, channels, strict=True))]
+        return [image, *(self.matrix(name, channel) for name, channel in zip(names, channels, strict=False))]
 
     def patch_figures(self) -> list[StepFigure]:
         mosaic = patch_mosaic(self.image_HW3, self.config.patch_size, self.trace.margin)
