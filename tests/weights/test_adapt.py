@@ -310,3 +310,21 @@ def test_predict_with_a_checkpoint_of_another_library(source, photos, tmp_path, 
     for old, new in zip(CLASSES, "xyz", strict=True):
         expected = expected.replace(f" {old} ", f" {new} ")
     assert timm_output == expected
+
+
+@pytest.mark.parametrize("channels", [6, 9])
+def test_image_that_repeats_the_rgb_channels_has_the_features_of_the_rgb_image(channels: int):
+    source, config = make_checkpoint(), replace(CONFIG, channels=channels)
+    adapted = adapt_weights(source, "plain", config, CLASSES)
+    images = torch.randn(2, 3, 32, 32)
+    features = build_model(config, adapted.state).features(images.repeat(1, channels // 3, 1, 1))
+    assert torch.allclose(features, source.build().features(images), atol=1e-5)
+    assert f"adapted from 3 to {channels} channels: repeated and scaled by 3/{channels}" in adapted.notes[0]
+
+
+@pytest.mark.parametrize("channels", [2, 4, 5, 13])
+def test_inflation_keeps_the_expected_activation(channels: int):
+    """For channels with the same mean m, RGB gives m · sum(kernels); inflation keeps it for kernels of equal sum."""
+    kernels = torch.randn(7, 1, 16).expand(-1, 3, -1).flatten(1)
+    inflated = adapt_channels(kernels, 3, channels)
+    assert torch.allclose(inflated.sum(dim=1), kernels.sum(dim=1), atol=1e-5)

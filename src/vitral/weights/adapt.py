@@ -85,7 +85,8 @@ def _adapt_patches(state: dict[str, Tensor], old: ViTConfig, new: ViTConfig) -> 
     notes, key = [], "patch_embedding.project.weight"
     if old.channels != new.channels:
         state[key] = adapt_channels(state[key], old.channels, new.channels)
-        notes.append(f"patch kernels adapted from {old.channels} to {new.channels} channels")
+        how = "summed" if new.channels == 1 else f"repeated and scaled by {old.channels}/{new.channels}"
+        notes.append(f"patch kernels adapted from {old.channels} to {new.channels} channels: {how}")
     if old.patch_size != new.patch_size:
         stride = old.stem.stride if isinstance(old, HybridConfig) else 1  # patches of the stem's feature map
         state[key] = resample_patch_kernels(state[key], old.patch_size // stride, new.patch_size // stride)
@@ -117,7 +118,12 @@ def adapt_heads(state: dict[str, Tensor], checkpoint: Checkpoint, classes: tuple
 
 
 def adapt_channels(kernels_DE: Tensor, old: int, new: int) -> Tensor:
-    """Patch kernels for `new` channels: summed for greyscale, otherwise repeated and rescaled to the same sum."""
+    """Patch kernels for `new` channels: summed for greyscale, otherwise repeated in order and scaled by old / new.
+
+    The usual inflation of RGB weights (I3D, arXiv 1705.07750; timm does the same): channel c gets the kernel of
+    channel c mod 3. With inputs of equal statistics the expected activation is kept. An image whose channels repeat
+    red, green and blue equally often has exactly the embedding of the RGB image.
+    """
     kernels = kernels_DE.unflatten(1, (old, -1))  # (D, C, P·P)
     if new == 1:
         return kernels.sum(dim=1)
