@@ -67,7 +67,7 @@ def save_folder(root: Path, save: SaveFn = save_pages, count: int = 12, channels
     return root
 
 
-def setup(data: Path | str, **overrides: Any) -> Any:
+def prepare(data: Path | str, **overrides: Any) -> Any:
     recipe = resolve_recipe(str(data), "folder-scratch").with_overrides({**TINY, **overrides})
     return setup_training(recipe)
 
@@ -110,9 +110,9 @@ def test_reports_explanations_and_exports_of_16_bit_channels(tmp_path: Path) -> 
 
 
 def test_statistics_are_those_of_the_training_files_and_all_readers_agree(tmp_path: Path) -> None:
-    tiff = setup(save_folder(tmp_path / "tiff"))
-    npy = setup(save_folder(tmp_path / "npy", save_npy))
-    streamed = setup(tmp_path / "tiff", **{"data.pack": 0.0})
+    tiff = prepare(save_folder(tmp_path / "tiff"))
+    npy = prepare(save_folder(tmp_path / "npy", save_npy))
+    streamed = prepare(tmp_path / "tiff", **{"data.pack": 0.0})
     items = [(make_pixels(label, 100 * label + index), label) for label in (0, 1) for index in range(12)]
     sequence = setup_training(resolve_recipe("photos", "folder-scratch").with_overrides(TINY), items=items)
     pixels = tiff.dataset.train.images
@@ -129,7 +129,7 @@ def test_statistics_are_those_of_the_training_files_and_all_readers_agree(tmp_pa
 
 def test_float_arrays_are_used_as_they_are(tmp_path: Path) -> None:
     data = save_folder(tmp_path / "heights", lambda path, pixels: save_npy(path, pixels / 100 - 20))
-    trained = setup(data)
+    trained = prepare(data)
     images = trained.dataset.train.images
     assert images.dtype == torch.float32
     assert np.allclose(trained.preprocessing.mean, images.double().mean(dim=(0, 2, 3)), rtol=1e-4)
@@ -139,24 +139,24 @@ def test_mixed_channels_and_types_are_errors_that_name_the_files(tmp_path: Path)
     data = save_folder(tmp_path / "fields")
     save_pages(data / "wet" / "odd", make_pixels(1, 500, channels=4))
     with pytest.raises(VitralError, match=r"24 files with 5 channels, 16-bit .*; 1 file with 4 .*odd.tif") as caught:
-        setup(data)
+        prepare(data)
     assert "--exclude" in caught.value.hint
     (data / "wet" / "odd.tif").unlink()
     Image.new("RGB", (16, 16)).save(data / "wet" / "rgb.png")
     with pytest.raises(VitralError, match=r"1 file with 8-bit grey or RGB \(rgb.png\)"):
-        setup(data)
+        prepare(data)
 
 
 def test_16_bit_files_among_photographs_are_converted_and_named(tmp_path: Path) -> None:
     data = save_folder(tmp_path / "scans", lambda path, pixels: save_png(path, (pixels[0] // 16).astype(np.uint8)))
     Image.fromarray(make_pixels(0, 7)[0]).save(data / "dry" / "deep.png")
-    trained = setup(data)
+    trained = prepare(data)
     assert trained.preprocessing.dtype == "uint8"
     assert trained.notes[0].startswith("1 of 25 files has more than 8 bits")
     assert "deep.png" in trained.notes[0]
-    kept = setup(save_folder(tmp_path / "deep", lambda path, pixels: save_png(path, pixels[0])))
+    kept = prepare(save_folder(tmp_path / "deep", lambda path, pixels: save_png(path, pixels[0])))
     assert (kept.preprocessing.dtype, kept.preprocessing.channels) == ("uint16", 1)
-    converted = setup(tmp_path / "deep", **{"data.dtype": "uint8"})
+    converted = prepare(tmp_path / "deep", **{"data.dtype": "uint8"})
     assert (converted.preprocessing.dtype, converted.preprocessing.channels) == ("uint8", 3)
 
 
@@ -209,7 +209,7 @@ def test_a_packed_folder_keeps_16_bits(tmp_path: Path) -> None:
 
     recipe = resolve_recipe(str(save_folder(tmp_path / "fields")), "folder-scratch").with_overrides(TINY)
     pack, packed = pack_dataset(recipe, tmp_path / "pack")
-    trained = setup(pack)
+    trained = prepare(pack)
     assert trained.preprocessing.dtype == "uint16"
     assert torch.equal(trained.dataset.train.images[:], packed.train.images[:])
 
