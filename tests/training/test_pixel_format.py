@@ -16,6 +16,7 @@ from PIL import Image
 import vitral
 from support.common import skip_figures
 from vitral import weights
+from vitral.api import export
 from vitral.data.files.fingerprints import fingerprint_files
 from vitral.data.files.workers import ImageLocation
 from vitral.data.pixels import PixelFormat
@@ -100,7 +101,7 @@ def test_reports_explanations_and_exports_of_16_bit_channels(tmp_path: Path) -> 
     np.save(tmp_path / "larger.npy", make_pixels(1, 5).repeat(3, axis=1).repeat(2, axis=2))
     for preprocessing in (False, True):
         file = tmp_path / f"{preprocessing}.onnx"
-        vitral.export(tmp_path / "run", out=file, preprocessing=preprocessing)
+        export(tmp_path / "run", out=file, preprocessing=preprocessing)
         onnx = OnnxModel(file)
         assert onnx.session.get_inputs()[0].type == "tensor(uint16)"
         for image in (example, data / "wet" / "00.tif", tmp_path / "larger.npy"):
