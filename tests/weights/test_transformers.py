@@ -62,6 +62,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "i-jepa, not square": ("IJepaForImageClassification", {**MLP, "image_size": [24, 40]}, "plain", True),
     "dinov2": (DINO, {}, "class-and-mean", True),
     "dinov2, registers": (DINO_REG, {"num_register_tokens": 3}, "class-and-mean", True),
+    "dinov2, SwiGLU": (DINO, {"use_swiglu_ffn": True}, "class-and-mean", True),
+    "dinov2, SwiGLU, registers": (DINO_REG, {"use_swiglu_ffn": True, "mlp_ratio": 5}, "class-and-mean", True),
     "dinov2, one block": (DINO, {"num_hidden_layers": 1}, "class-and-mean", True),  # its own code needs square images
 }
 
@@ -220,7 +222,6 @@ def test_class_names_are_preserved(tmp_path: Path) -> None:
         ({"model_type": "swinv2"}, "windowed attention, relative positions and post-norm"),
         ({"model_type": "beit"}, "relative positions"),
         ({"hidden_act": "selu"}, "activation selu"),
-        ({"use_swiglu_ffn": True}, "SwiGLU"),
         ({"num_attention_heads": 5}, "width must be a multiple of 5"),
         ({"image_size": "large"}, "cannot interpret"),
     ],
@@ -233,10 +234,14 @@ def test_unsupported_config_is_refused(changes: dict[str, Any], reason: str, tmp
         weights.read(tmp_path / "reference")
 
 
-def test_swiglu_of_dinov2_giant_is_refused(tmp_path: Path) -> None:
-    make_model("Dinov2Model", {"use_swiglu_ffn": True}).save_pretrained(tmp_path / "reference")
-    with pytest.raises(VitralError, match="SwiGLU"):
-        weights.read(tmp_path / "reference")
+def test_dinov2_giant_saved_from_memory_is_read(tmp_path: Path) -> None:
+    reference = make_model("Dinov2Model", {"use_swiglu_ffn": True})
+    torch.save(reference.state_dict(), tmp_path / "giant.pt")
+    checkpoint = weights.read(tmp_path / "giant.pt", CheckpointOptions(heads=4))
+    assert checkpoint.config.activation == "swiglu"
+    x = random_images(32, 32)
+    with torch.inference_mode():
+        torch.testing.assert_close(checkpoint.build().features(x), reference(x).pooler_output, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +287,7 @@ def test_vitral_model_is_written_as_the_equivalent_class(changes: dict[str, Any]
         ({"pooling": "attention"}, "has no classifier"),
         ({"pooling": "mean", "registers": 1}, "1 registers"),
         ({"head": "mlp"}, "a hidden layer in the head"),
-        ({"registers": 3, "mlp_width": 80}, "multiples of the width"),
+        ({"registers": 3, "mlp_width": 80}, "integer ratio"),
     ],
 )
 def test_unsupported_feature_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ UNDETERMINED = {
 SIGNATURES = {
     "vitral": r"patch_embedding\.project\.weight",
     "timm": r"patch_embed\.proj\.weight",
-    "transformers": r"(.+\.)?embeddings\.(patch_embeddings\.projection|patch_embedding)\.weight",
+    "transformers": r"(.+\.)?embeddings\.(patch_embeddings(\.projection)?|patch_embedding)\.weight",
     "torchvision": r"conv_proj\.weight",
     "vit-pytorch": r"to_patch_embedding\.\d\.weight",
     "npz": r"(.+/)?embedding/kernel",

@@ -1,6 +1,6 @@
 """The transformers format: ViT, DeiT, DINOv2 (with registers), MAE, MSN and I-JEPA, as written by save_pretrained.
 
-The vision towers of CLIP and SigLIP are in clip.py.
+The vision towers of CLIP and SigLIP are in clip.py, DINOv3 is in dinov3.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from vitral.models.vit import Resampling
+from vitral.models.vit import Resampling, ViTConfig
 from vitral.recipes.checkpoint_options import CheckpointOptions
-from vitral.weights import clip
+from vitral.weights import clip, dinov3
 from vitral.weights.checkpoint import Checkpoint, ConvertedModel, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
@@ -25,6 +25,7 @@ from vitral.weights.reading import (
     flatten_patch_kernel,
     incomplete_error,
     infer_config,
+    is_gated,
 )
 from vitral.weights.transformers_files import ACTIVATIONS, preprocessor_json, read_labels, read_preprocessing
 from vitral.weights.writing import (
@@ -66,8 +67,18 @@ DINOV2 = KeyMapping(
         "encoder.blocks.{i}.norm1.{leaf}": "encoder.layer.{i}.norm1.{leaf}",
         "encoder.blocks.{i}.residual1.scale": "encoder.layer.{i}.layer_scale1.lambda1",
         "encoder.blocks.{i}.norm2.{leaf}": "encoder.layer.{i}.norm2.{leaf}",
-        "encoder.blocks.{i}.mlp.expand.{leaf}": "encoder.layer.{i}.mlp.fc1.{leaf}",
-        "encoder.blocks.{i}.mlp.contract.{leaf}": "encoder.layer.{i}.mlp.fc2.{leaf}",
+        # Second spellings: SwiGLU in files; third ones: in memory
+        "encoder.blocks.{i}.mlp.expand.{leaf}": (
+            "encoder.layer.{i}.mlp.fc1.{leaf}",
+            "encoder.layer.{i}.mlp.weights_in.{leaf}",
+        ),
+        "encoder.blocks.{i}.mlp.gate.{leaf}": "encoder.layer.{i}.mlp.gate_proj.{leaf}",
+        "encoder.blocks.{i}.mlp.value.{leaf}": "encoder.layer.{i}.mlp.up_proj.{leaf}",
+        "encoder.blocks.{i}.mlp.contract.{leaf}": (
+            "encoder.layer.{i}.mlp.fc2.{leaf}",
+            "encoder.layer.{i}.mlp.weights_out.{leaf}",
+            "encoder.layer.{i}.mlp.down_proj.{leaf}",
+        ),
         "encoder.blocks.{i}.residual2.scale": "encoder.layer.{i}.layer_scale2.lambda1",
     }
 )
@@ -96,7 +107,6 @@ UNSUPPORTED = {
     "swinv2": "windowed attention, relative positions and post-norm",
     "beit": "relative positions",
     "data2vec-vision": "relative positions",
-    "dinov3_vit": "rotary positions",
     "vit_hybrid": "convolutional stem before the patches",
 }
 # How positions are resized for another image size
@@ -112,6 +122,8 @@ RESAMPLING: dict[str, Resampling] = {
 def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     if clip.is_tower(raw):
         return clip.to_vitral(raw, options)
+    if dinov3.is_dinov3(raw):
+        return dinov3.to_vitral(raw, options)
     stored, reading = raw.config, Interpretation(source=raw.source, options=options)
     tensors = _without_model_prefix(raw.tensors)
     drop_tensors(tensors, PRETRAINING_KEYS, reading.notes)
@@ -143,7 +155,9 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         heads=reading.heads(width, stored.get("num_attention_heads")),
         pooling="class" if "class_token.token" in state else "mean",  # mean: I-JEPA
         layer_scale=stored.get("layerscale_value"),
-        activation=reading.setting("activation", "gelu", "gelu activation", stored=activation),
+        activation="swiglu"
+        if is_gated(state)
+        else reading.setting("activation", "gelu", "gelu activation", stored=activation),
         norm_eps=reading.setting("norm_eps", default_eps, f"norm eps {default_eps:g}", stored=norm_eps),
         position_resampling=RESAMPLING["dinov2_with_registers" if is_dinov2 and "registers" in state else "vit"],
     )
@@ -191,8 +205,6 @@ def _check_model_type(source: str, config: dict[str, Any], is_dinov2: bool) -> s
     activation = config.get("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise unsupported_model_error(source, f"activation {activation}")
-    if config.get("use_swiglu_ffn"):
-        raise unsupported_model_error(source, "SwiGLU MLP")
     if config.get("pooler_act", "tanh") != "tanh":
         raise unsupported_model_error(source, f"pooler with activation {config['pooler_act']}")
     return model_type
@@ -236,6 +248,8 @@ def _head_variant(state: State) -> str:
 def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     if clip.fits(checkpoint):
         return clip.from_vitral(checkpoint)
+    if dinov3.fits(checkpoint):
+        return dinov3.from_vitral(checkpoint)
     config, variant = checkpoint.config, checkpoint.variant
     state, notes = exportable_state(
         checkpoint,
@@ -244,6 +258,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         poolings=("class", "mean"),
         registers=config.pooling == "class",
         hidden_head=checkpoint.headless,
+        supported=("swiglu",) if config.pooling == "class" else (),
     )
     model_type = _choose_model_type(checkpoint)
     is_dinov2 = model_type.startswith("dinov2")
@@ -257,7 +272,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     kernel = state["patch_embedding.project.weight"]
     unflatten_patch_kernel(state, config)
     split_qkv(state)
-    tensors = (DINOV2 if is_dinov2 else VIT).rename_from_vitral(state)
+    tensors = (DINOV2 if is_dinov2 else VIT).rename_from_vitral(state, spelling=int(config.activation == "swiglu"))
     if is_dinov2:
         tensors["embeddings.mask_token"] = kernel.new_zeros(1, config.width)
     if not checkpoint.headless:
@@ -277,16 +292,27 @@ def _choose_model_type(checkpoint: Checkpoint) -> str:
     if config.pooling == "mean":
         return "ijepa"  # the class without a class token
     is_square = config.image_size[0] == config.image_size[1]
-    fits_dinov2 = config.head == "linear" and config.hidden_width % config.width == 0 and is_square
-    needs_dinov2 = variant == "class-and-mean" or config.registers > 1
+    fits_dinov2 = config.head == "linear" and _mlp_ratio(config) is not None and is_square
+    needs_dinov2 = variant == "class-and-mean" or config.registers > 1 or config.activation == "swiglu"
     if needs_dinov2 and not fits_dinov2:
         raise NotRepresentableError(
             "transformers",
-            "DINOv2 supports only square images, MLP widths that are multiples of the width, and linear heads",
+            "DINOv2 supports only square images, MLP widths that follow from an integer ratio, and linear heads",
         )
     if needs_dinov2 or (fits_dinov2 and config.layer_scale is not None and variant == "plain"):
         return "dinov2_with_registers" if config.registers else "dinov2"
     return "deit" if variant == "distilled" or config.registers == 1 else "vit"
+
+
+def _mlp_ratio(config: ViTConfig) -> int | None:
+    """DINOv2's ratio of MLP width to width, an integer; SwiGLU has two thirds of it, rounded up to a multiple of 8."""
+    for ratio in range(1, 33):
+        hidden = config.width * ratio
+        if config.activation == "swiglu":
+            hidden = -(-int(hidden * 2 / 3) // 8) * 8
+        if hidden == config.hidden_width:
+            return ratio
+    return None
 
 
 def _config_json(checkpoint: Checkpoint, model_type: str) -> dict[str, Any]:
@@ -300,7 +326,7 @@ def _config_json(checkpoint: Checkpoint, model_type: str) -> dict[str, Any]:
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.heads,
-        "hidden_act": next(name for name, kind in ACTIVATIONS.items() if kind == config.activation),
+        "hidden_act": next((name for name, kind in ACTIVATIONS.items() if kind == config.activation), "gelu"),
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "layer_norm_eps": config.norm_eps,
@@ -310,8 +336,8 @@ def _config_json(checkpoint: Checkpoint, model_type: str) -> dict[str, Any]:
         "qkv_bias": config.qkv_bias,
     }
     if model_type.startswith("dinov2"):
-        content |= {"mlp_ratio": config.hidden_width // config.width, "layerscale_value": config.layer_scale or 1.0}
-        content |= {"use_swiglu_ffn": False}
+        content |= {"mlp_ratio": _mlp_ratio(config), "layerscale_value": config.layer_scale or 1.0}
+        content |= {"use_swiglu_ffn": config.activation == "swiglu"}
         content |= {"num_register_tokens": config.registers} if config.registers else {}
     else:
         content |= {"intermediate_size": config.hidden_width, "encoder_stride": config.patch_size}
