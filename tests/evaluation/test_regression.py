@@ -15,10 +15,12 @@ import torch
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
 import vitral
+import vitral.api
 from support.common import Command, skip_figures
 from support.regression import TINY_REGRESSION, write_bars
 from vitral.errors import VitralError
 from vitral.evaluation.regression import fit_prediction_intervals, regression_metrics
+from vitral.export.parity import check_parity, measure_parity
 from vitral.inference.batch_predict import predict_to_file
 from vitral.inference.prediction import TargetValue
 from vitral.models.conformal import ConformalIntervals
@@ -233,12 +235,70 @@ def test_report_has_a_scatter_plot_per_target_and_the_largest_errors(run: Path) 
     assert 'id="scatter"' in again.read_text()
 
 
+def test_explain_draws_the_evidence_for_a_target(run: Path, listing: Path, command: Command, tmp_path: Path) -> None:
+    image = listing.parent / "images" / "000.png"
+    model = vitral.load(run)
+    first, mass = model.explain(image), model.explain(image, "relevance", "mass")
+    assert {heat.label.name for heat in first.heatmaps} == {"x"}
+    assert [heat.label.name for heat in mass.heatmaps] == ["mass"]
+    assert mass.values == model.predict(image).values
+    assert mass.save(tmp_path / "mass.png").is_file()
+    code, out, _ = command("explain", run, image, "--target", "mass", "--out", tmp_path, "--json")
+    assert code == 0
+    assert json.loads(out)["heatmaps"][0]["target"] == "mass"
+    code, out, _ = command("explain", run, image, "--out", tmp_path)
+    assert str(mass.values[0]) in out
+    with pytest.raises(VitralError, match="no target named 'weight'"):
+        model.explain(image, targets="weight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("to", "precision"), [("onnx", "fp32"), ("onnx", "int8"), ("torch", "fp32")])
+def test_export_agrees_in_units_of_the_targets(
+    run: Path, listing: Path, tmp_path: Path, to: Any, precision: Any, command: Command
+) -> None:
+    path, parity = vitral.api.export(
+        run, to=to, precision=precision, out=tmp_path / ("m.onnx" if to == "onnx" else "m.pt2")
+    )
+    assert [value.name for value in parity.values] == ["x", "mass"]
+    limit = {"fp32": 1e-3, "int8": 0.3}[precision]
+    assert all(value.relative <= limit for value in parity.values)
+    assert "mass differs by at most" in str(parity)
+    if to == "onnx":
+        image = listing.parent / "images" / "000.png"
+        code, out, _ = command("predict", path, image, "--json")
+        assert code == 0
+        values = json.loads(out)["values"]
+        for sent, value in zip(values, vitral.load(run).predict(image).values, strict=True):
+            assert sent["name"] == value.name
+            assert sent["coverage"] == value.coverage
+            assert sent["value"] == pytest.approx(value.value, abs=limit * {"x": 37.0, "mass": 190.0}[value.name] * 1.5)
+
+
+def test_export_that_disagrees_is_refused_in_units_of_the_target() -> None:
+    images = torch.zeros(8, 1, 4, 4)
+    truth = torch.tensor([[30.0, 1000.0]]).repeat(8, 1)
+
+    def off_by(amount: float) -> Any:
+        return lambda images: (truth, truth + torch.tensor([0.0, amount]))
+
+    units = (("age", 9.0), ("mass", 300.0))
+    close = measure_parity(off_by(0.0), off_by(0.2), [(images, images)], None, units)
+    check_parity(close, "fp32", lambda: "")
+    far = measure_parity(off_by(0.0), off_by(2.0), [(images, images)], None, units)
+    assert far.values[1].max_abs_diff == pytest.approx(2.0)
+    with pytest.raises(VitralError, match="mass differs by at most 2 "):
+        check_parity(far, "fp32", lambda: "They diverge at block 1")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["compare", "RUN", "RUN"], "vitral compare needs classes"),
         (["probe", "LIST", "--init-from", "RUN"], "vitral probe needs classes"),
         (["bench", "RUN"], "vitral bench needs classes"),
+        (["walk", "IMAGE", "--model", "RUN"], "vitral walk needs classes"),
+        (["explain", "RUN", "--faithfulness", "LIST"], "vitral explain --faithfulness needs classes"),
         (["evaluate", "RUN", "--robustness"], "--robustness is for classifiers"),
         (["evaluate", "RUN", "--max-error", "0.1"], "--max-error is for classifiers"),
         (["evaluate", "RUN", "--ood", "digits"], "--ood is for classifiers"),
@@ -248,7 +308,8 @@ def test_report_has_a_scatter_plot_per_target_and_the_largest_errors(run: Path) 
 def test_commands_that_need_classes_say_so_in_two_lines(
     run: Path, listing: Path, command: Command, words: list[str], message: str
 ) -> None:
-    replaced = [{"RUN": run, "LIST": listing}.get(word, word) for word in words]
+    files = {"RUN": run, "LIST": listing, "IMAGE": listing.parent / "images" / "000.png"}
+    replaced = [files.get(word, word) for word in words]
     code, _, err = command(*replaced)
     assert code == 2
     lines = [line for line in err.splitlines() if not line.startswith("  ") or "error" in line]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from starlette.testclient import TestClient
 
-from support.served import make_image, tiny_model
+from support.served import make_image, tiny_model, tiny_regression
 from vitral.cli import main as cli
 from vitral.errors import VitralError
 from vitral.explain import METHODS, rescale_for_display
@@ -143,6 +143,39 @@ def test_prediction_sets_equal_the_predictors_whatever_the_number_of_labels(clie
     assert client.get("/v1/models/insects").json()["coverage"] == 0.9
     for prediction in predictions:
         schema.ImagePrediction.model_validate(prediction)
+
+
+def test_regression_sends_values_with_intervals(tmp_path):
+    regression = Predictor.load(tiny_regression(tmp_path / "ages"), device="cpu")
+    contents = [make_image(seed) for seed in range(3)]
+    with serving(regression) as client:
+        predictions = client.post(PREDICT, files=multipart(*contents, b"not an image")).json()["predictions"]
+        explanation = client.post(
+            f"{EXPLAIN}?target=mass&methods=relevance,rollout", files=multipart(contents[0])
+        ).json()
+        description = client.get("/v1/models/insects").json()
+        unknown = client.post(f"{EXPLAIN}?target=bee", files=multipart(contents[0]))
+    for content, prediction in zip(contents, predictions, strict=False):
+        schema.ImagePrediction.model_validate(prediction)
+        assert "labels" not in prediction
+        assert "ood" not in prediction
+        expected = regression.predict(content).values
+        assert [value["name"] for value in prediction["values"]] == ["age", "mass"]
+        for sent, value in zip(prediction["values"], expected, strict=True):
+            assert sent["value"] == pytest.approx(value.value, rel=1e-4)
+            assert sent["high"] - sent["value"] == pytest.approx({"age": 6.4, "mass": 250}[value.name])
+            assert sent["coverage"] == 0.9
+    assert predictions[3]["error"]["code"] == "unreadable_image"
+    schema.ExplainResponse.model_validate(explanation)
+    assert explanation["target"] == "mass"
+    assert set(explanation["heatmaps"]) == {"relevance", "rollout"}
+    assert explanation["values"][0]["value"] == pytest.approx(predictions[0]["values"][0]["value"], rel=1e-4)
+    assert (description["task"], description["classes"], description["coverage"]) == (
+        "regression",
+        ["age", "mass"],
+        0.9,
+    )
+    assert unknown.status_code == 422
 
 
 def test_model_without_prediction_sets_sends_none(tmp_path):

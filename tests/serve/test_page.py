@@ -20,7 +20,7 @@ import pytest
 from PIL import Image, ImageDraw
 from playwright.sync_api import expect
 
-from support.served import make_image, server, tiny_model
+from support.served import make_image, server, tiny_model, tiny_regression
 from vitral.models.conformal import ConformalSets
 
 expect.set_options(timeout=60_000)
@@ -33,7 +33,7 @@ def running(tmp_path_factory):
     sets = ConformalSets(coverage=0.9, threshold=0.2, images=99)
     insects = tiny_model(folder / "insects", ood_threshold=6.0, prediction_sets=sets)
     digits = tiny_model(folder / "digits", channels=1, size=28, mean=0.13)
-    with server(insects, digits) as process:
+    with server(insects, digits, tiny_regression(folder / "ages")) as process:
         yield process
 
 
@@ -136,6 +136,31 @@ def test_prediction_set_of_several_classes_is_shown(open_page, running):
     upload(page, image_with_set(running, 1)[0])
     wait_for_result(page)
     expect(page.locator("#prediction-set")).to_be_hidden()
+
+
+def test_regression_shows_values_with_intervals_and_evidence_for_each_target(open_page, running):
+    page = open_page("ages")
+    expect(page.locator("#about")).to_contain_text("values: age, mass")
+    upload(page, make_image(1))
+    wait_for_result(page)
+    url = f"{running.url}/v1/models/ages/predict"
+    age, mass = httpx.post(url, content=make_image(1)).json()["predictions"][0]["values"]
+    expected = f"{age['value']:.1f} ({age['low']:.1f} to {age['high']:.1f})"
+    expect(page.locator("#labels .share").first).to_have_text(expected)
+    expect(page.locator("#calibration")).to_contain_text("90%")
+    page.locator("#labels button").nth(1).click()
+    expect(page.locator("#caption")).to_contain_text("mass")
+    page.click("#again")
+    upload(page, make_image(1), make_image(2), b"not an image")
+    expect(page.locator("#batch-title")).to_have_text("3 of 3 images")
+    expect(page.locator("#confidence-title")).to_have_text("Prediction interval")
+    assert f"age {age['value']:.1f}, mass {mass['value']:,.0f}" in page.locator("#rows tr").first.text_content()
+    with page.expect_download() as event:
+        page.click("#csv")
+    rows = list(csv.DictReader(io.StringIO(Path(event.value.path()).read_text(encoding="utf-8-sig"))))
+    assert [row["target"] for row in rows] == ["age", "mass", "age", "mass", ""]
+    assert float(rows[1]["low"]) == pytest.approx(mass["low"])
+    assert rows[4]["error"] == "not an image"
 
 
 def test_out_of_distribution_image_is_shown_as_unknown(open_page, running):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from PIL import Image
 from support.processes import Process
 from vitral.data.preprocess import Preprocessing
 from vitral.models.calibration import Calibration
-from vitral.models.conformal import ConformalSets
+from vitral.models.conformal import ConformalIntervals, ConformalSets
+from vitral.models.target_scaling import TargetScaling
 from vitral.models.vit import ViT, ViTConfig
-from vitral.runs.model_io import ModelConfig, save_model
+from vitral.runs.model_io import ModelConfig, load_model, save_model
 
 
 def tiny_model(
@@ -52,6 +54,26 @@ def tiny_model(
         calibration=Calibration(temperature=1.5, ood_threshold=ood_threshold, prediction_sets=prediction_sets),
     )
     save_model(folder, model, model_config)
+    return folder
+
+
+def tiny_regression(folder: Path) -> Path:
+    """Save a regression of age and mass with random weights, standardised targets and prediction intervals."""
+    model, config = load_model(tiny_model(folder))
+    torch.manual_seed(1)
+    architecture = replace(config.architecture, num_classes=2)
+    model = ViT(architecture)
+    torch.nn.init.normal_(model.get_parameter("head.out.weight"))
+    intervals = ConformalIntervals(coverage=0.9, half_widths=(6.4, 250.0), images=99)
+    regression = replace(
+        config,
+        architecture=architecture,
+        classes=("age", "mass"),
+        task="regression",
+        target_scaling=TargetScaling(mean=(31.0, 1000.0), std=(9.0, 300.0)),
+        calibration=Calibration(prediction_intervals=intervals),
+    )
+    save_model(folder, model, regression)
     return folder
 
 

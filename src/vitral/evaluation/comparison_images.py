@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vitral.data.classes import class_indices
+from vitral.data.classes import to_model_labels
 from vitral.data.datasets import Dataset, Split
 from vitral.data.decode import SUPPORTED_FORMATS
 from vitral.data.files.packed import is_packed
@@ -163,7 +163,7 @@ def _dataset_sources(
     if not with_labels or not {*dataset.classes} <= {*predictor.classes}:
         return _Sources(sources=sources, notes=dataset.notes)
     labels = torch.cat([split.labels for split in splits])[chosen]
-    labels = class_indices(dataset.classes, predictor.classes)[labels]
+    labels = to_model_labels(labels, dataset.classes, predictor.classes)
     return _Sources(sources=sources, labels=labels, notes=dataset.notes)
 
 

@@ -21,7 +21,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError, truncate_list, unknown_name_error
 from vitral.explain.method import Method, rescale_for_display
 from vitral.explain.registry import DEFAULT, METHODS
-from vitral.inference.prediction import Label, rank_labels
+from vitral.inference.prediction import Label, TargetValue, rank_labels, target_values
 from vitral.inference.predictor import ImageInput, Predictor
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.weights.files import EXPORT_SUFFIXES
@@ -37,7 +37,7 @@ class Heatmap:
     """Importance of each pixel for `label` by one method."""
 
     method: Method
-    label: Label  # the target class and its predicted probability
+    label: Label | TargetValue  # the target class and its probability, or the target of a regression and its value
     values: Array  # (H, W) float32 in the method's unit, on the model input
     on_image: Array  # (h, w) float32, the same on the displayed image; NaN outside the crop
     display: Array  # `on_image` scaled for display: [0, 1], or [-1, 1] for signed methods; NaN outside the crop
@@ -53,6 +53,7 @@ class Explanation:
     prediction: tuple[Label, ...]  # most probable first
     is_ood: bool  # out of distribution: unlike the training images
     heatmaps: tuple[Heatmap, ...]  # by class, then by method
+    values: tuple[TargetValue, ...] = ()  # of a regression, which has no prediction in classes
 
     def save(self, path: str | Path) -> Path:
         """Draw all heatmaps over the image, as `vitral explain` does, and write the picture."""
@@ -86,7 +87,8 @@ def explain(
         predictor: The model.
         image: A file, bytes, PIL image, array or tensor.
         methods: One or several names from `METHODS`.
-        targets: One or several class names or indices; without any, the predicted class.
+        targets: One or several class names or indices; without any, the predicted class. For a regression, names of
+            targets; without any, the first one.
         options: Options such as `layer`, `head` or `fusion`, passed to the methods that have them.
     """
     selected = [find_method(name) for name in ([methods] if isinstance(methods, str) else methods)]
@@ -99,8 +101,10 @@ def explain(
     preprocessing = predictor.model_config.preprocessing
     original = decode_pixels(image, preprocessing.pixel_format)
     pixels_CHW = preprocessing.resize_and_crop(original)
-    probabilities, is_ood = next(predictor.calibrated_rows(predictor.logits(pixels_CHW[None])))
-    classes = [class_index(predictor, target) for target in targets] or [probabilities.index(max(probabilities))]
+    labels, values, is_ood = _predict(predictor, predictor.logits(pixels_CHW[None]))
+    by_name = {label.name: label for label in labels or values}
+    first = predictor.classes.index(labels[0].name) if labels else 0
+    classes = [class_index(predictor, target) for target in targets] or [first]
     overlay_image = to_display(original).convert("RGB")
     overlay_image.thumbnail((MAX_OVERLAY_SIDE, MAX_OVERLAY_SIDE))
     heatmaps = [
@@ -109,7 +113,7 @@ def explain(
             pixels_CHW,
             method,
             index,
-            label=Label(name=predictor.classes[index], probability=probabilities[index]),
+            label=by_name[predictor.classes[index]],
             options={name: value for name, value in option_values.items() if name in method.options},
             size=original.size,
             target_size=overlay_image.size,
@@ -121,10 +125,20 @@ def explain(
         source=str(image) if isinstance(image, str | Path) else "image",
         image=overlay_image,
         crop=crop_box(predictor.model_config.preprocessing, original.size, overlay_image.size),
-        prediction=rank_labels(predictor.classes, probabilities, None),
+        prediction=labels,
         is_ood=is_ood,
         heatmaps=tuple(heatmaps),
+        values=values,
     )
+
+
+def _predict(predictor: Predictor, logits_1K: Tensor) -> tuple[tuple[Label, ...], tuple[TargetValue, ...], bool]:
+    """Ranked labels of one image, or the values of a regression, and whether it is out of distribution."""
+    if predictor.is_regression:
+        intervals = predictor.model_config.calibration.prediction_intervals
+        return (), target_values(predictor.classes, predictor.to_units(logits_1K)[0].tolist(), intervals), False
+    probabilities, is_ood = next(predictor.calibrated_rows(logits_1K))
+    return rank_labels(predictor.classes, probabilities, None), (), is_ood
 
 
 def compute_heatmap(
@@ -133,7 +147,7 @@ def compute_heatmap(
     method: Method,
     target: int,
     *,
-    label: Label,
+    label: Label | TargetValue,
     options: Mapping[str, Any],
     size: Size,
     target_size: Size,
@@ -180,8 +194,9 @@ def class_index(predictor: Predictor, target: str | int) -> int:
         return matches[0]
     if str(target).isdigit() and int(target) < len(names):
         return int(target)
-    error = unknown_name_error("class", str(target), names)
-    raise VitralError(error.what, f"Classes of the model: {truncate_list(names, 8)}")
+    kind, plural = ("target", "Targets") if predictor.is_regression else ("class", "Classes")
+    error = unknown_name_error(kind, str(target), names)
+    raise VitralError(error.what, f"{plural} of the model: {truncate_list(names, 8)}")
 
 
 def crop_box(preprocessing: Preprocessing, size: Size, target_size: Size) -> tuple[int, int, int, int]:

@@ -68,7 +68,9 @@ def export_model(
     with _temporary_sibling(out) as file:
         exported = _write(file, predictor, to, precision, preprocessing, calibration)
         batches = _batches(comparison, predictor.model_config.preprocessing.pixel_format, preprocessing)
-        parity = measure_parity(_predictor_fn(predictor), exported, batches, comparison.labels)
+        scaling, names = predictor.model_config.target_scaling, predictor.classes
+        units = None if scaling is None else tuple(zip(names, scaling.std, strict=True))
+        parity = measure_parity(_predictor_fn(predictor), exported, batches, comparison.labels, units)
         check_parity(
             parity,
             precision,
@@ -126,6 +128,8 @@ def _temporary_sibling(out: Path) -> Iterator[Path]:
 def _predictor_fn(predictor: Predictor) -> ModelFn:
     def run(images: Tensor) -> tuple[Tensor, Tensor]:
         logits = predictor.logits(images)
+        if predictor.is_regression:
+            return logits, predictor.to_units(logits)
         return logits, predictor.model_config.calibration.probabilities(logits)
 
     return run

@@ -85,7 +85,8 @@ def build_graph(model: ViT, config: ModelConfig, precision: ExportPrecision, blo
     images = example_images(config)
     program = capture_graph(module.eval(), images)
     depth = len(model.encoder.blocks)
-    outputs = [*(f"tokens_{i}" for i in range(depth + 1)), "logits"] if blocks else ["logits", "probabilities"]
+    second = "values" if config.task == "regression" else "probabilities"
+    outputs = [*(f"tokens_{i}" for i in range(depth + 1)), "logits"] if blocks else ["logits", second]
     with _silence_exporter(), tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "graph.onnx"
         torch.onnx.export(

@@ -21,6 +21,32 @@ MIN_AGREEMENT = 0.99  # share of images with the same top-1 label, unless the us
 MAX_PROBABILITY_DIFF = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.15, "int8": 1.0}
 
 
+# Largest difference of a value of a regression, in standard deviations of its target.
+MAX_VALUE_DIFF = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.15, "int8": 0.3}
+Units = tuple[tuple[str, float], ...]  # name and standard deviation of each target of a regression
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueDifference:
+    """How much the values of one target of a regression differ, in its units."""
+
+    name: str
+    max_abs_diff: float
+    mean_abs_diff: float
+    std: float  # of the target on the training set
+
+    @property
+    def relative(self) -> float:
+        """The largest difference in standard deviations of the target."""
+        return self.max_abs_diff / self.std
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} differs by at most {self.max_abs_diff:.2g} (mean {self.mean_abs_diff:.2g}; its standard "
+            f"deviation is {self.std:.3g})"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParityReport:
     """Comparison of the model (first value of each pair) with the exported file (second value)."""
@@ -32,12 +58,16 @@ class ParityReport:
     images_per_second: tuple[float, float]
     calibration_images: int = 0  # that int8 was calibrated on, none of them compared
     notes: tuple[str, ...] = ()  # files that were skipped or could not be read
+    values: tuple[ValueDifference, ...] = ()  # of a regression, which has no labels to agree on
 
     @property
     def images(self) -> int:
         return self.agreement.images
 
     def __str__(self) -> str:
+        if self.values:
+            speed = f"{self.images_per_second[0]:,.0f} → {self.images_per_second[1]:,.0f} images/s"
+            return f"{'; '.join(map(str, self.values))}, on {self.images:,} images, {speed}"
         parts = [
             str(self.agreement),
             f"probabilities differ by at most {self.max_abs_diff:.2g} (mean {self.mean_abs_diff:.2g})",
@@ -52,9 +82,16 @@ class ParityReport:
 
 @torch.inference_mode()
 def measure_parity(
-    model: ModelFn, exported: ModelFn, batches: Iterable[tuple[Tensor, Tensor]], labels: Tensor | None
+    model: ModelFn,
+    exported: ModelFn,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    labels: Tensor | None,
+    units: Units | None = None,
 ) -> ParityReport:
-    """Run both on pairs of batches (input of the model, input of the file), alternating so that load affects both."""
+    """Run both on pairs of batches (input of the model, input of the file), alternating so that load affects both.
+
+    units: of a regression, whose second result are values instead of probabilities.
+    """
     functions = (model, exported)
     probabilities: tuple[list[Tensor], list[Tensor]] = ([], [])
     seconds_per_image: tuple[list[float], list[float]] = ([], [])
@@ -69,17 +106,23 @@ def measure_parity(
             probabilities[index].append(batch_probabilities)
     expected, actual = (torch.cat(parts).double() for parts in probabilities)
     accuracy = None
-    if labels is not None:
+    if labels is not None and units is None:
         correct = [float((each.argmax(dim=1) == labels).double().mean()) for each in (expected, actual)]
         accuracy = correct[0], correct[1]
     medians = [sorted(times)[len(times) // 2] for times in seconds_per_image]
-    diff_N = (expected - actual).abs().nan_to_num(nan=float("inf")).amax(dim=1)
+    diff_NK = (expected - actual).abs().nan_to_num(nan=float("inf"))
+    diff_N = diff_NK.amax(dim=1)
+    values = [
+        ValueDifference(name=name, max_abs_diff=float(diff.max()), mean_abs_diff=float(diff.mean()), std=std)
+        for (name, std), diff in zip(units or (), diff_NK.unbind(1), strict=False)
+    ]
     return ParityReport(
         agreement=top1_agreement(expected, actual),
         max_abs_diff=float(diff_N.max()),
         mean_abs_diff=float(diff_N.mean()),
         accuracy=accuracy,
         images_per_second=(1 / medians[0], 1 / medians[1]),
+        values=tuple(values),
     )
 
 
@@ -97,11 +140,13 @@ def check_parity(
 ) -> None:
     """Raise a VitralError if file and model disagree. `locate` describes where they diverge."""
     failures, hint = [], ""
-    if parity.agreement.value < min_agreement:
+    if parity.values:
+        failures = [str(value) for value in parity.values if not value.relative <= MAX_VALUE_DIFF[precision]]
+    elif parity.agreement.value < min_agreement:
         failures.append(f"{parity.agreement}, expected at least {100 * min_agreement:g}%")
         accepted = math.floor(parity.agreement.value * 1000) / 1000
         hint = f". To accept this agreement: --min-agreement {accepted:g}"
-    if not parity.max_abs_diff <= MAX_PROBABILITY_DIFF[precision]:
+    if not parity.values and not parity.max_abs_diff <= MAX_PROBABILITY_DIFF[precision]:
         failures.append(f"a probability differs by {parity.max_abs_diff:.2g}")
         hint = ""
     if failures:

@@ -29,6 +29,7 @@ def export_metadata(config: ModelConfig, precision: ExportPrecision) -> dict[str
         "classes": list(config.classes),
         "preprocessing": to_dict(config.preprocessing),
         "calibration": to_dict(config.calibration),
+        **({"target_scaling": to_dict(config.target_scaling)} if config.target_scaling is not None else {}),
         "precision": precision,
         "trained_on": published_name(config.trained_on),
     }
@@ -37,11 +38,15 @@ def export_metadata(config: ModelConfig, precision: ExportPrecision) -> dict[str
 class ExportWrapper(nn.Module):
     """Images (B, C, H, W) of the preprocessing's type, uint8 for photographs, to logits and probabilities (B, K).
 
+    Of a regression, to its outputs and to values in units of the targets.
+
     With `blocks`, returns the tokens after the embedding and after each block, and the logits instead.
     """
 
     mean: Tensor
     std: Tensor
+    target_mean: Tensor  # of a regression
+    target_std: Tensor
 
     def __init__(
         self, model: ViT, config: ModelConfig, precision: ExportPrecision = "fp32", blocks: bool = False
@@ -54,11 +59,18 @@ class ExportWrapper(nn.Module):
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) * scale for v in (preprocessing.mean, preprocessing.std))
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
+        scaling = config.target_scaling
+        self.is_regression = scaling is not None
+        if scaling is not None:
+            self.register_buffer("target_mean", torch.tensor(scaling.mean))
+            self.register_buffer("target_std", torch.tensor(scaling.std))
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         normalised = ((images.float() - self.mean) / self.std).to(self.dtype)
         if not self.blocks:
             logits = self.model(normalised).float()
+            if self.is_regression:
+                return logits, logits * self.target_std + self.target_mean
             return logits, (logits / self.temperature).softmax(dim=1)
         trace = self.model.trace(normalised)
         return *(tokens.float() for tokens in trace.tokens), trace.logits.float()

@@ -20,8 +20,8 @@ from vitral.data.decode import ImageDecodeError, decode_pixels
 from vitral.data.pixels import PixelFormat
 from vitral.data.resize_crop import resize_and_crop, to_array
 from vitral.errors import VitralError
-from vitral.inference.prediction import Prediction, assemble_predictions, source_name
-from vitral.models.conformal import ConformalSets
+from vitral.inference.prediction import Prediction, assemble_predictions, assemble_values, source_name
+from vitral.models.conformal import ConformalIntervals, ConformalSets
 from vitral.utils.json_toml import parse_json
 
 METADATA_KEY = "vitral"
@@ -40,6 +40,13 @@ class OnnxModel:
         self.classes: tuple[str, ...] = tuple(self.metadata["classes"])
         sets = self.metadata["calibration"].get("prediction_sets")
         self.prediction_sets = None if sets is None else ConformalSets(**sets)
+        self.is_regression = "target_scaling" in self.metadata
+        intervals = self.metadata["calibration"].get("prediction_intervals")
+        self.prediction_intervals = (
+            None
+            if intervals is None
+            else ConformalIntervals(**intervals | {"half_widths": tuple(intervals["half_widths"])})
+        )
         self.has_preprocessing = bool(self.metadata["has_preprocessing"])  # resizing is part of the graph
         self.max_batch_size = 1 if self.has_preprocessing else MAX_BATCH_SIZE  # images may differ in size
 
@@ -92,9 +99,10 @@ class OnnxModel:
         return resize_and_crop(image, size, channels, preprocessing["crop"], preprocessing["interpolation"])
 
     def logits(self, images_BCHW: Array) -> tuple[Array, Array]:
-        """Images to logits and calibrated probabilities, (B, K) each."""
+        """Images to logits and calibrated probabilities, (B, K) each; for a regression, to outputs and values."""
         images = np.ascontiguousarray(images_BCHW)
-        logits, probabilities = self.session.run(["logits", "probabilities"], {"images": images})
+        second = "values" if self.is_regression else "probabilities"
+        logits, probabilities = self.session.run(["logits", second], {"images": images})
         return logits, probabilities
 
     def is_ood(self, logits_BK: Array) -> Array:
@@ -126,6 +134,9 @@ class OnnxModel:
 
     def _predict_batch(self, batch: list[tuple[str, Array | str]], top: int | None) -> Iterator[Prediction]:
         readable = [pixels for _, pixels in batch if not isinstance(pixels, str)]
+        if self.is_regression:
+            values = self.logits(np.stack(readable))[1].tolist() if readable else []
+            return assemble_values(batch, values, self.classes, "onnxruntime", self.prediction_intervals)
         rows: Iterable[tuple[list[float], bool]] = ()
         if readable:
             logits, probabilities = self.logits(np.stack(readable))

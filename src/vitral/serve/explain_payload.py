@@ -31,7 +31,7 @@ class ExplainRequest:
 
 
 def explain_image(predictor: Predictor, pixels_CHW: Tensor, request: ExplainRequest) -> dict[str, Any]:
-    """Probabilities, heatmaps and attention of one image. Runs in a model thread.
+    """Probabilities (or values of a regression), heatmaps and attention of one image. Runs in a model thread.
 
     Explanations need gradients and attention, so they come from the reference model rather than from the engine.
     """
@@ -41,10 +41,17 @@ def explain_image(predictor: Predictor, pixels_CHW: Tensor, request: ExplainRequ
         trace = model.trace(image)
     logits = trace.logits.float().cpu()
     covered = crop_margin(pixels_CHW, trace.margin)
-    target = int(logits[0].argmax()) if request.target is None else request.target
-    payload: dict[str, Any] = {
-        "probabilities": calibration.probabilities(logits)[0].tolist(),
-        "ood": bool(calibration.is_ood(logits)[0]),
+    if predictor.is_regression:
+        default = 0
+        payload: dict[str, Any] = {"probabilities": predictor.to_units(logits)[0].tolist()}
+    else:
+        default = int(logits[0].argmax())
+        payload = {
+            "probabilities": calibration.probabilities(logits)[0].tolist(),
+            "ood": bool(calibration.is_ood(logits)[0]),
+        }
+    target = default if request.target is None else request.target
+    payload |= {
         "target": predictor.classes[target],
         "image": {"width": covered.shape[2], "height": covered.shape[1], "png": png_base64(covered)},
         "grid": list(trace.grid),

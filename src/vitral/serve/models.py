@@ -17,7 +17,13 @@ from torch import Tensor
 
 from vitral import bundled
 from vitral.errors import VitralError
-from vitral.inference.prediction import prediction_set, prediction_set_to_dict, rank_labels
+from vitral.inference.prediction import (
+    prediction_set,
+    prediction_set_to_dict,
+    rank_labels,
+    target_value_to_dict,
+    target_values,
+)
 from vitral.inference.predictor import Predictor
 from vitral.runs.model_io import published_name
 from vitral.serve.admission import LowPriorityTurns
@@ -30,7 +36,7 @@ from vitral.utils.json_toml import dump_json
 from vitral.utils.serialization import to_dict
 
 JsonObject = dict[str, Any]
-Scores = tuple[list[float], bool]  # calibrated probabilities, and whether the image is out of distribution
+Scores = tuple[list[float], bool]  # probabilities, or values of a regression; whether the image is OOD
 
 
 def model_version(predictor: Predictor) -> str:
@@ -135,7 +141,10 @@ class ServedModel:
             self._score_batch([blank] * size)
 
     def _score_batch(self, images: list[Tensor]) -> list[Scores]:
-        return list(self.predictor.calibrated_rows(self.predictor.logits(torch.stack(images))))
+        logits = self.predictor.logits(torch.stack(images))
+        if self.predictor.is_regression:
+            return [(values, False) for values in self.predictor.to_units(logits).tolist()]
+        return list(self.predictor.calibrated_rows(logits))
 
     async def predict(self, ticket: Ticket[Tensor, Scores], uploads: list[Upload], top: int) -> list[JsonObject]:
         """One prediction or error per image, in order."""
@@ -153,7 +162,8 @@ class ServedModel:
             return {"file": upload.name, "error": {"code": error.code, "message": error.message}}
         probabilities, ood = await ticket.submit(pixels)
         self.metrics.images.labels(self.name).inc()
-        return {"file": upload.name} | self._classification(probabilities, top) | {"ood": ood}
+        result = {"file": upload.name} | self._prediction(probabilities, top)
+        return result if self.predictor.is_regression else result | {"ood": ood}
 
     async def explain(self, ticket: Ticket[Any, JsonObject], upload: Upload, request: ExplainRequest) -> JsonObject:
         """Explain one image."""
@@ -162,7 +172,7 @@ class ServedModel:
         except ImageError as error:
             raise RequestError(422, error.code, f"{upload.name}: {error.message}") from error
         self.metrics.images.labels(self.name).inc()
-        return {"file": upload.name} | self._classification(payload.pop("probabilities"), request.top) | payload
+        return {"file": upload.name} | self._prediction(payload.pop("probabilities"), request.top) | payload
 
     def _explain_batch(self, batch: list[tuple[Upload, ExplainRequest]]) -> list[JsonObject]:
         """Decodes in the same thread, so that large images of explain requests do not occupy the decoders."""
@@ -171,8 +181,15 @@ class ServedModel:
     def _decode(self, upload: Upload) -> Tensor:
         return decode_upload(upload, self.predictor.model_config.preprocessing, self.limits)
 
-    def _classification(self, probabilities: list[float], top: int) -> JsonObject:
-        """The most probable labels and, if the model has prediction sets, the set of the image."""
+    def _prediction(self, probabilities: list[float], top: int) -> JsonObject:
+        """The most probable labels and, if the model has prediction sets, the set of the image.
+
+        For a regression, its values.
+        """
+        if self.predictor.is_regression:
+            intervals = self.predictor.model_config.calibration.prediction_intervals
+            values = target_values(self.predictor.classes, probabilities, intervals)
+            return {"values": [target_value_to_dict(value) for value in values]}
         classes, sets = self.predictor.classes, self.predictor.model_config.calibration.prediction_sets
         result: JsonObject = {"labels": [vars(label) for label in rank_labels(classes, probabilities, top)]}
         if (label_set := prediction_set(sets, classes, probabilities)) is not None:
@@ -182,11 +199,13 @@ class ServedModel:
     def description(self) -> JsonObject:
         """The fields of `schema.ModelInfo`."""
         config = self.predictor.model_config
-        architecture, sets = config.architecture, config.calibration.prediction_sets
+        architecture = config.architecture
+        sets = config.calibration.prediction_sets or config.calibration.prediction_intervals
         return {
             "name": self.name,
             "version": self.version,
             "engine": self.predictor.engine.info(),
+            "task": config.task,
             "classes": list(config.classes),
             "image_size": list(config.preprocessing.image_size),
             "channels": config.preprocessing.channels,

@@ -48,6 +48,17 @@ class LabelSet(StrictModel):
     coverage: float = Field(gt=0, lt=1, description="the coverage that the sets of the model were fitted for")
 
 
+class ValueInterval(StrictModel):
+    """Value of one target of a regression, in its units, with its prediction interval."""
+
+    name: str = Field(description="name of the target")
+    value: float
+    low: float | None = Field(None, description="lower end of the prediction interval")
+    high: float | None = Field(None, description="upper end of the prediction interval")
+    coverage: float | None = Field(None, description="share of images whose true value is in the interval")
+
+
+VALUES_DESCRIPTION = "one per target; only of a regression, which has no labels"
 SET_DESCRIPTION = "prediction set, which may have more classes than `labels`; only if the model has prediction sets"
 
 
@@ -58,6 +69,7 @@ class ImagePrediction(StrictModel):
     labels: list[LabelScore] | None = Field(None, description="most probable class first")
     ood: bool | None = Field(None, description="the image is unlike the training set (out of distribution)")
     prediction_set: LabelSet | None = Field(None, description=SET_DESCRIPTION)
+    values: list[ValueInterval] | None = Field(None, description=VALUES_DESCRIPTION)
     error: ErrorInfo | None = Field(None, description="reason why this image could not be classified")
 
 
@@ -117,10 +129,11 @@ class ExplainResponse(StrictModel):
     model: str = Field(description="model name")
     version: str = Field(description="model version")
     file: str = Field(description="name of the uploaded file")
-    labels: list[LabelScore] = Field(description="most probable class first")
-    ood: bool = Field(description="the image is unlike the training set (out of distribution)")
+    labels: list[LabelScore] | None = Field(None, description="most probable class first")
+    ood: bool | None = Field(None, description="the image is unlike the training set (out of distribution)")
     prediction_set: LabelSet | None = Field(None, description=SET_DESCRIPTION)
-    target: str = Field(description="the class that was explained")
+    values: list[ValueInterval] | None = Field(None, description=VALUES_DESCRIPTION)
+    target: str = Field(description="the class, or the target of a regression, that was explained")
     image: ModelInputImage
     grid: list[int] = Field(description="number of patch rows, number of patch columns")
     heatmaps: dict[str, EncodedHeatmap] = Field(description="one per requested method")
@@ -142,7 +155,8 @@ class ModelInfo(StrictModel):
     name: str
     version: str = Field(description="hash of the weights and the model configuration")
     engine: EngineInfo
-    classes: list[str]
+    task: str = Field(description="classification, multilabel or regression")
+    classes: list[str] = Field(description="names of the classes, or of the targets of a regression")
     image_size: list[int] = Field(description="height, width")
     channels: int
     dtype: str = Field(description="type of the pixels: uint8, uint16 or float32")
@@ -156,7 +170,7 @@ class ModelInfo(StrictModel):
     mean: list[float] = Field(description="per-channel mean of the training images, in [0, 1]")
     calibrated: bool = Field(description="probabilities are calibrated by temperature scaling")
     detects_ood: bool = Field(description="the model has a threshold for out-of-distribution images")
-    coverage: float | None = Field(None, description="coverage of the prediction sets; null if the model has none")
+    coverage: float | None = Field(None, description="coverage of the prediction sets or intervals; null: none")
     explain_methods: list[str] = Field(description="methods accepted by /explain")
     max_images: int = Field(description="images per request")
     max_body_mib: int = Field(description="size of a request body in MiB")

@@ -95,7 +95,7 @@ def explain_file(
 
     try:
         prediction = predictor.predict(file, top=args.top or 1)
-        targets = args.target or [label.name for label in prediction.labels]
+        targets = args.target or [label.name for label in prediction.labels or prediction.values[: args.top or 1]]
         explanation = explain(predictor, file, methods, targets, options)
     except ImageDecodeError as error:
         print(f"error: {error.what}", file=sys.stderr)
@@ -106,7 +106,8 @@ def explain_file(
     if args.json:
         print(dump_json(heatmaps.explanation_to_dict(explanation, predictor, written)))
     else:
-        text = prediction_text(explanation.prediction[:3], explanation.is_ood)
+        values = ", ".join(map(str, explanation.values))
+        text = values or prediction_text(explanation.prediction[:3], explanation.is_ood)
         print(f"{pad(str(file), width)}   {text}   {written[0]}")
     if prediction.inverted is not None:
         print_notes([f"{file}: with inverted brightness, as in the training set: {label_text(prediction.inverted)}"])
@@ -146,6 +147,7 @@ def measure_faithfulness(args: ExplainArgs, data: str) -> int:
         )
     check_inputs(args.model, data=data, labels=args.labels)
     from vitral.evaluation.data import load_eval_target
+    from vitral.evaluation.evaluate_regression import check_classifier
     from vitral.explain import faithfulness, load_explainable
     from vitral.reporting.figures.faithfulness import plot_faithfulness
     from vitral.reporting.terminal.faithfulness import faithfulness_to_dict, print_faithfulness
@@ -153,6 +155,7 @@ def measure_faithfulness(args: ExplainArgs, data: str) -> int:
     methods = selected_methods(args)
     predictor = load_explainable(args.model, args.labels, checkpoint_options(args.checkpoint))
     print_notes(predictor.notes)
+    check_classifier(predictor, "explain --faithfulness")
     announce_downloads(data)
     target = load_eval_target(predictor, data, args.split)
     if not args.method:

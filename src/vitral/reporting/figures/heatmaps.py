@@ -18,6 +18,7 @@ from PIL import Image
 
 from vitral.errors import VitralError
 from vitral.explain.api import Explanation, Heatmap
+from vitral.inference.prediction import TargetValue, target_value_to_dict
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViTConfig
 from vitral.reporting.figures.images import draw_image
@@ -77,8 +78,11 @@ def plot_explanation(explanation: Explanation, path: Path, colormap: Colormap = 
     for row_axes, heats in zip(grid, rows, strict=True):
         label = heats[0].label
         draw_image(row_axes[0], np.asarray(explanation.image))
-        title = f"{shorten(label.name, 20)} ({format_percent(label.probability)})"
-        colour = BLUE if label.name == explanation.prediction[0].name else GRAY
+        if isinstance(label, TargetValue):
+            title, colour = f"{shorten(label.name, 20)} {label.value:.4g}", BLUE
+        else:
+            title = f"{shorten(label.name, 20)} ({format_percent(label.probability)})"
+            colour = BLUE if label.name == explanation.prediction[0].name else GRAY
         row_axes[0].set_title(title, fontsize=11, loc="left", color=colour, weight="bold", parse_math=False)
         for axes, heat in zip(row_axes[1:], heats, strict=True):
             draw_image(axes, np.asarray(render_heatmap(explanation.image, heat, colormap)))
@@ -90,6 +94,8 @@ def plot_explanation(explanation: Explanation, path: Path, colormap: Colormap = 
 
 def _footnote(explanation: Explanation, num_classes: int) -> str:
     text = "blue: predicted class" if num_classes > 1 else "predicted class and probability"
+    if explanation.values:
+        text = "target and predicted value"
     if explanation.is_ood:
         text = "unknown image: unlike anything in the training set"
     if any(heat.method.is_signed for heat in explanation.heatmaps):
@@ -143,17 +149,21 @@ def write_explanation(
 def explanation_to_dict(explanation: Explanation, predictor: Predictor, files: Sequence[Path]) -> dict[str, Any]:
     """JSON form: the prediction, and each heatmap as its mean per patch, rows from the top."""
     config = predictor.model.config
+    labels = [{"name": label.name, "probability": label.probability} for label in explanation.prediction[:5]]
+    values = [target_value_to_dict(value) for value in explanation.values]
     return {
         "file": explanation.source,
-        "labels": [{"name": label.name, "probability": label.probability} for label in explanation.prediction[:5]],
-        "ood": explanation.is_ood,
+        **({"values": values} if values else {"labels": labels, "ood": explanation.is_ood}),
         "crop": list(explanation.crop),
         "size": list(explanation.image.size),
         "heatmaps": [
             {
                 "method": heat.method.name,
-                "class": heat.label.name,
-                "probability": heat.label.probability,
+                **(
+                    {"target": heat.label.name, "value": heat.label.value}
+                    if isinstance(heat.label, TargetValue)
+                    else {"class": heat.label.name, "probability": heat.label.probability}
+                ),
                 "unit": heat.method.unit,
                 "patches": patch_means(heat, config),
             }

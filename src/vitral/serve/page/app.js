@@ -5,7 +5,7 @@ import { DrawingPad } from "/page/drawing.js";
 import { currentLanguage, t, TEXTS, translatePage } from "/page/i18n.js";
 import { drawBackdrop } from "/page/image_view.js";
 import { cancelRequest, classify, redraw, translateResult } from "/page/result.js";
-import { $, clearError, showError, showSections, state, withErrorsShown } from "/page/shared.js";
+import { $, clearError, showError, showSections, state, truncateList, withErrorsShown } from "/page/shared.js";
 
 // --- image inputs ---------------------------------------------------------------------------------------------------
 
@@ -125,14 +125,17 @@ function translateBatch() {
 function selectModel(name) {
   state.model = state.models.find((model) => model.name === name);
   const { model } = state;
-  $("about").textContent = t("about", {
+  $("about").textContent = t(model.task === "regression" ? "about-values" : "about", {
     classes: model.classes.length,
+    names: truncateList(model.classes, 4),
     patches: model.grid[0] * model.grid[1],
     side: model.patch_size,
     depth: model.depth,
     heads: model.heads,
   });
   $("draw").hidden = model.channels !== 1;
+  $("confidence-title").dataset.i18n = model.task === "regression" ? "interval-title" : "confidence";
+  $("confidence-title").textContent = t($("confidence-title").dataset.i18n);
 }
 
 $("model").addEventListener("change", () => {

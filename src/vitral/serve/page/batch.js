@@ -1,7 +1,7 @@
 // Several files: classified in small groups, shown as a table, downloaded as CSV.
 import { ApiError, errorKind, predict } from "/page/api.js";
-import { percent, t } from "/page/i18n.js";
-import { truncateList } from "/page/shared.js";
+import { formatValue, percent, t } from "/page/i18n.js";
+import { intervalText, truncateList } from "/page/shared.js";
 
 const MAX_GROUP_IMAGES = 16;
 const MAX_GROUP_BYTES = 8 * 2 ** 20;
@@ -33,9 +33,9 @@ export async function predictAll(model, files, onGroup, shouldContinue) {
       if (!(error instanceof ApiError) || error.kind === "key") throw error;
       predictions = group.map(() => ({ errorKind: error.kind, errorMessage: error.message }));
     }
-    predictions.forEach(({ labels, ood, prediction_set, error, ...failure }, index) => {
+    predictions.forEach(({ labels, values, ood, prediction_set, error, ...failure }, index) => {
       if (error) failure = { errorKind: errorKind(error.code), errorMessage: error.message };
-      results.push({ ...failure, labels, ood, prediction_set, file: group[index] });
+      results.push({ ...failure, labels, values, ood, prediction_set, file: group[index] });
     });
     onGroup(results);
   }
@@ -56,6 +56,11 @@ export function tableRow(result, onExplain) {
     return row;
   }
   image.append(thumbnail(result.file, onExplain));
+  if (result.values) {
+    label.textContent = result.values.map((value) => `${value.name} ${formatValue(value.value, value)}`).join(", ");
+    confidence.textContent = result.values.map(intervalText).join(", ");
+    return row;
+  }
   const best = result.labels[0];
   const names = result.prediction_set?.labels ?? [best.name];
   label.textContent = result.ood ? `${t("unknown-short")} (${best.name})` : truncateList(names, 3);
@@ -84,19 +89,31 @@ function thumbnail(file, onExplain) {
 // Text that a spreadsheet would take for a formula is prefixed with an apostrophe.
 export function csvCell(value) {
   const text = String(value ?? "");
-  const safe = /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
+  const safe = typeof value !== "number" && /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
   return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
 }
 
+function valuesCsv(results) {
+  const lines = [["file", "target", "value", "low", "high", "coverage", "error"]];
+  for (const { file, values, errorMessage } of results) {
+    if (!values) lines.push([file.name, "", "", "", "", "", errorMessage]);
+    else for (const { name, value, low, high, coverage } of values) lines.push([file.name, name, value, low, high, coverage, ""]);
+  }
+  return lines;
+}
+
 export function toCsv(results) {
+  if (results.some(({ values }) => values)) return csvText(valuesCsv(results));
   const lines = [["file", "label", "probability", "ood", "second_label", "second_probability", "error", "prediction_set", "coverage"]];
   for (const { file, labels = [], ood, prediction_set: set, errorMessage } of results) {
     const [first, second] = labels;
     const [p1, p2] = [first, second].map((label) => label?.probability.toFixed(6));
     lines.push([file.name, first?.name, p1, errorMessage ? "" : ood, second?.name, p2, errorMessage, set && JSON.stringify(set.labels), set?.coverage]);
   }
-  return `\ufeff${lines.map((line) => line.map(csvCell).join(",")).join("\r\n")}\r\n`;
+  return csvText(lines);
 }
+
+const csvText = (lines) => `\ufeff${lines.map((line) => line.map(csvCell).join(",")).join("\r\n")}\r\n`;
 
 export function download(text, name) {
   const link = document.createElement("a");

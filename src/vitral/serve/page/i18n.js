@@ -4,6 +4,7 @@ export const TEXTS = {
     skip: "Skip to the image",
     model: "Model",
     theme: "Switch theme",
+    "about-values": "values: {names} · {patches} patches of {side}×{side} pixels · {depth} blocks with {heads} heads each",
     about: "{classes} classes · {patches} patches of {side}×{side} pixels · {depth} blocks with {heads} heads each",
     title: "What does the model see?",
     lead: "Choose an image. The model classifies it and shows where it looked.",
@@ -43,6 +44,10 @@ export const TEXTS = {
     "show-evidence": "{label}, {share}. Show the evidence.",
     calibrated: "Calibrated: of predictions made with 80% confidence, about 80% are correct.",
     uncalibrated: "Not calibrated: the model may be overconfident.",
+    "interval-title": "Prediction interval",
+    interval: "{low} to {high}",
+    "interval-more": "For {coverage} of images like the training images, the true value is in this interval.",
+    "no-interval": "The model has no prediction intervals.",
     "prediction-set": "One of: {labels}",
     "prediction-set-more": "For {coverage} of images like the training images, the true class is among these.",
     "and-more": "{labels} and {count} more",
@@ -80,6 +85,7 @@ export const TEXTS = {
     skip: "이미지로 건너뛰기",
     model: "모델",
     theme: "밝은 테마/어두운 테마 전환",
+    "about-values": "예측하는 값: {names} · {side}×{side} 픽셀 패치 {patches}개 · 헤드가 {heads}개인 블록 {depth}개",
     about: "클래스 {classes}개 · {side}×{side} 픽셀 패치 {patches}개 · 헤드가 {heads}개인 블록 {depth}개",
     title: "무엇으로 보일까요?",
     lead: "이미지를 넣으면 무엇인지 답하고, 어디를 보았는지 보여 줍니다.",
@@ -119,6 +125,10 @@ export const TEXTS = {
     "show-evidence": "{label}, {share}. 이 답의 근거 보기",
     calibrated: "보정된 확률입니다. 확률이 80%인 답은 약 80%가 맞습니다.",
     uncalibrated: "보정되지 않은 확률입니다. 모델이 지나치게 확신하는 것일 수 있습니다.",
+    "interval-title": "예측 구간",
+    interval: "{low} ~ {high}",
+    "interval-more": "학습 이미지와 비슷한 이미지라면 {coverage}의 확률로 실제 값이 이 구간에 있습니다.",
+    "no-interval": "이 모델에는 예측 구간이 없습니다.",
     "prediction-set": "가능한 답: {labels}",
     "prediction-set-more": "학습 이미지와 비슷한 이미지라면 {coverage}의 확률로 실제 클래스가 이 가운데 있습니다.",
     "and-more": "{labels} 외 {count}개",
@@ -167,6 +177,14 @@ export function translatePage(newLanguage) {
   for (const element of document.querySelectorAll("[data-i18n]")) element.textContent = t(element.dataset.i18n);
   for (const element of document.querySelectorAll("[data-i18n-label]"))
     element.setAttribute("aria-label", t(element.dataset.i18nLabel));
+}
+
+// A number with the precision of its interval: two significant digits of half its width.
+export function formatValue(number, { low, high } = {}) {
+  const halfWidth = (high - low) / 2;
+  if (!(halfWidth > 0)) return String(Number(number.toPrecision(4)));
+  const digits = Math.min(Math.max(1 - Math.floor(Math.log10(halfWidth)), 0), 9);
+  return number.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
 export const currentLanguage = () => language;

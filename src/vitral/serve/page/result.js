@@ -2,9 +2,9 @@
 import { explain } from "/page/api.js";
 import { argmax, attentionRow, toBrightness } from "/page/attention.js";
 import { borderBrightness, invertImage } from "/page/drawing.js";
-import { percent, t } from "/page/i18n.js";
+import { formatValue, percent, t } from "/page/i18n.js";
 import { AttentionOverview, ImageView } from "/page/image_view.js";
-import { $, setBusy, showSections, state, truncateList, withErrorsShown } from "/page/shared.js";
+import { $, intervalText, setBusy, showSections, state, truncateList, withErrorsShown } from "/page/shared.js";
 
 const imageView = new ImageView($("image-canvas"), $("patches"));
 const overview = new AttentionOverview($("overview"));
@@ -62,11 +62,12 @@ function updateSliders() {
 function showPrediction() {
   const { explanation, file } = state;
   $("file-name").textContent = file.name;
-  $("unknown").hidden = !explanation.ood;
-  $("prediction-title").hidden = explanation.ood;
-  $("labels").classList.toggle("unknown-labels", explanation.ood);
-  $("labels").replaceChildren(...explanation.labels.map(labelItem));
-  $("calibration").textContent = t(state.model.calibrated ? "calibrated" : "uncalibrated");
+  const ood = Boolean(explanation.ood);
+  $("unknown").hidden = !ood;
+  $("prediction-title").hidden = ood;
+  $("labels").classList.toggle("unknown-labels", ood);
+  $("labels").replaceChildren(...(explanation.values?.map(valueItem) ?? explanation.labels.map(labelItem)));
+  $("calibration").textContent = calibrationText(explanation);
   showPredictionSet(explanation);
   showViews();
 }
@@ -80,18 +81,36 @@ function showPredictionSet({ ood, prediction_set: set }) {
   $("prediction-set-coverage").textContent = t("prediction-set-more", { coverage });
 }
 
+function calibrationText({ values }) {
+  if (!values) return t(state.model.calibrated ? "calibrated" : "uncalibrated");
+  const { coverage } = values[0];
+  return coverage ? t("interval-more", { coverage: `${Number((100 * coverage).toPrecision(4))}%` }) : t("no-interval");
+}
+
+// One target of a regression: its value, and its prediction interval.
+function valueItem(value) {
+  const number = formatValue(value.value, value);
+  const interval = intervalText(value);
+  return evidenceItem(value.name, `${value.name} ${number}`, interval ? `${number} (${interval})` : number, 0);
+}
+
 function labelItem({ name, probability }) {
+  return evidenceItem(name, name, percent(probability), probability);
+}
+
+// A button that shows the evidence for a class or target. bar: filled share of its background.
+function evidenceItem(name, title, shareText, bar) {
   const item = document.createElement("li");
   const button = document.createElement("button");
   button.type = "button";
-  button.setAttribute("aria-label", t("show-evidence", { label: name, share: percent(probability) }));
+  button.setAttribute("aria-label", t("show-evidence", { label: title, share: shareText }));
   button.setAttribute("aria-pressed", String(explainsClass() && name === state.explanation.target));
-  button.style.setProperty("--share", probability);
+  button.style.setProperty("--share", bar);
   const [label, share] = ["span", "span"].map((tag) => button.appendChild(document.createElement(tag)));
   label.className = "label";
   label.textContent = name;
   share.className = "share";
-  share.textContent = percent(probability);
+  share.textContent = shareText;
   button.addEventListener("click", () => showEvidence(name));
   item.append(button);
   return item;

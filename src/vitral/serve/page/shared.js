@@ -1,7 +1,7 @@
 // State of the page, and which part of it is visible.
 import { ApiError, setApiKey } from "/page/api.js";
 import { drawBackdrop } from "/page/image_view.js";
-import { currentLanguage, t } from "/page/i18n.js";
+import { currentLanguage, formatValue, t } from "/page/i18n.js";
 
 export const $ = (id) => document.getElementById(id);
 
@@ -76,4 +76,10 @@ function askForKey(then) {
 export function truncateList(names, limit = 8) {
   const labels = names.slice(0, limit).join(", ");
   return names.length > limit ? t("and-more", { labels, count: names.length - limit }) : labels;
+}
+
+// "25.0 to 37.8"; empty without an interval.
+export function intervalText(value) {
+  if (value.low === undefined) return "";
+  return t("interval", { low: formatValue(value.low, value), high: formatValue(value.high, value) });
 }
