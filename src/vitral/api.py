@@ -53,7 +53,7 @@ from vitral.evaluation.leaks import (
 )
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
-from vitral.export.export import SUFFIX_BY_TARGET, Target, export_model
+from vitral.export.export import SUFFIX_BY_TARGET, Target, check_exportable, export_model
 from vitral.export.onnx_file import require_onnx
 from vitral.export.parity import MIN_AGREEMENT, ParityReport, check_image_count
 from vitral.export.wrapper import ExportPrecision
@@ -785,6 +785,7 @@ def export(
         min_agreement: Share of images on which file and model must have the same top-1 label.
     """
     predictor = _reference_predictor(model)
+    check_exportable(predictor.model_config.preprocessing)
     if to == "onnx":
         require_onnx()
     path = Path(out) if out is not None else default_export_path(predictor, to, precision)

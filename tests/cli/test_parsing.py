@@ -257,6 +257,7 @@ def test_the_flags_that_people_use_come_first_in_train_help(capsys: pytest.Captu
         "--recipe",
         "--preset",
         "--init-from",
+        "--tune",
         "--epochs",
         "--batch-size",
         "--optim.lr",
@@ -266,5 +267,6 @@ def test_the_flags_that_people_use_come_first_in_train_help(capsys: pytest.Captu
         "--out",
         "--resume",
         "--test-split",
+        "--resize",
         "--find-lr",
     ]

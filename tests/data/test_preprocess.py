@@ -73,9 +73,9 @@ def test_resize_and_crop_matches_pillow(
 def test_resized_side_matches_timm(crop: float, side: int) -> None:
     preprocessing = make_preprocessing(224, 224, crop=crop)
     corner = round((side - 224) / 2)
-    assert preprocessing.resize_crop_geometry(500, 500) == (side, side, corner, corner)
-    assert preprocessing.resize_crop_geometry(480, 640)[:2] == (side, side * 640 // 480)
-    assert preprocessing.resize_crop_geometry(640, 480)[:2] == (side * 640 // 480, side)
+    assert preprocessing.geometry(500, 500)[:3] == ((side, side), corner, corner)
+    assert preprocessing.geometry(480, 640).resized == (side, side * 640 // 480)
+    assert preprocessing.geometry(640, 480).resized == (side * 640 // 480, side)
 
 
 def test_image_of_the_right_size_is_unchanged() -> None:
@@ -92,7 +92,7 @@ def test_image_of_the_right_size_is_unchanged() -> None:
 )
 def test_crop_is_inside_the_resized_image(height: int, width: int, target: tuple[int, int], crop: float) -> None:
     preprocessing = make_preprocessing(*target, crop=crop)
-    H, W, top, left = preprocessing.resize_crop_geometry(height, width)
+    (H, W), top, left, _ = preprocessing.geometry(height, width)
     assert 0 <= top <= H - target[0]
     assert 0 <= left <= W - target[1]
     assert abs(H / W - height / width) <= max(1 / W, 1 / H, (H + 1) / W - H / (W + 1))

@@ -72,7 +72,7 @@ def test_robustness_is_the_accuracy_relative_to_clean_images() -> None:
     images = torch.full((40, 1, 16, 16), 60, dtype=torch.uint8)
     images[::2] = 190
     labels = (torch.arange(40) % 2 == 0).long()
-    by_brightness = measure_robustness(images, labels, lambda x: (x.float().mean(dim=(1, 2, 3)) > 125).long())
+    by_brightness = measure_robustness(images, labels, lambda x: (x[:].float().mean(dim=(1, 2, 3)) > 125).long())
     assert by_brightness.clean_accuracy == 1
     assert by_brightness.relative_accuracy.value == 1
     assert [result.corruption for result in by_brightness.corruptions] == list(SEVERITIES)

@@ -7,8 +7,9 @@ All random numbers come from the generator passed in, so that a run can be repea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -66,16 +67,20 @@ class AugmentConfig:
         generator: Generator,
         size: tuple[int, int] | None = None,
         apply_fn: ApplyOpsFn | None = None,
+        pad_color: Sequence[float] | None = None,
     ) -> Tensor:
         """Transforms before normalisation: crop, then shift, flip, rotate and scale, then colours.
 
         The result is uint8 unless the last transform interpolates. 16-bit images become floats of the same values;
-        colours are changed in 8-bit grey and RGB images only.
+        colours are changed in 8-bit grey and RGB images only. Random crops have `size`, by default that of the images;
+        crops of images with `pad_color` around them stay inside the padding.
         """
         is_16_bit = images_BCHW.dtype == torch.uint16
         if is_16_bit:
             images_BCHW = images_BCHW.float()  # exact; torch.uint16 has neither gather nor flip
-        if self.crop:
+        if self.crop and pad_color is not None:
+            images_BCHW = random_crop_inside_padding(images_BCHW, self.crop, pad_color, generator)
+        elif self.crop:
             images_BCHW = random_crop(
                 images_BCHW, self.crop, size or (images_BCHW.shape[2], images_BCHW.shape[3]), generator
             )
@@ -153,7 +158,10 @@ def augment_batch(
     `apply_fn` replaces `apply_ops`, for a fused kernel.
     """
     targets_BK = F.one_hot(labels_B, num_classes).float() if labels_B.ndim == 1 else labels_B.float()
-    images = preprocessing.normalise(augment.transform(images_BCHW, generator, preprocessing.image_size, apply_fn))
+    resize = preprocessing.resize
+    size = None if resize == "native" else preprocessing.image_size
+    pad_color = preprocessing.pad_color if resize == "pad" else None
+    images = preprocessing.normalise(augment.transform(images_BCHW, generator, size, apply_fn, pad_color))
     return augment.erase_and_mix(images, targets_BK, generator, mix_enabled)
 
 
@@ -165,15 +173,61 @@ def select_per_image(condition_B: Tensor, if_true: Batch, if_false: Batch) -> Ba
 
 def random_crop(images_BCHW: Tensor, min_area: float, size: tuple[int, int], generator: Generator) -> Tensor:
     """Random resized crop: `min_area` to all of the area, aspect ratio 3:4 to 4:3, bilinearly resized to `size`."""
-    B = images_BCHW.shape[0]
-    draw = torch.rand(4, B, generator=generator, device=images_BCHW.device)
+    height, width, down, right = _draw_crops(images_BCHW, min_area, generator)
+    return _sample_boxes(images_BCHW, height, width, down, right, size)
+
+
+def random_crop_inside_padding(
+    images_BCHW: Tensor, min_area: float, pad_color: Sequence[float], generator: Generator
+) -> Tensor:
+    """Random resized crop of the part of each image inside its padding, resized to fill that part again.
+
+    A crop of the whole canvas could show mostly padding, and the padding would no longer be where it is in inference.
+    """
+    H, W = images_BCHW.shape[2:]
+    color = _padding_color(tuple(pad_color), images_BCHW.device)
+    is_content = (images_BCHW != color).any(dim=1)
+    (top, bottom), (left, right) = (_first_and_last(is_content.any(dim=axis)) for axis in (2, 1))
+    center_y, center_x = (top + bottom) / H - 1, (left + right) / W - 1  # affine_grid spans [-1, 1]
+    box_height, box_width = (bottom - top) / H, (right - left) / W
+    height, width, down, across = _draw_crops(images_BCHW, min_area, generator)
+    down, across = center_y * (1 - height) + box_height * down, center_x * (1 - width) + box_width * across
+    crops = _sample_boxes(images_BCHW, height, width, down, across, (H, W))
+    y, x = torch.arange(H, device=top.device), torch.arange(W, device=top.device)
+    rows, columns = (y >= top[:, None]) & (y < bottom[:, None]), (x >= left[:, None]) & (x < right[:, None])
+    return torch.where(rows[:, None, :, None] & columns[:, None, None, :], crops, color)
+
+
+@cache
+def _padding_color(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """(1, C, 1, 1). Cached, because a CUDA graph capture must not copy from the host."""
+    return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
+
+
+def _first_and_last(mask_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the first true value of each row, and the index after the last; the whole row if none is true."""
+    is_empty, length = ~mask_BN.any(dim=1), mask_BN.shape[1]
+    first, after_last = mask_BN.int().argmax(dim=1), length - mask_BN.flip(1).int().argmax(dim=1)
+    return torch.where(is_empty, 0, first), torch.where(is_empty, length, after_last)
+
+
+def _draw_crops(images_BCHW: Tensor, min_area: float, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Height and width of random crops as fractions of the image, and the offset of their centres in [-1, 1]."""
+    draw = torch.rand(4, len(images_BCHW), generator=generator, device=images_BCHW.device)
     area = min_area + draw[0] * (1 - min_area)
     ratio = torch.exp((draw[1] * 2 - 1) * math.log(4 / 3))
     height, width = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)
-    down, right = (1 - height) * (draw[2] * 2 - 1), (1 - width) * (draw[3] * 2 - 1)  # affine_grid spans [-1, 1]
-    zero = torch.zeros_like(area)
+    return height, width, (1 - height) * (draw[2] * 2 - 1), (1 - width) * (draw[3] * 2 - 1)
+
+
+def _sample_boxes(
+    images_BCHW: Tensor, height: Tensor, width: Tensor, down: Tensor, right: Tensor, size: tuple[int, int]
+) -> Tensor:
+    """Resize a box of each image bilinearly to `size`: its height and width, and its centre in [-1, 1]."""
+    zero = torch.zeros_like(height)
     x_row, y_row = torch.stack([width, zero, right], dim=1), torch.stack([zero, height, down], dim=1)
-    grid = F.affine_grid(torch.stack([x_row, y_row], dim=1), [B, images_BCHW.shape[1], *size], align_corners=False)
+    shape = [*images_BCHW.shape[:2], *size]
+    grid = F.affine_grid(torch.stack([x_row, y_row], dim=1), shape, align_corners=False)
     return F.grid_sample(images_BCHW.float(), grid, padding_mode="border", align_corners=False)
 
 

@@ -41,6 +41,7 @@ from vitral.data.png16 import PNG_MAGIC, decode_png
 from vitral.errors import VitralError
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # Pillow's other decoders may start external programs
+EXIF_ORIENTATION = 0x0112
 
 Array = np.ndarray[Any, Any]
 
@@ -239,6 +240,19 @@ def _check_size(file_format: FileFormat, name: str) -> None:
     if width * height > MAX_PIXELS or width * height * channels * np.dtype(dtype).itemsize > MAX_BYTES:
         size = f"{width}×{height} pixels" + (f" with {channels} channels" if channels > 3 else "")
         raise ImageTooLargeError(f"{name}: {size}, more than the limit of {MAX_BYTES / 10**6:g} MB")
+
+
+def read_upright_size(source: Path | str | bytes, pixel_format: PixelFormat) -> tuple[int, int]:
+    """Height and width of the image that `decode_pixels` returns, without decoding pixels."""
+    if may_have_channels(source):
+        file_format = read_format(source, layout=pixel_format.layout, channels=pixel_format.channels)
+        return file_format.height, file_format.width
+    with _translate_errors(source, "the image" if isinstance(source, bytes) else str(source)), _open(source) as image:
+        width, height = image.size
+        with contextlib.suppress(Exception):  # as in decoding
+            if image.getexif().get(EXIF_ORIENTATION) in (5, 6, 7, 8):  # rotated by 90 degrees
+                return width, height
+        return height, width
 
 
 def _open(source: Path | str | bytes) -> Image.Image:

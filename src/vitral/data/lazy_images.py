@@ -21,6 +21,9 @@ class LazyImages:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return (image for batch in self.split(1) for image in batch)
+
     def __getitem__(self, index: Tensor | int | slice) -> Tensor:
         rows = torch.arange(len(self))[index]
         (images,) = self.batches([rows.reshape(-1)])
@@ -28,6 +31,10 @@ class LazyImages:
 
     def split(self, batch_size: int) -> Iterator[Tensor]:
         return self.batches(torch.arange(len(self)).split(batch_size))
+
+    def group_rows(self, rows: Tensor) -> list[Tensor]:
+        """The indices in groups of images that have one size."""
+        return [rows]
 
 
 Images = Tensor | LazyImages  # pixels (N, C, H, W), uint8 for photographs
@@ -91,4 +98,5 @@ def iter_sample(images: Images, max_bytes: int) -> Iterator[Tensor]:
     if isinstance(images, Tensor) and count == len(images):
         return iter(images.split(1024))
     rows = torch.linspace(0, len(images) - 1, count, dtype=torch.float64).round().long()
-    return iter_batches(images, rows.split(256))
+    groups = images.group_rows(rows) if isinstance(images, LazyImages) else [rows]
+    return iter_batches(images, [part for group in groups for part in group.split(256)])

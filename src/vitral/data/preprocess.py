@@ -7,22 +7,24 @@ fp32 after they are gathered, which holds 16-bit integers exactly.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal, get_args, overload
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.data.decode import decode_pixels
+from vitral.data.geometry import Geometry, Resize, Size, input_geometry, mean_color
 from vitral.data.lazy_images import Images, LazyImages, MappedImages, iter_sample
 from vitral.data.pixels import PIXEL_SCALES, ArrayLayout, PixelFormat, PixelSource, PixelType, check_pixel_fields
-from vitral.data.resize_crop import resize_and_crop, resize_crop_geometry
+from vitral.data.resize_crop import resize_and_crop
+from vitral.data.variable_images import PaddedImages, VariableSizeImages, map_batches, resize_pixels
 from vitral.errors import VitralError
 
 MAX_IMAGE_SIDE = 2**14  # pixels: an image of this size has 800 MB
+MAX_PADDED_BYTES_IN_MEMORY = 2**30  # larger sets are padded on access
 MAX_STATS_BYTES = 2**30  # channel statistics of larger sets are computed from evenly spaced images
 TORCH_DTYPES: dict[PixelType, torch.dtype] = {
     "uint8": torch.uint8, "uint16": torch.uint16, "float32": torch.float32
@@ -32,7 +34,7 @@ Interpolation = Literal["bilinear", "bicubic"]
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Resize to cover the crop, crop the centre, scale to [0, 1], subtract the mean, divide by the std."""
+    """Resize (geometry.py), scale to [0, 1], subtract the mean, divide by the std."""
 
     image_size: tuple[int, int]  # height, width
     channels: int
@@ -40,9 +42,12 @@ class Preprocessing:
     std: tuple[float, ...]
     crop: float = 1.0  # fraction of the resized image's shorter side that the crop keeps
     interpolation: Interpolation = "bilinear"
-    dtype: PixelType = "uint8"  # of the pixels; integers are scaled to [0, 1], floats are not (vitral.data.pixels)
-    layout: ArrayLayout = "auto"  # of arrays whose shape does not tell where the channels are
-    channel_names: tuple[str, ...] = ()  # in order, if known
+    # Not in the repr, which is part of the fingerprint of sequences: those of older runs stay the same.
+    dtype: PixelType = field(default="uint8", repr=False)  # integers are scaled to [0, 1], floats are not
+    layout: ArrayLayout = field(default="auto", repr=False)  # of arrays whose shape does not tell
+    channel_names: tuple[str, ...] = field(default=(), repr=False)  # in order, if known
+    resize: Resize = field(default="crop", repr=False)
+    patch_size: int = field(default=1, repr=False)  # native inputs are whole patches, at most those of `image_size`
 
     def __post_init__(self) -> None:
         if not 1 <= min(self.image_size) <= max(self.image_size) <= MAX_IMAGE_SIDE:
@@ -67,6 +72,11 @@ class Preprocessing:
         if self.channel_names and len(self.channel_names) != self.channels:
             names = ", ".join(self.channel_names)
             raise ValueError(f"preprocessing.channel_names must be {self.channels} names, got {names}")
+        if self.resize not in get_args(Resize):
+            choices = ", ".join(get_args(Resize))
+            raise ValueError(f"preprocessing.resize must be one of {choices}, got {self.resize!r}")
+        if not 1 <= self.patch_size <= min(self.image_size):
+            raise ValueError(f"preprocessing.patch_size must fit image_size {self.image_size}, got {self.patch_size}")
 
     @property
     def pixel_format(self) -> PixelFormat:
@@ -89,31 +99,62 @@ class Preprocessing:
         return PIXEL_SCALES[self.dtype]
 
     @property
+    def pad_color(self) -> tuple[float, ...]:
+        """The colour of padding: the mean, in the units of the pixels."""
+        return mean_color(self.mean, self.dtype)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """(C, H, W) of the model input."""
         return self.channels, *self.image_size
 
-    def resize_crop_geometry(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Height and width to resize an image to, then top and left of the crop in it."""
-        return resize_crop_geometry(height, width, self.image_size, self.crop)
+    @property
+    def resize_description(self) -> str:
+        """The resizing in a few words, for reports."""
+        height, width = self.image_size
+        patches = (height // self.patch_size) * (width // self.patch_size)
+        return {
+            "crop": f"crop: the central {self.crop:.1%} of the shorter side" if self.crop < 1 else "crop: the centre",
+            "pad": "pad: the whole image, padded with the mean colour",
+            "stretch": "stretch: the whole image, without its aspect ratio",
+            "native": f"native: the whole image with its aspect ratio, at most {patches} patches",
+        }[self.resize]
+
+    @property
+    def has_variable_sizes(self) -> bool:
+        """Whether resized images differ in size before they are padded."""
+        return self.resize in ("pad", "native")
+
+    def geometry(self, height: int, width: int) -> Geometry:
+        """How an image of this size is resized and cropped or padded."""
+        return input_geometry(height, width, self.image_size, self.resize, crop=self.crop, patch_size=self.patch_size)
 
     def load(self, source: object, name: str | None = None) -> Tensor:
-        """Decode, resize and crop one image (see `decode_image`): pixels (C, H, W), not normalised."""
+        """Decode and resize one image (see `decode_image`): pixels (C, H, W), not normalised."""
         return self.resize_and_crop(decode_pixels(source, self.pixel_format, name=name))
 
     def resize_and_crop(self, image: PixelSource) -> Tensor:
-        """Resize and crop to (C, H, W), of type uint8 for photographs; does not normalise."""
-        array = resize_and_crop(image, self.image_size, self.channels, self.crop, self.interpolation)
+        """Resize and crop or pad to (C, H, W), of type uint8 for photographs; does not normalise."""
+        geometry = self.geometry(image.height, image.width)
+        array = resize_and_crop(image, geometry, self.channels, self.interpolation, pad_color=self.pad_color)
+        return torch.from_numpy(np.array(array, order="C"))
+
+    def resize_to(self, image: PixelSource, size: Size) -> Tensor:
+        """Resize to (C, H, W) of exactly this size, for images that are cropped or padded later."""
+        array = resize_and_crop(image, Geometry(size, 0, 0, size), self.channels, self.interpolation)
         return torch.from_numpy(np.array(array, order="C"))
 
     def pad_for_roundtrip(self, image_CHW: Tensor) -> Tensor:
         """Pad by reflection so that `resize_and_crop` of the padded image returns exactly these pixels.
 
-        For saving model inputs as image files.
+        For saving model inputs as image files. Without a crop it is the image itself; native sizes may be resized by
+        one patch.
         """
+        if self.resize != "crop":
+            return image_CHW
         H, W = image_CHW.shape[1:]
         height, width = math.floor(H / self.crop), math.floor(W / self.crop)
-        top, left = self.resize_crop_geometry(height, width)[2:]
+        _, top, left, _ = self.geometry(height, width)
         padding = ((0, 0), (top, height - H - top), (left, width - W - left))
         return torch.from_numpy(np.pad(image_CHW.cpu().numpy(), padding, mode="symmetric"))
 
@@ -138,8 +179,16 @@ def to_model_input(images_NCHW: Images, preprocessing: Preprocessing) -> Images:
 def to_model_input(images_NCHW: Images, preprocessing: Preprocessing) -> Images:
     """Convert images to the size and channels of the model, as `Preprocessing.resize_and_crop` does."""
     check_image_type(images_NCHW, preprocessing)
+    if isinstance(images_NCHW, VariableSizeImages):  # resized already
+        if preprocessing.resize == "native":
+            return images_NCHW
+        padded = PaddedImages(images_NCHW, preprocessing.image_size, preprocessing.pad_color)
+        num_bytes = len(padded) * preprocessing.num_bytes
+        return padded[:] if num_bytes <= MAX_PADDED_BYTES_IN_MEMORY else padded
     if isinstance(images_NCHW, LazyImages):
-        return MappedImages(images_NCHW, lambda images: to_model_input(images, preprocessing), preprocessing.shape)
+        window = preprocessing.geometry(*images_NCHW.shape[2:]).window
+        shape = (preprocessing.channels, *window)
+        return MappedImages(images_NCHW, lambda images: to_model_input(images, preprocessing), shape)
     C = preprocessing.channels
     if images_NCHW.shape[1] != C:
         if {images_NCHW.shape[1], C} != {1, 3} or preprocessing.dtype != "uint8":
@@ -150,19 +199,33 @@ def to_model_input(images_NCHW: Images, preprocessing: Preprocessing) -> Images:
         luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)  # ITU-R 601, as in Pillow
         gray = images_NCHW if C == 3 else (images_NCHW * luma).sum(dim=1, keepdim=True).round().to(torch.uint8)
         images_NCHW = gray.expand(-1, C, -1, -1)
-    *resized, top, left = preprocessing.resize_crop_geometry(*images_NCHW.shape[2:])
-    if resized != list(images_NCHW.shape[2:]):
-        images_NCHW = _resize(images_NCHW, resized, preprocessing.interpolation)
-    H, W = preprocessing.image_size
+    geometry = preprocessing.geometry(*images_NCHW.shape[2:])
+    if geometry.resized != tuple(images_NCHW.shape[2:]):
+        images_NCHW = resize_pixels(images_NCHW, geometry.resized, preprocessing.interpolation)
+    if geometry.is_padded:
+        return pad_images(images_NCHW, geometry, preprocessing.pad_color)
+    (H, W), top, left = geometry.window, geometry.top, geometry.left
     return images_NCHW[:, :, top : top + H, left : left + W]
 
 
-def _resize(images_NCHW: Tensor, size: list[int], interpolation: Interpolation) -> Tensor:
-    """Resize pixels and keep their type. torch resizes uint8 and floats, but not uint16."""
-    if images_NCHW.dtype != torch.uint16:
-        return F.interpolate(images_NCHW, size=size, mode=interpolation, antialias=True)
-    resized = F.interpolate(images_NCHW.float(), size=size, mode=interpolation, antialias=True)
-    return resized.round().clamp(0, 65535).to(torch.uint16)
+def to_one_size(images: Images, preprocessing: Preprocessing) -> Tensor:
+    """All images in memory at `image_size`; native inputs of other sizes are stretched.
+
+    For tools that need images of one size, such as benchmarks.
+    """
+    if not isinstance(images, VariableSizeImages):
+        return images[:]
+    stretched = replace(preprocessing, resize="stretch")
+    return map_batches(images, lambda batch: to_model_input(batch, stretched), batch_size=64)
+
+
+def pad_images(images_NCHW: Tensor, geometry: Geometry, pad_color: tuple[float, ...]) -> Tensor:
+    """Resized images in the middle of a canvas of `pad_color`."""
+    top, left, bottom, right = geometry.content
+    color = torch.tensor(pad_color, device=images_NCHW.device).to(images_NCHW.dtype).view(1, -1, 1, 1)
+    canvas = color.expand(len(images_NCHW), -1, *geometry.window).clone()
+    canvas[:, :, top:bottom, left:right] = images_NCHW
+    return canvas
 
 
 def check_image_type(images_NCHW: Images, preprocessing: Preprocessing) -> None:

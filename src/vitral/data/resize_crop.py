@@ -1,56 +1,53 @@
-"""Resize an image to cover a size and take the central crop. Imports torch only where it is faster."""
+"""Resize an image and take the model's window of it (geometry.py). Imports torch only where it is faster."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from vitral.data.geometry import Geometry, Size
 from vitral.data.pixels import ChannelImage, PixelFormat, PixelSource, fit_pixel_format
 
 MAX_RESIZE_FACTOR = 8  # the resized image may have this many times the pixels of the crop
 TORCH_MIN_PIXELS = 256 * 256  # smaller images are not worth importing torch for
 PIL_MODES = {1: "L", 3: "RGB"}  # of photographs, by number of channels
 
-Size = tuple[int, int]  # height, width
-
-
-def resize_crop_geometry(height: int, width: int, size: Size, crop: float) -> tuple[int, int, int, int]:
-    """Height and width to resize an image to, then top and left of the crop of `size` in it.
-
-    Rounds as timm and torchvision do: sides down, the corner of the crop to the nearest integer, halves to even.
-    """
-    H, W = size
-    min_H, min_W = math.floor(H / crop), math.floor(W / crop)
-    is_wide = min_H * width >= min_W * height  # wider than the target
-    resized_H = min_H if is_wide else min_W * height // width
-    resized_W = min_H * width // height if is_wide else min_W
-    return resized_H, resized_W, round((resized_H - H) / 2), round((resized_W - W) / 2)
-
 
 def resize_and_crop(
-    image: PixelSource, size: Size, channels: int, crop: float, interpolation: str, *, use_torch: bool = False
+    image: PixelSource,
+    geometry: Geometry,
+    channels: int,
+    interpolation: str,
+    *,
+    pad_color: Sequence[float] = (),
+    use_torch: bool = False,
 ) -> np.ndarray[Any, Any]:
-    """Resize and crop to (C, H, W), of the image's type; does not normalise. Converts photographs to grey or RGB.
+    """Resize, then crop or pad with `pad_color`, to (C, H, W) of the image's type; does not normalise.
+
+    Converts photographs to grey or RGB.
 
     `use_torch` resizes large photographs with torch, in a third of Pillow's time; about one value in 400 then differs
     by 1.
     """
-    height, width = size
+    (resized_H, resized_W), top, left, (height, width) = geometry
+    if geometry.is_padded:
+        content = Geometry(geometry.resized, 0, 0, geometry.resized)
+        pixels = resize_and_crop(image, content, channels, interpolation, use_torch=use_torch)
+        return paste_on_canvas(pixels, geometry, pad_color)
     if isinstance(image, Image.Image) and channels not in PIL_MODES:
         image = fit_pixel_format(image, PixelFormat(channels), "the image")
     if isinstance(image, ChannelImage):
-        return _resize_channels(image, size, crop, interpolation)
+        return _resize_channels(image, geometry, interpolation)
     if image.mode != PIL_MODES[channels]:
         image = image.convert(PIL_MODES[channels])
-    resized_H, resized_W, top, left = resize_crop_geometry(image.height, image.width, size, crop)
     fits_memory = resized_H * resized_W <= MAX_RESIZE_FACTOR * height * width
     if use_torch and image.width * image.height >= TORCH_MIN_PIXELS and fits_memory:
         resized = _resize_with_torch(image, (resized_H, resized_W), interpolation)
         return resized[:, top : top + height, left : left + width]
-    cropped = resize_with_pillow(image, size, crop, interpolation)
+    cropped = resize_with_pillow(image, geometry, interpolation)
     return np.asarray(cropped).reshape(height, width, channels).transpose(2, 0, 1)
 
 
@@ -62,10 +59,9 @@ def to_array(image: PixelSource, channels: int) -> np.ndarray[Any, Any]:
     return pixels.reshape(*pixels.shape[:2], channels).transpose(2, 0, 1)
 
 
-def resize_with_pillow(image: Image.Image, size: Size, crop: float, interpolation: str) -> Image.Image:
-    """Resize an image of any mode to cover `size` and take the central crop."""
-    height, width = size
-    resized_H, resized_W, top, left = resize_crop_geometry(image.height, image.width, size, crop)
+def resize_with_pillow(image: Image.Image, geometry: Geometry, interpolation: str) -> Image.Image:
+    """Resize an image of any mode and take the window of it."""
+    (resized_H, resized_W), top, left, (height, width) = geometry
     resample = Image.Resampling[interpolation.upper()]
     if resized_H * resized_W <= MAX_RESIZE_FACTOR * height * width:
         return image.resize((resized_W, resized_H), resample).crop((left, top, left + width, top + height))
@@ -75,12 +71,29 @@ def resize_with_pillow(image: Image.Image, size: Size, crop: float, interpolatio
     return image.resize((width, height), resample, box=box)
 
 
-def _resize_channels(image: ChannelImage, size: Size, crop: float, interpolation: str) -> np.ndarray[Any, Any]:
+def _resize_channels(image: ChannelImage, geometry: Geometry, interpolation: str) -> np.ndarray[Any, Any]:
     """Resize each channel by itself: 8-bit values as Pillow resizes photographs, others as floats."""
     is_8_bit = image.dtype == "uint8"
     channels = [Image.fromarray(channel if is_8_bit else channel.astype(np.float32)) for channel in image.pixels]
-    resized = np.stack([np.asarray(resize_with_pillow(channel, size, crop, interpolation)) for channel in channels])
+    resized = np.stack([np.asarray(resize_with_pillow(channel, geometry, interpolation)) for channel in channels])
     return resized.round().clip(0, 65535).astype(np.uint16) if image.dtype == "uint16" else resized
+
+
+def paste_on_canvas(
+    pixels_CHW: np.ndarray[Any, Any], geometry: Geometry, pad_color: Sequence[float]
+) -> np.ndarray[Any, Any]:
+    """The resized image in the middle of a canvas of `pad_color`, one value per channel."""
+    top, left, bottom, right = geometry.content
+    canvas = np.empty((len(pixels_CHW), *geometry.window), dtype=pixels_CHW.dtype)
+    canvas[:] = np.array(pad_color, dtype=pixels_CHW.dtype)[:, None, None]
+    canvas[:, top:bottom, left:right] = pixels_CHW
+    return canvas
+
+
+def write_row(row_CHW: np.ndarray[Any, Any], pixels_Chw: np.ndarray[Any, Any]) -> None:
+    """Store an image of another size in the first pixels of each channel of a row (variable_images.py)."""
+    channels, height, width = pixels_Chw.shape
+    row_CHW.reshape(channels, -1)[:, : height * width] = pixels_Chw.reshape(channels, -1)
 
 
 def _resize_with_torch(image: Image.Image, size: Size, interpolation: str) -> np.ndarray[Any, Any]:

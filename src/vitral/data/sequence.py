@@ -30,6 +30,7 @@ from vitral.data.files.fingerprints import (
     fingerprint_image,
     thumbnail,
 )
+from vitral.data.files.image_sizes import stored_size
 from vitral.data.files.listing import SPLIT_NAMES
 from vitral.data.files.pixel_formats import DetectedPixels, detect_item_pixels
 from vitral.data.files.unreadable import (
@@ -43,8 +44,10 @@ from vitral.data.names import SEQUENCE_PREFIX
 from vitral.data.pixels import ArrayLayout
 from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
+from vitral.data.resize_crop import write_row
 from vitral.data.sequence_labels import LABEL_KEYS, read_sequence_labels
 from vitral.data.targets import DETECT_LABELS, LabelOptions
+from vitral.data.variable_images import VariableSizeImages, select_rows
 from vitral.errors import VitralError
 
 MAX_FORMAT_SAMPLE = 16  # items whose pixel format is looked at before reading
@@ -113,12 +116,26 @@ def load_sequence(
         with progress_bars(progress, "images") as report_progress:
             decoded = _decode_all(data, stored, partial(report_progress, "reading"))
         array, errors = decoded.images, decoded.errors
+        if stored.has_variable_sizes:
+            replace_or_drop_unreadable(decoded.sizes, labels, errors, replace=True)
         check_unreadable_fraction(errors.values(), len(labels), read_options.unreadable)
         labels = replace_or_drop_unreadable(array, labels, errors, replace=True)
         groups = connected_groups(len(labels), near_duplicate_pairs(decoded.thumbnails))
         fingerprints: ImageFingerprints | None = decoded.fingerprints
         images, note = torch.from_numpy(array), f"{len(errors)} unreadable replaced" if errors else None
+        if stored.has_variable_sizes:
+            images = VariableSizeImages(images, torch.from_numpy(decoded.sizes))
         digest = hashlib.sha256(array.data)
+        if not stored.pixel_format.is_photo:
+            digest.update(repr(stored.pixel_format).encode())
+        if stored.resize != "crop":
+            digest.update(repr((stored.resize, stored.patch_size, decoded.sizes.tolist())).encode())
+    elif stored.has_variable_sizes:
+        raise VitralError(
+            f"--resize {stored.resize} needs the sizes of all images, but a sequence of more than "
+            f"{MAX_IN_MEMORY_BYTES / 2**30:g} GiB is read on access",
+            "Save the images as files and train on the folder, or use resize crop or stretch",
+        )
     else:
         images, groups = SequenceImages(data, labels, stored, read_options.unreadable), np.arange(len(labels))
         fingerprints = None
@@ -130,11 +147,13 @@ def load_sequence(
     digest.update(repr((classes, stored)).encode() + labels.tobytes())
     is_validation, is_test = holdout_masks(labels, validation=validation, test=test_split, groups=groups)
     train = _select(images, labels, fingerprints, ~(is_validation | is_test))
-    inputs: Images = images
-    if stored.image_size != preprocessing.image_size:  # crop held-out images from the originals, as predictions do
+    inputs: Images | SequenceImages = images
+    if stored.image_size != preprocessing.image_size or stored.resize == "native":
+        # Crop held-out images from the originals, as predictions do; native training images are in buckets.
         inputs = SequenceImages(data, labels, preprocessing, read_options.unreadable, errors)
+    in_memory = not isinstance(images, LazyImages) or stored.has_variable_sizes
     validation_part, test_part = (
-        _model_input(_select(inputs, labels, fingerprints, mask), in_memory=isinstance(images, Tensor))
+        _model_input(_select(inputs, labels, fingerprints, mask), preprocessing, in_memory=in_memory)
         for mask in (is_validation, is_test)
     )
     held_out = [f"{test_split:.0%} held out for testing"] * (test_split > 0)
@@ -158,13 +177,16 @@ def _select(
     mask: np.ndarray[Any, Any],
 ) -> Split:
     rows = torch.from_numpy(np.flatnonzero(mask))
-    selected = images[rows] if isinstance(images, Tensor) else SubsetImages(images, rows)
-    selected_fingerprints = None if fingerprints is None else fingerprints[rows.numpy()]
-    return Split(images=selected, labels=torch.from_numpy(labels)[rows], fingerprints=selected_fingerprints)
+    selected = None if fingerprints is None else fingerprints[rows.numpy()]
+    return Split(images=select_rows(images, rows), labels=torch.from_numpy(labels)[rows], fingerprints=selected)
 
 
-def _model_input(split: Split, in_memory: bool) -> Split:
-    return replace(split, images=split.images[:] if in_memory else split.images, is_model_input=True)
+def _model_input(split: Split, preprocessing: Preprocessing, in_memory: bool) -> Split:
+    images, is_native = split.images, preprocessing.resize == "native"
+    if is_native and isinstance(images, SubsetImages) and isinstance(images.images, SequenceImages) and len(images):
+        images = VariableSizeImages.stack([images.images.read_image(row) for row in images.indices.tolist()])
+    is_model_input = preprocessing.resize != "pad"  # padded later, with the mean colour
+    return replace(split, images=images[:] if in_memory else images, is_model_input=is_model_input)
 
 
 class SequenceImages(LazyImages):
@@ -196,10 +218,10 @@ class SequenceImages(LazyImages):
     def _read_batch(self, rows: Sequence[int]) -> Tensor:
         batch = torch.empty(len(rows), *self.stored.shape, dtype=self.dtype)
         for position, row in enumerate(rows):
-            batch[position] = self._read_image(row)
+            batch[position] = self.read_image(row)
         return batch
 
-    def _read_image(self, row: int) -> Tensor:
+    def read_image(self, row: int) -> Tensor:
         while True:
             source = replacement_for(row, self.labels, self.unreadable) if row in self.unreadable else row
             try:
@@ -212,6 +234,7 @@ class SequenceImages(LazyImages):
 
 class _DecodedSequence(NamedTuple):
     images: np.ndarray[Any, Any]  # resized for storage
+    sizes: np.ndarray[Any, Any]  # (N, 2), which differ if they are padded later or native
     thumbnails: np.ndarray[Any, Any]
     fingerprints: ImageFingerprints
     errors: dict[int, str]  # of unreadable images, by index
@@ -222,16 +245,23 @@ def _decode_all(
 ) -> _DecodedSequence:
     images = np.zeros((len(data), *stored.shape), dtype=stored.dtype)
     thumbnails = np.zeros((len(data), THUMBNAIL_SIZE, THUMBNAIL_SIZE, 3), dtype=np.uint8)
+    sizes = np.tile(np.array(stored.image_size), (len(data), 1))
     fingerprints, errors = empty_fingerprints(len(data)), {}
     for index in range(len(data)):
         try:
             image = decode_pixels(split_item(data[index])[0], stored.pixel_format)
-            images[index], thumbnails[index] = stored.resize_and_crop(image), thumbnail(image)
+            if stored.has_variable_sizes:
+                size = stored_size(image.height, image.width, stored, is_train=True)
+                write_row(images[index], stored.resize_to(image, size).numpy())
+                sizes[index] = size
+            else:
+                images[index] = stored.resize_and_crop(image)
+            thumbnails[index] = thumbnail(image)
             fingerprint_image(fingerprints, index, image)
         except ImageDecodeError as error:
             errors[index] = f"item {index}: {error.what}"
         report_progress(index + 1, len(data))
-    return _DecodedSequence(images, thumbnails, fingerprints, errors)
+    return _DecodedSequence(images, sizes, thumbnails, fingerprints, errors)
 
 
 def split_item(item: Any) -> tuple[Any, Any]:

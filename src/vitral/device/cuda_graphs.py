@@ -24,36 +24,64 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 class GraphedStep:
-    """A training step that is captured as one CUDA graph and replayed, which removes the launch overhead of Python.
+    """A training step that is captured as CUDA graphs and replayed, which removes the launch overhead of Python.
+
+    There is one graph per batch shape, up to `MAX_SHAPES`; batches of further shapes run eagerly. The graphs share a
+    memory pool, because nothing that a step allocates outlives it.
+    """
+
+    MAX_SHAPES = 2 * 9  # native resizing: two batch sizes in each bucket
+
+    def __init__(self, step: Callable[..., None], generator: torch.Generator) -> None:
+        self.step, self.generator = step, generator
+        self.shapes: dict[tuple[torch.Size, ...], _ShapeGraph] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        shapes = tuple(tensor.shape for tensor in tensors)
+        graph = self.shapes.get(shapes)
+        if graph is None:
+            if len(self.shapes) == self.MAX_SHAPES:
+                self.step(*tensors)
+                return
+            first = next(iter(self.shapes.values()), None)
+            graph = self.shapes[shapes] = _ShapeGraph(self.step, self.generator, tensors, first)
+        graph(*tensors)
+
+
+class _ShapeGraph:
+    """A step on batches of one shape.
 
     The first `WARM_UP` calls run eagerly (they are real steps) while libraries and the compiler initialise. The next
     call captures the step; it and all later calls replay the graph. Arguments are copied into the captured inputs.
-    A batch of another size than the first runs eagerly.
     """
 
     WARM_UP = 3
 
-    def __init__(self, step: Callable[..., None], generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        step: Callable[..., None],
+        generator: torch.Generator,
+        tensors: tuple[Tensor, ...],
+        shares_pool_with: _ShapeGraph | None,
+    ) -> None:
         self.step, self.generator, self.calls = step, generator, 0
-        self.inputs: tuple[Tensor, ...] = ()
+        self.inputs = tuple(tensor.clone() for tensor in tensors)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.pool_owner = shares_pool_with
 
     def __call__(self, *tensors: Tensor) -> None:
-        if not self.inputs:
-            self.inputs = tuple(tensor.clone() for tensor in tensors)
-        if any(static.shape != tensor.shape for static, tensor in zip(self.inputs, tensors, strict=True)):
-            self.step(*tensors)
-            return
         for static, tensor in zip(self.inputs, tensors, strict=True):
             static.copy_(tensor)
         if self.calls < self.WARM_UP:
             self._warm_up()
             return
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            self.graph.register_generator_state(self.generator)
-            with no_garbage_collection(), torch.cuda.graph(self.graph):
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.generator)
+            owner = None if self.pool_owner is None else self.pool_owner.graph
+            with no_garbage_collection(), torch.cuda.graph(graph, pool=None if owner is None else owner.pool()):
                 self.step(*self.inputs)
+            self.graph = graph
         self.graph.replay()
 
     def _warm_up(self) -> None:

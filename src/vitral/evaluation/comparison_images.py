@@ -16,6 +16,7 @@ from vitral.data.decode import SUPPORTED_FORMATS
 from vitral.data.files.packed import is_packed
 from vitral.data.files.walk import SkippedFiles, find_images, subfolders
 from vitral.data.files.worker import read_location
+from vitral.data.preprocess import to_model_input
 from vitral.errors import VitralError
 from vitral.evaluation.data import (
     FileImages,
@@ -181,13 +182,15 @@ def _split_sources(split: Split, indices: Tensor, predictor: Predictor) -> list[
 def _decode(predictor: Predictor, sources: Sequence[ImageInput], name: str) -> tuple[Tensor, Tensor, list[str]]:
     """Images (N, C, H, W), the positions (N,) of their sources, and error messages of those that are unreadable."""
     preprocessing = predictor.model_config.preprocessing
+    stretched = replace(preprocessing, resize="stretch")  # native inputs differ in size
     images = torch.empty(len(sources), *preprocessing.shape, dtype=preprocessing.torch_dtype)
     positions: list[int] = []
     errors: list[str] = []
     decoded = chain.from_iterable(predictor.decode_batches(iter(sources)))
     for position, (_, pixels) in enumerate(decoded):
         if isinstance(pixels, Tensor):
-            images[len(positions)] = pixels
+            is_native = preprocessing.resize == "native"
+            images[len(positions)] = to_model_input(pixels[None], stretched)[0] if is_native else pixels
             positions.append(position)
         else:
             errors.append(pixels)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -24,11 +24,13 @@ from vitral.data.files.packed import is_packed
 from vitral.data.files.unreadable import check_unreadable_fraction
 from vitral.data.files.worker import read_location
 from vitral.data.files.workers import ImageLocation
-from vitral.data.lazy_images import LazyImages
+from vitral.data.lazy_images import Images, LazyImages
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset, is_shard_pattern
 from vitral.data.preprocess import Preprocessing
 from vitral.data.registry.sources import BUILTIN_DATASETS
+from vitral.data.resize_crop import write_row
 from vitral.data.targets import LabelOptions
+from vitral.data.variable_images import VariableSizeImages, concat_images
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError, nearest_name, truncate_list
 from vitral.inference.engine_selection import EngineName
@@ -57,12 +59,13 @@ class FileImages(LazyImages):
             images, errors = self.decode(indices)
             if errors:
                 raise VitralError(next(iter(errors.values())), "Remove or replace the file")
-            yield images
+            yield cast(Tensor, images)
 
-    def decode(self, indices: Tensor) -> tuple[Tensor, dict[int, str]]:
+    def decode(self, indices: Tensor) -> tuple[Images, dict[int, str]]:
         """Images (N, C, H, W), and error messages by position. Unreadable images are zero."""
         count = len(indices)
         images = _buffer((count, *self.shape[1:]), self.predictor.model_config.preprocessing)
+        sizes = torch.tensor(self.shape[2:]).repeat(count, 1)
         errors: dict[int, str] = {}
 
         def decode_one(position: int, location: ImageLocation) -> None:
@@ -75,12 +78,14 @@ class FileImages(LazyImages):
             if isinstance(pixels, str):
                 errors[position] = pixels if isinstance(source, Path) else f"{location}: {pixels}"
             else:
-                images[position] = pixels
+                write_row(images[position].numpy(), pixels.numpy())
+                sizes[position] = torch.tensor(pixels.shape[1:])
 
         with ThreadPoolExecutor(max(2, available_cpus()), thread_name_prefix="decode") as pool:
             for _ in pool.map(decode_one, range(count), (self.locations[index] for index in indices.tolist())):
                 pass
-        return images, errors
+        is_native = self.predictor.model_config.preprocessing.resize == "native"
+        return VariableSizeImages(images, sizes) if is_native else images, errors
 
 
 def _buffer(shape: tuple[int, ...], preprocessing: Preprocessing) -> Tensor:
@@ -147,7 +152,7 @@ def load_eval_target(
     parts = (labelled,) if len(labelled) else (dataset.train, dataset.validation)
     notes = list(dataset.notes)
     loaded = [load_split(part, predictor, classes=dataset.classes, notes=notes) for part in parts if len(part)]
-    images = loaded[0].images if len(loaded) == 1 else torch.cat([part.images[:] for part in loaded])
+    images = loaded[0].images if len(loaded) == 1 else concat_images([part.images for part in loaded])
     labels = torch.cat([part.labels for part in loaded])
     files = [part.locations for part in loaded if part.locations is not None]
     locations = [location for part in files for location in part] if len(files) == len(loaded) else None

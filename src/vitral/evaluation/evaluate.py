@@ -16,6 +16,7 @@ from vitral.data.files.walk import SkippedFiles, find_images
 from vitral.data.lazy_images import Images
 from vitral.data.names import is_file_dataset
 from vitral.data.preprocess import to_model_input
+from vitral.data.variable_images import stack_images
 from vitral.errors import VitralError, truncate_list
 from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, fit_calibration
@@ -228,7 +229,7 @@ def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn, 
     return OODResult(dataset=ood_data, ood_images=len(ood_images), id_images=len(logits), scores=tuple(scores))
 
 
-def load_ood_images(name: str, predictor: Predictor, notes: list[str] | None = None) -> Tensor:
+def load_ood_images(name: str, predictor: Predictor, notes: list[str] | None = None) -> Images:
     """Evenly spaced images of a built-in test set, or of a folder in any layout, at the model's input size."""
     if not is_file_dataset(name):
         test = load_builtin_dataset(name).test
@@ -246,7 +247,7 @@ def load_ood_images(name: str, predictor: Predictor, notes: list[str] | None = N
         raise VitralError(f"no readable images in {name}", "Pass --ood a folder of images or a built-in dataset")
     if notes is not None:
         notes += [note for note in (skipped.summary(), unreadable_note(errors) if errors else None) if note]
-    return torch.stack(images)
+    return stack_images(images)
 
 
 def corruption_robustness(target: EvalTarget, max_images: int, log: LogFn) -> Robustness:
@@ -258,7 +259,7 @@ def corruption_robustness(target: EvalTarget, max_images: int, log: LogFn) -> Ro
         )
     indices, completed = evenly_spaced_indices(len(target.split), max_images), count()
 
-    def predict_classes(images: Tensor) -> Tensor:
+    def predict_classes(images: Images) -> Tensor:
         log(f"Evaluating on {len(images):,} corrupted images: {next(completed)} of {NUM_CORRUPTIONS} corruptions done")
         return target.predictor.logits(images).argmax(dim=1)
 

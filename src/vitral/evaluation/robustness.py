@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Generator, Tensor
 
+from vitral.data.lazy_images import Images
+from vitral.data.variable_images import VariableSizeImages
 from vitral.device.cpu import available_cpus
 from vitral.evaluation.bootstrap import Interval, bootstrap, intervals
 
@@ -54,7 +56,7 @@ class Robustness:
     corruptions: tuple[CorruptionResult, ...]
 
 
-def measure_robustness(images_NCHW: Tensor, labels_N: Tensor, predict: Callable[[Tensor], Tensor]) -> Robustness:
+def measure_robustness(images_NCHW: Images, labels_N: Tensor, predict: Callable[[Images], Tensor]) -> Robustness:
     """Evaluate `predict`, which maps uint8 images to class indices, on clean and corrupted images."""
     correct = [(predict(images_NCHW).cpu() == labels_N.cpu()).float()]
     for corrupted in corrupted_images(images_NCHW):
@@ -86,11 +88,17 @@ def measure_robustness(images_NCHW: Tensor, labels_N: Tensor, predict: Callable[
     )
 
 
-def corrupted_images(images_NCHW: Tensor) -> Iterator[Tensor]:
+def corrupted_images(images_NCHW: Images) -> Iterator[Images]:
     """The images under every corruption at every severity."""
     for kind, severities in SEVERITIES.items():
         for severity in severities:
-            yield corrupt(images_NCHW, kind, severity)
+            if isinstance(images_NCHW, VariableSizeImages):
+                groups = images_NCHW.group_rows(torch.arange(len(images_NCHW)))
+                corrupted = [image for group in images_NCHW.batches(groups) for image in corrupt(group, kind, severity)]
+                order = torch.cat(groups).argsort().tolist()
+                yield VariableSizeImages.stack([corrupted[position] for position in order])
+            else:
+                yield corrupt(images_NCHW[:], kind, severity)
 
 
 def corrupt(images_NCHW: Tensor, kind: str, severity: float, seed: int = 0) -> Tensor:

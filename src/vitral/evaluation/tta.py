@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.data.lazy_images import Images
+from vitral.data.variable_images import map_batches
 from vitral.recipes.options import TTA
 
 TTA_DESCRIPTIONS: dict[TTA, str] = {
@@ -25,7 +25,7 @@ def tta_logits(forward: Callable[[Images], Tensor], images_NCHW: Images, tta: TT
     """Logits (N, K) of `forward`, averaged over the views of each image."""
     if tta == "none":
         return forward(images_NCHW)
-    return torch.cat([_average_views(forward, images, tta) for images in images_NCHW.split(BATCH_SIZE)])
+    return map_batches(images_NCHW, lambda images: _average_views(forward, images, tta), BATCH_SIZE)
 
 
 def _average_views(forward: Callable[[Images], Tensor], images_NCHW: Tensor, tta: TTA) -> Tensor:

@@ -200,19 +200,21 @@ def class_index(predictor: Predictor, target: str | int) -> int:
 
 
 def crop_box(preprocessing: Preprocessing, size: Size, target_size: Size) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of the model's crop of an image of `size`, scaled to `target_size`."""
-    w, h = size
-    scaled_H, scaled_W, top, left = preprocessing.resize_crop_geometry(h, w)
-    H, W = preprocessing.image_size
-    across, down = target_size[0] / scaled_W, target_size[1] / scaled_H
-    x0, y0 = round(left * across), round(top * down)
-    return x0, y0, max(round((left + W) * across), x0 + 1), max(round((top + H) * down), y0 + 1)
+    """Left, top, right and bottom of the part of an image of `size` that the model sees, scaled to `target_size`."""
+    geometry = preprocessing.geometry(size[1], size[0])
+    y_start, x_start, y_end, x_end = geometry.content  # of the model input, without padding
+    across, down = target_size[0] / geometry.resized[1], target_size[1] / geometry.resized[0]
+    x0, y0 = round((geometry.left + x_start) * across), round((geometry.top + y_start) * down)
+    x1, y1 = round((geometry.left + x_end) * across), round((geometry.top + y_end) * down)
+    return x0, y0, max(x1, x0 + 1), max(y1, y0 + 1)
 
 
 def project_to_image(values_HW: Array, preprocessing: Preprocessing, size: Size, target_size: Size) -> Array:
-    """Undo resizing and cropping of a heatmap; NaN outside the crop."""
+    """Undo resizing, cropping and padding of a heatmap; NaN outside the crop."""
     x0, y0, x1, y1 = crop_box(preprocessing, size, target_size)
-    resized = Image.fromarray(values_HW.astype(np.float32)).resize((x1 - x0, y1 - y0), Image.Resampling.BILINEAR)
+    top, left, bottom, right = preprocessing.geometry(size[1], size[0]).content
+    content = Image.fromarray(values_HW[top:bottom, left:right].astype(np.float32))
+    resized = content.resize((x1 - x0, y1 - y0), Image.Resampling.BILINEAR)
     canvas: Array = np.full((target_size[1], target_size[0]), np.nan, dtype=np.float32)
     inside = canvas[y0:y1, x0:x1]
     inside[:] = np.asarray(resized)[: inside.shape[0], : inside.shape[1]]

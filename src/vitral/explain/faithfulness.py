@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal
 
@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.data.datasets import Split
+from vitral.data.preprocess import to_one_size
+from vitral.data.variable_images import VariableSizeImages
 from vitral.errors import VitralError
 from vitral.explain.method import Model, patch_grid
 from vitral.explain.occlusion import patch_masks_to_pixels
@@ -115,6 +117,8 @@ def measure_faithfulness(
         raise VitralError(
             f"expected at least 1 image and 0 pairs, got {num_images} and {num_pairs}", "Omit them for 64 each"
         )
+    if isinstance(split.images, VariableSizeImages):
+        split = replace(split, images=to_one_size(split.images, predictor.model_config.preprocessing))
     model, rng = predictor.model, torch.Generator().manual_seed(seed)
     indices = torch.randperm(len(split), generator=rng)[:num_images]
     images = normalise_images(predictor, split.images[indices])

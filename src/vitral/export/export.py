@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vitral.data.decode import decode_pixels
 from vitral.data.pixels import PixelFormat
+from vitral.data.preprocess import Preprocessing
 from vitral.data.resize_crop import to_array
 from vitral.errors import VitralError
 from vitral.evaluation.comparison_images import ComparisonImages
@@ -57,6 +58,7 @@ def export_model(
     """
     if preprocessing and to != "onnx":
         raise VitralError("preprocessing can only be exported to ONNX", "Use --to onnx, or omit --preprocessing")
+    check_exportable(predictor.model_config.preprocessing)
     suffix = SUFFIX_BY_TARGET[to]
     if out.suffix != suffix:
         raise VitralError(
@@ -78,6 +80,15 @@ def export_model(
             min_agreement,
         )
     return replace(parity, calibration_images=len(calibration) if precision == "int8" else 0)
+
+
+def check_exportable(preprocessing: Preprocessing) -> None:
+    """Refuse native models: the patch grid is fixed in an exported file."""
+    if preprocessing.resize == "native":
+        raise VitralError(
+            "a model with --resize native accepts any patch grid, and exported files have a fixed one",
+            "Serve it with vitral serve, or fine-tune it for export: vitral train DATA --init-from RUN --resize pad",
+        )
 
 
 def _batches(

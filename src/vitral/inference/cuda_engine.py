@@ -45,6 +45,8 @@ class Uint8Model(nn.Module):
             from vitral.kernels.inference import make_inference_forward
 
             self.fused_unsupported = unsupported_reason(self.model, hardware, training=False)
+            if preprocessing.resize == "native":
+                self.fused_unsupported = "native inputs have several patch grids"
             if self.fused_unsupported is None:
                 self.fused_features = make_inference_forward(self.model, preprocessing, hardware, self.normalise)
                 # The head is applied separately, so that features and logits share the fused forward pass.
@@ -78,10 +80,13 @@ class CudaEngine:
         self.model = Uint8Model(model, preprocessing, hardware).to(hardware.device)
         self.hardware = hardware
         is_fused = self.model.fused_features is not None
-        is_compiled = hardware.compile and not is_fused
+        is_compiled = hardware.compile and not is_fused and preprocessing.resize != "native"
         self.description = "fused kernels" if is_fused else "compiled" if is_compiled else "PyTorch kernels"
         if self.model.fused_unsupported is not None:
             self.description += f" (no fused kernels: {self.model.fused_unsupported})"
+        # Native inputs have dozens of shapes: captures of all of them would take longer than they save.
+        self.use_graphs = preprocessing.resize != "native"
+        self.description += "; CUDA graphs" if self.use_graphs else "; no CUDA graphs for native inputs"
         self.forward: Callable[[Tensor], Tensor] = (
             torch.compile(self.model, dynamic=False) if is_compiled else self.model
         )
@@ -108,6 +113,8 @@ class CudaEngine:
 
     def _replay(self, images_BCHW: Tensor) -> Tensor:
         B = len(images_BCHW)
+        if not self.use_graphs:
+            return self.forward(images_BCHW)
         size = next(size for size in BATCH_SIZES if size >= B)
         padded = images_BCHW if size == B else F.pad(images_BCHW, (0, 0) * 3 + (0, size - B))
         with self.lock:

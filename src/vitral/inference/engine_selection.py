@@ -14,6 +14,7 @@ from torch import Tensor
 from vitral import bundled
 from vitral.data.lazy_images import Images
 from vitral.data.preprocess import Preprocessing
+from vitral.data.variable_images import map_batches
 from vitral.device.cpu import available_cpus, cpu_name
 from vitral.device.select import CompileOption, Hardware, PrecisionOption, select_hardware
 from vitral.errors import VitralError, shell_quote
@@ -131,16 +132,11 @@ class EngineChoice:
 
     def logits(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
         """Logits (N, K) of uint8 images of the model's input size, in batches; N must not be 0."""
-        logits: list[Tensor] = []
-        for images in images_NCHW.split(self.batch_size):
-            if logits:
-                progress(sum(map(len, logits)))
-            logits.append(self.engine(images))
-        return torch.cat(logits)
+        return map_batches(images_NCHW, self.engine, self.batch_size, progress)
 
     def features(self, images_NCHW: Images) -> Tensor:
         """Pooled features (N, D), the input of the head."""
-        return torch.cat([self.engine.features(batch) for batch in images_NCHW.split(FEATURE_BATCH_SIZE)])
+        return map_batches(images_NCHW, self.engine.features, FEATURE_BATCH_SIZE)
 
 
 def reference_engine(model: ViT, preprocessing: Preprocessing, hardware: Hardware, reason: str) -> EngineChoice:
@@ -289,7 +285,7 @@ def select_cuda_engine(
         precision=precision,
         device=hardware.device.type,
         batch_size=CUDA_BATCH_SIZE,
-        reason=f"{hardware.reasons['precision']}; {engine.description}; CUDA graphs",
+        reason=f"{hardware.reasons['precision']}; {engine.description}",
         engine=engine,
     )
 

@@ -5,14 +5,17 @@ Shapes:  N images   C channels   H, W pixels   K classes   D features
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from vitral.data.lazy_images import Images, iter_batches
+from vitral.data.lazy_images import Images, LazyImages
 from vitral.data.preprocess import Preprocessing, check_image_type
+from vitral.data.variable_images import map_batches, select_rows
 from vitral.device.select import Hardware
+from vitral.distributed.world import World
 from vitral.errors import VitralError
 from vitral.models.vit import ViT
 from vitral.utils.progress import ProgressFn, no_progress
@@ -28,7 +31,8 @@ def compute_logits(
 ) -> Tensor:
     """Logits (N, K) in fp32, on the device."""
     check_images(images_NCHW, preprocessing)
-    return _forward_batches(model, images_NCHW.split(batch_size), preprocessing, hardware, progress)
+    forward = partial(_forward, model, preprocessing, hardware)
+    return map_batches(images_NCHW, forward, batch_size, progress)
 
 
 def compute_logits_distributed(
@@ -43,32 +47,38 @@ def compute_logits_distributed(
     world = hardware.world
     if world.size == 1 or not len(images_NCHW):
         return compute_logits(model, images_NCHW, preprocessing, hardware, batch_size, progress)
-    indices = padded_shard(len(images_NCHW), world.rank, world.size)
-    batches = iter_batches(images_NCHW, indices.split(batch_size))
-    logits = _forward_batches(model, batches, preprocessing, hardware, progress)
-    return world.all_gather(logits)[: len(images_NCHW)]
+    forward = partial(_forward, model, preprocessing, hardware)
+    return gather_shards(images_NCHW, hardware.world, lambda shard: map_batches(shard, forward, batch_size, progress))
 
 
-def padded_shard(count: int, rank: int, world_size: int) -> Tensor:
-    """Indices of a rank's contiguous share of `count` images.
+def gather_shards(images_NCHW: Images, world: World, function: Callable[[Images], Tensor]) -> Tensor:
+    """The results of `function` for all images, each rank computing a share of those of every size.
 
     All shares have the same length, padded with the last image: a sharded model needs every rank in every batch.
     """
+    rows = torch.arange(len(images_NCHW))
+    groups = images_NCHW.group_rows(rows) if isinstance(images_NCHW, LazyImages) else [rows]
+    results = []
+    for group in groups:
+        indices = group[padded_shard(len(group), world.rank, world.size)]
+        results.append(world.all_gather(function(select_rows(images_NCHW, indices)))[: len(group)])
+    if len(groups) == 1:
+        return results[0]
+    values = torch.cat(results)
+    return values[torch.cat(groups).argsort().to(values.device)]
+
+
+def padded_shard(count: int, rank: int, world_size: int) -> Tensor:
+    """Indices of a rank's contiguous share of `count` images, padded with the last image to the length of the others"""
     length = -(-count // world_size)
     return torch.arange(length * rank, length * (rank + 1)).clamp(max=count - 1)
 
 
 @torch.inference_mode()
-def _forward_batches(
-    model: nn.Module, batches: Iterable[Tensor], preprocessing: Preprocessing, hardware: Hardware, progress: ProgressFn
-) -> Tensor:
-    logits: list[Tensor] = []
-    for images in batches:
-        if logits:
-            progress(sum(map(len, logits)))
-        with hardware.autocast():
-            logits.append(model(preprocessing.normalise(images.to(hardware.device))).float())
-    return torch.cat(logits)
+def _forward(model: nn.Module, preprocessing: Preprocessing, hardware: Hardware, images_BCHW: Tensor) -> Tensor:
+    with hardware.autocast():
+        logits: Tensor = model(preprocessing.normalise(images_BCHW.to(hardware.device)))
+    return logits.float()
 
 
 @torch.no_grad()
@@ -81,16 +91,17 @@ def compute_features(
             "no images to compute features of",
             "Very small or very similar sets have no validation split: add images, or create a folder named val",
         )
-    features, was_training = [], model.training
+
+    def features(images: Tensor) -> Tensor:
+        with hardware.autocast():
+            return model.features(preprocessing.normalise(images.to(hardware.device))).float().cpu()
+
+    was_training = model.training
     model.eval()
     try:
-        for images in images_NCHW.split(batch_size):
-            with hardware.autocast():
-                batch_features = model.features(preprocessing.normalise(images.to(hardware.device)))
-            features.append(batch_features.float().cpu())
+        return map_batches(images_NCHW, features, batch_size)
     finally:
         model.train(was_training)
-    return torch.cat(features)
 
 
 def check_images(images_NCHW: Images, preprocessing: Preprocessing) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from vitral.data.decode import ImageDecodeError, decode_pixels
+from vitral.data.geometry import input_geometry, mean_color
 from vitral.data.pixels import PixelFormat
 from vitral.data.resize_crop import resize_and_crop, to_array
 from vitral.errors import VitralError
@@ -95,8 +96,16 @@ class OnnxModel:
         image = decode_pixels(source, pixel_format)
         if self.has_preprocessing:
             return to_array(image, channels)
-        size = preprocessing["image_size"][0], preprocessing["image_size"][1]
-        return resize_and_crop(image, size, channels, preprocessing["crop"], preprocessing["interpolation"])
+        geometry = input_geometry(
+            image.height,
+            image.width,
+            (preprocessing["image_size"][0], preprocessing["image_size"][1]),
+            preprocessing.get("resize", "crop"),
+            crop=preprocessing["crop"],
+            patch_size=preprocessing.get("patch_size", 1),
+        )
+        pad_color = mean_color(preprocessing["mean"], preprocessing.get("dtype", "uint8"))
+        return resize_and_crop(image, geometry, channels, preprocessing["interpolation"], pad_color=pad_color)
 
     def logits(self, images_BCHW: Array) -> tuple[Array, Array]:
         """Images to logits and calibrated probabilities, (B, K) each; for a regression, to outputs and values."""

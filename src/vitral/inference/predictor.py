@@ -22,14 +22,15 @@ from vitral import bundled, weights
 from vitral.data.datasets import Split
 from vitral.data.decode import SUPPORTED_FORMATS, ImageDecodeError
 from vitral.data.files.walk import SkipFn, SkippedFile, find_images, ignore_skipped
-from vitral.data.lazy_images import Images, SubsetImages
+from vitral.data.lazy_images import Images, LazyImages
 from vitral.data.names import read_class_names
+from vitral.data.variable_images import stack_images
 from vitral.device.cpu import available_cpus
 from vitral.device.select import CompileOption, DeviceOption, Hardware, select_hardware
 from vitral.distributed.world import init_distributed
 from vitral.errors import VitralError, truncate_list
 from vitral.inference.engine_selection import EngineChoice, EngineName, reference_engine, select_engine
-from vitral.inference.forward import check_images, padded_shard
+from vitral.inference.forward import check_images, gather_shards
 from vitral.inference.inputs import ImageInput as ImageInput
 from vitral.inference.inputs import is_single_image, iter_inputs
 from vitral.inference.prediction import Label as Label
@@ -82,6 +83,7 @@ class Predictor:
         engine: EngineChoice | None = None,
     ) -> None:
         self.model, self.model_config = model.to(hardware.device).eval(), model_config
+        self.model.accepts_any_grid = model_config.preprocessing.resize == "native"
         self.hardware, self.path = hardware, path
         self.notes: tuple[str, ...] = ()  # how the name or the format of the checkpoint was interpreted
         self.engine = engine or reference_engine(self.model, model_config.preprocessing, hardware, "default")
@@ -124,6 +126,7 @@ class Predictor:
         hardware = select_hardware(device=device, precision="fp32", compile="no")
         init_distributed(hardware.world, hardware.device)
         model = model.to(hardware.device).eval()
+        model.accepts_any_grid = model_config.preprocessing.resize == "native"
         choice = select_engine(
             model,
             model_config.preprocessing,
@@ -256,7 +259,7 @@ class Predictor:
         for batch in self.decode_batches(iter(find_images([Path(path) for path in paths], on_skip))):
             images = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
             names += [name for name, pixels in batch if isinstance(pixels, Tensor)]
-            features += [self.features(torch.stack(images))] if images else []
+            features += [self.features(stack_images(images))] if images else []
             errors += [pixels for _, pixels in batch if isinstance(pixels, str)]
         if not names:
             what = errors[0] if len(errors) == 1 else f"no readable images in {', '.join(map(str, paths))}"
@@ -281,13 +284,10 @@ class Predictor:
     @torch.inference_mode()
     def logits_distributed(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
         """Logits (N, K) computed by all ranks together. Every rank must call it and receives all logits."""
-        world, N = self.hardware.world, len(images_NCHW)
-        if world.size == 1 or not N:
+        world, device = self.hardware.world, self.hardware.device
+        if world.size == 1 or not len(images_NCHW):
             return self.logits(images_NCHW, progress)
-        indices = padded_shard(N, world.rank, world.size)
-        shard = images_NCHW[indices] if isinstance(images_NCHW, Tensor) else SubsetImages(images_NCHW, indices)
-        logits = self.logits(shard, progress).to(self.hardware.device)
-        return world.all_gather(logits)[:N].cpu()
+        return gather_shards(images_NCHW, world, lambda shard: self.logits(shard, progress).to(device)).cpu()
 
     def probabilities(self, images_NCHW: Images) -> Tensor:
         """Images (uint8 for photographs) of the model's input size to calibrated probabilities (N, K)."""
@@ -356,7 +356,7 @@ class Predictor:
             yield from assemble_values(batch, values, self.classes, self.engine.name, intervals)
             return
         if readable:
-            images = torch.stack(readable)
+            images = stack_images(readable)
             rows, inverted = self.calibrated_rows(self.logits(images)), iter(self.predict_inverted(images))
         else:
             rows, inverted = iter(()), iter(())
@@ -364,7 +364,7 @@ class Predictor:
         for prediction in assemble_predictions(batch, rows, self.classes, top, self.engine.name, sets):
             yield prediction if prediction.error is not None else replace(prediction, inverted=next(inverted))
 
-    def predict_inverted(self, images_BCHW: Tensor) -> list[Label | None]:
+    def predict_inverted(self, images_BCHW: Images) -> list[Label | None]:
         """Best label of the negative of each image whose brightness is inverted with respect to the training set.
 
         Applies to greyscale models trained on bright strokes on a dark background (MNIST) or the reverse. None for
@@ -374,6 +374,8 @@ class Predictor:
         mean, dtype = self.model_config.preprocessing.mean, self.model_config.preprocessing.dtype
         if dtype != "uint8" or len(mean) > 1 or 1 - DARK_MEAN >= mean[0] >= DARK_MEAN:
             return labels
+        if isinstance(images_BCHW, LazyImages):
+            return [label for image in images_BCHW.split(1) for label in self.predict_inverted(image)]
         border = border_brightness(images_BCHW)
         is_inverted = border > BRIGHT_BORDER if mean[0] < DARK_MEAN else border < 1 - BRIGHT_BORDER
         indices = is_inverted.nonzero().flatten()

@@ -201,7 +201,8 @@ class PositionEmbedding(nn.Module):
         if grid == self.grid:
             return self.table
         if self.fixed:
-            return self.sincos_table(grid, self.table.shape[-1]).to(self.table)
+            with self.table.device:  # a CUDA graph must not copy from the host
+                return self.sincos_table(grid, self.table.shape[-1]).to(self.table)
         prefix, patches = self.table[:, : self.num_prefix_rows], self.table[:, self.num_prefix_rows :]
         return torch.cat([prefix, resample_positions(patches, self.grid, grid, self.resampling)], dim=1)
 
@@ -271,7 +272,10 @@ class RotaryPosition(nn.Module):
         return torch.stack([angles.cos(), angles.sin()])
 
     def forward(self, grid: Grid) -> RopeTable:
-        return self.rope if grid == self.grid else self.rope_table(grid).to(self.rope)
+        if grid == self.grid:
+            return self.rope
+        with self.rope.device:  # a CUDA graph must not copy from the host
+            return self.rope_table(grid).to(self.rope)
 
 
 def apply_rope(x_BhTd: Tensor, rope: RopeTable) -> Tensor:
@@ -475,6 +479,7 @@ class ViT(nn.Module):
         self.encoder = Encoder(config)
         self.attention_pooling = AttentionPooling(config) if config.pooling == "attention" else None
         self.head: nn.Module = ClassificationHead(config)
+        self.accepts_any_grid = False  # set for models that are trained on several grids: resampling needs no warning
         initialise(self)
 
     @classmethod
@@ -542,7 +547,7 @@ class ViT(nn.Module):
         grid = self.config.grid_for(*shape[2:])
         if 0 in grid:
             raise ValueError(f"images of {shape[2]}×{shape[3]} pixels are too small: the patch grid would be empty")
-        if grid != self.config.grid and self.config.positions != "none":
+        if grid != self.config.grid and self.config.positions != "none" and not self.accepts_any_grid:
             old, new = ("×".join(map(str, sides)) for sides in (self.config.grid, grid))
             warnings.warn(f"positions resampled from {old} to {new} patches; fine-tune for best accuracy", stacklevel=3)
         return grid

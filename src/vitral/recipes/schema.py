@@ -16,6 +16,7 @@ import tomli_w
 
 from vitral.data.augment import AugmentConfig
 from vitral.data.files.file_dataset import ReadOptions
+from vitral.data.geometry import Resize
 from vitral.data.loader import Sampling
 from vitral.data.pixels import ArrayLayout, PixelTypeOption
 from vitral.data.preprocess import Interpolation
@@ -68,7 +69,8 @@ class DataConfig:
     test_split: float = 0.0  # fraction to hold out as a test split, from data without one
     mean: tuple[float, ...] | None = None  # per-channel mean in [0, 1]; computed from the training set if omitted
     std: tuple[float, ...] | None = None  # per-channel standard deviation; computed from the training set if omitted
-    crop: float = 1.0  # side of the central crop, as a fraction of the resized image's shorter side
+    resize: Resize = "crop"  # aspect ratio: crop the centre, pad with the mean colour, stretch, or native patch grids
+    crop: float = 1.0  # side of the central crop, as a fraction of the resized image's shorter side; with resize crop
     interpolation: Interpolation = "bilinear"  # how images are resized
     pack: float = ReadOptions.pack  # GiB of disk for decoded images; larger datasets are decoded in every epoch
     unreadable: float = ReadOptions.unreadable  # stop if more than this fraction of the files is unreadable

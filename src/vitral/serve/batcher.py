@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ class Batcher(Generic[Item, Result]):
 
     max_queue, queue_timeout_s: pending items and seconds of waiting beyond which a ticket is refused or fails.
     turn: context in which every batch runs.
+    batch_key: items with different keys never share a batch.
     on_batch: called with the size and the seconds of every completed batch.
     """
 
@@ -51,10 +52,11 @@ class Batcher(Generic[Item, Result]):
         queue_timeout_s: float,
         workers: int = 1,
         turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        batch_key: Callable[[Item], Hashable] = lambda item: None,
         on_batch: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
         self.process, self.executor, self.turn, self.on_batch = process, executor, turn, on_batch
-        self.max_batch, self.wait_s, self.workers = max_batch, wait_s, workers
+        self.max_batch, self.wait_s, self.workers, self.batch_key = max_batch, wait_s, workers, batch_key
         self.admission = Admission(
             max_pending=max_queue, timeout_s=queue_timeout_s, saturated=2 * workers if max_batch > 1 else 1
         )
@@ -135,14 +137,23 @@ class Batcher(Generic[Item, Result]):
                     await self.changed.wait()
 
     def _take_batch(self) -> list[QueuedItem[Item, Result]]:
-        """Take a batch from the queue, without the items whose client has given up."""
+        """Take a batch from the queue, without the items whose client has given up.
+
+        The oldest item decides the key of the batch. Items with other keys stay in the queue, in order.
+        """
         batch: list[QueuedItem[Item, Result]] = []
+        others: list[QueuedItem[Item, Result]] = []
         size = self.fair_share
         while self.queue and len(batch) < size:
             queued = self.queue.popleft()
-            if not queued.future.done():
-                queued.ticket.start()
-                batch.append(queued)
+            if queued.future.done():
+                continue
+            if batch and self.batch_key(queued.item) != self.batch_key(batch[0].item):
+                others.append(queued)
+                continue
+            queued.ticket.start()
+            batch.append(queued)
+        self.queue.extendleft(reversed(others))
         return batch
 
 

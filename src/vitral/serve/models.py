@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vitral import bundled
+from vitral.data.variable_images import stack_images
 from vitral.errors import VitralError
 from vitral.inference.prediction import (
     prediction_set,
@@ -117,6 +118,7 @@ class ServedModel:
             max_queue=limits.max_queue,
             queue_timeout_s=limits.queue_timeout_s,
             workers=threads.workers,
+            batch_key=lambda pixels: pixels.shape,  # native inputs differ in size
             on_batch=lambda size, seconds: metrics.observe_batch(name, size, seconds),
         )
         self.explain_queue: Batcher[tuple[Upload, ExplainRequest], JsonObject] = Batcher(
@@ -141,7 +143,7 @@ class ServedModel:
             self._score_batch([blank] * size)
 
     def _score_batch(self, images: list[Tensor]) -> list[Scores]:
-        logits = self.predictor.logits(torch.stack(images))
+        logits = self.predictor.logits(stack_images(images))
         if self.predictor.is_regression:
             return [(values, False) for values in self.predictor.to_units(logits).tolist()]
         return list(self.predictor.calibrated_rows(logits))
@@ -208,6 +210,7 @@ class ServedModel:
             "task": config.task,
             "classes": list(config.classes),
             "image_size": list(config.preprocessing.image_size),
+            "resize": config.preprocessing.resize,
             "channels": config.preprocessing.channels,
             "dtype": config.preprocessing.dtype,
             "channel_names": list(config.preprocessing.channel_names),

@@ -157,12 +157,13 @@ class ModelInfo(StrictModel):
     engine: EngineInfo
     task: str = Field(description="classification, multilabel or regression")
     classes: list[str] = Field(description="names of the classes, or of the targets of a regression")
-    image_size: list[int] = Field(description="height, width")
+    image_size: list[int] = Field(description="height, width; of native models those of a square image")
+    resize: str = Field(description="how images become model input: crop, pad, stretch or native (any patch grid)")
     channels: int
     dtype: str = Field(description="type of the pixels: uint8, uint16 or float32")
     channel_names: list[str] = Field(description="in order; empty if unknown")
     patch_size: int
-    grid: list[int] = Field(description="number of patch rows, number of patch columns")
+    grid: list[int] = Field(description="number of patch rows, number of patch columns, for image_size")
     depth: int = Field(description="number of encoder blocks")
     heads: int = Field(description="attention heads per block")
     parameters: int

@@ -7,9 +7,10 @@ from torch import Generator, Tensor
 
 from vitral.data.augment import augment_batch
 from vitral.data.datasets import Dataset
-from vitral.data.loader import Loader
+from vitral.data.lazy_images import iter_batches
 from vitral.data.preprocess import Preprocessing
 from vitral.recipes.schema import Recipe
+from vitral.training.setup import make_loader
 
 
 def augmented_examples(
@@ -20,18 +21,13 @@ def augmented_examples(
     Draws from a generator of its own, so training is not affected; the draws are therefore not those of training.
     """
     train = dataset.train
-    loader = Loader(
-        images=train.images,
-        labels=train.labels,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        sampling=recipe.sampling,
-        repeat=recipe.augment.repeat,
-    )
-    indices = loader.order(0)[: min(count, recipe.batch_size)]
+    loader = make_loader(recipe, train)
+    order, slices = loader.batch_slices(0)
+    indices = order[: min(count, recipe.batch_size)] if loader.buckets is None else order[slices[0]][:count]
     generator = Generator().manual_seed(recipe.seed)
+    (batch,) = iter_batches(loader.images, [indices])
     images, targets = augment_batch(
-        recipe.augment, preprocessing, len(dataset.classes), train.images[indices], train.labels[indices], generator
+        recipe.augment, preprocessing, len(dataset.classes), batch, train.labels[indices], generator
     )
     mean, std = (torch.tensor(values)[:, None, None] for values in (preprocessing.mean, preprocessing.std))
     pixels = (images * std + mean) * preprocessing.pixel_scale

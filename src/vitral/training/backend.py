@@ -157,6 +157,8 @@ def make_backend(
     forward_unsupported = None if parallel.mode == "single" else parallel.reason
     if recipe.activation_checkpointing:
         forward_unsupported = "activation checkpointing is enabled"
+    if recipe.data.resize == "native":
+        forward_unsupported = "native resizing has several patch grids"
     if not can_run_triton(hardware.device):
         reference.hardware = fallback_from_fp8(hardware, forward_unsupported or "FP8 needs Triton kernels", log)
         return reference

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vitral import weights
-from vitral.data.datasets import BUILTIN_DATASETS, Dataset, load_builtin_dataset
+from vitral.data.datasets import BUILTIN_DATASETS, Dataset, Split, load_builtin_dataset
 from vitral.data.files.exclude import read_exclude_list
 from vitral.data.files.file_dataset import (
     list_images,
@@ -29,6 +29,7 @@ from vitral.data.files.file_dataset import (
 from vitral.data.files.folders import check_single_label
 from vitral.data.files.packed import is_packed, read_index
 from vitral.data.files.pixel_formats import detect_listing_pixels, packed_pixels
+from vitral.data.loader import Loader, to_device_if_fits, training_images
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset
 from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.data.registry.fetch import check_dataset_name
@@ -144,6 +145,7 @@ def with_checkpoint_architecture(recipe: Recipe, init_from: str, options: Checkp
             crop=preprocessing.crop,
             interpolation=preprocessing.interpolation,
             **pixels,
+            resize=preprocessing.resize if recipe.data.resize == "crop" else recipe.data.resize,
         ),
     )
 
@@ -162,7 +164,7 @@ class TrainingSetup:
 
     @property
     def steps_per_epoch(self) -> int:
-        return max(len(self.dataset.train) // self.recipe.batch_size, 1)
+        return make_loader(self.recipe, self.dataset.train).steps_per_epoch
 
 
 def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence | None = None) -> TrainingSetup:
@@ -186,7 +188,8 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *adapted.notes)
         if recipe.tune != "full":
             base = BaseWeights(source=recipe.init_from, sha256=checkpoint.sha256())
-    train = dataset.train if recipe.augment.crop else dataset.train.to_model_input(preprocessing)
+    keeps_stored_size = recipe.augment.crop and recipe.data.resize != "pad"  # random crops keep the padding outside
+    train = dataset.train if keeps_stored_size else dataset.train.to_model_input(preprocessing)
     return TrainingSetup(
         recipe=recipe,
         dataset=replace(dataset, train=train, validation=dataset.validation.to_model_input(preprocessing)),
@@ -202,13 +205,32 @@ def training_hardware(setup: TrainingSetup, continues_fp8: bool = True) -> Hardw
     """Select the hardware for a run. FP8 may only be selected automatically for training from scratch, and not for a
     resumed run that started without it (`continues_fp8=False`)."""
     recipe = setup.recipe
-    return select_hardware(
+    hardware = select_hardware(
         device=recipe.device,
         precision=recipe.precision,
         compile=recipe.compile,
         width=recipe.model.width,
         steps=setup.steps_per_epoch * recipe.epochs,
         from_scratch=not recipe.init_from and continues_fp8,
+    )
+    if recipe.data.resize == "native" and recipe.compile == "auto" and hardware.compile:
+        reason = "native resizing has several patch grids, and each would be compiled"
+        return replace(hardware, compile=False, reasons=hardware.reasons | {"compile": reason})
+    return hardware
+
+
+def make_loader(recipe: Recipe, train: Split, hardware: Hardware | None = None) -> Loader:
+    """The training batches, on the device of `hardware` if given."""
+    images, labels = training_images(train.images, recipe.batch_size), train.labels
+    if hardware is not None:
+        images, labels = to_device_if_fits(images, hardware), labels.to(hardware.device)
+    return Loader(
+        images=images,
+        labels=labels,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        sampling=recipe.sampling,
+        repeat=recipe.augment.repeat,
     )
 
 
@@ -317,11 +339,13 @@ def make_preprocessing(recipe: Recipe) -> Preprocessing:
             channels=recipe.model.channels,
             mean=recipe.data.mean,
             std=recipe.data.std,
-            crop=recipe.data.crop,
+            crop=recipe.data.crop if recipe.data.resize == "crop" else 1.0,
             interpolation=recipe.data.interpolation,
             dtype="uint8" if recipe.data.dtype == "auto" else recipe.data.dtype,
             layout=recipe.data.layout,
             channel_names=recipe.data.channel_names,
+            resize=recipe.data.resize,
+            patch_size=recipe.model.patch_size if recipe.data.resize == "native" else 1,
         )
     except ValueError as error:
         message = str(error).replace("preprocessing.", "data.")

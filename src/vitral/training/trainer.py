@@ -12,6 +12,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from vitral.data.datasets import Dataset
-from vitral.data.loader import Loader, to_device_if_fits
 from vitral.data.preprocess import Preprocessing
+from vitral.data.variable_images import images_of_one_size
 from vitral.device.memory import is_out_of_memory
 from vitral.device.select import Hardware
 from vitral.distributed.dtensor import full_state
@@ -43,6 +44,7 @@ from vitral.training.nan_debug import Diverged, RngSnapshot, describe_divergence
 from vitral.training.out_of_memory import out_of_memory_error
 from vitral.training.parallelism import parallel_plan
 from vitral.training.provenance import record_precision
+from vitral.training.setup import make_loader
 from vitral.training.signals import defer_signals
 from vitral.training.state import init_state
 from vitral.training.step import StepContext, StepRunner, forward_backward
@@ -115,19 +117,14 @@ class Trainer:
         train = self.dataset.train
         self.target_scaling = self.task.scaling(train.labels, self.dataset.classes)
         labels = self.target_scaling.standardise(train.labels) if self.target_scaling else train.labels
-        self.loader = Loader(
-            images=to_device_if_fits(train.images, hardware),
-            labels=labels.to(hardware.device),
-            batch_size=recipe.batch_size,
-            seed=recipe.seed,
-            sampling=recipe.sampling,
-            repeat=recipe.augment.repeat,
-        )
+        self.loader = make_loader(recipe, replace(train, labels=labels), hardware)
         self.total_steps = self.loader.steps_per_epoch * recipe.epochs
         init_images = None
         if "whitened_patches" in recipe.init_schemes:
-            init_images = self.preprocessing.normalise(train.images[:NUM_INIT_IMAGES])
+            init_images = self.preprocessing.normalise(images_of_one_size(train.images, NUM_INIT_IMAGES))
         self.state = init_state(recipe, hardware, self.total_steps, self.initial_weights, init_images, self.parallel)
+        for model in {self.state.model, self.state.eval_model}:
+            model.accepts_any_grid = self.preprocessing.resize == "native"
         self.batch_size = min(recipe.batch_size, len(train))
         class_weights_K = logit_offsets_K = None
         labels, num_classes = self.loader.labels, recipe.model.num_classes

@@ -390,7 +390,7 @@ def _pretrained_cfg(checkpoint: Checkpoint, num_classes: int) -> dict[str, Any]:
         "fixed_input_size": True,
         "interpolation": preprocessing.interpolation,
         "crop_pct": preprocessing.crop,
-        "crop_mode": "center",
+        "crop_mode": {"stretch": "squash", "pad": "border"}.get(preprocessing.resize, "center"),
         "mean": list(preprocessing.mean),
         "std": list(preprocessing.std),
         "num_classes": num_classes,

@@ -55,6 +55,7 @@ def figures(args: FiguresArgs) -> int:
 
 def test_images(predictor: Any, count: int) -> Any:
     """Test or validation images (N, C, H, W) of the dataset that the model was trained on; None if there are none."""
+    from vitral.data.preprocess import to_one_size
     from vitral.evaluation.data import evenly_spaced_indices, load_eval_target, run_recipe
 
     if run_recipe(predictor) is None:
@@ -63,7 +64,8 @@ def test_images(predictor: Any, count: int) -> Any:
         images = load_eval_target(predictor, None, None).split.images
     except VitralError:
         return None
-    return images[evenly_spaced_indices(len(images), count)]
+    sample = images[evenly_spaced_indices(len(images), count)]
+    return to_one_size(sample, predictor.model_config.preprocessing)
 
 
 COMMAND = Command("figures", FiguresArgs, figures)

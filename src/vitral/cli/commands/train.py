@@ -13,14 +13,15 @@ from vitral.cli.messages import DATA_HELP
 from vitral.cli.options import AUTO, checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
 from vitral.cli.recipe_values import chosen_recipe, recipe_values, varying_fields
+from vitral.data.geometry import Resize
 from vitral.errors import VitralError, shell_quote
 from vitral.utils.json_toml import dump_json
 
 COMMON = "Common flags"
 COMPARE = "Comparison of training strategies"
 COMMON_FIELDS = ("init_from", "tune", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
-# Fields that are set by other flags: DATA, --test-split, --exclude, --batch-size auto, --heads and the like
-OTHER_FLAGS = ("data.name", "data.test_split", "data.exclude", "auto_batch_size", "init_options.")
+# Fields that are set by other flags: DATA, --test-split, --resize, --exclude, --batch-size auto, --heads and the like
+OTHER_FLAGS = ("data.name", "data.test_split", "data.resize", "data.exclude", "auto_batch_size", "init_options.")
 GROUP_TITLES = {
     "": "Training",
     "model": "Model",
@@ -62,6 +63,12 @@ class TrainArgs:
     test_split: float | None = option(
         None, "fraction to hold out as a test split, from a folder or list without one: 0.1", group=COMMON
     )
+    resize: Resize | None = option(
+        None,
+        "photographs that are not square: crop the centre, pad, stretch, or native: patch grids of any shape "
+        "(default: crop)",
+        group=COMMON,
+    )
     find_lr: bool = option(False, "only sweep the learning rate over 120 steps and suggest one", group=COMMON)
     exclude: Path | None = option(
         None,
@@ -91,8 +98,9 @@ def train(args: TrainArgs) -> int:
         Run.open(args.resume)
     from vitral import api
 
-    if args.test_split is not None:  # the short form of --data.test-split
-        args = replace(args, overrides={**args.overrides, "data.test_split": args.test_split})
+    data_fields = {"data.test_split": args.test_split, "data.resize": args.resize}
+    given = {path: value for path, value in data_fields.items() if value is not None}
+    args = replace(args, overrides={**args.overrides, **given})
     if args.resume is not None:
         check_resume_flags(args)
         api.train(resume=args.resume, allow_leak=args.allow_leak, quiet=False, **args.overrides)
@@ -165,7 +173,7 @@ def check_resume_flags(args: TrainArgs) -> None:
     fixed = [name for name in names if getattr(args, name)]
     fixed += [*args.checkpoint, *(path for path in args.overrides if path not in RESUMABLE_FIELDS)]
     if fixed:
-        name = fixed[0].removeprefix("data.") if fixed[0] == "data.test_split" else fixed[0]
+        name = fixed[0].removeprefix("data.") if fixed[0] in ("data.test_split", "data.resize") else fixed[0]
         flag = f"--{name.replace('_', '-')}" if name != "data" else args.data
         raise VitralError(
             f"{flag} cannot be changed when a run is resumed",

@@ -36,6 +36,7 @@ from vitral.data.names import SEQUENCE_PREFIX, is_shard_pattern
 from vitral.data.preprocess import Preprocessing, to_model_input
 from vitral.data.registry.cache import cache_dir
 from vitral.data.targets import DETECT_LABELS, LabelOptions, TaskName, labels_array
+from vitral.data.variable_images import VariableSizeImages
 from vitral.errors import VitralError, shell_quote
 
 GIB = 2**30
@@ -112,6 +113,8 @@ def list_images(
 
 def storage_preprocessing(preprocessing: Preprocessing) -> Preprocessing:
     """Preprocessing of stored training images: the size before the crop, so that crops can be drawn."""
+    if preprocessing.resize != "crop":
+        return _without_normalisation(preprocessing)
     height, width = (int(side / preprocessing.crop) for side in preprocessing.image_size)
     return replace(_without_normalisation(preprocessing), image_size=(height, width), crop=1.0)
 
@@ -130,6 +133,8 @@ def pack_location(listing: DatasetListing, stored: Preprocessing) -> tuple[Path,
     parameters += [listing.task] * (listing.task != "classification")
     if not stored.pixel_format.is_photo:
         parameters.append(stored.pixel_format)
+    if stored.resize != "crop":
+        parameters += [stored.resize, stored.patch_size]
     digest = fingerprint(locations, *parameters)
     index = PackIndex(
         classes=listing.classes,
@@ -235,8 +240,15 @@ class _SplitReader:
                 f"{self._budget_bytes() / GIB:.3g} GiB available for packing: decoded in every epoch by "
                 f"{images.workers} workers with a {images.buffer_bytes / 2**20:.0f} MiB buffer"
             )
-        is_model_input = split != "train"
-        return Split(images=images, labels=torch.from_numpy(labels), is_model_input=is_model_input, locations=locations)
+        stored: Images = images
+        if images.sizes is not None:
+            stored = VariableSizeImages(images, torch.tensor(images.sizes))
+        return Split(
+            images=stored,
+            labels=torch.from_numpy(labels),
+            is_model_input=self._is_model_input(split),
+            locations=locations,
+        )
 
     def _packed(self, split: str) -> Split:
         locations = tuple(location for location, _ in self.listing.splits[split])
@@ -253,7 +265,12 @@ class _SplitReader:
         )
         if packed.unreadable:
             self.notes.append(_unreadable_note(split, packed))
-        return Split(images=packed.images, labels=packed.labels, is_model_input=split != "train", locations=locations)
+        is_model_input = self._is_model_input(split)
+        return Split(images=packed.images, labels=packed.labels, is_model_input=is_model_input, locations=locations)
+
+    def _is_model_input(self, split: str) -> bool:
+        """Training images are cropped later; padded ones are stored without the padding, whose colour is the mean."""
+        return split != "train" and self.model_input.resize != "pad"
 
 
 def _has_index(folder: Path, index: PackIndex) -> bool:
@@ -278,6 +295,13 @@ def read_packed(folder: Path, preprocessing: Preprocessing) -> Dataset:
     """
     index, target = read_index(folder), storage_preprocessing(preprocessing)
     _check_packed_size(folder, index, preprocessing)
+    if index.stored != target and (index.stored.resize, target.resize) != ("crop", "crop"):
+        raise VitralError(
+            f"{folder} was packed for --resize {index.stored.resize} at {_size_text(index.stored.image_size)} pixels, "
+            f"the model needs --resize {target.resize} at {_size_text(target.image_size)}",
+            f"Pack them for this model: vitral data pack {shell_quote(index.source)} --out FOLDER --resize "
+            f"{target.resize} --image-size {target.image_size[0]} {target.image_size[1]}",
+        )
     packed_for: list[str] = []  # sizes of other models, for which validation or test images were packed
 
     def load(split: str) -> Split:
@@ -293,7 +317,8 @@ def read_packed(folder: Path, preprocessing: Preprocessing) -> Dataset:
             images = MappedImages(images, lambda batch: to_model_input(batch, resize), resize.shape)
             if split != "train":
                 packed_for.append(_size_text(packed.preprocessing.image_size))
-        return Split(images=images, labels=packed.labels, is_model_input=split != "train")
+        is_model_input = split != "train" and preprocessing.resize != "pad"  # padded later, with the mean colour
+        return Split(images=images, labels=packed.labels, is_model_input=is_model_input)
 
     train, validation = load("train"), load("validation")
     note = (

@@ -2,7 +2,8 @@
 
     photos-3f9c0a…-v3/       one folder per dataset; the name contains the fingerprint of files, labels and image size
       index.json             classes, image size and channels, source
-      train.npy              pixels (N, C, H, W)     train.json   labels, unreadable files, preprocessing, checksum
+      train.npy              pixels (N, C, H, W)     train.json   labels, unreadable files, preprocessing, checksum,
+                                                                  sizes of the images if they differ
       validation.npy …       test.npy …              written on first access
 
 Training images are stored larger than the model input, so that crops can be drawn, and may be decoded at a reduced
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.files.checked_json import read_checked_json, warn_rebuilt, write_checked_json
+from vitral.data.files.image_sizes import read_stored_sizes
 from vitral.data.files.unreadable import check_unreadable_fraction, replace_or_drop_unreadable
 from vitral.data.files.worker import DecodeOptions, decode_into
 from vitral.data.files.workers import (
@@ -41,10 +43,13 @@ from vitral.data.files.workers import (
     ImageLocation,
     decode_options,
 )
+from vitral.data.geometry import Size
+from vitral.data.lazy_images import Images
 from vitral.data.pixels import PixelType
 from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
 from vitral.data.targets import Labels, TaskName, label_values, labels_array
+from vitral.data.variable_images import VariableSizeImages
 from vitral.errors import VitralError, error_reason
 from vitral.utils.json_toml import read_json_object
 from vitral.utils.locks import file_lock
@@ -74,7 +79,7 @@ class PackIndex:
 class PackedSplit:
     """A packed split; `images` is memory-mapped."""
 
-    images: Tensor  # (N, C, H, W), of the preprocessing's type
+    images: Images  # (N, C, H, W), of the preprocessing's type; VariableSizeImages if their sizes differ
     labels: Tensor  # int64 (N,), or float32 (N, K) (`vitral.data.targets`)
     unreadable: tuple[str, ...]  # error messages
     preprocessing: Preprocessing  # with which the images were resized and cropped; mean and std do not apply
@@ -153,8 +158,9 @@ def read_split(folder: Path, name: str) -> PackedSplit | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the array being read-only
         mapped = torch.from_numpy(images)
+    sizes = metadata.get("sizes")
     return PackedSplit(
-        images=mapped,
+        images=mapped if sizes is None else VariableSizeImages(mapped, torch.tensor(sizes).view(-1, 2)),
         labels=torch.from_numpy(
             labels_array(metadata["labels"], metadata.get("task", "classification"), metadata.get("num_outputs", 0))
         ),
@@ -209,6 +215,7 @@ def pack_split(
             split = None
         if split is not None and split.preprocessing == stored:
             return split
+        sizes = read_stored_sizes(locations, stored, is_train=name == "train")
         with _temporary_array(folder, name, (len(locations), *stored.shape), stored.dtype) as (temporary, images):
             with progress_bars(progress, "images") as report_progress:
                 errors = _decode_all(
@@ -218,21 +225,32 @@ def pack_split(
                     decode_options(name, stored, len(locations)),
                     workers,
                     partial(report_progress, f"decoding {name}"),
+                    sizes,
                 )
             check_unreadable_fraction(errors.values(), len(locations), max_unreadable)
             final_labels = replace_or_drop_unreadable(images, labels, errors, replace=name == "train")
+            if sizes is not None:
+                rows = np.array(sizes, dtype=np.int64)
+                replace_or_drop_unreadable(rows, labels, errors, replace=name == "train")
+                sizes = [(height, width) for height, width in rows[: len(final_labels)].tolist()]
             images.flush()
             if len(final_labels) < len(locations):
                 _truncate_array(temporary, images, len(final_labels))
             temporary.replace(folder / f"{name}.npy")
-        _write_metadata(folder, name, stored, final_labels, task, [errors[row] for row in sorted(errors)])
+        _write_metadata(folder, name, stored, final_labels, task, [errors[row] for row in sorted(errors)], sizes)
     split = read_split(folder, name)
     assert split is not None
     return split
 
 
 def _write_metadata(
-    folder: Path, name: str, stored: Preprocessing, labels: Labels, task: TaskName, unreadable: list[str]
+    folder: Path,
+    name: str,
+    stored: Preprocessing,
+    labels: Labels,
+    task: TaskName,
+    unreadable: list[str],
+    sizes: Sequence[Size] | None,
 ) -> None:
     images_file = folder / f"{name}.npy"
     metadata = {
@@ -244,7 +262,7 @@ def _write_metadata(
         "preprocessing": to_dict(stored),
         "file_state": _file_state(images_file),
         "images_checksum": _file_checksum(images_file),
-    }
+    } | ({} if sizes is None else {"sizes": sizes})
     write_checked_json(folder / f"{name}.json", metadata)
 
 
@@ -283,9 +301,10 @@ def _decode_all(
     options: DecodeOptions,
     workers: int,
     report_progress: Callable[[int, int], None],
+    sizes: Sequence[Size] | None = None,
 ) -> DecodeErrors:
     if len(locations) <= MIN_FILES_FOR_WORKERS:
-        return decode_into(images, range(len(locations)), locations, options)
+        return decode_into(images, range(len(locations)), locations, options, sizes)
     offset = images.offset
     fd = os.open(file, os.O_RDWR)
     pool = DecodeWorkers(fd, images.shape, options, count=workers, offset=offset)
@@ -293,7 +312,8 @@ def _decode_all(
     try:
         for start in range(0, len(locations), SUBMIT_FILES):
             rows = range(start, min(start + SUBMIT_FILES, len(locations)))
-            futures = pool.decode(rows, locations[rows.start : rows.stop])
+            chunk = slice(rows.start, rows.stop)
+            futures = pool.decode(rows, locations[chunk], None if sizes is None else sizes[chunk])
             for num_done, future in enumerate(futures, start=1):
                 errors.update(future.result())
                 report_progress(min(start + num_done * FILES_PER_MESSAGE, rows.stop), len(locations))

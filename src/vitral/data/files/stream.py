@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitral.data.files.image_sizes import read_stored_sizes
 from vitral.data.files.unreadable import check_unreadable_fraction, replacement_for, warn_unreadable
 from vitral.data.files.workers import DecodeErrors, DecodeWorkers, ImageLocation, decode_options, shared_buffer
 from vitral.data.lazy_images import LazyImages
@@ -58,6 +59,7 @@ class StreamedImages(LazyImages):
         self.unreadable: dict[int, str] = {}  # index → error message; each is reported once
         self.max_unreadable, self.workers, self.warn = max_unreadable, workers or available_cpus(), warn
         self.options = decode_options(split, stored, len(locations))
+        self.sizes = read_stored_sizes(locations, stored, is_train=split == "train")  # if they differ
         self.slot_rows = max(min(1024, MAX_BUFFER_BYTES // stored.num_bytes) // NUM_SLOTS, 1)
         self._idle: SlotBuffer | None = None
 
@@ -119,7 +121,8 @@ class StreamedImages(LazyImages):
         decoded = [self._readable(index) for index in indices]
         first = slot * self.slot_rows
         locations = [self.locations[index] for index in decoded]
-        futures = buffer.workers.decode(range(first, first + len(indices)), locations)
+        sizes = None if self.sizes is None else [self.sizes[index] for index in indices]
+        futures = buffer.workers.decode(range(first, first + len(indices)), locations, sizes)
         return PendingChunk(slot, indices, decoded, futures, ends_batch)
 
     def _finish_decoding(self, buffer: SlotBuffer, chunk: PendingChunk) -> Tensor:
@@ -130,8 +133,10 @@ class StreamedImages(LazyImages):
                 self._record_unreadable(chunk.decoded[row - first], message)
             futures = []
             for row in errors:  # the replacement may be unreadable too
-                chunk.decoded[row - first] = replacement = self._readable(chunk.requested[row - first])
-                futures += buffer.workers.decode([row], [self.locations[replacement]])
+                requested = chunk.requested[row - first]
+                chunk.decoded[row - first] = replacement = self._readable(requested)
+                sizes = None if self.sizes is None else [self.sizes[requested]]
+                futures += buffer.workers.decode([row], [self.locations[replacement]], sizes)
         return torch.from_numpy(np.array(buffer.array[first : first + len(chunk.requested)]))
 
     def _readable(self, index: int) -> int:

@@ -2,7 +2,7 @@
 
     python -m vitral.data.files.worker FD OFFSET N C H W OPTIONS
 
-    ← {"rows": [7, 8], "locations": [["a.jpg", 0, -1], ["shard.tar", 1536, 20481]]}
+    ← {"rows": [7, 8], "locations": [["a.jpg", 0, -1], ["shard.tar", 1536, 20481]], "sizes": null}
     → {"errors": {"8": "shard.tar at byte 1536: corrupt or truncated (…)"}}
 
 The process ends when its stdin is closed, so a killed training run leaves no workers behind. It imports torch only to
@@ -22,8 +22,9 @@ import numpy as np
 
 from vitral.data.decode import decode_pixels
 from vitral.data.files.remote import is_url, read_range
+from vitral.data.geometry import Geometry, Resize, Size, input_geometry
 from vitral.data.pixels import ArrayLayout, PixelFormat, PixelType
-from vitral.data.resize_crop import resize_and_crop
+from vitral.data.resize_crop import resize_and_crop, write_row
 from vitral.errors import VitralError
 
 
@@ -32,6 +33,7 @@ class DecodeOptions(NamedTuple):
 
     interpolation: str
     crop: float = 1.0
+    resize: Resize = "crop"
     torch_resize: bool = False
     allow_reduced_jpeg: bool = True
     dtype: PixelType = "uint8"
@@ -55,12 +57,16 @@ def decode_into(
     rows: Sequence[int],
     locations: Sequence[tuple[str, int, int]],
     options: DecodeOptions,
+    sizes: Sequence[Size] | None = None,
 ) -> dict[int, str]:
-    """Decode each image into its row of `target` (N, C, H, W). Returns the error messages, by row."""
+    """Decode each image into its row of `target` (N, C, H, W). Returns the error messages, by row.
+
+    `sizes` are those that the images are resized to, if they differ (variable_images.py).
+    """
     channels, height, width = target.shape[1:]
     pixel_format = PixelFormat(channels, options.dtype, options.layout, tuple(options.channel_names))
     errors: dict[int, str] = {}
-    for row, (path, offset, length) in zip(rows, locations, strict=True):
+    for position, (row, (path, offset, length)) in enumerate(zip(rows, locations, strict=True)):
         name = path if length < 0 else f"{path} at byte {offset}"
         try:
             image = decode_pixels(
@@ -70,9 +76,18 @@ def decode_into(
                 allow_reduced_jpeg=options.allow_reduced_jpeg,
                 name=name,
             )
-            target[row] = resize_and_crop(
-                image, (height, width), channels, options.crop, options.interpolation, use_torch=options.torch_resize
-            )
+            if sizes is None:
+                geometry = input_geometry(
+                    image.height, image.width, (height, width), options.resize, crop=options.crop, patch_size=1
+                )
+            else:
+                size = sizes[position][0], sizes[position][1]
+                geometry = Geometry(size, 0, 0, size)
+            pixels = resize_and_crop(image, geometry, channels, options.interpolation, use_torch=options.torch_resize)
+            if sizes is None:
+                target[row] = pixels
+            else:
+                write_row(target[row], pixels)
         except VitralError as error:
             errors[row] = error.what
         except OSError as error:
@@ -86,7 +101,7 @@ def main(args: Sequence[str]) -> None:
     target = np.frombuffer(mmap.mmap(fd, 0), dtype=options.dtype, offset=offset).reshape(shape)
     for line in sys.stdin:
         request = json.loads(line)
-        errors = decode_into(target, request["rows"], request["locations"], options)
+        errors = decode_into(target, request["rows"], request["locations"], options, request["sizes"])
         print(json.dumps({"errors": errors}), flush=True)
 
 

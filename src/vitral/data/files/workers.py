@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.data.files.worker import DecodeOptions
+from vitral.data.geometry import Size
 from vitral.data.pixels import PixelType
 from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import available_cpus
@@ -42,6 +43,7 @@ def decode_options(split: str, stored: Preprocessing, count: int) -> DecodeOptio
     return DecodeOptions(
         interpolation=stored.interpolation,
         crop=stored.crop,
+        resize=stored.resize,
         torch_resize=is_train and count >= TORCH_RESIZE_MIN_FILES,
         allow_reduced_jpeg=is_train,
         dtype=stored.dtype,
@@ -92,18 +94,26 @@ class DecodeWorkers:
         self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="decode")
         self._finalizer = weakref.finalize(self, _shut_down, self._processes, self._threads)
 
-    def decode(self, rows: Sequence[int], locations: Sequence[ImageLocation]) -> list[Future[DecodeErrors]]:
-        """Start decoding `locations` into `rows`. The results are the errors, by row."""
+    def decode(
+        self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None = None
+    ) -> list[Future[DecodeErrors]]:
+        """Start decoding `locations` into `rows`, at `sizes` if they differ. The results are the errors, by row."""
         starts = range(0, len(rows), FILES_PER_MESSAGE)
         chunks = [slice(start, start + FILES_PER_MESSAGE) for start in starts]
-        return [self._threads.submit(self._request, rows[chunk], locations[chunk]) for chunk in chunks]
+        return [
+            self._threads.submit(self._request, rows[c], locations[c], None if sizes is None else sizes[c])
+            for c in chunks
+        ]
 
-    def _request(self, rows: Sequence[int], locations: Sequence[ImageLocation]) -> DecodeErrors:
+    def _request(
+        self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None
+    ) -> DecodeErrors:
         process = self._idle.get()
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(json.dumps({"rows": list(rows), "locations": list(locations)}) + "\n")
+            request = {"rows": list(rows), "locations": list(locations), "sizes": sizes}
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             reply = process.stdout.readline()
         except (BrokenPipeError, ValueError):

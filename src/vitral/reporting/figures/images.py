@@ -10,12 +10,14 @@ from matplotlib.axes import Axes
 from PIL import Image
 from torch import Tensor
 
+from vitral.data.lazy_images import Images
 from vitral.data.pixels import display_pixels
 from vitral.explain import METHODS, rescale_for_display
 from vitral.inference.predictor import Predictor
 from vitral.reporting.figures.style import Array
 from vitral.utils.atomic import atomic_writer
 
+ROLLOUT_BATCH = 64  # images
 MIN_MOSAIC_SIDE = 420  # small images are enlarged to this, so that a gap can be thinner than an image pixel
 
 
@@ -58,10 +60,12 @@ def patch_mosaic(image_HW3: Array, patch_size: int, margin: int = 0) -> Array:
     return mosaic
 
 
-def rollout_heatmaps(predictor: Predictor, images_NCHW: Tensor) -> Array:
-    """Attention rollout, scaled to [0, 1]: (N, H, W)."""
-    images = predictor.model_config.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
-    heatmaps: Array = rescale_for_display(METHODS["rollout"](predictor.model, images)).cpu().numpy()
+def rollout_heatmaps(predictor: Predictor, images_NCHW: Images) -> list[Array]:
+    """Attention rollout of each image, scaled to [0, 1]: (H, W)."""
+    preprocessing, heatmaps = predictor.model_config.preprocessing, list[Array]()
+    for batch in images_NCHW.split(ROLLOUT_BATCH):
+        images = preprocessing.normalise(batch.to(predictor.hardware.device))
+        heatmaps.extend(rescale_for_display(METHODS["rollout"](predictor.model, images)).cpu().numpy())
     return heatmaps
 
 

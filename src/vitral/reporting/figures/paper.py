@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from vitral.data.preprocess import to_one_size
+from vitral.data.variable_images import stack_images
 from vitral.evaluation.data import evenly_spaced_indices
 from vitral.inference.predictor import Predictor
 from vitral.models.variants.hybrid import HybridEmbedding
@@ -240,4 +242,4 @@ def load_sample_images(predictor: Predictor, files: Sequence[Path], max_count: i
     """Up to `max_count` evenly spaced images of the files, as model input (N, C, H, W)."""
     selected = [files[int(index)] for index in evenly_spaced_indices(len(files), max_count)]
     preprocessing = predictor.model_config.preprocessing
-    return torch.stack([preprocessing.load(file) for file in selected])
+    return to_one_size(stack_images([preprocessing.load(file) for file in selected]), preprocessing)

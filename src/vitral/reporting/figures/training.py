@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor
 
+from vitral.data.lazy_images import Images
 from vitral.evaluation.metrics import Metrics
 from vitral.inference.predictor import ImageInput, Predictor
 from vitral.reporting.figures.images import draw_image, overlay_heatmap, patch_mosaic, rollout_heatmaps, to_rgb
@@ -96,12 +97,12 @@ def _draw_counts(axes: Axes, counts_KK: Array, errors_KK: Array) -> None:
     axes.tick_params(which="minor", length=0)
 
 
-def plot_attention(predictor: Predictor, images_NCHW: Tensor, labels_N: Tensor, path: Path) -> Path:
+def plot_attention(predictor: Predictor, images_NCHW: Images, labels_N: Tensor, path: Path) -> Path:
     """Each image with its prediction, and next to it the attention rollout."""
     probabilities, heatmaps = predictor.probabilities(images_NCHW), rollout_heatmaps(predictor, images_NCHW)
     columns = min(4, len(images_NCHW))
     rows = -(-len(images_NCHW) // columns)
-    H, W = images_NCHW.shape[2:]
+    H, W = images_NCHW.shape[2:] if isinstance(images_NCHW, Tensor) else (1, 1)  # native images have several shapes
     image_height = 1.25 * H / W  # inches
     height = (image_height + 0.35) * rows
     figure = Figure(figsize=(2.8 * columns, height))

@@ -6,7 +6,6 @@ import base64
 import io
 from collections.abc import Iterator
 
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -62,12 +61,13 @@ def gallery_items(data: ReportData, indices: Tensor, p_NK: Tensor) -> Iterator[s
         )
 
 
-def relevance_heatmaps(predictor: Predictor, images_NCHW: Tensor, targets_N: Tensor) -> Array:
-    """Class relevance scaled to [0, 1]: (N, H, W)."""
-    images = predictor.model_config.preprocessing.normalise(images_NCHW.to(predictor.hardware.device))
-    batches = zip(images.split(RELEVANCE_BATCH), targets_N.to(images.device).split(RELEVANCE_BATCH), strict=True)
-    heat = torch.cat([METHODS["relevance"](predictor.model, batch, targets) for batch, targets in batches])
-    heatmaps: Array = rescale_for_display(heat).cpu().numpy()
+def relevance_heatmaps(predictor: Predictor, images_NCHW: Images, targets_N: Tensor) -> list[Array]:
+    """Class relevance of each image, scaled to [0, 1]: (H, W)."""
+    device, heatmaps = predictor.hardware.device, list[Array]()
+    for batch in images_NCHW.split(RELEVANCE_BATCH):
+        images = predictor.model_config.preprocessing.normalise(batch.to(device))
+        targets = targets_N[len(heatmaps) : len(heatmaps) + len(images)].to(device)
+        heatmaps.extend(rescale_for_display(METHODS["relevance"](predictor.model, images, targets)).cpu().numpy())
     return heatmaps
 
 

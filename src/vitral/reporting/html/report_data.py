@@ -106,6 +106,7 @@ def run_facts(target: EvalTarget, epochs: tuple[dict[str, Any], ...], environmen
             f"ViT{variant}, {size} pixels, patch size {a.patch_size}, width {a.width}, depth {a.depth}, "
             f"{a.heads} heads, {parameters / 1e6:.2f} M parameters",
         ),
+        ("Resize", config.preprocessing.resize_description),
         ("Engine", str(target.predictor.engine)),
     ]
     if recipe is not None:

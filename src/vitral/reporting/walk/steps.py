@@ -115,7 +115,7 @@ class WalkBuilder:
             self.details = self._block_details()
         self.pools_class_token = config.pooling == "class"
         gh, gw = self.trace.grid
-        H, W = config.image_size
+        H, W = image_1CHW.shape[2:]
         has_layer_scale = config.layer_scale is not None
         self.numbers: dict[str, Any] = {
             "H": H, "W": W, "C": config.channels, "P": config.patch_size, "gh": gh, "gw": gw, "N": gh * gw,
