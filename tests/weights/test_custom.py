@@ -27,7 +27,9 @@ D, HEADS, HIDDEN = 24, 3, 40
 class TorchEncoderViT(nn.Module):
     """A ViT as a course would write it: a convolution, nn.TransformerEncoder and a linear layer."""
 
-    def __init__(self, *, norm_first: bool = True, activation: str = "gelu") -> None:
+    def __init__(
+        self, *, norm_first: bool = True, activation: str = "gelu", final_norm: bool = True, pre_norm: bool = False
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, D, 8, 8)
         self.cls = nn.Parameter(torch.empty(D))
@@ -35,13 +37,15 @@ class TorchEncoderViT(nn.Module):
         layer = nn.TransformerEncoderLayer(
             D, HEADS, HIDDEN, batch_first=True, norm_first=norm_first, activation=activation
         )
-        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(D), enable_nested_tensor=False)
+        norm = nn.LayerNorm(D) if final_norm else None
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=norm, enable_nested_tensor=False)
+        self.ln_pre = nn.LayerNorm(D) if pre_norm else nn.Identity()
         self.fc = nn.Linear(D, 5)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).mT
         x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], dim=1) + self.pos.weight
-        return self.fc(self.encoder(x)[:, 0])
+        return self.fc(self.encoder(self.ln_pre(x))[:, 0])
 
 
 class HomeMadeBlock(nn.Module):
@@ -143,6 +147,17 @@ def test_torch_encoder_is_converted_with_the_map_that_explain_writes(
     key_map.write_text(text.replace("# heads = 4 ", "heads = 3 ").replace('"relu"', '"gelu"'))
     assert run("convert", tmp_path / "model.pt", converted, "--key-map", key_map) == 0
     assert_same_logits(weights.read(converted).build(), model, random_images(32, 32))
+
+
+@pytest.mark.parametrize("changes", [{"final_norm": False}, {"pre_norm": True}, {"activation": "relu"}])
+def test_starting_map_needs_only_what_tensors_do_not_show(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = randomize_weights(TorchEncoderViT(**changes))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    text = starting_map(explain(tmp_path / "model.pt"), Path("map.toml")).replace("# norm_first", "norm_first")
+    (tmp_path / "map.toml").write_text(text)
+    options = CheckpointOptions(heads=3, activation="relu" if "activation" in changes else "gelu")
+    checkpoint = weights.read(tmp_path / "model.pt", options, key_map=tmp_path / "map.toml")
+    assert_same_logits(checkpoint.build(), model, random_images(32, 32))
 
 
 def test_map_of_the_guide_is_complete(tmp_path: Path) -> None:
@@ -267,7 +282,7 @@ def test_ignored_tensors_are_listed(tmp_path: Path) -> None:
 def test_every_name_of_a_key_map_is_a_tensor_of_vitral() -> None:
     changes: list[tuple[str, dict[str, Any]]] = [
         ("plain", {"head": "mlp", "registers": 2, "layer_scale": 0.1, "qk_norm": True}),
-        ("plain", {"pooling": "attention"}),
+        ("plain", {"pooling": "attention", "pre_norm": True}),
         ("late-norm", {"pooling": "mean"}),
         ("patch-norm", {}),
     ]

@@ -89,13 +89,14 @@ def unsupported_model_error(source: str, reason: str) -> VitralError:
     )
 
 
-def describe_architecture(config: ViTConfig, variant: str) -> str:
+def describe_architecture(config: ViTConfig, variant: str, *, headless: bool = False) -> str:
     """The architecture in one line."""
     height, width = config.image_size
+    classes = "no classifier" if headless else f"{config.num_classes} classes"
     parts = [
         f"patch size {config.patch_size}, images {height}×{width}×{config.channels}",
         f"width {config.width}, depth {config.depth}, {config.heads} heads, MLP width {config.hidden_width}",
-        f"{config.positions} positions, {config.pooling} pooling, {config.num_classes} classes",
+        f"{config.positions} positions, {config.pooling} pooling, {classes}",
         f"activation {config.activation}, norm eps {config.norm_eps:g}",
     ]
     optional_parts = {
@@ -105,5 +106,7 @@ def describe_architecture(config: ViTConfig, variant: str) -> str:
         "hidden head layer": config.head == "mlp",
         "no qkv bias": not config.qkv_bias,
         "q and k norms": config.qk_norm,
+        "norm before the blocks": config.pre_norm,
+        "no final norm": not config.final_norm,
     }
     return "; ".join([*parts, *(text for text, applies in optional_parts.items() if applies)])

@@ -48,6 +48,7 @@ SHAPES: dict[str, tuple[str | None, ...]] = {
     "norm2": ("D",),
     "encoder.norm": ("D",),
     "pooled_norm": ("D",),
+    "pre_norm": ("D",),
     "attention_pooling.norm": ("D",),
 }
 
@@ -67,6 +68,9 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions, custom_map: Custom
     channels, patch = _arrange_patches(state, names, custom_map, reading)
     pooling, size = _arrange_tokens(state, width, patch, reading)
     is_late_norm = "pooled_norm.weight" in state and pooling == "mean"
+    has_final_norm = "encoder.norm.weight" in state or "pooled_norm.weight" in state
+    if not has_final_norm:
+        reading.notes.append("no layer norm after the last block")
     _add_zero_biases(state, names, reading)
     for leaf in ("weight", "bias"):
         if f"pooled_norm.{leaf}" in state and not is_late_norm:  # selecting the class token commutes with the norm
@@ -83,6 +87,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions, custom_map: Custom
         heads=heads,
         pooling=pooling,
         positions="learned" if TABLE in state else "none",
+        final_norm=has_final_norm,
         activation=reading.setting("activation", "gelu", "gelu activation"),
         norm_eps=reading.setting("norm_eps", 1e-5, "norm eps 1e-05"),
     )
@@ -221,13 +226,22 @@ def _arrange_tokens(state: State, width: int, patch: int, reading: Interpretatio
     options = [num_cls, num_cls + num_registers, 0] if num_registers else [num_cls, 0]
     num_prefix, size = reading.position_table(state[TABLE].shape[1], options, patch)
     split_position_table(state, num_prefix, num_cls)
+    if "pre_norm.weight" in state and "patch_embedding.project.bias" in state:  # vitral has no bias before this norm
+        num_patches = (size[0] // patch) * (size[1] // patch)
+        table = state[TABLE].clone()
+        table[:, -num_patches:] += state.pop("patch_embedding.project.bias")
+        state[TABLE] = table
+        reading.notes.append("the bias of the patch embedding is added to the positions")
     return pooling, size
 
 
 def _add_zero_biases(state: State, names: dict[str, str], reading: Interpretation) -> None:
     """Add zero biases to layers without one, which compute the same; q, k and v may have none."""
     added = []
-    for key in [key for key in state if key.endswith(".weight") and ".attention.qkv." not in key]:
+    without_bias = (
+        (".attention.qkv.", "patch_embedding.project.") if "pre_norm.weight" in state else (".attention.qkv.",)
+    )
+    for key in [key for key in state if key.endswith(".weight") and not any(part in key for part in without_bias)]:
         bias = key.replace(".weight", ".bias")
         if bias not in state:
             state[bias] = state[key].new_zeros(state[key].shape[0])

@@ -31,7 +31,7 @@ MODULES = (
     f"{BLOCK}.norm1", f"{BLOCK}.attention.qkv", f"{BLOCK}.attention.q", f"{BLOCK}.attention.k", f"{BLOCK}.attention.v",
     f"{BLOCK}.attention.norm_q", f"{BLOCK}.attention.norm_k", f"{BLOCK}.attention.project",
     f"{BLOCK}.norm2", f"{BLOCK}.mlp.expand", f"{BLOCK}.mlp.contract",
-    "encoder.norm", "pooled_norm",
+    "pre_norm", "encoder.norm", "pooled_norm",
     "attention_pooling.q", "attention_pooling.k", "attention_pooling.v", "attention_pooling.kv",
     "attention_pooling.project", "attention_pooling.norm", "attention_pooling.mlp.expand",
     "attention_pooling.mlp.contract",

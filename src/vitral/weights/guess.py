@@ -174,10 +174,11 @@ def _guess_outside(groups: list[TensorGroup], width: int) -> None:
             group.target = "class_token.token"
         elif len(shape) == 2 and shape[0] == D and re.search(r"patch|embed|input|stem", name):
             modules.setdefault(group.stem, "patch_embedding.project")
-        elif len(shape) == 2 and shape[1] == D:
+        elif len(shape) == 2 and shape[1] == D and not re.search(r"text|visual_projection", name):
             modules[group.stem] = "head.out"  # the last one wins
         elif shape == (D,) and group.leaf == "weight":
-            modules.setdefault(group.stem, "encoder.norm")
+            is_first = re.search(r"(^|[._])pre([._]|$)|pre_?(layr?norm|layernorm|norm|ln)|(norm|ln)_?pre", name)
+            modules.setdefault(group.stem, "pre_norm" if is_first else "encoder.norm")
     for module in ("head.out", "encoder.norm"):
         for stem in [stem for stem, target in modules.items() if target == module][:-1]:
             del modules[stem]
@@ -198,7 +199,7 @@ def _numel(shape: Shape) -> int:
 
 
 def _missing(targets: set[str]) -> list[str]:
-    required = ["patch_embedding.project.weight", "encoder.norm.weight"]
+    required = ["patch_embedding.project.weight"]
     block = ("norm1", "attention.project", "norm2", "mlp.expand", "mlp.contract")
     required += [f"{BLOCK}.{module}.weight" for module in block]
     has_parts = all(f"{BLOCK}.attention.{part}.weight" in targets for part in "qkv")

@@ -236,7 +236,7 @@ def build_checkpoint(
         headless=headless,
         notes=[
             *raw.notes,
-            f"{format_name}: {describe_architecture(config, variant)}",
+            f"{format_name}: {describe_architecture(config, variant, headless=headless)}",
             *reading.notes,
             *reading.assumption_notes(),
         ],
