@@ -32,13 +32,13 @@ from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import World, init_distributed
 from vitral.doctor.backbones import choose_checkpoint
 from vitral.errors import Interrupted, VitralError, shell_quote
+from vitral.evaluation.by_task import evaluate_model
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE
 from vitral.evaluation.compare import PairedComparison
 from vitral.evaluation.comparison_images import load_comparison_images
 from vitral.evaluation.data import SplitName, load_dataset_for, load_eval_target, load_split
 from vitral.evaluation.evaluate import MAX_IMAGES, calibrate_model
 from vitral.evaluation.evaluate import compare_models as compare_targets
-from vitral.evaluation.evaluate import evaluate as evaluate_target
 from vitral.evaluation.evaluate_regression import (
     calibrate_regression,
     check_classifier,
@@ -65,6 +65,7 @@ from vitral.inference.engine_selection import (
     load_bench_results,
 )
 from vitral.inference.predictor import Predictor
+from vitral.inference.task_support import require_task
 from vitral.models.calibration import Calibration, LogitScore
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import AUTO
@@ -315,9 +316,6 @@ def _evaluate_run(
     dataset = setup.dataset
     if setup.recipe.task_name == "regression":
         return _evaluate_regression_run(predictor, run, setup, world, console, callbacks, allow_leak)
-    if setup.recipe.task_name != "classification":
-        console.print(f"\nThe evaluation of {setup.recipe.task_name} models is not available yet.")
-        return predictor
     if not len(dataset.test) and not len(dataset.validation):
         console.print("\nThere are neither test nor validation images, so the accuracy is unknown.")
         return predictor
@@ -325,11 +323,13 @@ def _evaluate_run(
     if len(dataset.validation):
         world.broadcast_from_rank0(lambda: calibrate_model(predictor, target.validation_split))
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
-    evaluation, logits = evaluate_target(target, tta=setup.recipe.tta)
+    evaluation, logits = evaluate_model(target, tta=setup.recipe.tta)
     callbacks.on_evaluation(evaluation.scalars())
     world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, logits, allow_leak))
     if world.is_rank0:
-        terminal.print_result(console, run, setup.recipe, dataset, evaluation, allow_leak)
+        is_multilabel = setup.recipe.task_name == "multilabel"
+        print_result = terminal.print_multilabel_result if is_multilabel else terminal.print_result
+        print_result(console, run, setup.recipe, dataset, evaluation, allow_leak)
     return predictor
 
 
@@ -472,7 +472,8 @@ def evaluate(
     """Measure accuracy and calibration, each with a 95% confidence interval, and return an EvaluationReport.
 
     A regression returns a RegressionReport: MAE, RMSE and R2 of each target, and the coverage of its prediction
-    intervals, which `coverage` sets.
+    intervals, which `coverage` sets. A multi-label model returns a MultiLabelReport: mAP, F1 scores, the average
+    precision of each label and the co-occurrence of labels.
 
     Args:
         model: The model to evaluate.
@@ -492,7 +493,7 @@ def evaluate(
         refuse_for_regression(**{"--max-error": max_error, "--ood": ood, "--robustness": robustness})
         return evaluate_regression(target, coverage=coverage, log=log)[0]
     corrupted_images = MAX_IMAGES if robustness else 0
-    evaluation, _ = evaluate_target(
+    evaluation, _ = evaluate_model(
         target, max_error=max_error, coverage=coverage, ood_data=ood, corrupted_images=corrupted_images, log=log
     )
     return evaluation
@@ -577,8 +578,9 @@ def report(
         errors = replace(errors, leak=None) if allow_leak else errors
         path = Path(out) if out else default_report_path(model_path)
         return write_regression_report(target, errors, predicted, model_path, path)
-    corrupted_images = 0 if fast else REPORT_CORRUPTED_IMAGES
-    evaluation, logits = evaluate_target(target, ood_data=ood, corrupted_images=corrupted_images, log=log)
+    is_classification = target.predictor.model_config.task == "classification"
+    corrupted_images = 0 if fast or not is_classification else REPORT_CORRUPTED_IMAGES
+    evaluation, logits = evaluate_model(target, ood_data=ood, corrupted_images=corrupted_images, log=log)
     if allow_leak:
         evaluation = replace(evaluation, leak=None)
     log("Rendering the report")
@@ -614,7 +616,7 @@ def probe(
         engine: Inference engine; ignored if `init_from` is a Predictor.
     """
     predictor = _as_predictor(init_from, engine, options)
-    check_classifier(predictor, "probe")
+    require_task(predictor, "vitral probe", "classification")
     dataset = load_dataset_for(data, predictor, None)
     notes = list(dataset.notes)
 
@@ -712,7 +714,7 @@ def bench(
         log: Called with one line per phase.
     """
     predictor = _reference_predictor(model)
-    check_classifier(predictor, "bench")
+    require_task(predictor, "vitral bench", "classification")
     comparison = load_comparison_images(predictor, data, images)
     for note in comparison.notes:
         log(f"  {note}")
@@ -782,7 +784,8 @@ def export(
         data: Dataset or folder with images. Default: the validation images of the dataset it was trained on.
         images: Maximum number of images to compare on. Default: all images of `data` up to 10,000, or 1,000 validation
             images. int8 is calibrated on training images or, if those are not available, on every fourth image.
-        min_agreement: Share of images on which file and model must have the same top-1 label.
+        min_agreement: Share of images on which file and model must have the same top-1 label; of a multi-label model,
+            the same decision on each label.
     """
     predictor = _reference_predictor(model)
     check_exportable(predictor.model_config.preprocessing)

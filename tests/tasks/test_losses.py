@@ -5,8 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vitral.recipes.options import LossName
 from vitral.tasks.losses import (
+    asymmetric_losses,
     balanced_class_weights,
+    focal_losses,
     logit_adjustment_offsets,
     loss_and_correct,
     per_image_losses,
@@ -103,3 +106,53 @@ def test_uniform_loss_is_the_loss_of_zero_logits(num_classes: int) -> None:
     targets = F.one_hot(torch.tensor([0]), num_classes).float()
     expected = per_image_losses(torch.zeros(1, num_classes), targets, "softmax").item()
     assert uniform_loss(num_classes) == pytest.approx(expected)
+
+
+def multi_label_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    return torch.randn(40, 6, generator=rng) * 3, (torch.rand(40, 6, generator=rng) < 0.3).float()
+
+
+def test_asymmetric_loss_equals_that_of_timm() -> None:
+    timm_loss = pytest.importorskip("timm.loss")
+    logits, targets = multi_label_batch()
+    for gamma_pos in (0, 1):
+        reference = timm_loss.AsymmetricLossMultiLabel(gamma_neg=4, gamma_pos=gamma_pos, clip=0.05)
+        losses = asymmetric_losses(logits, targets, gamma_pos=gamma_pos)
+        torch.testing.assert_close(losses.sum(), reference(logits, targets), rtol=1e-4, atol=1e-4)
+
+
+def test_asymmetric_loss_of_known_values() -> None:
+    p = torch.tensor([0.8, 0.3, 0.04])
+    logits = (p / (1 - p)).log()[None]
+    expected = -np.log(0.8) - (1 - 0.75) ** 4 * np.log(0.75)  # the third label is below the margin
+    assert asymmetric_losses(logits, torch.tensor([[1.0, 0.0, 0.0]])).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_focal_loss_equals_that_of_torchvision() -> None:
+    focal = pytest.importorskip("torchvision.ops").sigmoid_focal_loss
+    logits, targets = multi_label_batch()
+    expected = focal(logits, targets, alpha=0.25, gamma=2, reduction="none").sum(dim=1)
+    torch.testing.assert_close(focal_losses(logits, targets), expected)
+
+
+def test_focal_loss_without_focus_is_half_the_binary_cross_entropy() -> None:
+    logits, targets = multi_label_batch()
+    losses = focal_losses(logits, targets, gamma=0, alpha=0.5)
+    torch.testing.assert_close(losses, per_image_losses(logits, targets, "sigmoid") / 2)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "asymmetric", "focal", "mse", "huber"])
+def test_losses_are_finite_and_have_finite_gradients_at_extreme_logits(loss: LossName) -> None:
+    logits = torch.tensor([[-80.0, 80.0, 0.0, -80.0], [80.0, -80.0, 80.0, 0.0]], requires_grad=True)
+    losses = per_image_losses(logits, torch.tensor([[1.0, 0, 1, 0], [1, 0, 0, 1]]), loss)
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+def test_regression_losses_are_means_over_the_targets() -> None:
+    outputs, targets = torch.tensor([[1.0, 5.0]]), torch.tensor([[0.0, 2.0]])
+    assert per_image_losses(outputs, targets, "mse").item() == pytest.approx((1 + 9) / 2)
+    assert per_image_losses(outputs, targets, "huber").item() == pytest.approx((0.5 + 2.5) / 2)

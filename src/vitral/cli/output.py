@@ -52,7 +52,14 @@ def print_lines(predictions: Sequence[Prediction]) -> None:
 
 
 def prediction_text(labels: Sequence[Label], is_ood: bool) -> str:
-    """`glass 94%, plastic 4%`, or that the image is unlike the training set."""
+    """`glass 94%, plastic 4%`, or that the image is unlike the training set.
+
+    Of a multi-label model, the labels above their thresholds, or which label is nearest to its own.
+    """
+    if labels and labels[0].threshold is not None:
+        present = [label for label in labels if label.is_present]
+        threshold = f"threshold {labels[0].threshold:.0%}"
+        return ", ".join(map(label_text, present)) or f"no label (nearest: {label_text(labels[0])}, {threshold})"
     if is_ood:
         return f"unknown (unlike anything in the training set; closest class: {label_text(labels[0])})"
     return ", ".join(map(label_text, labels))

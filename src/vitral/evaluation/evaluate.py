@@ -37,12 +37,14 @@ from vitral.evaluation.data import (
     unreadable_note,
 )
 from vitral.evaluation.leaks import LeakReport, find_leaks, leak_report
+from vitral.evaluation.multilabel import fit_multilabel_calibration
 from vitral.evaluation.ood import Mahalanobis, OODResult, evaluate_score
 from vitral.evaluation.report import EvaluationReport, build_report
 from vitral.evaluation.robustness import NUM_CORRUPTIONS, Robustness, measure_robustness
 from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate_threshold, proportion_interval
 from vitral.evaluation.tta import tta_logits
 from vitral.inference.predictor import Predictor
+from vitral.inference.task_support import require_task
 from vitral.models.calibration import Calibration, LogitScore, id_score
 from vitral.recipes.options import TTA
 from vitral.runs.model_io import save_model_config
@@ -136,6 +138,10 @@ def calibrate_model(
         check_image_count(len(validation), coverage)
     stored = predictor.model_config.calibration.prediction_sets
     logits = predictor.logits(validation.images) if len(validation) else torch.empty(0, len(predictor.classes))
+    if predictor.model_config.task == "multilabel":
+        calibration = fit_multilabel_calibration(logits, validation.labels, predictor.engine.name)
+        return _store_calibration(predictor, calibration)
+    require_task(predictor, "calibration", "classification", "multilabel")
     calibration = fit_calibration(
         logits,
         validation.labels,
@@ -144,6 +150,11 @@ def calibrate_model(
         coverage=coverage or (stored.coverage if stored is not None else DEFAULT_COVERAGE),
         engine=predictor.engine.name,
     )
+    return _store_calibration(predictor, calibration)
+
+
+def _store_calibration(predictor: Predictor, calibration: Calibration) -> Calibration:
+    assert predictor.path is not None
     predictor.model_config = replace(predictor.model_config, calibration=calibration)
     assert predictor.path is not None
     save_model_config(find_model_dir(predictor.path), predictor.model_config)
@@ -268,6 +279,8 @@ def corruption_robustness(target: EvalTarget, max_images: int, log: LogFn) -> Ro
 
 def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:
     """Compare two models on the same images."""
+    for target in (first, second):
+        require_task(target.predictor, "vitral compare", "classification")
     if set(first.predictor.classes) != set(second.predictor.classes):
         differing = set(first.predictor.classes) ^ set(second.predictor.classes)
         raise VitralError(

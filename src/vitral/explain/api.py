@@ -138,7 +138,7 @@ def _predict(predictor: Predictor, logits_1K: Tensor) -> tuple[tuple[Label, ...]
         intervals = predictor.model_config.calibration.prediction_intervals
         return (), target_values(predictor.classes, predictor.to_units(logits_1K)[0].tolist(), intervals), False
     probabilities, is_ood = next(predictor.calibrated_rows(logits_1K))
-    return rank_labels(predictor.classes, probabilities, None), (), is_ood
+    return rank_labels(predictor.classes, probabilities, None, predictor.model_config.thresholds), (), is_ood
 
 
 def compute_heatmap(

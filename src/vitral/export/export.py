@@ -72,7 +72,9 @@ def export_model(
         batches = _batches(comparison, predictor.model_config.preprocessing.pixel_format, preprocessing)
         scaling, names = predictor.model_config.target_scaling, predictor.classes
         units = None if scaling is None else tuple(zip(names, scaling.std, strict=True))
-        parity = measure_parity(_predictor_fn(predictor), exported, batches, comparison.labels, units)
+        parity = measure_parity(
+            _predictor_fn(predictor), exported, batches, comparison.labels, units, predictor.model_config
+        )
         check_parity(
             parity,
             precision,

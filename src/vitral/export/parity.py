@@ -12,7 +12,8 @@ from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.export.wrapper import ExportPrecision
-from vitral.inference.agreement import Agreement, top1_agreement
+from vitral.inference.agreement import Agreement, label_agreement, top1_agreement
+from vitral.runs.model_io import ModelConfig
 
 ModelFn = Callable[[Tensor], tuple[Tensor, Tensor]]  # uint8 images (B, C, H, W) to logits and probabilities (B, K)
 MIN_IMAGES = 100  # to compare on, unless the user requests fewer
@@ -51,10 +52,10 @@ class ValueDifference:
 class ParityReport:
     """Comparison of the model (first value of each pair) with the exported file (second value)."""
 
-    agreement: Agreement  # top-1
+    agreement: Agreement  # top-1; of a multi-label model, of its worst label
     max_abs_diff: float  # of the probabilities
     mean_abs_diff: float  # mean over the images of the largest difference of a probability
-    accuracy: tuple[float, float] | None  # None without labels
+    accuracy: tuple[float, float] | None  # None without labels and for multi-label models
     images_per_second: tuple[float, float]
     calibration_images: int = 0  # that int8 was calibrated on, none of them compared
     notes: tuple[str, ...] = ()  # files that were skipped or could not be read
@@ -87,10 +88,12 @@ def measure_parity(
     batches: Iterable[tuple[Tensor, Tensor]],
     labels: Tensor | None,
     units: Units | None = None,
+    config: ModelConfig | None = None,
 ) -> ParityReport:
     """Run both on pairs of batches (input of the model, input of the file), alternating so that load affects both.
 
     units: of a regression, whose second result are values instead of probabilities.
+    config: of a multi-label model, of which the decision on each label is compared instead of the top-1 label.
     """
     functions = (model, exported)
     probabilities: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -106,7 +109,7 @@ def measure_parity(
             probabilities[index].append(batch_probabilities)
     expected, actual = (torch.cat(parts).double() for parts in probabilities)
     accuracy = None
-    if labels is not None and units is None:
+    if labels is not None and labels.ndim == 1:
         correct = [float((each.argmax(dim=1) == labels).double().mean()) for each in (expected, actual)]
         accuracy = correct[0], correct[1]
     medians = [sorted(times)[len(times) // 2] for times in seconds_per_image]
@@ -116,8 +119,11 @@ def measure_parity(
         ValueDifference(name=name, max_abs_diff=float(diff.max()), mean_abs_diff=float(diff.mean()), std=std)
         for (name, std), diff in zip(units or (), diff_NK.unbind(1), strict=False)
     ]
+    agreement = top1_agreement(expected, actual)
+    if config is not None and config.task == "multilabel":
+        agreement = label_agreement(expected, actual, config.thresholds, config.classes)
     return ParityReport(
-        agreement=top1_agreement(expected, actual),
+        agreement=agreement,
         max_abs_diff=float(diff_N.max()),
         mean_abs_diff=float(diff_N.mean()),
         accuracy=accuracy,

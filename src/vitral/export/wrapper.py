@@ -27,6 +27,7 @@ def export_metadata(config: ModelConfig, precision: ExportPrecision) -> dict[str
     return {
         "versions": f"vitral {__version__}, torch {torch.__version__}",
         "classes": list(config.classes),
+        "task": config.task,
         "preprocessing": to_dict(config.preprocessing),
         "calibration": to_dict(config.calibration),
         **({"target_scaling": to_dict(config.target_scaling)} if config.target_scaling is not None else {}),
@@ -52,7 +53,7 @@ class ExportWrapper(nn.Module):
         self, model: ViT, config: ModelConfig, precision: ExportPrecision = "fp32", blocks: bool = False
     ) -> None:
         super().__init__()
-        self.dtype, self.temperature, self.blocks = DTYPES[precision], config.calibration.temperature, blocks
+        self.dtype, self.calibration, self.blocks = DTYPES[precision], config.calibration, blocks
         self.model = copy.deepcopy(model).eval().cpu().to(self.dtype)
         preprocessing = config.preprocessing
         scale = preprocessing.pixel_scale
@@ -71,7 +72,7 @@ class ExportWrapper(nn.Module):
             logits = self.model(normalised).float()
             if self.is_regression:
                 return logits, logits * self.target_std + self.target_mean
-            return logits, (logits / self.temperature).softmax(dim=1)
+            return logits, self.calibration.probabilities(logits)
         trace = self.model.trace(normalised)
         return *(tokens.float() for tokens in trace.tokens), trace.logits.float()
 

@@ -288,7 +288,7 @@ def _write_parquet(records: Iterator[dict[str, Any]], file: Any, is_regression: 
         [("file", arrow.string()), ("label", arrow.string()), ("probability", arrow.float32()),
          ("labels", names), ("probabilities", arrow.list_(arrow.float32())),
          ("ood", arrow.bool_()), ("error", arrow.string()), ("engine", arrow.string()),
-         ("prediction_set", names), ("coverage", number)]
+         ("prediction_set", names), ("coverage", number), ("present", names)]
     )  # fmt: skip
     with parquet.ParquetWriter(file, schema) as writer:
         while batch := [record for record, _ in zip(records, range(ARROW_BATCH_SIZE), strict=False)]:

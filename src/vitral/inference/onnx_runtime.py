@@ -48,6 +48,9 @@ class OnnxModel:
             if intervals is None
             else ConformalIntervals(**intervals | {"half_widths": tuple(intervals["half_widths"])})
         )
+        self.thresholds: tuple[float, ...] = ()  # of a multi-label model
+        if self.metadata.get("task") == "multilabel":
+            self.thresholds = tuple(self.metadata["calibration"].get("thresholds") or [0.5] * len(self.classes))
         self.has_preprocessing = bool(self.metadata["has_preprocessing"])  # resizing is part of the graph
         self.max_batch_size = 1 if self.has_preprocessing else MAX_BATCH_SIZE  # images may differ in size
 
@@ -150,4 +153,6 @@ class OnnxModel:
         if readable:
             logits, probabilities = self.logits(np.stack(readable))
             rows = zip(probabilities.tolist(), self.is_ood(logits).tolist(), strict=True)
-        return assemble_predictions(batch, rows, self.classes, top, "onnxruntime", self.prediction_sets)
+        return assemble_predictions(
+            batch, rows, self.classes, top, "onnxruntime", self.prediction_sets, self.thresholds
+        )

@@ -18,19 +18,28 @@ if TYPE_CHECKING:
     import pandas
 
 TABLE_COLUMNS = (
-    "file", "label", "probability", "labels", "probabilities", "ood", "error", "engine", "prediction_set", "coverage"
+    "file", "label", "probability", "labels", "probabilities", "ood", "error", "engine", "prediction_set", "coverage",
+    "present",
 )  # fmt: skip
 VALUE_TABLE_COLUMNS = (
     "file", "value", "low", "high", "targets", "values", "lows", "highs", "coverage", "error", "engine"
 )  # fmt: skip
 VALUE_CSV_COLUMNS = ("file", "target", "value", "low", "high", "coverage", "error", "engine")
-CSV_COLUMNS = ("file", "rank", "label", "probability", "ood", "error", "engine", "prediction_set", "coverage")
+CSV_COLUMNS = (
+    "file", "rank", "label", "probability", "ood", "error", "engine", "prediction_set", "coverage", "present"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
     name: str
     probability: float
+    threshold: float | None = None  # of a multi-label model: the probability from which the label is predicted
+
+    @property
+    def is_present(self) -> bool:
+        """Whether a multi-label model predicts this label. Other models predict the best label only."""
+        return self.threshold is not None and self.probability >= self.threshold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +78,7 @@ class Prediction:
     """Ranked labels of one image, or its values for a regression, or the reason why it could not be read."""
 
     source: str  # file name, or "image" for images passed in memory
-    labels: tuple[Label, ...] = ()  # most probable first
+    labels: tuple[Label, ...] = ()  # most probable first; of a multi-label model, the present ones first
     is_ood: bool = False  # out-of-distribution: the OOD score is below the calibrated threshold
     inverted: Label | None = None  # best label of the negative, for a greyscale image with inverted brightness
     error: str | None = None
@@ -94,6 +103,11 @@ class Prediction:
             raise VitralError(f"no prediction for {self.source}: {self.error}", "Check .error before .best")
         return self.labels[0]
 
+    @property
+    def present(self) -> tuple[Label, ...]:
+        """The labels that a multi-label model predicts: those above their thresholds; may be empty."""
+        return tuple(label for label in self.labels if label.is_present)
+
 
 class Predictions(list[Prediction]):
     """Predictions of several images, in order. A list, with a table on request.
@@ -116,9 +130,9 @@ class Predictions(list[Prediction]):
     def to_dataframe(self) -> pandas.DataFrame:
         """A pandas DataFrame with one row per image and the columns of `vitral predict --out FILE.parquet`.
 
-        They are file, label, probability, labels, probabilities, ood, error, engine, prediction_set and coverage. An
-        unreadable image has an error and no labels. Of a regression they are file, value, low, high (of the first
-        target), targets, values, lows, highs, coverage, error and engine.
+        They are file, label, probability, labels, probabilities, ood, error, engine, prediction_set, coverage and
+        present, the labels of a multi-label model. An unreadable image has an error and no labels. Of a regression they
+        are file, value, low, high (of the first target), targets, values, lows, highs, coverage, error and engine.
         """
         try:
             dataframe = import_module("pandas").DataFrame
@@ -164,6 +178,7 @@ def table_row(prediction: Prediction) -> dict[str, Any]:
         "engine": prediction.engine,
         "prediction_set": None if prediction.prediction_set is None else list(prediction.prediction_set.labels),
         "coverage": None if prediction.prediction_set is None else prediction.prediction_set.coverage,
+        "present": [label.name for label in prediction.present] if best is not None and best.threshold else None,
     }
 
 
@@ -172,10 +187,32 @@ def source_name(image: object) -> str:
     return str(image) if isinstance(image, str | Path) else "image"
 
 
-def rank_labels(classes: Sequence[str], probabilities: Sequence[float], top: int | None) -> tuple[Label, ...]:
-    """The `top` most probable labels (all if None), most probable first; ties keep the order of the classes."""
-    order = sorted(zip(classes, probabilities, strict=True), key=lambda item: -item[1])
-    return tuple(Label(name=name, probability=probability) for name, probability in order[:top])
+def rank_labels(
+    classes: Sequence[str], probabilities: Sequence[float], top: int | None, thresholds: Sequence[float] = ()
+) -> tuple[Label, ...]:
+    """The `top` most probable labels (all if None), most probable first; ties keep the order of the classes.
+
+    With thresholds, of a multi-label model: all labels above their thresholds, then those nearest to theirs.
+    """
+    if not thresholds:
+        order = sorted(zip(classes, probabilities, strict=True), key=lambda item: -item[1])
+        return tuple(Label(name=name, probability=probability) for name, probability in order[:top])
+    rows = zip(classes, probabilities, thresholds, strict=True)
+    labels = [Label(name=name, probability=probability, threshold=threshold) for name, probability, threshold in rows]
+    present = sorted((label for label in labels if label.is_present), key=lambda label: -label.probability)
+    absent = [label for label in labels if not label.is_present]
+    absent.sort(key=lambda label: (label.threshold or 0.0) - label.probability)
+    return (*present, *absent[: None if top is None else max(top - len(present), 0)])
+
+
+def label_to_dict(label: Label) -> dict[str, Any]:
+    """JSON form of a label; `label_from_dict` is its inverse."""
+    values: dict[str, Any] = {"name": label.name, "probability": label.probability}
+    return values if label.threshold is None else values | {"threshold": label.threshold, "present": label.is_present}
+
+
+def label_from_dict(values: dict[str, Any]) -> Label:
+    return Label(name=values["name"], probability=values["probability"], threshold=values.get("threshold"))
 
 
 def target_values(
@@ -224,6 +261,7 @@ def assemble_predictions(
     top: int | None,
     engine: str,
     sets: ConformalSets | None = None,
+    thresholds: Sequence[float] = (),
 ) -> Iterator[Prediction]:
     """Combine decoded images with their probabilities.
 
@@ -238,7 +276,7 @@ def assemble_predictions(
             probabilities, is_ood = next(remaining_rows)
             yield Prediction(
                 source=source,
-                labels=rank_labels(classes, probabilities, top),
+                labels=rank_labels(classes, probabilities, top, thresholds),
                 is_ood=is_ood,
                 engine=engine,
                 prediction_set=prediction_set(sets, classes, probabilities),
@@ -252,9 +290,12 @@ def prediction_to_dict(prediction: Prediction) -> dict[str, Any]:
         values = [target_value_to_dict(value) for value in prediction.values]
         error = {"error": prediction.error} if prediction.error is not None else {}
         return {"file": prediction.source, "values": values} | error | engine
-    result: dict[str, Any] = {"file": prediction.source, "labels": [vars(label) for label in prediction.labels]}
+    result: dict[str, Any] = {
+        "file": prediction.source,
+        "labels": [label_to_dict(label) for label in prediction.labels],
+    }
     if prediction.inverted is not None:
-        result["inverted"] = vars(prediction.inverted)
+        result["inverted"] = label_to_dict(prediction.inverted)
     if prediction.prediction_set is not None:
         result["prediction_set"] = prediction_set_to_dict(prediction.prediction_set)
     result |= {"ood": prediction.is_ood} if prediction.error is None else {"error": prediction.error}
@@ -273,9 +314,9 @@ def prediction_from_dict(values: dict[str, Any]) -> Prediction:
     label_set: dict[str, Any] | None = values.get("prediction_set")
     return Prediction(
         source=values["file"],
-        labels=tuple(Label(**label) for label in values.get("labels", ())),
+        labels=tuple(label_from_dict(label) for label in values.get("labels", ())),
         is_ood=values.get("ood", False),
-        inverted=Label(**values["inverted"]) if "inverted" in values else None,
+        inverted=label_from_dict(values["inverted"]) if "inverted" in values else None,
         error=values.get("error"),
         engine=values.get("engine"),
         prediction_set=None
@@ -289,18 +330,33 @@ def prediction_from_dict(values: dict[str, Any]) -> Prediction:
 def csv_rows(prediction: Prediction) -> list[list[str]]:
     """Rows of `csv_columns`: one per label or target, or a single row with the error.
 
-    The prediction set is a JSON list.
+    The prediction set is a JSON list; `present` says whether a multi-label model predicts the label.
     """
     if prediction.is_regression:
         return value_csv_rows(prediction)
     engine, label_set = prediction.engine or "", prediction.prediction_set
     if prediction.error is not None:
-        return [[prediction.source, "", "", "", "", prediction.error, engine, "", ""]]
+        return [[prediction.source, "", "", "", "", prediction.error, engine, "", "", ""]]
     ood = "true" if prediction.is_ood else "false"
     names = "" if label_set is None else dump_json(list(label_set.labels), ensure_ascii=False)
     coverage = "" if label_set is None else f"{label_set.coverage:g}"
+
+    def present(label: Label) -> str:
+        return "" if label.threshold is None else str(label.is_present).lower()
+
     return [
-        [prediction.source, str(rank), label.name, f"{label.probability:.6f}", ood, "", engine, names, coverage]
+        [
+            prediction.source,
+            str(rank),
+            label.name,
+            f"{label.probability:.6f}",
+            ood,
+            "",
+            engine,
+            names,
+            coverage,
+            present(label),
+        ]
         for rank, label in enumerate(prediction.labels, start=1)
     ]
 

@@ -183,7 +183,8 @@ class Predictor:
                 (C, H, W), with integers from 0 to 255 or floats from 0 to 1; for a model of 16-bit or float images,
                 with such values. Several images: a folder, a batch (B, H, W, C) or (B, C, H, W), or a list or other
                 iterable of images and folders.
-            top: Number of labels per image, most probable first. Default: all.
+            top: Number of labels per image, most probable first. Default: all. A multi-label model always returns the
+                labels above their thresholds (`Prediction.present`).
         """
         channels = self.model_config.preprocessing.channels
         if not is_single_image(images, channels):
@@ -360,8 +361,8 @@ class Predictor:
             rows, inverted = self.calibrated_rows(self.logits(images)), iter(self.predict_inverted(images))
         else:
             rows, inverted = iter(()), iter(())
-        sets = self.model_config.calibration.prediction_sets
-        for prediction in assemble_predictions(batch, rows, self.classes, top, self.engine.name, sets):
+        sets, thresholds = self.model_config.calibration.prediction_sets, self.model_config.thresholds
+        for prediction in assemble_predictions(batch, rows, self.classes, top, self.engine.name, sets, thresholds):
             yield prediction if prediction.error is not None else replace(prediction, inverted=next(inverted))
 
     def predict_inverted(self, images_BCHW: Images) -> list[Label | None]:
@@ -372,7 +373,8 @@ class Predictor:
         """
         labels: list[Label | None] = [None] * len(images_BCHW)
         mean, dtype = self.model_config.preprocessing.mean, self.model_config.preprocessing.dtype
-        if dtype != "uint8" or len(mean) > 1 or 1 - DARK_MEAN >= mean[0] >= DARK_MEAN:
+        is_classifier = self.model_config.task == "classification"
+        if not is_classifier or dtype != "uint8" or len(mean) > 1 or 1 - DARK_MEAN >= mean[0] >= DARK_MEAN:
             return labels
         if isinstance(images_BCHW, LazyImages):
             return [label for image in images_BCHW.split(1) for label in self.predict_inverted(image)]

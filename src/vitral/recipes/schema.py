@@ -309,7 +309,12 @@ def check_task(recipe: Recipe, task: TaskName) -> None:
         raise ValueError(f"the losses of {task} are {', '.join(TASK_LOSSES[task])}, but loss is {recipe.loss!r}")
     if task == "classification":
         return
-    for name, default in (("sampling", "uniform"), ("class_weights", "none"), ("logit_adjustment", 0.0)):
+    for name, default in (
+        ("sampling", "uniform"),
+        ("class_weights", "none"),
+        ("logit_adjustment", 0.0),
+        ("tta", "none"),
+    ):
         if getattr(recipe, name) != default:
             raise ValueError(f"{name} {getattr(recipe, name)!r} needs one class per image, but the task is {task}")
 

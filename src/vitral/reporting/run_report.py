@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -35,20 +36,21 @@ def write_augmented_figure(run: Run, setup: TrainingSetup) -> None:
     if not path.exists():
         images, targets = augmented_examples(setup.recipe, setup.dataset, setup.preprocessing)
         with figure_errors(run, "Free some disk space"):
-            plot_augmented(images, targets, setup.dataset.classes, path)
+            plot_augmented(images, targets, setup.dataset.classes, path, setup.recipe.task_name)
 
 
-def write_run_report(
-    run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor, allow_leak: bool = False
-) -> None:
+def write_run_report(run: Run, target: EvalTarget, evaluation: Any, logits: Tensor, allow_leak: bool = False) -> None:
     """Write everything about the run, each file atomically. Repeating it gives the same files."""
     atomic_write(run.test_file, dump_json(evaluation.as_dict(), indent=2) + "\n")
     hint = (
-        f"The model is complete, its accuracy is {evaluation.top1:.2%}. "
+        f"The model is complete, its metrics are in {run.test_file}. "
         f"Free some disk space, then complete the run with: vitral train --resume {shell_quote(run)}"
     )
     with figure_errors(run, hint):
-        write_figures(run, target, evaluation)
+        if target.predictor.model_config.task == "classification":
+            write_figures(run, target, evaluation)
+        else:
+            write_common_figures(run, target, target.split.images[0])
     write_html(run, target, replace(evaluation, leak=None) if allow_leak else evaluation, logits)
 
 
@@ -81,12 +83,20 @@ def figure_errors(run: Run, hint: str) -> Iterator[None]:
         raise VitralError(f"cannot write the figures to {run.figure_dir}: {error.strerror or error}", hint) from error
 
 
+def write_common_figures(run: Run, target: EvalTarget, example: Tensor) -> None:
+    """Training curves, attention on one image, and that image as a file to try commands with."""
+    preprocessing = target.predictor.model_config.preprocessing
+    figures.plot_training_curves(run.load_metrics(), run.figure_dir / "curves.png")
+    figures.plot_attention_overview(target.predictor, example, run.figure_dir / "attention_overview.png")
+    name = EXAMPLE if preprocessing.pixel_format.is_photo else ARRAY_EXAMPLE
+    save_image(preprocessing.pad_for_roundtrip(example), run.figure_dir / name)
+
+
 def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport) -> None:
     """Training curves, confusion matrix, attention, and one of the evaluated images as a file to try commands with."""
     predictor, images, labels = target.predictor, target.split.images, target.split.labels
     selected = figures.select_examples(predictor.probabilities(images), labels)
     example = images[selected[0]]
-    figures.plot_training_curves(run.load_metrics(), run.figure_dir / "curves.png")
     with_tta = "" if evaluation.tta == "none" else "with TTA "
     figures.plot_confusion_matrix(
         evaluation,
@@ -94,11 +104,8 @@ def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport) ->
         title=f"Accuracy {with_tta}{evaluation.top1:.2%}, {evaluation.images:,} images",
     )
     figures.plot_attention(predictor, images[selected], labels[selected], run.figure_dir / "attention.png")
-    figures.plot_attention_overview(predictor, example, run.figure_dir / "attention_overview.png")
-    preprocessing = predictor.model_config.preprocessing
-    name = EXAMPLE if preprocessing.pixel_format.is_photo else ARRAY_EXAMPLE
-    save_image(preprocessing.pad_for_roundtrip(example), run.figure_dir / name)
+    write_common_figures(run, target, example)
 
 
-def write_html(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> Path:
+def write_html(run: Run, target: EvalTarget, evaluation: Any, logits: Tensor) -> Path:
     return write_report(collect_report_data(target, evaluation, logits, run.path), run.report_file)

@@ -48,7 +48,18 @@ class ModelConfig:
     task: TaskName = "classification"  # what the outputs are: one class, independent labels, or values
     target_scaling: TargetScaling | None = None  # of a regression: its outputs are standardised values
 
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """The probability from which each label is predicted; empty unless the model is multi-label."""
+        if self.task != "multilabel":
+            return ()
+        return self.calibration.thresholds or (0.5,) * len(self.classes)
+
     def __post_init__(self) -> None:
+        if (self.calibration.activation == "sigmoid") != (self.task == "multilabel"):
+            raise ValueError(f"calibration.activation is {self.calibration.activation!r}, but task is {self.task!r}")
+        if self.calibration.thresholds and len(self.calibration.thresholds) != len(self.classes):
+            raise ValueError(f"{len(self.calibration.thresholds)} thresholds for {len(self.classes)} classes")
         if (self.target_scaling is not None) != (self.task == "regression"):
             raise ValueError(f"target_scaling is for regression, but task is {self.task!r}")
         if self.target_scaling is not None and len(self.target_scaling.mean) != len(self.classes):

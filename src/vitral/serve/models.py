@@ -19,6 +19,7 @@ from vitral import bundled
 from vitral.data.variable_images import stack_images
 from vitral.errors import VitralError
 from vitral.inference.prediction import (
+    label_to_dict,
     prediction_set,
     prediction_set_to_dict,
     rank_labels,
@@ -193,7 +194,8 @@ class ServedModel:
             values = target_values(self.predictor.classes, probabilities, intervals)
             return {"values": [target_value_to_dict(value) for value in values]}
         classes, sets = self.predictor.classes, self.predictor.model_config.calibration.prediction_sets
-        result: JsonObject = {"labels": [vars(label) for label in rank_labels(classes, probabilities, top)]}
+        labels = rank_labels(classes, probabilities, top, self.predictor.model_config.thresholds)
+        result: JsonObject = {"labels": [label_to_dict(label) for label in labels]}
         if (label_set := prediction_set(sets, classes, probabilities)) is not None:
             result["prediction_set"] = prediction_set_to_dict(label_set)
         return result

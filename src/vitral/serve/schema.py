@@ -39,6 +39,10 @@ class LabelScore(StrictModel):
 
     name: str = Field(description="class name")
     probability: float = Field(ge=0, le=1, description="calibrated if the model is calibrated")
+    threshold: float | None = Field(
+        None, ge=0, le=1, description="probability from which the label is predicted; only of a multi-label model"
+    )
+    present: bool | None = Field(None, description="the label is predicted; only of a multi-label model")
 
 
 class LabelSet(StrictModel):
@@ -59,6 +63,7 @@ class ValueInterval(StrictModel):
 
 
 VALUES_DESCRIPTION = "one per target; only of a regression, which has no labels"
+LABELS_DESCRIPTION = "most probable class first; of a multi-label model, all labels above their thresholds first"
 SET_DESCRIPTION = "prediction set, which may have more classes than `labels`; only if the model has prediction sets"
 
 
@@ -66,7 +71,7 @@ class ImagePrediction(StrictModel):
     """Prediction for one image, or the error that prevented it."""
 
     file: str = Field(description="name of the uploaded file, or its position in the request")
-    labels: list[LabelScore] | None = Field(None, description="most probable class first")
+    labels: list[LabelScore] | None = Field(None, description=LABELS_DESCRIPTION)
     ood: bool | None = Field(None, description="the image is unlike the training set (out of distribution)")
     prediction_set: LabelSet | None = Field(None, description=SET_DESCRIPTION)
     values: list[ValueInterval] | None = Field(None, description=VALUES_DESCRIPTION)
@@ -129,7 +134,7 @@ class ExplainResponse(StrictModel):
     model: str = Field(description="model name")
     version: str = Field(description="model version")
     file: str = Field(description="name of the uploaded file")
-    labels: list[LabelScore] | None = Field(None, description="most probable class first")
+    labels: list[LabelScore] | None = Field(None, description=LABELS_DESCRIPTION)
     ood: bool | None = Field(None, description="the image is unlike the training set (out of distribution)")
     prediction_set: LabelSet | None = Field(None, description=SET_DESCRIPTION)
     values: list[ValueInterval] | None = Field(None, description=VALUES_DESCRIPTION)

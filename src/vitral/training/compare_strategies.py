@@ -126,6 +126,8 @@ def compare_strategies(
     }
     write_settings(out, recipes)
     setups = {name: setup_training(recipe) for name, recipe in recipes.items()}
+    for setup in setups.values():
+        check_classification(setup.recipe)
     setups["probe"] = setups["fine-tune"]
     leaks = check_splits_for_leaks(setups["probe"].loaded_dataset)
     for name, leak in leaks.items() if not allow_leak else ():
@@ -176,6 +178,14 @@ def check_comparison(finetune_recipe: Recipe, seeds: int) -> None:
         raise VitralError("--compare needs a checkpoint to fine-tune", "Name one with --init-from")
     if seeds < 1:
         raise VitralError(f"--seeds must be at least 1, got {seeds}", "Omit --seeds for 3")
+
+
+def check_classification(recipe: Recipe) -> None:
+    if recipe.task_name != "classification":
+        raise VitralError(
+            f"--compare needs data with one class per image; {recipe.data.name} is for {recipe.task_name}",
+            "Train each strategy on its own: vitral train DATA [--init-from CHECKPOINT]",
+        )
 
 
 def default_scratch_recipe(finetune_recipe: Recipe) -> Recipe:

@@ -29,6 +29,7 @@ from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import AsyncFlags
 from vitral.errors import Interrupted, VitralError, shell_quote
 from vitral.inference.forward import compute_logits, compute_logits_distributed
+from vitral.models.calibration import Calibration
 from vitral.models.lora import merge_lora
 from vitral.models.variants import VARIANTS
 from vitral.recipes.schema import Recipe
@@ -406,7 +407,8 @@ class Trainer:
                 trained_on=self.dataset.name,
                 epoch=int(self.state.best["epoch"]),
                 variant=recipe.variant,
-                task=recipe.task_name,
+                calibration=Calibration(activation="sigmoid" if self.task.name == "multilabel" else "softmax"),
+                task=self.task.name,
                 target_scaling=self.target_scaling,
             )
             if self.base is not None:

@@ -39,7 +39,7 @@ class EvaluateArgs:
     data: str | None = option(None, EVAL_DATA_HELP)
     split: SplitFlag | None = option(None, SPLIT_HELP)
     engine: EngineFlag = option("auto", ENGINE_HELP)
-    full: bool = option(False, "also print per-class metrics and the confusion matrix")
+    full: bool = option(False, "also print per-class metrics and the confusion matrix, or the co-occurrence of labels")
     max_error: float | None = option(
         None, "find the confidence threshold above which at most this fraction of predictions is wrong, e.g. 0.01"
     )
@@ -68,10 +68,13 @@ def evaluate(args: EvaluateArgs) -> int:
             "0.9 means that nine of ten prediction sets contain the true class",
         )
     from vitral import api
+    from vitral.inference.task_support import require_task
     from vitral.reporting.terminal.evaluation import print_evaluation
     from vitral.reporting.terminal.regression import print_regression
 
     predictor = load_model(args.model, args.checkpoint, labels=args.labels, engine=args.engine)
+    if args.figures is not None:
+        require_task(predictor, "--figures", "classification")
     announce_downloads(args.data or predictor.model_config.trained_on, args.ood)
     if args.calibrate:
         calibration = api.calibrate(predictor, false_positive_rate=args.false_positive_rate, coverage=args.coverage)
@@ -94,6 +97,10 @@ def evaluate(args: EvaluateArgs) -> int:
     else:
         if predictor.is_regression:
             print_regression(report, args.allow_leak)
+        elif predictor.model_config.task == "multilabel":
+            from vitral.reporting.terminal.multilabel import print_multilabel
+
+            print_multilabel(report, args.full, args.allow_leak)
         else:
             print_evaluation(report, args.full, args.allow_leak)
         if args.coverage is not None and not args.calibrate:
@@ -115,6 +122,12 @@ def calibration_text(calibration: Calibration) -> str:
         widths = ", ".join(f"{width:.4g}" for width in intervals.half_widths)
         coverage = f"{100 * intervals.coverage:.4g}% coverage"
         return f"Calibrated on the validation images: prediction intervals of ± {widths}, {coverage}"
+    if calibration.activation == "sigmoid":
+        low, high = min(calibration.thresholds), max(calibration.thresholds)
+        return (
+            f"Calibrated on the validation images: temperature {calibration.temperature:.3f}, thresholds of "
+            f"{len(calibration.thresholds)} labels from {low:.2f} to {high:.2f}"
+        )
     threshold = "none" if calibration.ood_threshold is None else f"{calibration.ood_threshold:.2f}"
     sets = calibration.prediction_sets
     coverage = "none (too few images)" if sets is None else f"{100 * sets.coverage:.4g}% coverage"

@@ -32,7 +32,7 @@ class PredictArgs:
     model: str = argument(f"run or model folder, checkpoint file, hf:owner/name, exported model.onnx, {BUNDLED}")
     files: tuple[Path, ...] = argument("image files and folders")
     out: Path | None = option(None, "write .parquet, .csv or .jsonl, for any number of images; resumes if interrupted")
-    top: int = option(3, "number of labels per image")
+    top: int = option(3, "number of labels per image; a multi-label model returns all above their thresholds")
     json: bool = option(False, "print one JSON object per image")
     csv: bool = option(False, "print CSV")
     engine: EngineFlag = option("auto", ENGINE_HELP)

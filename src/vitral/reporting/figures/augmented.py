@@ -8,13 +8,16 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from vitral.data.targets import TaskName
 from vitral.reporting.figures.images import draw_image, to_rgb
 from vitral.reporting.figures.style import GRAY, save, shorten
 
 COLUMNS = 8
 
 
-def plot_augmented(images_BCHW: Tensor, targets_BK: Tensor, classes: Sequence[str], path: Path) -> Path:
+def plot_augmented(
+    images_BCHW: Tensor, targets_BK: Tensor, classes: Sequence[str], path: Path, task: TaskName = "classification"
+) -> Path:
     """A grid of images as the model sees them, each with its class or the classes it is mixed from."""
     columns = min(COLUMNS, len(images_BCHW))
     rows = -(-len(images_BCHW) // columns)
@@ -26,17 +29,21 @@ def plot_augmented(images_BCHW: Tensor, targets_BK: Tensor, classes: Sequence[st
     for axes, image, target_K in zip(grid.flat, images_BCHW, targets_BK, strict=False):
         draw_image(axes, to_rgb(image))
         axes.set_title(
-            target_text(target_K, classes), fontsize=7, loc="left", pad=2, y=-0.14, va="top", parse_math=False
+            target_text(target_K, classes, task), fontsize=7, loc="left", pad=2, y=-0.14, va="top", parse_math=False
         )
     return save(figure, path)
 
 
-def target_text(target_K: Tensor, classes: Sequence[str]) -> str:
-    """`ants`, or one line per class of a mixed image: `ants 62%`, `bees 38%`."""
-    if not bool(((target_K >= 0) & (target_K <= 1)).all()):  # values of a regression
-        return "\n".join(
-            f"{shorten(name, 12)} {value:.4g}" for name, value in zip(classes, target_K.tolist(), strict=True)
-        )
+def target_text(target_K: Tensor, classes: Sequence[str], task: TaskName = "classification") -> str:
+    """`ants`, or one line per class of a mixed image: `ants 62%`, `bees 38%`.
+
+    Of several labels `cat, dog`, and of real values `age 37.5`.
+    """
+    if task == "regression":
+        return "\n".join(f"{shorten(name, 12)} {v:.4g}" for name, v in zip(classes, target_K.tolist(), strict=True))
+    if task == "multilabel":
+        present = [(shorten(name, 12), p) for name, p in zip(classes, target_K.tolist(), strict=True) if p >= 0.005]
+        return "\n".join(name if p > 0.995 else f"{name} {p:.0%}" for name, p in present[:4]) or "no label"
     top = target_K.topk(min(2, len(target_K)))
     parts = [
         (shorten(classes[index], 16), p) for index, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)

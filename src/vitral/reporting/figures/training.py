@@ -33,16 +33,16 @@ from vitral.reporting.figures.style import (
 
 MAX_COUNTED_CLASSES = 30  # a larger confusion matrix has no room for numbers
 TOP_CLASSES = 5
+SCORES = {"top1": "Accuracy", "f1": "F1 score and mAP", "rmse": "RMSE"}  # by name in metrics.jsonl
 
 
 def plot_training_curves(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     """Loss and the task's metric per epoch on the training and validation sets. rows: lines of metrics.jsonl."""
-    is_regression = bool(rows) and "train_rmse" in rows[0]
-    metric, title = ("rmse", "RMSE") if is_regression else ("top1", "Accuracy")
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    loss_axes, score_axes = figure.subplots(1, 2)
     epochs = [row["epoch"] for row in rows]
-    for axes, key, name in ((loss_axes, "loss", "Loss"), (accuracy_axes, metric, title)):
+    score = next((metric for metric in SCORES if rows and f"train_{metric}" in rows[0]), "top1")
+    for axes, key, name in ((loss_axes, "loss", "Loss"), (score_axes, score, SCORES[score])):
         for split, colour, label in (("train", ORANGE, "training (augmented)"), ("validation", BLUE, "validation")):
             if all(f"{split}_{key}" in row for row in rows):  # a run may have no validation set
                 axes.plot(epochs, [row[f"{split}_{key}"] for row in rows], "o-", color=colour, ms=3, label=label)
@@ -51,12 +51,16 @@ def plot_training_curves(rows: Sequence[dict[str, Any]], path: Path) -> Path:
         style_axes(axes)
         if len(epochs) == 1:
             axes.set_xticks(epochs)
-    if len(epochs) > 1 and all(f"validation_{metric}" in row for row in rows):
+    if all("validation_map" in row for row in rows):
+        score_axes.plot(
+            epochs, [row["validation_map"] for row in rows], "s--", color=BLUE, ms=3, label="validation mAP"
+        )
+    if len(epochs) > 1 and all(f"validation_{score}" in row for row in rows):
         best = max((row["epoch"] for row in rows if row["best"]), default=epochs[-1])
-        accuracy_axes.axvline(best, color=GRAY, ls=":", zorder=0, label=f"best epoch ({best})")
-    if not is_regression:
-        accuracy_axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
-    accuracy_axes.legend(frameon=False)
+        score_axes.axvline(best, color=GRAY, ls=":", zorder=0, label=f"best epoch ({best})")
+    if score != "rmse":
+        score_axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
+    score_axes.legend(frameon=False)
     return save(figure, path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from vitral.reporting.html.confusion_matrix import ConfusionExamples, confusion_section
@@ -14,6 +15,7 @@ from vitral.reporting.html.evaluation_sections import (
 )
 from vitral.reporting.html.gallery import gallery_section
 from vitral.reporting.html.markup import interval, percent, text
+from vitral.reporting.html.multilabel_report import multilabel_figures, multilabel_sections
 from vitral.reporting.html.report_data import ReportData
 from vitral.reporting.html.run_sections import data_section, reproduction_section, summary_section, training_section
 from vitral.utils.atomic import atomic_write
@@ -25,6 +27,9 @@ def write_report(data: ReportData, path: Path) -> Path:
 
 
 def render_report(data: ReportData) -> str:
+    if data.predictor.model_config.task == "multilabel":
+        header = leak_banner(data.evaluation.leak) + figure_boxes(multilabel_figures(data))
+        return render_page(data.title, multilabel_sections(data), header)
     examples = ConfusionExamples.select(data)
     sections = [
         ("summary", "Summary", summary_section(data)),
@@ -59,5 +64,9 @@ def key_figures(data: ReportData) -> str:
     if evaluation.robustness is not None:
         relative = percent(evaluation.robustness.relative_accuracy.value, 1)
         boxes.append((relative, "of the clean accuracy on corrupted images"))
+    return figure_boxes(boxes)
+
+
+def figure_boxes(boxes: Sequence[tuple[str, str]]) -> str:
     items = "".join(f"<div><b>{text(value)}</b><span>{text(label)}</span></div>" for value, label in boxes)
     return f'<div class="key-figures">{items}</div>'

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from vitral import bundled
-from vitral.data.classes import class_indices
+from vitral.data.classes import to_model_labels
 from vitral.data.datasets import Split
 from vitral.doctor import diagnose
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.data import EvalTarget
-from vitral.evaluation.report import EvaluationReport
 from vitral.inference.predictor import Predictor
 from vitral.runs.run import Run
 from vitral.training.class_balance import describe_class_balance
@@ -45,17 +44,17 @@ class RunData:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReportData(RunData):
-    """The report of a classifier."""
+    """The report of a classifier, of one class or of several labels per image."""
 
     logits: Tensor  # (N, K) of the split
-    evaluation: EvaluationReport
+    evaluation: Any  # EvaluationReport, or MultiLabelReport of a multi-label model
     counts: tuple[tuple[str, tuple[int, ...]], ...] = ()  # split, images per class
     data_checks: tuple[str, ...] = ()  # one finding per line
     full_report_command: str = ""  # the command that adds the missing sections
 
 
 def collect_report_data(
-    target: EvalTarget, evaluation: EvaluationReport, logits: Tensor, path: Path, thorough: bool = False
+    target: EvalTarget, evaluation: Any, logits: Tensor, path: Path, thorough: bool = False
 ) -> ReportData:
     """Collect everything from a run folder, or from a model folder without run.
 
@@ -166,7 +165,8 @@ def check_data(target: EvalTarget, counts: dict[str, tuple[int, ...]], thorough:
     C, (H, W) = preprocessing.channels, preprocessing.image_size
     photo_kinds = {1: "greyscale", 3: "colour"}
     kind = photo_kinds[C] if preprocessing.pixel_format.is_photo else str(preprocessing.pixel_format)
-    lines = [f"{sum(map(sum, counts.values())):,} images {dataset.source}; model input {H}×{W} pixels, {kind}"]
+    num_images = sum(len(split) for split in (dataset.train, dataset.validation, dataset.test))
+    lines = [f"{num_images:,} images {dataset.source}; model input {H}×{W} pixels, {kind}"]
     named_counts = zip(counts.get("train", ()), target.predictor.classes, strict=True) if "train" in counts else ()
     train = [(count, name) for count, name in named_counts if count]
     if train:
@@ -188,10 +188,15 @@ def check_data(target: EvalTarget, counts: dict[str, tuple[int, ...]], thorough:
 def class_counts(target: EvalTarget) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Number of images of each of the model's classes, per split."""
     dataset, classes = target.dataset, target.predictor.classes
-    indices = class_indices(dataset.classes, classes)
     splits = (("train", dataset.train), ("validation", dataset.validation), ("test", dataset.test))
     return tuple(
-        (name, tuple(torch.bincount(indices[split.labels], minlength=len(classes)).tolist()))
+        (name, images_per_class(to_model_labels(split.labels, dataset.classes, classes), len(classes)))
         for name, split in splits
         if len(split)
     )
+
+
+def images_per_class(labels: Tensor, num_classes: int) -> tuple[int, ...]:
+    """Number of images of each class, from class indices (N,) or multi-hot labels (N, K)."""
+    counts = torch.bincount(labels, minlength=num_classes) if labels.ndim == 1 else labels.sum(dim=0).long()
+    return tuple(counts.tolist())

@@ -44,12 +44,24 @@ def summary_section(data: ReportData) -> str:
     return f'<div class="columns"><div>{definition_table(data.facts)}</div><div>{metric_table}</div></div>{footnote}'
 
 
+TRAINING_CURVES = (  # metric in metrics.jsonl, name, format
+    ("loss", "loss", charts.number),
+    ("top1", "accuracy", charts.percent),
+    ("f1", "F1 score", charts.percent),
+    ("map", "mAP", charts.percent),
+    ("rmse", "RMSE", charts.number),
+)
+
+
 def training_section(epochs: tuple[dict[str, Any], ...], augmented: bytes = b"") -> str:
     """Loss and accuracy per epoch, and augmented training images. epochs: rows of metrics.jsonl."""
     if not epochs:
         return ""
-    metrics = (("loss", "loss", charts.number), ("top1", "accuracy", charts.percent), ("rmse", "RMSE", charts.number))
-    curves = [curve for curve in metrics if f"train_{curve[0]}" in epochs[0]]
+    curves = [
+        curve
+        for curve in TRAINING_CURVES
+        if f"validation_{curve[0]}" in epochs[-1] or f"train_{curve[0]}" in epochs[-1]
+    ]
     drawn = "".join(_training_chart(epochs, metric, name, number_format) for metric, name, number_format in curves)
     return f'<div class="columns">{drawn}</div>{_augmented_images(augmented)}'
 
@@ -66,12 +78,16 @@ def _augmented_images(png: bytes) -> str:
 
 def _training_chart(epochs: tuple[dict[str, Any], ...], metric: str, name: str, number_format: Any) -> str:
     epoch_numbers = [row["epoch"] for row in epochs]
-    has_validation = all(f"validation_{metric}" in row for row in epochs)
-    splits = ("train", "validation") if has_validation else ("train",)
+    splits = [split for split in ("train", "validation") if all(f"{split}_{metric}" in row for row in epochs)]
+    has_validation = "validation" in splits
+    names = {"train": "training (augmented)", "validation": "validation"}
     curves = [[float(row.get(f"{split}_{metric}", float("nan"))) for row in epochs] for split in splits]
-    label = f"{name} per epoch: training ends at {number_format(curves[0][-1])}"
+    ends = (
+        f"{names[split].split()[0]} ends at {number_format(curve[-1])}"
+        for split, curve in zip(splits, curves, strict=True)
+    )
     chart = Chart(
-        label=label + (f", validation at {number_format(curves[1][-1])}" if has_validation else ""),
+        label=f"{name} per epoch: {', '.join(ends)}",
         x="epoch",
         y=name,
         x_range=(min(epoch_numbers) - 0.2, max(epoch_numbers) + 0.2),
@@ -79,8 +95,9 @@ def _training_chart(epochs: tuple[dict[str, Any], ...], metric: str, name: str, 
         y_format=number_format,
         x_ticks=[x for x in nice_ticks(min(epoch_numbers), max(epoch_numbers), 8) if x == int(x)] or epoch_numbers[:1],
     )
-    for curve, colour, curve_name in zip(curves, "ba", ("training (augmented)", "validation"), strict=False):
-        chart.line(epoch_numbers, curve, colour, curve_name)
+    for curve, split in zip(curves, splits, strict=True):
+        colour = "b" if split == "train" else "a"
+        chart.line(epoch_numbers, curve, colour, names[split])
         if len(epoch_numbers) <= MAX_DOTS:
             chart.dots(epoch_numbers, curve, colour)
     best = max((row["epoch"] for row in epochs if row.get("best")), default=None)

@@ -14,7 +14,7 @@ from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import recipe_from_dict
 from vitral.reporting.hub.model_card import LOADED_BY, RECIPE_FILE, RunRecord, render_model_card
 from vitral.runs.model_io import ModelConfig, load_model_config, published_name
-from vitral.runs.run import find_model_dir
+from vitral.runs.run import find_model_dir, is_checkpoint
 from vitral.utils.atomic import atomic_write
 from vitral.utils.progress import LogFn, no_log
 from vitral.weights import Checkpoint, hub
@@ -30,6 +30,18 @@ class PushResult:
     files: tuple[tuple[str, int], ...]  # names and sizes in bytes
     notes: tuple[str, ...]
     url: str | None  # None if nothing was uploaded
+
+
+def check_classification(path: Path) -> None:
+    """Refuse a model of another task: timm and transformers would take its outputs for those of exclusive classes."""
+    if (
+        not is_checkpoint(path)
+        and (task := load_model_config(find_model_dir(path) / "config.json").task) != "classification"
+    ):
+        raise VitralError(
+            f"vitral push publishes models that predict one class per image; {path} is a {task} model",
+            f"Copy {path / 'model'} instead; vitral reads it anywhere",
+        )
 
 
 def push(
@@ -57,6 +69,7 @@ def push(
     """
     repository, revision = hub.parse_hub_name(destination)
     path = bundled.resolve(path)
+    check_classification(Path(path))
     record, checkpoint = RunRecord.load(Path(path)), weights.read(path, options)
     checkpoint = replace(checkpoint, source=published_name(checkpoint.source))
     if checkpoint.format != "vitral":

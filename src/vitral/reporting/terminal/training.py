@@ -16,9 +16,11 @@ from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import shell_quote
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, split_warning
+from vitral.evaluation.multilabel import MultiLabelReport
 from vitral.evaluation.report import EvaluationReport
 from vitral.recipes.schema import Recipe
 from vitral.reporting.run_report import ARRAY_EXAMPLE, EXAMPLE
+from vitral.reporting.terminal.multilabel import interval_text, pairs_text
 from vitral.runs.run import Run
 from vitral.training.class_balance import describe_class_balance, training_imbalance
 from vitral.training.setup import TrainingSetup
@@ -102,8 +104,40 @@ def print_result(
         f"\nMost confused     {confused or 'none'}",
         f"Report            {run.report_file}",
         f"Figures           {run.figure_dir}/  (confusion.png, attention.png, curves.png, augmented.png)",
-        "\nNext steps",
     ]
+    lines += next_steps(run, recipe, dataset, "calibration, robustness, OOD detection")
+    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+
+
+def print_multilabel_result(
+    console: Console, run: Run, recipe: Recipe, dataset: Dataset, report: MultiLabelReport, allow_leak: bool = False
+) -> None:
+    """Metrics, files and next steps after a run of a multi-label model."""
+    warning = None if allow_leak else evaluation_warning(report.leak)
+    lines = [
+        *([f"\nwarning: {warning} ({ALLOW_LEAK_NOTE})"] if warning else []),
+        f"\n{report.split.capitalize()} mAP   {interval_text(report.mean_average_precision)}, {report.images:,} images",
+        f"Micro F1   {interval_text(report.micro_f1)}, at thresholds fitted on the {report.calibrated_on} images",
+    ]
+    if report.split == "validation":
+        lines.append("           There are no test images; the epoch and the thresholds were selected on these.")
+    known = [label for label in report.per_class if label.average_precision is not None]
+    worst = sorted(known, key=lambda label: label.average_precision.value if label.average_precision else 0.0)[:3]
+    names = ", ".join(
+        f"{label.name} (AP {label.average_precision.value:.1%})" for label in worst if label.average_precision
+    )
+    lines += [
+        f"\nWeakest labels    {names or 'none'}",
+        f"Often together    {pairs_text(report) or 'none'}",
+        f"Report            {run.report_file}",
+        f"Figures           {run.figure_dir}/  (curves.png, augmented.png, attention_overview.png)",
+    ]
+    lines += next_steps(run, recipe, dataset, "every label with its threshold", "--full")
+    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+
+
+def next_steps(run: Run, recipe: Recipe, dataset: Dataset, evaluation: str, flags: str = "") -> list[str]:
+    """Commands to continue with. `evaluation` says what `evaluate` with `flags` shows."""
     is_array = (run.figure_dir / ARRAY_EXAMPLE).is_file()
     example = shell_quote(run.figure_dir / (ARRAY_EXAMPLE if is_array else EXAMPLE))
     steps = [
@@ -113,12 +147,14 @@ def print_result(
     if not dataset.name.startswith(SEQUENCE_PREFIX):  # a sequence can only be passed again from Python
         longer = f"train {shell_quote(dataset.name)} --recipe {shell_quote(run.recipe_file)} --epochs"
         steps += [
-            (f"evaluate {shell_quote(run)}", "calibration, robustness, OOD detection"),
+            (f"evaluate {shell_quote(run)} {flags}".rstrip(), evaluation),
             (f"{longer} {2 * recipe.epochs}", "train for longer"),
         ]
     width = max(len(words) for words, purpose in steps if purpose)
-    lines += [f"  {vitral_command()} {words:<{width}}    {purpose}".rstrip() for words, purpose in steps]
-    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+    return [
+        "\nNext steps",
+        *(f"  {vitral_command()} {words:<{width}}    {purpose}".rstrip() for words, purpose in steps),
+    ]
 
 
 def class_accuracy_text(evaluation: EvaluationReport) -> str:
