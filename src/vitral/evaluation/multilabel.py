@@ -189,7 +189,10 @@ def _intervals(p_NK: Tensor, labels_NK: Tensor, predicted_NK: Tensor) -> tuple[l
     exact_values = average_precisions(p_NK, labels_NK).nan_to_num(0.0)
     values[:K] = exact_values
     values[K] = exact_values[occurs].mean() if occurs.any() else 0.0
-    all_intervals = intervals(values, samples)
+    # Repeated images raise the average precision of a resample, on average by as much as the estimate exceeds the true
+    # value, so its samples are shifted to have the mean of the estimate.
+    samples[:, : K + 1] += (values - samples.mean(dim=0))[: K + 1]
+    all_intervals = intervals(values, samples.clamp(0, 1))
     return all_intervals[:K], all_intervals[K:]
 
 
