@@ -616,6 +616,7 @@ def probe(
         engine: Inference engine; ignored if `init_from` is a Predictor.
     """
     predictor = _as_predictor(init_from, engine, options)
+    check_classifier(predictor, "probe")
     require_task(predictor, "vitral probe", "classification")
     dataset = load_dataset_for(data, predictor, None)
     notes = list(dataset.notes)
@@ -714,6 +715,7 @@ def bench(
         log: Called with one line per phase.
     """
     predictor = _reference_predictor(model)
+    check_classifier(predictor, "bench")
     require_task(predictor, "vitral bench", "classification")
     comparison = load_comparison_images(predictor, data, images)
     for note in comparison.notes:

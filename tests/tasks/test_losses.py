@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from peers import register_torchvision_ops
 from vitral.recipes.options import LossName
 from vitral.tasks.losses import (
     asymmetric_losses,
@@ -114,10 +115,12 @@ def multi_label_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_asymmetric_loss_equals_that_of_timm() -> None:
-    timm_loss = pytest.importorskip("timm.loss")
+    register_torchvision_ops()
+    from timm.loss import AsymmetricLossMultiLabel
+
     logits, targets = multi_label_batch()
     for gamma_pos in (0, 1):
-        reference = timm_loss.AsymmetricLossMultiLabel(gamma_neg=4, gamma_pos=gamma_pos, clip=0.05)
+        reference = AsymmetricLossMultiLabel(gamma_neg=4, gamma_pos=gamma_pos, clip=0.05)
         losses = asymmetric_losses(logits, targets, gamma_pos=gamma_pos)
         torch.testing.assert_close(losses.sum(), reference(logits, targets), rtol=1e-4, atol=1e-4)
 
@@ -130,7 +133,9 @@ def test_asymmetric_loss_of_known_values() -> None:
 
 
 def test_focal_loss_equals_that_of_torchvision() -> None:
-    focal = pytest.importorskip("torchvision.ops").sigmoid_focal_loss
+    register_torchvision_ops()
+    from torchvision.ops import sigmoid_focal_loss as focal
+
     logits, targets = multi_label_batch()
     expected = focal(logits, targets, alpha=0.25, gamma=2, reduction="none").sum(dim=1)
     torch.testing.assert_close(focal_losses(logits, targets), expected)
