@@ -92,8 +92,21 @@ def test_unsupported_models_have_no_fused_training_embedding(overrides: dict[str
     assert make_training_embedding(model.requires_grad_(True), GPU, no_log) is None
 
 
-def test_frozen_models_have_no_fused_training_embedding() -> None:
-    assert make_training_embedding(make_model()[0], GPU, no_log) is None
+def test_frozen_weights_of_the_embedding_get_no_gradient() -> None:
+    model, _ = make_model()
+    embed = make_training_embedding(model.requires_grad_(False), GPU, no_log)
+    assert embed is not None
+    images = torch.randn(2, model.config.channels, *model.config.image_size)
+    assert not embed(images).requires_grad
+    model.patch_embedding.project.bias.requires_grad_(True)
+    embed = make_training_embedding(model, GPU, no_log)
+    assert embed is not None
+    embed(images).sum().backward()
+    num_patches = model.config.grid[0] * model.config.grid[1]
+    torch.testing.assert_close(
+        model.patch_embedding.project.bias.grad, torch.full((model.config.width,), 2.0 * num_patches)
+    )
+    assert model.patch_embedding.project.weight.grad is None
 
 
 @pytest.mark.parametrize("overrides", [{"patch_size": 4}, {"width": 24}], ids=str)

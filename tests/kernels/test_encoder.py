@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.triton_interpreter import relative_difference, requires_interpreter
+from support.triton_interpreter import relative_difference, requires_interpreter, use_pytorch_attention
 from vitral.kernels.encoder import MAX_WIDTH, FusedEncoder, unsupported_architecture
+from vitral.models.lora import LoRAConfig, add_lora, lora_layers
 from vitral.models.vit import ViT, ViTConfig
+from vitral.training.optim.param_groups import set_trainable
 
 pytestmark = requires_interpreter
 
@@ -39,13 +41,13 @@ def embed_random_images(model: ViT) -> Tensor:
 def forward_backward(encoder: Any, model: ViT, tokens: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
     """The output, the gradient of the tokens and the gradient of every parameter."""
     model.zero_grad()
-    inputs = tokens.clone().requires_grad_()
+    inputs = tokens.clone().requires_grad_(model.patch_embedding.project.bias.requires_grad)
     torch.manual_seed(7)  # stochastic depth
     out = encoder(inputs, GRID)
-    out.backward(grad_out)
-    assert inputs.grad is not None
+    if out.requires_grad:
+        out.backward(grad_out)
     grads = {name: p.grad.clone() for name, p in model.encoder.named_parameters() if p.grad is not None}
-    return {"out": out.detach(), "tokens": inputs.grad, **grads}
+    return {"out": out.detach(), **({} if inputs.grad is None else {"tokens": inputs.grad}), **grads}
 
 
 def assert_same_results(fused: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
@@ -181,10 +183,100 @@ def test_dropout_is_supported_in_inference() -> None:
     assert unsupported_architecture(make_model(dropout=0.1), training=False) is None
 
 
-def test_frozen_weights_are_unsupported_in_training() -> None:
+TUNING: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("lora", {"depth": 1}),
+    "lora with drop path": ("lora", {"qk_norm": True, "drop_path": 0.5}),
+    "head": ("head", {"drop_path": 0.5}),
+    "last-1": ("last-1", {"drop_path": 0.5}),
+    "last-2": ("last-2", {"registers": 2}),
+    "last-0": ("last-0", {"depth": 1}),
+    "bias": ("bias", {"depth": 1}),
+}
+
+
+def tuned_model(tune: str, **overrides: Any) -> ViT:
+    model = make_model(**overrides)
+    if tune == "lora":
+        add_lora(model, LoRAConfig(rank=3, targets=("qkv", "expand", "contract")))
+        for _, layer in lora_layers(model):
+            torch.nn.init.normal_(layer.lora_B.weight, std=0.1)
+    set_trainable(model, tune)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("attention", "case", "cls_only"),
+    [
+        ("pytorch", TUNING["lora"], True),
+        pytest.param("short", TUNING["last-1"], False, marks=SLOW),
+        pytest.param("flash", TUNING["lora with drop path"], True, marks=SLOW),
+        pytest.param("short", TUNING["lora with drop path"], False, marks=SLOW),
+        pytest.param("flash", TUNING["last-1"], True, marks=SLOW),
+        *(pytest.param("pytorch", TUNING[name], True, marks=SLOW) for name in ("head", "last-2", "last-0", "bias")),
+    ],
+    indirect=["attention"],
+)
+def test_partial_tuning_matches_the_reference(case: tuple[str, dict[str, Any]], attention: str, cls_only: bool) -> None:
+    """Output and gradients of exactly the weights that train, with and without saved norms and GELU."""
+    tune, overrides = case
+    model = tuned_model(tune, **overrides)
+    assert unsupported_architecture(model) is None
+    tokens = embed_random_images(model)
+    num_outputs = 1 if cls_only else tokens.shape[1]
+    grad_out = torch.randn(3, num_outputs, 48)
+    reference = forward_backward(lambda *args: model.encoder(*args)[:, :num_outputs], model, tokens, grad_out)
+    for threshold in (0, 2**25) if tune == "lora" else (0,):
+        encoder = FusedEncoder(model.encoder, dtype=torch.float32, recompute_threshold=threshold, cls_only=cls_only)
+        assert_same_results(forward_backward(encoder, model, tokens, grad_out), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tune", "num_gemms"), [("full", 8), ("lora", 12), ("last-1", 4), ("bias", 0)])
+def test_frozen_weights_have_no_weight_gradient_gemm(
+    tune: str, num_gemms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks of four layers; LoRA on three layers per block needs two thin GEMMs each."""
+    shapes = []
+
+    def count(grad_out: Tensor, x: Tensor) -> Tensor:
+        shapes.append((grad_out.shape[1], x.shape[1]))
+        return grad_out.t() @ x
+
+    for module in ("encoder_backward", "linear"):
+        monkeypatch.setattr(f"vitral.kernels.{module}.weight_gradient", count)
+    use_pytorch_attention(monkeypatch)
+    model = tuned_model(tune)
+    tokens = embed_random_images(model)
+    forward_backward(FusedEncoder(model.encoder, dtype=torch.float32), model, tokens, torch.randn_like(tokens))
+    assert len(shapes) == num_gemms
+    assert tune != "lora" or all(3 in shape for shape in shapes)
+
+
+def test_frozen_blocks_save_no_activations() -> None:
+    model = tuned_model("last-1", depth=3)
+    encoder = FusedEncoder(model.encoder, dtype=torch.float32)
+    out = encoder(embed_random_images(model), GRID)
+    assert len(out.grad_fn.saved) == 1  # type: ignore[union-attr]
+    set_trainable(model, "head")
+    assert not FusedEncoder(model.encoder, dtype=torch.float32)(embed_random_images(model), GRID).requires_grad
+
+
+def test_lora_and_bf16_weights_follow_the_factors() -> None:
+    """The frozen weight is cast once, the sum with the low-rank update in every step."""
+    model = tuned_model("lora", depth=1)
+    encoder = FusedEncoder(model.encoder)
+    layer = next(layer for _, layer in lora_layers(model))
+    torch.nn.init.ones_(layer.lora_B.weight)
+    encoder.weights.cast(training=True)
+    torch.testing.assert_close(encoder.weights.compute[layer.weight], layer.merged_weight().bfloat16())
+
+
+def test_lora_dropout_and_fp8_with_frozen_weights_are_unsupported_in_training() -> None:
     model = make_model()
-    next(model.encoder.parameters()).requires_grad_(False)
-    assert unsupported_architecture(model) == "some weights of the encoder are frozen"
+    add_lora(model, LoRAConfig(dropout=0.1))
+    assert unsupported_architecture(model) == "LoRA uses dropout"
+    model = tuned_model("last-1")
+    assert unsupported_architecture(model, fp8=True) == "FP8 needs --tune full"
     assert unsupported_architecture(model, training=False) is None
 
 

@@ -84,13 +84,25 @@ def test_dropout_acts_on_the_update_only_and_only_in_training() -> None:
     assert torch.equal(layer.eval()(x), layer(x))
 
 
-@pytest.mark.parametrize("variant", ["plain", "distilled", "late-norm", "patch-norm", "class-and-mean"])
-def test_variants_are_adapted_and_merged(variant: str) -> None:
-    config = ViTConfig(**SMALL, pooling="mean" if variant == "late-norm" else "class")
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        ("plain", {"activation": "swiglu"}),
+        ("plain", {"key_bias": False, "pre_norm": True, "layer_scale": 0.5}),
+        ("distilled", {}),
+        ("late-norm", {"pooling": "mean"}),
+        ("patch-norm", {}),
+        ("class-and-mean", {}),
+    ],
+)
+def test_variants_are_adapted_and_merged(variant: str, options: dict[str, Any]) -> None:
+    config = ViTConfig(**SMALL, **options)
     model = VARIANTS[variant](config).eval()
     add_lora(model, LoRAConfig(rank=2))
     for _, layer in lora_layers(model):
         nn.init.normal_(layer.lora_B.weight)
+        if layer.bias is not None:
+            nn.init.normal_(layer.bias)
     merged, images = VARIANTS[variant](config).eval(), torch.randn(2, 1, 8, 8)
     merged.load_state_dict(merge_lora(model.state_dict(), LoRAConfig(rank=2).scaling))
     torch.testing.assert_close(merged.features(images), model.features(images), rtol=1e-4, atol=1e-4)

@@ -8,6 +8,9 @@ where they are small.
 If the head reads only the class token, the last block computes nothing else after attention: its other tokens
 contribute keys and values only.
 
+Frozen weights have no weight-gradient GEMM. Blocks before the first one that trains save nothing and have no backward
+pass if the embedding is frozen, too.
+
 With FP8 the large GEMMs of the forward pass and the input-gradient GEMMs have e4m3 operands with one scale per row. In
 wide models so do the weight-gradient GEMMs (`fp8_wgrad`). The attention output stays in bf16 in training.
 """
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from vitral.kernels.encoder_backward import BackwardPass
 from vitral.kernels.encoder_forward import ForwardPass
 from vitral.kernels.linear import EncoderWeights
+from vitral.models.lora import LoRALinear
 from vitral.models.vit import Encoder, EncoderBlock, Grid, QKVLinear, Residual, RopeTable, ViT
 
 RECOMPUTE_THRESHOLD = 2**25  # with more hidden activations per block, norms and GELU are recomputed instead of saved
@@ -55,8 +59,10 @@ def unsupported_architecture(model: ViT, fp8: bool = False, training: bool = Tru
             return f"the head width {width // block.attention.heads} is not a multiple of 8"
         if fp8 and (block.mlp.expand.in_features % 16 or block.mlp.expand.out_features % 16):
             return "the widths are not multiples of 16, which FP8 GEMMs require"
-    if training and not all(parameter.requires_grad for parameter in encoder.parameters()):
-        return "some weights of the encoder are frozen"
+        if training and any(isinstance(m, LoRALinear) and m.lora_dropout.p for m in block.modules()):
+            return "LoRA uses dropout"
+    if training and fp8 and not all(parameter.requires_grad for parameter in encoder.parameters()):
+        return "FP8 needs --tune full"
     return None
 
 
@@ -87,17 +93,20 @@ class FusedEncoder:
         self.recompute_threshold = RECOMPUTE_THRESHOLD if recompute_threshold is None else recompute_threshold
         self.blocks: list[Any] = list(encoder.blocks)
         self.norm: Any = encoder.norm
-        self.parameters = list(encoder.parameters())
+        self.parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+        trained = [i for i, block in enumerate(self.blocks) if any(p.requires_grad for p in block.parameters())]
+        # Blocks before the first one that trains. The last block always saves its activations for the final norm.
+        self.num_frozen_blocks = min(trained[0] if trained else len(self.blocks), len(self.blocks) - 1)
         self.weights = EncoderWeights(encoder, fp8, dtype, cls_only, fp8_wgrad)
         residuals = [residual for block in self.blocks for residual in (block.residual1, block.residual2)]
         self.dropped_residuals: list[Residual] = [residual for residual in residuals if residual.drop]
         self.drop_probs = torch.tensor(
-            [[residual.drop] for residual in self.dropped_residuals], device=self.parameters[0].device
+            [[residual.drop] for residual in self.dropped_residuals], device=next(encoder.parameters()).device
         )
 
     def __call__(self, z_BTD: Tensor, grid: Grid) -> Tensor:
         rope = self.rope_table(grid)
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and (z_BTD.requires_grad or self.parameters)):
             normed = ForwardPass(self, z_BTD, rope).run_blocks(z_BTD).normed
             assert normed is not None
             return normed.view(len(z_BTD), -1, z_BTD.shape[2])
@@ -111,6 +120,9 @@ class FusedEncoder:
     @torch.no_grad()
     def forward_backward(self, z_BTD: Tensor, grid: Grid) -> None:
         """Run both passes in this thread (autograd has threads of its own) and discard the gradients."""
+        if not (z_BTD.requires_grad or self.parameters):
+            self(z_BTD, grid)
+            return
         ctx = SimpleNamespace()
         out = FusedEncoderFunction.forward(ctx, z_BTD, self.rope_table(grid), self, *self.parameters)
         FusedEncoderFunction.backward(ctx, out)
@@ -123,7 +135,8 @@ class FusedEncoderFunction(torch.autograd.Function):
     def forward(ctx: Any, z_BTD: Tensor, rope: RopeTable | None, encoder: FusedEncoder, *parameters: Tensor) -> Tensor:
         encoder.weights.ensure_cast()
         ctx.encoder, ctx.rope, ctx.shape, ctx.saved = encoder, rope, z_BTD.shape, []
-        ctx.final_norm = ForwardPass(encoder, z_BTD, rope, ctx.saved).run_blocks(z_BTD)
+        num_frozen = 0 if z_BTD.requires_grad else encoder.num_frozen_blocks
+        ctx.final_norm = ForwardPass(encoder, z_BTD, rope, ctx.saved, num_frozen).run_blocks(z_BTD)
         return ctx.final_norm.normed.view(len(z_BTD), -1, z_BTD.shape[2])
 
     @staticmethod

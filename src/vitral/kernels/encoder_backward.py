@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitral.kernels.attention.op import attention_backward, split_heads
 from vitral.kernels.encoder_forward import SavedForBackward, norm_params, qk_norm_params
@@ -18,10 +18,11 @@ from vitral.kernels.layernorm_gelu.op import (
     add_layernorm_backward,
     bias_gelu_backward,
 )
-from vitral.kernels.linear import weight_gradient
+from vitral.kernels.linear import lora_gradients, needs_weight_gradient, weight_gradient
 from vitral.kernels.qk_norm_rope.op import qk_norm_rope_backward
 from vitral.kernels.reduce.op import ColumnSums
 from vitral.kernels.short_attention.op import short_attention_backward
+from vitral.models.lora import LoRALinear
 from vitral.models.vit import RopeTable
 
 if TYPE_CHECKING:
@@ -70,10 +71,10 @@ class BackwardPass:
             grad_normed, grad_hidden = self.mlp(saved)
         self.grads = add_layernorm_backward(
             saved.norm2, grad_normed, self.grads.x, saved.branch_scale1, norm_params(block.norm2), self.sums,
-            recompute=grad_hidden is not None,
+            recompute=grad_hidden is not None and needs_weight_gradient(mlp.expand),
         )  # fmt: skip
         if grad_hidden is not None:
-            self.param_grads[mlp.expand.weight] = weight_gradient(grad_hidden, self.grads.normed)
+            self.weight_gradients(mlp.expand, grad_hidden, self.grads.normed)
         norm_weight, norm_bias, project_bias = self.grads.params
         self.param_grads[block.norm2.weight], self.param_grads[block.norm2.bias] = norm_weight, norm_bias
         self.param_grads[block.attention.project.bias] = project_bias
@@ -85,7 +86,7 @@ class BackwardPass:
         gelu, grad_hidden, grad_hidden_fp8, grads[mlp.expand.bias] = bias_gelu_backward(
             saved.hidden, mlp.expand.bias, grad_gelu, mlp.activation.approximate == "tanh", bound, saved.gelu, self.sums
         )
-        grads[mlp.contract.weight] = weight_gradient(self.grads.branch, gelu)
+        self.weight_gradients(mlp.contract, self.grads.branch, gelu)
         return weights.input_gradient(grad_hidden, grad_hidden_fp8, mlp.expand.weight)[0], grad_hidden
 
     def mlp_fp8(self, saved: SavedForBackward, grad_out: Fp8Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class BackwardPass:
     def attention_branch(self, saved: SavedForBackward) -> None:
         """z' = MSA(LN(z)) + z (equation 2)."""
         block, attention, weights = saved.block, saved.block.attention, self.encoder.weights
-        self.param_grads[attention.project.weight] = weight_gradient(self.grads.branch, saved.attn_out.detach())
+        self.weight_gradients(attention.project, self.grads.branch, saved.attn_out.detach())
         grad_attn_out = self.grads.branch @ weights.compute[attention.project.weight]
         grad_qkv, grad_qkv_fp8 = self.softmax_attention(saved, grad_attn_out)
         grad_normed, _ = weights.input_gradient(grad_qkv, grad_qkv_fp8, attention.qkv.weight)
@@ -121,12 +122,22 @@ class BackwardPass:
         previous_branch_scale = self.saved[-1].branch_scale2 if self.saved else None
         self.grads = add_layernorm_backward(
             saved.norm1, grad_normed, grad_residual, previous_branch_scale, norm_params(block.norm1), self.sums,
-            fp8=self.encoder.fp8 and bool(self.saved), recompute=not uses_fp8_wgrad,
+            fp8=self.encoder.fp8 and bool(self.saved),
+            recompute=not uses_fp8_wgrad and needs_weight_gradient(attention.qkv),
         )  # fmt: skip
         self.sums.compute()
         if not uses_fp8_wgrad:
-            self.param_grads[attention.qkv.weight] = weight_gradient(grad_qkv, self.grads.normed)
+            self.weight_gradients(attention.qkv, grad_qkv, self.grads.normed)
         self.param_grads[block.norm1.weight], self.param_grads[block.norm1.bias], _ = self.grads.params
+
+    def weight_gradients(self, layer: nn.Linear, grad_out: Tensor, x: Tensor | None) -> None:
+        """Gradients of a layer's weight, or of the factors of its low-rank update; none if they are frozen."""
+        if layer.weight.requires_grad:
+            self.param_grads[layer.weight] = weight_gradient(grad_out, x)
+        if isinstance(layer, LoRALinear):
+            assert x is not None
+            factors = layer.lora_A.weight, layer.lora_B.weight
+            self.param_grads |= dict(zip(factors, lora_gradients(layer, grad_out, x), strict=True))
 
     def qkv_weight_gradient_fp8(self, saved: SavedForBackward, grad_qkv: Fp8Tensor) -> Tensor:
         token_scales = fp8_wgrad.relative_scales(grad_qkv.scales)
@@ -139,7 +150,8 @@ class BackwardPass:
     def softmax_attention(self, saved: SavedForBackward, grad_out: Tensor) -> tuple[Tensor, Fp8Tensor | None]:
         """The gradient of qkv, (M, 3D), and its FP8 form, except after `short_attention`."""
         attention, T = saved.block.attention, self.shape[1]
-        num_heads, qk_norm, has_bias = attention.heads, qk_norm_params(attention), attention.qkv.bias is not None
+        bias, num_heads, qk_norm = attention.qkv.bias, attention.heads, qk_norm_params(attention)
+        has_bias = bias is not None and bias.requires_grad
         is_short = not saved.attn_inputs
         grad_qkv: Tensor | None = None
         norm_grads: Tensor | None = None

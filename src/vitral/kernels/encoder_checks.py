@@ -60,7 +60,7 @@ def run_self_check(
 
 def use_fp8_wgrad(model: ViT, hardware: Hardware, batch_size: int, log: LogFn) -> bool:
     """Whether weight-gradient GEMMs run in FP8: in wide models, if they agree with bf16."""
-    if not (hardware.fp8 and model.config.width >= FP8_WGRAD_MIN_WIDTH):
+    if not (hardware.fp8 and model.config.width >= FP8_WGRAD_MIN_WIDTH):  # FP8 trains all weights
         return False
     num_tokens = batch_size * tokens_per_image(model)
     reason: str | None = f"{num_tokens} tokens per batch are not a multiple of 16"
@@ -118,17 +118,16 @@ def encoder_error(
     tokens, grad_out = torch.randn_like(embedded), torch.randn_like(embedded)[:, : num_output_tokens(model)]
     fused = make_check_encoder(model, hardware, num_images, batch_size, fused_block_min_tokens=fused_block_min_tokens)
     results = []
+    trained = [parameter for parameter in model.encoder.parameters() if training and parameter.requires_grad]
     for encoder in (fused, model.encoder):
-        inputs = tokens.clone().requires_grad_(training)
+        inputs = tokens.clone().requires_grad_(training and trains_embedding(model))
         with torch.set_grad_enabled(training), hardware.autocast():
             out = encoder(inputs, grid)[:, : grad_out.shape[1]].to(grad_out)
         results.append([out.detach()])
-        if training:
-            grad_inputs, *param_grads = torch.autograd.grad(out, [inputs, *model.encoder.parameters()], grad_out)
-            matrices, vectors = (
-                [grad.flatten() for grad in param_grads if (grad.ndim == 2) == is_matrix] for is_matrix in (True, False)
-            )
-            results[-1] += [grad_inputs, torch.cat(matrices), torch.cat(vectors)]
+        if out.requires_grad:
+            grads = torch.autograd.grad(out, [*([inputs] if inputs.requires_grad else []), *trained], grad_out)
+            ranks = {grad.ndim for grad in grads}  # 3: tokens, 2: matrices, 1: vectors
+            results[-1] += [torch.cat([grad.flatten() for grad in grads if grad.ndim == rank]) for rank in ranks]
     return max_relative_error(*results)
 
 
@@ -181,6 +180,7 @@ def run_dry(
             model.train(is_training), hardware, num_images, batch_size, fp8_wgrad, fused_block_min_tokens
         )
         tokens = torch.empty(num_images, tokens_per_image(model), config.width, device=hardware.device)
+        tokens.requires_grad_(training and trains_embedding(model))
         encoder.forward_backward(tokens, config.grid) if training else encoder(tokens, config.grid)
 
 
@@ -204,6 +204,12 @@ def check_batch_size(model: ViT) -> int:
     """Images per self-check. 16: the number of tokens is then a multiple of 16, as in training."""
     H, W = model.config.image_size
     return 16 if H * W <= LARGE_IMAGE_PIXELS else 2
+
+
+def trains_embedding(model: ViT) -> bool:
+    """Whether gradients flow into the encoder's input."""
+    later = ("encoder.", "attention_pooling.", "pooled_norm.", "head.")
+    return any(p.requires_grad for name, p in model.named_parameters() if not name.startswith(later))
 
 
 def tokens_per_image(model: ViT) -> int:

@@ -73,13 +73,16 @@ class SavedForBackward(NamedTuple):
 class ForwardPass:
     """One call of the encoder. With `saved`, activations for the backward pass are appended to it, block by block.
 
-    Without it (inference), blocks share a workspace and residual sums are computed in place.
+    Without it (inference) and in the first `num_frozen` blocks, through which no gradient flows, blocks share a
+    workspace and residual sums are computed in place.
     """
 
     def __init__(
-        self, encoder: FusedEncoder, z_BTD: Tensor, rope: RopeTable | None, saved: list[SavedForBackward] | None = None
-    ) -> None:
-        self.encoder, self.rope, self.saved = encoder, rope, saved
+        self, encoder: FusedEncoder, z_BTD: Tensor, rope: RopeTable | None, saved: list[SavedForBackward] | None = None,
+        num_frozen: int = 0,
+    ) -> None:  # fmt: skip
+        self.encoder, self.rope, self.saved, self.num_frozen = encoder, rope, saved, num_frozen
+        self.is_saving = saved is not None
         self.B, self.T, _ = z_BTD.shape
         self.num_tokens = self.B * self.T
         self.branch_scales = self.draw_branch_scales()
@@ -91,16 +94,21 @@ class ForwardPass:
         """All blocks and the final norm; `normed` is (M, D), or (B, D) with `cls_only`."""
         encoder = self.encoder
         residual = PendingResidual(z_BTD.reshape(self.num_tokens, -1).to(encoder.dtype).contiguous())
-        if self.saved is None:
+        fuses_blocks = self.fuses_blocks
+        if self.saved is None or self.num_frozen:
+            self.is_saving, self.fuses_blocks = False, fuses_blocks and not self.num_frozen
             self.workspace = self.allocate_workspace(residual.x)
         qkv_input: QkvInput | None = None
-        for block, next_block in zip(encoder.blocks, (*encoder.blocks[1:], None), strict=True):
+        for index, block in enumerate(encoder.blocks):
+            if index == self.num_frozen and self.saved is not None:  # the first block that trains
+                self.is_saving, self.fuses_blocks, self.workspace = True, fuses_blocks, None
+            next_block = encoder.blocks[index + 1] if index + 1 < len(encoder.blocks) else None
             qkv_input = qkv_input or self.norm1_qkv(block, residual)
             if self.fuses_blocks and next_block is not None:
                 qkv_input = self.run_fused_block(block, next_block, qkv_input)
             else:
                 residual, qkv_input = self.run_block(block, qkv_input), None
-        return add_layernorm(*residual, norm_params(encoder.norm), False, in_place=self.saved is None)
+        return add_layernorm(*residual, norm_params(encoder.norm), False, in_place=not self.is_saving)
 
     def norm1_qkv(self, block: Any, residual: PendingResidual) -> QkvInput:
         """qkv of LN(z), after completing the addition that the previous block left pending."""
@@ -135,9 +143,9 @@ class ForwardPass:
             gelu_fp8 = expand_gelu_fp8(norm2.normed_fp8, weights.quantized[mlp.expand.weight], mlp.expand.bias, tanh)
         else:
             hidden, bound = weights.linear(norm2.normed, norm2.normed_fp8, mlp.expand.weight, None, wide)
-            gelu, gelu_fp8 = bias_gelu(hidden, mlp.expand.bias, tanh, bound, in_place=self.saved is None)
+            gelu, gelu_fp8 = bias_gelu(hidden, mlp.expand.bias, tanh, bound, in_place=not self.is_saving)
         norm2 = norm2._replace(normed=norm2.normed if keeps else None, normed_fp8=None)
-        if self.saved is not None:
+        if self.saved is not None and self.is_saving:
             assert attn.out is not None
             saved = SavedForBackward(
                 block, norm1, qkv, attn.inputs, attn.lse, attn.out, norm2, hidden, gelu if keeps else None,
@@ -182,7 +190,7 @@ class ForwardPass:
             q, k = qk_norm_rope(qkv, num_heads, self.T, qk_norm, self.rope).view(2, -1, D)
         fits = attention_op.MAX_TOKENS >= self.T and attention_op.MAX_HEAD_DIM * num_heads >= D
         if fits and not cls_only:
-            if qkv_bound is not None and self.saved is None:
+            if qkv_bound is not None and not self.is_saving:
                 out_fp8 = attention_op.attention_forward_fp8(q, k, v, num_heads, self.T, qkv_bound)
                 return AttentionOutput(None, out_fp8)
             out, lse = attention_op.attention_forward(q, k, v, num_heads, self.T)
@@ -191,7 +199,7 @@ class ForwardPass:
 
     def attend_with_pytorch(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, cls_only: bool) -> AttentionOutput:
         """scaled_dot_product_attention with its own autograd graph, from q, k, v (M, D)."""
-        D, training = q.shape[1], self.saved is not None
+        D, training = q.shape[1], self.is_saving
         q, k, v = (x.unflatten(0, (self.B, self.T)).unflatten(2, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
         if cls_only:
             q = q[:, :, :1]
@@ -203,11 +211,11 @@ class ForwardPass:
     def keeps_norm_and_gelu(self, block: Any) -> bool:
         """Whether the outputs of norms and GELU are saved for the backward pass, too."""
         is_small = self.num_tokens * block.mlp.expand.out_features <= self.encoder.recompute_threshold
-        return self.saved is not None and is_small and not self.encoder.weights.uses_fp8_wgrad(self.num_tokens)
+        return self.is_saving and is_small and not self.encoder.weights.uses_fp8_wgrad(self.num_tokens)
 
     def fuses_expansion(self) -> bool:
         """Whether the MLP's expansion and GELU are one FP8 kernel, except for class tokens alone."""
-        return self.encoder.fp8 and self.saved is None and self.reaches_fused_block_minimum()
+        return self.encoder.fp8 and not self.is_saving and self.reaches_fused_block_minimum()
 
     def reaches_fused_block_minimum(self) -> bool:
         minimum = self.encoder.fused_block_min_tokens
@@ -215,7 +223,7 @@ class ForwardPass:
 
     def adds_in_place(self, block: Any) -> bool:
         """Whether residual sums overwrite their input: in inference, except for the caller's tokens."""
-        return self.saved is None and block is not self.encoder.blocks[0]
+        return not self.is_saving and block is not self.encoder.blocks[0]
 
     def allocate_workspace(self, tokens: Tensor) -> Workspace:
         """Sized for the widest MLP. With fused blocks only the last block uses it, perhaps only for class tokens."""

@@ -1,6 +1,8 @@
 """The encoder's linear layers: the GEMMs and their weights in bf16 or FP8.
 
-Master weights stay in fp32 and are cast once per step; weight gradients are fp32.
+Master weights stay in fp32 and are cast once per step; weight gradients are fp32. Frozen weights are cast once. The
+low-rank update of a LoRA layer is added to its frozen weight before the cast, W + s·B·A, so that the GEMMs of both
+passes are those of a plain layer; only the gradients of A and B need thin GEMMs of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from vitral.device.streams import SideStream
 from vitral.kernels.fp8.kernel import FP8_MAX
 from vitral.kernels.fp8.op import Fp8Tensor, Fp8Weight, GemmBound, quantize_weight
 from vitral.kernels.layernorm_gelu.kernel import GELU_MAX_SLOPE
+from vitral.models.lora import LoRALinear
 from vitral.models.vit import Encoder
 
 FP8_WGRAD_MIN_WIDTH = 512  # below this, transposing the operands costs more than the FP8 weight-gradient GEMM gains
@@ -44,10 +47,13 @@ class EncoderWeights:
     def __init__(self, encoder: Encoder, fp8: bool, dtype: torch.dtype, cls_only: bool, fp8_wgrad: bool) -> None:
         self.fp8, self.cls_only, self.fp8_wgrad = fp8, cls_only, fp8_wgrad
         self.blocks: list[Any] = list(encoder.blocks)
+        layers = [layer for block in self.blocks for layer in linear_layers(block)]
+        self.lora_layers = [layer for layer in layers if isinstance(layer, LoRALinear)]
         self.compute: dict[Tensor, Tensor] = {  # master weight -> copy in the compute dtype
-            p: p.detach() if p.dtype == dtype else torch.empty_like(p, dtype=dtype)
-            for p in encoder.parameters()
-            if p.ndim == 2
+            layer.weight: layer.weight.detach()
+            if layer.weight.dtype == dtype and layer not in self.lora_layers
+            else layer.weight.detach().to(dtype, copy=True)
+            for layer in layers
         }
         self.quantized: dict[Tensor, Fp8Weight] = {}
         self.quantized_t: dict[Tensor, Fp8Weight] = {}  # transposed, for input gradients
@@ -68,9 +74,11 @@ class EncoderWeights:
 
     @torch.no_grad()
     def cast(self, training: bool) -> None:
-        """Cast and quantize the current weights."""
-        if copies := {p: copy for p, copy in self.compute.items() if copy.dtype != p.dtype}:
+        """Cast and quantize the weights that may have changed."""
+        if copies := {p: copy for p, copy in self.compute.items() if p.requires_grad and copy.dtype != p.dtype}:
             torch._foreach_copy_(list(copies.values()), list(copies))
+        for lora_layer in self.lora_layers:
+            self.compute[lora_layer.weight].copy_(lora_layer.merged_weight())
         if not self.fp8:
             return
         layers = [layer for block in self.blocks for layer in fp8_layers(block, training)]
@@ -125,6 +133,11 @@ class EncoderWeights:
         if grad_out_fp8 is None:
             return grad_out @ self.compute[weight], None
         return fp8_linear(grad_out_fp8, self.quantized_t[weight])
+
+
+def linear_layers(block: Any) -> list[nn.Linear]:
+    """All linear layers of a block."""
+    return [block.attention.qkv, block.attention.project, block.mlp.expand, block.mlp.contract]
 
 
 def fp8_layers(block: Any, training: bool) -> list[nn.Linear]:
@@ -191,3 +204,19 @@ def weight_gradient(grad_out: Tensor, x: Tensor | None) -> Tensor:
     if grad_out.device.type == "cpu":
         return grad_out.t().float() @ x.float()
     return torch.mm(grad_out.t(), x, out_dtype=torch.float32)
+
+
+def needs_weight_gradient(layer: nn.Linear) -> bool:
+    """Whether the weight of a layer or its low-rank update trains."""
+    return layer.weight.requires_grad or (isinstance(layer, LoRALinear) and layer.lora_A.weight.requires_grad)
+
+
+def lora_gradients(layer: LoRALinear, grad_out: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of A and B from those of the layer's output, (M, out), and its input, (M, in).
+
+    Through thin GEMMs, s·(grad_out·B)ᵀ·x and s·grad_outᵀ·(x·Aᵀ), instead of the gradient of the whole weight.
+    """
+    A, B = layer.lora_A.weight.to(x.dtype), layer.lora_B.weight.to(x.dtype)
+    grad_A = weight_gradient(grad_out @ B, x)
+    grad_B = weight_gradient(grad_out, x @ A.t())
+    return grad_A * layer.scaling, grad_B * layer.scaling

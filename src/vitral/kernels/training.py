@@ -49,7 +49,7 @@ def make_training_forward(
 
     def forward(images_BCHW: Tensor) -> Tensor:
         grid = model.patch_grid(images_BCHW)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and encoder.parameters:
             encoder.weights.cast_on_side_stream()
         with torch.autocast(images_BCHW.device.type, torch.bfloat16, enabled=False):
             if fused_embed is not None and grid == model.config.grid:

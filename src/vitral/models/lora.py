@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.models.vit import ViT
+from vitral.models.vit import QKVLinear, ViT
 
 LoRATarget = Literal["qkv", "project", "expand", "contract"]  # linear layers of a block, as named in vit.py
 LORA_MARK = ".lora_"  # part of the names of A and B, and of no other parameter
@@ -62,11 +61,18 @@ class LoRALinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         # Two thin GEMMs: adding B·A to the weight first would need the gradient of the whole weight.
         update = self.lora_B(self.lora_A(self.lora_dropout(x)) * self.scaling)
-        return F.linear(x, self.weight, self.bias) + update
+        return super().forward(x) + update
 
     def merged_weight(self) -> Tensor:
         """W + (alpha/rank)·B·A, (out, in)."""
         return torch.addmm(self.weight, self.lora_B.weight, self.lora_A.weight, alpha=self.scaling)
+
+
+class LoRAQKVLinear(LoRALinear, QKVLinear):
+    """The projections to queries, keys and values, without a bias of the keys."""
+
+
+LORA_CLASSES: dict[type, type[LoRALinear]] = {nn.Linear: LoRALinear, QKVLinear: LoRAQKVLinear}
 
 
 def add_lora(model: ViT, config: LoRAConfig) -> None:
@@ -75,11 +81,11 @@ def add_lora(model: ViT, config: LoRAConfig) -> None:
         for target in config.targets:
             name = next((name for name, _ in block.named_modules() if name.rpartition(".")[2] == target), None)
             layer = None if name is None else block.get_submodule(name)
-            if name is None or type(layer) is not nn.Linear:
+            if name is None or not isinstance(layer, nn.Linear) or type(layer) not in LORA_CLASSES:
                 kind = "does not exist" if layer is None else f"is a {type(layer).__name__}, not a linear layer"
                 raise ValueError(f"lora.targets: {target} {kind} in block {index} of this model")
             parent, _, attribute = name.rpartition(".")
-            setattr(block.get_submodule(parent), attribute, LoRALinear(layer, config))
+            setattr(block.get_submodule(parent), attribute, LORA_CLASSES[type(layer)](layer, config))
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:

@@ -62,9 +62,8 @@ def make_training_embedding(model: ViT, hardware: Hardware, log: LogFn) -> Embed
     """The fused, differentiable embedding of normalised images; None if unsupported or if the self-check fails."""
     if not is_supported(model) or model.dropout.p:
         return None
-    parameters = [p for name, p in model.named_parameters() if name.startswith(EMBEDDING_PARAMETERS)]
-    if not all(parameter.requires_grad for parameter in parameters):
-        return None
+    embedding = [p for name, p in model.named_parameters() if name.startswith(EMBEDDING_PARAMETERS)]
+    parameters = [parameter for parameter in embedding if parameter.requires_grad]
     dtype = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
     embed = partial(embed_images, model, dtype)
 
@@ -81,7 +80,8 @@ def make_training_embedding(model: ViT, hardware: Hardware, log: LogFn) -> Embed
             tokens = embed_fn(images).float()
             # Positive weights: gradients are then sums that do not cancel.
             grad = torch.linspace(1, 2, tokens.numel(), device=tokens.device).view_as(tokens)
-            results.append([tokens.detach(), *torch.autograd.grad((tokens * grad).sum(), parameters)])
+            grads = torch.autograd.grad((tokens * grad).sum(), parameters) if parameters else ()
+            results.append([tokens.detach(), *grads])
         return max_relative_error(*results)
 
     precompile(dry_run)
@@ -153,6 +153,7 @@ class EmbedFunction(torch.autograd.Function):
         ctx: Any, images_BCHW: Tensor, weight: Tensor, prefix: Tensor, patch_offsets: Tensor, patch_size: int
     ) -> Tensor:
         ctx.images, ctx.num_prefix, ctx.patch_size = images_BCHW, len(prefix), patch_size
+        ctx.trains_weight = weight.requires_grad
         dtype = images_BCHW.dtype
         return embed_patches(
             images_BCHW, weight.to(dtype), prefix.to(dtype), patch_offsets.float().contiguous(), patch_size
@@ -162,8 +163,10 @@ class EmbedFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
         grad_out = grad_out_BTD.to(ctx.images.dtype).contiguous()
         grad_offsets = grad_out.sum(0, dtype=torch.float32)
-        patches = unfold_patches(ctx.images, ctx.patch_size, ctx.num_prefix)
-        grad_weight = weight_gradient(grad_out.flatten(0, 1), patches)
+        grad_weight = None
+        if ctx.trains_weight:
+            patches = unfold_patches(ctx.images, ctx.patch_size, ctx.num_prefix)
+            grad_weight = weight_gradient(grad_out.flatten(0, 1), patches)
         return None, grad_weight, grad_offsets[: ctx.num_prefix], grad_offsets[ctx.num_prefix :], None
 
 
