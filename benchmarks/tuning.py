@@ -1,6 +1,7 @@
 """Accuracy, time and memory of every --tune value, and the size of its adapter.
 
     python benchmarks/tuning.py --data hymenoptera --weights vit_tiny_patch16_224.timm.safetensors --seeds 3 --save
+    python benchmarks/tuning.py --data hymenoptera --weights vit_tiny.safetensors --per-class 5 --skip-speed
     python benchmarks/tuning.py --skip-accuracy --model B/16 --batch-size 256
 
 Accuracy: fine-tunes the weights on the data with each setting and several seeds. A setting is a --tune value, with
@@ -80,6 +81,18 @@ def fine_tune(args: argparse.Namespace, setting: str, seed: int) -> dict[str, An
         "seconds": sum(row["training_seconds"] for row in metrics), "peak_mib": peak_mib(hardware),
         "trained_parameters": trained, "file_mb": megabytes,
     }  # fmt: skip
+
+
+def few_per_class(data: str, per_class: int, folder: Path) -> str:
+    """A folder with links to the first images of each class of the training split, and to all others."""
+    for split in (path for path in Path(data).iterdir() if path.is_dir()):
+        for images in (path for path in split.iterdir() if path.is_dir()):
+            target = folder / split.name / images.name
+            target.mkdir(parents=True)
+            files = sorted(images.iterdir())
+            for file in files[:per_class] if split.name == "train" else files:
+                (target / file.name).symlink_to(file.resolve())
+    return str(folder)
 
 
 def measure_accuracy(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -214,6 +227,7 @@ def main() -> None:
     parser.add_argument("--data", help="folder of images with train and validation folders")
     parser.add_argument("--weights", help="checkpoint to fine-tune")
     parser.add_argument("--settings", nargs="+", default=SETTINGS)
+    parser.add_argument("--per-class", type=int, help="train on this many images per class")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--skip-accuracy", action="store_true")
@@ -234,7 +248,10 @@ def main() -> None:
     if not args.skip_accuracy:
         if not (args.data and args.weights):
             parser.error("--data and --weights are needed, or --skip-accuracy")
-        measure_accuracy(args, rows)
+        with tempfile.TemporaryDirectory() as folder:
+            if args.per_class:
+                args.data = few_per_class(args.data, args.per_class, Path(folder) / "images")
+            measure_accuracy(args, rows)
     write_results(args, rows, packages=("torch", "triton"))
 
 

@@ -36,6 +36,7 @@ def test_fine_tuning_is_recommended_for_few_photographs(photos, fast_benchmark, 
         f"vitral train {photos} --init-from hf:timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k --sampling balanced"
         in out
     )
+    assert "--tune lora: with 9 images per class, training all weights usually overfits" in out
 
 
 def test_path_with_spaces_is_quoted_in_the_command(photos, fast_benchmark, capsys):

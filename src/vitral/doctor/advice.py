@@ -11,6 +11,7 @@ from vitral.data.files.workers import ImageLocation
 from vitral.data.imbalance import REMEDY, find_imbalance
 from vitral.data.pixels import PixelFormat
 from vitral.device.cpu import busy_warning
+from vitral.device.select import select_hardware
 from vitral.doctor.backbones import (
     DEFAULT_BUDGET,
     DataFacts,
@@ -20,6 +21,7 @@ from vitral.doctor.backbones import (
 )
 from vitral.doctor.diagnosis import Diagnosis
 from vitral.doctor.estimates import estimate_memory, estimate_seconds
+from vitral.doctor.tuning import advise_tuning
 from vitral.errors import VitralError, shell_quote
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
@@ -44,6 +46,7 @@ class Recommendation:
     memory_bytes: float  # estimated peak
     hardware: str
     timed_steps: int
+    tuning: str | None  # which --tune to take and why; None for training from scratch
     busy_warning: str | None  # set if other processes slowed down the timed steps
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,6 +78,10 @@ def recommend(diagnosis: Diagnosis, *, init_from: str | None = None) -> Recommen
         model=replace(recipe.model, num_classes=max(len(diagnosis.train_counts), 1)),
         data=replace(recipe.data, mean=(0.5,) * recipe.model.channels, std=(0.5,) * recipe.model.channels),
     )
+    advice = None if from_scratch else advise_tuning(recipe, num_train, select_hardware())
+    if advice is not None and advice.tune != recipe.tune:
+        recipe = replace(recipe, tune=advice.tune)
+        flags.append(f"--tune {advice.tune}")
     warning = busy_warning()  # before the benchmark adds to the load
     estimate = estimate_seconds(recipe, num_train, diagnosis.num_images)
     return Recommendation(
@@ -87,6 +94,7 @@ def recommend(diagnosis: Diagnosis, *, init_from: str | None = None) -> Recommen
         memory_bytes=estimate_memory(recipe, diagnosis.num_images, estimate.hardware),
         hardware=estimate.hardware.name,
         timed_steps=estimate.timed_steps,
+        tuning=None if advice is None else f"--tune {advice.tune}: {advice.reason}",
         busy_warning=_busy_text(warning, estimate.disturbance),
     )
 

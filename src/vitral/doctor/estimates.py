@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from vitral.analysis.cost import activation_bytes, count_parameters
+from vitral.analysis.cost import activation_bytes
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware, select_hardware
 from vitral.device.threads import select_threads, thread_count
@@ -17,6 +17,7 @@ from vitral.training.parallelism import parallel_plan
 from vitral.training.setup import make_preprocessing
 from vitral.training.state import init_state
 from vitral.training.step import StepContext, StepRunner
+from vitral.training.tuning import count_trained
 
 PROCESS_BYTES = 0.4e9  # memory of Python and PyTorch
 BENCHMARK_SECONDS = 6.0
@@ -83,12 +84,13 @@ def _random_batch(
 
 
 def estimate_memory(recipe: Recipe, num_images: int, hardware: Hardware) -> float:
-    """Peak memory in bytes: weights, gradients, two AdamW moments, EMA weights, activations and the decoded images."""
-    num_parameters = count_parameters(recipe.model).total
+    """Peak memory in bytes: weights, activations and the decoded images, and for each parameter that trains a gradient,
+    two AdamW moments and the EMA weight. Activations are those of training all weights, an upper bound."""
+    trained, num_parameters = count_trained(recipe)
     device: Literal["gpu", "cpu"] = "gpu" if hardware.gpu_memory_bytes else "cpu"
     bytes_per_image = activation_bytes(recipe.model, hardware.precision, device).total
     preprocessing = make_preprocessing(recipe)
     height, width = (side / preprocessing.crop for side in preprocessing.image_size)
     dataset_bytes = num_images * preprocessing.channels * height * width * preprocessing.torch_dtype.itemsize
-    copies = 5 if recipe.ema else 4
-    return PROCESS_BYTES + 4 * num_parameters * copies + recipe.batch_size * bytes_per_image + dataset_bytes
+    num_values = num_parameters + trained * (4 if recipe.ema else 3)
+    return PROCESS_BYTES + 4 * num_values + recipe.batch_size * bytes_per_image + dataset_bytes

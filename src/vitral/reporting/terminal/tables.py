@@ -127,7 +127,9 @@ def print_diagnosis(diagnosis: Diagnosis, recommendation: Recommendation | None)
     print_line(
         f"\nRecommended: {recommendation.summary} ({duration} on "
         f"{recommendation.hardware}, {recommendation.memory_bytes / 1e9:.1f} GB)\n"
-        f"{recommendation.reason}.\n  {recommendation.command}"
+        f"{recommendation.reason}.\n"
+        + (f"{recommendation.tuning}.\n" if recommendation.tuning else "")
+        + f"  {recommendation.command}"
     )
     if recommendation.busy_warning:
         print_line(f"\nNote: {recommendation.busy_warning}")

@@ -14,6 +14,7 @@ from vitral.data.datasets import Dataset
 from vitral.data.names import SEQUENCE_PREFIX
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
+from vitral.doctor.tuning import advise_tuning
 from vitral.errors import shell_quote
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, split_warning
 from vitral.evaluation.multilabel import MultiLabelReport
@@ -49,7 +50,7 @@ def print_run_summary(
         f"Model     {kind} {size}/{model.patch_size}, width {model.width}, depth {model.depth}, heads {model.heads} "
         f"({parameters / 1e6:.2f} M parameters, {model.grid[0] * model.grid[1]} patches)",
         *(f"          {note}" for note in setup.notes),
-        *([] if recipe.tune == "full" else [f"Tuning    {describe_tuning(recipe)}: {trained / 1e6:.2f} M parameters"]),
+        *tuning_lines(setup, hardware, trained),
         f"Recipe    {recipe.name}: {OPTIMIZER_NAMES[recipe.optim.name]}, lr {recipe.optim.lr * recipe.lr_scale:g}, "
         f"{epochs}, batch size {recipe.batch_size}",
         f"Hardware  {hardware}",
@@ -58,6 +59,17 @@ def print_run_summary(
         lines.append(f"Parallel  {parallel.mode}: {parallel.reason}")
     lines.append(f"Run       {run}\n")
     console.print("\n".join(lines), soft_wrap=True, markup=False)
+
+
+def tuning_lines(setup: TrainingSetup, hardware: Hardware, num_trained: int) -> list[str]:
+    """What trains, if it is not everything; or that training less would suit the data or the hardware better."""
+    recipe = setup.recipe
+    if recipe.tune != "full":
+        return [f"Tuning    {describe_tuning(recipe)}: {num_trained / 1e6:.2f} M parameters"]
+    if not recipe.init_from:
+        return []
+    advice = advise_tuning(recipe, len(setup.dataset.train), hardware)
+    return [] if advice.tune == "full" else [f"Tuning    everything; consider --tune {advice.tune}: {advice.reason}"]
 
 
 def describe_tuning(recipe: Recipe) -> str:
