@@ -125,7 +125,7 @@ function translateBatch() {
 function selectModel(name) {
   state.model = state.models.find((model) => model.name === name);
   const { model } = state;
-  $("about").textContent = t(model.task === "regression" ? "about-values" : "about", {
+  $("about").textContent = t({ regression: "about-values", multilabel: "about-labels" }[model.task] ?? "about", {
     classes: model.classes.length,
     names: truncateList(model.classes, 4),
     patches: model.grid[0] * model.grid[1],

@@ -62,8 +62,8 @@ export function tableRow(result, onExplain) {
     return row;
   }
   const best = result.labels[0];
-  const names = result.prediction_set?.labels ?? [best.name];
-  label.textContent = result.ood ? `${t("unknown-short")} (${best.name})` : truncateList(names, 3);
+  const names = presentNames(result.labels) ?? result.prediction_set?.labels ?? [best.name];
+  label.textContent = result.ood ? `${t("unknown-short")} (${best.name})` : truncateList(names, 3) || t("no-label");
   label.classList.toggle("unknown-label", result.ood);
   const bar = document.createElement("span");
   bar.className = "bar";
@@ -71,6 +71,10 @@ export function tableRow(result, onExplain) {
   confidence.append(bar, document.createTextNode(percent(best.probability)));
   return row;
 }
+
+// The labels that a multi-label model predicts; undefined for other models.
+const presentNames = (labels) =>
+  labels[0]?.threshold === undefined ? undefined : labels.filter(({ present }) => present).map(({ name }) => name);
 
 function thumbnail(file, onExplain) {
   const button = document.createElement("button");
@@ -102,7 +106,18 @@ function valuesCsv(results) {
   return lines;
 }
 
+function multilabelCsv(results) {
+  const lines = [["file", "labels", "probabilities", "error"]];
+  for (const { file, labels = [], errorMessage } of results) {
+    const present = labels.filter(({ present }) => present);
+    const probabilities = present.map(({ probability }) => probability.toFixed(6)).join("|");
+    lines.push([file.name, present.map(({ name }) => name).join("|"), probabilities, errorMessage]);
+  }
+  return lines;
+}
+
 export function toCsv(results) {
+  if (results.some(({ labels }) => labels?.[0]?.threshold !== undefined)) return csvText(multilabelCsv(results));
   if (results.some(({ values }) => values)) return csvText(valuesCsv(results));
   const lines = [["file", "label", "probability", "ood", "second_label", "second_probability", "error", "prediction_set", "coverage"]];
   for (const { file, labels = [], ood, prediction_set: set, errorMessage } of results) {

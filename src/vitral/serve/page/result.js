@@ -82,6 +82,7 @@ function showPredictionSet({ ood, prediction_set: set }) {
 }
 
 function calibrationText({ values }) {
+  if (state.model.task === "multilabel") return t("multilabel-more");
   if (!values) return t(state.model.calibrated ? "calibrated" : "uncalibrated");
   const { coverage } = values[0];
   return coverage ? t("interval-more", { coverage: `${Number((100 * coverage).toPrecision(4))}%` }) : t("no-interval");
@@ -94,8 +95,12 @@ function valueItem(value) {
   return evidenceItem(value.name, `${value.name} ${number}`, interval ? `${number} (${interval})` : number, 0);
 }
 
-function labelItem({ name, probability }) {
-  return evidenceItem(name, name, percent(probability), probability);
+function labelItem({ name, probability, threshold, present }) {
+  const share = percent(probability);
+  if (threshold === undefined) return evidenceItem(name, name, share, probability);
+  const item = evidenceItem(name, name, t("label-threshold", { share, threshold: percent(threshold) }), probability);
+  item.firstElementChild.classList.toggle("absent", !present);
+  return item;
 }
 
 // A button that shows the evidence for a class or target. bar: filled share of its background.
