@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from support.common import identical
 from support.references import assert_same_logits, random_images, randomize_weights, transformers
 from vitral import weights
 from vitral.errors import VitralError
+from vitral.inference.predictor import Predictor
 from vitral.models.vit import patchify
 from vitral.recipes.checkpoint_options import CheckpointOptions
 
@@ -150,6 +152,19 @@ def test_preprocessing_is_read(tmp_path: Path) -> None:
     preprocessing = weights.read(tmp_path / "clip").preprocessing
     assert (preprocessing.mean, preprocessing.interpolation) == ((0.1, 0.2, 0.3), "bicubic")
     assert preprocessing.crop == pytest.approx(32 / 36)
+
+
+def test_naflex_keeps_the_aspect_ratio_of_each_image(tmp_path: Path) -> None:
+    reference = make_tower("siglip2")
+    reference.save_pretrained(tmp_path / "naflex")
+    noise = torch.randint(0, 256, (3, 16, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    Image.fromarray(noise.permute(1, 2, 0).numpy()).save(tmp_path / "wide.png")  # 2 by 8 patches, the most allowed
+    predictor = Predictor.load(tmp_path / "naflex", device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # positions are resampled
+        _, features, _ = predictor.embed_files([tmp_path / "wide.png"])
+    pixels = weights.read(tmp_path / "naflex").preprocessing.normalise(noise[None])
+    torch.testing.assert_close(features, reference_features(reference, pixels), atol=1e-4, rtol=0)
 
 
 def test_other_members_of_the_family_are_refused(tmp_path: Path) -> None:

@@ -127,13 +127,19 @@ def test_open_clip_config_states_heads_activation_and_preprocessing(tmp_path: Pa
     vision = {"image_size": 32, "layers": 2, "width": WIDTH, "patch_size": 8, "head_width": WIDTH // HEADS}
     content: dict[str, Any] = {
         "model_cfg": {"embed_dim": 24, "quick_gelu": True, "vision_cfg": vision},
-        "preprocess_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "interpolation": "bilinear"},
+        "preprocess_cfg": {
+            "mean": [0.1, 0.2, 0.3],
+            "std": [0.4, 0.5, 0.6],
+            "interpolation": "bilinear",
+            "resize_mode": "squash",
+        },
     }
     path = tmp_path / "open_clip_config.json"
     path.write_text(json.dumps(content))
     checkpoint = weights.read(tmp_path)
     assert_same_features(checkpoint, tower)
     assert (checkpoint.preprocessing.mean, checkpoint.preprocessing.interpolation) == ((0.1, 0.2, 0.3), "bilinear")
+    assert checkpoint.preprocessing.resize == "stretch"
     content["model_cfg"]["vision_cfg"]["attentional_pool"] = True
     path.write_text(json.dumps(content))
     with pytest.raises(VitralError, match="sets attentional_pool to True"):

@@ -204,6 +204,21 @@ def test_written_preprocessing_gives_the_same_pixels_in_transformers(tmp_path: P
     assert (reference - pixels).abs().mean() < 0.01
 
 
+def test_square_resizing_of_transformers_is_stretching(tmp_path: Path) -> None:
+    make_model("ViTForImageClassification", MLP).save_pretrained(tmp_path / "reference")
+    processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
+    processor.save_pretrained(tmp_path / "reference")
+    checkpoint = weights.read(tmp_path / "reference")
+    assert checkpoint.preprocessing.resize == "stretch"
+    noise = torch.randint(0, 256, (50, 70, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = Image.fromarray(noise.numpy()).resize((140, 100), Image.Resampling.BICUBIC)
+    expected = processor(images=image, return_tensors="pt")["pixel_values"]
+    pixels = checkpoint.preprocessing.normalise(checkpoint.preprocessing.resize_and_crop(image)[None])
+    assert (expected - pixels).abs().max() < 0.02
+    weights.write(checkpoint, tmp_path / "converted", to="transformers")
+    assert weights.read(tmp_path / "converted").preprocessing == checkpoint.preprocessing
+
+
 def test_class_names_are_preserved(tmp_path: Path) -> None:
     names = {k: f"name {k}" for k in range(7)}
     reference = make_model(

@@ -7,7 +7,7 @@ model: it is named as ignored, as are the tensors of the text tower.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -31,7 +31,13 @@ from vitral.weights.reading import (
     incomplete_error,
     infer_config,
 )
-from vitral.weights.transformers_files import ACTIVATIONS, preprocessor_json, read_labels, read_preprocessing
+from vitral.weights.transformers_files import (
+    ACTIVATIONS,
+    pixel_json,
+    preprocessor_json,
+    read_labels,
+    read_preprocessing,
+)
 from vitral.weights.writing import (
     NotRepresentableError,
     exportable_state,
@@ -152,8 +158,10 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         norm_eps=_norm_eps(stored, family, reading),
         position_resampling=family.resampling,
     )
-    if family_name == "siglip2":
-        reading.notes.append(f"NaFlex keeps the aspect ratio of each image; vitral resizes all to {size[0]}×{size[1]}")
+    preprocessing = read_preprocessing(raw.preprocessor_config, config, family.mean_std, "bicubic", reading)
+    if family_name == "siglip2":  # NaFlex keeps the aspect ratio of each image and limits the number of patches
+        preprocessing = replace(preprocessing, resize="native", patch_size=patch, crop=1.0)
+        reading.notes.append(f"NaFlex: images keep their aspect ratio, with at most {math.prod(config.grid)} patches")
     return build_checkpoint(
         "transformers",
         raw,
@@ -161,7 +169,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         unexpected,
         config,
         KEYS.from_vitral,
-        read_preprocessing(raw.preprocessor_config, config, family.mean_std, "bicubic", reading),
+        preprocessing,
         reading,
         classes=read_labels(raw.config),
     )
@@ -298,9 +306,17 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     split_qkv(state)
     json_files = {
         "config.json": _config_json(config, family_name) | {"dtype": str(kernel.dtype).removeprefix("torch.")},
-        "preprocessor_config.json": preprocessor_json(checkpoint.preprocessing, notes),
+        "preprocessor_config.json": _naflex_json(checkpoint)
+        if family_name == "siglip2"
+        else preprocessor_json(checkpoint.preprocessing, notes),
     }
     return ConvertedModel(tensors=KEYS.rename_from_vitral(state), json_files=json_files, notes=notes)
+
+
+def _naflex_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    num_patches, patch_size = math.prod(checkpoint.config.grid), checkpoint.config.patch_size
+    limits = {"max_num_patches": num_patches, "patch_size": patch_size}
+    return {"image_processor_type": "Siglip2ImageProcessor", **limits, **pixel_json(checkpoint.preprocessing)}
 
 
 def _config_json(config: ViTConfig, family_name: str) -> dict[str, Any]:

@@ -51,6 +51,7 @@ IGNORED_KEYS = {
     r"visual\.proj|visual\.head\..*": "the projection to the space of images and texts",
 }
 UNSUPPORTED_SETTINGS = ("attentional_pool", "block_type", "qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn")
+RESIZE_MODES = {"squash": "stretch", "longest": "pad", "shortest": "crop"}
 NORM_EPS, HEAD_WIDTH = 1e-5, 64  # OpenCLIP's defaults
 
 
@@ -106,7 +107,8 @@ def _read_trunk(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     config: dict[str, Any] = {"architecture": name} if name else {}
     stored = _preprocess_cfg(raw).get("stored")
     if stored:
-        config["pretrained_cfg"] = {"crop_pct": 1.0, **stored}
+        mode = {resize: mode for mode, resize in timm.CROP_MODES.items()}.get(stored.pop("resize", ""), "center")
+        config["pretrained_cfg"] = {"crop_pct": 1.0, "crop_mode": mode, **stored}
     elif any("attn_pool" in key for key in tensors):
         config["pretrained_cfg"] = {"mean": HALF[0], "std": HALF[1], "crop_pct": 1.0}
     return timm.to_vitral(RawCheckpoint(source=raw.source, tensors=tensors, config=config, notes=raw.notes), options)
@@ -116,6 +118,8 @@ def _preprocess_cfg(raw: RawCheckpoint) -> dict[str, Any]:
     """Arguments of `Interpretation.preprocessing` from open_clip_config.json."""
     stored = raw.open_clip_config.get("preprocess_cfg") or {}
     fields = {name: stored[name] for name in ("mean", "std", "interpolation") if stored.get(name)}
+    if stored.get("resize_mode") in RESIZE_MODES:
+        fields["resize"] = RESIZE_MODES[stored["resize_mode"]]
     return {"stored": fields, "origin": "open_clip_config.json"} if fields else {}
 
 

@@ -17,8 +17,10 @@ HALF: MeanStd = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 def describe_preprocessing(preprocessing: Preprocessing) -> str:
     """The preprocessing in one line."""
     height, width = preprocessing.image_size
+    crop = f"crop {preprocessing.crop:g} of the shorter side"
+    resize = crop if preprocessing.resize == "crop" else preprocessing.resize
     return (
-        f"{height}×{width}, {preprocessing.interpolation}, crop {preprocessing.crop:g} of the shorter side, "
+        f"{height}×{width}, {preprocessing.interpolation}, {resize}, "
         f"mean {format_values(preprocessing.mean)}, std {format_values(preprocessing.std)}"
     )
 

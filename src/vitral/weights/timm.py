@@ -80,6 +80,7 @@ UNSUPPORTED_ARGS = (
     "scale_attn_inner_norm", "scale_mlp_norm", *timm_eva.UNSUPPORTED_ARGS,
 )  # fmt: skip
 UNUSUAL_HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt": 16}  # by prefix of the architecture name
+CROP_MODES = {"squash": "stretch", "border": "pad"}
 POOLING = {"token": "class", "avg": "mean", "map": "attention"}
 # timm's names of activations
 ACTIVATIONS: dict[str, Activation] = {
@@ -282,17 +283,20 @@ def _read_preprocessing(
     if any(side % config.patch_size for side in input_size):
         input_size = size
     names = {"mean": "mean", "std": "std", "crop": "crop_pct", "interpolation": "interpolation"}
+    crop_mode = stored.get("crop_mode", "center")
+    is_whole = stored.get("crop_pct") == 1  # with a crop, timm stretches or pads to a larger size first
+    resize = {"resize": CROP_MODES[crop_mode]} if is_whole and crop_mode in CROP_MODES else {}
     preprocessing = reading.preprocessing(
         input_size,
         channels,
         mean_std=IMAGENET if has_imagenet_default or stored else HALF,
         crop=0.9,
         interpolation="bicubic",
-        stored={field: stored[name] for field, name in names.items() if stored.get(name)},
+        stored={field: stored[name] for field, name in names.items() if stored.get(name)} | resize,
         origin="config.json",
     )
-    if stored.get("crop_mode", "center") != "center":
-        reading.notes.append(f"timm's crop_mode is {stored['crop_mode']}; vitral uses a centre crop")
+    if crop_mode != "center" and not resize:
+        reading.notes.append(f"timm's crop_mode is {crop_mode}; vitral uses a centre crop")
     return preprocessing
 
 
@@ -390,7 +394,7 @@ def _pretrained_cfg(checkpoint: Checkpoint, num_classes: int) -> dict[str, Any]:
         "fixed_input_size": True,
         "interpolation": preprocessing.interpolation,
         "crop_pct": preprocessing.crop,
-        "crop_mode": {"stretch": "squash", "pad": "border"}.get(preprocessing.resize, "center"),
+        "crop_mode": {resize: mode for mode, resize in CROP_MODES.items()}.get(preprocessing.resize, "center"),
         "mean": list(preprocessing.mean),
         "std": list(preprocessing.std),
         "num_classes": num_classes,

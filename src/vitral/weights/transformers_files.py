@@ -46,9 +46,12 @@ def read_preprocessing(
     crop = crop_fraction(max(input_size), max(resized))
     if any(side % config.patch_size for side in input_size):
         input_size = size
-    settings = {"crop": crop, "mean": stored.get("image_mean"), "std": stored.get("image_std")}
+    is_stretched = "shortest_edge" not in str(stored.get("size")) and not isinstance(stored.get("size"), int)
+    settings: dict[str, Any] = {"crop": crop, "mean": stored.get("image_mean"), "std": stored.get("image_std")}
     if stored.get("do_normalize") is False:
         settings |= {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+    if crop == 1 and (is_stretched or not stored.get("do_center_crop")):
+        settings["resize"] = "stretch"
     resample = stored.get("resample", 2)
     settings["interpolation"] = RESAMPLE.get(resample, f"resample={resample}")
     preprocessing = reading.preprocessing(
@@ -60,8 +63,8 @@ def read_preprocessing(
         stored={name: value for name, value in settings.items() if value is not None},
         origin="preprocessor_config.json",
     )
-    if "shortest_edge" not in str(stored.get("size")):
-        reading.notes.append("transformers resizes to a square; vitral keeps the aspect ratio and crops the centre")
+    if is_stretched and crop < 1:
+        reading.notes.append("transformers resizes to a square before the crop; vitral keeps the aspect ratio")
     return preprocessing
 
 
@@ -77,16 +80,29 @@ def _parse_size(value: Any) -> tuple[int, int] | None:
 
 def preprocessor_json(preprocessing: Preprocessing, notes: list[str]) -> dict[str, Any]:
     height, width = preprocessing.image_size
+    if preprocessing.resize in ("pad", "native"):
+        notes.append(f"transformers has no resizing like {preprocessing.resize}: images are cropped")
+    if preprocessing.resize == "stretch":
+        return {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}} | pixel_json(
+            preprocessing
+        )
     if height != width:
         notes.append("transformers resizes by the shorter side: the crop of non-square images differs slightly")
     return {
         "image_processor_type": "BitImageProcessor",  # keeps the aspect ratio
-        "do_convert_rgb": True,
-        "do_resize": True,
         "size": {"shortest_edge": max(int(height / preprocessing.crop), int(width / preprocessing.crop))},
-        "resample": {name: constant for constant, name in RESAMPLE.items()}[preprocessing.interpolation],
         "do_center_crop": True,
         "crop_size": {"height": height, "width": width},
+        **pixel_json(preprocessing),
+    }
+
+
+def pixel_json(preprocessing: Preprocessing) -> dict[str, Any]:
+    """Fields that all image processors have."""
+    return {
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "resample": {name: constant for constant, name in RESAMPLE.items()}[preprocessing.interpolation],
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
