@@ -159,3 +159,18 @@ def test_tower_from_timm_is_read_as_a_timm_model(tmp_path: Path) -> None:
     x = random_images(32, 32)
     with torch.inference_mode():
         torch.testing.assert_close(checkpoint.build().features(x), trunk(x), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("is_projection", [True, False])
+def test_head_that_timm_makes_of_the_projection_is_not_a_classifier(is_projection: bool, tmp_path: Path) -> None:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": WIDTH, "depth": 1, "num_heads": HEADS, "num_classes": 24}
+    model = randomize_weights(VisionTransformer(**sizes, pre_norm=True, norm_layer=nn.LayerNorm))
+    if is_projection:
+        nn.init.zeros_(model.head.bias)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    config = {"architecture": "vit_base_patch32_clip_224", "model_args": {"num_heads": HEADS, "img_size": 32}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = weights.read(tmp_path)
+    assert checkpoint.headless == is_projection
+    note = "head is CLIP's projection to 24 values, not a classifier: ignored"
+    assert (note in checkpoint.notes) == is_projection

@@ -84,7 +84,7 @@ class ConvertedModel:
 def unsupported_model_error(source: str, reason: str) -> VitralError:
     return VitralError(
         f"vitral does not support the architecture of {source}: {reason}",
-        "Supported are pre-norm Vision Transformers from timm, transformers, torchvision, vit-pytorch "
+        "Supported are pre-norm Vision Transformers from timm, transformers, torchvision, vit-pytorch, OpenCLIP "
         "and Google's repositories",
     )
 

@@ -111,6 +111,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     drop_tensors(raw.tensors, PRETRAINING_KEYS, reading.notes)
     is_eva = any(re.search(r"\.(gamma_[12]|q_bias)$", name) for name in raw.tensors)
     state, unexpected = KEYS.rename_to_vitral(raw.tensors)
+    _drop_clip_projection(name, raw.config, state, reading.notes)
     has_key_bias = not add_zero_key_bias(state)
     fuse_qkv(state)
     check_has_blocks(raw.source, "timm", state, unexpected, KEYS.from_vitral)
@@ -163,6 +164,16 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         variant="distilled" if is_distilled else "late-norm" if is_late_norm else "plain",
         classes=[str(label) for label in label_names] if isinstance(label_names, list) else None,
     )
+
+
+def _drop_clip_projection(name: str, config: dict[str, Any], state: State, notes: list[str]) -> None:
+    """Remove the head of a CLIP tower, which timm makes of the projection: linear, without bias and class names."""
+    bias = state.get("head.out.bias")
+    is_projection = "clip" in name and "label_names" not in config and (bias is None or not bias.any())
+    if is_projection and "head.out.weight" in state:
+        num_outputs = state.pop("head.out.weight").shape[0]
+        state.pop("head.out.bias", None)
+        notes.append(f"head is CLIP's projection to {num_outputs} values, not a classifier: ignored")
 
 
 def _positions(state: State, rope: timm_eva.RopeLayout | None) -> str:
