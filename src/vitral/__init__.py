@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vitral.api import push as push
     from vitral.api import report as report
     from vitral.api import train as train
+    from vitral.cross_validation import cross_validate as cross_validate
     from vitral.errors import VitralError as VitralError
     from vitral.inference.predictor import Predictor as Predictor
     from vitral.models.presets import preset as preset
@@ -53,6 +54,7 @@ _MODULE_OF = {
     "calibrate": "api",
     "compare": "api",
     "compare_models": "api",
+    "cross_validate": "cross_validation",
     "demo": "api",
     "embed": "api",
     "evaluate": "api",

@@ -24,6 +24,7 @@ from rich.console import Console
 from vitral import bundled
 from vitral.data.datasets import Split, load_builtin_dataset
 from vitral.data.files.walk import SkippedFile
+from vitral.data.folds import ALL_FOLDS
 from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
 from vitral.device.cpu import available_cpus, cpu_name
 from vitral.device.select import DeviceOption, Hardware, select_hardware
@@ -36,6 +37,7 @@ from vitral.evaluation.by_task import evaluate_model
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE
 from vitral.evaluation.compare import PairedComparison
 from vitral.evaluation.comparison_images import load_comparison_images
+from vitral.evaluation.cross_validation import PREDICTIONS_FILE, fold_predictions
 from vitral.evaluation.data import SplitName, load_dataset_for, load_eval_target, load_split
 from vitral.evaluation.evaluate import MAX_IMAGES, calibrate_model
 from vitral.evaluation.evaluate import compare_models as compare_targets
@@ -85,6 +87,7 @@ from vitral.runs.run import RUNS, Run, find_model_dir, is_checkpoint, new_run_pa
 from vitral.training.batch_size import resolve_batch_size
 from vitral.training.callbacks import Callback
 from vitral.training.compare_strategies import StrategyComparison, check_comparison, compare_strategies
+from vitral.training.cross_validation import is_cross_validation
 from vitral.training.lr_finder import LRSweep, sweep_lr
 from vitral.training.parallelism import parallel_plan
 from vitral.training.progress import ProgressTable, StatusProgress
@@ -123,6 +126,7 @@ def train(
     exclude: str | Path | None = None,
     allow_leak: bool = False,
     quiet: bool = True,
+    callbacks: Sequence[Callback] = (),
     **overrides: Any,
 ) -> Predictor:
     """Train a ViT in a new run folder, evaluate it on the test set and return it.
@@ -140,6 +144,7 @@ def train(
         exclude: List of files that are not used, such as the one that `vitral doctor --fix-list` writes.
         allow_leak: Do not warn about validation or test images that are copies of training images.
         quiet: Print nothing.
+        callbacks: Receive the events of the training (`vitral.training.callbacks.Callback`).
         overrides: Recipe fields, such as `epochs=3` or `**{"optim.lr": 1e-3}`. A resumed run accepts only
             `vitral.recipes.schema.RESUMABLE_FIELDS`.
     """
@@ -179,7 +184,7 @@ def train(
             console.print(note, soft_wrap=True)
         run = create_or_update_run(world, run, setup, hardware, parallel, out)
         terminal.print_run_summary(console, setup, hardware, parallel, run)
-        return _train_and_evaluate(run, setup, hardware, parallel, console, allow_leak, budget)
+        return _train_and_evaluate(run, setup, hardware, parallel, console, allow_leak, budget, callbacks)
 
 
 def _resolve_recipe(
@@ -212,6 +217,7 @@ def _train_and_evaluate(
     console: Console,
     allow_leak: bool,
     time_budget: TimeBudget | None,
+    callbacks: Sequence[Callback],
 ) -> Predictor:
     """Train in the run folder, or continue there, and evaluate the model."""
     world = hardware.world
@@ -223,7 +229,7 @@ def _train_and_evaluate(
         run,
         hardware,
         parallel=parallel,
-        callbacks=[progress],
+        callbacks=[progress, *callbacks],
         initial_weights=setup.initial_weights,
         base=setup.base,
         time_budget=time_budget,
@@ -325,6 +331,8 @@ def _evaluate_run(
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
     evaluation, logits = evaluate_model(target, tta=setup.recipe.tta)
     callbacks.on_evaluation(evaluation.scalars())
+    if setup.recipe.data.parsed_fold not in (None, ALL_FOLDS) and evaluation.split == "test":
+        world.broadcast_from_rank0(lambda: fold_predictions(target, logits).save(run.path / PREDICTIONS_FILE))
     world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, logits, allow_leak))
     if world.is_rank0:
         is_multilabel = setup.recipe.task_name == "multilabel"
@@ -592,6 +600,8 @@ def default_report_path(model_path: Path) -> Path:
     """report.html next to the model; in the current folder for checkpoints and bundled models."""
     if name := bundled.bundled_name(model_path):
         return Path(f"{name}-report.html")
+    if is_cross_validation(model_path):  # report.html is that of the cross-validation
+        return model_path / "model_report.html"
     return Path("report.html") if is_checkpoint(model_path) else model_path / "report.html"
 
 

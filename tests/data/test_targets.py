@@ -62,7 +62,7 @@ def test_multi_hot_labels_survive_a_round_trip(label_sets: list[set[int]]) -> No
 def test_every_label_gets_its_share_of_a_multi_label_holdout(seed: int) -> None:
     rng = np.random.RandomState(seed)
     labels = (rng.rand(400, 6) < np.array([0.4, 0.3, 0.2, 0.1, 0.08, 0.05])).astype(np.float32)
-    is_validation, is_test = holdout_masks(labels, validation=0.25, test=0.0)
+    is_validation, is_test, _ = holdout_masks(labels, validation=0.25, test=0.0)
     assert not is_test.any()
     assert is_validation.sum() == 100
     shares = labels[is_validation].sum(axis=0) / labels.sum(axis=0)

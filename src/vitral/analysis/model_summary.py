@@ -10,7 +10,7 @@ import torchinfo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from vitral.models.variants import VARIANTS
+from vitral.models.variants import SAVED_VARIANTS
 from vitral.models.vit import ViTConfig
 
 
@@ -38,7 +38,7 @@ def summarise(config: ViTConfig, depth: int = 3, variant: str = "plain") -> Mode
     """Summarise a model; `depth` is the number of module levels in the table."""
     shape = (1, config.channels, *config.image_size)
     with torch.device("meta"):
-        model = VARIANTS[variant](config)
+        model = SAVED_VARIANTS[variant](config)
         table = torchinfo.summary(
             model,
             input_size=shape,
@@ -51,7 +51,7 @@ def summarise(config: ViTConfig, depth: int = 3, variant: str = "plain") -> Mode
             col_width=22,
         )
     with FakeTensorMode():  # unlike the meta device, dispatches to the kernels of a CPU
-        model = VARIANTS[variant](config)
+        model = SAVED_VARIANTS[variant](config)
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # missing in FlopCounterMode
         counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
         saved_bytes: dict[int, int] = {}  # by storage

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vitral.data.files.fingerprints import ImageFingerprints
 from vitral.data.files.workers import ImageLocation
+from vitral.data.folds import ALL_FOLDS, Fold, assign_folds
 from vitral.data.lazy_images import Images
 from vitral.data.preprocess import Preprocessing, to_model_input
 from vitral.data.registry.fetch import check_dataset_name, fetch_files
@@ -44,6 +45,7 @@ class Split:
     is_model_input: bool = False  # whether the images are resized and cropped for the model already
     locations: Sequence[ImageLocation] | None = None  # files, including unreadable ones; None: not read from files
     fingerprints: ImageFingerprints | None = None  # of images that were resized when they were read, if not from files
+    rows: Tensor | None = None  # positions in the dataset before it was split, if not read from files
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -79,10 +81,13 @@ class Dataset:
         return self.load_test()
 
 
-def load_builtin_dataset(name: str, *, validation: float = 0.1, progress: bool = False) -> Dataset:
+def load_builtin_dataset(
+    name: str, *, validation: float = 0.1, fold: Fold | None = None, progress: bool = False
+) -> Dataset:
     """Load a built-in dataset by name, downloading it if necessary.
 
-    `validation` is the fraction of the training images to hold out for validation.
+    `validation` is the fraction of the training images to hold out for validation. With a `fold`, this fold of the
+    training images is the test split, and the official one is not used.
     """
     check_dataset_name(name)
     if not 0 <= validation < 1:
@@ -102,8 +107,14 @@ def load_builtin_dataset(name: str, *, validation: float = 0.1, progress: bool =
         def load_test() -> Split:
             return _to_split(read(fetch_files(name, "test", progress=progress).paths))
 
-    held_out = stratified_holdout(train_all.labels.numpy(), validation, seed=VALIDATION_SEED)
-    train, validation_split = _partition(train_all, held_out)
+    if fold == ALL_FOLDS:
+        validation, fold = 0.0, None
+    masks = holdout_masks(train_all.labels.numpy(), validation=validation, test=0.0, fold=fold)
+    train, validation_split = _partition(train_all, masks.validation)
+    fold_split = None
+    if fold is not None:
+        train = _take(train_all, ~(masks.validation | masks.test))
+        fold_split, source = _take(train_all, masks.test), f"{source}; {fold_text(fold)}"
     return Dataset(
         name=name,
         classes=CLASS_NAMES[name],
@@ -111,8 +122,8 @@ def load_builtin_dataset(name: str, *, validation: float = 0.1, progress: bool =
         validation=validation_split,
         source=source,
         fingerprint=_fingerprint(train_all),
-        load_test=load_test,
-        held_out=("validation",),
+        load_test=load_test if fold_split is None else lambda: fold_split,
+        held_out=("validation",) if fold is None else ("validation", "test"),
     )
 
 
@@ -143,26 +154,52 @@ def stratified_holdout(
     return held_out
 
 
+class HoldoutMasks(NamedTuple):
+    """Masks (N,) of the images that are not used for training."""
+
+    validation: np.ndarray[Any, np.dtype[np.bool_]]
+    test: np.ndarray[Any, np.dtype[np.bool_]]
+    unused: np.ndarray[Any, np.dtype[np.bool_]]  # the test images of a dataset in the runs of its folds
+
+
 def holdout_masks(
     labels: np.ndarray[Any, Any],
     *,
     validation: float,
     test: float,
     groups: np.ndarray[Any, Any] | None = None,
-) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Masks of the images to hold out for validation and for testing. `validation` is a fraction of the other images.
+    fold: Fold | None = None,
+) -> HoldoutMasks:
+    """The images to hold out for validation and for testing. `validation` is a fraction of the other images.
 
     The test images depend on `test` alone, so that models selected on different validation splits stay comparable.
     `labels` are those of any task; each split gets its share of each class or quantile (`label_strata`).
+    With a `fold`, they belong to no fold; the images of this fold take their place. With ALL_FOLDS, no validation
+    images are held out.
     """
-    labels = label_strata(labels)
-    is_test = stratified_holdout(labels, test, seed=TEST_SEED, groups=groups)
-    others = np.flatnonzero(~is_test)
+    strata = label_strata(labels)
+    is_test = stratified_holdout(strata, test, seed=TEST_SEED, groups=groups)
+    is_unused = np.zeros_like(is_test)
+    if fold == ALL_FOLDS:
+        return HoldoutMasks(is_unused, is_test, is_unused)
+    if fold is not None:
+        is_unused, rows = is_test, np.flatnonzero(~is_test)
+        folds = assign_folds(labels[rows], fold.total, groups=None if groups is None else groups[rows])
+        is_test = np.zeros_like(is_unused)
+        is_test[rows] = folds == fold.number - 1
+    others = np.flatnonzero(~(is_test | is_unused))
     is_validation = np.zeros_like(is_test)
     is_validation[others] = stratified_holdout(
-        labels[others], validation, seed=VALIDATION_SEED, groups=None if groups is None else groups[others]
+        strata[others], validation, seed=VALIDATION_SEED, groups=None if groups is None else groups[others]
     )
-    return is_validation, is_test
+    return HoldoutMasks(is_validation, is_test, is_unused)
+
+
+def fold_text(fold: Fold) -> str:
+    """What a dataset says about its splits in the run of a fold."""
+    if fold == ALL_FOLDS:
+        return "trained on all folds"
+    return f"tested on fold {fold.number} of {fold.total}"
 
 
 def _hold_out_groups(
@@ -186,11 +223,12 @@ def _hold_out_groups(
 
 def _partition(split: Split, held_out: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[Split, Split]:
     """(not held out, held out), each in the original order."""
-    remaining, chosen = (torch.from_numpy(np.flatnonzero(mask)) for mask in (~held_out, held_out))
-    return (
-        Split(images=split.images[remaining], labels=split.labels[remaining]),
-        Split(images=split.images[chosen], labels=split.labels[chosen]),
-    )
+    return _take(split, ~held_out), _take(split, held_out)
+
+
+def _take(split: Split, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> Split:
+    rows = torch.from_numpy(np.flatnonzero(mask))
+    return Split(images=split.images[rows], labels=split.labels[rows], rows=rows)
 
 
 def _fingerprint(split: Split) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.datasets import Dataset, Split, holdout_masks
+from vitral.data.datasets import Dataset, Split, fold_text, holdout_masks
 from vitral.data.decode import ImageDecodeError, decode_pixels
 from vitral.data.files.duplicates import connected_groups, near_duplicate_pairs
 from vitral.data.files.file_dataset import ReadOptions, storage_preprocessing
@@ -39,6 +39,7 @@ from vitral.data.files.unreadable import (
     replacement_for,
     warn_unreadable,
 )
+from vitral.data.folds import ALL_FOLDS, Fold
 from vitral.data.lazy_images import Images, LazyImages, SubsetImages
 from vitral.data.names import SEQUENCE_PREFIX
 from vitral.data.pixels import ArrayLayout
@@ -100,6 +101,7 @@ def load_sequence(
     *,
     validation: float,
     test_split: float = 0.0,
+    fold: Fold | None = None,
     read_options: ReadOptions,
     label_options: LabelOptions = DETECT_LABELS,
     progress: bool = False,
@@ -145,8 +147,8 @@ def load_sequence(
         )
         digest = hashlib.sha256(b"by labels")  # hashing the pixels would mean reading all images
     digest.update(repr((classes, stored)).encode() + labels.tobytes())
-    is_validation, is_test = holdout_masks(labels, validation=validation, test=test_split, groups=groups)
-    train = _select(images, labels, fingerprints, ~(is_validation | is_test))
+    masks = holdout_masks(labels, validation=validation, test=test_split, groups=groups, fold=fold)
+    train = _select(images, labels, fingerprints, ~(masks.validation | masks.test | masks.unused))
     inputs: Images | SequenceImages = images
     if stored.image_size != preprocessing.image_size or stored.resize == "native":
         # Crop held-out images from the originals, as predictions do; native training images are in buckets.
@@ -154,15 +156,17 @@ def load_sequence(
     in_memory = not isinstance(images, LazyImages) or stored.has_variable_sizes
     validation_part, test_part = (
         _model_input(_select(inputs, labels, fingerprints, mask), preprocessing, in_memory=in_memory)
-        for mask in (is_validation, is_test)
+        for mask in (masks.validation, masks.test)
     )
     held_out = [f"{test_split:.0%} held out for testing"] * (test_split > 0)
+    held_out += [] if fold is None else [fold_text(fold)]
+    held_out += [f"{validation:.0%} held out for validation"] * (fold != ALL_FOLDS)
     return Dataset(
         name=sequence_name(data),
         classes=classes,
         train=train,
         validation=validation_part,
-        source="; ".join(filter(None, [*held_out, f"{validation:.0%} held out for validation", note])),
+        source="; ".join(filter(None, [*held_out, note])),
         fingerprint=digest.hexdigest()[:16],
         load_test=lambda: test_part,
         held_out=("validation", "test"),
@@ -178,7 +182,8 @@ def _select(
 ) -> Split:
     rows = torch.from_numpy(np.flatnonzero(mask))
     selected = None if fingerprints is None else fingerprints[rows.numpy()]
-    return Split(images=select_rows(images, rows), labels=torch.from_numpy(labels)[rows], fingerprints=selected)
+    own_labels = torch.from_numpy(labels)[rows]
+    return Split(images=select_rows(images, rows), labels=own_labels, fingerprints=selected, rows=rows)
 
 
 def _model_input(split: Split, preprocessing: Preprocessing, in_memory: bool) -> Split:

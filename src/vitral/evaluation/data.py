@@ -225,7 +225,8 @@ def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None) -> 
         check_single_label(name, label_options)
         if recipe is None:
             return load_builtin_dataset(name)
-        return load_builtin_dataset(name, validation=recipe.data.validation)
+        fold = recipe.data.parsed_fold if name == recipe.data.name else None
+        return load_builtin_dataset(name, validation=recipe.data.validation, fold=fold)
     if name.startswith(SEQUENCE_PREFIX) or is_packed(Path(name)):
         return load_file_dataset(name, preprocessing)
     if recipe is None:
@@ -238,6 +239,7 @@ def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None) -> 
         test_split=recipe.data.test_split if is_own_data else 0.0,
         exclude=recipe.data.exclude if is_own_data else (),
         label_options=label_options,
+        fold=recipe.data.parsed_fold if is_own_data else None,
     )
     return dataset_from_listing(listing, predictor, recipe.data.read_options.unreadable)
 

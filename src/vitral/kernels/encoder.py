@@ -35,8 +35,11 @@ MAX_WIDTH = 4096  # a program holds whole rows of tokens
 
 def unsupported_architecture(model: ViT, fp8: bool = False, training: bool = True) -> str | None:
     """The first property of the model that the fused encoder does not support, or None."""
-    encoder, cls = model.encoder, type(model)
-    if (cls.forward, cls.features, cls.pool, type(encoder)) != (ViT.forward, ViT.features, ViT.pool, Encoder):
+    cls = type(model)
+    if (cls.forward, cls.features, cls.pool) != (ViT.forward, ViT.features, ViT.pool):
+        return "the model overrides the forward pass of ViT"
+    encoder = model.encoder
+    if type(encoder) is not Encoder:
         return "the model overrides the forward pass of ViT"
     if not isinstance(encoder.norm, nn.LayerNorm):
         return "the final norm is not a LayerNorm"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vitral.models.variants import VARIANTS
+from vitral.models.variants import SAVED_VARIANTS
 from vitral.models.vit import ViT, ViTConfig
 
 INIT_FUNCTIONS = ("uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_")
@@ -34,7 +34,7 @@ class _SkipInit(TorchFunctionMode):
 def build_uninitialized(variant: str, config: ViTConfig) -> ViT:
     """The model with uninitialized parameters."""
     with _SkipInit():
-        return VARIANTS[variant](config)
+        return SAVED_VARIANTS[variant](config)
 
 
 def meta_state_dict(variant: str, config: ViTConfig) -> dict[str, Tensor]:

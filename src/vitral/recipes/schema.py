@@ -16,6 +16,7 @@ import tomli_w
 
 from vitral.data.augment import AugmentConfig
 from vitral.data.files.file_dataset import ReadOptions
+from vitral.data.folds import Fold, parse_fold
 from vitral.data.geometry import Resize
 from vitral.data.loader import Sampling
 from vitral.data.pixels import ArrayLayout, PixelTypeOption
@@ -67,6 +68,7 @@ class DataConfig:
     name: str  # built-in dataset, folder, CSV list or shard pattern
     validation: float = 0.1  # fraction of the training set to hold out for validation
     test_split: float = 0.0  # fraction to hold out as a test split, from data without one
+    fold: str = ""  # fold to leave out and test on: 2/5 is the second of five; all: train on all folds; see --folds
     mean: tuple[float, ...] | None = None  # per-channel mean in [0, 1]; computed from the training set if omitted
     std: tuple[float, ...] | None = None  # per-channel standard deviation; computed from the training set if omitted
     resize: Resize = "crop"  # aspect ratio: crop the centre, pad with the mean colour, stretch, or native patch grids
@@ -86,11 +88,16 @@ class DataConfig:
         for name in ("validation", "test_split"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"data.{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        self.parsed_fold  # noqa: B018 - validates it
         self.read_options  # noqa: B018 - validates the fields it is made of
         names = tuple(name.strip() for item in self.targets for name in item.split(","))  # age,weight on a command line
         object.__setattr__(self, "targets", names)
         if not all(names) or len(set(names)) < len(names):
             raise ValueError(f"data.targets must be different names of columns, got {', '.join(map(repr, names))}")
+
+    @property
+    def parsed_fold(self) -> Fold | None:
+        return parse_fold(self.fold)
 
     @property
     def read_options(self) -> ReadOptions:

@@ -23,7 +23,7 @@ from vitral.errors import VitralError, error_reason
 from vitral.models.calibration import Calibration
 from vitral.models.target_scaling import TargetScaling
 from vitral.models.uninitialized import build_uninitialized, meta_state_dict
-from vitral.models.variants import check_variant, config_class, upgrade_architecture
+from vitral.models.variants import SAVED_VARIANTS, check_variant, config_class, upgrade_architecture
 from vitral.models.vit import ViT, ViTConfig, check_divisible
 from vitral.runs.run import RUN_FORMAT, find_model_dir, format_error, read_error_guard
 from vitral.utils.atomic import atomic_write
@@ -43,7 +43,7 @@ class ModelConfig:
     classes: tuple[str, ...]  # names of the classes, or of the targets of a regression, in the order of the outputs
     trained_on: str  # name of the dataset
     epoch: int  # epoch of these weights, the one with the best validation result
-    variant: str = "plain"  # name in vitral.models.variants.VARIANTS
+    variant: str = "plain"  # name in vitral.models.variants.SAVED_VARIANTS
     calibration: Calibration = field(default_factory=Calibration)
     task: TaskName = "classification"  # what the outputs are: one class, independent labels, or values
     target_scaling: TargetScaling | None = None  # of a regression: its outputs are standardised values
@@ -71,7 +71,7 @@ class ModelConfig:
                 f"classes has {len(self.classes)} names, but architecture.num_classes is "
                 f"{self.architecture.num_classes}"
             )
-        check_variant(self.variant, self.architecture)
+        check_variant(self.variant, self.architecture, tuple(SAVED_VARIANTS))
         if self.preprocessing.channels != self.architecture.channels:
             raise ValueError(
                 f"preprocessing.channels is {self.preprocessing.channels}, but architecture.channels is "

@@ -27,6 +27,7 @@ from vitral.data.files.file_dataset import (
     storage_preprocessing,
 )
 from vitral.data.files.folders import check_single_label
+from vitral.data.files.listing import DatasetListing
 from vitral.data.files.packed import is_packed, read_index
 from vitral.data.files.pixel_formats import detect_listing_pixels, packed_pixels
 from vitral.data.loader import Loader, to_device_if_fits, training_images
@@ -85,7 +86,9 @@ def resolve_recipe(
 
 def with_dataset(recipe: Recipe, data: str) -> Recipe:
     """Use a recipe for another dataset. A built-in one sets channels and, if patches divide it, the image size."""
-    recipe = replace(recipe, data=replace(recipe.data, name=data, mean=None, std=None, exclude=(), dtype="auto"))
+    recipe = replace(
+        recipe, data=replace(recipe.data, name=data, fold="", mean=None, std=None, exclude=(), dtype="auto")
+    )
     if is_file_dataset(data):
         return recipe
     check_dataset_name(data)
@@ -264,7 +267,7 @@ def load_training_data(
         if data.test_split:
             raise VitralError(f"{data.name} has a test split of its own", "Omit --test-split")
         check_single_label(data.name, recipe.label_options)
-        dataset = load_builtin_dataset(data.name, validation=data.validation, progress=progress)
+        dataset = load_builtin_dataset(data.name, validation=data.validation, fold=data.parsed_fold, progress=progress)
         if Path(recipe.data.name).is_dir():
             dataset = replace(
                 dataset, source=f"{dataset.source}; write ./{recipe.data.name} for the folder of that name"
@@ -286,7 +289,7 @@ def _load_images(recipe: Recipe, progress: bool, items: ItemSequence | None) -> 
     """Detect the pixel format of files or of a sequence, then load them for the recipe with that format."""
     data = recipe.data
     options: dict[str, Any] = {name: getattr(data, name) for name in ("validation", "test_split", "read_options")}
-    options["label_options"] = recipe.label_options
+    options |= {"label_options": recipe.label_options, "fold": data.parsed_fold}
     load_images: Callable[..., Dataset]
     if items is not None:
         detected, load_images = detect_sequence_pixels(items, data.layout), partial(load_sequence, items, **options)
@@ -294,13 +297,20 @@ def _load_images(recipe: Recipe, progress: bool, items: ItemSequence | None) -> 
         detected = packed_pixels(Path(data.name))
         load_images = partial(load_file_dataset, data.name, exclude=data.exclude, **options)
     else:
-        label_options = recipe.label_options
-        listing = list_images(data.name, data.validation, progress, data.test_split, data.exclude, label_options)
+        listing = list_recipe_images(recipe, progress)
         detected = detect_listing_pixels(listing, data.layout)
         load_images = partial(read_listing, listing, read_options=data.read_options)
     recipe, notes = with_pixel_format(recipe, detected.format)
     dataset = load_images(make_preprocessing(with_placeholder_stats(recipe)), progress=progress)
     return dataset, recipe, notes if detected.note is None else (detected.note, *notes)
+
+
+def list_recipe_images(recipe: Recipe, progress: bool = False) -> DatasetListing:
+    """List the image files of a recipe, with its splits."""
+    data = recipe.data
+    return list_images(
+        data.name, data.validation, progress, data.test_split, data.exclude, recipe.label_options, data.parsed_fold
+    )
 
 
 def pack_dataset(recipe: Recipe, out: Path | None = None, progress: bool = False) -> tuple[Path, Dataset]:
@@ -309,9 +319,8 @@ def pack_dataset(recipe: Recipe, out: Path | None = None, progress: bool = False
         raise VitralError(
             f"{recipe.data.name} is a built-in dataset and needs no packing", "Use: vitral data pack FOLDER"
         )
-    data = recipe.data
-    listing = list_images(data.name, data.validation, progress, data.test_split, data.exclude, recipe.label_options)
-    recipe, _ = with_pixel_format(recipe, detect_listing_pixels(listing, data.layout).format)
+    listing = list_recipe_images(recipe, progress)
+    recipe, _ = with_pixel_format(recipe, detect_listing_pixels(listing, recipe.data.layout).format)
     preprocessing = make_preprocessing(with_placeholder_stats(recipe))
     folder, index = pack_location(listing, storage_preprocessing(preprocessing))
     if out is not None:

@@ -476,7 +476,7 @@ def check_splits(recipe: Recipe, dataset: Dataset) -> None:
     """Refuse a dataset without training images, or without the validation images that the recipe needs."""
     for name, split, is_needed in (
         ("training", dataset.train, True),
-        ("validation", dataset.validation, recipe.data.validation > 0),
+        ("validation", dataset.validation, recipe.data.validation > 0 and recipe.data.fold != "all"),
     ):
         if is_needed and not len(split):
             raise VitralError(f"{dataset.name} has no {name} images", "Change --data.validation")

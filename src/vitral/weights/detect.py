@@ -47,6 +47,11 @@ SIGNATURES = {
 
 
 def detect_format(raw: RawCheckpoint) -> str:
+    if any(name.startswith("members.0.") for name in raw.tensors):
+        raise VitralError(
+            f"{raw.source} is an ensemble, and this needs a single model",
+            "Pass one of its models instead, such as the folder fold-1 of the cross-validation",
+        )
     signatures = {name: re.compile(pattern) for name, pattern in SIGNATURES.items()}
     detected = next(
         (name for name, pattern in signatures.items() if any(map(pattern.fullmatch, raw.tensors))),

@@ -50,8 +50,9 @@ def test_the_test_images_do_not_depend_on_the_validation_split(photos: Path) -> 
 
 def test_without_a_test_split_the_validation_images_are_the_same_as_before(photos: Path) -> None:
     labels = np.repeat([0, 1], 20)
-    is_validation, is_test = holdout_masks(labels, validation=0.15, test=0.0)
+    is_validation, is_test, is_unused = holdout_masks(labels, validation=0.15, test=0.0)
     assert not is_test.any()
+    assert not is_unused.any()
     assert np.array_equal(is_validation, stratified_holdout(labels, 0.15, seed=2010_11929))
 
 

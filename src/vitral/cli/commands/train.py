@@ -19,6 +19,7 @@ from vitral.utils.json_toml import dump_json
 
 COMMON = "Common flags"
 COMPARE = "Comparison of training strategies"
+FOLDS = "Cross-validation"
 COMMON_FIELDS = ("init_from", "tune", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
 # Fields that are set by other flags: DATA, --test-split, --resize, --exclude, --batch-size auto, --heads and the like
 OTHER_FLAGS = ("data.name", "data.test_split", "data.resize", "data.exclude", "auto_batch_size", "init_options.")
@@ -83,7 +84,13 @@ class TrainArgs:
         False, "train from scratch, as a linear probe and fine-tuned, and recommend one of them", group=COMPARE
     )
     seeds: int | None = option(None, "runs per strategy (default: 3)", group=COMPARE)
-    json: bool = option(False, "print the comparison as JSON", group=COMPARE)
+    json: bool = option(False, "print the comparison or the cross-validation as JSON", group=COMPARE)
+    folds: int | None = option(None, "cross-validate with this number of folds, for small datasets: 5", group=FOLDS)
+    fold_model: Literal["refit", "ensemble"] | None = option(
+        None,
+        "the model: refit trains again on all images (default), ensemble averages the models of the folds",
+        group=FOLDS,
+    )
 
 
 def train(args: TrainArgs) -> int:
@@ -92,10 +99,11 @@ def train(args: TrainArgs) -> int:
     if args.resume is None:
         init_from = args.overrides.get("init_from")
         check_inputs(None if init_from in ("", AUTO) else init_from, data=args.data, recipe=args.recipe)
-    elif args == TrainArgs(resume=args.resume):
+    elif args == TrainArgs(resume=args.resume) and not is_cross_validation(args.resume):
         from vitral.runs.run import Run
 
         Run.open(args.resume)
+    check_fold_flags(args)
     from vitral import api
 
     data_fields = {"data.test_split": args.test_split, "data.resize": args.resize}
@@ -103,6 +111,8 @@ def train(args: TrainArgs) -> int:
     args = replace(args, overrides={**args.overrides, **given})
     if args.resume is not None:
         check_resume_flags(args)
+        if is_cross_validation(args.resume):
+            return print_cross_validation(args, {"resume": args.resume})
         api.train(resume=args.resume, allow_leak=args.allow_leak, quiet=False, **args.overrides)
         return 0
     if args.checkpoint and "init_from" not in args.overrides:
@@ -124,6 +134,8 @@ def train(args: TrainArgs) -> int:
     if args.find_lr:
         return print_lr_sweep(args, start)
     start |= {"exclude": args.exclude, "allow_leak": args.allow_leak}
+    if args.folds is not None:
+        return print_cross_validation(args, {**start, "folds": args.folds, "fold_model": args.fold_model or "refit"})
     if not args.compare:
         api.train(args.data, quiet=False, **start, **args.overrides)
         return 0
@@ -147,6 +159,35 @@ def check_tune_flag(tune: str) -> None:
         check_tune(tune)
     except ValueError as error:
         raise VitralError(f"--{error}", "For example: --tune lora, or --tune last-2 for the last two blocks") from None
+
+
+def is_cross_validation(folder: Path) -> bool:
+    """Whether a folder belongs to `--folds`; the file is that of vitral.training.cross_validation."""
+    return (folder / "folds.json").is_file()
+
+
+def check_fold_flags(args: TrainArgs) -> None:
+    """Refuse flags that do not go together with --folds."""
+    if args.folds is None:
+        if args.fold_model is not None:
+            raise VitralError("--fold-model is the model of a cross-validation", "Add --folds 5")
+        return
+    if args.folds < 2:
+        raise VitralError(f"expected at least 2 folds, got {args.folds}", "Five or ten are usual: --folds 5")
+    for name in ("compare", "find_lr", "resume"):
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            hint = "A resumed cross-validation keeps its folds" if name == "resume" else "Use one of them"
+            raise VitralError(f"--folds and {flag} exclude each other", hint)
+
+
+def print_cross_validation(args: TrainArgs, start: Mapping[str, Any]) -> int:
+    from vitral.cross_validation import cross_validate
+
+    result = cross_validate(args.data, quiet=args.json, **{"allow_leak": args.allow_leak, **start}, **args.overrides)
+    if args.json:
+        print(dump_json(result.as_dict()))
+    return 0
 
 
 def print_lr_sweep(args: TrainArgs, start: Mapping[str, Any]) -> int:

@@ -31,6 +31,7 @@ from vitral.data.files.packed import (
 )
 from vitral.data.files.shards import list_shards
 from vitral.data.files.stream import StreamedImages
+from vitral.data.folds import Fold
 from vitral.data.lazy_images import Images, MappedImages
 from vitral.data.names import SEQUENCE_PREFIX, is_shard_pattern
 from vitral.data.preprocess import Preprocessing, to_model_input
@@ -66,6 +67,7 @@ def load_file_dataset(
     validation: float = 0.15,
     test_split: float = 0.0,
     exclude: Sequence[str] = (),
+    fold: Fold | None = None,
     read_options: ReadOptions | None = None,
     label_options: LabelOptions = DETECT_LABELS,
     progress: bool = False,
@@ -85,9 +87,11 @@ def load_file_dataset(
             raise VitralError(f"{path} is packed, so its splits are fixed", "Use --test-split with the original images")
         if exclude:
             raise VitralError(f"--exclude names files, but {path} is packed", "Pack the folder again without them")
+        if fold:
+            raise VitralError(f"{path} is packed, so its splits are fixed", "Use --folds with the original images")
         return read_packed(Path(path), preprocessing)
     return read_listing(
-        list_images(path, validation, progress, test_split, exclude, label_options),
+        list_images(path, validation, progress, test_split, exclude, label_options, fold),
         preprocessing,
         read_options or ReadOptions(),
         progress=progress,
@@ -101,14 +105,15 @@ def list_images(
     test_split: float = 0.0,
     exclude: Sequence[str] = (),
     label_options: LabelOptions = DETECT_LABELS,
+    fold: Fold | None = None,
 ) -> DatasetListing:
     """List the images of class folders, a CSV file or shards, without those in `exclude` (exclude.py)."""
     if not is_shard_pattern(str(path)):
-        return list_folder(Path(path), validation, progress, test_split, exclude, label_options)
+        return list_folder(Path(path), validation, progress, test_split, exclude, label_options, fold)
     if exclude:
         raise VitralError(f"--exclude names files, but {path} are shards", "Write the shards without these images")
     check_single_label(str(path), label_options)
-    return list_shards(str(path), validation, test_split)
+    return list_shards(str(path), validation, test_split, fold)
 
 
 def storage_preprocessing(preprocessing: Preprocessing) -> Preprocessing:

@@ -22,10 +22,18 @@ from vitral.data.files.checked_json import read_cached_json, write_checked_json
 from vitral.data.files.csv_list import CsvList, LabelledFiles, read_csv_list
 from vitral.data.files.duplicates import duplicate_groups
 from vitral.data.files.exclude import exclude_files
-from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_splits, make_listing, needs_holdout
+from vitral.data.files.listing import (
+    SPLIT_NAMES,
+    DatasetListing,
+    hold_out_splits,
+    make_listing,
+    merge_validation,
+    needs_holdout,
+)
 from vitral.data.files.packed import fingerprint
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason, irregular_file_kind, iter_images
 from vitral.data.files.workers import ImageLocation
+from vitral.data.folds import Fold
 from vitral.data.names import LAYOUT_HINT
 from vitral.data.progress_bars import progress_bars
 from vitral.data.registry.cache import cache_dir
@@ -40,10 +48,12 @@ def list_folder(
     test_split: float = 0.0,
     exclude: Sequence[str] = (),
     label_options: LabelOptions = DETECT_LABELS,
+    fold: Fold | None = None,
 ) -> DatasetListing:
     """List the images of a folder or CSV file, without those in `exclude`. `label_options` apply to a CSV file.
 
     Without a validation split, the fraction `validation` is held out; without a test split, the fraction `test_split`.
+    With a `fold` of the training and validation images, its images are the test split.
     """
     if not path.exists():
         raise VitralError(f"no folder or list named {path}", LAYOUT_HINT)
@@ -68,10 +78,12 @@ def list_folder(
         task=labelled.task,
         classes=labelled.classes,
     )
+    if fold is not None:
+        listing = merge_validation(listing)
     if not needs_holdout(listing, test_split):
         return listing
     groups = _cached_duplicate_groups([Path(location.path) for location, _ in listing.splits["train"]], progress)
-    return hold_out_splits(listing, validation, groups, test_split)
+    return hold_out_splits(listing, validation, groups, test_split, fold)
 
 
 def check_single_label(name: str, options: LabelOptions) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from vitral.data.classes import class_index_map
-from vitral.data.datasets import holdout_masks
+from vitral.data.datasets import fold_text, holdout_masks
 from vitral.data.files.workers import ImageLocation
+from vitral.data.folds import ALL_FOLDS, Fold
 from vitral.data.targets import LabelValue, TaskName, labels_array
 from vitral.errors import VitralError, did_you_mean, truncate_list
 
@@ -110,30 +111,44 @@ def needs_holdout(listing: DatasetListing, test_split: float) -> bool:
     return not listing.splits["validation"] or test_split > 0
 
 
+def merge_validation(listing: DatasetListing) -> DatasetListing:
+    """Make the validation images training images, before all of them are divided into folds."""
+    merged = [*listing.splits["train"], *listing.splits["validation"]]
+    return replace(listing, splits={**listing.splits, "train": merged, "validation": []})
+
+
 def hold_out_splits(
-    listing: DatasetListing, validation: float, groups: np.ndarray[Any, Any] | None, test_split: float = 0.0
+    listing: DatasetListing,
+    validation: float,
+    groups: np.ndarray[Any, Any] | None,
+    test_split: float = 0.0,
+    fold: Fold | None = None,
 ) -> DatasetListing:
     """Move stratified fractions of the training images to test and, unless there is a validation split, to validation.
 
-    Copies of one image have the same number in `groups` and stay in one split. None: copies were not detected.
+    Copies of one image have the same number in `groups` and stay in one split. None: copies were not detected. With a
+    `fold`, its images become the test split, and test images, given or held out, are not used.
     """
     train = listing.splits["train"]
     labels = listing.labels("train")
     if has_validation := bool(listing.splits["validation"]):
         validation = 0.0
-    is_validation, is_test = holdout_masks(labels, validation=validation, test=test_split, groups=groups)
+    masks = holdout_masks(labels, validation=validation, test=test_split, groups=groups, fold=fold)
     held_out = [f"{test_split:.0%} held out for testing"] * (test_split > 0)
-    held_out += [f"{validation:.0%} held out for validation"] * (not has_validation)
+    held_out += [] if fold is None else [fold_text(fold)]
+    held_out += [f"{validation:.0%} held out for validation"] * (not has_validation and fold != ALL_FOLDS)
     source = ", ".join([listing.source, *held_out])
     num_copies = 0 if groups is None else len(groups) - len(np.unique(groups))
     if num_copies:
         source += f", {num_copies:,} near-duplicate{'s' if num_copies > 1 else ''} kept in one split"
     splits = {split: list(items) for split, items in listing.splits.items()} | {"train": []}
-    for item, for_validation, for_test in zip(train, is_validation, is_test, strict=True):
-        splits["validation" if for_validation else "test" if for_test else "train"].append(item)
+    splits |= {} if fold in (None, ALL_FOLDS) else {"test": []}
+    for item, for_validation, for_test, is_unused in zip(train, *masks, strict=True):
+        if not is_unused:
+            splits["validation" if for_validation else "test" if for_test else "train"].append(item)
     single = _single_image_classes(listing.classes, labels) if listing.task != "regression" else []
     notes = (*listing.notes, _single_image_note(single)) if single and (validation or test_split) else listing.notes
-    names = ("test",) * (test_split > 0) + ("validation",) * (not has_validation)
+    names = ("test",) * (test_split > 0 or fold not in (None, ALL_FOLDS)) + ("validation",) * (not has_validation)
     return replace(listing, splits=splits, source=source, notes=notes, held_out=names)
 
 

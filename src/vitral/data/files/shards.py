@@ -29,11 +29,13 @@ from vitral.data.files.listing import (
     NamedLocation,
     hold_out_splits,
     make_listing,
+    merge_validation,
     needs_holdout,
 )
 from vitral.data.files.remote import MAX_IMAGE_BYTES, is_url, open_url, read_range, url_version
 from vitral.data.files.walk import IMAGE_SUFFIXES
 from vitral.data.files.workers import ImageLocation
+from vitral.data.folds import Fold
 from vitral.data.registry.cache import cache_dir
 from vitral.errors import VitralError
 from vitral.utils.json_toml import parse_json
@@ -46,11 +48,11 @@ LABEL_HINT = "Each image needs a label: a .cls, .txt or .json member with the na
 ShardEntry = tuple[int, int, str]  # offset, size and label of an image
 
 
-def list_shards(pattern: str, validation: float, test_split: float = 0.0) -> DatasetListing:
+def list_shards(pattern: str, validation: float, test_split: float = 0.0, fold: Fold | None = None) -> DatasetListing:
     """List the images in the shards that match `pattern`.
 
     Splits come from the names of the shards. Without a validation split, the fraction `validation` is held out;
-    without a test split, the fraction `test_split`.
+    without a test split, the fraction `test_split`. With a `fold`, its images are the test split.
     """
     shards = expand_pattern(pattern)
     versions = [url_version(shard) if is_url(shard) else _file_version(Path(shard)) for shard in shards]
@@ -60,12 +62,14 @@ def list_shards(pattern: str, validation: float, test_split: float = 0.0) -> Dat
         images[split] += [(ImageLocation(shard, offset, size), label) for offset, size, label in entries]
     source = f"from {len(shards):,} shard{'s' if len(shards) > 1 else ''}"
     listing = make_listing(pattern, images, source=source, hint=LABEL_HINT, state=versions, class_key=_numbers_first)
+    if fold is not None:
+        listing = merge_validation(listing)
     if not needs_holdout(listing, test_split):
         return listing
     if not any(map(is_url, shards)):
         groups = _duplicate_groups([location for location, _ in listing.splits["train"]])
-        return hold_out_splits(listing, validation, groups, test_split)
-    listing = hold_out_splits(listing, validation, None, test_split)
+        return hold_out_splits(listing, validation, groups, test_split, fold)
+    listing = hold_out_splits(listing, validation, None, test_split, fold)
     return replace(listing, source=f"{listing.source}, near-duplicates not detected in remote shards")
 
 

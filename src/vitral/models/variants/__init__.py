@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from vitral.errors import unknown_name_error
 from vitral.models.presets import PRESETS, preset
 from vitral.models.variants.class_and_mean import ClassAndMeanViT
 from vitral.models.variants.distilled import DistilledViT
+from vitral.models.variants.ensemble import EnsembleConfig, EnsembleViT
 from vitral.models.variants.hybrid import HYBRIDS, HybridConfig, HybridViT, hybrid_preset
 from vitral.models.variants.late_norm import LateNormViT
 from vitral.models.variants.patch_norm import PatchNormViT
@@ -22,6 +23,7 @@ VARIANTS: dict[str, type[ViT]] = {
     "class-and-mean": ClassAndMeanViT,
     "hybrid": HybridViT,
 }
+SAVED_VARIANTS: dict[str, type[ViT]] = {**VARIANTS, "ensemble": EnsembleViT}  # of model folders; not all can be trained
 # Checks of the variants that support only some options of ViTConfig; they raise ValueError.
 CONFIG_CHECKS: dict[str, Callable[[ViTConfig], None]] = {
     "distilled": DistilledViT.check_config,
@@ -29,7 +31,7 @@ CONFIG_CHECKS: dict[str, Callable[[ViTConfig], None]] = {
     "class-and-mean": ClassAndMeanViT.check_config,
 }
 # Configuration classes of the variants with fields of their own; the others use ViTConfig.
-VARIANT_CONFIGS: dict[str, type[ViTConfig]] = {"hybrid": HybridConfig}
+VARIANT_CONFIGS: dict[str, type[ViTConfig]] = {"hybrid": HybridConfig, "ensemble": EnsembleConfig}
 
 
 def config_class(variant: Any) -> type[ViTConfig]:
@@ -45,10 +47,10 @@ def upgrade_architecture(fields: Any) -> Any:
     return {**{name: value for name, value in fields.items() if name != "gelu"}, "activation": activation}
 
 
-def check_variant(variant: str, config: ViTConfig) -> None:
-    """Raise ValueError if the variant does not exist or does not support `config`."""
-    if variant not in VARIANTS:
-        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
+def check_variant(variant: str, config: ViTConfig, known: Collection[str] = tuple(VARIANTS)) -> None:
+    """Raise ValueError if the variant is not one of the `known` ones or does not support `config`."""
+    if variant not in known:
+        raise ValueError(f"variant must be one of {', '.join(known)}, got {variant!r}")
     expected, actual = config_class(variant).__name__, type(config).__name__
     if expected != actual:
         presets = f"; use a hybrid preset: {', '.join(HYBRIDS)}" if variant == "hybrid" else ""
@@ -67,5 +69,5 @@ def resolve_preset(name: str, **overrides: Any) -> tuple[str, ViTConfig]:
 
 
 def variant_name(model: ViT) -> str:
-    """The name of this model's class in `VARIANTS`."""
-    return next(name for name, kind in VARIANTS.items() if type(model) is kind)
+    """The name of this model's class in `SAVED_VARIANTS`."""
+    return next(name for name, kind in SAVED_VARIANTS.items() if type(model) is kind)

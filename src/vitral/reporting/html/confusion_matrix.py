@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vitral.evaluation.metrics import Metrics
 from vitral.reporting.figures.images import to_rgb
 from vitral.reporting.figures.style import Array
 from vitral.reporting.html.gallery import image_data_uri, is_pixelated
@@ -63,10 +64,10 @@ class ConfusionExamples:
         cells = {name: examples for name, examples in cells.items() if examples}
         return cls(classes=classes, images=selected, cells=cells, pixelated=is_pixelated(images))
 
-    def to_dict(self, data: ReportData) -> dict[str, Any]:
+    def to_dict(self, evaluation: Metrics) -> dict[str, Any]:
         """The data that report.js needs."""
-        counts_KK = np.array(data.evaluation.confusion)
-        names = [class_metrics.name for class_metrics in data.evaluation.per_class]
+        counts_KK = np.array(evaluation.confusion)
+        names = [class_metrics.name for class_metrics in evaluation.per_class]
         errors_K = error_counts(counts_KK)
         similar = spectral_order(counts_KK[np.ix_(self.classes, self.classes)])
         return {
@@ -109,20 +110,22 @@ def spectral_order(counts_KK: Array) -> list[int]:
     return np.argsort(vectors[:, min(1, len(vectors) - 1)], kind="stable").tolist()
 
 
-def confusion_section(data: ReportData, examples: ConfusionExamples) -> str:
+def confusion_section(evaluation: Metrics, examples: ConfusionExamples) -> str:
     options = "".join(f'<option value="{value}">{name}</option>' for value, name in ORDERS)
+    hint = "Select a number to see its images." if examples.images else ""
+    panel = "Images of the selected cell." if examples.images else ""
     return (
         '<p class="screen"><label>Order of the classes <select id="order" autocomplete="off">'
-        f"{options}</select></label> <span class=soft>Select a number to see its images.</span></p>"
-        f'<div class="columns matrix-columns"><div class="wide">{matrix_table(data, examples.classes)}</div>'
-        '<div id="cell" class="screen" aria-live="polite"><p class="soft">Images of the selected cell.</p></div></div>'
-        + class_metrics_table(data)
+        f"{options}</select></label> <span class=soft>{hint}</span></p>"
+        f'<div class="columns matrix-columns"><div class="wide">{matrix_table(evaluation, examples.classes)}</div>'
+        f'<div id="cell" class="screen" aria-live="polite"><p class="soft">{panel}</p></div></div>'
+        + class_metrics_table(evaluation)
     )
 
 
-def matrix_table(data: ReportData, classes: list[int]) -> str:
-    counts_KK = np.array(data.evaluation.confusion)
-    names = [class_metrics.name for class_metrics in data.evaluation.per_class]
+def matrix_table(evaluation: Metrics, classes: list[int]) -> str:
+    counts_KK = np.array(evaluation.confusion)
+    names = [class_metrics.name for class_metrics in evaluation.per_class]
     largest_error = max(int(counts_KK[~np.eye(len(counts_KK), dtype=bool)].max(initial=0)), 1)
     style = ' class="vertical"' if max((len(names[index]) for index in classes), default=0) > 4 else ""
     header = "".join(
@@ -152,18 +155,18 @@ def matrix_cell(count: int, true: int, predicted: int, largest_error: int, names
     )
 
 
-def class_metrics_table(data: ReportData) -> str:
+def class_metrics_table(evaluation: Metrics) -> str:
     rows = "".join(
         f'<tr><th scope="row">{text(c.name)}</th>'
         + "".join(f'<td data-value="{value:.6f}">{percent(value)}</td>' for value in (c.precision, c.recall, c.f1))
         + f'<td data-value="{c.support}">{c.support:,}</td></tr>'
-        for c in data.evaluation.per_class
+        for c in evaluation.per_class
     )
     header = "".join(
         f'<th scope="col"><button type="button">{name}</button></th>'
         for name in ("class", "precision", "recall", "F1", "images")
     )
-    is_open = " open" if len(data.evaluation.per_class) <= MAX_CLASSES else ""
+    is_open = " open" if len(evaluation.per_class) <= MAX_CLASSES else ""
     return (
         f'<details{is_open}><summary>Metrics per class</summary><div class="wide">'
         f'<table class="sortable"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div></details>'

@@ -63,6 +63,12 @@ def csp_hash(source: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
+def figure_boxes(boxes: Sequence[tuple[str, str]]) -> str:
+    """The most important figures, each with its label, below the title."""
+    items = "".join(f"<div><b>{text(value)}</b><span>{text(label)}</span></div>" for value, label in boxes)
+    return f'<div class="key-figures">{items}</div>'
+
+
 def leak_banner(leak: LeakReport | None) -> str:
     """A warning above the figures if evaluated images were used for training."""
     warning = evaluation_warning(leak)

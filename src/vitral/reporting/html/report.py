@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from vitral.reporting.html.confusion_matrix import ConfusionExamples, confusion_section
-from vitral.reporting.html.document import leak_banner, render_page
+from vitral.reporting.html.document import figure_boxes, leak_banner, render_page
 from vitral.reporting.html.evaluation_sections import (
     calibration_section,
     ood_section,
@@ -14,7 +13,7 @@ from vitral.reporting.html.evaluation_sections import (
     robustness_section,
 )
 from vitral.reporting.html.gallery import gallery_section
-from vitral.reporting.html.markup import interval, percent, text
+from vitral.reporting.html.markup import interval, percent
 from vitral.reporting.html.multilabel_report import multilabel_figures, multilabel_sections
 from vitral.reporting.html.report_data import ReportData
 from vitral.reporting.html.run_sections import data_section, reproduction_section, summary_section, training_section
@@ -34,7 +33,7 @@ def render_report(data: ReportData) -> str:
     sections = [
         ("summary", "Summary", summary_section(data)),
         ("training", "Training", training_section(data.epochs, data.augmented)),
-        ("confusion", "Confusion matrix", confusion_section(data, examples)),
+        ("confusion", "Confusion matrix", confusion_section(data.evaluation, examples)),
         ("errors", "Errors and uncertain predictions", gallery_section(data)),
         ("calibration", "Calibration", calibration_section(data.evaluation)),
         ("sets", "Prediction sets", prediction_sets_section(data)),
@@ -44,7 +43,7 @@ def render_report(data: ReportData) -> str:
         ("reproduction", "Reproduction", reproduction_section(data)),
     ]
     header = leak_banner(data.evaluation.leak) + key_figures(data)
-    return render_page(data.title, sections, header, examples.to_dict(data))
+    return render_page(data.title, sections, header, examples.to_dict(data.evaluation))
 
 
 def key_figures(data: ReportData) -> str:
@@ -65,8 +64,3 @@ def key_figures(data: ReportData) -> str:
         relative = percent(evaluation.robustness.relative_accuracy.value, 1)
         boxes.append((relative, "of the clean accuracy on corrupted images"))
     return figure_boxes(boxes)
-
-
-def figure_boxes(boxes: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f"<div><b>{text(value)}</b><span>{text(label)}</span></div>" for value, label in boxes)
-    return f'<div class="key-figures">{items}</div>'
