@@ -43,7 +43,6 @@ from vitral.evaluation.evaluate import MAX_IMAGES, calibrate_model
 from vitral.evaluation.evaluate import compare_models as compare_targets
 from vitral.evaluation.evaluate_regression import (
     calibrate_regression,
-    check_classifier,
     evaluate_regression,
     refuse_for_regression,
 )
@@ -525,7 +524,7 @@ def compare_models(
         engine: Inference engine of both models; ignored for a Predictor.
     """
     first_target = load_eval_target(first, data, split, engine=engine)
-    check_classifier(first_target.predictor, "compare")
+    require_task(first_target.predictor, "vitral compare", "classification")
     return compare_targets(first_target, load_eval_target(second, data, split, engine=engine))
 
 
@@ -626,7 +625,6 @@ def probe(
         engine: Inference engine; ignored if `init_from` is a Predictor.
     """
     predictor = _as_predictor(init_from, engine, options)
-    check_classifier(predictor, "probe")
     require_task(predictor, "vitral probe", "classification")
     dataset = load_dataset_for(data, predictor, None)
     notes = list(dataset.notes)
@@ -725,7 +723,6 @@ def bench(
         log: Called with one line per phase.
     """
     predictor = _reference_predictor(model)
-    check_classifier(predictor, "bench")
     require_task(predictor, "vitral bench", "classification")
     comparison = load_comparison_images(predictor, data, images)
     for note in comparison.notes:

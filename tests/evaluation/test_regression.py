@@ -294,11 +294,14 @@ def test_export_that_disagrees_is_refused_in_units_of_the_target() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compare", "RUN", "RUN"], "vitral compare needs classes"),
-        (["probe", "LIST", "--init-from", "RUN"], "vitral probe needs classes"),
-        (["bench", "RUN"], "vitral bench needs classes"),
-        (["walk", "IMAGE", "--model", "RUN"], "vitral walk needs classes"),
-        (["explain", "RUN", "--faithfulness", "LIST"], "vitral explain --faithfulness needs classes"),
+        (["compare", "RUN", "RUN"], "vitral compare supports models that predict one class per image"),
+        (["probe", "LIST", "--init-from", "RUN"], "vitral probe supports models that predict one class per image"),
+        (["bench", "RUN"], "vitral bench supports models that predict one class per image"),
+        (["walk", "IMAGE", "--model", "RUN"], "vitral walk supports models that predict one class per image"),
+        (
+            ["explain", "RUN", "--faithfulness", "LIST"],
+            "explain --faithfulness supports models that predict one class per image",
+        ),
         (["evaluate", "RUN", "--robustness"], "--robustness is for classifiers"),
         (["evaluate", "RUN", "--max-error", "0.1"], "--max-error is for classifiers"),
         (["evaluate", "RUN", "--ood", "digits"], "--ood is for classifiers"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.datasets import Split
-from vitral.errors import VitralError, truncate_list
+from vitral.errors import VitralError
 from vitral.evaluation.conformal import DEFAULT_COVERAGE, check_image_count
 from vitral.evaluation.data import EvalTarget, training_dataset_name
 from vitral.evaluation.evaluate import check_can_store_calibration
@@ -88,16 +88,6 @@ def calibrate_regression(predictor: Predictor, validation: Split, coverage: floa
     assert predictor.path is not None
     save_model_config(find_model_dir(predictor.path), predictor.model_config)
     return calibration
-
-
-def check_classifier(predictor: Predictor, command: str) -> None:
-    """Refuse a regression model in a command that needs classes."""
-    if predictor.is_regression:
-        model = predictor.path or "the model"
-        raise VitralError(
-            f"vitral {command} needs classes, and {model} is a regression of {truncate_list(predictor.classes, 3)}",
-            "A regression has train, evaluate, predict, explain, export, report, serve and embed",
-        )
 
 
 def refuse_for_regression(**options: object) -> None:

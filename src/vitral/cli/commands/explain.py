@@ -147,7 +147,6 @@ def measure_faithfulness(args: ExplainArgs, data: str) -> int:
         )
     check_inputs(args.model, data=data, labels=args.labels)
     from vitral.evaluation.data import load_eval_target
-    from vitral.evaluation.evaluate_regression import check_classifier
     from vitral.explain import faithfulness, load_explainable
     from vitral.inference.task_support import require_task
     from vitral.reporting.figures.faithfulness import plot_faithfulness
@@ -156,7 +155,6 @@ def measure_faithfulness(args: ExplainArgs, data: str) -> int:
     methods = selected_methods(args)
     predictor = load_explainable(args.model, args.labels, checkpoint_options(args.checkpoint))
     print_notes(predictor.notes)
-    check_classifier(predictor, "explain --faithfulness")
     require_task(predictor, "explain --faithfulness", "classification")
     announce_downloads(data)
     target = load_eval_target(predictor, data, args.split)

@@ -41,9 +41,9 @@ def walk(args: WalkArgs) -> int:
         raise VitralError(f"--out must end in .html or .md, got {args.out}", "For example: --out walk.html")
     check_inputs(args.model, images=(args.image,), labels=args.labels)
     from vitral.data.decode import decode_native
-    from vitral.evaluation.evaluate_regression import check_classifier
     from vitral.explain import load_explainable
     from vitral.inference.prediction import Label
+    from vitral.inference.task_support import require_task
     from vitral.reporting.walk import terminal
     from vitral.reporting.walk.steps import walk as build_walk
 
@@ -53,7 +53,7 @@ def walk(args: WalkArgs) -> int:
     image: Any = args.image
     source = args.model or default_model(args.image)
     predictor = load_explainable(source, args.labels, checkpoint_options(args.checkpoint))
-    check_classifier(predictor, "walk")
+    require_task(predictor, "vitral walk", "classification", "multilabel")
     print_notes(predictor.notes if args.model else [f"using {source}; choose another model with --model"])
     steps = build_walk(predictor, image, args.lang, args.layer, args.head)
     if args.out is None:

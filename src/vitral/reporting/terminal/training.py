@@ -53,6 +53,7 @@ def print_run_summary(
         *tuning_lines(setup, hardware, trained),
         f"Recipe    {recipe.name}: {OPTIMIZER_NAMES[recipe.optim.name]}, lr {recipe.optim.lr * recipe.lr_scale:g}, "
         f"{epochs}, batch size {recipe.batch_size}",
+        *(f"          {note}" for note in augmentation_notes(recipe)),
         f"Hardware  {hardware}",
     ]
     if hardware.world.size > 1:
@@ -78,6 +79,24 @@ def describe_tuning(recipe: Recipe) -> str:
         return f"LoRA of rank {recipe.lora.rank} on {', '.join(recipe.lora.targets)}, and the head"
     names = {"head": "the head", "bias": "biases and the head"}
     return names.get(recipe.tune) or f"{recipe.tune.removeprefix('last-')} blocks, the final norm and the head"
+
+
+def augmentation_notes(recipe: Recipe) -> list[str]:
+    """What augmentation may do to the target of a regression, and how to turn it off."""
+    if recipe.task_name != "regression":
+        return []
+    a = recipe.augment
+    moves = [
+        (a.crop > 0, "--augment.crop 0"), (a.shift > 0, "--augment.shift 0"), (a.flip, "--augment.no-flip"),
+        (a.rotate > 0, "--augment.rotate 0"), (a.scale > 0, "--augment.scale 0"),
+    ]  # fmt: skip
+    mixes = [(a.cutmix > 0, "--augment.cutmix 0"), (a.mixup > 0, "--augment.mixup 0")]
+    notes = []
+    if flags := " ".join(flag for is_on, flag in moves if is_on):
+        notes.append(f"if a target depends on position, size or orientation: {flags}")
+    if flags := " ".join(flag for is_on, flag in mixes if is_on):
+        notes.append(f"images and their target values are mixed; to turn that off: {flags}")
+    return notes
 
 
 def print_leaks(console: Console, dataset_name: str, leaks: Mapping[str, LeakReport]) -> None:
