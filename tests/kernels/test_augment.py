@@ -144,3 +144,17 @@ def test_policies_between_shift_and_cutmix_use_the_same_draws(
 @pytest.mark.parametrize("channels", [1, 3])
 def test_color_ops_check_passes(channels: int) -> None:
     assert checks.color_ops_error(make_preprocessing((12, 12), channels), CPU) <= checks.COLOR_OPS_TOLERANCE
+
+
+@pytest.mark.parametrize("num_images", [1, 5])
+def test_multi_hot_labels_and_real_values_are_mixed_like_the_images(num_images: int) -> None:
+    config = AugmentConfig(shift=2, flip=True, cutmix=1.0, mix_prob=0.7)
+    preprocessing, rng = make_preprocessing((12, 12)), Generator().manual_seed(3)
+    images = torch.randint(0, 256, (num_images, 3, 12, 12), generator=rng, dtype=torch.uint8)
+    labels = torch.randn(num_images, 4, generator=rng)
+    before = rng.get_state()
+    expected_images, expected_targets = augment_batch(config, preprocessing, 4, images, labels, rng)
+    table = normalization_table(preprocessing, CPU, torch.float32)
+    out, targets = fused_augment(config, table, 4, images, labels, rng.set_state(before))
+    assert torch.equal(out, expected_images)
+    torch.testing.assert_close(targets, expected_targets, atol=1e-6, rtol=1e-6)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from starlette.testclient import TestClient
 
-from support.served import make_image, tiny_model, tiny_regression
+from support.served import make_image, tiny_model, tiny_multilabel, tiny_regression
 from vitral.cli import main as cli
 from vitral.errors import VitralError
 from vitral.explain import METHODS, rescale_for_display
@@ -176,6 +176,27 @@ def test_regression_sends_values_with_intervals(tmp_path):
         0.9,
     )
     assert unknown.status_code == 422
+
+
+def test_multilabel_model_sends_labels_with_thresholds(tmp_path):
+    predictor = Predictor.load(tiny_multilabel(tmp_path / "things"), device="cpu")
+    contents = [make_image(seed) for seed in range(4)]
+    with serving(predictor) as client:
+        predictions = client.post(f"{PREDICT}?top=1", files=multipart(*contents)).json()["predictions"]
+        explanation = client.post(f"{EXPLAIN}?target=bee&methods=gradcam", files=multipart(contents[0])).json()
+        description = client.get("/v1/models/insects").json()
+    for content, prediction in zip(contents, predictions, strict=True):
+        schema.ImagePrediction.model_validate(prediction)
+        expected = predictor.predict(content, top=1)
+        assert [label["name"] for label in prediction["labels"]] == [label.name for label in expected.labels]
+        for sent, label in zip(prediction["labels"], expected.labels, strict=True):
+            assert (sent["threshold"], sent["present"]) == (label.threshold, label.is_present)
+            assert sent["probability"] == pytest.approx(label.probability, abs=1e-5)
+        assert not prediction["ood"]
+        assert "prediction_set" not in prediction
+    schema.ExplainResponse.model_validate(explanation)
+    assert explanation["target"] == "bee"
+    assert description["task"] == "multilabel"
 
 
 def test_model_without_prediction_sets_sends_none(tmp_path):

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image, ImageDraw
 from playwright.sync_api import expect
 
-from support.served import make_image, server, tiny_model, tiny_regression
+from support.served import make_image, server, tiny_model, tiny_multilabel, tiny_regression
 from vitral.models.conformal import ConformalSets
 
 expect.set_options(timeout=60_000)
@@ -33,7 +33,7 @@ def running(tmp_path_factory):
     sets = ConformalSets(coverage=0.9, threshold=0.2, images=99)
     insects = tiny_model(folder / "insects", ood_threshold=6.0, prediction_sets=sets)
     digits = tiny_model(folder / "digits", channels=1, size=28, mean=0.13)
-    with server(insects, digits, tiny_regression(folder / "ages")) as process:
+    with server(insects, digits, tiny_regression(folder / "ages"), tiny_multilabel(folder / "things")) as process:
         yield process
 
 
@@ -136,6 +136,22 @@ def test_prediction_set_of_several_classes_is_shown(open_page, running):
     upload(page, image_with_set(running, 1)[0])
     wait_for_result(page)
     expect(page.locator("#prediction-set")).to_be_hidden()
+
+
+def test_multilabel_shows_thresholds_and_greys_absent_labels(open_page, running):
+    image = make_image(1)
+    labels = httpx.post(f"{running.url}/v1/models/things/predict", content=image).json()["predictions"][0]["labels"]
+    page = open_page("things")
+    expect(page.locator("#about")).to_contain_text("4 labels")
+    upload(page, image)
+    wait_for_result(page)
+    assert page.locator("#labels .label").all_text_contents() == [label["name"] for label in labels]
+    assert page.locator("#labels button.absent").count() == sum(not label["present"] for label in labels)
+    expect(page.locator("#labels .share").first).to_contain_text("threshold")
+    expect(page.locator("#calibration")).to_contain_text("any number of labels")
+    upload(page, image, make_image(2))
+    present = [label["name"] for label in labels if label["present"]]
+    expect(page.locator("tbody tr td:nth-child(3)").first).to_have_text(", ".join(present) or "no label")
 
 
 def test_regression_shows_values_with_intervals_and_evidence_for_each_target(open_page, running):

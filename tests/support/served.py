@@ -77,6 +77,14 @@ def tiny_regression(folder: Path) -> Path:
     return folder
 
 
+def tiny_multilabel(folder: Path) -> Path:
+    """Save a multi-label model with random weights and thresholds that differ between the labels."""
+    model, config = load_model(tiny_model(folder))
+    calibration = Calibration(temperature=2.0, activation="sigmoid", thresholds=(0.5, 0.9, 0.3, 0.99))
+    save_model(folder, model, replace(config, task="multilabel", calibration=calibration))
+    return folder
+
+
 def make_image(seed: int = 0, size: tuple[int, int] = (60, 40), format: str = "PNG") -> bytes:
     """An image file of enlarged noise, different for every seed."""
     rng = torch.Generator().manual_seed(seed)
