@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from support.triton_interpreter import fake_gpu, requires_interpreter
+from support.triton_interpreter import fake_gpu, requires_interpreter, use_pytorch_attention
 from vitral.data.augment import AugmentConfig
 from vitral.data.autoaugment import AutoAugmentPolicy
 from vitral.data.preprocess import Preprocessing
@@ -28,6 +28,7 @@ from vitral.training.backend import ReferenceBackend
 from vitral.training.optim.adamw import AdamW
 from vitral.training.optim.builder import make_optimizers
 from vitral.training.optim.muon import Muon
+from vitral.training.tuning import apply_tuning
 
 pytestmark = requires_interpreter
 GPU = fake_gpu(precision="fp32")
@@ -232,3 +233,28 @@ def test_automatic_fp8_falls_back_to_bf16_and_requested_fp8_raises() -> None:
     assert "using bf16 instead of FP8: not part of this test" in messages
     with pytest.raises(VitralError, match="FP8 is unavailable: not part of this test"):
         make_backend(fp8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tune", ["lora", "last-1", "bias", "head"])
+def test_partial_tuning_uses_the_fused_forward_pass_and_has_the_reference_gradients(
+    tune: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_pytorch_attention(monkeypatch)
+    recipe = replace(RECIPE, tune=tune, model=replace(MODEL, depth=2), optim=OptimConfig(grad_clip=0.0))
+    torch.manual_seed(0)
+    model = ViT(recipe.model)
+    torch.nn.init.normal_(model.get_parameter("head.out.weight"))
+    apply_tuning(model, recipe)
+    backend, messages = make_backend(recipe=recipe, model=model, forward_unsupported=None)
+    assert "forward" in backend.overrides
+    assert messages == []
+    images, gradients = torch.randn(4, 3, 8, 8), []
+    for forward in (backend.forward, model):
+        model.zero_grad()
+        forward(images).float().square().sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    fused, reference = gradients
+    assert fused.keys() == reference.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, gradient in reference.items():
+        torch.testing.assert_close(fused[name], gradient, rtol=0.05, atol=0.05 * float(gradient.abs().max()) + 1e-3)
