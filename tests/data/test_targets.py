@@ -73,7 +73,7 @@ def test_every_label_gets_its_share_of_a_multi_label_holdout(seed: int) -> None:
 
 def test_regression_holdout_covers_the_range_of_the_target() -> None:
     labels = np.random.RandomState(0).lognormal(size=(200, 1)).astype(np.float32)
-    is_validation, _ = holdout_masks(labels, validation=0.2, test=0.0)
+    is_validation, _, _ = holdout_masks(labels, validation=0.2, test=0.0)
     deciles = label_strata(labels)
     assert np.bincount(deciles[is_validation]).tolist() == [4] * 10
     assert labels[deciles == 0].max() <= labels[deciles == 9].min()
