@@ -146,6 +146,11 @@ def test_multiply_adds_equal_the_count_of_pytorch(name: str) -> None:
     assert cost.multiply_adds(preset(name)) == summarise(preset(name), depth=1).multiply_adds
 
 
+def test_multiply_adds_of_swiglu_equal_the_count_of_pytorch() -> None:
+    config = ViTConfig(**SMALL | {"activation": "swiglu", "positions": "rotary", "rope": "centered", "registers": 4})
+    assert cost.multiply_adds(config) == summarise(config, depth=1).multiply_adds
+
+
 def test_multiply_adds_with_attention_pooling() -> None:
     config = ViTConfig(**SMALL | {"pooling": "attention", "registers": 1})
     assert cost.multiply_adds(config) == pytest.approx(summarise(config).multiply_adds, rel=0.02)

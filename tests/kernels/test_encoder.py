@@ -169,6 +169,9 @@ def test_inference_matches_the_reference_and_drops_no_branch(pooling: str, atten
     [
         ({"layer_scale": 0.1}, "the model uses layer scale"),
         ({"activation": "relu"}, "the activation is relu, not GELU"),
+        ({"activation": "swiglu"}, "the activation is swiglu, not GELU"),
+        ({"key_bias": False}, "the keys have no bias, unlike queries and values"),
+        ({"final_norm": False}, "the final norm is not a LayerNorm"),
         ({"dropout": 0.1}, "the model uses dropout"),
         ({"dropout_attention": 0.1}, "the model uses dropout"),
         ({"width": 36, "heads": 3}, "the head width 12 is not a multiple of 8"),

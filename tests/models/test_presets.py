@@ -30,6 +30,17 @@ PARAMETERS: list[tuple[str, dict[str, Any], int]] = [
     ("H/14", {"image_size": (518, 518)}, 633_470_440),
     ("plain-S/16", {}, 22_122_472),
     ("plain-S/16", {"head": "linear"}, 21_974_632),
+    # timm's counts; of DINOv3, plus the masked biases of the keys: depth times width
+    ("dinov2-S/14", {}, 22_441_192),
+    ("dinov2-B/14", {}, 87_348_712),
+    ("dinov2-L/14", {}, 305_392_616),
+    ("dinov2-g/14", {}, 1_138_016_232),
+    ("dinov3-S/16", {}, 21_981_160 + 12 * 384),
+    ("dinov3-S+/16", {}, 29_077_480 + 12 * 384),
+    ("dinov3-B/16", {}, 86_428_648 + 12 * 768),
+    ("dinov3-L/16", {}, 304_153_576 + 24 * 1024),
+    ("dinov3-H+/16", {}, 841_872_360 + 32 * 1280),
+    ("dinov3-7B/16", {"qkv_bias": False}, 6_720_127_976),
 ]
 
 

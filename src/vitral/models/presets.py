@@ -1,7 +1,8 @@
 """Model sizes of the papers by name: "B/16" → ViTConfig.
 
 Ti and S are from DeiT (arXiv 2012.12877), B, L and H from the ViT paper (arXiv 2010.11929, table 1), g and G from
-"Scaling Vision Transformers" (arXiv 2106.04560, table 2). The number after the slash is the patch size.
+"Scaling Vision Transformers" (arXiv 2106.04560, table 2). DINOv2 is arXiv 2304.07193, DINOv3 arXiv 2508.10104. The
+number after the slash is the patch size.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from vitral.errors import unknown_name_error
 from vitral.models.vit import ViTConfig
 
 ConfigT = TypeVar("ConfigT", bound=ViTConfig)
+
+DINOV2: dict[str, Any] = {"patch_size": 14, "image_size": (518, 518), "layer_scale": 1e-5}
+DINOV3: dict[str, Any] = {
+    "patch_size": 16, "image_size": (256, 256), "layer_scale": 1e-5, "positions": "rotary", "rope": "centered",
+    "registers": 4, "key_bias": False, "norm_eps": 1e-5,
+}  # fmt: skip
 
 PRESETS: dict[str, ViTConfig] = {
     "Ti/16": ViTConfig(patch_size=16, width=192, depth=12, heads=3),
@@ -30,6 +37,16 @@ PRESETS: dict[str, ViTConfig] = {
     "plain-S/16": ViTConfig(
         patch_size=16, width=384, depth=12, heads=6, pooling="mean", positions="sincos", head="mlp"
     ),
+    "dinov2-S/14": ViTConfig(**DINOV2, width=384, depth=12, heads=6),
+    "dinov2-B/14": ViTConfig(**DINOV2, width=768, depth=12, heads=12),
+    "dinov2-L/14": ViTConfig(**DINOV2, width=1024, depth=24, heads=16),
+    "dinov2-g/14": ViTConfig(**DINOV2, width=1536, depth=40, heads=24, activation="swiglu", mlp_width=4096),
+    "dinov3-S/16": ViTConfig(**DINOV3, width=384, depth=12, heads=6),
+    "dinov3-S+/16": ViTConfig(**DINOV3, width=384, depth=12, heads=6, activation="swiglu"),
+    "dinov3-B/16": ViTConfig(**DINOV3, width=768, depth=12, heads=12),
+    "dinov3-L/16": ViTConfig(**DINOV3, width=1024, depth=24, heads=16),
+    "dinov3-H+/16": ViTConfig(**DINOV3, width=1280, depth=32, heads=20, activation="swiglu"),
+    "dinov3-7B/16": ViTConfig(**DINOV3, width=4096, depth=40, heads=32, activation="swiglu", mlp_width=8192),
 }
 
 # Top-1 accuracy on the ImageNet validation set, as published, for comparison.

@@ -19,7 +19,24 @@ from vitral.models.vit import ViTConfig, resample_positions
 from vitral.weights.checkpoint import Checkpoint
 
 # Fields of ViTConfig that must equal the checkpoint's.
-FIXED_FIELDS = ("width", "depth", "heads", "pooling", "positions", "registers", "qk_norm", "qkv_bias", "hidden_width")
+FIXED_FIELDS = (
+    "width",
+    "depth",
+    "heads",
+    "pooling",
+    "positions",
+    "registers",
+    "qk_norm",
+    "qkv_bias",
+    "hidden_width",
+    "pre_norm",
+    "final_norm",
+    "key_bias",
+    "rope",
+    "rope_base",
+    "register_positions",
+    "has_class_token",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from vitral.weights.reading import (
     infer_config,
     is_gated,
 )
+from vitral.weights.timm_eva import DINOV3_HEADS
 from vitral.weights.transformers_files import ACTIVATIONS, preprocessor_json, read_preprocessing
 from vitral.weights.writing import NotRepresentableError, exportable_state, unflatten_patch_kernel
 
@@ -86,7 +87,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         image_size=_image_size(stored, reading),
         patch_size=patch,
         channels=channels,
-        heads=reading.heads(width, stored.get("num_attention_heads")),
+        heads=_heads(width, stored, reading),
         pooling="class",
         positions="rotary",
         rope="centered",
@@ -106,6 +107,12 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         read_preprocessing(raw.preprocessor_config, config, IMAGENET, "bilinear", reading),
         reading,
     )
+
+
+def _heads(width: int, stored: dict[str, Any], reading: Interpretation) -> int:
+    if not stored and reading.options.heads is None and width in DINOV3_HEADS:
+        return reading.heads(width, DINOV3_HEADS[width], "the sizes of DINOv3")
+    return reading.heads(width, stored.get("num_attention_heads"))
 
 
 def _image_size(stored: dict[str, Any], reading: Interpretation) -> tuple[int, int]:

@@ -79,7 +79,10 @@ UNSUPPORTED_ARGS = (
     "block_fn", "mlp_layer", "norm_layer", "attn_layer", "pool_include_prefix", "scale_attn_norm",
     "scale_attn_inner_norm", "scale_mlp_norm", *timm_eva.UNSUPPORTED_ARGS,
 )  # fmt: skip
-UNUSUAL_HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt": 16}  # by prefix of the architecture name
+UNUSUAL_HEADS = {  # by prefix of the architecture name
+    "vit_base_patch16_gap_224": 16, "vit_giantopt": 16, "vit_huge_plus_patch16_dinov3": 20, "vit_7b_patch16_dinov3": 32,
+    "vit_pe_lang_gigantic": 16, "vit_pe_spatial_gigantic": 16,
+}  # fmt: skip
 CROP_MODES = {"squash": "stretch", "border": "pad"}
 POOLING = {"token": "class", "avg": "mean", "map": "attention"}
 # timm's names of activations
@@ -127,7 +130,10 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     if has_mask_token:
         reading.notes.append("mask_token is used in training only: ignored")
     stored_heads = model_args.get("num_heads", _registered_heads(name, width))
-    heads = reading.heads(width, stored_heads, f"config.json ({name or 'model_args'})")
+    origin = f"config.json ({name or 'model_args'})"
+    if not name and rope is not None and options.heads is None:
+        stored_heads, origin = timm_eva.DINOV3_HEADS.get(width), "the sizes of DINOv3"
+    heads = reading.heads(width, stored_heads, origin)
     if rope is not None:
         timm_eva.permute_heads(state, rope, heads)
     config = infer_config(

@@ -41,6 +41,7 @@ REGISTERED: dict[str, dict[str, Any]] = {
     r"vit_pe_": PERCEPTION | {"ref_feat_shape": 32},
 }  # fmt: skip
 DINOV3_BASE = 100.0
+DINOV3_HEADS = {1280: 20, 4096: 32}  # by width, where they are not the usual ones
 NAMES = r"dinov3|lingbot|_rope_|vit_pe_|eva"  # of architectures of this class
 UNSUPPORTED_ARGS = ("scale_mlp", "scale_attn_inner", "num_kv_heads", "attn_only_layer_scale", "use_post_norm")
 # The registered architecture to write, by norm eps. Its settings are overridden by model_args.
