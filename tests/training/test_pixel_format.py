@@ -101,7 +101,7 @@ def test_reports_explanations_and_exports_of_16_bit_channels(tmp_path: Path) -> 
     np.save(tmp_path / "larger.npy", make_pixels(1, 5).repeat(3, axis=1).repeat(2, axis=2))
     for preprocessing in (False, True):
         file = tmp_path / f"{preprocessing}.onnx"
-        export(tmp_path / "run", out=file, preprocessing=preprocessing)
+        export(tmp_path / "run", out=file, preprocessing=preprocessing, images=24)
         onnx = OnnxModel(file)
         assert onnx.session.get_inputs()[0].type == "tensor(uint16)"
         for image in (example, data / "wet" / "00.tif", tmp_path / "larger.npy"):

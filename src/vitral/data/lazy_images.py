@@ -88,6 +88,8 @@ def iter_batches(images: Images, batch_indices: Iterable[Tensor]) -> Iterator[Te
     """Yield the images of each index tensor."""
     if isinstance(images, LazyImages):
         return images.batches(batch_indices)
+    if images.dtype == torch.uint16:  # as int16, which can be indexed on every device
+        return (images.view(torch.int16)[rows].view(torch.uint16) for rows in batch_indices)
     return (images[rows] for rows in batch_indices)
 
 

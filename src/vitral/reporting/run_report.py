@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.data import EvalTarget
 from vitral.evaluation.regression import RegressionReport
@@ -88,8 +89,7 @@ def write_common_figures(run: Run, target: EvalTarget, example: Tensor) -> None:
     preprocessing = target.predictor.model_config.preprocessing
     figures.plot_training_curves(run.load_metrics(), run.figure_dir / "curves.png")
     figures.plot_attention_overview(target.predictor, example, run.figure_dir / "attention_overview.png")
-    name = EXAMPLE if preprocessing.pixel_format.is_photo else ARRAY_EXAMPLE
-    save_image(preprocessing.pad_for_roundtrip(example), run.figure_dir / name)
+    save_image(preprocessing.pad_for_roundtrip(example), run.figure_dir / example_name(preprocessing))
 
 
 def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport) -> None:
@@ -105,6 +105,10 @@ def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport) ->
     )
     figures.plot_attention(predictor, images[selected], labels[selected], run.figure_dir / "attention.png")
     write_common_figures(run, target, example)
+
+
+def example_name(preprocessing: Preprocessing) -> str:
+    return EXAMPLE if preprocessing.pixel_format.is_photo else ARRAY_EXAMPLE
 
 
 def write_html(run: Run, target: EvalTarget, evaluation: Any, logits: Tensor) -> Path:

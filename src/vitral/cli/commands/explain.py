@@ -64,6 +64,7 @@ def explain(args: ExplainArgs) -> int:
     if not args.files:
         raise missing_images_error("explain", args.model)
     check_inputs(args.model, images=args.files, labels=args.labels)
+    from vitral.data.pixels import display_note
     from vitral.explain import load_explainable
     from vitral.reporting.figures import heatmaps
 
@@ -74,7 +75,9 @@ def explain(args: ExplainArgs) -> int:
         )
     methods, options = selected_methods(args), method_options(args)
     predictor = load_explainable(args.model, args.labels, checkpoint_options(args.checkpoint))
-    print_notes(predictor.notes)
+    preprocessing = predictor.model_config.preprocessing
+    shown = display_note(preprocessing.channels, preprocessing.dtype)
+    print_notes([*predictor.notes, *([f"the pictures show {shown}"] if shown else [])])
     files = find_image_files(args.files)
     width = max(display_width(str(file)) for file in files)
     names = heatmaps.unique_stems(files)

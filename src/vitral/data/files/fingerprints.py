@@ -248,7 +248,7 @@ def _location_key(location: ImageLocation) -> int:
 
 def _cache_file(folder: str) -> Path:
     name = hashlib.sha256(str(Path(folder).absolute()).encode(errors="surrogateescape")).hexdigest()[:24]
-    return cache_dir() / "fingerprints" / f"{name}.npz"
+    return cache_dir() / "fingerprints" / f"{name}-v2.npz"  # v1 hashed 16-bit images after conversion to 8 bits
 
 
 def _from_cache(folder: str, rows: list[int], keys: list[int], fingerprints: ImageFingerprints) -> list[int]:
