@@ -15,7 +15,7 @@ from vitral.cli import main as cli
 from vitral.evaluation.data import EvalTarget
 from vitral.evaluation.report import EvaluationReport
 from vitral.reporting.figures.images import save_image
-from vitral.reporting.run_report import EXAMPLE
+from vitral.reporting.run_report import example_name
 from vitral.runs.run import Run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -71,7 +71,8 @@ def run_shell_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def write_example(run: Run, target: EvalTarget, evaluation: EvaluationReport) -> None:
     """The one figure of a run that the pages use as an input; a test of the README draws all of them."""
-    save_image(target.split.images[0], run.figure_dir / EXAMPLE)
+    name = example_name(target.predictor.model_config.preprocessing)
+    save_image(target.split.images[0], run.figure_dir / name)
 
 
 @pytest.mark.slow  # the README tests cover the most important commands in less time
