@@ -110,7 +110,5 @@ def describe_architecture(config: ViTConfig, variant: str, *, headless: bool = F
         "no final norm": not config.final_norm,
         "class token not pooled": config.has_class_token and config.pooling != "class",
         "q and k norms": config.qk_norm,
-        "norm before the blocks": config.pre_norm,
-        "no final norm": not config.final_norm,
     }
     return "; ".join([*parts, *(text for text, applies in optional_parts.items() if applies)])
