@@ -24,6 +24,7 @@ def plot_scatter(report: RegressionReport, predicted_NT: Tensor, true_NT: Tensor
     ):
         true, predicted = true_NT[rows, index].numpy(), predicted_NT[rows, index].numpy()
         low, high = min(true.min(), predicted.min()), max(true.max(), predicted.max())
+        low, high = low - 0.03 * (high - low), high + 0.03 * (high - low)
         axes.plot([low, high], [low, high], color=GRAY, lw=1, ls="--")
         if (fitted := metrics.interval) is not None:
             for sign, label in ((-1, None), (1, f"{100 * fitted.target:.4g}% prediction interval")):
