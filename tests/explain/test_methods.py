@@ -12,11 +12,12 @@ from torch import Tensor
 
 import vitral.models.vit
 from support.vit_kinds import KINDS, TINY, random_model
+from vitral.data.geometry import Resize
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
 from vitral.explain import METHODS, explain, rescale_for_display
-from vitral.explain.api import project_to_image
+from vitral.explain.api import crop_box, project_to_image
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig
@@ -318,6 +319,31 @@ def test_heatmap_is_projected_to_its_position_in_the_image() -> None:
     assert abs(peak[0] - 64.5) < 2
     assert abs(peak[1] - 214.5) < 2
     assert np.nansum(larger) == pytest.approx(100, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("resize", "input_size", "point", "expected"),
+    [
+        ("pad", (16, 16), (8, 3), (11, 9)),  # 40×20 pixels become 16×8 in the rows 4 to 12
+        ("stretch", (16, 16), (8, 3), (10, 9)),
+        ("native", (12, 20), (6, 5), (11, 11)),  # three rows of five patches
+    ],
+)
+def test_heatmap_of_each_resize_mode_is_projected_to_the_whole_photograph(
+    resize: Resize, input_size: tuple[int, int], point: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    preprocessing = Preprocessing(
+        image_size=(16, 16), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3, resize=resize, patch_size=4
+    )
+    assert preprocessing.geometry(20, 40).window == input_size
+    values = np.zeros(input_size, dtype=np.float32)
+    values[point] = 1
+    projected = project_to_image(values, preprocessing, (40, 20), (40, 20))
+    assert projected.shape == (20, 40)
+    assert np.isfinite(projected).all()
+    peak = np.unravel_index(np.argmax(projected), projected.shape)
+    assert np.abs(np.subtract(peak, expected)).max() <= 1.5
+    assert crop_box(preprocessing, (40, 20), (40, 20)) == (0, 0, 40, 20)
 
 
 def test_explanation_for_several_classes_and_methods(predictor: Predictor) -> None:

@@ -24,8 +24,10 @@ from support.models import (
     images_of_many_sizes,
     reference_logits,
     reference_predictor,
+    smooth_photo,
 )
 from support.training import run_vitral
+from vitral.data.geometry import Resize
 from vitral.errors import VitralError
 from vitral.export import onnx_file, torch_file
 from vitral.export.export import SUFFIX_BY_TARGET, export_model
@@ -91,6 +93,28 @@ def test_exported_preprocessing_accepts_images_of_any_size(tmp_path: Path) -> No
     with pytest.raises(VitralError, match=r"gone\.png: no such file") as caught:
         exported.predict(tmp_path / "gone.png")
     assert caught.value.hint == "Check the path"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resize", ["pad", "stretch"])
+def test_exported_preprocessing_repeats_the_resize_mode(tmp_path: Path, resize: Resize) -> None:
+    model, model_config = build_calibrated_model(depth=1)
+    preprocessing = replace(model_config.preprocessing, crop=1.0, resize=resize)
+    onnx_file.write_onnx(
+        tmp_path / "model.onnx",
+        model,
+        replace(model_config, preprocessing=preprocessing),
+        "fp32",
+        preprocessing=True,
+        calibration_images=torch.empty(0),
+    )
+    exported = OnnxModel(tmp_path / "model.onnx")
+    for height, width in ((16, 24), (15, 200), (333, 40), (64, 65)):
+        picture = smooth_photo(height, height, width)
+        pixels = preprocessing.resize_and_crop(picture)[None]
+        expected = (reference_logits(model, preprocessing, pixels) / 1.7).softmax(1)[0]
+        probabilities = {label.name: label.probability for label in exported.predict(picture).labels}
+        np.testing.assert_allclose([probabilities[name] for name in CLASSES], expected.numpy(), atol=0.01)
 
 
 ExportFn = Callable[[str], tuple[Path, ParityReport]]

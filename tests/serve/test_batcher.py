@@ -36,7 +36,7 @@ class SquaringModel:
         return [item**2 for item in items]
 
 
-def run(model, body, *, max_batch=4, wait_s=0.0, max_queue=1000, queue_timeout_s=NEVER, workers=1):
+def run(model, body, *, max_batch=4, wait_s=0.0, max_queue=1000, queue_timeout_s=NEVER, workers=1, **options):
     async def main():
         with ThreadPoolExecutor(workers, thread_name_prefix="model") as pool:
             batcher = Batcher(
@@ -47,6 +47,7 @@ def run(model, body, *, max_batch=4, wait_s=0.0, max_queue=1000, queue_timeout_s
                 max_queue=max_queue,
                 queue_timeout_s=queue_timeout_s,
                 workers=workers,
+                **options,
             )
             batcher.start()
             try:
@@ -263,3 +264,18 @@ def test_budget_releases_what_was_acquired():
     budget.acquire(10)
     budget.release(10)
     assert budget.used == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=24))
+def test_items_with_different_keys_never_share_a_batch(items: list[int]) -> None:
+    model = SquaringModel()
+
+    async def body(batcher):
+        async with batcher.ticket(len(items)) as ticket:
+            return await asyncio.gather(*(ticket.submit(item) for item in items))
+
+    results = run(model, body, batch_key=lambda item: item % 3)
+    assert results == [item**2 for item in items]
+    assert all(len({item % 3 for item in batch}) == 1 for batch in model.batches)
+    assert max(map(len, model.batches)) <= 4

@@ -18,6 +18,7 @@ from support.models import save_random_model
 from vitral.data.datasets import Dataset
 from vitral.data.decode import decode_image
 from vitral.data.files.file_dataset import ReadOptions, load_file_dataset
+from vitral.data.geometry import Resize
 from vitral.data.preprocess import Preprocessing
 from vitral.data.sequence import load_sequence
 from vitral.evaluation.comparison_images import load_comparison_images
@@ -71,6 +72,18 @@ def assert_exact(dataset: Dataset, photos: Path, preprocessing: Preprocessing) -
 def test_validation_and_test_images_of_a_folder(photos: Path, pack: float, crop: float) -> None:
     preprocessing = replace(PREPROCESSING, crop=crop)
     assert_exact(load_file_dataset(photos, preprocessing, read_options=ReadOptions(pack=pack)), photos, preprocessing)
+
+
+@pytest.mark.parametrize("resize", ["pad", "stretch", "native"])
+@pytest.mark.parametrize("pack", [64.0, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_validation_and_test_images_of_each_resize_mode(photos: Path, pack: float, resize: Resize) -> None:
+    preprocessing = replace(PREPROCESSING, image_size=(64, 64), crop=1.0, resize=resize, patch_size=8)
+    dataset = load_file_dataset(photos, preprocessing, read_options=ReadOptions(pack=pack))
+    for name, split in (("val", dataset.validation), ("test", dataset.test)):
+        images = split.to_model_input(preprocessing).images
+        files = [file for label in ("ants", "bees") for file in sorted((photos / name / label).iterdir())]
+        for image, file in zip(images, files, strict=True):
+            assert torch.equal(image, preprocessing.resize_and_crop(decode_image(file)))
 
 
 @pytest.mark.slow
