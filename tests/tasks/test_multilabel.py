@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,13 @@ from support.common import Command
 from vitral.data.augment import AugmentConfig, augment_batch
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-from vitral.inference.prediction import Prediction, prediction_from_dict, prediction_to_dict, rank_labels
+from vitral.inference.prediction import Label, Prediction, prediction_from_dict, prediction_to_dict, rank_labels
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import read_recipe
 from vitral.runs.model_io import load_model
 
 NAMES = ("red", "green", "blue")
-TINY = {
+TINY: dict[str, Any] = {
     "model.image_size": (8, 8), "model.patch_size": 4, "model.width": 16, "model.depth": 1, "model.heads": 2,
     "augment.crop": 0.0, "augment.cutmix": 0.0, "batch_size": 20, "epochs": 30, "device": "cpu", "threads": 1,
     "optim.lr": 0.01,
@@ -125,6 +126,7 @@ def test_explanation_of_a_chosen_label(run: Path) -> None:
     explanation = vitral.load(run).explain(image, "gradcam", targets=["blue"])
     (heat,) = explanation.heatmaps
     assert heat.label.name == "blue"
+    assert isinstance(heat.label, Label)
     assert heat.label.threshold is not None
 
 
