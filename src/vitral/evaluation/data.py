@@ -232,7 +232,7 @@ def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None) -> 
     if recipe is None:
         listing = list_images(name, DEFAULT_FILE_VALIDATION, label_options=label_options)
         return dataset_from_listing(listing, predictor, MAX_UNREADABLE)
-    is_own_data = name == recipe.data.name
+    is_own_data = name.rstrip("/") == recipe.data.name.rstrip("/")  # a folder may be written with a slash
     listing = list_images(
         name,
         recipe.data.validation,

@@ -84,7 +84,7 @@ def build_graph(model: ViT, config: ModelConfig, precision: ExportPrecision, blo
     module = ExportWrapper(model, config, "fp32" if is_bf16 else precision, blocks)
     images = example_images(config)
     program = capture_graph(module.eval(), images)
-    depth = len(model.encoder.blocks)
+    depth = model.config.depth
     second = "values" if config.task == "regression" else "probabilities"
     outputs = [*(f"tokens_{i}" for i in range(depth + 1)), "logits"] if blocks else ["logits", second]
     with _silence_exporter(), tempfile.TemporaryDirectory() as folder:
