@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vitral.data.augment import AugmentConfig, random_crop_inside_padding
+from vitral.data.lazy_images import select_images
 from vitral.data.loader import Loader, Sampling, training_images
 from vitral.data.variable_images import (
     PaddedImages,
@@ -34,6 +35,7 @@ def test_images_parts_and_batches_are_those_stored() -> None:
     assert all(torch.equal(image, expected) for image, expected in zip(stored, images, strict=True))
     assert torch.equal(stored[1:][0], images[1])
     assert torch.equal(stored[torch.tensor([5, 0])][0], images[5])
+    assert torch.equal(select_images(stored, torch.arange(6) % 2 == 1)[2], images[5])
     in_order = [image for batch in stored.split(2) for image in batch]
     assert all(torch.equal(image, expected) for image, expected in zip(in_order, images, strict=True))
     both = concat_images([stored, torch.stack([images[3]])])

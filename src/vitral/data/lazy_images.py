@@ -32,6 +32,10 @@ class LazyImages:
     def split(self, batch_size: int) -> Iterator[Tensor]:
         return self.batches(torch.arange(len(self)).split(batch_size))
 
+    def select(self, rows: Tensor) -> LazyImages:
+        """The images at `rows`."""
+        return SubsetImages(self, rows)
+
     def group_rows(self, rows: Tensor) -> list[Tensor]:
         """The indices in groups of images that have one size."""
         return [rows]
@@ -81,7 +85,7 @@ class ConcatImages(LazyImages):
 
 def select_images(images: Images, mask_N: Tensor) -> Images:
     """The images where `mask_N` is true; stays lazy if `images` is."""
-    return SubsetImages(images, mask_N.nonzero().flatten()) if isinstance(images, LazyImages) else images[mask_N]
+    return images.select(mask_N.nonzero().flatten()) if isinstance(images, LazyImages) else images[mask_N]
 
 
 def iter_batches(images: Images, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:

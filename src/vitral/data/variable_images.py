@@ -72,6 +72,9 @@ class VariableSizeImages(LazyImages):
         rows = torch.arange(len(self))[index]
         if rows.ndim == 0:
             return super().__getitem__(index)
+        return self.select(rows)
+
+    def select(self, rows: Tensor) -> VariableSizeImages:
         stored = self.stored[rows] if isinstance(self.stored, Tensor) else SubsetImages(self.stored, rows)
         return VariableSizeImages(stored, self.sizes[rows], self.stored_sizes[rows])
 
@@ -144,9 +147,7 @@ def images_of_one_size(images: Images, count: int) -> Tensor:
 
 def select_rows(images: Images, rows: Tensor) -> Images:
     """The images at `rows`; stays lazy if `images` is."""
-    if isinstance(images, LazyImages) and not isinstance(images, VariableSizeImages):
-        return SubsetImages(images, rows)
-    return images[rows]
+    return images.select(rows) if isinstance(images, LazyImages) else images[rows]
 
 
 def stack_images(images: Sequence[Tensor]) -> Images:
