@@ -20,6 +20,7 @@ from vitral.data.datasets import Dataset
 from vitral.data.image_ops import GEOMETRIC_OPS, OPS, apply_ops
 from vitral.data.loader import Loader
 from vitral.data.preprocess import Preprocessing
+from vitral.data.variable_images import resize_pixels
 from vitral.device.select import Hardware, PrecisionOption, select_hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import Interrupted, VitralError
@@ -455,3 +456,12 @@ def test_fused_muon_agrees_with_the_reference_eagerly_and_captured(gpu: Hardware
     before_nan = flat_weights(captured)
     graph.replay()
     assert torch.equal(flat_weights(captured), before_nan), "a step with non-finite gradients changed the weights"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.float32])
+def test_pixels_are_resized_on_the_gpu_as_on_the_cpu(dtype: torch.dtype) -> None:
+    """PyTorch resizes no integers on a GPU."""
+    pixels = (torch.rand(2, 3, 40, 50, generator=torch.Generator().manual_seed(0)) * 255).to(dtype)
+    expected = resize_pixels(pixels, (24, 32), "bilinear").float()
+    actual = resize_pixels(pixels.cuda(), (24, 32), "bilinear").float().cpu()
+    assert (actual - expected).abs().max() <= 1  # rounding

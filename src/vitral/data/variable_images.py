@@ -125,11 +125,12 @@ class PaddedImages(LazyImages):
 
 
 def resize_pixels(images_BCHW: Tensor, size: Size, interpolation: str) -> Tensor:
-    """Resize pixels and keep their type. torch resizes uint8 and floats, but not uint16."""
-    if images_BCHW.dtype != torch.uint16:
+    """Resize pixels and keep their type. torch resizes floats, uint8 on a CPU only, and not uint16."""
+    dtype = images_BCHW.dtype
+    if dtype.is_floating_point or (dtype == torch.uint8 and images_BCHW.device.type == "cpu"):
         return F.interpolate(images_BCHW, size=size, mode=interpolation, antialias=True)
     resized = F.interpolate(images_BCHW.float(), size=size, mode=interpolation, antialias=True)
-    return resized.round().clamp(0, 65535).to(torch.uint16)
+    return resized.round().clamp(0, torch.iinfo(dtype).max).to(dtype)
 
 
 def view_as_size(stored_BCHW: Tensor, size: Size) -> Tensor:

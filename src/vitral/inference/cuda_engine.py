@@ -86,7 +86,7 @@ class CudaEngine:
             self.description += f" (no fused kernels: {self.model.fused_unsupported})"
         # Native inputs have dozens of shapes: captures of all of them would take longer than they save.
         self.use_graphs = preprocessing.resize != "native"
-        self.description += "; CUDA graphs" if self.use_graphs else "; no CUDA graphs for native inputs"
+        self.description += "" if self.use_graphs else "; no CUDA graphs for native inputs"
         self.forward: Callable[[Tensor], Tensor] = (
             torch.compile(self.model, dynamic=False) if is_compiled else self.model
         )
