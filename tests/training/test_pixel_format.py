@@ -172,6 +172,10 @@ def test_fine_tuning_measures_statistics_inflates_the_projection_and_says_so(tmp
     recipe = resolve_recipe(str(save_folder(tmp_path / "fields")), None, str(tmp_path / "rgb.safetensors"))
     trained = setup_training(recipe.with_overrides({"augment.jitter": 0.3}))
     assert trained.preprocessing.mean[0] == pytest.approx(2047 / 65535, rel=0.05)
+    images = trained.preprocessing.normalise(trained.dataset.train.images[:])
+    assert images.mean(dim=(0, 2, 3)).abs().max() < 0.05
+    photo_std = 0.226 / 0.5  # of ImageNet's photographs for a checkpoint that divides by 0.5
+    assert images.std(dim=(0, 2, 3)).tolist() == pytest.approx([photo_std] * 5, rel=0.05)
     kernels = model.patch_embedding.project.weight.unflatten(1, (3, -1))
     assert trained.initial_weights is not None
     inflated = trained.initial_weights["patch_embedding.project.weight"].unflatten(1, (5, -1))

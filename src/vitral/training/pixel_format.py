@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 
 from vitral.data.augment import AugmentConfig
 from vitral.data.autoaugment import AutoAugmentPolicy
 from vitral.data.pixels import PixelFormat
 from vitral.errors import VitralError
 from vitral.recipes.schema import Recipe
+
+PHOTO_STD = 0.226  # standard deviation of ImageNet's pixels, mean over the channels
 
 
 def with_pixel_format(recipe: Recipe, detected: PixelFormat) -> tuple[Recipe, tuple[str, ...]]:
@@ -37,7 +40,10 @@ def with_pixel_format(recipe: Recipe, detected: PixelFormat) -> tuple[Recipe, tu
         notes.append(f"images with {PixelFormat(channels, dtype)}" + (f": {', '.join(names)}" if names else ""))
         if mean is not None and (len(mean) != channels or (data.dtype == "auto" and recipe.init_from)):
             mean, std = None, None  # the checkpoint's
-            notes.append("mean and standard deviation are measured on the training images")
+            notes.append(
+                "mean and standard deviation are measured on the training images"
+                + ("; the inputs vary as much as photographs did in pretraining" if recipe.init_from else "")
+            )
     augment = recipe.augment
     if not is_photo and augment.has_color_ops:
         augment = without_color_ops(augment)
@@ -50,6 +56,15 @@ def with_pixel_format(recipe: Recipe, detected: PixelFormat) -> tuple[Recipe, tu
         model=replace(model, channels=channels),
         augment=augment,
     ), tuple(notes)
+
+
+def pretrained_spread(std: tuple[float, ...], pretrained_std: tuple[float, ...]) -> tuple[float, ...]:
+    """The standard deviation to divide by, so that inputs vary as much as those of the checkpoint did in pretraining.
+
+    A checkpoint that divides by 0.5 has seen inputs with a standard deviation of 0.45, not 1.
+    """
+    factor = fmean(pretrained_std) / PHOTO_STD
+    return tuple(factor * value for value in std)
 
 
 def without_color_ops(augment: AugmentConfig) -> AugmentConfig:

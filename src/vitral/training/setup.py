@@ -44,7 +44,7 @@ from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.training.loggers import check_loggers
-from vitral.training.pixel_format import with_pixel_format
+from vitral.training.pixel_format import pretrained_spread, with_pixel_format
 from vitral.weights.adapt import adapt_weights
 from vitral.weights.adapter import BaseWeights
 
@@ -278,6 +278,8 @@ def load_training_data(
     mean, std = recipe.data.mean, recipe.data.std
     if mean is None or std is None:
         mean, std = channel_stats(dataset.train.images)
+        if recipe.init_from and data.std is not None:  # the checkpoint's, for other pixels
+            std = pretrained_spread(std, data.std)
     C = recipe.model.channels
     if len(mean) != C and {len(mean), C} == {1, 3}:  # grey images for an RGB model or the reverse: green is closest
         mean, std = (mean * 3, std * 3) if C == 3 else (mean[1:2], std[1:2])
