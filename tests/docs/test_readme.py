@@ -15,7 +15,13 @@ from vitral.cli import main as cli
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"`(vitral [^`]+)`", README)
-SLOW_COMMANDS = {"vitral export runs/mine --to onnx", "vitral figures runs/mine"}  # export and figures have other tests
+SLOW_COMMANDS = {  # these have other tests
+    "vitral export runs/mine --to onnx",
+    "vitral figures runs/mine",
+    "vitral train photos/ --folds 3",
+    "vitral train photos/ --init-from model.safetensors --compare --seeds 2",
+    "vitral train photos/ --init-from model.safetensors --tune lora",
+}
 SMALL_MODEL = ["--model.width", "32", "--model.heads", "2"]  # for training from scratch
 PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
