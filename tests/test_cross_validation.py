@@ -57,6 +57,7 @@ def folder_of(result: CrossValidation) -> Path:
     return Path(result.model_folder)
 
 
+@pytest.mark.slow
 def test_every_training_image_is_predicted_once_and_the_wrong_label_comes_first(result: CrossValidation) -> None:
     with (folder_of(result) / "out_of_fold.csv").open() as file:
         rows = list(csv.DictReader(file))

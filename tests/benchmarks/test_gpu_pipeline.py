@@ -12,6 +12,7 @@ import torch
 import gpu_pipeline
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the full benchmark on a GPU")
 def test_a_toy_runs_without_a_gpu(tmp_path: Path, run_benchmark: Callable[..., str]) -> None:
     text = run_benchmark(gpu_pipeline, "--json", tmp_path / "out.json")

@@ -127,6 +127,7 @@ def test_runs_that_exceed_the_budget_are_skipped(
     assert "target 94%: NOT reached" in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the full benchmark on a GPU")
 def test_a_toy_runs_without_a_gpu(tmp_path: Path, run_benchmark: Callable[..., str]) -> None:
     variants = ["--variant", "digits epochs=1 model.depth=1 tta=six", "--variant", "digits epochs=0"]

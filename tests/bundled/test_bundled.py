@@ -286,6 +286,7 @@ def run_offline(empty_cwd: Path, *commands: str) -> list[str]:
     return process.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_bundled_model_works_offline_with_an_empty_cache(empty_cwd):
     image, label = digit(0)
     image.save("digit.png")
@@ -333,6 +334,7 @@ def bundled_digits(empty_cwd: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     return tmp_path / "bundled"
 
 
+@pytest.mark.slow
 def test_commands_accept_a_name_and_do_not_modify_the_package(bundled_digits, empty_cwd, command):
     def read_files() -> dict[Path, bytes]:
         return {file: file.read_bytes() for file in bundled_digits.rglob("*") if file.is_file()}
@@ -367,6 +369,7 @@ def test_benchmark_results_are_stored_in_the_cache(bundled_digits):
     assert bundled.measurement_dir(bundled_digits / "digits" / "model") != folder
 
 
+@pytest.mark.slow
 def test_export_is_written_to_the_current_folder(bundled_digits, empty_cwd):
     file, parity = api.export("digits", to="torch", images=32)
     assert file == Path("digits.pt2")

@@ -89,7 +89,7 @@ def test_training_records_the_options_and_repeats_with_them(
             Image.new("RGB", (16, 16), (colour[0], 10 * index, colour[2])).save(photos / label / f"{index}.png")
     flags = ["--heads", 2, "--activation", "relu", "--pooling", "mean", "--mean", 0.3, "--crop", 0.9]
     assert run("train", photos, "--init-from", bare, *flags, "--epochs", 1, "--out", tmp_path / "first") == 0
-    assert "assumed: no rotary positions, square images of 16×16 (--image-size)" in capsys.readouterr().out
+    assert "assumed: square images of 16×16 (--image-size), no rotary positions" in capsys.readouterr().out
     recipe = read_recipe(tmp_path / "first" / "recipe.toml")
     assert recipe.init_options == CheckpointOptions(heads=2, activation="relu", pooling="mean", mean=(0.3,), crop=0.9)
     assert (recipe.model.activation, recipe.data.mean, recipe.data.crop) == ("relu", (0.3, 0.3, 0.3), 0.9)

@@ -145,6 +145,7 @@ def replace_value(values: dict[str, Any], path: tuple[str, ...], value: Any) -> 
     return values | {name: replace_value(values[name], tuple(inner), value) if inner else value}
 
 
+@pytest.mark.slow
 def test_every_field_of_config_json_with_wrong_values_is_accepted_or_refused(damaged_run: Path) -> None:
     file = damaged_run / "model" / "config.json"
     values = json.loads(file.read_text())
@@ -155,6 +156,7 @@ def test_every_field_of_config_json_with_wrong_values_is_accepted_or_refused(dam
                 load_model_config(file)
 
 
+@pytest.mark.slow
 def test_every_field_of_a_recipe_with_wrong_values_is_accepted_or_refused(damaged_run: Path) -> None:
     values = parse_toml((damaged_run / "recipe.toml").read_text())
     for path in paths(values):

@@ -109,6 +109,7 @@ def test_train_writes_a_complete_run_folder(run):
     assert {"vitral", "torch", "hardware", "reasons", "seed", "git", "data", "command"} <= environment.keys()
 
 
+@pytest.mark.slow
 def test_train_prints_the_result_and_next_commands_that_work_when_copied(vitral, tmp_path):
     out = tmp_path / "my [2nd] run"  # needs quotes in a shell and must not be read as markup
     code, printed, _ = vitral("train", "digits", "--epochs", 1, "--model.depth", 1, "--out", out)
@@ -124,6 +125,7 @@ def test_train_prints_the_result_and_next_commands_that_work_when_copied(vitral,
     assert copied[3][2:] == ["digits", "--recipe", str(out / "recipe.toml"), "--epochs", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_recipe_printed_by_show_can_be_trained(vitral, tmp_path):
     _, toml, _ = vitral("recipes", "show", "digits")
@@ -217,6 +219,7 @@ def test_summary_counts_parameters_and_flops(vitral):
     assert "MiB of activations" in out
 
 
+@pytest.mark.slow
 def test_one_image_size_means_a_square_image(vitral):
     assert "[1, 577, 192]" in vitral("summary", "Ti/16", "--image-size", 384)[1]
 
@@ -229,6 +232,7 @@ def test_data_lists_datasets_and_names_missing_downloads(vitral):
     assert "vitral data fetch cifar100" in err
 
 
+@pytest.mark.slow
 def test_closed_pipe_prints_no_traceback():
     command = f"{sys.executable} -m vitral recipes show digits | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240)

@@ -16,6 +16,7 @@ from vitral.cli import options
 from vitral.cli.commands import train
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
 from vitral.cli.parsing import Command, argument, config_options, option, required_option
+from vitral.data.geometry import Resize
 from vitral.errors import VitralError
 
 CONFIG_FIELDS = [
@@ -238,6 +239,7 @@ def test_shared_choices_match_the_types_of_the_library() -> None:
 
     assert set(typing.get_args(options.DeviceFlag)) == set(typing.get_args(DeviceOption))
     assert set(typing.get_args(options.SplitFlag)) == set(typing.get_args(SplitName))
+    assert options.ResizeFlag == Resize
     assert set(typing.get_args(options.EngineFlag)) == set(typing.get_args(EngineName))
 
 

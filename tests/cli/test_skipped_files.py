@@ -86,6 +86,7 @@ def test_every_command_lists_the_same_images_and_names_what_it_skips(name, digit
         assert len(np.load(tmp_path / "features.npy")) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], pytest.param(["--out", "predictions.csv"], marks=pytest.mark.slow)])
 def test_predict_does_not_wait_for_a_named_pipe(arguments, digits, tmp_path):
     pipe = digits / "1" / "pipe.jpg"

@@ -207,6 +207,7 @@ def test_doctor_reports_unreadable_images(tmp_path, capsys):
     assert "2 unreadable files" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ascii_terminals_and_non_unicode_file_names_work(run, tmp_path):
     (tmp_path / "odd").mkdir()
     save_photo(tmp_path / "odd" / "x.png", (200, 90, 60), 0)

@@ -63,6 +63,7 @@ def shift_by_slicing(
     return padded[:, margin - down : margin - down + H, margin - right : margin - right + W]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("flip", [False, True])
 def test_shift_and_flip_match_numpy_slicing(border: Any, flip: bool) -> None:

@@ -306,6 +306,7 @@ INTACT = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     format=st.sampled_from(sorted(INTACT)),

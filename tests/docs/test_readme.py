@@ -73,6 +73,7 @@ def test_the_serve_command_starts_a_server(reader_folder, monkeypatch, command):
         assert models[0]["name"] == Path(command.split()[2]).name
 
 
+@pytest.mark.slow
 def test_the_resume_command_continues_a_run(reader_folder, monkeypatch, no_figures):
     (command,) = [c for c in COMMANDS if "--resume" in c]
     run = reader_folder / "runs" / "mine"

@@ -45,6 +45,7 @@ def test_path_with_spaces_is_quoted_in_the_command(photos, fast_benchmark, capsy
     assert f"vitral train '{folder}'" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_json_output_and_exit_status_with_errors(photos, fast_benchmark, capsys, tmp_path):
     file = photos / "ants" / "0.jpg"
     file.write_bytes(file.read_bytes()[:900])
@@ -89,6 +90,7 @@ def test_estimate_is_within_a_factor_of_five_of_the_real_training(photos, fast_b
     assert recommendation.command == f"vitral train {photos} --init-from {checkpoint}"
 
 
+@pytest.mark.slow
 def test_busy_machine_is_mentioned_next_to_the_estimate(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

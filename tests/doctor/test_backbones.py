@@ -112,6 +112,7 @@ def test_choice_names_license_size_and_reason_and_pins_the_commit(hub: Hub) -> N
     )
 
 
+@pytest.mark.slow
 def test_gated_restricted_and_missing_models_are_passed_over(hub: Hub) -> None:
     hub.gated.add(SMALL.repository)
     assert find(SMALL, TINY).backbone == TINY

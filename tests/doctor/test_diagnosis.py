@@ -246,6 +246,7 @@ def test_built_in_dataset_is_refused_with_the_training_command():
     assert error.value.hint == "Train on it: vitral train mnist"
 
 
+@pytest.mark.slow
 def test_150_images_take_less_than_four_cpu_seconds(tmp_path):
     source = save_random_image(tmp_path / "source.jpg", 0, size=(640, 480))
     for index in range(150):

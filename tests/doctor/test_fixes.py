@@ -105,6 +105,7 @@ def test_headline_is_the_worst_finding(photos: Path, split_photos: Path) -> None
     assert diagnose(photos).headline.startswith("This folder cannot be trained on: only one class has training images")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_benchmark")
 def test_doctor_prints_the_headline_first_and_how_to_apply_the_fixes(split_photos: Path, command: Command) -> None:
     shutil.copytree(split_photos / "train", split_photos / "val", dirs_exist_ok=True)
@@ -115,6 +116,7 @@ def test_doctor_prints_the_headline_first_and_how_to_apply_the_fixes(split_photo
     assert f"vitral train {split_photos} --exclude fixes.csv" in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_benchmark")
 def test_clean_from_the_command_line_refuses_to_touch_existing_files(
     split_photos: Path, tmp_path: Path, command: Command
@@ -150,6 +152,7 @@ def test_fix_list_says_what_to_remove_keep_and_review(split_photos: Path, tmp_pa
     assert actions[str(split_photos / "train" / "bees" / "ant.jpg")] == "review"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_excluded_files_are_in_no_split_of_the_run_its_repetition_and_its_evaluation(
     split_photos: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch

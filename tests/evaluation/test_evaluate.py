@@ -51,6 +51,7 @@ def noise_images(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_all_measurements_are_in_the_json_output(run: Path, command: Command, noise_images: Path) -> None:
     (noise_images / "notes.txt").write_text("a note")
     code, out, err = command("evaluate", run, "--max-error", 0.05, "--ood", noise_images, "--robustness", "--json")

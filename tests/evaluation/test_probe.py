@@ -247,6 +247,7 @@ def test_no_hyperparameter_depends_on_the_test_set(has_validation: bool) -> None
     assert expected.tuned_on == ("validation" if has_validation else "cross-validation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_validation", [True, False])
 def test_a_prediction_does_not_depend_on_other_test_images(has_validation: bool) -> None:
     """Nothing, not even a mean, is fitted to the test images: the numbers of correct predictions add up."""

@@ -129,6 +129,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, listing: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_two_targets_of_different_scales(run: Path) -> None:
     report = vitral.evaluate(run)
     assert report.images == 52

@@ -89,6 +89,7 @@ def test_the_ece_interval_covers_the_true_value_as_often_as_it_claims() -> None:
     assert 0.88 <= np.mean(covered) <= 0.99
 
 
+@pytest.mark.slow
 def test_metrics_of_ten_thousand_images_take_seconds() -> None:
     logits, labels = calibrated_logits(10_000, 10, seed=0)
     images = torch.randint(0, 256, (10_000, 1, 28, 28), dtype=torch.uint8)

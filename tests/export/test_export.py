@@ -59,6 +59,7 @@ def export(path: Path, model_and_config: tuple[ViT, ModelConfig] | None = None, 
 QUICK_KINDS = ("class", "rotary, registers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in QUICK_KINDS else pytest.mark.slow) for kind in MODEL_KINDS]
 )
@@ -77,6 +78,7 @@ def test_every_kind_of_model_exports_to_onnx(tmp_path: Path, kind: str) -> None:
     assert np.array_equal(exported.is_ood(logits), model_config.calibration.is_ood(expected).numpy())
 
 
+@pytest.mark.slow
 def test_exported_preprocessing_accepts_images_of_any_size(tmp_path: Path) -> None:
     parity = export(tmp_path / "model.onnx", preprocessing=True)
     assert parity.agreement.value == 1
@@ -133,6 +135,7 @@ def export_as(tmp_path_factory: pytest.TempPathFactory) -> ExportFn:
     return export_once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "tolerance"),
     [
@@ -171,6 +174,7 @@ def test_smoothing_activations_does_not_change_the_logits(kind: str) -> None:
     assert not torch.equal(*norm_weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_torch_export_can_be_loaded_with_its_metadata(tmp_path: Path, precision: str) -> None:
     parity = export(tmp_path / "model.pt2", to="torch", precision=precision)
@@ -203,6 +207,7 @@ def test_unsupported_combinations_are_refused(tmp_path: Path, options: dict[str,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_file_that_disagrees_with_the_model_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_graph = onnx_file.build_graph
 
@@ -301,6 +306,7 @@ def run_with_photos(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "run", tmp_path / "photos"
 
 
+@pytest.mark.slow
 def test_the_file_is_compared_on_all_images_of_a_folder(
     run_with_photos: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,6 +317,7 @@ def test_the_file_is_compared_on_all_images_of_a_folder(
     assert "accuracy" in output
 
 
+@pytest.mark.slow
 def test_too_few_images_are_refused_unless_their_number_is_requested(
     run_with_photos: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -349,7 +349,7 @@ def test_the_cuda_engine_pads_batches_and_agrees_with_the_model() -> None:
 def test_a_gpu_uses_cuda_graphs_and_has_no_int8() -> None:
     model, preprocessing = build_model("class")
     choice = select_cuda_engine(model, preprocessing, fake_gpu())
-    assert str(choice) == "fp32 (a test; PyTorch kernels; CUDA graphs)"
+    assert str(choice) == "fp32 (a test; PyTorch kernels)"
     with pytest.raises(VitralError, match="int8 engine unavailable: it runs on CPUs only"):
         select_cuda_engine(model, preprocessing, fake_gpu(), "int8")
 

@@ -127,7 +127,7 @@ def test_predictions_become_a_dataframe(model: Predictor, folder: Path) -> None:
     table = predictions.to_dataframe()
     assert list(table.columns) == [
         "file", "label", "probability", "labels", "probabilities", "ood", "error", "engine",
-        "prediction_set", "coverage",
+        "prediction_set", "coverage", "present",
     ]  # fmt: skip
     assert table["file"].tolist() == [str(folder / "0.png"), str(folder / "gone.png")]
     first = predictions[0]

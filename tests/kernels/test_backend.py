@@ -139,6 +139,7 @@ def test_a_faulty_augment_kernel_is_replaced(fault: str, monkeypatch: pytest.Mon
     assert [message.partition(":")[0] for message in messages] == ["augmentation in PyTorch"]
 
 
+@pytest.mark.slow
 def test_color_operations_are_fused_even_if_other_transforms_are_not() -> None:
     policy = AutoAugmentPolicy(name="randaugment", num_ops=2, magnitude=9, increasing=True, probability=0.5)
     recipe = replace(RECIPE, augment=AugmentConfig(crop=0.5, erase=0.2, policy=policy))

@@ -115,6 +115,7 @@ def test_output_and_gradients_match_the_reference(overrides: dict[str, Any], att
     assert_same_results(fused, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "case"),
     with_each_attention(CLASS_TOKEN, {("short", "depth 2"), ("flash", "saved activations"), ("pytorch", "registers")}),
@@ -135,6 +136,7 @@ def test_cls_only_returns_the_class_token_of_the_reference(case: tuple[dict[str,
         assert relative_difference(out, model.encoder(tokens, GRID)[:, :1]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_sums_over_tokens_are_complete_when_programs_take_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitral.kernels.reduce.op.MAX_PROGRAMS", 3)
     model = make_model(depth=1)
@@ -155,6 +157,7 @@ def test_changed_weights_are_cast_again() -> None:
     assert not torch.equal(encoder(tokens, GRID), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["class", "mean"])
 def test_inference_matches_the_reference_and_drops_no_branch(pooling: str, attention: str) -> None:
     model = make_model(pooling=pooling, qk_norm=True, positions="learned+rotary", drop_path=0.5).eval()
@@ -255,6 +258,7 @@ def test_frozen_weights_have_no_weight_gradient_gemm(
     assert tune != "lora" or all(3 in shape for shape in shapes)
 
 
+@pytest.mark.slow
 def test_frozen_blocks_save_no_activations() -> None:
     model = tuned_model("last-1", depth=3)
     encoder = FusedEncoder(model.encoder, dtype=torch.float32)

@@ -92,6 +92,7 @@ def test_patch_embedding_equals_strided_convolution_unfold_and_einops(
         torch.testing.assert_close(ours, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("channels", "side", "patch", "width", "depth", "heads", "classes", "tokens"),
     [
@@ -689,6 +690,7 @@ def test_compiled_model_has_the_same_logits() -> None:
     torch.testing.assert_close(compiled(images()), model(images()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_class", "pooling"), BOTH_CLASSES)
 def test_exported_model_accepts_any_batch_size(model_class: type[ViT], pooling: str) -> None:
     settings: dict[str, Any] = {"registers": 1, "positions": "learned+rotary"} if model_class is ViT else {}

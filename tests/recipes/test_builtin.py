@@ -78,6 +78,7 @@ def noise_dataset(name: str, recipe: Recipe) -> Dataset:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_output_of_recipes_show_can_be_trained(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -353,6 +353,7 @@ def test_invalid_paths_and_parameters_are_refused_with_code_and_message(
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.one_of(

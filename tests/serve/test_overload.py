@@ -82,6 +82,7 @@ async def under_flood(running, path: str, clients: int, body: bytes, count: int)
     return accepted, flood
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flooded", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_explain_flood_does_not_delay_predict(running, flooded):
     """The flood goes to the same model, and then to the other one."""

@@ -125,6 +125,7 @@ def image_with_set(running, size: int) -> tuple[bytes, list[str]]:
     raise AssertionError(f"no image with a set of {size} classes")
 
 
+@pytest.mark.slow
 def test_prediction_set_of_several_classes_is_shown(open_page, running):
     page = open_page()
     content, labels = image_with_set(running, 2)
@@ -138,6 +139,7 @@ def test_prediction_set_of_several_classes_is_shown(open_page, running):
     expect(page.locator("#prediction-set")).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_multilabel_shows_thresholds_and_greys_absent_labels(open_page, running):
     image = make_image(1)
     labels = httpx.post(f"{running.url}/v1/models/things/predict", content=image).json()["predictions"][0]["labels"]
@@ -154,6 +156,7 @@ def test_multilabel_shows_thresholds_and_greys_absent_labels(open_page, running)
     expect(page.locator("tbody tr td:nth-child(3)").first).to_have_text(", ".join(present) or "no label")
 
 
+@pytest.mark.slow
 def test_regression_shows_values_with_intervals_and_evidence_for_each_target(open_page, running):
     page = open_page("ages")
     expect(page.locator("#about")).to_contain_text("values: age, mass")
@@ -179,6 +182,7 @@ def test_regression_shows_values_with_intervals_and_evidence_for_each_target(ope
     assert rows[4]["error"] == "not an image"
 
 
+@pytest.mark.slow
 def test_out_of_distribution_image_is_shown_as_unknown(open_page, running):
     page = open_page()
     upload(page, find_image(running, ood=True))
@@ -187,6 +191,7 @@ def test_out_of_distribution_image_is_shown_as_unknown(open_page, running):
     assert page.locator("#unknown").is_visible()
 
 
+@pytest.mark.slow
 def test_pointing_at_a_patch_shows_its_attention(open_page, running):
     page = open_page()
     upload(page, find_image(running))
@@ -227,6 +232,7 @@ def test_caption_equals_the_attention_of_the_server(open_page, running):
     expect(page.locator("#caption")).to_contain_text(expected)
 
 
+@pytest.mark.slow
 def test_keyboard_reaches_every_patch(open_page, running):
     page = open_page()
     upload(page, find_image(running))
@@ -247,6 +253,7 @@ def test_keyboard_reaches_every_patch(open_page, running):
     assert page.locator("[data-patch][aria-pressed='true']").count() == 0
 
 
+@pytest.mark.slow
 def test_sliders_select_blocks_and_heads(open_page, running):
     page = open_page()
     upload(page, find_image(running))
@@ -266,6 +273,7 @@ def test_sliders_select_blocks_and_heads(open_page, running):
     assert page.locator("#from-class-token").get_attribute("aria-pressed") == "true"
 
 
+@pytest.mark.slow
 def test_heatmaps_and_evidence_for_another_class(open_page, running):
     page = open_page()
     upload(page, find_image(running))
@@ -306,6 +314,7 @@ def test_unreachable_server_shows_an_error(open_page, running):
     expect(page.locator("#error")).to_contain_text("The server does not respond")
 
 
+@pytest.mark.slow
 def test_drop_and_paste(open_page, running):
     page = open_page()
     content = list(find_image(running))
@@ -362,6 +371,7 @@ def test_drawing_is_light_on_dark_centred_and_classified_after_each_stroke(open_
     expect(page.locator("#result")).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_dark_on_light_image_can_be_inverted(open_page, running):
     paper = Image.new("L", (200, 200), 250)
     ImageDraw.Draw(paper).line((60, 40, 140, 160), fill=10, width=18)
@@ -377,6 +387,7 @@ def test_dark_on_light_image_can_be_inverted(open_page, running):
     assert canvas_pixels(page) != before
 
 
+@pytest.mark.slow
 def test_several_files_become_a_table_and_a_csv(open_page, running):
     page = open_page()
     contents = [make_image(seed) for seed in range(20)]
@@ -406,6 +417,7 @@ def test_several_files_become_a_table_and_a_csv(open_page, running):
     wait_for_result(page)
 
 
+@pytest.mark.slow
 def test_korean_page_has_no_english_text(open_page, running):
     page = open_page(locale="ko-KR")
     assert page.locator("html").get_attribute("lang") == "ko"
@@ -445,6 +457,7 @@ def contrast(page, selector: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.slow
 def test_both_themes_have_enough_contrast(open_page, running):
     for scheme, is_dark in (("light", False), ("dark", True)):
         page = open_page(color_scheme=scheme)
@@ -465,6 +478,7 @@ def test_both_themes_have_enough_contrast(open_page, running):
         assert (max(background(page)) < 60) != is_dark
 
 
+@pytest.mark.slow
 def test_phone_layout(open_page, running):
     size = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2}
     page = open_page(**size)
@@ -510,6 +524,7 @@ def test_page_asks_for_the_api_key(browser, tmp_path):
         page.close()
 
 
+@pytest.mark.slow
 def test_api_docs_are_rendered(open_page, running):
     page = open_page()
     page.goto(f"{running.url}/docs")
@@ -547,6 +562,7 @@ def test_every_text_is_used():
         assert f'"{key}"' in used or computed.fullmatch(key), f"{key} is never used"
 
 
+@pytest.mark.slow
 def test_batch_table_shows_the_actual_error(open_page, running):
     page = open_page()
     busy = {"error": {"code": "too_many_requests", "message": "the queue is full"}}

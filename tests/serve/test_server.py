@@ -178,6 +178,7 @@ def test_body_below_the_minimum_rate_times_out(model):
     assert b"Send at least 1 KiB/s" in response
 
 
+@pytest.mark.slow
 def test_incomplete_requests_give_way_when_connections_run_out(model):
     """More connections than allowed: those that never complete a request are closed, and everyone else is served."""
     with server(model, "--max-connections", 8) as running, slow_bodies(running, 6) as connections:
@@ -302,6 +303,7 @@ async def load(running, clients: int, body: bytes, is_done, until_closed: bool =
     return statuses, failures
 
 
+@pytest.mark.slow
 def test_overload_is_refused_and_memory_stays_bounded(model):
     """100 clients, a queue of 20 images."""
     body = make_image(size=(800, 600), format="JPEG")

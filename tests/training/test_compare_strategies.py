@@ -71,6 +71,7 @@ def compare(workspace: Path, out: str, **arguments: Any) -> StrategyComparison:
     return api.compare(photos, init_from=workspace / "source", scratch_recipe=scratch, out=workspace / out, **arguments)
 
 
+@pytest.mark.slow
 def test_compare_trains_all_strategies_and_does_not_repeat_finished_parts(workspace: Path) -> None:
     result = compare(workspace, "all")
     assert result.verdict.recommended in ("scratch", "probe", "fine-tune")
@@ -93,6 +94,7 @@ def test_compare_trains_all_strategies_and_does_not_repeat_finished_parts(worksp
         compare(workspace, "all", **{"optim.lr": 1e-4})
 
 
+@pytest.mark.slow
 def test_the_probe_is_a_model_with_the_evaluated_accuracy(workspace: Path) -> None:
     result = compare(workspace, "probe-accuracy")
     folder = workspace / "probe-accuracy" / "probe"

@@ -87,6 +87,7 @@ def test_resume_is_bit_exact_after_sigkill(tmp_path: Path, reference_run: Run, m
         assert list((path / "checkpoints").glob(".*")) == []
 
 
+@pytest.mark.slow
 def test_resume_is_bit_exact_after_kills_at_random_moments(tmp_path: Path, reference_run: Run) -> None:
     path, rng = tmp_path / "run", random.Random()
     for words in ([*TRAIN_COMMAND, "--out", path], ["train", "--resume", path]):
@@ -105,6 +106,7 @@ def test_resume_is_bit_exact_after_kills_at_random_moments(tmp_path: Path, refer
     assert_equals_reference(path, reference_run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [pytest.param(signal.SIGINT, id="SIGINT"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow)],
@@ -174,6 +176,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_intact(train_tiny: Fit, tmp_
     assert metrics_without_timing(resumed) == metrics_without_timing(reference)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_two_line_error_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

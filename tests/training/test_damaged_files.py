@@ -72,6 +72,7 @@ def test_flipped_bits_in_weights_are_recognised(run: Run, tmp_path: Path, name: 
     assert count_undetected(copies, load_weights, lambda tensors: identical(tensors, expected)) == 0
 
 
+@pytest.mark.slow
 def test_flipped_bits_in_config_json_are_recognised(run: Run, tmp_path: Path) -> None:
     path = run.model_dir / "config.json"
     expected = load_model_config(path)

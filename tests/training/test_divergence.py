@@ -67,6 +67,7 @@ def test_a_diverged_run_stops_with_a_two_line_error(tmp_path: Path, capsys: pyte
     assert "step-000000001.pt" in second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "message"),
     [
@@ -277,6 +278,7 @@ def test_the_lowered_learning_rate_survives_an_interruption(
     assert resumed.load_metrics()[-1]["lr"] == pytest.approx(0.5e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_the_command_in_the_error_resumes_with_rollback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

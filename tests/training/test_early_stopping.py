@@ -32,6 +32,7 @@ def stagnating(monkeypatch: pytest.MonkeyPatch) -> None:
     set_epoch_learning_rates(monkeypatch, *RATES)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stagnating")
 def test_training_stops_after_patience_epochs_without_improvement(train_tiny: Fit) -> None:
     callback = RecordMessages()
@@ -75,6 +76,7 @@ def test_patience_needs_validation_images(train_tiny: Fit, dataset: Dataset) -> 
     assert "--data.validation" in error.value.hint
 
 
+@pytest.mark.slow
 def test_the_command_line_says_that_training_stopped_early(
     command: Callable[..., tuple[int, str, str]], tmp_path: Path, no_figures: None
 ) -> None:

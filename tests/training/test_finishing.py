@@ -126,6 +126,7 @@ def trained_run(tmp_path: Path, finished_run: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_run_killed_while_its_results_are_written_is_completed_by_resume(trained_run: Path, finished_run: Path) -> None:
     kill_command(trained_run.parent, KillPoint("report.html"), "before", "train", "--resume", trained_run)
     assert not Run(trained_run).is_finished

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from support.common import Command
 from vitral.training.lr_finder import LRSweep
 
@@ -25,6 +27,7 @@ def test_the_suggestion_stays_a_factor_of_ten_below_the_lowest_loss() -> None:
     assert sweep.suggestion == 1e-2
 
 
+@pytest.mark.slow
 def test_the_command_suggests_a_learning_rate_and_writes_only_the_figure(command: Command, tmp_path: Path) -> None:
     code, out, err = command(*SMALL_DIGITS, "--out", tmp_path / "sweep")
     assert (code, err) == (0, "")

@@ -54,6 +54,7 @@ def test_resume_is_bit_exact_after_sigint(train_tiny: Fit, optimizer: str, after
     assert expected["best"] == actual["best"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

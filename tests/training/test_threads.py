@@ -33,6 +33,7 @@ def test_threads_are_printed_recorded_and_restored(command: Command, tmp_path: P
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["threads"] == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_uses_the_threads_it_was_started_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_figures: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

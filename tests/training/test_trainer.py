@@ -259,6 +259,7 @@ def test_an_empty_split_is_refused_before_the_first_step(
     assert not callback.steps
 
 
+@pytest.mark.slow
 def test_class_weights_and_logit_adjustment_equalise_the_predicted_frequencies(
     train_tiny: Fit, dataset: Dataset
 ) -> None:

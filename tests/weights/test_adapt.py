@@ -259,6 +259,7 @@ def test_convert_round_trip_preserves_logits_or_is_refused(source, tmp_path, cap
     assert torch.allclose(before, after, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "probe", "predict", "embed"])
 def test_commands_print_how_a_checkpoint_is_interpreted(source, photos, tmp_path, capsys, command):
     run_command("convert", source, tmp_path / "bare.safetensors", "--to", "timm")
@@ -279,6 +280,7 @@ def test_commands_print_how_a_checkpoint_is_interpreted(source, photos, tmp_path
         assert [json.loads(line) for line in printed.out.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "probe", "predict", "embed", "push"])
 def test_commands_need_heads_that_cannot_be_inferred(source, photos, tmp_path, capsys, command):
     bare = tmp_path / "bare.safetensors"

@@ -326,6 +326,7 @@ def write_preset(preset: str, format_name: str, tmp_path: Path) -> tuple[Path, i
 requires_proc = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
 
 
+@pytest.mark.slow
 @requires_proc
 @pytest.mark.parametrize(
     ("source_format", "to"),

@@ -20,6 +20,7 @@ AUTO = "auto"  # value of --init-from: a checkpoint from the hub that suits the 
 EngineFlag = Literal["auto", "reference", "fp32", "bf16", "int8", "bf16-cascade", "int8-cascade", "fp8"]
 DeviceFlag = Literal["auto", "cpu", "gpu", "cuda"]
 SplitFlag = Literal["test", "validation", "train"]
+ResizeFlag = Literal["crop", "pad", "stretch", "native"]
 
 
 def vit_fields() -> Iterable[ConfigField]:

@@ -242,6 +242,7 @@ def test_folder_can_be_trained_evaluated_and_predicted(request, tmp_path, capsys
     assert json.loads(capsys.readouterr().out)["top1"] > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_evaluation_on_a_subset_of_the_classes_matches_them_by_name(photos, tmp_path):
     for index in range(20):

@@ -346,6 +346,7 @@ def start_packing(photos: Path) -> tuple[subprocess.Popen[str], list[int]]:
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 
+@pytest.mark.slow
 def test_killed_worker_is_an_error_and_packing_can_be_repeated(photos):
     process, workers = start_packing(photos)
     os.kill(workers[0], signal.SIGKILL)
@@ -359,6 +360,7 @@ def test_killed_worker_is_an_error_and_packing_can_be_repeated(photos):
     assert len(load_file_dataset(photos, PREPROCESSING).train) == 80
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_parent_process_is_killed(photos):
     process, workers = start_packing(photos)
     process.kill()

@@ -83,6 +83,7 @@ def test_batches_may_be_larger_than_the_buffer(photos, monkeypatch):
         assert torch.equal(batch, expected)
 
 
+@pytest.mark.slow
 def test_nested_and_abandoned_iterations_do_not_interfere(photos, streamed):
     images, packed = streamed.train.images, load_file_dataset(photos, PREPROCESSING).train.images
     outer = images.split(5)
@@ -140,6 +141,7 @@ def test_read_ahead_is_bounded(streamed, monkeypatch):
     batches.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_training_on_streamed_images_gives_the_weights_of_packed_images(photos, tmp_path):
     tiny: dict[str, Any] = {

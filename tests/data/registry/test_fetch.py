@@ -263,6 +263,7 @@ def short_timeout(monkeypatch):
     monkeypatch.setattr(download, "TIMEOUT_S", 2.0)  # long enough for a local server on a busy machine
 
 
+@pytest.mark.slow
 def test_stalled_server_times_out(monkeypatch, server, short_timeout):
     replace_mnist(monkeypatch, server.offer())
     server.override["/train-images.gz"] = lambda handler, body: server.closing.wait(240)
@@ -270,6 +271,7 @@ def test_stalled_server_times_out(monkeypatch, server, short_timeout):
         fetch_files("mnist", "train")
 
 
+@pytest.mark.slow
 def test_download_that_stalls_midway_is_resumed(monkeypatch, server, short_timeout):
     replace_mnist(monkeypatch, server.offer())
 
@@ -282,6 +284,7 @@ def test_download_that_stalls_midway_is_resumed(monkeypatch, server, short_timeo
     assert contents(fetch_files("mnist", "train"))[0] == CONTENT["train-images"]
 
 
+@pytest.mark.slow
 def test_one_deadline_covers_name_resolution_and_connection(monkeypatch, short_timeout):
     released = threading.Event()
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: released.wait(240))

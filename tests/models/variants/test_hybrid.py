@@ -126,6 +126,7 @@ def test_presets_have_the_parameters_of_timm_models(preset: str, timm_name: str,
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("timm_name", "arguments", "config"),
     [
@@ -363,6 +364,7 @@ def test_explanations_work_without_same_padding(cpu: Hardware) -> None:
         assert torch.equal(pair.table[:, 1:].unflatten(1, (2, 7))[:, :, half].flatten(1, 2), single.table[:, 1:])
 
 
+@pytest.mark.slow
 @stems
 def test_exported_model_accepts_any_batch_size(config: HybridConfig) -> None:
     model = randomize_weights(HybridViT(config))

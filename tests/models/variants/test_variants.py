@@ -133,6 +133,7 @@ def test_preset_adapts_to_the_images_of_the_recipe():
         resolve_recipe("mnist", None, init_from="x.safetensors", preset="Ti/16")
 
 
+@pytest.mark.slow
 def test_command_line_trains_a_hybrid_with_another_stem(tmp_path):
     words = "train digits --preset conv-Ti/4 --model.width 16 --model.depth 1 --model.heads 2 --model.qk-norm"
     stem = "--model.conv.widths 8 16 --model.conv.strides 1 2 --model.patch-size 2 --epochs 1"
@@ -144,6 +145,7 @@ def test_command_line_trains_a_hybrid_with_another_stem(tmp_path):
     assert read_recipe(tmp_path / "run" / "recipe.toml").model == card.architecture
 
 
+@pytest.mark.slow
 def test_summary_of_a_hybrid_counts_its_stem(capsys):
     assert command("summary", "R26+S/32", "--levels", 1) == 0
     assert "36,431,912" in capsys.readouterr().out

@@ -113,6 +113,7 @@ def test_attention_distances_of_a_model_equal_those_of_its_trace() -> None:
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -136,6 +137,7 @@ def test_figures_of_every_kind_of_vit(kind: str, tmp_path: Path, cpu: Hardware) 
                 assert min(picture.size) > 150
 
 
+@pytest.mark.slow
 def test_command_reports_skipped_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cpu: Hardware
 ) -> None:

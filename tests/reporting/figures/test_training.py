@@ -142,6 +142,7 @@ def random_metrics(K: int, seed: int = 0) -> Metrics:
     return compute_metrics(logits, labels, tuple((NAMES * 20)[:K]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [2, 7, 30])
 def test_confusion_matrix_has_every_count_in_its_cell(tmp_path: Path, drawn: list[Figure], K: int) -> None:
     metrics = random_metrics(K)
@@ -270,6 +271,7 @@ def test_attention_overview_shows_image_patches_attention_and_prediction(
     assert max(tops) - min(tops) < 0.02, "all four panels are aligned"
 
 
+@pytest.mark.slow
 def test_attention_overview_takes_files_bytes_and_pil_images(tmp_path: Path, cpu: Hardware) -> None:
     file = tmp_path / "photo.png"
     Image.fromarray(noise(40, 60, 3).numpy()).save(file)

@@ -178,6 +178,7 @@ def test_content_security_policy_matches_script_and_style(cpu: Hardware) -> None
         assert f"{tag}-src 'sha256-{expected}'" in policy[1]
 
 
+@pytest.mark.slow
 def test_report_of_a_hundred_classes_of_photographs_is_below_5_mb(cpu: Hardware, tmp_path: Path) -> None:
     names = tuple(f"a class with a rather long name, number {k}" for k in range(100))
     path = write_report(make_report_data(cpu, names, images=400, size=120, channels=3), tmp_path / "report.html")
@@ -355,6 +356,7 @@ def open_page(browser: Any) -> Iterator[Any]:
     assert problems == []
 
 
+@pytest.mark.slow
 def test_clicking_a_cell_shows_its_images(run: Path, open_page: Any) -> None:
     tab = open_page(run / "report.html")
     cell = tab.locator("#matrix td:not(.correct) button").first
@@ -387,6 +389,7 @@ def rows_and_columns(tab: Any) -> tuple[list[str], list[str]]:
     )
 
 
+@pytest.mark.slow
 def test_sorting_the_matrix_moves_rows_columns_and_cells(run: Path, open_page: Any) -> None:
     tab = open_page(run / "report.html")
     confusion = json.loads((run / "test.json").read_text())["confusion"]
@@ -434,6 +437,7 @@ def test_phone_layout_has_no_horizontal_scrolling(run: Path, open_page: Any) -> 
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1100, 1280])
 def test_no_table_or_number_is_cut_off(cpu: Hardware, tmp_path: Path, open_page: Any, width: int, scheme: str) -> None:

@@ -234,6 +234,7 @@ def process(*words: object, home: Path, **environment: str) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_pushed_model_is_downloaded_again_with_the_same_predictions(run, tmp_path, command):
     picture = tmp_path / "picture.png"
     Image.effect_noise((70, 90), 60).convert("RGB").save(picture)

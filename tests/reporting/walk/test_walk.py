@@ -124,6 +124,7 @@ def test_out_of_distribution_image_is_called_unknown(
         assert ("unlike anything in the training set" in Path("walk.html").read_text(encoding="utf-8")) is is_ood
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_walk_of_every_kind_of_vit(kind: str, cpu: Hardware) -> None:
     variant, config = KINDS[kind]
@@ -232,6 +233,7 @@ def test_page_is_self_contained_and_escapes_names(cpu: Hardware) -> None:
     assert len(page) < 5_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
 def test_page_in_a_browser(cpu: Hardware, tmp_path: Path, browser: Any, width: int, scheme: str) -> None:
     result, _, _ = make_walk("MNIST", cpu, "ko")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitral.cli.messages import print_checkpoint_notes, print_notes
+from vitral.cli.options import ResizeFlag
 from vitral.cli.parsing import Command, CommandGroup, argument, option
-from vitral.data.geometry import Resize
 from vitral.errors import VitralError, shell_quote
 
 
@@ -44,7 +44,7 @@ class DataPackArgs:
     recipe: str | None = option(None, "recipe that the pack is for (default: the one that vitral train selects)")
     init_from: str | None = option(None, "checkpoint that the pack is for; its image size is used")
     image_size: tuple[int, int] | None = option(None, "image size of the model in pixels (default: the recipe's)")
-    resize: Resize | None = option(None, "resizing of the model: crop, pad, stretch or native (default: the recipe's)")
+    resize: ResizeFlag | None = option(None, "how the model resizes images (default: the recipe's)")
     workers: int = option(0, "processes that decode images; 0 means one per core")
     unreadable: float | None = option(None, "fraction of unreadable files to tolerate (default: the recipe's)")
 

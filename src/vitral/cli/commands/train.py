@@ -10,10 +10,9 @@ from typing import Any, Literal
 from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
 from vitral.cli.messages import DATA_HELP
-from vitral.cli.options import AUTO, checkpoint_flags, checkpoint_options
+from vitral.cli.options import AUTO, ResizeFlag, checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
 from vitral.cli.recipe_values import chosen_recipe, recipe_values, varying_fields
-from vitral.data.geometry import Resize
 from vitral.errors import VitralError, shell_quote
 from vitral.utils.json_toml import dump_json
 
@@ -64,7 +63,7 @@ class TrainArgs:
     test_split: float | None = option(
         None, "fraction to hold out as a test split, from a folder or list without one: 0.1", group=COMMON
     )
-    resize: Resize | None = option(
+    resize: ResizeFlag | None = option(
         None,
         "photographs that are not square: crop the centre, pad, stretch, or native: patch grids of any shape "
         "(default: crop)",
