@@ -44,7 +44,7 @@ def gpu(cpu: Hardware, gib: float) -> Hardware:
     [
         (50, 80, "lora", "with 5 images per class, training all weights usually overfits"),
         (5_000, 80, "full", "500 images per class are enough to train all weights, and they fit this GPU"),
-        (5_000, 3, "lora", "this GPU has 3 GiB"),
+        (5_000, 3, "last-4", "this GPU has 3 GiB"),
         (5_000, None, "full", "on a CPU, --tune head takes about a third of the time"),
     ],
 )

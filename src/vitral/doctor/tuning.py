@@ -12,6 +12,7 @@ from vitral.recipes.schema import Recipe
 # Training images per class. With 1,000 images per task, LoRA is more accurate than training all weights on most tasks
 # of VTAB (arXiv 2206.04673).
 FEW_PER_CLASS = 10
+# Memory of a step with B/16, batch size 256, relative to full: last-4 0.44, LoRA 0.96 (H200, fused backend).
 MEMORY_FRACTION = 0.9  # of a GPU's memory that training may need
 
 
@@ -32,9 +33,9 @@ def advise_tuning(recipe: Recipe, num_train: int, hardware: Hardware) -> TuningA
     needed = estimate_memory(replace(recipe, tune="full"), 0, hardware)
     if available is not None and needed > MEMORY_FRACTION * available:
         return TuningAdvice(
-            "lora",
+            f"last-{max(recipe.model.depth // 3, 1)}",
             f"training all weights needs about {needed / 2**30:.0f} GiB and this GPU has {available / 2**30:.0f} GiB; "
-            "LoRA needs neither gradients nor optimizer state for them",
+            "frozen first blocks keep no activations, which take most of the memory",
         )
     if per_class < FEW_PER_CLASS:
         return TuningAdvice("lora", f"with {per_class:.0f} images per class, training all weights usually overfits")
@@ -42,7 +43,7 @@ def advise_tuning(recipe: Recipe, num_train: int, hardware: Hardware) -> TuningA
         return TuningAdvice(
             "full",
             f"{per_class:,.0f} images per class are enough to train all weights; on a CPU, --tune head takes about a "
-            "third of the time and is usually less accurate",
+            "third of the time and is as accurate if the classes resemble those of the checkpoint",
         )
     return TuningAdvice(
         "full",
