@@ -74,13 +74,16 @@ def test_help_imports_no_torch(line: str) -> None:
     assert done.stdout.startswith(("usage: vitral", "vitral "))
 
 
-@pytest.mark.parametrize("line", ["--help", "train --help", "predict --help"])
-def test_help_takes_less_than_0_3_seconds(line: str) -> None:
-    """The least CPU time of five runs. On a slow or busy machine, Python with a few of its modules is the measure."""
+@pytest.mark.parametrize(("line", "limit"), [("--help", 0.3), ("train --help", 0.45), ("predict --help", 0.3)])
+def test_help_takes_a_fraction_of_a_second(line: str, limit: float) -> None:
+    """The least CPU time of five runs. On a slow or busy machine, Python with a few of its modules is the measure.
+
+    The 170 flags of `vitral train` are read from the source of 14 modules.
+    """
     modules = "import dataclasses, inspect, pathlib, shutil, textwrap, tomllib, typing"
     seconds = [(cpu_seconds("-m", "vitral", *line.split()), cpu_seconds("-c", modules)) for _ in range(5)]
     help_seconds, python_seconds = map(min, zip(*seconds, strict=True))
-    assert help_seconds < max(0.3, 4 * python_seconds)
+    assert help_seconds < limit * max(1.0, python_seconds / 0.075)
 
 
 def cpu_seconds(*arguments: str) -> float:

@@ -96,8 +96,9 @@ class _AnnotatedField:
 
 
 def _trailing_comment(line: str) -> str:
-    if "#" not in line:
-        return ""
+    code, _, comment = line.partition("#")
+    if not comment or not set("\"'") & set(code):  # no string that may contain the #: tokenising would take longer
+        return comment.strip("# \n")
     with suppress(tokenize.TokenError):  # the line is the end of a longer expression
         for token in tokenize.generate_tokens(iter([line.strip()]).__next__):
             if token.type == tokenize.COMMENT:
