@@ -32,19 +32,15 @@ import numpy as np
 import torch
 from PIL import Image
 
+from _fine_tuning import fine_tune
 from _output import add_output_arguments, write_results
 from vitral.data.datasets import VALIDATION_SEED, Split, stratified_holdout
 from vitral.data.decode import ImageDecodeError, decode_image
 from vitral.data.files.walk import find_images
 from vitral.data.lazy_images import select_images
-from vitral.device.select import select_hardware
 from vitral.evaluation.metrics import compute_metrics
-from vitral.inference.forward import compute_logits
 from vitral.models.vit import ViT
-from vitral.runs.model_io import load_model
-from vitral.runs.run import Run
-from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware
-from vitral.training.trainer import Trainer
+from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training
 
 Array = np.ndarray[Any, Any]
 PATCH_KERNELS = "patch_embedding.project.weight"
@@ -133,23 +129,11 @@ def prepare(data: Path, checkpoint: str, epochs: int | None, projection: str) ->
 
 def run(setup: TrainingSetup, test: Split, seed: int) -> dict[str, float]:
     """Train once and evaluate the test images."""
-    recipe = replace(setup.recipe, seed=seed, checkpoint_epochs=0)
-    with tempfile.TemporaryDirectory() as folder:
-        training = Run.create(Path(folder), "run", Path(folder) / "run")
-        hardware = training_hardware(replace(setup, recipe=recipe))
-        trainer = Trainer(
-            recipe, setup.dataset, setup.preprocessing, training, hardware, initial_weights=setup.initial_weights
-        )
-        start = time.perf_counter()
-        trainer.fit()
-        seconds = time.perf_counter() - start
-        model, _ = load_model(training.path)
-    fp32 = select_hardware(device=recipe.device, precision="fp32", compile="no")
-    logits = compute_logits(model.to(fp32.device), test.images, setup.preprocessing, fp32)
+    result = fine_tune(setup, test, seed)
     return {
-        "accuracy": compute_metrics(logits.cpu(), test.labels, setup.dataset.classes).top1,
-        "seconds": seconds,
-        "ms_per_image": 1000 * seconds / (len(setup.dataset.train) * recipe.epochs),
+        "accuracy": compute_metrics(result.logits_NK, test.labels, setup.dataset.classes).top1,
+        "seconds": result.seconds,
+        "ms_per_image": 1000 * result.seconds / (len(setup.dataset.train) * setup.recipe.epochs),
     }
 
 

@@ -17,23 +17,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from _fine_tuning import fine_tune
 from _output import add_output_arguments, write_results
 from vitral.data.datasets import Split
 from vitral.data.decode import read_upright_size
 from vitral.data.geometry import Resize
-from vitral.device.select import select_hardware
-from vitral.inference.forward import compute_logits
-from vitral.runs.model_io import load_model
-from vitral.runs.run import Run
-from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware
-from vitral.training.trainer import Trainer
+from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training
 
 ELONGATED = 1.4  # longer side over shorter side
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # two-sided, n values
@@ -57,26 +52,13 @@ def prepare(data: Path, weights: str, resize: Resize, epochs: int | None, batch_
 
 def run(setup: TrainingSetup, test: Split, is_elongated: Tensor, seed: int) -> dict[str, float]:
     """Train once and evaluate the test images in fp32."""
-    recipe = replace(setup.recipe, seed=seed, checkpoint_epochs=0)
-    with tempfile.TemporaryDirectory() as folder:
-        training = Run.create(Path(folder), "run", Path(folder) / "run")
-        hardware = training_hardware(replace(setup, recipe=recipe))
-        trainer = Trainer(
-            recipe, setup.dataset, setup.preprocessing, training, hardware, initial_weights=setup.initial_weights
-        )
-        start = time.perf_counter()
-        trainer.fit()
-        seconds = time.perf_counter() - start
-        model, _ = load_model(training.path)
-    model.accepts_any_grid = setup.preprocessing.resize == "native"
-    fp32 = select_hardware(device=recipe.device, precision="fp32", compile="no")
-    logits = compute_logits(model.to(fp32.device), test.images, setup.preprocessing, fp32)
-    correct = (logits.argmax(dim=1).cpu() == test.labels).float()
+    result = fine_tune(setup, test, seed)
+    correct = (result.logits_NK.argmax(dim=1) == test.labels).float()
     return {
         "accuracy": correct.mean().item(),
         "elongated_accuracy": correct[is_elongated].mean().item(),
-        "seconds": seconds,
-        "steps_per_epoch": trainer.loader.steps_per_epoch,
+        "seconds": result.seconds,
+        "steps_per_epoch": result.steps_per_epoch,
     }
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.triton_interpreter import requires_interpreter
 from vitral.kernels.cross_entropy import op
 from vitral.kernels.cross_entropy.op import fused_cross_entropy
-from vitral.tasks.losses import loss_and_correct
+from vitral.tasks.classification import Classification
+from vitral.tasks.losses import loss_and_score
 
 pytestmark = requires_interpreter
 
@@ -36,8 +37,8 @@ def test_loss_gradient_and_count_match_pytorch(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "BLOCK_SIZE", block_size)
         loss, num_correct = fused_cross_entropy(logits, targets, labels, label_smoothing, offsets)
-    expected_loss, expected_correct = loss_and_correct(
-        logits, targets, labels, "softmax", label_smoothing, logit_offsets_K=offsets
+    expected_loss, expected_correct = loss_and_score(
+        Classification(), logits, targets, labels, "softmax", label_smoothing, logit_offsets_K=offsets
     )
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
     assert num_correct == expected_correct

@@ -7,12 +7,13 @@ import torch.nn.functional as F
 
 from peers import register_torchvision_ops
 from vitral.recipes.options import LossName
+from vitral.tasks.classification import Classification
 from vitral.tasks.losses import (
     asymmetric_losses,
     balanced_class_weights,
     focal_losses,
     logit_adjustment_offsets,
-    loss_and_correct,
+    loss_and_score,
     per_image_losses,
     uniform_loss,
 )
@@ -48,10 +49,10 @@ def test_sigmoid_losses_are_sums_of_binary_cross_entropies() -> None:
     torch.testing.assert_close(per_image_losses(logits, targets, "sigmoid").double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_loss_and_correct_sum_over_the_batch() -> None:
+def test_loss_and_score_are_sums_over_the_batch() -> None:
     logits, labels, _ = random_batch()
     targets = F.one_hot(labels, 7).float()
-    loss, num_correct = loss_and_correct(logits, targets, labels, "softmax")
+    loss, num_correct = loss_and_score(Classification(), logits, targets, labels, "softmax")
     assert loss.item() == pytest.approx(F.cross_entropy(logits, labels, reduction="sum").item(), rel=1e-5)
     assert num_correct.item() == (logits.argmax(dim=1) == labels).sum().item()
 
@@ -84,7 +85,9 @@ def test_logit_adjustment_counts_predictions_of_the_unadjusted_logits() -> None:
     logits, labels = torch.tensor([[0.0, 1.0]]), torch.tensor([1])
     offsets = logit_adjustment_offsets(torch.tensor([0] * 99 + [1]), 2, tau=1.0)
     assert (logits + offsets).argmax() == 0
-    loss, num_correct = loss_and_correct(logits, torch.eye(2)[labels], labels, "softmax", logit_offsets_K=offsets)
+    loss, num_correct = loss_and_score(
+        Classification(), logits, torch.eye(2)[labels], labels, "softmax", logit_offsets_K=offsets
+    )
     assert num_correct == 1
     assert loss > 3  # the loss is that of the adjusted logits
 

@@ -16,7 +16,8 @@ from vitral.device.select import Hardware, fallback_from_fp8
 from vitral.errors import VitralError
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
-from vitral.tasks.losses import loss_and_correct
+from vitral.tasks.classification import Classification
+from vitral.tasks.losses import loss_and_score
 from vitral.training.backend import ReferenceBackend, make_backend
 from vitral.training.parallelism import parallel_plan
 
@@ -52,7 +53,7 @@ def test_a_cpu_uses_the_reference(
     assert torch.equal(logits, model(augmented))
 
     loss, num_correct = backend.loss(logits, targets, labels)
-    expected_loss, expected_correct = loss_and_correct(logits, targets, labels, "softmax", 0.1)
+    expected_loss, expected_correct = loss_and_score(Classification(), logits, targets, labels, "softmax", 0.1)
     assert torch.equal(loss, expected_loss)
     assert torch.equal(num_correct, expected_correct)
 

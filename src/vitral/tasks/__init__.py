@@ -1,6 +1,6 @@
 """What differs between classification, multi-label classification and regression during training.
 
-`TASKS` has one object per task. What the outputs of a trained model mean is said by `ModelConfig.task`.
+`TASKS` has one object per task. The task of a trained model is `ModelConfig.task`.
 """
 
 from __future__ import annotations

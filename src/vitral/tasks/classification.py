@@ -8,7 +8,7 @@ from torch import Tensor
 from vitral.data.targets import TaskName
 from vitral.models.target_scaling import TargetScaling
 from vitral.recipes.options import LossName
-from vitral.tasks.losses import loss_and_correct, per_image_losses, uniform_loss
+from vitral.tasks.losses import per_image_losses, uniform_loss
 
 
 class Classification:
@@ -25,17 +25,8 @@ class Classification:
     def uniform_loss(self, num_outputs: int, loss: LossName) -> float:
         return uniform_loss(num_outputs)
 
-    def loss_and_score(
-        self,
-        logits_BK: Tensor,
-        targets_BK: Tensor,
-        labels: Tensor,
-        loss: LossName,
-        label_smoothing: float = 0.0,
-        class_weights_K: Tensor | None = None,
-        logit_offsets_K: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return loss_and_correct(logits_BK, targets_BK, labels, loss, label_smoothing, class_weights_K, logit_offsets_K)
+    def scores(self, logits_BK: Tensor, labels: Tensor) -> Tensor:
+        return logits_BK.argmax(dim=1) == labels
 
     def train_score(self, mean_score: float, scaling: TargetScaling | None) -> float:
         return mean_score

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.recipes.options import LossName
+from vitral.tasks.task import Task
 
 
 def per_image_losses(
@@ -48,18 +49,19 @@ def per_image_losses(
     return losses_B if class_weights_K is None else losses_B * (targets_BK @ class_weights_K)
 
 
-def loss_and_correct(
+def loss_and_score(
+    task: Task,
     logits_BK: Tensor,
     targets_BK: Tensor,
-    labels_B: Tensor,
+    labels: Tensor,
     loss: LossName,
     label_smoothing: float = 0.0,
     class_weights_K: Tensor | None = None,
     logit_offsets_K: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of a batch and the number of correct predictions, without logit offsets; both scalars."""
+    """Sums over a batch of the losses and of the running training scores, which ignore logit offsets; both scalars."""
     losses_B = per_image_losses(logits_BK.float(), targets_BK, loss, label_smoothing, class_weights_K, logit_offsets_K)
-    return losses_B.sum(), (logits_BK.detach().argmax(dim=1) == labels_B).sum()
+    return losses_B.sum(), task.scores(logits_BK.detach(), labels).sum()
 
 
 def asymmetric_losses(

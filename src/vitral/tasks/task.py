@@ -32,21 +32,8 @@ class Task(Protocol):
         """Loss of a model that has learned nothing, the scale on which a loss counts as diverged."""
         ...
 
-    def loss_and_score(
-        self,
-        logits_BK: Tensor,
-        targets_BK: Tensor,
-        labels: Tensor,
-        loss: LossName,
-        label_smoothing: float = 0.0,
-        class_weights_K: Tensor | None = None,
-        logit_offsets_K: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Sums over the batch of the losses and of the running training score, both scalars on the device.
-
-        `targets_BK` may be mixed (mixup, CutMix), `labels` are those of the images before mixing. Smoothing, weights
-        and offsets are for classification.
-        """
+    def scores(self, logits_BK: Tensor, labels: Tensor) -> Tensor:
+        """The running training score of each image, (B,). `labels` are those before mixup and CutMix."""
         ...
 
     def train_score(self, mean_score: float, scaling: TargetScaling | None) -> float:

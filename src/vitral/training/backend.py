@@ -26,6 +26,7 @@ from vitral.distributed.parallel import ParallelPlan, gradient_sync, wrap_ddp
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
 from vitral.tasks import TASKS
+from vitral.tasks.losses import loss_and_score
 from vitral.training.activation_checkpointing import checkpoint_activations
 from vitral.utils.progress import LogFn, no_log
 
@@ -80,7 +81,8 @@ class ReferenceBackend:
         self.gradients_final_after_backward = recipe.grad_accum == 1 and not recipe.optim.grad_clip
         self._augment = partial(augment_batch, recipe.augment, preprocessing, recipe.model.num_classes)
         self._loss = partial(
-            TASKS[recipe.task_name].loss_and_score,
+            loss_and_score,
+            TASKS[recipe.task_name],
             loss=recipe.loss_name,
             label_smoothing=recipe.label_smoothing,
             class_weights_K=class_weights_K,

@@ -13,7 +13,7 @@ from vitral.training.optim.param_groups import set_trainable
 
 
 def apply_tuning(model: ViT, recipe: Recipe) -> None:
-    """Add the factors of LoRA if the recipe says so, and freeze everything that does not train."""
+    """Add the factors of LoRA for `tune = "lora"`, and freeze everything that does not train."""
     if recipe.tune == "lora":
         try:
             add_lora(model, recipe.lora)

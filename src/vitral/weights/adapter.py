@@ -75,7 +75,7 @@ def save_adapter(folder: Path, adapter: Adapter) -> None:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether the metadata of this safetensors file says that it is an adapter."""
+    """Whether this is a safetensors file with the metadata of an adapter."""
     try:
         with safe_open(path, "pt") as file:
             return str((file.metadata() or {}).get("format", "")).startswith("vitral-adapter")
