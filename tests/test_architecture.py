@@ -24,7 +24,7 @@ LAYERS = [
     ["reporting", "serve"],
     ["doctor"],
     ["training"],
-    ["tasks"],
+    ["ssl", "tasks"],
     ["evaluation", "explain", "export"],
     ["inference"],
     ["weights"],
