@@ -38,7 +38,7 @@ class LazyTensor(LazyImages):
         (LazyTensor(IMAGES), IMAGES),
         (SubsetImages(LazyTensor(IMAGES), torch.tensor([7, 3, 3])), IMAGES[[7, 3, 3]]),
         (MappedImages(IMAGES, lambda batch: batch[:, :1, 1:], (1, 3, 5)), IMAGES[:, :1, 1:]),
-        (ConcatImages(IMAGES[:11], LazyTensor(IMAGES[11:])), IMAGES),
+        (ConcatImages([IMAGES[:11], LazyTensor(IMAGES[11:])]), IMAGES),
         (select_images(LazyTensor(IMAGES), MASK), IMAGES[MASK]),
     ],
     ids=["lazy", "subset", "mapped", "concatenated", "selected"],

@@ -70,6 +70,18 @@ def select_neighbour_count(data: LabelledFeatures, folds: Sequence[Fold], K: int
     return max(candidates, key=lambda k: num_correct[k])
 
 
+def leave_one_out_accuracy(features_ND: Tensor, labels_N: Tensor, K: int, k: int = 20) -> float:
+    """Accuracy of k-NN if each image is classified by its k most similar other images, on the CPU."""
+    N = len(labels_N)
+    k = min(k, N - 1)
+    similarity, index = neighbours(features_ND, features_ND, k + 1)
+    is_self = index == torch.arange(N)[:, None]
+    is_self[~is_self.any(dim=1), -1] = True  # an image with k + 1 exact copies may not be among its own neighbours
+    others = (~is_self).nonzero()[:, 1].view(N, k)
+    predicted = vote(similarity.gather(1, others), labels_N[index.gather(1, others)], K)
+    return (predicted == labels_N).double().mean().item()
+
+
 def neighbours(bank_ND: Tensor, queries_MD: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Cosine similarity and index of the k most similar rows of the bank, most similar first, (M, k) each."""
     bank, queries = F.normalize(bank_ND, dim=1), F.normalize(queries_MD, dim=1)

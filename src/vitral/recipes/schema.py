@@ -66,6 +66,7 @@ class DataConfig:
     """
 
     name: str  # built-in dataset, folder, CSV list or shard pattern
+    more: tuple[str, ...] = ()  # pretraining: further sources of unlabelled images, used together with name
     validation: float = 0.1  # fraction of the training set to hold out for validation
     test_split: float = 0.0  # fraction to hold out as a test split, from data without one
     fold: str = ""  # fold to leave out and test on: 2/5 is the second of five; all: train on all folds; see --folds
@@ -94,6 +95,11 @@ class DataConfig:
         object.__setattr__(self, "targets", names)
         if not all(names) or len(set(names)) < len(names):
             raise ValueError(f"data.targets must be different names of columns, got {', '.join(map(repr, names))}")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All sources of unlabelled images."""
+        return (self.name, *self.more)
 
     @property
     def parsed_fold(self) -> Fold | None:

@@ -87,7 +87,7 @@ def resolve_recipe(
 def with_dataset(recipe: Recipe, data: str) -> Recipe:
     """Use a recipe for another dataset. A built-in one sets channels and, if patches divide it, the image size."""
     recipe = replace(
-        recipe, data=replace(recipe.data, name=data, fold="", mean=None, std=None, exclude=(), dtype="auto")
+        recipe, data=replace(recipe.data, name=data, more=(), fold="", mean=None, std=None, exclude=(), dtype="auto")
     )
     if is_file_dataset(data):
         return recipe
@@ -260,6 +260,10 @@ def load_training_data(
     The notes tell what the pixel format changes in the recipe.
     """
     data = recipe.data
+    if data.more:
+        raise VitralError(
+            f"data.more names further images ({data.more[0]}), which only pretraining uses", "Train on one dataset"
+        )
     notes: tuple[str, ...] = ()
     if items is not None or is_file_dataset(data.name):
         dataset, recipe, notes = _load_images(recipe, progress, items)
@@ -275,16 +279,25 @@ def load_training_data(
     if recipe.label_options.task not in (None, dataset.task):
         raise VitralError(f"{data.name} is a dataset for {dataset.task}, but the task is {recipe.task}", "Omit --task")
     recipe = recipe.with_task(dataset.task)
+    recipe = with_channel_stats(recipe, dataset, pretrained_std=data.std)
+    model = replace(recipe.model, num_classes=len(dataset.classes))
+    return dataset, replace(recipe, model=model), notes
+
+
+def with_channel_stats(recipe: Recipe, dataset: Dataset, pretrained_std: tuple[float, ...] | None) -> Recipe:
+    """Complete the recipe with mean and std of the training images, for the channels of the model.
+
+    `pretrained_std` is that of the checkpoint, whose inputs had pixels of another format; None without a checkpoint.
+    """
     mean, std = recipe.data.mean, recipe.data.std
     if mean is None or std is None:
         mean, std = channel_stats(dataset.train.images)
-        if recipe.init_from and data.std is not None:  # the checkpoint's, for other pixels
-            std = pretrained_spread(std, data.std)
+        if recipe.init_from and pretrained_std is not None:
+            std = pretrained_spread(std, pretrained_std)
     C = recipe.model.channels
     if len(mean) != C and {len(mean), C} == {1, 3}:  # grey images for an RGB model or the reverse: green is closest
         mean, std = (mean * 3, std * 3) if C == 3 else (mean[1:2], std[1:2])
-    model = replace(recipe.model, num_classes=len(dataset.classes))
-    return dataset, replace(recipe, data=replace(recipe.data, mean=mean, std=std), model=model), notes
+    return replace(recipe, data=replace(recipe.data, mean=mean, std=std))
 
 
 def _load_images(recipe: Recipe, progress: bool, items: ItemSequence | None) -> tuple[Dataset, Recipe, tuple[str, ...]]:

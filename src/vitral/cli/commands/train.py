@@ -21,7 +21,10 @@ COMPARE = "Comparison of training strategies"
 FOLDS = "Cross-validation"
 COMMON_FIELDS = ("init_from", "tune", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
 # Fields that are set by other flags: DATA, --test-split, --resize, --exclude, --batch-size auto, --heads and the like
-OTHER_FLAGS = ("data.name", "data.test_split", "data.resize", "data.exclude", "auto_batch_size", "init_options.")
+# and the further sources of pretraining.
+OTHER_FLAGS = (
+    "data.name", "data.more", "data.test_split", "data.resize", "data.exclude", "auto_batch_size", "init_options."
+)  # fmt: skip
 GROUP_TITLES = {
     "": "Training",
     "model": "Model",
