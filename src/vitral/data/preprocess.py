@@ -211,6 +211,19 @@ def to_model_input(images_NCHW: Images, preprocessing: Preprocessing) -> Images:
     return images_NCHW[:, :, top : top + H, left : left + W]
 
 
+def resize_on_access(images: Images, preprocessing: Preprocessing) -> Images:
+    """`to_model_input` of each batch when it is read, because a set in memory may not fit at its new size.
+
+    Images of variable sizes stay as they are. So does a tensor with the right shape; with other channels it is
+    converted at once.
+    """
+    if isinstance(images, VariableSizeImages) or tuple(images.shape[1:]) == preprocessing.shape:
+        return images
+    if isinstance(images, Tensor) and tuple(images.shape[2:]) == preprocessing.image_size:
+        return to_model_input(images, preprocessing)
+    return MappedImages(images, lambda batch: to_model_input(batch, preprocessing), preprocessing.shape)
+
+
 def to_one_size(images: Images, preprocessing: Preprocessing) -> Tensor:
     """All images in memory at `image_size`; native inputs of other sizes are stretched.
 

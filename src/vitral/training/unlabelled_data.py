@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from vitral.data.datasets import Dataset
 from vitral.data.registry.sources import BUILTIN_DATASETS
-from vitral.data.unlabelled import Source, check_batch_size, find_unlabelled, source_name
+from vitral.data.unlabelled import check_batch_size, find_unlabelled
+from vitral.data.unlabelled_sources import Source, source_name
 from vitral.recipes.schema import Recipe
 from vitral.training.pixel_format import with_pixel_format
 from vitral.training.setup import make_preprocessing, with_channel_stats, with_dataset, with_placeholder_stats

@@ -128,6 +128,8 @@ def merge_image_files(sources: Sequence[ImageFiles], exclude: Sequence[str] = ()
     num_repeated = sum(len(source.locations) for source in sources) - len(unique)
     labelled = [(Path(location.path), location) for location in unique]
     kept, num_excluded = exclude_files({"train": labelled}, exclude, data)
+    if not kept["train"]:
+        raise VitralError(f"all {num_excluded:,} images of {data} are excluded", "Shorten the list of --exclude")
     notes = [note for source in sources for note in source.notes]
     if num_repeated:
         text = "1 image is listed" if num_repeated == 1 else f"{num_repeated:,} images are listed"

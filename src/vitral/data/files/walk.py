@@ -198,6 +198,11 @@ def subfolders(folder: Path) -> list[Path]:
     return ImageWalk().subfolders(folder)
 
 
+def is_image_file(path: Path) -> bool:
+    """Whether a regular file is an image, as the walk decides it."""
+    return path.is_file() and _file_skip_reason(path) is None
+
+
 def irregular_file_kind(mode: int) -> str | None:
     """`a named pipe`, `a socket` or `a device` for the mode of such a file. Opening it may block forever."""
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
