@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import signal
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from support.damage import DAMAGES
 from support.photos import COLOURS, PREPROCESSING, noisy_image, save_class_folders, save_photo
 from vitral.data.datasets import Dataset, load_builtin_dataset
 from vitral.data.files.file_dataset import (
@@ -25,9 +27,12 @@ from vitral.data.files.file_dataset import (
     storage_preprocessing,
 )
 from vitral.data.files.listing import SPLIT_NAMES
+from vitral.data.files.packed import read_index
+from vitral.data.files.stream import StreamedImages
 from vitral.data.files.unlabelled_files import find_test_folders
-from vitral.data.lazy_images import LazyImages
+from vitral.data.lazy_images import ConcatImages, LazyImages
 from vitral.data.preprocess import Preprocessing, to_model_input
+from vitral.data.registry.cache import cache_dir
 from vitral.data.unlabelled import check_batch_size, find_unlabelled
 from vitral.data.unlabelled_sources import Source, as_sources
 from vitral.data.variable_images import VariableSizeImages
@@ -523,3 +528,81 @@ def test_excluded_files_are_not_used(photos: Path) -> None:
         find_unlabelled([photos], exclude=[f"{name}/0{index}.jpg" for name in ("ants", "bees") for index in range(6)])
     with pytest.raises(VitralError, match="--exclude needs a folder"):
         find_unlabelled(["digits"], exclude=("a.jpg",))
+
+
+# Killed processes and damaged files
+
+
+@pytest.mark.parametrize("sources", ["files", "files and images"])
+def test_killed_worker_is_an_error_and_the_next_access_starts_new_workers(photos: Path, sources: str) -> None:
+    images = load(photos, *[IMAGES] * (sources != "files"), pack=0.0).train.images
+    assert isinstance(images, LazyImages)
+    expected = torch.cat(list(images.split(4)))
+    streamed = images if isinstance(images, StreamedImages) else images.parts[0]  # type: ignore[attr-defined]
+    processes = streamed._idle.workers._processes
+    os.kill(processes[0].pid, signal.SIGKILL)
+    with pytest.raises(VitralError, match="an image decoding process was killed") as caught:
+        list(images.split(4))
+    assert "--data.workers 1" in caught.value.hint
+    assert all(process.returncode is not None for process in processes)
+    assert torch.equal(torch.cat(list(images.split(4))), expected)
+
+
+def test_workers_are_kept_between_epochs_and_end_when_an_epoch_is_abandoned(photos: Path) -> None:
+    images = load(photos, IMAGES, pack=0.0).train.images
+    assert isinstance(images, ConcatImages)
+    streamed = images.parts[0]
+    assert isinstance(streamed, StreamedImages)
+    list(images.split(4))
+    assert streamed._idle is not None
+    processes = streamed._idle.workers._processes
+    list(images.split(4))
+    assert streamed._idle.workers._processes is processes
+    abandoned = images.split(4)
+    next(abandoned)
+    abandoned.close()
+    assert all(process.returncode is not None for process in processes)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["train.npy", "train.json"])
+def test_damaged_pack_in_the_cache_is_reported_and_written_again(
+    photos: Path, name: str, damage: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = pixels(load(photos)).clone()
+    (folder,) = [
+        index.parent
+        for index in (cache_dir() / "packed").glob("photos-*/index.json")
+        if read_index(index.parent).source == str(photos)
+    ]
+    damage(folder / name)
+    for is_first in (True, False):
+        assert torch.equal(pixels(load(photos)), expected)
+        warnings = capsys.readouterr().err.splitlines()
+        assert len(warnings) == is_first
+        assert all(line.startswith(f"warning: damaged cache file {folder / name} (") for line in warnings)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["index.json", "train.npy", "train.json", "validation.npy", "validation.json"])
+def test_damaged_packed_folder_is_an_error(tmp_path: Path, name: str, damage: Any, pack: Any) -> None:
+    for split in ("train", "val"):
+        save_class_folders(tmp_path / "photos" / split, ("ants", "bees"), 3)
+    folder = pack(tmp_path / "photos", PREPROCESSING)
+    damage(folder / name)
+    error = error_of(folder)
+    assert f"{folder / name} is damaged: " in error.what
+    assert error.hint == "Copy the pack again, or pack the images again"
+
+
+def test_truncated_shard_is_an_error(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "a.tar", IMAGES)
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    assert "a.tar is corrupt or not a tar file" in error_of(shard).what
+
+
+def test_a_file_that_disappears_after_listing_is_unreadable(photos: Path) -> None:
+    sources = find_unlabelled([photos])
+    (photos / "ants" / "04.jpg").unlink()
+    with pytest.raises(VitralError, match=r"1 of 12 images are unreadable, more than 1\.0%: .*04\.jpg: no such file"):
+        sources.load(PREPROCESSING)

@@ -20,6 +20,7 @@ from pathlib import Path
 from vitral.data.files.csv_list import read_csv_files
 from vitral.data.files.exclude import exclude_files
 from vitral.data.files.listing import SPLIT_NAMES, DatasetListing
+from vitral.data.files.remote import is_url
 from vitral.data.files.shards import read_shard_indices
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason
 from vitral.data.files.workers import ImageLocation
@@ -126,9 +127,11 @@ def merge_image_files(sources: Sequence[ImageFiles], exclude: Sequence[str] = ()
     """
     unique = _unique_locations(sources)
     num_repeated = sum(len(source.locations) for source in sources) - len(unique)
-    labelled = [(Path(location.path), location) for location in unique]
-    kept, num_excluded = exclude_files({"train": labelled}, exclude, data)
-    if not kept["train"]:
+    kept, num_excluded = unique, 0
+    if exclude:
+        files, num_excluded = exclude_files({"train": [(Path(item.path), item) for item in unique]}, exclude, data)
+        kept = [location for _, location in files["train"]]
+    if not kept:
         raise VitralError(f"all {num_excluded:,} images of {data} are excluded", "Shorten the list of --exclude")
     notes = [note for source in sources for note in source.notes]
     if num_repeated:
@@ -138,7 +141,7 @@ def merge_image_files(sources: Sequence[ImageFiles], exclude: Sequence[str] = ()
     return DatasetListing(
         name=join_names([source.name for source in sources]),
         classes=(),
-        splits={"train": [(location, 0) for _, location in kept["train"]], "validation": [], "test": []},
+        splits={"train": [(location, 0) for location in kept], "validation": [], "test": []},
         source=f"from {origin}" + (f", {num_excluded:,} excluded" if num_excluded else ""),
         state=[source.state for source in sources if source.state is not None] or None,
         notes=tuple(notes),
@@ -158,6 +161,5 @@ def _unique_locations(sources: Iterable[ImageFiles]) -> list[ImageLocation]:
     for source in sources:
         for location in source.locations:
             folder, name = os.path.split(location.path)
-            is_local = "://" not in location.path
-            unique.setdefault((resolve(folder) if is_local else folder, name, location.offset), location)
+            unique.setdefault((folder if is_url(location.path) else resolve(folder), name, location.offset), location)
     return list(unique.values())
