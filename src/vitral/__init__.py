@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vitral.models.presets import preset as preset
     from vitral.models.vit import ViT as ViT
     from vitral.models.vit import ViTConfig as ViTConfig
+    from vitral.pretraining import pretrain as pretrain
     from vitral.recipes.checkpoint_options import CheckpointOptions as CheckpointOptions
     from vitral.recipes.schema import Recipe as Recipe
 
@@ -61,6 +62,7 @@ _MODULE_OF = {
     "find_lr": "api",
     "load": "api",
     "push": "api",
+    "pretrain": "pretraining",
     "probe": "api",
     "report": "api",
     "train": "api",

@@ -89,6 +89,7 @@ from vitral.training.compare_strategies import StrategyComparison, check_compari
 from vitral.training.cross_validation import is_cross_validation
 from vitral.training.lr_finder import LRSweep, sweep_lr
 from vitral.training.parallelism import parallel_plan
+from vitral.training.pretrainer import make_trainer
 from vitral.training.progress import ProgressTable, StatusProgress
 from vitral.training.provenance import (
     check_resumable,
@@ -107,7 +108,7 @@ from vitral.training.setup import (
 )
 from vitral.training.time_limit import fit_to_time_limit
 from vitral.training.timing import TimeBudget
-from vitral.training.trainer import Trainer, check_splits
+from vitral.training.trainer import check_splits
 from vitral.utils.progress import LogFn, no_log
 
 REPORT_CORRUPTED_IMAGES = 2_000  # images on which a report measures robustness
@@ -221,17 +222,8 @@ def _train_and_evaluate(
     """Train in the run folder, or continue there, and evaluate the model."""
     world = hardware.world
     progress = ProgressTable(console, setup.steps_per_epoch, setup.recipe.task_name)
-    trainer = Trainer(
-        setup.recipe,
-        setup.dataset,
-        setup.preprocessing,
-        run,
-        hardware,
-        parallel=parallel,
-        callbacks=[progress, *callbacks],
-        initial_weights=setup.initial_weights,
-        base=setup.base,
-        time_budget=time_budget,
+    trainer = make_trainer(
+        setup, run, hardware, parallel=parallel, callbacks=[progress, *callbacks], time_budget=time_budget
     )
     resume_command = f"vitral train --resume {shell_quote(run)}"
     with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():

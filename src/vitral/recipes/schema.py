@@ -41,6 +41,7 @@ from vitral.recipes.options import (
     parse_duration,
     tune_from_freeze,
 )
+from vitral.ssl.config import PretrainConfig
 from vitral.utils.serialization import from_dict, to_dict
 
 FREEZE_REPLACED = (
@@ -160,6 +161,7 @@ class Recipe:
     keep_image_size: bool = False  # with init_from: use the recipe's image size instead of the checkpoint's
     tune: str = "full"  # with init_from, what to train: full, head, lora, bias, or last-N for the last N blocks
     lora: LoRAConfig = field(default_factory=LoRAConfig)  # rank and layers of tune "lora"
+    pretrain: PretrainConfig | None = None  # learn without labels by a self-supervised method; None: learn the labels
     epochs: int = 10  # passes over the training set
     patience: int = 0  # stop after this many epochs without a better validation result; 0: train all epochs
     time_limit: str = ""  # end in time, with as many epochs as fit, evaluation included: 30m, 1h30m, 90s
@@ -217,6 +219,8 @@ class Recipe:
         if self.grad_accum > self.batch_size:
             raise ValueError(f"grad_accum must be at most batch_size, {self.batch_size}, got {self.grad_accum}")
         self._check_class_balance()
+        if self.pretrain is not None:
+            check_pretraining(self)
         if self.task != "auto":
             check_task(self, self.task)
         if not 0 <= self.seed < 2**32:
@@ -314,6 +318,13 @@ class Recipe:
         if recipe.tune != "lora" and (unused := next((path for path in overrides if path.startswith("lora.")), None)):
             raise VitralError(f"{unused} has no effect with tune {recipe.tune!r}", "Use it with: --tune lora")
         return recipe
+
+
+def check_pretraining(recipe: Recipe) -> None:
+    """Raise ValueError for fields that do not apply to pretraining."""
+    for name, default in (("ema", 0.0), ("ema_decay", 0.0), ("tune", "full"), ("patience", 0), ("tta", "none")):
+        if getattr(recipe, name) != default:
+            raise ValueError(f"{name} does not apply to pretraining, got {getattr(recipe, name)!r}")
 
 
 def check_task(recipe: Recipe, task: TaskName) -> None:

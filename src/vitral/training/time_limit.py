@@ -113,10 +113,11 @@ def _seconds_per_image(trainer: Trainer) -> float:
     """Duration of the evaluation of one image, the second time: on a GPU the first one compiles kernels."""
     images = trainer.dataset.train.images[torch.arange(min(VALIDATION_SAMPLE, len(trainer.dataset.train)))]
     images = to_model_input(images, trainer.preprocessing)
-    model, elapsed = trainer.state.eval_model.eval(), 0.0
+    trainer.state.eval_model.eval()
+    elapsed = 0.0
     for _ in range(2):
         started = time.perf_counter()
-        compute_logits(model, images, trainer.preprocessing, trainer.hardware)
+        compute_logits(trainer.eval_forward(), images, trainer.preprocessing, trainer.hardware)
         trainer.hardware.synchronize()
         elapsed = time.perf_counter() - started
     return elapsed / len(images)

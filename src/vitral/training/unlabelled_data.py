@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from vitral import weights
 from vitral.data.datasets import Dataset
 from vitral.data.registry.sources import BUILTIN_DATASETS
 from vitral.data.unlabelled import check_batch_size, find_unlabelled
 from vitral.data.unlabelled_sources import Source, source_name
+from vitral.errors import VitralError
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
+from vitral.training.loggers import check_loggers
 from vitral.training.pixel_format import with_pixel_format
-from vitral.training.setup import make_preprocessing, with_channel_stats, with_dataset, with_placeholder_stats
+from vitral.training.setup import (
+    TrainingSetup,
+    make_preprocessing,
+    resolve_recipe,
+    with_channel_stats,
+    with_dataset,
+    with_placeholder_stats,
+)
+from vitral.weights.adapt import adapt_weights
+from vitral.weights.checkpoint import NO_HEAD
 
 
 def with_sources(recipe: Recipe, sources: Sequence[Source]) -> Recipe:
@@ -47,3 +61,50 @@ def load_unlabelled_data(
         check_batch_size(dataset, recipe.batch_size)
     recipe = with_channel_stats(recipe, dataset, pretrained_std=data.std)
     return dataset, recipe, notes if found.pixels.note is None else (found.pixels.note, *notes)
+
+
+def resolve_pretrain_recipe(
+    sources: Sequence[Source],
+    recipe: Recipe | str | Path | None,
+    init_from: str | None = None,
+    preset: str | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
+) -> Recipe:
+    """Find the recipe for these images, and give it the architecture of `preset` or of the checkpoint `init_from`.
+
+    Without a recipe, that is `pretrain-continue` for a checkpoint, `pretrain-small` for built-in datasets, and
+    `pretrain` for photographs. A recipe file names its images itself.
+    """
+    if recipe is None:
+        names = {*map(source_name, sources)}
+        if not names:
+            raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
+        recipe = "pretrain-continue" if init_from else "pretrain-small" if names <= {*BUILTIN_DATASETS} else "pretrain"
+    resolved = resolve_recipe(None, recipe, init_from, preset, options)
+    if resolved.pretrain is None:
+        raise VitralError(
+            f"the recipe {resolved.name} learns labels", "Use vitral train, or a recipe such as pretrain-small"
+        )
+    if sources:
+        resolved = with_sources(resolved, sources)
+    return replace(resolved, model=replace(resolved.model, num_classes=1))
+
+
+def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[Source] | None = None) -> TrainingSetup:
+    """Load the images, complete the recipe from them, and adapt the weights of `init_from` to the model."""
+    check_loggers(recipe)
+    dataset, recipe, notes = load_unlabelled_data(recipe, progress, sources)
+    initial_weights = None
+    if recipe.init_from:
+        checkpoint = weights.read(recipe.init_from, recipe.init_options)
+        adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, (NO_HEAD,))
+        head_notes = [note for note in adapted.notes if not note.startswith("head:")]
+        initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *head_notes)
+    return TrainingSetup(
+        recipe=recipe,
+        dataset=dataset,
+        loaded_dataset=dataset,
+        preprocessing=make_preprocessing(recipe),
+        initial_weights=initial_weights,
+        notes=notes,
+    )

@@ -20,10 +20,11 @@ COMMON = "Common flags"
 COMPARE = "Comparison of training strategies"
 FOLDS = "Cross-validation"
 COMMON_FIELDS = ("init_from", "tune", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
-# Fields that are set by other flags: DATA, --test-split, --resize, --exclude, --batch-size auto, --heads and the like
-# and the further sources of pretraining.
+# Fields that are set by other flags: DATA, --test-split, --resize, --exclude, --batch-size auto, --heads and the like;
+# and those of vitral pretrain.
 OTHER_FLAGS = (
-    "data.name", "data.more", "data.test_split", "data.resize", "data.exclude", "auto_batch_size", "init_options."
+    "data.name", "data.more", "data.test_split", "data.resize", "data.exclude", "auto_batch_size", "init_options.",
+    "pretrain.",
 )  # fmt: skip
 GROUP_TITLES = {
     "": "Training",

@@ -1,0 +1,129 @@
+"""Pretraining without labels: `vitral.pretrain`.
+
+import vitral
+backbone = vitral.pretrain("photos/", init_from="vit.safetensors")
+model = vitral.train("labelled/", init_from="runs/pretrain-continue-...")
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vitral.api import join_process_group, run_lock
+from vitral.data.probe_set import load_probe_set
+from vitral.data.unlabelled import as_sources
+from vitral.device.threads import thread_count
+from vitral.errors import VitralError, shell_quote
+from vitral.inference.predictor import Predictor
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
+from vitral.recipes.schema import Recipe, read_recipe
+from vitral.reporting.terminal import pretraining as terminal
+from vitral.reporting.terminal.training import print_version
+from vitral.runs.run import Run
+from vitral.training.batch_size import resolve_batch_size
+from vitral.training.callbacks import Callback
+from vitral.training.parallelism import parallel_plan
+from vitral.training.pretrainer import make_trainer
+from vitral.training.progress import PretrainProgressTable
+from vitral.training.provenance import (
+    check_resumable,
+    create_or_update_run,
+    open_unfinished_run,
+    recorded_threads,
+)
+from vitral.training.setup import training_hardware, with_threads
+from vitral.training.time_limit import fit_to_time_limit
+from vitral.training.unlabelled_data import resolve_pretrain_recipe, setup_pretraining
+
+
+def pretrain(
+    images: str | Path | Sequence[Any] | None = None,
+    *,
+    recipe: Recipe | str | Path | None = None,
+    init_from: str | Path | None = None,
+    preset: str | None = None,
+    method: str | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
+    labels: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    quiet: bool = True,
+    callbacks: Sequence[Callback] = (),
+    **overrides: Any,
+) -> Predictor:
+    """Learn features from images without labels, in a new run folder, and return the model.
+
+    The result is a model without a classifier: fine-tune it with `train(init_from=...)`, measure it with `probe`.
+
+    Args:
+        images: A folder of images at any depth (classes are ignored), CSV list, shards, built-in dataset, several of
+            them in a list, or a sequence of images. Test images of a dataset are left out.
+        recipe: Name, TOML file or Recipe. Default: the recipe that suits the images.
+        init_from: Checkpoint whose pretraining is continued. It determines the architecture.
+        preset: Model size instead of the recipe's, such as "S/16".
+        method: "lejepa", "moco", "dino" or "mae".
+        options: What the files of a checkpoint of another library do not contain.
+        labels: Labelled images (a folder with one subfolder per class, or a dataset) for the k-NN accuracy after each
+            epoch. The labels are not used in training.
+        out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
+        resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence must be passed again.
+        quiet: Print nothing.
+        callbacks: Receive the events of the training (`vitral.training.callbacks.Callback`).
+        overrides: Recipe fields, such as `epochs=3` or `**{"pretrain.views.local_views": 4}`. A resumed run accepts
+            only `vitral.recipes.schema.RESUMABLE_FIELDS`.
+    """
+    started = time.perf_counter()
+    sources = [] if images is None else as_sources(images)
+    if method is not None:
+        overrides = {"pretrain.method": method, **overrides}
+    if resume is not None:
+        if any((recipe, init_from, preset, out, options.given)) or any(isinstance(s, str) for s in sources):
+            raise VitralError("a resumed run keeps its images, recipe and folder", "Pass only the run folder")
+        check_resumable(overrides)
+        resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
+    else:
+        resolved = resolve_pretrain_recipe(sources, recipe, str(init_from) if init_from else None, preset, options)
+        resolved = resolved.with_overrides(overrides)
+    world = join_process_group(resolved.device)
+    console = Console(quiet=quiet or not world.is_rank0, highlight=False)
+    run = None
+    if (unfinished := open_unfinished_run(world, resume, out, overrides)) is not None:
+        run, resolved = unfinished
+        if run.is_finished:
+            console.print(f"{run} is finished")
+            return Predictor.load(run.path, device=resolved.device)
+    print_version(console)
+    given = list(sources) if any(not isinstance(source, str) for source in sources) else None
+    setup = world.run_on_all(lambda: setup_pretraining(resolved, not console.quiet, given))
+    probe_set = None if labels is None else world.run_on_all(lambda: load_probe_set(str(labels), setup.preprocessing))
+    hardware, threads = with_threads(setup, training_hardware(setup), recorded_threads(run))
+    parallel = parallel_plan(setup.recipe, hardware)
+    with thread_count(threads):
+        setup, batch_note = resolve_batch_size(setup, hardware, parallel)
+        setup, budget, time_note = fit_to_time_limit(setup, hardware, parallel, started, is_new=run is None)
+        for note in filter(None, (batch_note, time_note)):
+            console.print(note, soft_wrap=True)
+        run = create_or_update_run(world, run, setup, hardware, parallel, out)
+        terminal.print_summary(console, setup, hardware, parallel, run, probe_set)
+        progress = PretrainProgressTable(console, setup.steps_per_epoch)
+        trainer = make_trainer(
+            setup,
+            run,
+            hardware,
+            parallel=parallel,
+            callbacks=[progress, *callbacks],
+            time_budget=budget,
+            probe_set=probe_set,
+        )
+        resume_command = f"vitral pretrain --resume {shell_quote(run)}"
+        with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():
+            with progress:
+                trainer.fit()
+            world.broadcast_from_rank0(run.mark_finished)
+    terminal.print_result(console, run, setup.recipe)
+    return Predictor.load(run.path, device=setup.recipe.device)

@@ -1,0 +1,79 @@
+"""What `vitral pretrain` prints before and after training."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from vitral.data.probe_set import ProbeSet
+from vitral.device.select import Hardware
+from vitral.distributed.parallel import ParallelPlan
+from vitral.errors import shell_quote
+from vitral.recipes.schema import Recipe
+from vitral.reporting.terminal.training import model_line, recipe_line
+from vitral.runs.run import Run
+from vitral.training.setup import TrainingSetup
+
+METHOD_TITLES = {
+    "lejepa": "LeJEPA (arXiv 2511.08544)",
+    "moco": "MoCo v3 (arXiv 2104.02057)",
+    "dino": "DINO with masked patches (arXiv 2104.14294, 2111.07832)",
+    "mae": "masked autoencoding (arXiv 2111.06377)",
+}
+
+
+def print_summary(
+    console: Console,
+    setup: TrainingSetup,
+    hardware: Hardware,
+    parallel: ParallelPlan,
+    run: Run,
+    probe_set: ProbeSet | None,
+) -> None:
+    recipe, dataset = setup.recipe, setup.dataset
+    lines = [
+        f"Images    {dataset.name}: {len(dataset.train):,} images without labels",
+        *(f"          {note}" for note in dataset.notes),
+        model_line(recipe),
+        *(f"          {note}" for note in setup.notes),
+        f"Method    {describe_method(recipe)}",
+        recipe_line(recipe),
+        f"Hardware  {hardware}",
+    ]
+    if probe_set is not None:
+        num_images, num_classes = len(probe_set.labels), len(probe_set.classes)
+        lines.append(f"Labels    {probe_set.name}: {num_images:,} images of {num_classes} classes, for k-NN only")
+    if hardware.world.size > 1:
+        lines.append(f"Parallel  {parallel.mode}: {parallel.reason}")
+    lines.append(f"Run       {run}\n")
+    console.print("\n".join(lines), soft_wrap=True, markup=False)
+
+
+def describe_method(recipe: Recipe) -> str:
+    """The method and its views in one line."""
+    config = recipe.pretrain
+    assert config is not None
+    title = METHOD_TITLES[config.method]
+    if config.method == "mae":
+        return f"{title}, {config.mae.mask_ratio:.0%} of the patches masked"
+    views, (height, width) = config.views, recipe.model.image_size
+    text = f"{title}, {views.global_views} views of {height}x{width}"
+    if views.local_views:
+        height, width = views.local_image_size(recipe.model.image_size, recipe.model.patch_size)
+        text += f" and {views.local_views} of {height}x{width}"
+    return f"{text} pixels per image"
+
+
+def print_result(console: Console, run: Run, recipe: Recipe) -> None:
+    metrics = run.load_metrics()[-1]
+    folder = shell_quote(run)
+    lines = [f"\nFeatures          effective rank {metrics['effective_rank']:.1f} of {recipe.model.width}"]
+    if "knn_top1" in metrics:
+        lines.append(f"k-NN accuracy     {metrics['knn_top1']:.2%}")
+    lines += [
+        f"Model             {run.model_dir}\n",
+        "Next steps",
+        f"  vitral probe LABELLED --init-from {folder}        measure the features on labelled images",
+        f"  vitral train LABELLED --init-from {folder}        fine-tune the model",
+        f"  vitral embed {folder} photo.jpg --out features.npz",
+    ]
+    console.print("\n".join(lines), soft_wrap=True, markup=False)
