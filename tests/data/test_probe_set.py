@@ -43,7 +43,7 @@ def test_test_images_are_not_used(tmp_path: Path) -> None:
 def test_built_in_dataset_and_sequence() -> None:
     digits = load_builtin_dataset("digits", validation=0.0).train
     probe_set = load_probe_set("digits", PREPROCESSING)
-    assert torch.equal(probe_set.images[:], to_model_input(digits.images, PREPROCESSING))
+    assert torch.equal(probe_set.images[:], to_model_input(digits.images[:], PREPROCESSING))
     assert torch.equal(probe_set.labels, digits.labels)
     items = [(noisy_image(COLOURS[name], seed), name) for seed in range(4) for name in ("bees", "ants")]
     probe_set = load_probe_set(items, PREPROCESSING)

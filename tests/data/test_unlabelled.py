@@ -58,6 +58,10 @@ def pixels(dataset: Dataset) -> torch.Tensor:
     return dataset.train.images[:]
 
 
+def digits() -> torch.Tensor:
+    return load_builtin_dataset("digits", validation=0.0).train.images[:]
+
+
 def names(dataset: Dataset) -> list[str]:
     """File names of the images, in order."""
     assert dataset.train.locations is not None
@@ -211,14 +215,14 @@ def test_image_files_named_one_by_one(photos: Path) -> None:
 
 def test_built_in_dataset_gives_all_its_training_images_at_their_size() -> None:
     dataset = load("digits", preprocessing=gray_preprocessing(8))
-    assert torch.equal(pixels(dataset), load_builtin_dataset("digits", validation=0.0).train.images)
+    assert torch.equal(pixels(dataset), digits())
     assert dataset.notes == ("test images are left out: digits",)
 
 
 def test_grey_images_get_the_channels_of_the_model() -> None:
     images = pixels(load("digits"))
     assert images.shape[1:] == (3, 8, 8)
-    assert torch.equal(images[:, 2:], load_builtin_dataset("digits", validation=0.0).train.images)
+    assert torch.equal(images[:, 2:], digits())
 
 
 @pytest.mark.parametrize("crop", [1.0, 0.8])
@@ -307,9 +311,8 @@ def test_an_argument_is_one_source_several_or_a_sequence_of_images(data: Any, co
 def test_several_sources_are_concatenated_files_first(photos: Path, tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "more.tar", IMAGES[:2])
     dataset = load("digits", photos, IMAGES[2:], shard, tmp_path / "photos" / "ants")
-    digits = to_model_input(load_builtin_dataset("digits", validation=0.0).train.images, STORED)
     others = torch.stack([STORED.resize_and_crop(image) for image in IMAGES])
-    expected = torch.cat([pixels(load(photos)), others[:2], digits, others[2:]])
+    expected = torch.cat([pixels(load(photos)), others[:2], to_model_input(digits(), STORED), others[2:]])
     assert torch.equal(pixels(dataset), expected)
     order = torch.randperm(len(expected), generator=torch.Generator().manual_seed(0))
     assert torch.equal(dataset.train.images[order], expected[order])
@@ -350,9 +353,8 @@ def test_sources_keep_their_aspect_ratio(photos: Path, resize: Any, size: tuple[
     assert isinstance(images, VariableSizeImages)
     assert images.sizes[0].tolist() == images.sizes[-1].tolist() == list(size)  # 30×40 pixels
     assert images.sizes[12].tolist() == [16, 16]
-    digits = load_builtin_dataset("digits", validation=0.0).train.images[:1]
     square = replace(preprocessing, resize="stretch", patch_size=1)
-    assert torch.equal(images[12], to_model_input(digits, square)[0])
+    assert torch.equal(images[12], to_model_input(digits()[:1], square)[0])
     photo = Image.open(photos / "ants" / "00.jpg")
     assert torch.equal(images[0], preprocessing.resize_to(photo, size))
 
@@ -520,7 +522,7 @@ def test_fewer_images_than_a_batch_names_a_batch_size(photos: Path) -> None:
 def test_excluded_files_are_not_used(photos: Path) -> None:
     sources = find_unlabelled([photos, "digits"], exclude=("ants/00.jpg", "bees/03.jpg"))
     dataset = sources.load(PREPROCESSING)
-    assert len(dataset.train) == 10 + len(load_builtin_dataset("digits", validation=0.0).train)
+    assert len(dataset.train) == 10 + len(digits())
     assert "2 excluded" in dataset.source
     with pytest.raises(VitralError, match="none of the excluded files"):
         find_unlabelled([photos], exclude=("cats/00.jpg",))
@@ -536,9 +538,10 @@ def test_excluded_files_are_not_used(photos: Path) -> None:
 @pytest.mark.parametrize("sources", ["files", "files and images"])
 def test_killed_worker_is_an_error_and_the_next_access_starts_new_workers(photos: Path, sources: str) -> None:
     images = load(photos, *[IMAGES] * (sources != "files"), pack=0.0).train.images
-    assert isinstance(images, LazyImages)
     expected = torch.cat(list(images.split(4)))
-    streamed = images if isinstance(images, StreamedImages) else images.parts[0]  # type: ignore[attr-defined]
+    streamed = images.parts[0] if isinstance(images, ConcatImages) else images
+    assert isinstance(streamed, StreamedImages)
+    assert streamed._idle is not None
     processes = streamed._idle.workers._processes
     os.kill(processes[0].pid, signal.SIGKILL)
     with pytest.raises(VitralError, match="an image decoding process was killed") as caught:
@@ -558,9 +561,8 @@ def test_workers_are_kept_between_epochs_and_end_when_an_epoch_is_abandoned(phot
     processes = streamed._idle.workers._processes
     list(images.split(4))
     assert streamed._idle.workers._processes is processes
-    abandoned = images.split(4)
-    next(abandoned)
-    abandoned.close()
+    for _ in images.split(4):
+        break
     assert all(process.returncode is not None for process in processes)
 
 

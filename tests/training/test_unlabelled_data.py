@@ -12,7 +12,7 @@ from support.photos import COLOURS, noisy_image, save_class_folders
 from vitral.data.preprocess import channel_stats
 from vitral.errors import VitralError
 from vitral.recipes.schema import Recipe, read_recipe
-from vitral.training.setup import load_training_data, with_dataset
+from vitral.training.setup import load_training_data, make_loader, with_dataset
 from vitral.training.unlabelled_data import load_unlabelled_data, with_sources
 
 
@@ -76,6 +76,19 @@ def test_sequence_replaces_the_name_of_the_recipe(rgb_recipe: Recipe) -> None:
     assert len(dataset.train) == 20
     with pytest.raises(VitralError, match="were a Python sequence"):
         load_unlabelled_data(named)
+
+
+@pytest.mark.parametrize("pack", [1.0, 0.0], ids=["packed", "streamed"])
+def test_batches_of_several_sources_continue_at_any_step(rgb_recipe: Recipe, photos: Path, pack: float) -> None:
+    images = [noisy_image(COLOURS["wasps"], seed) for seed in range(30)]
+    recipe = with_sources(rgb_recipe, [photos, images]).with_overrides({"data.pack": pack, "batch_size": 8})
+    dataset, recipe, _ = load_unlabelled_data(recipe, sources=[photos, images])
+    loader = make_loader(recipe, dataset.train)
+    everything = dataset.train.images[:]
+    order = loader.order(3)
+    batches = [images for images, _ in loader.epoch(3)]
+    assert torch.equal(torch.cat(batches), everything[order[:48]])
+    assert all(torch.equal(*pair) for pair in zip(batches[4:], (batch for batch, _ in loader.epoch(3, 4)), strict=True))
 
 
 def test_fewer_images_than_a_batch_is_an_error(rgb_recipe: Recipe, photos: Path) -> None:
