@@ -26,7 +26,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.distributed.world import World
 from vitral.models.vit import ViT
 from vitral.ssl.heads import MLP, mean_over_ranks
-from vitral.ssl.method import Branch, PretrainMethod, view_features
+from vitral.ssl.method import Branch, PretrainMethod, pooled_width, view_features
 from vitral.ssl.views import ViewConfig
 
 MAX_FREQUENCY, NUM_POINTS = 4.0, 17  # of the characteristic function; it is even, so that half of the axis suffices
@@ -56,7 +56,7 @@ class LeJEPA(PretrainMethod):
     def __init__(
         self, config: LeJEPAConfig, vit: ViT, preprocessing: Preprocessing, views: ViewConfig, world: World
     ) -> None:
-        D, H = vit.config.width, config.hidden_width
+        D, H = pooled_width(vit), config.hidden_width
         super().__init__(Branch(vit, projector=MLP([D, H, H, config.width], world)), preprocessing, views, world)
         self.weight, self.initial_loss = config.weight, 1.0
         directions = torch.empty(config.width, config.directions)

@@ -3,7 +3,7 @@
 The encoder sees a random quarter of the patches (section 3). A small decoder receives their tokens, and a mask token for
 every other patch, and predicts the pixels of each patch, normalised by the patch's own mean and standard deviation. The
 loss is the mean squared error on masked patches. Published results on ImageNet-1k, ViT-B/16: 83.6% fine-tuned, 68.0%
-linear probe (tables 3 and 4). MAE features are better fine-tuned than frozen.
+linear probe (table 3 and the appendix). MAE features are better fine-tuned than frozen.
 
 Shapes:  B images   N patches   S seen patches   D width   E pixels of a patch times channels
 """
@@ -19,7 +19,9 @@ from torch import Generator, Tensor, nn
 from vitral.data.preprocess import Preprocessing
 from vitral.distributed.world import World
 from vitral.errors import VitralError
-from vitral.models.vit import Encoder, Grid, PatchEmbedding, PositionEmbedding, ViT, ViTConfig, patchify
+from vitral.models.variants.hybrid import HybridViT
+from vitral.models.variants.late_norm import LateNormViT
+from vitral.models.vit import Encoder, Grid, PositionEmbedding, ViT, ViTConfig, patchify
 from vitral.ssl.masking import num_masked_patches, split_patches
 from vitral.ssl.method import Branch, PretrainMethod
 from vitral.ssl.views import ViewConfig
@@ -63,13 +65,15 @@ class Decoder(nn.Module):
             positions="sincos",
         )
         self.embed = nn.Linear(model.width, config.decoder_width)
-        self.mask_token = nn.Parameter(torch.zeros(config.decoder_width))
+        self.mask_token = nn.Parameter(torch.empty(config.decoder_width))
         self.positions = PositionEmbedding(self.config)
         self.encoder = Encoder(self.config)
         self.pixels = nn.Linear(config.decoder_width, model.channels * model.patch_size**2)
-        for parameter in self.parameters():
-            if parameter.ndim == 2:
-                nn.init.xavier_uniform_(parameter)
+        nn.init.normal_(self.mask_token, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):  # as in the paper (appendix A.1)
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
 
     def forward(self, seen_BSD: Tensor, restore_indices_BN: Tensor, grid: Grid) -> Tensor:
         seen = self.embed(seen_BSD)
@@ -82,16 +86,23 @@ class Decoder(nn.Module):
 
 class MAE(PretrainMethod):
     score_name: ClassVar[str] = "explained_variance"
-    needs_patches: ClassVar[bool] = True
+    needs_patches = True
 
     def __init__(
         self, config: MAEConfig, vit: ViT, preprocessing: Preprocessing, views: ViewConfig, world: World
     ) -> None:
-        if type(vit.patch_embedding) is not PatchEmbedding:
+        if isinstance(vit, HybridViT):
             raise VitralError(
                 "MAE needs a model that embeds each patch alone: a convolutional stem would see masked patches",
                 "Choose a preset without a stem, such as Ti/16, or another --method",
             )
+        if vit.attention_pooling is not None:
+            raise VitralError(
+                "MAE does not train attention pooling: its decoder reads the patches, so that the pooling stays random",
+                "Use --model.pooling mean or class, or another --method",
+            )
+        if isinstance(vit, LateNormViT):
+            vit.pooled_norm.requires_grad_(False)  # the loss does not use it
         crops = replace(views, global_views=1, local_views=0, **dict.fromkeys(COLOR_FIELDS, 0.0))
         super().__init__(Branch(vit), preprocessing, crops, world)
         self.decoder = Decoder(config, vit.config)

@@ -9,7 +9,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Generator, Tensor, nn
@@ -76,8 +76,8 @@ class PretrainMethod(nn.Module, ABC):
     """
 
     score_name: ClassVar[str]  # of the running score in metrics.jsonl, after "train_"
-    needs_patches: ClassVar[bool] = False  # whether the loss uses patch tokens, and not only pooled features
-    initial_loss: float  # of an untrained model; the scale on which a loss counts as diverged
+    needs_patches: bool = False  # whether the loss uses patch tokens, and not only pooled features
+    initial_loss: float  # about that of an untrained model; the scale on which a loss counts as diverged
 
     def __init__(self, student: Branch, preprocessing: Preprocessing, views: ViewConfig, world: World) -> None:
         super().__init__()
@@ -112,13 +112,21 @@ class PretrainMethod(nn.Module, ABC):
         """A copy of the student whose weights are an exponential moving average of the student's."""
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.teacher_momentum = momentum
+        self.teacher.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the student. The teacher stays in evaluation mode: only the student has dropout."""
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
+        return self
 
     @torch.no_grad()
     def after_step(self, progress: Tensor, is_finite: Tensor) -> None:
         """Update everything that no gradient reaches.
 
-        The teacher's momentum rises to 1 along a cosine (BYOL, arXiv 2006.07733, section 3.2). `progress` is the
-        fraction of the run; nothing changes where `is_finite` is 0. Both are scalars on the device.
+        The teacher's momentum rises to 1 along a cosine (BYOL, arXiv 2006.07733, implementation details). `progress`
+        is the fraction of the run; nothing changes if `is_finite` is 0. Both are scalars on the device.
         """
         if self.teacher is None:
             return
@@ -137,6 +145,13 @@ class PretrainMethod(nn.Module, ABC):
             patch_size=self.student.vit.config.patch_size,
             render_fn=self.render_fn,
         )
+
+
+@torch.no_grad()
+def pooled_width(vit: ViT) -> int:
+    """Width of the pooled features: D, or 2D for variants that concatenate two tokens."""
+    num_tokens = vit.config.num_prefix_tokens + math.prod(vit.config.grid)
+    return vit.pool(torch.zeros(1, num_tokens, vit.config.width)).shape[1]
 
 
 def view_features(branch: Branch, views_BVCHW: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 The loss (equation 1, InfoNCE) is the cross-entropy of choosing, among the keys of all images in the batch, the key of
 the same image by cosine similarity / τ. Queries come from the student, a projector and a predictor, keys from an EMA
 teacher and its projector (algorithm 1). Local views, which the paper does not have, are queries only, as in SwAV
-(arXiv 2006.09882). Published result: 73.2% on ImageNet-1k, linear probe of a ViT-S/16 after 300 epochs (table 4).
+(arXiv 2006.09882). The patch embedding is trained, and hidden layers have GELU instead of ReLU. Published result:
+73.2% on ImageNet-1k, linear probe of a ViT-S/16 after 300 epochs (the authors' code).
 
 Shapes:  B images   G global views   V views   K embedding dimensions
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,8 +23,10 @@ from vitral.data.preprocess import Preprocessing
 from vitral.distributed.world import World
 from vitral.models.vit import ViT
 from vitral.ssl.heads import MLP
-from vitral.ssl.method import Branch, PretrainMethod, view_features
+from vitral.ssl.method import Branch, PretrainMethod, pooled_width, view_features
 from vitral.ssl.views import ViewConfig
+
+TYPICAL_BATCH_SIZE = 1024  # the loss of an untrained model grows with the logarithm of the batch size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,8 @@ class MoCoConfig:
     width: int = 256  # of the embedding
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"moco.temperature must be above 0, got {self.temperature}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"moco.temperature must be above 0 and finite, got {self.temperature}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"moco.momentum must be at least 0 and below 1, got {self.momentum}")
         for name in ("hidden_width", "width"):
@@ -50,12 +54,13 @@ class MoCo(PretrainMethod):
     def __init__(
         self, config: MoCoConfig, vit: ViT, preprocessing: Preprocessing, views: ViewConfig, world: World
     ) -> None:
-        D, H, K = vit.config.width, config.hidden_width, config.width
+        D, H, K = pooled_width(vit), config.hidden_width, config.width
         projector = MLP([D, H, H, K], world, norm_output=True)
         super().__init__(Branch(vit, projector=projector), preprocessing, views, world)
         self.add_teacher(config.momentum)
         self.predictor = MLP([K, H, K], world, norm_output=True)
-        self.temperature, self.initial_loss = config.temperature, 10.0
+        self.temperature = config.temperature
+        self.initial_loss = 2 * config.temperature * math.log(TYPICAL_BATCH_SIZE)
 
     def make_batch(self, images_BCHW: Tensor, generator: Generator) -> tuple[Tensor, ...]:
         return self.draw_views(images_BCHW, generator)
@@ -84,8 +89,9 @@ def contrastive_loss(
 ) -> tuple[Tensor, Tensor]:
     """Sums over B images of InfoNCE and of the fraction of queries whose own key is the most similar.
 
-    Each query is compared with the keys of every global view but its own. Query b belongs to key `first + b`. Both are
-    normalised. As in the paper's code, the loss is multiplied by 2τ, which keeps its gradient independent of τ.
+    Each query is compared with the keys of every global view but its own, and the loss is averaged over these pairs.
+    Query b belongs to key `first + b`. Both are normalised. As in the authors' code, the loss is multiplied by 2τ,
+    which keeps the scale of its gradient independent of τ.
     """
     (B, V, _), G = queries_BVK.shape, keys_NGK.shape[1]
     labels_B = torch.arange(first, first + B, device=queries_BVK.device)
