@@ -58,30 +58,32 @@ def block_masks(
     """(B, N) bool: masks of rectangular blocks with exactly `num_masked` true values per image.
 
     BEiT (arXiv 2106.08254, algorithm 1), as used by iBOT (arXiv 2111.07832) and DINOv2, adds random blocks until enough
-    patches are masked. Here all blocks are drawn at once. They are masked one after the other, and the one that exceeds
-    the number is masked from its centre outwards. If all blocks together are too few, random patches are added.
+    patches are masked, each at most as large as the number that is missing. Here all blocks are drawn at once, and the
+    number that is missing is estimated as if they did not overlap. They are masked one after the other, and the one
+    that exceeds the number is cut on two sides. If all blocks together are too small, random patches are added.
     """
     R, S = grid
-    draw = torch.rand(4, num_images, NUM_BLOCKS, 1, generator=generator, device=device)
+    draw = torch.rand(6, num_images, NUM_BLOCKS, 1, generator=generator, device=device)
     noise = torch.rand(num_images, R, S, generator=generator, device=device)
-    area = MIN_BLOCK_PATCHES + draw[0] * (_per_image(num_masked, ndim=3) - MIN_BLOCK_PATCHES)
+    missing = (1 - draw[0]).cumprod(dim=1) / (1 - draw[0])  # fraction that the blocks before leave
+    area = MIN_BLOCK_PATCHES + draw[0] * (missing * _per_image(num_masked, ndim=3) - MIN_BLOCK_PATCHES).clamp(min=0)
     ratio = torch.exp((2 * draw[1] - 1) * math.log(MAX_BLOCK_RATIO))
-    height = (area.clamp(min=1) * ratio).sqrt().round().clamp(1, R)
-    width = (area.clamp(min=1) / ratio).sqrt().round().clamp(1, S)
-    row_distance = _distance_from_block(draw[2], height, R)[..., :, None]
-    column_distance = _distance_from_block(draw[3], width, S)[..., None, :]
-    distance = torch.maximum(row_distance, column_distance)  # (B, K, R, S): below 1 inside the block
+    height, width = (area * ratio).sqrt().round().clamp(1, R), (area / ratio).sqrt().round().clamp(1, S)
+    row_depth = _depth_in_block(height, draw[2], draw[3], R)[..., :, None]
+    column_depth = _depth_in_block(width, draw[4], draw[5], S)[..., None, :]
+    depth = torch.maximum(row_depth, column_depth)  # (B, K, R, S): below 1 inside the block
     block = torch.arange(NUM_BLOCKS, device=device)[:, None, None]
-    priority = torch.where(distance < 1, block + 0.9 * distance, NUM_BLOCKS).amin(dim=1)
+    priority = torch.where(depth < 1, block + 0.9 * depth, NUM_BLOCKS).amin(dim=1)
     rank = (priority + 0.01 * noise).flatten(1).argsort(dim=1).argsort(dim=1)
     return rank < _per_image(num_masked)
 
 
-def _distance_from_block(position: Tensor, length: Tensor, num_patches: int) -> Tensor:
-    """(B, K, n): distance of each row or column from the block's centre, relative to half of the block's length."""
-    first = (position * (num_patches - length + 1)).floor().clamp(max=num_patches - 1)
-    patches = torch.arange(num_patches, device=position.device)
-    return (patches - first - (length - 1) / 2).abs() / (length / 2)
+def _depth_in_block(length: Tensor, position: Tensor, side: Tensor, num_patches: int) -> Tensor:
+    """(B, K, n): distance of each row or column from one side of its block, from 0 to below 1; 1 outside."""
+    first = (position * (num_patches - length + 1)).floor()
+    offset = torch.arange(num_patches, device=position.device) - first
+    depth = torch.where(side < 0.5, offset, length - 1 - offset) / length
+    return torch.where((offset >= 0) & (offset < length), depth, 1.0)
 
 
 def spread_counts(

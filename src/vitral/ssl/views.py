@@ -235,7 +235,8 @@ def _render_kind(
         return torch.zeros(B, 0, C, *kind.size, device=images_BCHW.device)
     draws = _Draws(*draws_14BV)
     boxes = crop_boxes(draws_14BV[:4], content, kind.min_area, kind.max_area, config.max_ratio, kind.size)
-    rows, columns = resample_matrices(boxes, draws.flip < config.flip, (H, W), kind.size)
+    limits = content if preprocessing.resize == "pad" else None
+    rows, columns = resample_matrices(boxes, draws.flip < config.flip, (H, W), kind.size, limits)
     if max(kind.blur) > 0:
         sigma = config.blur_min_sigma + draws.sigma * (config.blur_max_sigma - config.blur_min_sigma)
         is_blurred = draws.blur < _per_view(kind.blur, draws.blur)
