@@ -73,8 +73,9 @@ def _resample_matrix(start_BV: Tensor, step_BV: Tensor, num_inputs: int, num_out
     outputs, inputs = (torch.arange(n, device=start_BV.device) + 0.5 for n in (num_outputs, num_inputs))
     centers = start_BV[..., None] + outputs * step_BV[..., None]
     support = step_BV.abs().clamp(min=1)[..., None, None]  # wider than one pixel where the box shrinks
-    weights = (1 - (inputs - centers[..., None]).abs() / support).clamp(min=0)
-    return weights / weights.sum(dim=-1, keepdim=True)
+    distance = (inputs - centers[..., None]).abs_().div_(support)
+    weights = (1 - distance).clamp_(min=0)
+    return weights.div_(weights.sum(dim=-1, keepdim=True))
 
 
 def _restrict_inputs(matrix_BVnN: Tensor, start_B1: Tensor, length_B1: Tensor) -> Tensor:
