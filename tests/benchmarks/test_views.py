@@ -12,7 +12,6 @@ import torch
 import views
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the full benchmark on a GPU")
 def test_toy_run_compares_all_contenders_in_one_run(tmp_path: Path, run_benchmark: Callable[..., str]) -> None:
     threads = torch.get_num_threads()

@@ -14,7 +14,15 @@ from scipy import stats
 from torch import Generator, Tensor
 
 from vitral.data.preprocess import Preprocessing
-from vitral.ssl.views import ViewConfig, Views, make_views, render_views
+from vitral.ssl.views import (
+    ViewConfig,
+    Views,
+    draw_views,
+    image_content,
+    make_views,
+    render_views,
+    view_constants,
+)
 
 NOTHING = ViewConfig(
     local_views=0, global_min_area=1.0, flip=0.0, jitter_prob=0.0, grayscale=0.0, blur_first=0.0, blur_second=0.0,
@@ -215,6 +223,20 @@ def test_bf16_autocast_does_not_round_pixels() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         views = views_of(images, ViewConfig())
     assert torch.equal(views.global_views, views_of(images, ViewConfig()).global_views)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resize", ["crop", "pad"])
+def test_views_neither_synchronise_with_the_host_nor_depend_on_data_for_their_shape(resize: Any) -> None:
+    """Tensors on the meta device have no values that could be read. Like a GPU's, 8-bit images are sampled in fp16."""
+    meta, preprocessing = torch.device("meta"), preprocessing_for(16, 16, resize=resize)
+    images = torch.empty(2, 3, 16, 16, dtype=torch.uint8, device=meta)
+    config = ViewConfig(local_size=0.5)
+    draws, constants = draw_views(config, 2, seeded(), meta), view_constants(preprocessing, (16, 16), (8, 8), meta)
+    views = render_views(config, preprocessing, images, image_content(images, preprocessing), draws, constants)
+    assert views.global_views.shape == (2, 2, 3, 16, 16)
+    assert views.local_views.shape == (2, 8, 3, 8, 8)
+    assert views.global_views.dtype == views.local_views.dtype == torch.float32
 
 
 @pytest.mark.slow

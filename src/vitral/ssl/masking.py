@@ -9,7 +9,6 @@ Shapes:  B images   N patches = R rows × S columns   K blocks   M masked patche
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,8 +17,6 @@ from torch import Generator, Tensor
 MIN_BLOCK_PATCHES = 4  # as in DINOv2; BEiT has 16 of 196
 MAX_BLOCK_RATIO = 1 / 0.3  # of BEiT's blocks
 NUM_BLOCKS = 16  # drawn per image; few are needed to reach a mask of half of the image
-
-MaskedCount = int | Tensor  # for every image, or (B,)
 
 
 class PatchSplit(NamedTuple):
@@ -46,14 +43,14 @@ def split_patches(
 
 
 def random_masks(
-    num_images: int, num_patches: int, num_masked: MaskedCount, generator: Generator, device: torch.device
+    num_images: int, num_patches: int, num_masked: int, generator: Generator, device: torch.device
 ) -> Tensor:
     """(B, N) bool: uniformly random masks with exactly `num_masked` true values per image."""
-    return _random_order(num_images, num_patches, generator, device) < _per_image(num_masked)
+    return _random_order(num_images, num_patches, generator, device) < num_masked
 
 
 def block_masks(
-    num_images: int, grid: tuple[int, int], num_masked: MaskedCount, generator: Generator, device: torch.device
+    num_images: int, grid: tuple[int, int], num_masked: int, generator: Generator, device: torch.device
 ) -> Tensor:
     """(B, N) bool: masks of rectangular blocks with exactly `num_masked` true values per image.
 
@@ -66,7 +63,7 @@ def block_masks(
     draw = torch.rand(6, num_images, NUM_BLOCKS, 1, generator=generator, device=device)
     noise = torch.rand(num_images, R, S, generator=generator, device=device)
     missing = (1 - draw[0]).cumprod(dim=1) / (1 - draw[0])  # fraction that the blocks before leave
-    area = MIN_BLOCK_PATCHES + draw[0] * (missing * _per_image(num_masked, ndim=3) - MIN_BLOCK_PATCHES).clamp(min=0)
+    area = MIN_BLOCK_PATCHES + draw[0] * (missing * num_masked - MIN_BLOCK_PATCHES).clamp(min=0)
     ratio = torch.exp((2 * draw[1] - 1) * math.log(MAX_BLOCK_RATIO))
     height, width = (area * ratio).sqrt().round().clamp(1, R), (area / ratio).sqrt().round().clamp(1, S)
     row_depth = _depth_in_block(height, draw[2], draw[3], R)[..., :, None]
@@ -75,7 +72,7 @@ def block_masks(
     block = torch.arange(NUM_BLOCKS, device=device)[:, None, None]
     priority = torch.where(depth < 1, block + 0.9 * depth, NUM_BLOCKS).amin(dim=1)
     rank = (priority + 0.01 * noise).flatten(1).argsort(dim=1).argsort(dim=1)
-    return rank < _per_image(num_masked)
+    return rank < num_masked
 
 
 def _depth_in_block(length: Tensor, position: Tensor, side: Tensor, num_patches: int) -> Tensor:
@@ -86,46 +83,6 @@ def _depth_in_block(length: Tensor, position: Tensor, side: Tensor, num_patches:
     return torch.where((offset >= 0) & (offset < length), depth, 1.0)
 
 
-def spread_counts(
-    num_images: int, num_patches: int, min_ratio: float, max_ratio: float, masked_fraction: float
-) -> tuple[int, ...]:
-    """Masked patches of each image of a batch, spread evenly between two ratios; the other images have none.
-
-    iBOT masks half of the images, and 10 to 50 % of the patches in them. Even spacing, as in DINOv2, keeps the total
-    over the batch constant.
-    """
-    num_masked = round(masked_fraction * num_images)
-    ratios = (min_ratio + (max_ratio - min_ratio) * (i + 0.5) / num_masked for i in range(num_masked))
-    return *(num_masked_patches(num_patches, ratio) for ratio in ratios), *(0,) * (num_images - num_masked)
-
-
-def shuffle_counts(counts: tuple[int, ...], generator: Generator, device: torch.device) -> Tensor:
-    """(B,): the counts in random order, for `random_masks` and `block_masks`."""
-    return _counts_tensor(counts, device)[torch.rand(len(counts), generator=generator, device=device).argsort()]
-
-
-@cache
-def _counts_tensor(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cached, because a CUDA graph capture must not copy from the host."""
-    return torch.tensor(counts, device=device)
-
-
-def masked_indices(mask_BN: Tensor, total: int) -> Tensor:
-    """(total,): indices of the true values in the flattened mask, in order.
-
-    Unlike `nonzero` it does not synchronise with the host, because the caller knows how many there are.
-    """
-    mask = mask_BN.flatten()
-    target = torch.where(mask, mask.cumsum(0) - 1, total)
-    source = torch.arange(len(mask), device=mask.device)
-    return torch.zeros(total + 1, dtype=torch.long, device=mask.device).scatter_(0, target, source)[:total]
-
-
 def _random_order(num_images: int, num_patches: int, generator: Generator, device: torch.device) -> Tensor:
     """(B, N): a random permutation of the patches for each image."""
     return torch.rand(num_images, num_patches, generator=generator, device=device).argsort(dim=1)
-
-
-def _per_image(num_masked: MaskedCount, ndim: int = 2) -> MaskedCount:
-    """Counts (B,) with trailing axes of 1, to compare with a tensor of `ndim` axes."""
-    return num_masked if isinstance(num_masked, int) else num_masked.view(-1, *(1,) * (ndim - 1))

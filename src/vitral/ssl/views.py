@@ -138,7 +138,7 @@ def make_views(
     size: Size = (images_BCHW.shape[2], images_BCHW.shape[3]) if is_native else preprocessing.image_size
     constants = view_constants(preprocessing, size, config.local_image_size(size, patch_size), device)
     draws = draw_views(config, len(images_BCHW), generator, device)
-    content = _content(images_BCHW, preprocessing)
+    content = image_content(images_BCHW, preprocessing)
     with torch.autocast(device.type, enabled=False):  # bf16 would round pixels
         return (render_fn or render_views)(config, preprocessing, images_BCHW, content, draws, constants)
 
@@ -284,7 +284,7 @@ def _per_view(values: tuple[float, float], draws_BV: Tensor) -> Tensor:
     return torch.where(torch.arange(draws_BV.shape[1], device=draws_BV.device) == 0, *values)
 
 
-def _content(images_BCHW: Tensor, preprocessing: Preprocessing) -> Boxes:
+def image_content(images_BCHW: Tensor, preprocessing: Preprocessing) -> Boxes:
     """(B, 1) each: the part of each image inside its padding, or all of it."""
     B, _, H, W = images_BCHW.shape
     if preprocessing.resize == "pad":
