@@ -150,4 +150,5 @@ def _teacher_collapse(recent: Sequence[CollapseMetrics]) -> Collapse | None:
 
 def _stays_below(limit: float, values: Sequence[float]) -> bool:
     """Whether all values are below the limit and do not recover."""
-    return max(values) < limit and values[-1] <= RECOVERY * values[0]
+    slack = 0.01 * limit  # noise of values that are practically 0
+    return max(values) < limit and values[-1] <= RECOVERY * values[0] + slack

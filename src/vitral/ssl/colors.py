@@ -49,14 +49,15 @@ def shift_hue(views_BVChw: Tensor, hue_BV: Tensor) -> Tensor:
     With value v, chroma c and hue H in sixths of a turn, channel n of (red, green, blue) is
     v - c · clip(min(k, 4 - k), 0, 1) where k = (5 - 2n + H) mod 6 (Foley et al., Computer Graphics, chapter 13).
     """
-    value, brightest = views_BVChw.max(dim=2, keepdim=True)
-    chroma = value - views_BVChw.amin(dim=2, keepdim=True)
-    channel = torch.arange(3, device=views_BVChw.device).view(3, 1, 1)
-    difference = views_BVChw.roll(-1, dims=2) - views_BVChw.roll(1, dims=2)  # green - blue for red, and so on
-    sector = difference.gather(2, brightest) / chroma.clamp(min=torch.finfo(chroma.dtype).tiny)
-    hue = sector + 2 * brightest + 6 * hue_BV[..., None, None, None]
-    k = (5 - 2 * channel + hue) % 6
-    return value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    red, green, blue = views_BVChw.split(1, dim=2)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    chroma = value - torch.minimum(torch.minimum(red, green), blue)
+    is_red, is_green = red == value, green == value
+    sector = torch.where(is_red, green - blue, torch.where(is_green, blue - red, red - green))
+    sector = sector / chroma.clamp(min=torch.finfo(chroma.dtype).tiny)
+    hue = sector + torch.where(is_red, 0.0, torch.where(is_green, 2.0, 4.0)) + 6 * hue_BV[..., None, None, None]
+    k = (hue + (5 - 2 * torch.arange(3, device=hue.device).view(3, 1, 1))).remainder_(6)
+    return value - torch.minimum(k, 4 - k).clamp_(0, 1).mul_(chroma)
 
 
 def solarize(views_BVChw: Tensor, is_solarized_BV: Tensor, scale: float) -> Tensor:

@@ -51,15 +51,21 @@ def crop_boxes(
     return Boxes(top, left, height, width)
 
 
-def resample_matrices(boxes: Boxes, is_flipped_BV: Tensor, images: Size, views: Size) -> tuple[Tensor, Tensor]:
-    """Weights of the image rows (B, V, h, H) and columns (B, V, w, W) in each row and column of the resized boxes."""
+def resample_matrices(
+    boxes: Boxes, is_flipped_BV: Tensor, images: Size, views: Size, content: Boxes | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights of the image rows (B, V, h, H) and columns (B, V, w, W) in each row and column of the resized boxes.
+
+    Pixels next to a box belong to the filter, as in Pillow's `resize(box=...)`, unless they are outside of `content`.
+    """
     rows = _resample_matrix(boxes.top, boxes.height / views[0], images[0], views[0])
-    step = boxes.width / views[1]
-    start, step = (
-        torch.where(is_flipped_BV, boxes.left + boxes.width, boxes.left),
-        torch.where(is_flipped_BV, -step, step),
-    )
-    return rows, _resample_matrix(start, step, images[1], views[1])
+    start = torch.where(is_flipped_BV, boxes.left + boxes.width, boxes.left)
+    step = torch.where(is_flipped_BV, -boxes.width, boxes.width) / views[1]
+    columns = _resample_matrix(start, step, images[1], views[1])
+    if content is not None:
+        rows = _restrict_inputs(rows, content.top, content.height)
+        columns = _restrict_inputs(columns, content.left, content.width)
+    return rows, columns
 
 
 def _resample_matrix(start_BV: Tensor, step_BV: Tensor, num_inputs: int, num_outputs: int) -> Tensor:
@@ -67,7 +73,15 @@ def _resample_matrix(start_BV: Tensor, step_BV: Tensor, num_inputs: int, num_out
     outputs, inputs = (torch.arange(n, device=start_BV.device) + 0.5 for n in (num_outputs, num_inputs))
     centers = start_BV[..., None] + outputs * step_BV[..., None]
     support = step_BV.abs().clamp(min=1)[..., None, None]  # wider than one pixel where the box shrinks
-    weights = (1 - (inputs - centers[..., None]).abs() / support).clamp(min=0)
+    distance = (inputs - centers[..., None]).abs_().div_(support)
+    weights = (1 - distance).clamp_(min=0)
+    return weights.div_(weights.sum(dim=-1, keepdim=True))
+
+
+def _restrict_inputs(matrix_BVnN: Tensor, start_B1: Tensor, length_B1: Tensor) -> Tensor:
+    """Without the weights of inputs outside of an interval."""
+    inputs = torch.arange(matrix_BVnN.shape[-1], device=matrix_BVnN.device) + 0.5 - start_B1[..., None, None]
+    weights = torch.where((inputs > 0) & (inputs < length_B1[..., None, None]), matrix_BVnN, 0.0)
     return weights / weights.sum(dim=-1, keepdim=True)
 
 

@@ -9,7 +9,6 @@ Shapes:  B images   N patches = R rows × S columns   K blocks   M masked patche
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,8 +17,6 @@ from torch import Generator, Tensor
 MIN_BLOCK_PATCHES = 4  # as in DINOv2; BEiT has 16 of 196
 MAX_BLOCK_RATIO = 1 / 0.3  # of BEiT's blocks
 NUM_BLOCKS = 16  # drawn per image; few are needed to reach a mask of half of the image
-
-MaskedCount = int | Tensor  # for every image, or (B,)
 
 
 class PatchSplit(NamedTuple):
@@ -46,84 +43,46 @@ def split_patches(
 
 
 def random_masks(
-    num_images: int, num_patches: int, num_masked: MaskedCount, generator: Generator, device: torch.device
+    num_images: int, num_patches: int, num_masked: int, generator: Generator, device: torch.device
 ) -> Tensor:
     """(B, N) bool: uniformly random masks with exactly `num_masked` true values per image."""
-    return _random_order(num_images, num_patches, generator, device) < _per_image(num_masked)
+    return _random_order(num_images, num_patches, generator, device) < num_masked
 
 
 def block_masks(
-    num_images: int, grid: tuple[int, int], num_masked: MaskedCount, generator: Generator, device: torch.device
+    num_images: int, grid: tuple[int, int], num_masked: int, generator: Generator, device: torch.device
 ) -> Tensor:
     """(B, N) bool: masks of rectangular blocks with exactly `num_masked` true values per image.
 
     BEiT (arXiv 2106.08254, algorithm 1), as used by iBOT (arXiv 2111.07832) and DINOv2, adds random blocks until enough
-    patches are masked. Here all blocks are drawn at once. They are masked one after the other, and the one that exceeds
-    the number is masked from its centre outwards. If all blocks together are too few, random patches are added.
+    patches are masked, each at most as large as the number that is missing. Here all blocks are drawn at once, and the
+    number that is missing is estimated as if they did not overlap. They are masked one after the other, and the one
+    that exceeds the number is cut on two sides. If all blocks together are too small, random patches are added.
     """
     R, S = grid
-    draw = torch.rand(4, num_images, NUM_BLOCKS, 1, generator=generator, device=device)
+    draw = torch.rand(6, num_images, NUM_BLOCKS, 1, generator=generator, device=device)
     noise = torch.rand(num_images, R, S, generator=generator, device=device)
-    area = MIN_BLOCK_PATCHES + draw[0] * (_per_image(num_masked, ndim=3) - MIN_BLOCK_PATCHES)
+    missing = (1 - draw[0]).cumprod(dim=1) / (1 - draw[0])  # fraction that the blocks before leave
+    area = MIN_BLOCK_PATCHES + draw[0] * (missing * num_masked - MIN_BLOCK_PATCHES).clamp(min=0)
     ratio = torch.exp((2 * draw[1] - 1) * math.log(MAX_BLOCK_RATIO))
-    height = (area.clamp(min=1) * ratio).sqrt().round().clamp(1, R)
-    width = (area.clamp(min=1) / ratio).sqrt().round().clamp(1, S)
-    row_distance = _distance_from_block(draw[2], height, R)[..., :, None]
-    column_distance = _distance_from_block(draw[3], width, S)[..., None, :]
-    distance = torch.maximum(row_distance, column_distance)  # (B, K, R, S): below 1 inside the block
+    height, width = (area * ratio).sqrt().round().clamp(1, R), (area / ratio).sqrt().round().clamp(1, S)
+    row_depth = _depth_in_block(height, draw[2], draw[3], R)[..., :, None]
+    column_depth = _depth_in_block(width, draw[4], draw[5], S)[..., None, :]
+    depth = torch.maximum(row_depth, column_depth)  # (B, K, R, S): below 1 inside the block
     block = torch.arange(NUM_BLOCKS, device=device)[:, None, None]
-    priority = torch.where(distance < 1, block + 0.9 * distance, NUM_BLOCKS).amin(dim=1)
+    priority = torch.where(depth < 1, block + 0.9 * depth, NUM_BLOCKS).amin(dim=1)
     rank = (priority + 0.01 * noise).flatten(1).argsort(dim=1).argsort(dim=1)
-    return rank < _per_image(num_masked)
+    return rank < num_masked
 
 
-def _distance_from_block(position: Tensor, length: Tensor, num_patches: int) -> Tensor:
-    """(B, K, n): distance of each row or column from the block's centre, relative to half of the block's length."""
-    first = (position * (num_patches - length + 1)).floor().clamp(max=num_patches - 1)
-    patches = torch.arange(num_patches, device=position.device)
-    return (patches - first - (length - 1) / 2).abs() / (length / 2)
-
-
-def spread_counts(
-    num_images: int, num_patches: int, min_ratio: float, max_ratio: float, masked_fraction: float
-) -> tuple[int, ...]:
-    """Masked patches of each image of a batch, spread evenly between two ratios; the other images have none.
-
-    iBOT masks half of the images, and 10 to 50 % of the patches in them. Even spacing, as in DINOv2, keeps the total
-    over the batch constant.
-    """
-    num_masked = round(masked_fraction * num_images)
-    ratios = (min_ratio + (max_ratio - min_ratio) * (i + 0.5) / num_masked for i in range(num_masked))
-    return *(num_masked_patches(num_patches, ratio) for ratio in ratios), *(0,) * (num_images - num_masked)
-
-
-def shuffle_counts(counts: tuple[int, ...], generator: Generator, device: torch.device) -> Tensor:
-    """(B,): the counts in random order, for `random_masks` and `block_masks`."""
-    return _counts_tensor(counts, device)[torch.rand(len(counts), generator=generator, device=device).argsort()]
-
-
-@cache
-def _counts_tensor(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cached, because a CUDA graph capture must not copy from the host."""
-    return torch.tensor(counts, device=device)
-
-
-def masked_indices(mask_BN: Tensor, total: int) -> Tensor:
-    """(total,): indices of the true values in the flattened mask, in order.
-
-    Unlike `nonzero` it does not synchronise with the host, because the caller knows how many there are.
-    """
-    mask = mask_BN.flatten()
-    target = torch.where(mask, mask.cumsum(0) - 1, total)
-    source = torch.arange(len(mask), device=mask.device)
-    return torch.zeros(total + 1, dtype=torch.long, device=mask.device).scatter_(0, target, source)[:total]
+def _depth_in_block(length: Tensor, position: Tensor, side: Tensor, num_patches: int) -> Tensor:
+    """(B, K, n): distance of each row or column from one side of its block, from 0 to below 1; 1 outside."""
+    first = (position * (num_patches - length + 1)).floor()
+    offset = torch.arange(num_patches, device=position.device) - first
+    depth = torch.where(side < 0.5, offset, length - 1 - offset) / length
+    return torch.where((offset >= 0) & (offset < length), depth, 1.0)
 
 
 def _random_order(num_images: int, num_patches: int, generator: Generator, device: torch.device) -> Tensor:
     """(B, N): a random permutation of the patches for each image."""
     return torch.rand(num_images, num_patches, generator=generator, device=device).argsort(dim=1)
-
-
-def _per_image(num_masked: MaskedCount, ndim: int = 2) -> MaskedCount:
-    """Counts (B,) with trailing axes of 1, to compare with a tensor of `ndim` axes."""
-    return num_masked if isinstance(num_masked, int) else num_masked.view(-1, *(1,) * (ndim - 1))

@@ -138,7 +138,7 @@ def make_views(
     size: Size = (images_BCHW.shape[2], images_BCHW.shape[3]) if is_native else preprocessing.image_size
     constants = view_constants(preprocessing, size, config.local_image_size(size, patch_size), device)
     draws = draw_views(config, len(images_BCHW), generator, device)
-    content = _content(images_BCHW, preprocessing)
+    content = image_content(images_BCHW, preprocessing)
     with torch.autocast(device.type, enabled=False):  # bf16 would round pixels
         return (render_fn or render_views)(config, preprocessing, images_BCHW, content, draws, constants)
 
@@ -235,7 +235,8 @@ def _render_kind(
         return torch.zeros(B, 0, C, *kind.size, device=images_BCHW.device)
     draws = _Draws(*draws_14BV)
     boxes = crop_boxes(draws_14BV[:4], content, kind.min_area, kind.max_area, config.max_ratio, kind.size)
-    rows, columns = resample_matrices(boxes, draws.flip < config.flip, (H, W), kind.size)
+    limits = content if preprocessing.resize == "pad" else None
+    rows, columns = resample_matrices(boxes, draws.flip < config.flip, (H, W), kind.size, limits)
     if max(kind.blur) > 0:
         sigma = config.blur_min_sigma + draws.sigma * (config.blur_max_sigma - config.blur_min_sigma)
         is_blurred = draws.blur < _per_view(kind.blur, draws.blur)
@@ -283,7 +284,7 @@ def _per_view(values: tuple[float, float], draws_BV: Tensor) -> Tensor:
     return torch.where(torch.arange(draws_BV.shape[1], device=draws_BV.device) == 0, *values)
 
 
-def _content(images_BCHW: Tensor, preprocessing: Preprocessing) -> Boxes:
+def image_content(images_BCHW: Tensor, preprocessing: Preprocessing) -> Boxes:
     """(B, 1) each: the part of each image inside its padding, or all of it."""
     B, _, H, W = images_BCHW.shape
     if preprocessing.resize == "pad":
