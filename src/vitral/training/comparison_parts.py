@@ -1,7 +1,7 @@
 """One model of a comparison: trained in its own folder, evaluated on images that no model of it was trained on.
 
-    out/PART/                   run folder of the part
-    out/PART/evaluation.json    which evaluation images were classified correctly; a part that has it is not repeated
+out/PART/                   run folder of the part
+out/PART/evaluation.json    which evaluation images were classified correctly; a part that has it is not repeated
 """
 
 from __future__ import annotations
