@@ -21,7 +21,7 @@ from vitral.evaluation.paired_difference import PairedDifference, accuracy_inter
 from vitral.utils.serialization import to_dict
 
 Method = Literal["nearest neighbours", "linear", "fine-tuning"]
-Outcome = Literal["better", "worse", "no difference", "unknown"]
+Outcome = Literal["better", "worse", "unclear", "unknown"]
 Array = np.ndarray[Any, Any]
 MAX_FRACTION_ERROR = 0.25  # a subset that is larger by more, because every class needs an image, is named by its size
 
@@ -40,7 +40,7 @@ class LabelEfficiencyRow:
     before_accuracies: tuple[float, ...]  # per seed
     after_accuracies: tuple[float, ...]
     difference: PairedDifference  # after minus before
-    outcome: Outcome  # of after, compared with before; unknown with one seed
+    outcome: Outcome  # of after, compared with before; unclear: the interval includes zero; unknown: one seed
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ def make_row(
     `varies`: see `paired_difference`.
     """
     difference = paired_difference(before_SM, after_SM, varies=varies)
-    outcome: Outcome = "better" if difference.is_positive else "worse" if difference.is_negative else "no difference"
+    outcome: Outcome = "better" if difference.is_positive else "worse" if difference.is_negative else "unclear"
     return LabelEfficiencyRow(
         method=method,
         setting=setting,
@@ -126,7 +126,7 @@ def labels_text(row: LabelEfficiencyRow, labelled_images: int) -> str:
     if row.fraction == 1:
         return "all labels"
     if row.images > (1 + MAX_FRACTION_ERROR) * row.fraction * labelled_images:
-        return f"{row.images:,} labels ({row.images / labelled_images:.2g} of all)"
+        return f"{row.images:,} labels ({fraction_text(row.images / labelled_images)} of all)"
     return f"{fraction_text(row.fraction)} of the labels"
 
 
@@ -142,13 +142,16 @@ def _outcome_text(row: LabelEfficiencyRow, labels: str) -> str:
         return f"raised accuracy with {labels} {accuracies} ({_interval_text(difference)})"
     if difference.is_negative:
         return f"made it worse: accuracy with {labels} fell {accuracies} ({_interval_text(difference)})"
-    return f"did not help: accuracy with {labels} went {accuracies} ({_interval_text(difference)}, which includes zero)"
+    return (
+        f"did not measurably help: accuracy with {labels} went {accuracies} ({_interval_text(difference)}, which "
+        "includes zero)"
+    )
 
 
 def _other_outcome_text(row: LabelEfficiencyRow) -> str:
-    verb = {"better": "raised accuracy", "worse": "lowered accuracy"}.get(row.outcome, "made no certain difference:")
+    verb = {"better": "raised", "worse": "lowered"}.get(row.outcome, "did not measurably change")
     low, high = points(row.difference.low or 0.0), points(row.difference.high or 0.0)
-    return f"{verb} from {row.before.value:.1%} to {row.after.value:.1%} ({low} to {high} points)"
+    return f"{verb} accuracy: {row.before.value:.1%} to {row.after.value:.1%} ({low} to {high} points)"
 
 
 def _interval_text(difference: PairedDifference) -> str:

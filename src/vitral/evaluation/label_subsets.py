@@ -17,29 +17,33 @@ DEFAULT_FRACTIONS = (0.01, 0.1, 1.0)
 
 
 def draw_label_subset(labels_N: Tensor, fraction: float, seed: int) -> Tensor:
-    """Indices of a fraction of each class, at least one image, in ascending order.
+    """Indices of a fraction of the images, the same share of every class to within one image and at least one image.
 
-    The subsets of a seed are nested: those of 1% are among those of 10%.
+    In ascending order. The subsets of a seed are nested: those of 1% are among those of 10%.
+    """
+    return label_order(labels_N, seed)[: subset_size(labels_N, fraction)].sort().values
+
+
+def label_order(labels_N: Tensor, seed: int) -> Tensor:
+    """Indices of all images in an order of which every beginning is stratified.
+
+    One image of each class comes first. Then the j-th image of a class of n follows at the position (j - ½) / n, the
+    divisor method of Webster: a class never loses an image as the subset grows. Equal positions are in random order.
     """
     random = np.random.RandomState(seed)
-    chosen = []
-    for label, count in class_shares(labels_N, fraction).items():
-        members = np.flatnonzero(labels_N.numpy() == label)
-        chosen.append(random.permutation(members)[:count])
-    return torch.from_numpy(np.sort(np.concatenate(chosen)))
-
-
-def class_shares(labels_N: Tensor, fraction: float) -> dict[int, int]:
-    """Images per class in a subset. Rounded class by class, because only then no class shrinks as the fraction grows"""
-    classes, counts = labels_N.unique(return_counts=True)
-    return {
-        label: max(int(fraction * count + 0.5), 1)
-        for label, count in zip(classes.tolist(), counts.tolist(), strict=True)
-    }
+    shuffled = random.permutation(len(labels_N))
+    labels = labels_N.numpy()[shuffled]
+    positions = np.empty(len(labels))
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        positions[members] = (np.arange(len(members)) + 0.5) / len(members)
+        positions[members[0]] = 0.0
+    return torch.from_numpy(shuffled[np.argsort(positions, kind="stable")])
 
 
 def subset_size(labels_N: Tensor, fraction: float) -> int:
-    return sum(class_shares(labels_N, fraction).values())
+    """Images in a subset: the fraction, rounded, or one per class if that is more."""
+    return max(int(fraction * len(labels_N) + 0.5), len(labels_N.unique()))
 
 
 def check_fractions(fractions: Sequence[float]) -> None:

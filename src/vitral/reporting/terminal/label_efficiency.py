@@ -8,13 +8,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from vitral.doctor.estimates import TimeEstimate
+from vitral.errors import shell_quote
 from vitral.evaluation.label_efficiency import LabelEfficiency, LabelEfficiencyRow, points
 from vitral.evaluation.label_subsets import fraction_text
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning
 from vitral.reporting.terminal.tables import duration_range, make_table
 from vitral.training.label_efficiency import FineTuning
 
-COLUMNS = ("classifier", "labels", "images", "before", "after", "difference", "95% interval", "verdict")
+COLUMNS = ("classifier", "labels", "before", "after", "difference (95% CI)", "verdict")
+SHORT_NAMES = {"nearest neighbours": "k-NN", "linear": "linear", "fine-tuning": "fine-tuning"}
 
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:
@@ -33,16 +35,16 @@ def print_plan(console: Console, tuning: FineTuning, estimate: TimeEstimate) -> 
     """Say how many models are fine-tuned and how long that takes."""
     fractions = ", ".join(map(fraction_text, tuning.fractions))
     runs = sum(1 for _ in tuning.runs())
-    done = sum((tuning.folder / run.folder_name / "evaluation.json").is_file() for run in tuning.runs())
-    console.print(
+    finished = sum((tuning.folder / run.folder_name / "evaluation.json").is_file() for run in tuning.runs())
+    duration = duration_range(estimate.low, estimate.high)
+    lines = [
         f"Fine-tuning {runs} models: {fractions} of the {len(tuning.labels):,} labels, {tuning.seeds} "
-        f"seed{'s' if tuning.seeds > 1 else ''}, before and after.\n"
-        f"This takes {duration_range(estimate.low, estimate.high)} on {_device_text(estimate)}"
-        + (f", less {done} finished models. " if done else ". ")
-        + f"--no-fine-tuning omits it.\nFinished models are not repeated with --results {tuning.folder}",
-        soft_wrap=True,
-        markup=False,
-    )
+        f"seed{'s' if tuning.seeds > 1 else ''}, before and after.",
+        f"This takes {duration} on {_device_text(estimate)}{f', less {finished} finished models' if finished else ''}. "
+        "--no-fine-tuning omits it.",
+        f"An interrupted comparison continues with --results {shell_quote(tuning.folder)}",
+    ]
+    console.print("\n".join(lines), soft_wrap=True, markup=False)
     if estimate.disturbance:
         console.print(f"Other programs slow this machine down: {estimate.disturbance}.", soft_wrap=True, markup=False)
     console.print()
@@ -82,19 +84,16 @@ def print_label_efficiency(result: LabelEfficiency, allow_leak: bool = False) ->
 
 def _cells(row: LabelEfficiencyRow) -> tuple[str, ...]:
     difference = row.difference
-    interval = "-"
+    interval = "no interval"
     if difference.low is not None and difference.high is not None:
         interval = f"{points(difference.low)} to {points(difference.high)}"
-    verdict = {"better": "[green]better[/green]", "worse": "[red]worse[/red]", "unknown": "one seed"}.get(
-        row.outcome, "no difference"
-    )
+    colours = {"better": "[green]better[/green]", "worse": "[red]worse[/red]", "unknown": "one seed"}
+    name = SHORT_NAMES[row.method]
     return (
-        row.name,
-        "all" if row.fraction == 1 else fraction_text(row.fraction),
-        f"{row.images:,}",
+        f"{name}, {row.setting}" if row.setting else name,
+        f"{'all' if row.fraction == 1 else fraction_text(row.fraction)} ({row.images:,})",
         f"{row.before.value:.1%}",
         f"{row.after.value:.1%}",
-        points(difference.value),
-        interval,
-        verdict,
+        f"{points(difference.value)} ({interval})",
+        colours.get(row.outcome, row.outcome),
     )
