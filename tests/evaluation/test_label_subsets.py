@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def test_every_class_has_an_image_even_if_its_share_is_less() -> None:
 def test_the_subsets_of_a_seed_are_nested(labels: torch.Tensor) -> None:
     fractions = [0.001, 0.004, 0.01, 0.017, 0.05, 0.1, 0.33, 0.5, 0.9, 1.0]
     subsets = [set(draw_label_subset(labels, fraction, seed=5).tolist()) for fraction in fractions]
-    assert all(small <= large for small, large in zip(subsets, subsets[1:], strict=False))
+    assert all(small <= large for small, large in pairwise(subsets))
     assert subsets[-1] == set(range(len(labels)))
 
 

@@ -65,11 +65,7 @@ def fine_tuning_recipe(
             ema=finetune.ema,
             tta="none",
         )
-    try:
-        resolved = resolve_recipe(data, recipe, init_from, None, options)
-    except ValueError as error:  # a variant that cannot be trained, such as an ensemble
-        raise VitralError(f"{init_from} cannot be fine-tuned: {error}", "Omit it with --no-fine-tuning") from error
-    resolved = resolved.with_overrides(overrides)
+    resolved = resolve_recipe(data, recipe, init_from, None, options).with_overrides(overrides)
     loggers = {"tensorboard": False, "wandb": False, "mlflow": False}
     return replace(resolved, checkpoint_epochs=0, patience=0, time_limit="", **loggers)
 

@@ -69,11 +69,9 @@ def probe(args: ProbeArgs) -> int:
     if args.against is not None:
         return compare(args, args.against)
     for name in ("fractions", "seeds", "epochs", "recipe", "fine_tuning", "results"):
-        if getattr(args, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise VitralError(
-                f"{flag} is for the comparison with another model", f"Name that model: --against MODEL {flag} ..."
-            )
+        if (value := getattr(args, name)) is not None:
+            flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+            raise VitralError(f"{flag} is for the comparison with another model", "Name that model with --against")
     from vitral import api
     from vitral.reporting.terminal import tables
 
