@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vitral.cross_validation import cross_validate as cross_validate
     from vitral.errors import VitralError as VitralError
     from vitral.inference.predictor import Predictor as Predictor
+    from vitral.label_efficiency import compare_label_efficiency as compare_label_efficiency
     from vitral.models.presets import preset as preset
     from vitral.models.vit import ViT as ViT
     from vitral.models.vit import ViTConfig as ViTConfig
@@ -54,6 +55,7 @@ _MODULE_OF = {
     "bench": "api",
     "calibrate": "api",
     "compare": "api",
+    "compare_label_efficiency": "label_efficiency",
     "compare_models": "api",
     "cross_validate": "cross_validation",
     "demo": "api",

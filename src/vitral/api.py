@@ -632,6 +632,7 @@ def probe(
         validation if has_test else None,
         features(dataset.test) if has_test else validation,
         dataset.classes,
+        device=predictor.hardware.device,
     )
     evaluated = dataset.test if has_test else dataset.validation
     result = replace(
