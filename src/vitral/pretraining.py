@@ -1,16 +1,19 @@
 """Pretraining without labels: `vitral.pretrain`.
 
-import vitral
-backbone = vitral.pretrain("photos/", init_from="vit.safetensors")
-model = vitral.train("labelled/", init_from="runs/pretrain-continue-...")
+    import vitral
+    result = vitral.pretrain("photos/", init_from="vit.safetensors", judge="labelled/")
+    print(result.comparison.summary)
+    model = vitral.train("labelled/", init_from=result.run)
+
+The command is `vitral pretrain photos/ --init-from vit.safetensors --judge labelled/`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -19,7 +22,9 @@ from vitral.data.probe_set import load_probe_set
 from vitral.data.unlabelled import as_sources
 from vitral.device.threads import thread_count
 from vitral.errors import VitralError, shell_quote
+from vitral.evaluation.label_efficiency import LabelEfficiency
 from vitral.inference.predictor import Predictor
+from vitral.label_efficiency import RANDOM, compare_label_efficiency
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.reporting.terminal import pretraining as terminal
@@ -41,6 +46,14 @@ from vitral.training.time_limit import fit_to_time_limit
 from vitral.training.unlabelled_data import resolve_pretrain_recipe, setup_pretraining
 
 
+class PretrainResult(NamedTuple):
+    """A finished pretraining."""
+
+    model: Predictor  # without a classifier
+    run: Path  # the run folder
+    comparison: LabelEfficiency | None  # with `judge`: the weights before and after
+
+
 def pretrain(
     images: str | Path | Sequence[Any] | None = None,
     *,
@@ -50,13 +63,15 @@ def pretrain(
     method: str | None = None,
     options: CheckpointOptions = NO_OPTIONS,
     labels: str | Path | None = None,
+    judge: str | Path | None = None,
+    judge_options: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     quiet: bool = True,
     callbacks: Sequence[Callback] = (),
     **overrides: Any,
-) -> Predictor:
-    """Learn features from images without labels, in a new run folder, and return the model.
+) -> PretrainResult:
+    """Learn features from images without labels, in a new run folder.
 
     The result is a model without a classifier: fine-tune it with `train(init_from=...)`, measure it with `probe`.
 
@@ -70,6 +85,9 @@ def pretrain(
         options: What the files of a checkpoint of another library do not contain.
         labels: Labelled images (a folder with one subfolder per class, or a dataset) for the k-NN accuracy after each
             epoch. The labels are not used in training.
+        judge: Labelled images to measure on whether pretraining helped: the weights before and after it, by nearest
+            neighbours, a linear classifier and fine-tuning with few labels and with all (`compare_label_efficiency`).
+        judge_options: Arguments of that comparison, such as `{"seeds": 5, "fractions": (0.01, 1.0)}`.
         out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
         resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence must be passed again.
         quiet: Print nothing.
@@ -96,7 +114,7 @@ def pretrain(
         run, resolved = unfinished
         if run.is_finished:
             console.print(f"{run} is finished")
-            return Predictor.load(run.path, device=resolved.device)
+            return finish(run, resolved, judge, judge_options, quiet)
     print_version(console)
     given = list(sources) if any(not isinstance(source, str) for source in sources) else None
     setup = world.run_on_all(lambda: setup_pretraining(resolved, not console.quiet, given))
@@ -126,4 +144,25 @@ def pretrain(
                 trainer.fit()
             world.broadcast_from_rank0(run.mark_finished)
     terminal.print_result(console, run, setup.recipe)
-    return Predictor.load(run.path, device=setup.recipe.device)
+    return finish(run, setup.recipe, judge, judge_options, console.quiet)
+
+
+def finish(
+    run: Run, recipe: Recipe, judge: str | Path | None, judge_options: Mapping[str, Any] | None, quiet: bool
+) -> PretrainResult:
+    """Load the model and, if requested, compare it with the weights before pretraining."""
+    model, comparison = Predictor.load(run.path, device=recipe.device), None
+    if judge is not None:
+        num_images = run.load_environment().get("data", {}).get("images")
+        count = f"{num_images:,} " if isinstance(num_images, int) else ""
+        comparison = compare_label_efficiency(
+            str(judge),
+            run.path,
+            recipe.init_from or RANDOM,
+            results=run.path / "judge",
+            options=recipe.init_options,
+            subject=f"Pretraining on your {count}images",
+            quiet=quiet,
+            **(judge_options or {}),
+        )
+    return PretrainResult(model, run.path, comparison)

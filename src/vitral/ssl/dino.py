@@ -166,7 +166,9 @@ class DINO(PretrainMethod):
 
     def patch_logits(self, branch: Branch, tokens_BTD: Tensor, indices_BM: Tensor) -> Tensor:
         """Logits of the masked patches, (B, M, K)."""
-        patches = tokens_BTD[:, branch.vit.config.num_prefix_tokens :].gather(1, indices_BM[:, :, None].expand(-1, -1, tokens_BTD.shape[2]))
+        patches = tokens_BTD[:, branch.vit.config.num_prefix_tokens :].gather(
+            1, indices_BM[:, :, None].expand(-1, -1, tokens_BTD.shape[2])
+        )
         return self.logits(branch, patches)
 
 

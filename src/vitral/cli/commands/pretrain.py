@@ -15,6 +15,7 @@ from vitral.cli.recipe_values import recipe_values, varying_fields
 from vitral.errors import VitralError, shell_quote
 
 COMMON = "Common flags"
+JUDGE = "Did it help?"
 COMMON_FIELDS = ("pretrain.method", "init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
 PREFIX = "pretrain."  # of the method's fields in a recipe; the flags omit it
 LABEL_FIELDS = (  # of a recipe, that pretraining does not use
@@ -75,6 +76,16 @@ class PretrainArgs:
     labels: str | None = option(
         None, "labelled images for the k-NN accuracy after each epoch; not used in training", group=COMMON
     )
+    judge: str | None = option(
+        None,
+        "labelled images to measure on, before and after, whether pretraining helped: k-NN, linear probe, fine-tuning",
+        group=JUDGE,
+    )
+    judge_seeds: int | None = option(None, "repetitions with other labels and random numbers (default: 3)", group=JUDGE)
+    judge_fractions: tuple[float, ...] | None = option(
+        None, "fractions of the labels to learn from (default: 0.01,0.1,1)", group=JUDGE
+    )
+    judge_fine_tuning: bool | None = option(None, "also fine-tune, which takes nearly all of the time", group=JUDGE)
     out: Path | None = option(None, "run folder to create (default: runs/<recipe>-<date>-<id>)", group=COMMON)
     resume: Path | None = option(None, "run folder of an interrupted run to continue", group=COMMON)
     checkpoint: Mapping[str, Any] = checkpoint_flags()
@@ -84,23 +95,38 @@ def pretrain(args: PretrainArgs) -> int:
     overrides = recipe_overrides(args.overrides)
     init_from = overrides.get("init_from")
     check_inputs(init_from or None, data=args.labels, sources=args.images, recipe=args.recipe)
+    check_inputs(data=args.judge)
+    judge_options = {
+        name: value
+        for name in ("seeds", "fractions", "fine_tuning")
+        if (value := getattr(args, f"judge_{name}")) is not None
+    }
+    if judge_options and args.judge is None:
+        flag = f"--judge-{next(iter(judge_options)).replace('_', '-')}"
+        raise VitralError(f"{flag} is an option of --judge", "Name labelled images with --judge LABELLED")
     if args.resume is not None:
         check_resume_flags(args)
     elif not args.images and args.recipe is None:
         raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
     from vitral.pretraining import pretrain as run_pretraining
 
-    run_pretraining(
+    result = run_pretraining(
         list(args.images) or None,
         recipe=args.recipe,
         preset=args.preset,
         options=checkpoint_options(args.checkpoint),
         labels=args.labels,
+        judge=args.judge,
+        judge_options=judge_options,
         out=args.out,
         resume=args.resume,
         quiet=False,
         **overrides,
     )
+    if result.comparison is not None:
+        from vitral.reporting.terminal.label_efficiency import print_label_efficiency
+
+        print_label_efficiency(result.comparison)
     return 0
 
 
