@@ -52,6 +52,11 @@ class TrainState:
         """The model to evaluate and save: the EMA weights if there are any."""
         return self.ema.model if self.ema is not None else self.model  # type: ignore[return-value]
 
+    @property
+    def vit(self) -> ViT:
+        """The model, or the ViT that a pretraining method trains."""
+        return self.model.student.vit if isinstance(self.model, PretrainMethod) else self.model
+
     def state_dict(self, hardware: Hardware) -> dict[str, Any]:
         """The content of a checkpoint. All ranks must call this."""
         return {

@@ -160,9 +160,8 @@ class Trainer:
             class_weights_K = balanced_class_weights(labels, num_classes)
         if recipe.logit_adjustment:
             logit_offsets_K = logit_adjustment_offsets(labels, num_classes, recipe.logit_adjustment)
-        assert isinstance(self.state.model, ViT)
         return make_backend(
-            self.state.model,
+            self.state.vit,
             recipe,
             self.preprocessing,
             self.hardware,
