@@ -162,6 +162,18 @@ def test_operations_occur_with_their_probability_in_the_first_and_second_view(
         assert stats.binomtest(count, 400, max(probability, 1e-9)).pvalue > 1e-3
 
 
+def test_strengths_do_not_depend_on_whether_an_operation_occurs() -> None:
+    """The blur of the views that are blurred has the same distribution with probability 1 and 0.3."""
+    images, preprocessing = random_pixels(1, 3, 8, 8).expand(600, -1, -1, -1), preprocessing_for(8, 8)
+    always, sometimes = (replace(NOTHING, blur_first=probability) for probability in (1.0, 0.3))
+    contrasts = []
+    for seed, config in enumerate((always, sometimes)):
+        first = views_of(images, config, seed, preprocessing=preprocessing).global_views[:, 0]
+        is_blurred = (first - preprocessing.normalise(images)).abs().amax(dim=(1, 2, 3)) > 1e-4
+        contrasts.append(first[is_blurred].std(dim=(1, 2, 3)))
+    assert stats.ks_2samp(*contrasts).pvalue > 0.01
+
+
 def test_local_views_have_their_own_probabilities_and_areas() -> None:
     """A ramp shows the area of each crop: the range of its values is the fraction of the width."""
     ramp = torch.linspace(0, 255, 64).expand(200, 3, 64, 64)

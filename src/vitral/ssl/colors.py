@@ -62,7 +62,7 @@ def shift_hue(views_BVChw: Tensor, hue_BV: Tensor) -> Tensor:
 
 def solarize(views_BVChw: Tensor, is_solarized_BV: Tensor, scale: float) -> Tensor:
     """Invert the values of at least half of `scale`, as Pillow's `solarize` with its default threshold of 128."""
-    is_inverted = is_solarized_BV[..., None, None, None] & (views_BVChw >= scale * (128 / 255))
+    is_inverted = is_solarized_BV[..., None, None, None] & (views_BVChw >= scale / 2)
     return torch.where(is_inverted, scale - views_BVChw, views_BVChw)
 
 
