@@ -117,25 +117,16 @@ def compare_label_efficiency(
         labels = images["after"].labelled.labels
         kept, notes = distinct_fractions(labels, fractions)
         leaks = find_leaks(models, images)
-        if not allow_leak:
-            terminal.print_leaks(console, leaks)
-        tuning = None
-        if fine_tuning and folder is not None:
-            tuning = prepare_fine_tuning(recipes, kept, seeds, folder)
-            estimate = estimate_time(tuning, images["after"])
-            terminal.print_plan(console, tuning, estimate)
+        tuning = None if not fine_tuning or folder is None else prepare_fine_tuning(recipes, kept, seeds, folder)
+        if tuning is not None:
+            terminal.print_leaks(console, {} if allow_leak else leaks)
+            terminal.print_plan(console, tuning, estimate_time(tuning, images["after"]))
         rows, feature_notes = feature_rows(models, images, kept, seeds, progress.set_label)
         if tuning is not None:
-            tuned = fine_tune(tuning, log=console.print, on_run=progress.set_label, callbacks=[progress])
-            rows += [
-                make_row("fine-tuning", fraction, subset_size(labels, fraction), *correct)
-                for fraction, correct in tuned.items()
-            ]
+            rows += fine_tuning_rows(tuning, console, progress)
     names = {side: display_name(sources[side]) for side in SIDES}
-    subject = subject or f"Starting from {names['after']} instead of {names['before']}"
-    assert models["after"] is not None
     result = LabelEfficiency(
-        summary=summarise(rows, subject, len(labels)),
+        summary=summarise(rows, subject or f"Starting from {names['after']} instead of {names['before']}", len(labels)),
         rows=tuple(rows),
         data=data,
         before_name=names["before"],
@@ -146,16 +137,11 @@ def compare_label_efficiency(
         evaluated_on=images["after"].evaluated_on,
         seeds=seeds,
         recipes={} if tuning is None else describe_recipes(tuning),
-        engine=models["after"].engine.info(),
+        engine=after_model(models).engine.info(),
         seconds=round(time.perf_counter() - started, 1),
         folder="" if folder is None else str(folder),
         leaks=leaks,
-        notes=(
-            *images["after"].notes,
-            *notes,
-            *feature_notes,
-            *comparability_notes(models["before"], models["after"], images["after"].dataset),
-        ),
+        notes=(*images["after"].notes, *notes, *feature_notes, *model_notes(models, images)),
     )
     write_results(result, folder, out)
     return result
@@ -179,6 +165,12 @@ def load_models(sources: Mapping[Side, str], options: CheckpointOptions, engine:
     return models
 
 
+def after_model(models: Models) -> Predictor:
+    after = models["after"]
+    assert after is not None  # only `before` can be random
+    return after
+
+
 def options_of(side: Side, sources: Mapping[Side, str], options: CheckpointOptions) -> CheckpointOptions:
     """Options describe the checkpoints of other libraries; an adapter is that of `after`."""
     if side == "before":
@@ -198,8 +190,7 @@ def make_recipes(
     fine_tuning: bool,
 ) -> dict[Side, Recipe]:
     """The recipe of each side. Without fine-tuning, only the images that it names are used."""
-    after = models["after"]
-    assert after is not None
+    after = after_model(models)
     if not fine_tuning:
         resolved = resolve_recipe(data, recipe or "folder-finetune").with_overrides(overrides)
         resolved = without_validation_split(resolved, after)
@@ -216,8 +207,7 @@ def make_recipes(
 
 def load_images(models: Models, recipes: Mapping[Side, Recipe]) -> dict[Side, LabelledImages]:
     """The images for each model; those of `after` if both read images in the same way."""
-    before, after = models["before"], models["after"]
-    assert after is not None
+    before, after = models["before"], after_model(models)
     images = load_labelled_images(recipes["after"], after)
     if before is None or before.model_config.preprocessing == after.model_config.preprocessing:
         return {"before": images, "after": images}
@@ -234,8 +224,7 @@ def feature_rows(
     models: Models, images: Mapping[Side, LabelledImages], fractions: Sequence[float], seeds: int, log: LogFn
 ) -> tuple[list[LabelEfficiencyRow], list[str]]:
     """Compare the models by classifiers on their frozen features."""
-    before, after = models["before"], models["after"]
-    assert after is not None
+    before, after = models["before"], after_model(models)
     log("computing features")
     after_features = model_features(after, images["after"])
     before_models = [before] if before is not None else [random_predictor(after, seed) for seed in range(seeds)]
@@ -245,6 +234,10 @@ def feature_rows(
     return compare_features(
         before_features, after_features, num_classes, fractions, seeds, is_random=before is None, log=log
     )
+
+
+def model_notes(models: Models, images: Mapping[Side, LabelledImages]) -> list[str]:
+    return comparability_notes(models["before"], after_model(models), images["after"].dataset)
 
 
 def prepare_fine_tuning(
@@ -258,7 +251,7 @@ def prepare_fine_tuning(
 
 def estimate_time(tuning: FineTuning, images: LabelledImages) -> TimeEstimate:
     """Time of all runs, finished ones included, and of the features, from a few steps of each model."""
-    estimates = []
+    estimates: list[TimeEstimate] = []
     num_runs = sum(run.side == "after" for run in tuning.runs())
     for side in SIDES:
         recipe, passes = replace(tuning.setups[side].recipe, epochs=1), tuning.image_passes(side)
@@ -271,9 +264,20 @@ def estimate_time(tuning: FineTuning, images: LabelledImages) -> TimeEstimate:
     return estimates[0]._replace(low=low, seconds=seconds, high=high)
 
 
+def fine_tuning_rows(tuning: FineTuning, console: Console, progress: StatusProgress) -> list[LabelEfficiencyRow]:
+    def print_line(line: str) -> None:
+        console.print(line, markup=False)
+
+    correct = fine_tune(tuning, log=print_line, on_run=progress.set_label, callbacks=[progress])
+    return [
+        make_row("fine-tuning", fraction, subset_size(tuning.labels, fraction), *before_and_after)
+        for fraction, before_and_after in correct.items()
+    ]
+
+
 def describe_recipes(tuning: FineTuning) -> dict[str, str]:
     """Such as "folder-finetune, 224x224/16, 5.7 M parameters, 10 epochs with all labels"."""
-    texts = {}
+    texts: dict[str, str] = {}
     for side in SIDES:
         recipe = tuning.setups[side].recipe
         weights = "" if recipe.init_from else ", random weights, no layer-wise decay"

@@ -40,7 +40,7 @@ def test_better_features_are_found_to_be_better() -> None:
     assert notes == []
     assert [(row.name, row.images, row.seeds) for row in rows] == [
         ("nearest neighbours (k = 20)", 120, 1),
-        ("nearest neighbours (selected k)", 120, 1),
+        ("nearest neighbours (tuned k)", 120, 1),
         ("linear", 6, 3),
         ("linear", 120, 1),
     ]

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-import numpy as np
 import pytest
 
-from vitral.evaluation.label_efficiency import (
-    LabelEfficiency,
-    LabelEfficiencyRow,
-    labels_text,
-    make_row,
-    points,
-    summarise,
-)
+from support.label_efficiency import HELPED, NEIGHBOURS, ONE_SEED, UNCLEAR, WORSE, correct, make_result, make_test_row
+from vitral.evaluation.label_efficiency import labels_text, make_row, points, summarise
 
 SUBJECT = "Pretraining on your 20,000 images"
-
-
-def correct(*counts: int, images: int = 1000) -> np.ndarray[Any, Any]:
-    return np.arange(images) < np.array(counts)[:, None]
-
-
-def row(fraction: float, before: Any, after: Any, method: Any = "fine-tuning", **settings: Any) -> LabelEfficiencyRow:
-    return make_row(method, fraction, int(50_000 * fraction), correct(*before), correct(*after), **settings)
-
-
-HELPED = row(0.01, (400, 410, 420), (620, 630, 640))
-UNCLEAR = row(0.1, (700, 710, 720), (720, 705, 715))
-WORSE = row(1.0, (950, 951, 952), (900, 902, 901))
 
 
 def test_it_helped() -> None:
@@ -64,7 +43,7 @@ def test_it_made_it_worse() -> None:
 
 
 def test_a_large_gain_that_is_not_certain_is_not_called_help() -> None:
-    uncertain = row(0.01, (400, 500, 300), (600, 350, 700))
+    uncertain = make_test_row(0.01, (400, 500, 300), (600, 350, 700))
     assert uncertain.difference.value > 0.1
     assert "did not measurably help" in summarise([uncertain], SUBJECT, 50_000)
 
@@ -75,21 +54,20 @@ def test_the_sentence_is_about_the_fewest_labels_and_mentions_other_outcomes() -
     assert "raised accuracy with 1% of the labels" in first
     assert "With 10% of the labels it did not measurably change accuracy: 71.0% to 71.3%" in second
     assert "with all labels it lowered accuracy: 95.1% to 90.1%" in second
-    assert summarise([HELPED, row(1.0, (900, 901, 902), (950, 951, 952))], SUBJECT, 50_000).count(". ") == 0
+    assert summarise([HELPED, make_test_row(1.0, (900, 901, 902), (950, 951, 952))], SUBJECT, 50_000).count(". ") == 0
 
 
 def test_one_seed_gives_no_verdict() -> None:
-    single = row(0.01, (400,), (800,))
-    assert single.outcome == "unknown"
-    summary = summarise([single], SUBJECT, 50_000)
+    assert ONE_SEED.outcome == "unknown"
+    summary = summarise([ONE_SEED], SUBJECT, 50_000)
     assert "cannot be judged by one seed" in summary
     assert "raised" not in summary
 
 
 def test_without_fine_tuning_the_linear_classifier_decides() -> None:
-    neighbours = row(1.0, (100,), (900,), "nearest neighbours", setting="k = 20", varies=False)
-    linear = row(0.01, (400, 410, 420), (400, 411, 420), "linear")
-    assert "did not measurably help" in summarise([neighbours, linear], SUBJECT, 50_000)
+    assert NEIGHBOURS.outcome == "better"
+    linear = make_test_row(0.01, (400, 410, 420), (400, 411, 420), "linear")
+    assert "did not measurably help" in summarise([NEIGHBOURS, linear], SUBJECT, 50_000)
 
 
 def test_a_fraction_that_every_class_exceeds_is_named_by_its_images() -> None:
@@ -105,20 +83,7 @@ def test_differences_are_in_points_with_a_sign(value: float, text: str) -> None:
 
 
 def test_a_result_can_be_written_as_json() -> None:
-    rows = (HELPED, row(0.01, (400,), (800,)))
-    result = LabelEfficiency(
-        summary="x",
-        rows=rows,
-        data="photos",
-        before_name="random weights",
-        after_name="a",
-        classes=("a", "b"),
-        labelled_images=50_000,
-        test_images=1000,
-        evaluated_on="test",
-        seeds=3,
-    )
-    values = json.loads(json.dumps(result.as_dict()))
+    values = json.loads(json.dumps(make_result(HELPED, ONE_SEED).as_dict()))
     assert values["rows"][0]["outcome"] == "better"
     assert values["rows"][0]["before_accuracies"] == [0.4, 0.41, 0.42]
     assert values["rows"][0]["difference"]["value"] == pytest.approx(0.22)

@@ -69,7 +69,7 @@ def compare_features(
     else:
         notes.append(f"nearest neighbours with k = {NUM_NEIGHBOURS}: left out, there are {images} labelled images")
     results = with_all_labels(lambda features: knn_correct(features, select_k(features, num_classes), num_classes))
-    rows.append(make_row("nearest neighbours", 1.0, images, *results, setting="selected k", varies=is_random))
+    rows.append(make_row("nearest neighbours", 1.0, images, *results, setting="tuned k", varies=is_random))
     for fraction in fractions:
         log(f"linear classifier with {fraction_text(fraction)} of the labels")
         if fraction == 1:

@@ -27,7 +27,6 @@ from vitral.data.variable_images import select_rows
 from vitral.device.threads import thread_count
 from vitral.errors import Interrupted, VitralError, shell_quote
 from vitral.evaluation.label_subsets import draw_label_subset, fraction_text, subset_size
-from vitral.models.variants import VARIANTS
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
@@ -66,8 +65,8 @@ def fine_tuning_recipe(
             tta="none",
         )
     resolved = resolve_recipe(data, recipe, init_from, None, options).with_overrides(overrides)
-    loggers = {"tensorboard": False, "wandb": False, "mlflow": False}
-    return replace(resolved, checkpoint_epochs=0, patience=0, time_limit="", **loggers)
+    resolved = replace(resolved, tensorboard=False, wandb=False, mlflow=False)
+    return replace(resolved, checkpoint_epochs=0, patience=0, time_limit="")
 
 
 def random_weights_recipe(recipe: Recipe) -> Recipe:
@@ -79,13 +78,6 @@ def random_weights_recipe(recipe: Recipe) -> Recipe:
     return replace(
         recipe, init_from="", init_options=NO_OPTIONS, tune="full", optim=replace(recipe.optim, layer_decay=1.0)
     )
-
-
-def random_weights(recipe: Recipe, seed: int) -> dict[str, Tensor]:
-    """The weights with which a run with this recipe and seed starts."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return dict(VARIANTS[recipe.variant](recipe.model).state_dict())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
