@@ -84,14 +84,14 @@ def test_the_loss_and_score_with_sinkhorn_are_cross_entropies_with_balanced_targ
     targets = sinkhorn(method.logits(method.teacher, teacher_tokens[:, 0]) / TEACHER, SINGLE_PROCESS)
     patch_targets = sinkhorn(method.logits(method.teacher, teacher_tokens[:, 1:][mask]) / TEACHER, SINGLE_PROCESS)
     global_logits = method.logits(method.student, tokens[:, 0]).unflatten(0, (6, 2))
-    local_logits = method.logits(method.student, method.student.features(local_views.flatten(0, 1))).unflatten(0, (6, 2))
+    local_logits = method.logits(method.student, method.student.features(local_views.flatten(0, 1))).unflatten(
+        0, (6, 2)
+    )
     logits = torch.cat([global_logits, local_logits], dim=1) / STUDENT
     losses = []
     for b in range(6):
         pairs = [(view, target) for view in range(4) for target in range(2) if view != target]
-        view_losses = [
-            -(targets[2 * b + target] * logits[b, view].log_softmax(0)).sum() for view, target in pairs
-        ]
+        view_losses = [-(targets[2 * b + target] * logits[b, view].log_softmax(0)).sum() for view, target in pairs]
         losses.append(sum(view_losses) / 6)
     patch_logits = method.logits(method.student, tokens[:, 1:][mask]) / STUDENT
     patch_loss = -(patch_targets * patch_logits.log_softmax(dim=1)).sum(dim=1).mean()
@@ -215,7 +215,9 @@ def test_local_views_are_not_masked() -> None:
     global_views, local_views, masks = draw_batch(method, random_images())
     seen = []
     encode = method.student.encode
-    method.student.encode_fn = lambda images, mask: seen.append((images.shape[-1], mask is None)) or encode(images, mask)
+    method.student.encode_fn = lambda images, mask: (
+        seen.append((images.shape[-1], mask is None)) or encode(images, mask)
+    )
     method(global_views, local_views, masks)
     assert seen == [(16, False), (8, True)]
 

@@ -90,7 +90,9 @@ def test_the_encoder_does_not_see_masked_patches(kind: str) -> None:
     tokens = encode_seen(vit, images, grid, split.visible_indices)
     assert tokens.shape[1] == config.num_prefix_tokens + split.visible_indices.shape[1]
     assert torch.equal(encode_seen(vit, changed, grid, split.visible_indices), tokens)
-    assert not torch.equal(encode_seen(vit, torch.where(pixels, images, changed + 1), grid, split.visible_indices), tokens)
+    assert not torch.equal(
+        encode_seen(vit, torch.where(pixels, images, changed + 1), grid, split.visible_indices), tokens
+    )
 
 
 def test_the_prediction_depends_on_visible_patches_only_and_is_in_the_order_of_the_image() -> None:

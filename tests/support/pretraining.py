@@ -33,7 +33,12 @@ TINY = PretrainConfig(
 
 
 def tiny_method(
-    name: str, vit: ViTConfig = VIT, *, options: dict[str, Any] | None = None, world: World = SINGLE_PROCESS, seed: int = 0
+    name: str,
+    vit: ViTConfig = VIT,
+    *,
+    options: dict[str, Any] | None = None,
+    world: World = SINGLE_PROCESS,
+    seed: int = 0,
 ) -> PretrainMethod:
     """A method with a tiny ViT; `options` are fields of the method's configuration."""
     torch.manual_seed(seed)

@@ -17,6 +17,7 @@ from vitral.models.vit import ViTConfig
 from vitral.recipes import papers
 from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 from vitral.ssl.config import PretrainConfig
+from vitral.ssl.lejepa import LeJEPAConfig
 from vitral.ssl.views import ViewConfig
 
 
@@ -283,10 +284,10 @@ def pretrain_continue() -> Recipe:
 
 
 def pretrain_small() -> Recipe:
-    """Learn from unlabelled images of 28 to 32 pixels, such as CIFAR-10: minutes on a GPU."""
+    """Learn from unlabelled images of 28 to 32 pixels. CIFAR-10, linear probe: 88.1%, 95 s on an H200."""
     base = cifar10_96()
     small_views = ViewConfig(
-        local_views=4, local_size=0.5, global_min_area=0.2, local_min_area=0.05, local_max_area=0.4,
+        local_views=2, local_size=0.5, global_min_area=0.2, local_min_area=0.05, local_max_area=0.4,
         blur_first=0.0, blur_second=0.0, blur_local=0.0,
     )  # fmt: skip
     return Recipe(
@@ -295,10 +296,10 @@ def pretrain_small() -> Recipe:
         model=replace(base.model, num_classes=1, drop_path=0.0),
         variant="hybrid",
         init_schemes=base.init_schemes,
-        pretrain=PretrainConfig(views=small_views),
-        optim=replace(base.optim, lr=2e-3, weight_decay=0.05, muon_weight_decay=0.1, schedule="cosine", warmup=0.1),
-        epochs=100,
-        batch_size=512,
+        pretrain=PretrainConfig(views=small_views, lejepa=LeJEPAConfig(weight=0.01)),
+        optim=replace(base.optim, lr=1.4e-3, weight_decay=0.05, muon_weight_decay=0.1, schedule="cosine", warmup=0.1),
+        epochs=77,
+        batch_size=256,
         checkpoint_epochs=10,
     )
 
