@@ -19,12 +19,11 @@ from vitral.runs.run import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * HANG_SECONDS)]
 SCRIPT = Path(__file__).parents[1] / "support" / "distributed_jobs.py"
-DINO = {"pretrain.method": "dino"}
-UNEVEN = {"batch_size": 9, "grad_accum": 2, "optim.name": "muon"}  # micro-batches of 2 and 3 images
+UNEVEN = {"batch_size": 9, "optim.name": "muon"}  # 4 and 5 images
 KINDS: dict[str, dict[str, Any]] = {  # overrides by the name of a run
     **{method: {"pretrain.method": method} for method in METHODS},
     "center": CENTER,
-    **{f"{method}-uneven": {"pretrain.method": method, **UNEVEN, "grad_accum": 1} for method in METHODS},
+    **{f"{method}-uneven": {"pretrain.method": method, **UNEVEN} for method in METHODS},
 }
 JOBS = [
     *(
@@ -87,8 +86,8 @@ def test_two_ranks_have_the_losses_of_one_process(
     assert len(rows) == 3
     assert all(row == pytest.approx(other, rel=1e-3) for row, other in zip(rows, expected, strict=True))
     for key, tensor in final_weights(reference).items():
-        if tensor.ndim == 2:  # AdamW amplifies rounding in biases whose gradient is zero
-            torch.testing.assert_close(final_weights(run)[key], tensor, rtol=1e-2, atol=1e-3)
+        if tensor.ndim == 2:  # AdamW amplifies rounding in biases whose gradient is zero, and Muon computes in bf16
+            torch.testing.assert_close(final_weights(run)[key], tensor, rtol=1e-2, atol=5e-3)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

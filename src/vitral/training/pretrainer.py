@@ -106,9 +106,10 @@ class PretrainTrainer(Trainer):
     def measure_features(self) -> CollapseMetrics:
         """Measures of collapse on a fixed sample of the training images."""
         features = self._forward(self.method.features, self.sample_images)
-        has_probs = type(self.method).output_probs is not PretrainMethod.output_probs
-        probs = self._forward(self.method.output_probs, self.sample_images) if has_probs else None
-        return measure_collapse(features, probs)
+        if type(self.method).output_logits is PretrainMethod.output_logits:
+            return measure_collapse(features)
+        logits = self._forward(self.method.output_logits, self.sample_images)
+        return measure_collapse(features, self.method.output_probs(logits))
 
     def _forward(self, function: Callable[[Tensor], Any], images_NCHW: Images) -> Tensor:
         self.method.eval()
