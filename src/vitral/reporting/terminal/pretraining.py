@@ -31,9 +31,10 @@ def print_summary(
     probe_set: ProbeSet | None,
 ) -> None:
     recipe, dataset = setup.recipe, setup.dataset
+    details = [text for text in dataset.source.split("; ") if text and not text.startswith("from ")]
     lines = [
         f"Images    {dataset.name}: {len(dataset.train):,} images without labels",
-        *(f"          {note}" for note in dataset.notes),
+        *(f"          {note}" for note in (*dataset.notes, *details)),
         model_line(recipe),
         *(f"          {note}" for note in setup.notes),
         f"Method    {describe_method(recipe)}",
