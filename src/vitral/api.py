@@ -100,6 +100,7 @@ from vitral.training.provenance import (
 )
 from vitral.training.setup import (
     TrainingSetup,
+    check_learns_labels,
     resolve_recipe,
     setup_training,
     training_hardware,
@@ -158,6 +159,7 @@ def train(
             raise VitralError("a resumed run keeps its data, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
+        check_learns_labels(resolved, resume)
         if Run(Path(resume)).is_finished:
             terminal.print_finished(Console(quiet=quiet, highlight=False), Run(Path(resume)), resolved)
             return Predictor.load(resume, device=resolved.device)
@@ -716,6 +718,7 @@ def bench(
         log: Called with one line per phase.
     """
     predictor = _reference_predictor(model)
+    predictor.require_head()
     require_task(predictor, "vitral bench", "classification")
     comparison = load_comparison_images(predictor, data, images)
     for note in comparison.notes:
@@ -790,6 +793,7 @@ def export(
             the same decision on each label.
     """
     predictor = _reference_predictor(model)
+    predictor.require_head()
     check_exportable(predictor.model_config.preprocessing)
     if to == "onnx":
         require_onnx()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from vitral.api import join_process_group, run_lock
-from vitral.data.probe_set import load_probe_set
+from vitral.data.probe_set import ProbeSet, load_probe_set
 from vitral.data.unlabelled import as_sources
 from vitral.device.threads import thread_count
 from vitral.errors import VitralError, shell_quote
@@ -41,9 +41,9 @@ from vitral.training.provenance import (
     open_unfinished_run,
     recorded_threads,
 )
-from vitral.training.setup import training_hardware, with_threads
+from vitral.training.setup import TrainingSetup, training_hardware, with_excluded_files, with_threads
 from vitral.training.time_limit import fit_to_time_limit
-from vitral.training.unlabelled_data import resolve_pretrain_recipe, setup_pretraining
+from vitral.training.unlabelled_data import check_learns_without_labels, resolve_pretrain_recipe, setup_pretraining
 
 
 class PretrainResult(NamedTuple):
@@ -63,6 +63,7 @@ def pretrain(
     method: str | None = None,
     options: CheckpointOptions = NO_OPTIONS,
     labels: str | Path | None = None,
+    exclude: str | Path | None = None,
     judge: str | Path | None = None,
     judge_options: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
@@ -85,6 +86,7 @@ def pretrain(
         options: What the files of a checkpoint of another library do not contain.
         labels: Labelled images (a folder with one subfolder per class, or a dataset) for the k-NN accuracy after each
             epoch. The labels are not used in training.
+        exclude: List of files that are not used, such as the one that `vitral doctor --fix-list` writes.
         judge: Labelled images to measure on whether pretraining helped: the weights before and after it, by nearest
             neighbours, a linear classifier and fine-tuning with few labels and with all (`compare_label_efficiency`).
         judge_options: Arguments of that comparison, such as `{"seeds": 5, "fractions": (0.01, 1.0)}`.
@@ -99,26 +101,29 @@ def pretrain(
     sources = [] if images is None else as_sources(images)
     if method is not None:
         overrides = {"pretrain.method": method, **overrides}
+    if labels is not None:
+        overrides = {"pretrain.labels": str(labels), **overrides}
     if resume is not None:
-        if any((recipe, init_from, preset, out, options.given)) or any(isinstance(s, str) for s in sources):
+        if any((recipe, init_from, preset, out, exclude, options.given)) or any(isinstance(s, str) for s in sources):
             raise VitralError("a resumed run keeps its images, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
+        check_learns_without_labels(resolved, resume)
     else:
         resolved = resolve_pretrain_recipe(sources, recipe, str(init_from) if init_from else None, preset, options)
-        resolved = resolved.with_overrides(overrides)
+        resolved = with_excluded_files(resolved.with_overrides(overrides), exclude)
     world = join_process_group(resolved.device)
     console = Console(quiet=quiet or not world.is_rank0, highlight=False)
     run = None
     if (unfinished := open_unfinished_run(world, resume, out, overrides)) is not None:
         run, resolved = unfinished
         if run.is_finished:
-            console.print(f"{run} is finished")
+            terminal.print_finished(console, run, resolved, is_judged=judge is not None)
             return finish(run, resolved, judge, judge_options, quiet)
     print_version(console)
     given = list(sources) if any(not isinstance(source, str) for source in sources) else None
     setup = world.run_on_all(lambda: setup_pretraining(resolved, not console.quiet, given))
-    probe_set = None if labels is None else world.run_on_all(lambda: load_probe_set(str(labels), setup.preprocessing))
+    probe_set = world.run_on_all(lambda: load_probe_images(setup))
     hardware, threads = with_threads(setup, training_hardware(setup), recorded_threads(run))
     parallel = parallel_plan(setup.recipe, hardware)
     with thread_count(threads):
@@ -145,6 +150,12 @@ def pretrain(
             world.broadcast_from_rank0(run.mark_finished)
     terminal.print_result(console, run, setup.recipe)
     return finish(run, setup.recipe, judge, judge_options, console.quiet)
+
+
+def load_probe_images(setup: TrainingSetup) -> ProbeSet | None:
+    """The labelled images for the k-NN accuracy, if the recipe names any."""
+    config = setup.recipe.pretrain
+    return load_probe_set(config.labels, setup.preprocessing) if config is not None and config.labels else None
 
 
 def finish(

@@ -151,8 +151,9 @@ def test_what_all_outputs_have_in_common_is_no_collapse(balance: str) -> None:
         method.teacher.head[-1].weight.mul_(3)
         method.teacher.head[-1].bias.copy_(method.teacher.prototypes.weight[0] * 10)
         method.centers_2K[0] = method.logits(method.teacher, method.teacher.features(images)).mean(dim=0)
-        probs = method.output_probs(images)
-    assert probs is not None
+        logits = method.output_logits(images)
+        assert logits is not None
+        probs = method.output_probs(logits)
     torch.testing.assert_close(probs.sum(dim=1), torch.ones(32))
     _, marginal = output_entropies(probs)
     assert marginal > 0.9 * math.log(24)

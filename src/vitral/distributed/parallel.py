@@ -87,8 +87,8 @@ def place_model(
             for block in blocks.children():
                 fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    if hasattr(model, "output_probs"):  # a pretraining method: these methods gather the parameters, as forward does
-        for method in ("features", "output_probs"):
+    if hasattr(model, "output_logits"):  # a pretraining method: these methods gather the parameters, as forward does
+        for method in ("features", "output_logits"):
             register_fsdp_forward_method(model, method)
 
 

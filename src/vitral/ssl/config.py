@@ -19,6 +19,7 @@ class PretrainConfig:
     """Self-supervised pretraining: the method, its views and its options."""
 
     method: MethodName = "lejepa"  # what is learned without labels
+    labels: str = ""  # labelled images for the k-NN accuracy after each epoch; not used in training
     views: ViewConfig = field(default_factory=ViewConfig)  # augmented crops of each image
     lejepa: LeJEPAConfig = field(default_factory=LeJEPAConfig)  # method lejepa
     moco: MoCoConfig = field(default_factory=MoCoConfig)  # method moco

@@ -151,12 +151,14 @@ class DINO(PretrainMethod):
             difference = torch.where(is_finite > 0, self.batch_centers_2K - self.centers_2K, 0)
             self.centers_2K.add_(difference, alpha=1 - CENTER_MOMENTUM)
 
-    def output_probs(self, images_BCHW: Tensor) -> Tensor | None:
-        """The teacher's distributions, balanced over these images as in training: what logits have in common is no
-        collapse, because balancing removes it."""
+    def output_logits(self, images_BCHW: Tensor) -> Tensor | None:
         assert self.teacher is not None
-        logits = self.logits(self.teacher, self.teacher.features(images_BCHW))
-        return self.balance(logits, self.centers_2K[0], SINGLE_PROCESS)
+        return self.logits(self.teacher, self.teacher.features(images_BCHW))
+
+    def output_probs(self, logits_NK: Tensor) -> Tensor:
+        """Balanced over these images as in training: what logits have in common is no collapse, because balancing
+        removes it."""
+        return self.balance(logits_NK, self.centers_2K[0].to(logits_NK.device), SINGLE_PROCESS)
 
     @staticmethod
     def logits(branch: Branch, features: Tensor) -> Tensor:

@@ -104,9 +104,13 @@ class PretrainMethod(nn.Module, ABC):
         """Pooled features of normalised images, B D, by the branch that becomes the model."""
         return (self.teacher or self.student).features(images_BCHW)
 
-    def output_probs(self, images_BCHW: Tensor) -> Tensor | None:
-        """The teacher's distribution over its outputs, B K, for the detection of collapse; None if it has none."""
+    def output_logits(self, images_BCHW: Tensor) -> Tensor | None:
+        """The teacher's logits over its outputs, B K; None if it has none."""
         return None
+
+    def output_probs(self, logits_NK: Tensor) -> Tensor:
+        """The teacher's distribution over its outputs for each of a sample of images, for the detection of collapse."""
+        return logits_NK.softmax(dim=-1)
 
     def add_teacher(self, momentum: float) -> None:
         """A copy of the student whose weights are an exponential moving average of the student's."""

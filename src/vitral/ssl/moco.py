@@ -69,8 +69,8 @@ class MoCo(PretrainMethod):
         global_views, _ = batch
         queries_BVK = torch.cat([self.queries(views) for views in batch if views.shape[1]], dim=1)
         with torch.no_grad():
-            keys_NGK = self.world.all_gather(self.keys(global_views))
-        return contrastive_loss(queries_BVK, keys_NGK, self.temperature, first=self.world.rank * len(global_views))
+            keys_NGK, first = self.world.all_gather_rows(self.keys(global_views))
+        return contrastive_loss(queries_BVK, keys_NGK, self.temperature, first)
 
     def queries(self, views_BVCHW: Tensor) -> Tensor:
         features_BVD = view_features(self.student, views_BVCHW)

@@ -63,6 +63,10 @@ class PretrainTrainer(Trainer):
         is_sampled[order[:NUM_SAMPLE_IMAGES]] = True
         self.sample_images = to_model_input(select_images(train.images, is_sampled), self.preprocessing)
 
+    def start(self) -> None:
+        super().start()
+        self.check_collapse()
+
     def make_backend(self) -> Backend:
         return make_pretrain_backend(
             self.method,
@@ -74,7 +78,7 @@ class PretrainTrainer(Trainer):
         )
 
     def validate(self) -> dict[str, Any]:
-        """Measure the features, stop if they have collapsed, and reset the epoch counters."""
+        """Measure the features, keep the weights if this is the last epoch, and reset the epoch counters."""
         state = self.state
         self.hardware.synchronize()
         training_seconds = self.clock.training_seconds(state)
@@ -86,16 +90,24 @@ class PretrainTrainer(Trainer):
             labels, K = self.probe_set.labels, len(self.probe_set.classes)
             metrics["knn_top1"] = leave_one_out_accuracy(features, labels, K, NUM_NEIGHBOURS)
         self.history = [*self.history[: state.epoch], checks]
-        if (collapse := collapse_reason(self.history)) is not None:
-            raise VitralError(
-                f"{collapse.what}, after epoch {state.epoch + 1}",
-                f"{collapse.hint}. The state is kept in {shell_quote(self.run)}",
-            )
         is_last = metrics["best"] = state.epoch + 1 == self.recipe.epochs or self.time_is_over
         if is_last:
             state.best = {"epoch": state.epoch + 1}
             self._save_backbone()
         return metrics | self.reset_epoch(training_seconds)
+
+    def end_epoch(self, metrics: dict[str, Any]) -> None:
+        super().end_epoch(metrics)
+        self.check_collapse()
+
+    def check_collapse(self) -> None:
+        """Stop a run whose features have collapsed. A resumed one stops at once."""
+        if (collapse := collapse_reason(self.history[: self.state.epoch])) is not None:
+            self.save_checkpoint()
+            raise VitralError(
+                f"{collapse.what}, after epoch {self.state.epoch}",
+                f"{collapse.hint}. Start again with: vitral pretrain --recipe {shell_quote(self.run.recipe_file)} ...",
+            )
 
     def training_score(self, mean_score: float) -> dict[str, float]:
         return {f"train_{self.method.score_name}": mean_score}
@@ -103,12 +115,17 @@ class PretrainTrainer(Trainer):
     def eval_forward(self) -> Callable[[Tensor], Tensor]:
         return self.method.features
 
+    @property
+    def num_evaluated_images(self) -> int:
+        return len(self.sample_images) + (0 if self.probe_set is None else len(self.probe_set.labels))
+
     def measure_features(self) -> CollapseMetrics:
         """Measures of collapse on a fixed sample of the training images."""
         features = self._forward(self.method.features, self.sample_images)
-        has_probs = type(self.method).output_probs is not PretrainMethod.output_probs
-        probs = self._forward(self.method.output_probs, self.sample_images) if has_probs else None
-        return measure_collapse(features, probs)
+        if type(self.method).output_logits is PretrainMethod.output_logits:
+            return measure_collapse(features)
+        logits = self._forward(self.method.output_logits, self.sample_images)
+        return measure_collapse(features, self.method.output_probs(logits))
 
     def _forward(self, function: Callable[[Tensor], Any], images_NCHW: Images) -> Tensor:
         self.method.eval()

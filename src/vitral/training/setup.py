@@ -43,6 +43,7 @@ from vitral.recipes.builtin import RECIPES, get_recipe
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
+from vitral.runs.run import resume_command
 from vitral.training.loggers import check_loggers
 from vitral.training.pixel_format import pretrained_spread, with_pixel_format
 from vitral.weights.adapt import adapt_weights
@@ -82,6 +83,17 @@ def resolve_recipe(
     if preset:
         resolved = with_preset(resolved, preset)
     return with_checkpoint_architecture(resolved, init_from, options) if init_from else resolved
+
+
+def check_learns_labels(recipe: Recipe, run: str | Path | None = None) -> None:
+    """Refuse a recipe without labels, or the run that has it."""
+    if recipe.pretrain is not None and run is not None:
+        raise VitralError(f"{run} is a run of vitral pretrain", f"Resume it with: {resume_command(Path(run))}")
+    if recipe.pretrain is not None:
+        raise VitralError(
+            f"the recipe {recipe.name} learns without labels",
+            "Use it with vitral pretrain IMAGES, or choose another --recipe (see vitral recipes)",
+        )
 
 
 def with_dataset(recipe: Recipe, data: str) -> Recipe:
@@ -175,6 +187,7 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
 
     `items`: a sequence of (image, label) to use instead of the dataset that the recipe names.
     """
+    check_learns_labels(recipe)
     check_loggers(recipe)
     if recipe.tune != "full" and not recipe.init_from:
         raise VitralError(

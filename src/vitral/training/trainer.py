@@ -463,6 +463,11 @@ class Trainer:
         return self.state.eval_model
 
     @property
+    def num_evaluated_images(self) -> int:
+        """Images that are evaluated after each epoch."""
+        return len(self.dataset.validation)
+
+    @property
     def micro_batch_size(self) -> int:
         return math.ceil(self.batch_size / self.recipe.grad_accum)
 

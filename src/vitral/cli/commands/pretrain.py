@@ -9,14 +9,16 @@ from typing import Any, Literal
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
-from vitral.cli.options import checkpoint_flags, checkpoint_options
+from vitral.cli.options import AUTO, check_checkpoint_flags, checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
 from vitral.cli.recipe_values import recipe_values, varying_fields
 from vitral.errors import VitralError, shell_quote
 
 COMMON = "Common flags"
 JUDGE = "Did it help?"
-COMMON_FIELDS = ("pretrain.method", "init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
+COMMON_FIELDS = (
+    "pretrain.method", "init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed", "pretrain.labels",
+)  # fmt: skip
 PREFIX = "pretrain."  # of the method's fields in a recipe; the flags omit it
 LABEL_FIELDS = (  # of a recipe, that pretraining does not use
     "task", "augment.", "tune", "lora.", "patience", "sampling", "loss", "class_weights", "logit_adjustment",
@@ -24,6 +26,15 @@ LABEL_FIELDS = (  # of a recipe, that pretraining does not use
     "data.fold", "data.targets", "data.label_separator", "data.exclude", "auto_batch_size", "init_options.",
     "model.num_classes", "model.head",
 )  # fmt: skip
+HELP = {  # where the words of vitral train would mislead
+    "init_from": "checkpoint whose pretraining is continued: file, folder, run or hf:owner/name; empty: from scratch",
+    "epochs": "passes over the images",
+    "data.mean": "per-channel mean in [0, 1]; computed from the images if omitted",
+    "data.std": "per-channel standard deviation; computed from the images if omitted",
+    "time_limit": "end in time, with as many epochs as fit: 30m, 1h30m, 90s",
+    "model.pooling": "the features: class token, mean of the patches, or attention pooling",
+    "keep_image_size": "with --init-from: use the recipe's image size instead of the checkpoint's",
+}
 GROUP_TITLES = {
     "": "Training",
     "model": "Model",
@@ -46,7 +57,9 @@ def pretrain_fields() -> Iterable[ConfigField]:
         if not is_label_field(field.path):
             fields.setdefault(field.path, field)
     ordered = [fields.pop(path) for path in COMMON_FIELDS] + list(fields.values())
-    return [replace(field, path=field.path.removeprefix(PREFIX)) for field in ordered]
+    return [
+        replace(field, path=field.path.removeprefix(PREFIX), help=HELP.get(field.path, field.help)) for field in ordered
+    ]
 
 
 def is_label_field(path: str) -> bool:
@@ -73,9 +86,6 @@ class PretrainArgs:
     recipe: str | None = option(None, "recipe name (see vitral recipes) or TOML file", group=COMMON)
     preset: str | None = option(None, "model size instead of the recipe's: Ti/16, B/32, ...", group=COMMON)
     overrides: Mapping[str, Any] = config_options(pretrain_fields, group=group_title)
-    labels: str | None = option(
-        None, "labelled images for the k-NN accuracy after each epoch; not used in training", group=COMMON
-    )
     judge: str | None = option(
         None,
         "labelled images to measure on, before and after, whether pretraining helped: k-NN, linear probe, fine-tuning",
@@ -88,14 +98,25 @@ class PretrainArgs:
     judge_fine_tuning: bool | None = option(None, "also fine-tune, which takes nearly all of the time", group=JUDGE)
     out: Path | None = option(None, "run folder to create (default: runs/<recipe>-<date>-<id>)", group=COMMON)
     resume: Path | None = option(None, "run folder of an interrupted run to continue", group=COMMON)
+    exclude: Path | None = option(
+        None,
+        "list of files that are not used: a CSV file of vitral doctor --fix-list, or one path per line",
+        group=GROUP_TITLES["data"],
+    )
     checkpoint: Mapping[str, Any] = checkpoint_flags()
 
 
 def pretrain(args: PretrainArgs) -> int:
     overrides = recipe_overrides(args.overrides)
     init_from = overrides.get("init_from")
-    check_inputs(init_from or None, data=args.labels, sources=args.images, recipe=args.recipe)
+    if init_from == AUTO:
+        raise VitralError(
+            "--init-from auto chooses a checkpoint for labelled images",
+            "Name one, such as hf:timm/vit_tiny_patch16_224.augreg_in21k",
+        )
+    check_inputs(init_from or None, data=overrides.get("pretrain.labels"), sources=args.images, recipe=args.recipe)
     check_inputs(data=args.judge)
+    check_checkpoint_flags(args.checkpoint, overrides)
     judge_options = {
         name: value
         for name in ("seeds", "fractions", "fine_tuning")
@@ -115,9 +136,9 @@ def pretrain(args: PretrainArgs) -> int:
         recipe=args.recipe,
         preset=args.preset,
         options=checkpoint_options(args.checkpoint),
-        labels=args.labels,
         judge=args.judge,
         judge_options=judge_options,
+        exclude=args.exclude,
         out=args.out,
         resume=args.resume,
         quiet=False,
@@ -140,7 +161,7 @@ def check_resume_flags(args: PretrainArgs) -> None:
     """A resumed run keeps its images and recipe; only a few fields may change."""
     from vitral.recipes.schema import RESUMABLE_FIELDS
 
-    fixed = [name for name in ("images", "recipe", "preset", "out") if getattr(args, name)]
+    fixed = [name for name in ("images", "recipe", "preset", "exclude", "out") if getattr(args, name)]
     fixed += [path for path in args.overrides if path not in RESUMABLE_FIELDS]
     if fixed:
         flag = args.images[0] if fixed[0] == "images" else f"--{fixed[0].replace('_', '-')}"

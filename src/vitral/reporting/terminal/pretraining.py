@@ -9,8 +9,9 @@ from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import shell_quote
 from vitral.recipes.schema import Recipe
-from vitral.reporting.terminal.training import model_line, recipe_line
+from vitral.reporting.terminal.training import model_line, recipe_line, vitral_command
 from vitral.runs.run import Run
+from vitral.training.pretrainer import NUM_NEIGHBOURS
 from vitral.training.setup import TrainingSetup
 
 METHOD_TITLES = {
@@ -30,9 +31,10 @@ def print_summary(
     probe_set: ProbeSet | None,
 ) -> None:
     recipe, dataset = setup.recipe, setup.dataset
+    details = [text for text in dataset.source.split("; ") if text and not text.startswith("from ")]
     lines = [
         f"Images    {dataset.name}: {len(dataset.train):,} images without labels",
-        *(f"          {note}" for note in dataset.notes),
+        *(f"          {note}" for note in (*dataset.notes, *details)),
         model_line(recipe),
         *(f"          {note}" for note in setup.notes),
         f"Method    {describe_method(recipe)}",
@@ -65,15 +67,33 @@ def describe_method(recipe: Recipe) -> str:
 
 def print_result(console: Console, run: Run, recipe: Recipe) -> None:
     metrics = run.load_metrics()[-1]
-    folder = shell_quote(run)
-    lines = [f"\nFeatures          effective rank {metrics['effective_rank']:.1f} of {recipe.model.width}"]
-    if "knn_top1" in metrics:
-        lines.append(f"k-NN accuracy     {metrics['knn_top1']:.2%}")
-    lines += [
-        f"Model             {run.model_dir}\n",
-        "Next steps",
-        f"  vitral probe LABELLED --init-from {folder}        measure the features on labelled images",
-        f"  vitral train LABELLED --init-from {folder}        fine-tune the model",
-        f"  vitral embed {folder} photo.jpg --out features.npz",
+    lines = [
+        f"\nEffective rank    {metrics['effective_rank']:.1f} of the features, which have {recipe.model.width} channels"
     ]
+    if "knn_top1" in metrics:
+        lines.append(
+            f"k-NN accuracy     {metrics['knn_top1']:.2%}, each labelled image by its {NUM_NEIGHBOURS} nearest"
+        )
+    lines += [f"Model             {run.model_dir}  (without a classifier)\n", "Next steps", *next_steps(run)]
     console.print("\n".join(lines), soft_wrap=True, markup=False)
+
+
+def print_finished(console: Console, run: Run, recipe: Recipe, *, is_judged: bool) -> None:
+    """What to do with a finished run instead of resuming it. It may have been resumed for the judgement alone."""
+    if is_judged:
+        console.print(f"{run} is finished", soft_wrap=True, markup=False)
+        return
+    longer = f"{vitral_command()} pretrain --recipe {shell_quote(run.recipe_file)} --epochs {2 * recipe.epochs}"
+    lines = [f"{run} is finished; nothing was changed.", *next_steps(run), f"Train for longer in a new run: {longer}"]
+    console.print("\n".join(lines), soft_wrap=True, markup=False)
+
+
+def next_steps(run: Run) -> list[str]:
+    folder = shell_quote(run)
+    steps = [
+        (f"probe LABELLED --init-from {folder}", "measure the features on labelled images"),
+        (f"train LABELLED --init-from {folder}", "fine-tune the model"),
+        (f"embed {folder} photo.jpg --out features.npy", "write the features of images"),
+    ]
+    width = max(len(words) for words, _ in steps)
+    return [f"  {vitral_command()} {words:<{width}}    {purpose}" for words, purpose in steps]
