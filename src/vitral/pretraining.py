@@ -8,7 +8,7 @@ model = vitral.train("labelled/", init_from="runs/pretrain-continue-...")
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from vitral.training.provenance import (
     open_unfinished_run,
     recorded_threads,
 )
-from vitral.training.setup import training_hardware, with_threads
+from vitral.training.setup import TrainingSetup, training_hardware, with_threads
 from vitral.training.time_limit import fit_to_time_limit
 from vitral.training.unlabelled_data import resolve_pretrain_recipe, setup_pretraining
 
@@ -86,20 +86,61 @@ def pretrain(
             raise VitralError("a resumed run keeps its images, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
+        if resolved.pretrain is not None and resolved.pretrain.method == "distill":
+            raise VitralError(
+                f"{resume} learns from a teacher", f"Resume it with: vitral distill --resume {shell_quote(resume)}"
+            )
     else:
         resolved = resolve_pretrain_recipe(sources, recipe, str(init_from) if init_from else None, preset, options)
         resolved = resolved.with_overrides(overrides)
+    given = list(sources) if any(not isinstance(source, str) for source in sources) else None
+    return train_without_labels(
+        resolved,
+        lambda recipe, progress: setup_pretraining(recipe, progress, given),
+        started=started,
+        labels=labels,
+        out=out,
+        resume=resume,
+        quiet=quiet,
+        callbacks=callbacks,
+        overrides=overrides,
+    )
+
+
+def train_without_labels(
+    resolved: Recipe,
+    make_setup: Callable[[Recipe, bool], TrainingSetup],
+    *,
+    started: float,
+    labels: str | Path | None,
+    out: str | Path | None,
+    resume: str | Path | None,
+    quiet: bool,
+    callbacks: Sequence[Callback],
+    overrides: Mapping[str, Any],
+    command: str = "pretrain",
+    progress_class: type[PretrainProgressTable] = PretrainProgressTable,
+) -> Predictor:
+    """Train in a new run folder, or continue in that of an interrupted run.
+
+    Args:
+        resolved: The recipe, without what is completed from the images.
+        make_setup: Loads the images of a recipe; the second argument is whether to print progress.
+        started: Time at which the time limit begins.
+        labels, out, resume, quiet, callbacks, overrides: As for `pretrain`.
+        command: Of the command line, for messages.
+        progress_class: Prints one line per epoch.
+    """
     world = join_process_group(resolved.device)
     console = Console(quiet=quiet or not world.is_rank0, highlight=False)
     run = None
-    if (unfinished := open_unfinished_run(world, resume, out, overrides)) is not None:
+    if (unfinished := open_unfinished_run(world, resume, out, dict(overrides))) is not None:
         run, resolved = unfinished
         if run.is_finished:
             console.print(f"{run} is finished")
             return Predictor.load(run.path, device=resolved.device)
     print_version(console)
-    given = list(sources) if any(not isinstance(source, str) for source in sources) else None
-    setup = world.run_on_all(lambda: setup_pretraining(resolved, not console.quiet, given))
+    setup = world.run_on_all(lambda: make_setup(resolved, not console.quiet))
     probe_set = None if labels is None else world.run_on_all(lambda: load_probe_set(str(labels), setup.preprocessing))
     hardware, threads = with_threads(setup, training_hardware(setup), recorded_threads(run))
     parallel = parallel_plan(setup.recipe, hardware)
@@ -110,7 +151,7 @@ def pretrain(
             console.print(note, soft_wrap=True)
         run = create_or_update_run(world, run, setup, hardware, parallel, out)
         terminal.print_summary(console, setup, hardware, parallel, run, probe_set)
-        progress = PretrainProgressTable(console, setup.steps_per_epoch)
+        progress = progress_class(console, setup.steps_per_epoch)
         trainer = make_trainer(
             setup,
             run,
@@ -120,7 +161,7 @@ def pretrain(
             time_budget=budget,
             probe_set=probe_set,
         )
-        resume_command = f"vitral pretrain --resume {shell_quote(run)}"
+        resume_command = f"vitral {command} --resume {shell_quote(run)}"
         with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():
             with progress:
                 trainer.fit()

@@ -86,7 +86,7 @@ class PretrainTrainer(Trainer):
             labels, K = self.probe_set.labels, len(self.probe_set.classes)
             metrics["knn_top1"] = leave_one_out_accuracy(features, labels, K, NUM_NEIGHBOURS)
         self.history = [*self.history[: state.epoch], checks]
-        if (collapse := collapse_reason(self.history)) is not None:
+        if self.method.can_collapse and (collapse := collapse_reason(self.history)) is not None:
             raise VitralError(
                 f"{collapse.what}, after epoch {state.epoch + 1}",
                 f"{collapse.hint}. The state is kept in {shell_quote(self.run)}",
@@ -150,7 +150,11 @@ def make_trainer(
     probe_set: ProbeSet | None = None,
 ) -> Trainer:
     """The trainer for a setup: with labels or, for a pretraining recipe, without. `probe_set` is for pretraining."""
-    trainer_class = Trainer if setup.recipe.pretrain is None else PretrainTrainer
+    from vitral.training.distiller import DistillTrainer  # imported here: distiller.py imports this module
+
+    trainer_class: type[Trainer] = Trainer
+    if setup.recipe.pretrain is not None:
+        trainer_class = DistillTrainer if setup.recipe.pretrain.method == "distill" else PretrainTrainer
     trainer = trainer_class(
         setup.recipe,
         setup.dataset,
@@ -162,6 +166,7 @@ def make_trainer(
         initial_weights=setup.initial_weights,
         base=setup.base,
         time_budget=time_budget,
+        teacher=setup.teacher,
     )
     if isinstance(trainer, PretrainTrainer):
         trainer.probe_set = probe_set

@@ -33,6 +33,7 @@ GROUP_TITLES = {
     "augment": "Augmentation",
     "optim": "Optimizer and schedule",
     "lora": "LoRA (--tune lora)",
+    "distill": "Distillation (--distill.teacher)",
 }
 
 
