@@ -57,7 +57,7 @@ def distill(
         recipe: Name, TOML file or Recipe. Default: "distill", or "distill-small" for built-in datasets.
         init_from: Checkpoint whose weights the student starts from. It determines the architecture.
         preset: Size of the student instead of the recipe's, such as "Ti/16".
-        options: What the files of `init_from` do not contain.
+        options: What the files of the teacher do not contain.
         labels: Labelled images for the k-NN accuracy after each epoch. The labels are not used in training.
         out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
         resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence and a callable must

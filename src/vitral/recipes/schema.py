@@ -164,6 +164,7 @@ class Recipe:
     lora: LoRAConfig = field(default_factory=LoRAConfig)  # rank and layers of tune "lora"
     pretrain: PretrainConfig | None = None  # learn without labels by a self-supervised method; None: learn the labels
     distill: DistillConfig | None = None  # learn the predictions of a teacher as well as the labels
+    teacher_options: CheckpointOptions = NO_OPTIONS  # what the files of a teacher do not contain
     epochs: int = 10  # passes over the training set
     patience: int = 0  # stop after this many epochs without a better validation result; 0: train all epochs
     time_limit: str = ""  # end in time, with as many epochs as fit, evaluation included: 30m, 1h30m, 90s

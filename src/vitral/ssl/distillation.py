@@ -9,8 +9,8 @@ projected features x and the teacher's standardised features y, the losses are t
 
 Teacher features are standardised with mean and standard deviation of each dimension over a sample of the images, as
 PHI-S (arXiv 2410.01680) recommends: cosines of features with a common offset hardly differ between images. Where the
-patch grids differ, the teacher's is resampled to the student's. AM-RADIO's ViT-H/16 reaches 86.06% k-NN accuracy on
-ImageNet-1k, its teacher DINOv2-g/14 83.41% (table 1 of the paper).
+patch grids differ, the teacher's is resampled to the student's. Published result: a CLIP ViT-L whose features were
+distilled in a similar way reaches 89.0% on ImageNet-1k, fine-tuned (arXiv 2205.14141).
 
 Shapes:  B images   G views   N patches in a grid of h x w   E, F pooled and patch features of the teacher
 """
@@ -102,7 +102,10 @@ class FeatureDistillation(PretrainMethod):
     def forward(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
         views, *targets = batch
         images, G = views.flatten(0, 1), views.shape[1]
-        pooled, patches = (*targets, None)[:2] if targets else self.teacher_features(images)
+        if targets:
+            pooled, patches = targets[0], targets[1] if len(targets) > 1 else None
+        else:
+            pooled, patches = self.teacher_features(images)
         tokens = self.student.tokens(images)
         predicted = self.pooled_projection(self.student.vit.pool(tokens)).float()
         cosine = F.cosine_similarity(predicted, standardise(pooled.float(), self.pooled_stats_2E), dim=1)

@@ -78,9 +78,7 @@ class Teacher:
             features = vit_features(self.network, images_BCHW)
         else:
             features = as_features(self.network(images_BCHW), len(images_BCHW), self.name)
-        return TeacherFeatures(
-            features.pooled.float(), None if features.patches is None else features.patches.float()
-        )
+        return TeacherFeatures(features.pooled.float(), None if features.patches is None else features.patches.float())
 
     def example(self, source: Preprocessing) -> TeacherFeatures:
         """Features of one black image, for their shapes."""
@@ -145,9 +143,7 @@ def as_features(output: Any, num_images: int, name: str) -> TeacherFeatures:
 
 def _output_error(name: str, output: Any, num_images: int) -> VitralError:
     actual = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-    return VitralError(
-        f"the teacher {name} returned {actual} for {num_images} images", f"Expected {EXPECTED_FEATURES}"
-    )
+    return VitralError(f"the teacher {name} returned {actual} for {num_images} images", f"Expected {EXPECTED_FEATURES}")
 
 
 def convert_images(images_BCHW: Tensor, source: Preprocessing, target: Preprocessing) -> Tensor:
@@ -201,8 +197,8 @@ def for_views(teacher: Preprocessing, student: Preprocessing, patch_size: int) -
     if height * teacher_width == width * teacher_height:
         return teacher
     scale = math.sqrt(teacher_height * teacher_width / (height * width))
-    size = tuple(max(1, round(side * scale / patch_size)) * patch_size for side in (height, width))
-    return replace(teacher, image_size=size)
+    height, width = (max(1, round(side * scale / patch_size)) * patch_size for side in (height, width))
+    return replace(teacher, image_size=(height, width))
 
 
 def conversion_note(teacher: Preprocessing, student: Preprocessing) -> str | None:

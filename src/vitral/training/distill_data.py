@@ -17,7 +17,14 @@ from vitral.errors import VitralError
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
 from vitral.training.setup import TrainingSetup, resolve_recipe
-from vitral.training.teachers import CALLABLE_PREFIX, TeacherFn, callable_name, fit_to_student, load_teacher, wrap_teacher
+from vitral.training.teachers import (
+    CALLABLE_PREFIX,
+    TeacherFn,
+    callable_name,
+    fit_to_student,
+    load_teacher,
+    wrap_teacher,
+)
 from vitral.training.unlabelled_data import setup_pretraining, with_sources
 
 
@@ -32,7 +39,8 @@ def resolve_distill_recipe(
     """Find the recipe for these images and name the teacher in it.
 
     Without a recipe, that is `distill-small` for built-in datasets and `distill` for photographs, which get the image
-    size and the normalisation of the teacher. A recipe file names its images and its teacher itself.
+    size and the normalisation of the teacher. A recipe file names its images and its teacher itself. `options` states
+    what the files of the teacher do not contain.
     """
     is_chosen = recipe is None
     if recipe is None:
@@ -40,34 +48,31 @@ def resolve_distill_recipe(
         if not names:
             raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
         recipe = "distill-small" if names <= {*BUILTIN_DATASETS} else "distill"
-    resolved = resolve_recipe(None, recipe, init_from, preset, options)
+    resolved = resolve_recipe(None, recipe, init_from, preset)
     if resolved.pretrain is None or resolved.pretrain.method != "distill":
         raise VitralError(
             f"the recipe {resolved.name} has no teacher",
             "Use a recipe such as distill, or vitral train --distill.teacher to learn labels too",
         )
-    if sources:
-        resolved = with_sources(resolved, sources)
+    distill = resolved.pretrain.distill
     if teacher is not None:
         name = teacher if isinstance(teacher, str) else f"{CALLABLE_PREFIX}{callable_name(teacher)}"
-        distill = replace(resolved.pretrain.distill, teacher=name)
-        resolved = replace(resolved, pretrain=replace(resolved.pretrain, distill=distill))
-    check_teacher_named(resolved)
+        distill = replace(distill, teacher=name)
+        resolved = replace(resolved, pretrain=replace(resolved.pretrain, distill=distill), teacher_options=options)
+    if not distill.teacher:
+        raise VitralError(
+            "no teacher to learn from", "Name one with --teacher: a run, a checkpoint file, hf:owner/name"
+        )
+    if sources:
+        resolved = with_sources(resolved, sources)
     resolved = replace(resolved, model=replace(resolved.model, num_classes=1))
     is_own_size = is_chosen and resolved.name == "distill" and not init_from
     return with_teacher_input(resolved, teacher) if is_own_size and isinstance(teacher, str) else resolved
 
 
-def check_teacher_named(recipe: Recipe) -> None:
-    if recipe.pretrain is None or not recipe.pretrain.distill.teacher:
-        raise VitralError(
-            "no teacher to learn from", "Name one with --teacher: a run, a checkpoint file, hf:owner/name"
-        )
-
-
 def with_teacher_input(recipe: Recipe, teacher: str) -> Recipe:
     """Give the student the image size of its teacher, in whole patches, and its normalisation."""
-    preprocessing = weights.read(teacher).preprocessing
+    preprocessing = weights.read(teacher, recipe.teacher_options).preprocessing
     patch_size = recipe.model.patch_size
     height, width = (-(-side // patch_size) * patch_size for side in preprocessing.image_size)
     data = recipe.data
@@ -91,7 +96,7 @@ def setup_distillation(
     setup = setup_pretraining(recipe, progress, sources)
     preprocessing, distill = setup.preprocessing, recipe.pretrain.distill
     if teacher is None:
-        wrapped = load_teacher(distill.teacher)
+        wrapped = load_teacher(distill.teacher, recipe.teacher_options)
     else:
         wrapped = wrap_teacher(teacher, teacher_preprocessing or preprocessing)
         wrapped.to(select_hardware(device=recipe.device).device)

@@ -80,7 +80,8 @@ class DistillTrainer(PretrainTrainer):
             log=self.callbacks.on_message,
         )
         check_features(features.pooled, teacher.name)
-        return TeacherFeatures(*(None if tensor is None else tensor.to(self.hardware.device) for tensor in features))
+        device, patches = self.hardware.device, features.patches
+        return TeacherFeatures(features.pooled.to(device), None if patches is None else patches.to(device))
 
     def _fingerprint(self, teacher: Teacher, dtype: torch.dtype) -> str | None:
         """None for a teacher whose weights are unknown: its features are kept in memory only."""

@@ -197,7 +197,7 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
     teacher: Teacher | None = None
     if recipe.distill is not None:
         teacher, teacher_notes = load_label_teacher(
-            recipe.distill.teacher, dataset.classes, recipe.model, preprocessing
+            recipe.distill.teacher, recipe.teacher_options, dataset.classes, recipe.model, preprocessing
         )
         notes = (*notes, *teacher_notes)
     keeps_stored_size = recipe.augment.crop and recipe.data.resize != "pad"  # random crops keep the padding outside

@@ -12,6 +12,7 @@ from vitral import bundled, weights
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.runs.model_io import load_model_config, tensors_digest
 from vitral.runs.run import find_model_dir
 from vitral.ssl.teacher import Teacher, conversion_note, for_views
@@ -20,7 +21,7 @@ TeacherFn = Callable[..., Any]  # normalised images (B, C, H, W) to features; se
 CALLABLE_PREFIX = "python:"  # of the name of a callable in a recipe
 
 
-def load_teacher(source: str) -> Teacher:
+def load_teacher(source: str, options: CheckpointOptions = NO_OPTIONS) -> Teacher:
     """Read a teacher from a file, folder, run, the hub or the bundled models.
 
     Its classes are known only if it is a classifier whose files name them.
@@ -30,7 +31,7 @@ def load_teacher(source: str) -> Teacher:
             f"the teacher of this recipe is a Python object, {source.removeprefix(CALLABLE_PREFIX)}",
             "Pass it again as teacher= to vitral.distill",
         )
-    checkpoint = weights.read(source)
+    checkpoint = weights.read(source, options)
     classes = None if checkpoint.headless else checkpoint.classes
     return Teacher(
         checkpoint.build(),
@@ -38,7 +39,7 @@ def load_teacher(source: str) -> Teacher:
         name=source,
         sha256=checkpoint.sha256(),
         classes=classes,
-        notes=tuple(note for note in checkpoint.notes if "assum" in note),
+        notes=tuple(f"teacher: {note}" for note in checkpoint.notes if note.startswith("assumed")),
     )
 
 
@@ -67,13 +68,17 @@ def fit_to_student(teacher: Teacher, model: ViTConfig, preprocessing: Preprocess
 
 
 def load_label_teacher(
-    source: str, classes: tuple[str, ...], model: ViTConfig, preprocessing: Preprocessing
+    source: str,
+    options: CheckpointOptions,
+    classes: tuple[str, ...],
+    model: ViTConfig,
+    preprocessing: Preprocessing,
 ) -> tuple[Teacher, tuple[str, ...]]:
     """A teacher whose predictions are learned together with labels of these classes; and notes about it.
 
     Raises VitralError if it is not a classifier of the same classes.
     """
-    teacher = load_teacher(source)
+    teacher = load_teacher(source, options)
     if (task := model_task(source)) not in (None, "classification"):
         raise VitralError(
             f"the teacher {source} is a model for {task}, and distillation needs one class per image",

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral.cli.checks import check_inputs
-from vitral.cli.commands.pretrain import LABEL_FIELDS, PREFIX, recipe_overrides
 from vitral.cli.commands.pretrain import GROUP_TITLES as PRETRAIN_TITLES
+from vitral.cli.commands.pretrain import LABEL_FIELDS, PREFIX, recipe_overrides
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
 from vitral.cli.options import checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option

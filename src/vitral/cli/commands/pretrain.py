@@ -23,6 +23,7 @@ LABEL_FIELDS = (  # of a recipe, that pretraining does not use
     "label_smoothing", "ema", "ema_decay", "tta", "data.name", "data.more", "data.validation", "data.test_split",
     "data.fold", "data.targets", "data.label_separator", "data.exclude", "auto_batch_size", "init_options.",
     "model.num_classes", "model.head", "distill.", "pretrain.distill.",
+    "teacher_options.",
 )  # fmt: skip
 GROUP_TITLES = {
     "": "Training",
