@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # From top to bottom. A package may import from its own layer and from those below it.
 LAYERS = [
     ["__init__", "__main__", "cli"],
-    ["cross_validation", "label_efficiency", "pretraining"],
+    ["cross_validation", "distillation", "label_efficiency", "pretraining"],
     ["api"],
     ["reporting", "serve"],
     ["doctor"],

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vitral.api import report as report
     from vitral.api import train as train
     from vitral.cross_validation import cross_validate as cross_validate
+    from vitral.distillation import distill as distill
     from vitral.errors import VitralError as VitralError
     from vitral.inference.predictor import Predictor as Predictor
     from vitral.label_efficiency import compare_label_efficiency as compare_label_efficiency
@@ -59,6 +60,7 @@ _MODULE_OF = {
     "compare_models": "api",
     "cross_validate": "cross_validation",
     "demo": "api",
+    "distill": "distillation",
     "embed": "api",
     "evaluate": "api",
     "find_lr": "api",

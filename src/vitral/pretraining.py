@@ -11,7 +11,7 @@ The command is `vitral pretrain photos/ --init-from vit.safetensors --judge labe
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,20 +109,63 @@ def pretrain(
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
         check_learns_without_labels(resolved, resume)
+        if resolved.pretrain is not None and resolved.pretrain.method == "distill":
+            raise VitralError(
+                f"{resume} learns from a teacher", f"Resume it with: vitral distill --resume {shell_quote(resume)}"
+            )
     else:
         resolved = resolve_pretrain_recipe(sources, recipe, str(init_from) if init_from else None, preset, options)
         resolved = with_excluded_files(resolved.with_overrides(overrides), exclude)
+    given = list(sources) if any(not isinstance(source, str) for source in sources) else None
+    run, resolved = train_without_labels(
+        resolved,
+        lambda recipe, progress: setup_pretraining(recipe, progress, given),
+        started=started,
+        out=out,
+        resume=resume,
+        quiet=quiet,
+        callbacks=callbacks,
+        overrides=overrides,
+        is_judged=judge is not None,
+    )
+    return finish(run, resolved, judge, judge_options, quiet)
+
+
+def train_without_labels(
+    resolved: Recipe,
+    make_setup: Callable[[Recipe, bool], TrainingSetup],
+    *,
+    started: float,
+    out: str | Path | None,
+    resume: str | Path | None,
+    quiet: bool,
+    callbacks: Sequence[Callback],
+    overrides: Mapping[str, Any],
+    is_judged: bool = False,
+    command: str = "pretrain",
+    progress_class: type[PretrainProgressTable] = PretrainProgressTable,
+) -> tuple[Run, Recipe]:
+    """Train in a new run folder, or continue in that of an interrupted run. Returns the run and its complete recipe.
+
+    Args:
+        resolved: The recipe, without what is completed from the images.
+        make_setup: Loads the images of a recipe; the second argument is whether to print progress.
+        started: Time at which the time limit begins.
+        out, resume, quiet, callbacks, overrides: As for `pretrain`.
+        is_judged: Whether a finished run was resumed to compare it with the weights before.
+        command: Of the command line, for messages.
+        progress_class: Prints one line per epoch.
+    """
     world = join_process_group(resolved.device)
     console = Console(quiet=quiet or not world.is_rank0, highlight=False)
     run = None
-    if (unfinished := open_unfinished_run(world, resume, out, overrides)) is not None:
+    if (unfinished := open_unfinished_run(world, resume, out, dict(overrides))) is not None:
         run, resolved = unfinished
         if run.is_finished:
-            terminal.print_finished(console, run, resolved, is_judged=judge is not None)
-            return finish(run, resolved, judge, judge_options, quiet)
+            terminal.print_finished(console, run, resolved, is_judged=is_judged)
+            return run, resolved
     print_version(console)
-    given = list(sources) if any(not isinstance(source, str) for source in sources) else None
-    setup = world.run_on_all(lambda: setup_pretraining(resolved, not console.quiet, given))
+    setup = world.run_on_all(lambda: make_setup(resolved, not console.quiet))
     probe_set = world.run_on_all(lambda: load_probe_images(setup))
     hardware, threads = with_threads(setup, training_hardware(setup), recorded_threads(run))
     parallel = parallel_plan(setup.recipe, hardware)
@@ -133,7 +176,7 @@ def pretrain(
             console.print(note, soft_wrap=True)
         run = create_or_update_run(world, run, setup, hardware, parallel, out)
         terminal.print_summary(console, setup, hardware, parallel, run, probe_set)
-        progress = PretrainProgressTable(console, setup.steps_per_epoch)
+        progress = progress_class(console, setup.steps_per_epoch)
         trainer = make_trainer(
             setup,
             run,
@@ -143,13 +186,13 @@ def pretrain(
             time_budget=budget,
             probe_set=probe_set,
         )
-        resume_command = f"vitral pretrain --resume {shell_quote(run)}"
+        resume_command = f"vitral {command} --resume {shell_quote(run)}"
         with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():
             with progress:
                 trainer.fit()
             world.broadcast_from_rank0(run.mark_finished)
     terminal.print_result(console, run, setup.recipe)
-    return finish(run, setup.recipe, judge, judge_options, console.quiet)
+    return run, setup.recipe
 
 
 def load_probe_images(setup: TrainingSetup) -> ProbeSet | None:

@@ -304,6 +304,39 @@ def pretrain_small() -> Recipe:
     )
 
 
+def distill() -> Recipe:
+    """Learn the features of a teacher from unlabelled photographs: minutes on a GPU for a few hundred."""
+    return Recipe(
+        name="distill",
+        data=DataConfig(name="photos", validation=0.0),
+        model=ViTConfig(patch_size=16, width=192, depth=6, heads=3, num_classes=1),
+        pretrain=PretrainConfig(method="distill", views=distillation_views()),
+        optim=OptimConfig(name="muon", lr=3e-3, weight_decay=0.05, betas=(0.9, 0.95)),
+        epochs=100,
+        batch_size=64,
+        checkpoint_epochs=10,
+    )
+
+
+def distill_small() -> Recipe:
+    """Learn the features of a teacher from unlabelled images of 28 to 32 pixels, such as CIFAR-10."""
+    base = pretrain_small()
+    return replace(
+        base,
+        name="distill-small",
+        pretrain=PretrainConfig(method="distill", views=replace(distillation_views(), global_min_area=0.5)),
+        epochs=50,
+    )
+
+
+def distillation_views() -> ViewConfig:
+    """One view per image with mild colour jitter: crops matter most (arXiv 2106.05237, section 3)."""
+    return ViewConfig(
+        global_views=1, local_views=0, global_min_area=0.2, jitter_prob=0.5, hue=0.05, grayscale=0.0,
+        blur_first=0.0, blur_second=0.0, blur_local=0.0, solarize_second=0.0,
+    )  # fmt: skip
+
+
 def greyscale_vit(**overrides: Any) -> ViTConfig:
     """A ViT for 28x28 greyscale images of ten classes, with overrides."""
     defaults: dict[str, Any] = {"image_size": (28, 28), "channels": 1, "num_classes": 10}
@@ -336,6 +369,8 @@ GROUPS: dict[str, dict[str, Callable[[], Recipe]]] = {
         "pretrain": pretrain,
         "pretrain-continue": pretrain_continue,
         "pretrain-small": pretrain_small,
+        "distill": distill,
+        "distill-small": distill_small,
     },
     "Papers": {
         "vit-in1k": papers.vit_in1k,

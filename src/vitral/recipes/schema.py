@@ -28,6 +28,7 @@ from vitral.models.lora import LoRAConfig
 from vitral.models.variants import check_variant, config_class, upgrade_architecture
 from vitral.models.vit import ViTConfig
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
+from vitral.recipes.distillation import DistillConfig
 from vitral.recipes.files import read_recipe_values
 from vitral.recipes.options import (
     TASK_LOSSES,
@@ -162,6 +163,8 @@ class Recipe:
     tune: str = "full"  # with init_from, what to train: full, head, lora, bias, or last-N for the last N blocks
     lora: LoRAConfig = field(default_factory=LoRAConfig)  # rank and layers of tune "lora"
     pretrain: PretrainConfig | None = None  # learn without labels by a self-supervised method; None: learn the labels
+    distill: DistillConfig | None = None  # learn the predictions of a teacher as well as the labels
+    teacher_options: CheckpointOptions = NO_OPTIONS  # what the files of a teacher do not contain
     epochs: int = 10  # passes over the training set
     patience: int = 0  # stop after this many epochs without a better validation result; 0: train all epochs
     time_limit: str = ""  # end in time, with as many epochs as fit, evaluation included: 30m, 1h30m, 90s
@@ -325,12 +328,16 @@ def check_pretraining(recipe: Recipe) -> None:
     for name, default in (("ema", 0.0), ("ema_decay", 0.0), ("tune", "full"), ("patience", 0), ("tta", "none")):
         if getattr(recipe, name) != default:
             raise ValueError(f"{name} does not apply to pretraining, got {getattr(recipe, name)!r}")
+    if recipe.distill is not None:
+        raise ValueError("distill needs labels; a recipe without labels has pretrain.distill")
 
 
 def check_task(recipe: Recipe, task: TaskName) -> None:
     """Raise ValueError for fields that do not apply to the task."""
     if recipe.loss != "auto" and recipe.loss not in TASK_LOSSES[task]:
         raise ValueError(f"the losses of {task} are {', '.join(TASK_LOSSES[task])}, but loss is {recipe.loss!r}")
+    if recipe.distill is not None and recipe.loss_name != "softmax":
+        raise ValueError(f"distill needs one class per image and the loss softmax, got {task} with {recipe.loss_name}")
     if task == "classification":
         return
     for name, default in (

@@ -77,6 +77,7 @@ class PretrainMethod(nn.Module, ABC):
 
     score_name: ClassVar[str]  # of the running score in metrics.jsonl, after "train_"
     needs_patches: bool = False  # whether the loss uses patch tokens, and not only pooled features
+    can_collapse: ClassVar[bool] = True  # whether equal features for all images would be a solution
     initial_loss: float  # about that of an untrained model; the scale on which a loss counts as diverged
 
     def __init__(self, student: Branch, preprocessing: Preprocessing, views: ViewConfig, world: World) -> None:
@@ -90,6 +91,10 @@ class PretrainMethod(nn.Module, ABC):
     @abstractmethod
     def make_batch(self, images_BCHW: Tensor, generator: Generator) -> tuple[Tensor, ...]:
         """Everything random of a step, for images that are not normalised. Every tensor has one row per image."""
+
+    def make_batch_of_rows(self, images_BCHW: Tensor, rows_B: Tensor, generator: Generator) -> tuple[Tensor, ...]:
+        """`make_batch` of the images at these rows of the training set, for methods that store something for each."""
+        return self.make_batch(images_BCHW, generator)
 
     @abstractmethod
     def forward(self, *batch: Tensor) -> tuple[Tensor, Tensor]:

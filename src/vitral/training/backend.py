@@ -25,9 +25,11 @@ from vitral.device.select import Hardware, can_run_triton, fallback_from_fp8
 from vitral.distributed.parallel import ParallelPlan, gradient_sync, wrap_ddp
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
+from vitral.ssl.teacher import Teacher
 from vitral.tasks import TASKS
 from vitral.tasks.losses import loss_and_score
 from vitral.training.activation_checkpointing import checkpoint_activations
+from vitral.training.distill_backend import DistillBackend, LabelBackend
 from vitral.utils.progress import LogFn, no_log
 
 
@@ -169,8 +171,42 @@ def make_backend(
     class_weights_K: Tensor | None = None,
     logit_offsets_K: Tensor | None = None,
     log: LogFn = no_log,
+    teacher: Teacher | None = None,
 ) -> Backend:
-    """The fastest backend for this hardware. `log` receives the reason for each kernel that cannot be used."""
+    """The fastest backend for this hardware. `log` receives the reason for each kernel that cannot be used.
+
+    `teacher`: of `recipe.distill`.
+    """
+    backend = _make_label_backend(
+        model,
+        recipe,
+        preprocessing,
+        hardware,
+        parallel,
+        micro_batch_size=micro_batch_size,
+        class_weights_K=class_weights_K,
+        logit_offsets_K=logit_offsets_K,
+        log=log,
+    )
+    if recipe.distill is None:
+        return backend
+    if teacher is None:
+        raise ValueError("recipe.distill needs a teacher")
+    return DistillBackend(backend, model, recipe.distill, teacher, preprocessing)
+
+
+def _make_label_backend(
+    model: ViT,
+    recipe: Recipe,
+    preprocessing: Preprocessing,
+    hardware: Hardware,
+    parallel: ParallelPlan,
+    *,
+    micro_batch_size: int,
+    class_weights_K: Tensor | None,
+    logit_offsets_K: Tensor | None,
+    log: LogFn,
+) -> LabelBackend:
     reference = ReferenceBackend(model, recipe, preprocessing, hardware, parallel, class_weights_K, logit_offsets_K)
     forward_unsupported = None if parallel.mode == "single" else parallel.reason
     if recipe.activation_checkpointing:
@@ -182,7 +218,9 @@ def make_backend(
         return reference
     from vitral.kernels.backend import TritonBackend
 
-    is_plain_softmax = recipe.loss_name == "softmax" and class_weights_K is None
+    is_plain_softmax = recipe.loss_name == "softmax" and class_weights_K is None and recipe.distill is None
+    if recipe.distill is not None:
+        log("loss in PyTorch: kernels support labels only, and this run learns from a teacher too")
     return TritonBackend(
         reference,
         model=model,

@@ -75,6 +75,7 @@ def train_part(split: EvaluationSplit, folder: Path, seed: int, callbacks: Seque
         callbacks=callbacks,
         initial_weights=setup.initial_weights,
         base=setup.base,
+        teacher=setup.teacher,
     )
     with run.lock(), trainer.callbacks.ending():
         trainer.fit()

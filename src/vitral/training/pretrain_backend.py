@@ -43,7 +43,7 @@ class PretrainBackend:
     def augment(
         self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        return self.method.make_batch(images, rng)
+        return self.method.make_batch_of_rows(images, labels, rng)
 
     def loss_and_score(self, batch: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, Tensor]:
         with self.hardware.autocast():

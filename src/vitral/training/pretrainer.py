@@ -102,7 +102,8 @@ class PretrainTrainer(Trainer):
 
     def check_collapse(self) -> None:
         """Stop a run whose features have collapsed. A resumed one stops at once."""
-        if (collapse := collapse_reason(self.history[: self.state.epoch])) is not None:
+        collapse = collapse_reason(self.history[: self.state.epoch]) if self.method.can_collapse else None
+        if collapse is not None:
             self.save_checkpoint()
             raise VitralError(
                 f"{collapse.what}, after epoch {self.state.epoch}",
@@ -167,7 +168,11 @@ def make_trainer(
     probe_set: ProbeSet | None = None,
 ) -> Trainer:
     """The trainer for a setup: with labels or, for a pretraining recipe, without. `probe_set` is for pretraining."""
-    trainer_class = Trainer if setup.recipe.pretrain is None else PretrainTrainer
+    from vitral.training.distiller import DistillTrainer  # imported here: distiller.py imports this module
+
+    trainer_class: type[Trainer] = Trainer
+    if setup.recipe.pretrain is not None:
+        trainer_class = DistillTrainer if setup.recipe.pretrain.method == "distill" else PretrainTrainer
     trainer = trainer_class(
         setup.recipe,
         setup.dataset,
@@ -179,6 +184,7 @@ def make_trainer(
         initial_weights=setup.initial_weights,
         base=setup.base,
         time_budget=time_budget,
+        teacher=setup.teacher,
     )
     if isinstance(trainer, PretrainTrainer):
         trainer.probe_set = probe_set

@@ -110,6 +110,17 @@ class PretrainProgressTable(ProgressTable):
         return ""
 
 
+class DistillProgressTable(PretrainProgressTable):
+    """Loss, cosine similarity of the features of student and teacher and, with labels, k-NN accuracy per epoch."""
+
+    def titles(self) -> str:
+        return f"{'Train loss':>10}   {'Cosine':>9}   {'k-NN acc.':>9}"
+
+    def values(self, metrics: dict[str, Any]) -> str:
+        knn = f"{metrics['knn_top1']:.2%}" if "knn_top1" in metrics else "-"
+        return f"{metrics['train_loss']:>10.4f}   {metrics['train_cosine']:>9.4f}   {knn:>9}"
+
+
 class StatusProgress(Callback):
     """One status line for several runs in sequence: the current run and its remaining time."""
 

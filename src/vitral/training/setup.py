@@ -44,8 +44,10 @@ from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.run import resume_command
+from vitral.ssl.teacher import Teacher
 from vitral.training.loggers import check_loggers
 from vitral.training.pixel_format import pretrained_spread, with_pixel_format
+from vitral.training.teachers import load_label_teacher
 from vitral.weights.adapt import adapt_weights
 from vitral.weights.adapter import BaseWeights
 
@@ -176,6 +178,7 @@ class TrainingSetup:
     initial_weights: dict[str, Tensor] | None  # None: drawn at random
     notes: tuple[str, ...]  # adaptations to the channels of the images and of the checkpoint's weights
     base: BaseWeights | None = None  # the checkpoint, if some of its weights stay frozen
+    teacher: Teacher | None = None  # of a distillation
 
     @property
     def steps_per_epoch(self) -> int:
@@ -204,6 +207,12 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *adapted.notes)
         if recipe.tune != "full":
             base = BaseWeights(source=recipe.init_from, sha256=checkpoint.sha256())
+    teacher: Teacher | None = None
+    if recipe.distill is not None:
+        teacher, teacher_notes = load_label_teacher(
+            recipe.distill.teacher, recipe.teacher_options, dataset.classes, recipe.model, preprocessing
+        )
+        notes = (*notes, *teacher_notes)
     keeps_stored_size = recipe.augment.crop and recipe.data.resize != "pad"  # random crops keep the padding outside
     train = dataset.train if keeps_stored_size else dataset.train.to_model_input(preprocessing)
     return TrainingSetup(
@@ -214,6 +223,7 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         initial_weights=initial_weights,
         notes=notes,
         base=base,
+        teacher=teacher,
     )
 
 

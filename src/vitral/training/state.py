@@ -20,6 +20,7 @@ from vitral.recipes.options import SIGMOID_LOSSES
 from vitral.recipes.schema import Recipe
 from vitral.ssl.method import PretrainMethod
 from vitral.ssl.methods import make_method
+from vitral.ssl.teacher import Teacher
 from vitral.training.init_schemes import apply_init_schemes, init_sigmoid_head_bias
 from vitral.training.optim.builder import make_optimizers, restore_optimizer
 from vitral.training.optim.ema import EMA
@@ -135,11 +136,12 @@ def init_state(
     sample_images_NCHW: Tensor | None = None,
     parallel: ParallelPlan | None = None,
     preprocessing: Preprocessing | None = None,
+    teacher: Teacher | None = None,
 ) -> TrainState:
     """The state before the first step, with weights drawn from the seed or given as `initial_weights`.
 
     `sample_images_NCHW`: normalised training images, for init schemes that depend on data. `preprocessing` is needed
-    for pretraining, whose model is the method with the ViT inside.
+    for pretraining, whose model is the method with the ViT inside, and `teacher` for feature distillation.
     """
     torch.manual_seed(recipe.seed)
     vit = VARIANTS[recipe.variant](recipe.model)
@@ -153,7 +155,7 @@ def init_state(
     model: ViT | PretrainMethod = vit
     if recipe.pretrain is not None:
         assert preprocessing is not None
-        model = make_method(recipe.pretrain, vit, preprocessing, hardware.world)
+        model = make_method(recipe.pretrain, vit, preprocessing, hardware.world, teacher)
     ema_fraction = recipe.ema_fraction(total_steps)
     parallel = parallel or parallel_plan(recipe, hardware)
     ema_model = copy_for_ema(vit, shares_frozen=parallel.mode != "fsdp") if ema_fraction else None

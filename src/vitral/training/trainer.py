@@ -36,6 +36,7 @@ from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights, weights_damage
 from vitral.runs.run import Run
+from vitral.ssl.teacher import Teacher
 from vitral.tasks import TASKS
 from vitral.tasks.losses import balanced_class_weights, logit_adjustment_offsets
 from vitral.training import checkpoint
@@ -81,11 +82,13 @@ class Trainer:
         initial_weights: dict[str, Tensor] | None = None,
         base: BaseWeights | None = None,
         time_budget: TimeBudget | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.recipe, self.dataset, self.preprocessing, self.run = recipe, dataset, preprocessing, run
         self.hardware, self.world = hardware, hardware.world
         self.parallel = parallel or parallel_plan(recipe, hardware)
         self.initial_weights, self.base, self.time_budget = initial_weights, base, time_budget
+        self.teacher = teacher
         self.callbacks = CallbackList([MetricsFile(run, self.world), *callbacks])
         self.interrupt = threading.Event()
         self.task = TASKS[recipe.task_name]
@@ -135,7 +138,10 @@ class Trainer:
             init_images,
             self.parallel,
             self.preprocessing,
+            self.teacher,
         )
+        if self.teacher is not None:
+            self.teacher.to(hardware.device)
         self.backend = self.make_backend()
         if self.backend.hardware != hardware:  # FP8 was selected automatically but is unavailable
             self.hardware = self.backend.hardware
@@ -170,6 +176,7 @@ class Trainer:
             class_weights_K=class_weights_K,
             logit_offsets_K=logit_offsets_K,
             log=self.callbacks.on_message,
+            teacher=self.teacher,
         )
 
     def resume(self) -> None:
@@ -192,11 +199,20 @@ class Trainer:
         self.callbacks.on_restore(self.state.epoch)
 
     def _check_base(self, saved: dict[str, Any]) -> None:
-        """Refuse frozen weights that differ from those at the start: the checkpoint holds only what trains."""
+        """Refuse frozen weights, of the model or a teacher, that differ from those at the start.
+
+        The checkpoint holds only what trains.
+        """
         if self.base is not None and saved.get("base_sha256", self.base.sha256) != self.base.sha256:
             raise VitralError(
                 f"the weights of {self.base.source} have changed since this run started",
                 "Restore them, because the checkpoints contain only what is trained; or start a new run",
+            )
+        teacher = self.teacher
+        if teacher is not None and saved.get("teacher_sha256", teacher.sha256) != teacher.sha256:
+            raise VitralError(
+                f"the weights of the teacher {teacher.name} have changed since this run started",
+                "Restore them, or start a new run",
             )
 
     def _load_newest_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
@@ -413,6 +429,8 @@ class Trainer:
         content = {"recipe": self.recipe.result_fields(), **self.state.state_dict(self.hardware)}
         if self.base is not None:
             content["base_sha256"] = self.base.sha256
+        if self.teacher is not None and self.teacher.sha256 is not None:
+            content["teacher_sha256"] = self.teacher.sha256
         checkpoint.save(self.run.checkpoint_dir, self.state.step, content, self.recipe.keep_checkpoints, self.world)
 
     def export_best_model(self) -> None:

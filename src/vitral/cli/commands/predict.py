@@ -20,7 +20,7 @@ from vitral.cli.messages import (
 from vitral.cli.options import DeviceFlag, EngineFlag, checkpoint_flags
 from vitral.cli.output import OutputFormat, print_predictions
 from vitral.cli.parsing import Command, argument, option
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import VitralError
 
 MANY_FILES = 32  # files from which on the number of threads is measured
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
@@ -16,6 +16,7 @@ from vitral.errors import VitralError, shell_quote
 
 COMMON = "Common flags"
 JUDGE = "Did it help?"
+DISTILL_METHOD = "distill"  # of vitral distill
 COMMON_FIELDS = (
     "pretrain.method", "init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed", "pretrain.labels",
 )  # fmt: skip
@@ -24,7 +25,8 @@ LABEL_FIELDS = (  # of a recipe, that pretraining does not use
     "task", "augment.", "tune", "lora.", "patience", "sampling", "loss", "class_weights", "logit_adjustment",
     "label_smoothing", "ema", "ema_decay", "tta", "data.name", "data.more", "data.validation", "data.test_split",
     "data.fold", "data.targets", "data.label_separator", "data.exclude", "auto_batch_size", "init_options.",
-    "model.num_classes", "model.head",
+    "model.num_classes", "model.head", "distill.", "pretrain.distill.",
+    "teacher_options.",
 )  # fmt: skip
 HELP = {  # where the words of vitral train would mislead
     "init_from": "checkpoint whose pretraining is continued: file, folder, run or hf:owner/name; empty: from scratch",
@@ -52,6 +54,8 @@ def pretrain_fields() -> Iterable[ConfigField]:
     """Fields of a recipe that matter without labels, the common ones first; those of the method without a prefix."""
     recipe = read_config_fields("vitral.recipes.schema", "Recipe")
     fields = {field.path: field for field in recipe if not is_label_field(field.path)}
+    methods = tuple(name for name in get_args(fields["pretrain.method"].type) if name != DISTILL_METHOD)
+    fields["pretrain.method"] = replace(fields["pretrain.method"], type=Literal[methods])
     fields["batch_size"] = replace(fields["batch_size"], type=int | Literal["auto"])
     for field in read_config_fields("vitral.models.variants.hybrid", "HybridConfig", "model."):
         if not is_label_field(field.path):

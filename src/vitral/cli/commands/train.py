@@ -24,7 +24,7 @@ COMMON_FIELDS = ("init_from", "tune", "epochs", "batch_size", "optim.lr", "devic
 # and those of vitral pretrain.
 OTHER_FLAGS = (
     "data.name", "data.more", "data.test_split", "data.resize", "data.exclude", "auto_batch_size", "init_options.",
-    "pretrain.",
+    "pretrain.", "teacher_options.",
 )  # fmt: skip
 GROUP_TITLES = {
     "": "Training",
@@ -33,6 +33,7 @@ GROUP_TITLES = {
     "augment": "Augmentation",
     "optim": "Optimizer and schedule",
     "lora": "LoRA (--tune lora)",
+    "distill": "Distillation (--distill.teacher)",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from torch import nn
 
 from vitral.data.probe_set import ProbeSet
 from vitral.device.select import Hardware
@@ -11,6 +12,7 @@ from vitral.errors import shell_quote
 from vitral.recipes.schema import Recipe
 from vitral.reporting.terminal.training import model_line, recipe_line, vitral_command
 from vitral.runs.run import Run
+from vitral.ssl.teacher import Teacher
 from vitral.training.pretrainer import NUM_NEIGHBOURS
 from vitral.training.setup import TrainingSetup
 
@@ -19,6 +21,7 @@ METHOD_TITLES = {
     "moco": "MoCo v3 (arXiv 2104.02057)",
     "dino": "DINO with masked patches (arXiv 2104.14294, 2111.07832)",
     "mae": "masked autoencoding (arXiv 2111.06377)",
+    "distill": "feature distillation (arXiv 2312.06709)",
 }
 
 
@@ -38,6 +41,7 @@ def print_summary(
         model_line(recipe),
         *(f"          {note}" for note in setup.notes),
         f"Method    {describe_method(recipe)}",
+        *([] if setup.teacher is None else [f"Teacher   {describe_teacher(setup.teacher)}"]),
         recipe_line(recipe),
         f"Hardware  {hardware}",
     ]
@@ -55,14 +59,25 @@ def describe_method(recipe: Recipe) -> str:
     config = recipe.pretrain
     assert config is not None
     title = METHOD_TITLES[config.method]
+    if config.method == "distill" and not config.distill.augment:
+        return f"{title}, central crops"
     if config.method == "mae":
         return f"{title}, {config.mae.mask_ratio:.0%} of the patches masked"
     views, (height, width) = config.views, recipe.model.image_size
-    text = f"{title}, {views.global_views} views of {height}x{width}"
+    text = f"{title}, {views.global_views} view{'s' if views.global_views != 1 else ''} of {height}x{width}"
     if views.local_views:
         height, width = views.local_image_size(recipe.model.image_size, recipe.model.patch_size)
         text += f" and {views.local_views} of {height}x{width}"
     return f"{text} pixels per image"
+
+
+def describe_teacher(teacher: Teacher) -> str:
+    """The teacher and its size in one line."""
+    height, width = teacher.preprocessing.image_size
+    text = f"{teacher.name}, {height}x{width} pixels"
+    if isinstance(teacher.network, nn.Module):
+        text += f", {sum(parameter.numel() for parameter in teacher.network.parameters()) / 1e6:.2f} M parameters"
+    return text
 
 
 def print_result(console: Console, run: Run, recipe: Recipe) -> None:
@@ -70,6 +85,8 @@ def print_result(console: Console, run: Run, recipe: Recipe) -> None:
     lines = [
         f"\nEffective rank    {metrics['effective_rank']:.1f} of the features, which have {recipe.model.width} channels"
     ]
+    if "train_cosine" in metrics:
+        lines.append(f"Agreement         mean cosine similarity {metrics['train_cosine']:.3f} with the teacher")
     if "knn_top1" in metrics:
         lines.append(
             f"k-NN accuracy     {metrics['knn_top1']:.2%}, each labelled image by its {NUM_NEIGHBOURS} nearest"
