@@ -125,9 +125,7 @@ def test_features_of_every_step_are_the_cached_ones_up_to_rounding(tmp_path: Pat
         assert one["train_cosine"] == pytest.approx(other["train_cosine"], abs=1e-5)
 
 
-def test_features_that_exceed_the_limit_are_computed_in_every_step(
-    tmp_path: Path, photos: Path, teacher: Path
-) -> None:
+def test_features_that_exceed_the_limit_are_computed_in_every_step(tmp_path: Path, photos: Path, teacher: Path) -> None:
     messages = Messages()
     distill(photos, tmp_path / "run", teacher, messages, **CENTRAL, **{"pretrain.distill.cache": 1e-9})
     assert messages.messages[0].startswith("Teacher features are computed in every step: all of them need")
@@ -145,7 +143,7 @@ def test_checkpoint_does_not_contain_the_teacher_and_refuses_another_one(
     assert (24, 48) in teacher_shapes
     assert len(saved["teacher_sha256"]) == 64
     save_teacher(teacher, seed=1)
-    with pytest.raises(VitralError, match="the weights of the teacher .* have changed"):
+    with pytest.raises(VitralError, match=r"the weights of the teacher .* have changed"):
         resume(tmp_path / "run")
 
 
@@ -262,9 +260,14 @@ def test_grey_images_and_an_rgb_teacher(tmp_path: Path, teacher: Path) -> None:
 
 def test_runs_of_other_commands_are_not_resumed(tmp_path: Path, photos: Path, teacher: Path) -> None:
     run = distill(photos, tmp_path / "run", teacher, epochs=1)
-    with pytest.raises(VitralError, match="learns from a teacher") as error:
-        vitral.pretrain(resume=run.path)
-    assert "vitral distill --resume" in error.value.hint
+    for resume_other in (vitral.pretrain, vitral.train):
+        with pytest.raises(VitralError, match="is a run of vitral distill") as error:
+            resume_other(resume=run.path)
+        assert "vitral distill --resume" in error.value.hint
+    for learn in (vitral.pretrain, vitral.train):
+        with pytest.raises(VitralError, match="the recipe distill learns") as error:
+            learn(photos, recipe="distill")
+        assert "vitral distill IMAGES --teacher MODEL" in error.value.hint
     atomic_write(run.recipe_file, get_recipe("pretrain").to_toml())
     with pytest.raises(VitralError, match="is not a run of vitral distill") as error:
         vitral.distill(resume=run.path)

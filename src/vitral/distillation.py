@@ -1,8 +1,8 @@
 """Learning the features of a teacher without labels: `vitral.distill`.
 
 import vitral
-student = vitral.distill("photos/", teacher="hf:timm/vit_small_patch14_dinov2.lvd142m", preset="Ti/16")
-model = vitral.train("labelled/", init_from="runs/distill-...")
+result = vitral.distill("photos/", teacher="hf:timm/vit_small_patch14_dinov2.lvd142m", preset="Ti/16")
+model = vitral.train("labelled/", init_from=result.run)
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 
 from vitral.data.preprocess import Preprocessing
 from vitral.data.unlabelled import as_sources
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import VitralError
 from vitral.inference.predictor import Predictor
-from vitral.pretraining import train_without_labels
+from vitral.pretraining import PretrainResult, train_without_labels
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe, read_recipe
-from vitral.runs.run import Run
+from vitral.runs.run import Run, resume_command
 from vitral.training.callbacks import Callback
 from vitral.training.distill_data import resolve_distill_recipe, setup_distillation
 from vitral.training.progress import DistillProgressTable
 from vitral.training.provenance import check_resumable
+from vitral.training.setup import with_excluded_files
 from vitral.training.teachers import TeacherFn
 
 
@@ -37,16 +38,17 @@ def distill(
     preset: str | None = None,
     options: CheckpointOptions = NO_OPTIONS,
     labels: str | Path | None = None,
+    exclude: str | Path | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     quiet: bool = True,
     callbacks: Sequence[Callback] = (),
     **overrides: Any,
-) -> Predictor:
-    """Train a student on the features of a teacher, without labels, in a new run folder, and return the student.
+) -> PretrainResult:
+    """Train a student on the features of a teacher, without labels, in a new run folder; the result is its `model`.
 
-    The result is a model without a classifier: fine-tune it with `train(init_from=...)`, measure it with `probe`. To
-    learn the predictions of a classifier together with labels, use `train(..., **{"distill.teacher": ...})`.
+    It has no classifier: fine-tune it with `train(init_from=...)`, measure it with `probe`. To learn the predictions of
+    a classifier together with labels, use `train(..., **{"distill.teacher": ...})`.
 
     Args:
         images: As for `vitral.pretrain`: folders, lists, shards, built-in datasets or a sequence of images.
@@ -59,6 +61,7 @@ def distill(
         preset: Size of the student instead of the recipe's, such as "Ti/16".
         options: What the files of the teacher do not contain.
         labels: Labelled images for the k-NN accuracy after each epoch. The labels are not used in training.
+        exclude: List of files that are not used, such as the one that `vitral doctor --fix-list` writes.
         out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
         resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence and a callable must
             be passed again.
@@ -75,7 +78,7 @@ def distill(
     network = None if name is None or isinstance(name, str) else name
     if resume is not None:
         is_named = isinstance(name, str) or any(isinstance(source, str) for source in sources)
-        if is_named or any((recipe, init_from, preset, out, options.given)):
+        if is_named or any((recipe, init_from, preset, out, exclude, options.given)):
             raise VitralError("a resumed run keeps its images, teacher, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
@@ -83,6 +86,7 @@ def distill(
     else:
         init = str(init_from) if init_from else None
         resolved = resolve_distill_recipe(sources, name, recipe, init, preset, options).with_overrides(overrides)
+        resolved = with_excluded_files(resolved, exclude)
     given = list(sources) if any(not isinstance(source, str) for source in sources) else None
     run, resolved = train_without_labels(
         resolved,
@@ -96,13 +100,10 @@ def distill(
         command="distill",
         progress_class=DistillProgressTable,
     )
-    return Predictor.load(run.path, device=resolved.device)
+    return PretrainResult(Predictor.load(run.path, device=resolved.device), run.path, None)
 
 
 def check_is_distillation(recipe: Recipe, run: str | Path) -> None:
     """Refuse to resume a run that has no teacher."""
     if recipe.pretrain is None or recipe.pretrain.method != "distill":
-        command = "train" if recipe.pretrain is None else "pretrain"
-        raise VitralError(
-            f"{run} is not a run of vitral distill", f"Resume it with: vitral {command} --resume {shell_quote(run)}"
-        )
+        raise VitralError(f"{run} is not a run of vitral distill", f"Resume it with: {resume_command(Path(run))}")

@@ -109,10 +109,6 @@ def pretrain(
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
         check_learns_without_labels(resolved, resume)
-        if resolved.pretrain is not None and resolved.pretrain.method == "distill":
-            raise VitralError(
-                f"{resume} learns from a teacher", f"Resume it with: vitral distill --resume {shell_quote(resume)}"
-            )
     else:
         resolved = resolve_pretrain_recipe(sources, recipe, str(init_from) if init_from else None, preset, options)
         resolved = with_excluded_files(resolved.with_overrides(overrides), exclude)

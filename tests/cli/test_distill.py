@@ -40,7 +40,7 @@ def test_distill_then_resume_then_embed(photos: Path, command: Command) -> None:
     code, out, _ = command("distill", "--resume", "run")
     assert code == 0
     assert "run is finished" in out
-    assert command("embed", "run", "photos/ants/0.png", "--out", "features.npy", "--device", "cpu")[0] == 0
+    assert command("embed", "run", "photos/ants/0.png", "--out", "features.npy")[0] == 0
 
 
 def test_recipe_of_a_run_repeats_it(photos: Path, command: Command) -> None:

@@ -18,16 +18,19 @@ from typing import Any
 import torch
 
 from support.common import textures
+from support.models import randomize_weights
 from support.pretrain_runs import PRETRAIN_RECIPE, preprocessing_for, unlabelled_textures
 from vitral.data.datasets import Dataset
 from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.device.select import select_hardware
 from vitral.distributed.world import SINGLE_PROCESS, init_distributed
 from vitral.errors import VitralError
-from vitral.models.vit import ViTConfig
+from vitral.models.vit import ViT, ViTConfig
 from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 from vitral.runs.run import Run
+from vitral.ssl.teacher import Teacher
 from vitral.training.callbacks import Callback
+from vitral.training.distiller import DistillTrainer
 from vitral.training.pretrainer import PretrainTrainer
 from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
@@ -59,6 +62,16 @@ PREPROCESSING = Preprocessing(image_size=(8, 8), channels=1, mean=MEAN, std=STD)
 PRETRAINING = PRETRAIN_RECIPE.with_overrides({"model.dropout": 0.0, "model.drop_path": 0.0})
 
 
+def make_teacher(student: ViTConfig, preprocessing: Preprocessing) -> Teacher:
+    """A classifier with random weights for the images of the student."""
+    vit = randomize_weights(ViT(replace(student, width=24, depth=1, heads=2)))
+    return Teacher(vit, preprocessing, name="tiny", sha256="0" * 64)
+
+
+def uses_teacher(overrides: dict[str, Any]) -> bool:
+    return overrides.get("pretrain.method") == "distill" or "distill.teacher" in overrides
+
+
 class InterruptAt(Callback):
     """Sends SIGTERM to this process after a step. Only one rank does; the others must learn of it."""
 
@@ -80,10 +93,15 @@ def train(
     single: bool = False,
 ) -> dict[str, Any]:
     """Train `RECIPE` or `PRETRAINING` with overrides in folder/name; returns {"error": [what, hint] or None}."""
-    trainer_class, recipe, dataset, preprocessing = Trainer, RECIPE, DATASET, PREPROCESSING
+    trainer_class: type[Trainer] = Trainer
+    recipe, dataset, preprocessing = RECIPE, DATASET, PREPROCESSING
     if "pretrain.method" in overrides:
         trainer_class, recipe, dataset = PretrainTrainer, PRETRAINING, unlabelled_textures()
         preprocessing = preprocessing_for(dataset, recipe)
+    if overrides.get("pretrain.method") == "distill":
+        trainer_class, rows = DistillTrainer, torch.arange(len(dataset.train))
+        dataset = replace(dataset, train=replace(dataset.train, labels=rows))
+    teacher = make_teacher(recipe.model, preprocessing) if uses_teacher(overrides) else None
     recipe = recipe.with_overrides(overrides)
     hardware = select_hardware(device="cpu", precision=recipe.precision, compile="no")
     world = hardware.world
@@ -100,7 +118,7 @@ def train(
     world.broadcast_from_rank0(lambda: atomic_write(run.recipe_file, recipe.to_toml()))
     interrupt = InterruptAt(stop_at if world.rank == world.size - 1 else None)
     try:
-        trainer_class(recipe, dataset, preprocessing, run, hardware, callbacks=[interrupt]).fit()
+        trainer_class(recipe, dataset, preprocessing, run, hardware, callbacks=[interrupt], teacher=teacher).fit()
     except VitralError as error:
         return {"error": [error.what, error.hint]}
     return {"error": None}

@@ -158,11 +158,14 @@ class Run:
 
 
 def resume_command(path: Path) -> str:
-    """The command that continues the run in a folder: that of pretraining if its recipe has no labels."""
-    is_pretraining = False
+    """The command that continues the run in a folder: of recipes without labels that of pretraining or distillation."""
+    command = "train"
     with suppress(OSError, ValueError):
-        is_pretraining = "pretrain" in read_toml(path / "recipe.toml")
-    return f"vitral {'pretrain' if is_pretraining else 'train'} --resume {shell_quote(path)}"
+        pretrain = read_toml(path / "recipe.toml").get("pretrain")
+        if pretrain is not None:
+            has_teacher = isinstance(pretrain, dict) and pretrain.get("method") == "distill"
+            command = "distill" if has_teacher else "pretrain"
+    return f"vitral {command} --resume {shell_quote(path)}"
 
 
 def find_model_dir(path: Path) -> Path:

@@ -30,7 +30,7 @@ from vitral.distributed.world import World
 from vitral.errors import VitralError
 from vitral.models.vit import Grid, ViT
 from vitral.ssl.heads import MLP
-from vitral.ssl.method import Branch, PretrainMethod
+from vitral.ssl.method import Branch, PretrainMethod, pooled_width
 from vitral.ssl.teacher import Teacher, TeacherFeatures
 from vitral.ssl.views import ViewConfig
 
@@ -183,10 +183,3 @@ def check_features(features_NE: Tensor, teacher: str) -> None:
             f"the teacher {teacher} gives {bad:,} of {len(features_NE):,} images features that are NaN or infinite",
             "Check the teacher and its preprocessing, or use --precision fp32",
         )
-
-
-def pooled_width(vit: ViT) -> int:
-    """The width of pooled features, which some variants concatenate from several tokens."""
-    tokens = torch.zeros(1, vit.config.num_prefix_tokens + math.prod(vit.config.grid) + 1, vit.config.width)
-    with torch.no_grad():
-        return vit.pool(tokens).shape[1]

@@ -107,7 +107,8 @@ class PretrainTrainer(Trainer):
             self.save_checkpoint()
             raise VitralError(
                 f"{collapse.what}, after epoch {self.state.epoch}",
-                f"{collapse.hint}. Start again with: vitral pretrain --recipe {shell_quote(self.run.recipe_file)} ...",
+                f"{collapse.hint}. Start again with: "
+                f"vitral {self.command} --recipe {shell_quote(self.run.recipe_file)} ...",
             )
 
     def training_score(self, mean_score: float) -> dict[str, float]:

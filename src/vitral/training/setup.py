@@ -89,13 +89,17 @@ def resolve_recipe(
 
 def check_learns_labels(recipe: Recipe, run: str | Path | None = None) -> None:
     """Refuse a recipe without labels, or the run that has it."""
-    if recipe.pretrain is not None and run is not None:
-        raise VitralError(f"{run} is a run of vitral pretrain", f"Resume it with: {resume_command(Path(run))}")
-    if recipe.pretrain is not None:
-        raise VitralError(
-            f"the recipe {recipe.name} learns without labels",
-            "Use it with vitral pretrain IMAGES, or choose another --recipe (see vitral recipes)",
-        )
+    if recipe.pretrain is None:
+        return
+    has_teacher = recipe.pretrain.method == "distill"
+    if run is not None:
+        command = "distill" if has_teacher else "pretrain"
+        raise VitralError(f"{run} is a run of vitral {command}", f"Resume it with: {resume_command(Path(run))}")
+    usage = "distill IMAGES --teacher MODEL" if has_teacher else "pretrain IMAGES"
+    raise VitralError(
+        f"the recipe {recipe.name} learns without labels",
+        f"Use it with vitral {usage}, or choose another --recipe (see vitral recipes)",
+    )
 
 
 def with_dataset(recipe: Recipe, data: str) -> Recipe:

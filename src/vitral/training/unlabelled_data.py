@@ -102,7 +102,7 @@ def resolve_pretrain_recipe(
 
 
 def check_learns_without_labels(recipe: Recipe, run: str | Path | None = None) -> None:
-    """Refuse a recipe with labels, or the run that has it."""
+    """Refuse a recipe with labels or a teacher, or the run that has it."""
     if recipe.pretrain is None and run is not None:
         raise VitralError(f"{run} is a run of vitral train", f"Resume it with: {resume_command(Path(run))}")
     if recipe.pretrain is None:
@@ -110,12 +110,20 @@ def check_learns_without_labels(recipe: Recipe, run: str | Path | None = None) -
             f"the recipe {recipe.name} learns labels",
             "Use it with vitral train DATA, or choose another --recipe, such as pretrain-small",
         )
+    if recipe.pretrain.method == "distill" and run is not None:
+        raise VitralError(f"{run} is a run of vitral distill", f"Resume it with: {resume_command(Path(run))}")
+    if recipe.pretrain.method == "distill":
+        raise VitralError(
+            f"the recipe {recipe.name} learns from a teacher", "Use it with vitral distill IMAGES --teacher MODEL"
+        )
 
 
 def check_method(recipe: Recipe) -> None:
     """Refuse a model that the method cannot train, before any image is read. The method is built without weights."""
     config, model = recipe.pretrain, recipe.model
     assert config is not None
+    if config.method == "distill":  # depends on the teacher, and trains every model
+        return
     with torch.device("meta"):
         vit = VARIANTS[recipe.variant](model)
         method = make_method(config, vit, make_preprocessing(with_placeholder_stats(recipe)))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.commands.pretrain import GROUP_TITLES as PRETRAIN_TITLES
+from vitral.cli.commands.pretrain import HELP as PRETRAIN_HELP
 from vitral.cli.commands.pretrain import LABEL_FIELDS, PREFIX, recipe_overrides
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
 from vitral.cli.options import checkpoint_flags, checkpoint_options
@@ -19,6 +20,7 @@ from vitral.errors import VitralError, shell_quote
 COMMON = "Common flags"
 COMMON_FIELDS = (
     "distill.patch_weight", "distill.augment", "epochs", "batch_size", "optim.lr", "device", "precision", "seed",
+    "labels",
 )  # fmt: skip
 TEACHER = "pretrain.distill.teacher"
 OTHER_FIELDS = (  # of a recipe, that do not apply: other methods, small views, labels
@@ -27,6 +29,7 @@ OTHER_FIELDS = (  # of a recipe, that do not apply: other methods, small views, 
     *(name for name in LABEL_FIELDS if name != "pretrain.distill."),
 )  # fmt: skip
 GROUP_TITLES = {**PRETRAIN_TITLES, "distill": "Distillation"}
+HELP = {**PRETRAIN_HELP, "init_from": "checkpoint that the student starts from; empty: from scratch"}
 
 
 def distill_fields() -> Iterable[ConfigField]:
@@ -35,7 +38,7 @@ def distill_fields() -> Iterable[ConfigField]:
     for field in read_config_fields("vitral.recipes.schema", "Recipe"):
         if not is_other_field(field.path):
             path = field.path.removeprefix(PREFIX)
-            fields[path] = replace(field, path=path)
+            fields[path] = replace(field, path=path, help=HELP.get(field.path, field.help))
     fields["batch_size"] = replace(fields["batch_size"], type=int | Literal["auto"])
     for field in read_config_fields("vitral.models.variants.hybrid", "HybridConfig", "model."):
         if not is_other_field(field.path):
@@ -68,18 +71,20 @@ class DistillArgs:
     recipe: str | None = option(None, "recipe name (see vitral recipes) or TOML file", group=COMMON)
     preset: str | None = option(None, "size of the student instead of the recipe's: Ti/16, S/32, ...", group=COMMON)
     overrides: Mapping[str, Any] = config_options(distill_fields, group=group_title)
-    labels: str | None = option(
-        None, "labelled images for the k-NN accuracy after each epoch; not used in training", group=COMMON
-    )
     out: Path | None = option(None, "run folder to create (default: runs/<recipe>-<date>-<id>)", group=COMMON)
     resume: Path | None = option(None, "run folder of an interrupted run to continue", group=COMMON)
+    exclude: Path | None = option(
+        None,
+        "list of files that are not used: a CSV file of vitral doctor --fix-list, or one path per line",
+        group=GROUP_TITLES["data"],
+    )
     checkpoint: Mapping[str, Any] = checkpoint_flags()
 
 
 def distill(args: DistillArgs) -> int:
     overrides = recipe_overrides(args.overrides)
     models = (overrides.get("init_from") or None, args.teacher)
-    check_inputs(*models, data=args.labels, sources=args.images, recipe=args.recipe)
+    check_inputs(*models, data=overrides.get("pretrain.labels"), sources=args.images, recipe=args.recipe)
     if args.resume is not None:
         check_resume_flags(args)
     elif args.recipe is None:
@@ -97,7 +102,7 @@ def distill(args: DistillArgs) -> int:
         recipe=args.recipe,
         preset=args.preset,
         options=checkpoint_options(args.checkpoint),
-        labels=args.labels,
+        exclude=args.exclude,
         out=args.out,
         resume=args.resume,
         quiet=False,
@@ -110,7 +115,7 @@ def check_resume_flags(args: DistillArgs) -> None:
     """A resumed run keeps its images, teacher and recipe; only a few fields may change."""
     from vitral.recipes.schema import RESUMABLE_FIELDS
 
-    fixed = [name for name in ("images", "teacher", "recipe", "preset", "out") if getattr(args, name)]
+    fixed = [name for name in ("images", "teacher", "recipe", "preset", "exclude", "out") if getattr(args, name)]
     fixed += [path for path in args.overrides if path not in RESUMABLE_FIELDS]
     if fixed:
         flag = args.images[0] if fixed[0] == "images" else f"--{fixed[0].replace('_', '-')}"

@@ -100,7 +100,9 @@ def print_finished(console: Console, run: Run, recipe: Recipe, *, is_judged: boo
     if is_judged:
         console.print(f"{run} is finished", soft_wrap=True, markup=False)
         return
-    longer = f"{vitral_command()} pretrain --recipe {shell_quote(run.recipe_file)} --epochs {2 * recipe.epochs}"
+    has_teacher = recipe.pretrain is not None and recipe.pretrain.method == "distill"
+    command = f"{vitral_command()} {'distill' if has_teacher else 'pretrain'}"
+    longer = f"{command} --recipe {shell_quote(run.recipe_file)} --epochs {2 * recipe.epochs}"
     lines = [f"{run} is finished; nothing was changed.", *next_steps(run), f"Train for longer in a new run: {longer}"]
     console.print("\n".join(lines), soft_wrap=True, markup=False)
 
