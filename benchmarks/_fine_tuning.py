@@ -32,8 +32,9 @@ def fine_tune(setup: TrainingSetup, test: Split, seed: int) -> FineTuned:
         training = Run.create(Path(folder), "run", Path(folder) / "run")
         hardware = training_hardware(replace(setup, recipe=recipe))
         trainer = Trainer(
-            recipe, setup.dataset, setup.preprocessing, training, hardware, initial_weights=setup.initial_weights
-        )
+            recipe, setup.dataset, setup.preprocessing, training, hardware, initial_weights=setup.initial_weights,
+            teacher=setup.teacher,
+        )  # fmt: skip
         start = time.perf_counter()
         trainer.fit()
         seconds = time.perf_counter() - start
