@@ -81,6 +81,7 @@ def local_view_error(method: PretrainMethod, hardware: Hardware) -> float:
     size = method.views.local_image_size(vit.config.image_size, vit.config.patch_size)
     rng_state = hardware.rng_state()
     images = torch.randn(CHECK_IMAGES, vit.config.channels, *size, device=hardware.device)
+    grad_out = torch.randn(CHECK_IMAGES, vit.config.width, device=hardware.device)
     assert student.encode_fn is not None
     parameters, results = list(vit.encoder.parameters()), []
     was_training = method.training
@@ -88,7 +89,7 @@ def local_view_error(method: PretrainMethod, hardware: Hardware) -> float:
     for encode in (student.encode_fn, student.encode):
         with hardware.autocast():
             pooled = vit.pool(encode(images, None)).float()
-        grads = torch.autograd.grad(pooled.square().sum(), parameters, allow_unused=True)
+        grads = torch.autograd.grad(pooled, parameters, grad_out, allow_unused=True)
         flat = torch.cat([grad.flatten().float() for grad in grads if grad is not None])
         results.append([pooled.detach(), flat])
     method.train(was_training)

@@ -8,6 +8,7 @@ sample of images, which reveal a collapse, and with a few labels their k-NN accu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from vitral.ssl.collapse import CollapseMetrics, collapse_reason, measure_collap
 from vitral.ssl.method import PretrainMethod
 from vitral.training.backend import Backend
 from vitral.training.callbacks import Callback
+from vitral.training.nan_debug import Diverged
 from vitral.training.pretrain_backend import make_pretrain_backend
 from vitral.training.setup import TrainingSetup
 from vitral.training.timing import TimeBudget
@@ -84,6 +86,8 @@ class PretrainTrainer(Trainer):
         training_seconds = self.clock.training_seconds(state)
         metrics = self.training_metrics()
         checks = self.measure_features()
+        if not math.isfinite(checks.effective_rank):  # the last update itself diverged; these weights must not be saved
+            raise Diverged(f"the features are not finite after step {state.step}", state.step)
         metrics |= {name: value for name, value in vars(checks).items() if value is not None}
         if self.probe_set is not None:
             features = self._forward(self.method.features, self.probe_set.images).cpu()

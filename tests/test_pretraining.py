@@ -1,0 +1,188 @@
+"""`vitral.pretrain`: from images to a run folder and a model that other functions take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import vitral
+from support.common import identical
+from support.pretrain_runs import CENTER, METHODS, PRETRAIN_RECIPE, save_arrays, save_textures
+from support.training import final_weights, metrics_without_timing
+from vitral import api
+from vitral.data.preprocess import Preprocessing
+from vitral.errors import VitralError
+from vitral.models.vit import ViT, ViTConfig
+from vitral.pretraining import PretrainResult
+from vitral.runs.model_io import ModelConfig, save_model
+from vitral.runs.run import Run
+
+TINY = {"batch_size": 8, "epochs": 2, "model.channels": 3}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_textures(tmp_path_factory.mktemp("photos"))
+
+
+@pytest.fixture
+def pretrain(photos: Path, tmp_path: Path) -> Any:
+    def run(name: str = "run", images: Any = None, **overrides: Any) -> PretrainResult:
+        images = str(photos) if images is None else images
+        return vitral.pretrain(images, recipe=PRETRAIN_RECIPE, out=tmp_path / name, **{**TINY, **overrides})
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> PretrainResult:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    return vitral.pretrain(str(photos), recipe=PRETRAIN_RECIPE, out=out, labels=str(photos), **TINY)
+
+
+def test_the_run_folder_is_complete(finished: PretrainResult, photos: Path) -> None:
+    run = Run.open(finished.run)
+    assert run.is_finished
+    assert [row["epoch"] for row in run.load_metrics()] == [1, 2]
+    assert all("knn_top1" in row for row in run.load_metrics())
+    assert run.load_environment()["data"]["name"] == str(photos)
+    assert sorted(path.name for path in run.model_dir.iterdir()) == ["config.json", "weights.safetensors"]
+
+
+@pytest.mark.parametrize("method", [METHODS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[1:])])
+def test_the_recipe_repeats_the_run_bit_for_bit(pretrain: Any, tmp_path: Path, method: str, photos: Path) -> None:
+    first = Run(pretrain("first", method=method, labels=str(photos)).run)
+    second = Run(vitral.pretrain(recipe=first.recipe_file, out=tmp_path / "second").run)
+    assert identical(final_weights(first), final_weights(second))
+    assert metrics_without_timing(first) == metrics_without_timing(second)  # also the k-NN accuracy
+
+
+def test_the_model_has_features_and_no_classifier(finished: PretrainResult, photos: Path) -> None:
+    model, image = finished.model, next(photos.rglob("*.png"))
+    assert model.features(torch.zeros(2, 3, 16, 16, dtype=torch.uint8)).shape == (2, 32)
+    assert "features only" in repr(model)
+    with pytest.raises(VitralError, match="has no classification head") as error:
+        model.predict(image)
+    assert "vitral train DATA --init-from" in error.value.hint
+    assert "vitral embed" in error.value.hint
+    explanation = model.explain(image)
+    assert [heat.method.name for heat in explanation.heatmaps] == ["rollout"]
+    assert explanation.prediction == ()
+    with pytest.raises(VitralError, match="gradcam explains the logit of a class, but the model has no classifier"):
+        model.explain(image, methods="gradcam")
+
+
+@pytest.mark.parametrize("function", ["evaluate", "bench", "export", "report"])
+def test_functions_that_need_predictions_refuse_it(finished: PretrainResult, function: str) -> None:
+    with pytest.raises(VitralError, match="has no classification head"):
+        getattr(api, function)(finished.run)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_figures")
+def test_fine_tuning_starts_with_the_pretrained_weights(finished: PretrainResult, photos: Path, tmp_path: Path) -> None:
+    vitral.train(
+        str(photos), init_from=finished.run, out=tmp_path / "tuned", epochs=1, batch_size=8, device="cpu", threads=1,
+        **{"optim.lr": 1e-12},
+    )  # fmt: skip
+    pretrained, tuned = final_weights(Run(finished.run)), final_weights(Run(tmp_path / "tuned"))
+    backbone = [name for name in pretrained if not name.startswith("head.")]
+    assert all(torch.allclose(pretrained[name], tuned[name]) for name in backbone)
+
+
+def test_a_sequence_of_images_can_be_learned_from(pretrain: Any) -> None:
+    images = [np.random.default_rng(i).integers(0, 255, (20, 24, 3), dtype=np.uint8) for i in range(9)]
+    result = pretrain(images=images, epochs=1)
+    assert Run(result.run).is_finished
+
+
+def test_several_sources(pretrain: Any, photos: Path, tmp_path: Path) -> None:
+    more = save_textures(tmp_path / "more", count=8)
+    result = pretrain(images=[str(photos), str(more)], epochs=1)
+    environment = Run(result.run).load_environment()
+    assert environment["data"]["name"] == f"{photos} + {more}"
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+def test_pretraining_continues_from_a_checkpoint_with_other_channels_and_size(
+    finished: PretrainResult, tmp_path: Path, channels: int
+) -> None:
+    folder = save_arrays(tmp_path / "arrays", channels)
+    result = vitral.pretrain(
+        str(folder), init_from=finished.run, out=tmp_path / "run", epochs=1, batch_size=4, device="cpu", threads=1,
+        **{"model.image_size": (16, 24), "pretrain.lejepa.hidden_width": 16},
+    )  # fmt: skip
+    config = result.model.model_config
+    assert config.architecture.image_size == (16, 24)
+    assert config.architecture.channels == config.preprocessing.channels
+    assert config.preprocessing.channels == (channels if channels > 3 else 3)
+
+
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_a_tiny_learning_rate_keeps_the_weights_of_the_checkpoint(tmp_path: Path, photos: Path, pooling: str) -> None:
+    torch.manual_seed(5)
+    config = ViTConfig(image_size=(16, 16), patch_size=8, num_classes=3, width=32, depth=1, heads=2, pooling=pooling)
+    vit = ViT(config)
+    model_config = ModelConfig(
+        architecture=config,
+        preprocessing=Preprocessing(image_size=(16, 16), channels=3, mean=(0.5,) * 3, std=(0.2,) * 3),
+        classes=("a", "b", "c"),
+        trained_on="photos",
+        epoch=1,
+    )
+    save_model(tmp_path / "model", vit, model_config)
+    result = vitral.pretrain(
+        str(photos), init_from=tmp_path / "model", out=tmp_path / "run", epochs=1, batch_size=8, device="cpu",
+        threads=1, **{"optim.lr": 1e-12, "pretrain.lejepa.hidden_width": 16},
+    )  # fmt: skip
+    state = vit.state_dict()
+    weights = final_weights(Run(result.run))
+    assert all(torch.allclose(state[name], weights[name]) for name in state if not name.startswith("head."))
+
+
+def test_a_resumed_run_keeps_its_labels(pretrain: Any, photos: Path, tmp_path: Path) -> None:
+    run = Run(pretrain(labels=str(photos), **CENTER, keep_checkpoints=9, checkpoint_epochs=1).run)
+    reference, rows = final_weights(run), metrics_without_timing(run)
+    max(run.checkpoint_dir.glob("step-*.pt")).unlink()
+    (run.model_dir / "config.json").unlink()
+    resumed = Run(vitral.pretrain(resume=run.path).run)
+    assert identical(final_weights(resumed), reference)
+    assert metrics_without_timing(resumed) == rows
+
+
+def test_a_finished_run_is_not_changed(finished: PretrainResult) -> None:
+    before = (finished.run / "metrics.jsonl").read_bytes()
+    result = vitral.pretrain(resume=finished.run)
+    assert (finished.run / "metrics.jsonl").read_bytes() == before
+    assert result.run == finished.run
+
+
+def test_train_and_pretrain_refuse_runs_and_recipes_of_each_other(finished: PretrainResult, photos: Path) -> None:
+    with pytest.raises(VitralError, match="is a run of vitral pretrain") as error:
+        vitral.train(resume=finished.run)
+    assert f"vitral pretrain --resume {finished.run}" in error.value.hint
+    for start in ({"recipe": finished.run / "recipe.toml"}, {"data": str(photos), "recipe": "pretrain-small"}):
+        with pytest.raises(VitralError, match="learns without labels") as error:
+            vitral.train(**start)
+        assert "vitral pretrain" in error.value.hint
+    with pytest.raises(VitralError, match="the recipe digits learns labels"):
+        vitral.pretrain(str(photos), recipe="digits")
+
+
+@pytest.mark.parametrize("given", [{"images": "photos"}, {"preset": "Ti/16"}, {"recipe": "pretrain"}, {"out": "x"}])
+def test_a_resumed_run_keeps_its_images_and_recipe(finished: PretrainResult, given: dict[str, Any]) -> None:
+    with pytest.raises(VitralError, match="a resumed run keeps its images, recipe and folder"):
+        vitral.pretrain(resume=finished.run, **given)
+    with pytest.raises(VitralError, match="epochs cannot be changed"):
+        vitral.pretrain(resume=finished.run, epochs=9)
+
+
+def test_files_can_be_left_out(pretrain: Any, photos: Path, tmp_path: Path) -> None:
+    names = [str(path.relative_to(photos)) for path in sorted(photos.rglob("*.png"))[:4]]
+    (tmp_path / "list.txt").write_text("\n".join(names))
+    result = pretrain(epochs=1, exclude=tmp_path / "list.txt")
+    assert Run(result.run).load_environment()["data"]["images"] == 20
