@@ -84,15 +84,14 @@ def test_the_loss_and_score_with_sinkhorn_are_cross_entropies_with_balanced_targ
     targets = sinkhorn(method.logits(method.teacher, teacher_tokens[:, 0]) / TEACHER, SINGLE_PROCESS)
     patch_targets = sinkhorn(method.logits(method.teacher, teacher_tokens[:, 1:][mask]) / TEACHER, SINGLE_PROCESS)
     global_logits = method.logits(method.student, tokens[:, 0]).unflatten(0, (6, 2))
-    local_logits = method.logits(method.student, method.student.features(local_views.flatten(0, 1))).unflatten(
-        0, (6, 2)
-    )
+    local_features = method.student.features(local_views.flatten(0, 1))
+    local_logits = method.logits(method.student, local_features).unflatten(0, (6, 2))
     logits = torch.cat([global_logits, local_logits], dim=1) / STUDENT
     losses = []
     for b in range(6):
         pairs = [(view, target) for view in range(4) for target in range(2) if view != target]
         view_losses = [-(targets[2 * b + target] * logits[b, view].log_softmax(0)).sum() for view, target in pairs]
-        losses.append(sum(view_losses) / 6)
+        losses.append(torch.stack(view_losses).mean())
     patch_logits = method.logits(method.student, tokens[:, 1:][mask]) / STUDENT
     patch_loss = -(patch_targets * patch_logits.log_softmax(dim=1)).sum(dim=1).mean()
     loss, score = method(*batch)
@@ -148,9 +147,11 @@ def test_what_all_outputs_have_in_common_is_no_collapse(balance: str) -> None:
     method, images = make_dino(balance=balance), torch.randn(32, 3, 16, 16)
     assert method.teacher is not None
     with torch.no_grad():
-        method.teacher.head[-1].weight.mul_(3)
-        method.teacher.head[-1].bias.copy_(method.teacher.prototypes.weight[0] * 10)
-        method.centers_2K[0] = method.logits(method.teacher, method.teacher.features(images)).mean(dim=0)
+        last = method.teacher.get_submodule("head")[-1]  # type: ignore[index]
+        last.weight.mul_(3)
+        last.bias.copy_(method.teacher.get_parameter("prototypes.weight")[0] * 10)
+        if balance == "center":
+            method.centers_2K[0] = method.logits(method.teacher, method.teacher.features(images)).mean(dim=0)
         logits = method.output_logits(images)
         assert logits is not None
         probs = method.output_probs(logits)
@@ -214,13 +215,15 @@ def test_pixels_under_masked_patches_do_not_reach_the_student() -> None:
 def test_local_views_are_not_masked() -> None:
     method = make_dino()
     global_views, local_views, masks = draw_batch(method, random_images())
-    seen = []
-    encode = method.student.encode
-    method.student.encode_fn = lambda images, mask: (
-        seen.append((images.shape[-1], mask is None)) or encode(images, mask)
-    )
+    calls: list[tuple[int, bool]] = []
+
+    def encode(images: Tensor, mask: Tensor | None) -> Tensor:
+        calls.append((images.shape[-1], mask is not None))
+        return method.student.encode(images, mask)
+
+    method.student.encode_fn = encode
     method(global_views, local_views, masks)
-    assert seen == [(16, False), (8, True)]
+    assert calls == [(16, True), (8, False)]
 
 
 @pytest.mark.parametrize(("local_views", "mask_ratio"), [(0, 0.2), (1, 0.5), (6, 0.8)])
@@ -230,7 +233,7 @@ def test_a_uniform_student_has_the_initial_loss_whatever_the_views_and_masks(
     method = make_dino(mask_ratio=mask_ratio, patch_weight=0.5)
     method.views = replace(method.views, local_views=local_views)
     with torch.no_grad():
-        method.student.prototypes.weight.copy_(torch.ones(24, 8))
+        method.student.get_parameter("prototypes.weight").fill_(1)
     loss, _ = method(*draw_batch(method, random_images()))
     assert loss.item() / 6 == pytest.approx(1.5 * math.log(24), rel=1e-5)
     assert method.initial_loss == pytest.approx(1.5 * math.log(24))

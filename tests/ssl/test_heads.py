@@ -16,7 +16,7 @@ def test_batch_norm_equals_that_of_torch_in_training(affine: bool) -> None:
     torch.manual_seed(0)
     norm, reference = BatchNorm(5, affine=affine), nn.BatchNorm1d(5, affine=affine)
     if affine:
-        for parameter in (norm.weight, norm.bias):
+        for parameter in norm.parameters():
             nn.init.normal_(parameter)
         reference.load_state_dict(reference.state_dict() | norm.state_dict())
     x = torch.randn(7, 5) * 3 + 2

@@ -126,6 +126,6 @@ def test_the_loss_is_computed_in_fp32_under_autocast() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("weight", 0.0), ("weight", 1.0), ("directions", 0), ("hidden_width", 0), ("width", 0)]
 )
-def test_invalid_options_are_named(name: str, value: float) -> None:
+def test_invalid_options_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^lejepa\.{name} must be .*, got {value}$"):
         LeJEPAConfig(**{name: value})

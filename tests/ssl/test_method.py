@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Generator, Tensor
 
-from support.common import identical, textures
+from support.common import identical
 from support.pretraining import (
     METHOD_NAMES,
     TINY,
@@ -30,7 +27,7 @@ from support.processes import HANG_SECONDS, run_ranks
 from vitral.errors import VitralError
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
-from vitral.ssl.config import PretrainConfig
+from vitral.ssl.config import MethodName, PretrainConfig
 from vitral.ssl.method import Branch, PretrainMethod
 from vitral.ssl.methods import make_method
 from vitral.ssl.views import ViewConfig
@@ -58,7 +55,7 @@ def gradients(method: PretrainMethod, batch: tuple[Tensor, ...]) -> dict[str, Te
 
 @pytest.mark.parametrize("model", MODELS)
 @methods
-def test_gradients_reach_every_trainable_parameter_and_no_teacher(name: str, model: str) -> None:
+def test_gradients_reach_every_trainable_parameter_and_no_teacher(name: MethodName, model: str) -> None:
     method = tiny_method(name, replace(VIT, **MODELS[model]))
     if method.student.mask_token is not None:
         torch.nn.init.normal_(method.student.mask_token)  # with pre-norm, a zero token without position has no norm
@@ -73,7 +70,7 @@ def test_gradients_reach_every_trainable_parameter_and_no_teacher(name: str, mod
 
 @pytest.mark.parametrize("variant", ["distilled", "late-norm", "patch-norm", "class-and-mean"])
 @methods
-def test_variants_are_trained_or_refused_in_two_lines(name: str, variant: str) -> None:
+def test_variants_are_trained_or_refused_in_two_lines(name: MethodName, variant: str) -> None:
     torch.manual_seed(0)
     vit = VARIANTS[variant](VIT)
     if name == "dino" and variant in ("distilled", "class-and-mean"):  # pooled features have twice the width
@@ -90,7 +87,7 @@ def test_variants_are_trained_or_refused_in_two_lines(name: str, variant: str) -
 
 
 @methods
-def test_loss_and_score_are_sums_over_the_images_in_fp32(name: str) -> None:
+def test_loss_and_score_are_sums_over_the_images_in_fp32(name: MethodName) -> None:
     method = tiny_method(name)
     loss, score = method(*draw_batch(method, random_images()))
     assert loss.shape == score.shape == ()
@@ -100,13 +97,13 @@ def test_loss_and_score_are_sums_over_the_images_in_fp32(name: str) -> None:
 
 
 @methods
-def test_every_tensor_of_a_batch_has_a_row_per_image(name: str) -> None:
+def test_every_tensor_of_a_batch_has_a_row_per_image(name: MethodName) -> None:
     method = tiny_method(name)
     assert {len(tensor) for tensor in draw_batch(method, random_images(count=5))} == {5}
 
 
 @methods
-def test_the_loss_under_autocast_is_finite_and_near_that_in_fp32(name: str) -> None:
+def test_the_loss_under_autocast_is_finite_and_near_that_in_fp32(name: MethodName) -> None:
     method = tiny_method(name)
     batch = draw_batch(method, random_images(count=32))
     expected, _ = method(*batch)
@@ -121,7 +118,7 @@ def test_the_loss_under_autocast_is_finite_and_near_that_in_fp32(name: str) -> N
 @methods_with_teacher
 @pytest.mark.parametrize(("progress", "fraction"), [(0.0, 1.0), (0.5, 0.5), (1.0, 0.0)])
 def test_the_teacher_moves_towards_the_student_at_a_rate_that_falls_to_0(
-    name: str, progress: float, fraction: float
+    name: MethodName, progress: float, fraction: float
 ) -> None:
     method = tiny_method(name, options={"momentum": 0.9})
     assert method.teacher is not None
@@ -144,7 +141,7 @@ def state_of(branch: Branch) -> dict[str, Tensor]:
 
 
 @methods_with_teacher
-def test_the_teacher_stays_after_a_step_that_is_not_finite(name: str) -> None:
+def test_the_teacher_stays_after_a_step_that_is_not_finite(name: MethodName) -> None:
     method = tiny_method(name)
     assert method.teacher is not None
     with torch.no_grad():
@@ -156,7 +153,7 @@ def test_the_teacher_stays_after_a_step_that_is_not_finite(name: str) -> None:
 
 
 @methods_with_teacher
-def test_the_teacher_starts_as_the_student_and_shares_no_memory_with_it(name: str) -> None:
+def test_the_teacher_starts_as_the_student_and_shares_no_memory_with_it(name: MethodName) -> None:
     method = tiny_method(name)
     assert method.teacher is not None
     assert identical(state_of(method.teacher), state_of(method.student))
@@ -166,7 +163,7 @@ def test_the_teacher_starts_as_the_student_and_shares_no_memory_with_it(name: st
 
 
 @methods_with_teacher
-def test_only_the_student_has_dropout_and_stochastic_depth(name: str) -> None:
+def test_only_the_student_has_dropout_and_stochastic_depth(name: MethodName) -> None:
     method = tiny_method(name, replace(VIT, dropout=0.5, drop_path=0.5)).train()
     assert method.teacher is not None
     images = torch.randn(4, 3, 16, 16)
@@ -177,7 +174,7 @@ def test_only_the_student_has_dropout_and_stochastic_depth(name: str) -> None:
 
 
 @methods
-def test_features_are_those_of_the_resulting_model(name: str) -> None:
+def test_features_are_those_of_the_resulting_model(name: MethodName) -> None:
     method = tiny_method(name).eval()
     images = torch.randn(4, 3, 16, 16)
     assert torch.equal(method.features(images), method.backbone.features(images))
@@ -185,7 +182,7 @@ def test_features_are_those_of_the_resulting_model(name: str) -> None:
 
 
 @methods
-def test_copies_are_independent(name: str) -> None:
+def test_copies_are_independent(name: MethodName) -> None:
     method = tiny_method(name)
     method.student.encode_fn = lambda *_: pytest.fail("refers to the weights of the original")
     duplicate = copy.deepcopy(method)
@@ -202,7 +199,7 @@ def test_copies_are_independent(name: str) -> None:
 
 
 @methods
-def test_a_state_dict_continues_training_exactly(name: str) -> None:
+def test_a_state_dict_continues_training_exactly(name: MethodName) -> None:
     method, other = tiny_method(name, seed=0), tiny_method(name, seed=1)
     for seed in range(2):
         method(*draw_batch(method, random_images(), seed))
@@ -214,7 +211,7 @@ def test_a_state_dict_continues_training_exactly(name: str) -> None:
 
 
 @methods
-def test_the_generator_determines_batch_and_loss(name: str) -> None:
+def test_the_generator_determines_batch_and_loss(name: MethodName) -> None:
     method, images = tiny_method(name), random_images()
     torch.manual_seed(1)
     first = draw_batch(method, images)
@@ -228,7 +225,7 @@ def test_the_generator_determines_batch_and_loss(name: str) -> None:
 
 
 @methods
-def test_equal_images_get_different_views(name: str) -> None:
+def test_equal_images_get_different_views(name: MethodName) -> None:
     method = tiny_method(name)
     images = draw_batch(method, random_images()[:1].expand(6, -1, -1, -1).contiguous())[0]
     assert len(images.flatten(1).unique(dim=0)) == 6
@@ -240,7 +237,7 @@ def test_equal_images_get_different_views(name: str) -> None:
 )
 @methods
 def test_any_channels_pixel_format_and_shape(
-    name: str, channels: int, dtype: torch.dtype, image_size: tuple[int, int]
+    name: MethodName, channels: int, dtype: torch.dtype, image_size: tuple[int, int]
 ) -> None:
     vit = replace(VIT, channels=channels, image_size=image_size)
     preprocessing = preprocessing_of(vit, dtype=str(dtype).removeprefix("torch."))
@@ -255,11 +252,30 @@ def test_any_channels_pixel_format_and_shape(
 
 
 @methods
-def test_images_of_another_size_than_the_models_with_native_resizing(name: str) -> None:
+def test_images_of_another_size_than_the_models_with_native_resizing(name: MethodName) -> None:
     method = make_method(replace(TINY, method=name), ViT(VIT), preprocessing_of(VIT, resize="native"))
     batch = draw_batch(method, random_images(replace(VIT, image_size=(8, 24))))
     assert batch[0].shape[-2:] == (8, 24)
     assert method(*batch)[0].isfinite()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in METHOD_NAMES), ("dino", {"balance": "center"})])
+def test_a_compiled_method_computes_the_same(name: MethodName, options: dict[str, Any]) -> None:
+    """Two steps: directions, teacher and centre change between them, and the compiled graph must see the change."""
+    method, reference = tiny_method(name, options=options), tiny_method(name, options=options)
+    compiled = torch.compile(method, backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        batch = draw_batch(method, random_images(), seed)
+        draw_batch(reference, random_images(), seed)
+        torch.testing.assert_close(compiled(*batch)[0], reference(*batch)[0])
+        for model in (method, reference):
+            with torch.no_grad():
+                for parameter in model.student.parameters():
+                    parameter.mul_(1.1)
+            model.after_step(torch.tensor(0.1), IS_FINITE)
+    for key, tensor in reference.state_dict().items():
+        torch.testing.assert_close(method.state_dict()[key], tensor, msg=key)
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos", "rotary"])
@@ -304,23 +320,23 @@ def test_an_encode_function_replaces_the_encoder() -> None:
 
 
 def test_an_unknown_method_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^pretrain\.method must be one of lejepa, moco, dino, mae, got 'simclr'$"):
+    with pytest.raises(ValueError, match=r"^pretrain\.method must be one of lejepa, moco, .*, got 'simclr'$"):
         PretrainConfig(method="simclr")  # type: ignore[arg-type]
 
 
 @methods
-def test_only_mae_needs_no_second_view(name: str) -> None:
+def test_only_mae_needs_no_second_view(name: MethodName) -> None:
     views = ViewConfig(global_views=1, local_views=0)
     if name == "mae":
         assert PretrainConfig(method=name, views=views).views == views
         return
     with pytest.raises(ValueError, match=rf"^method {name} compares views of an image, so views\.global_views must"):
-        PretrainConfig(method=name, views=views)  # type: ignore[arg-type]
-    PretrainConfig(method=name, views=ViewConfig(global_views=1, local_views=1))  # type: ignore[arg-type]
+        PretrainConfig(method=name, views=views)
+    PretrainConfig(method=name, views=ViewConfig(global_views=1, local_views=1))
 
 
 @methods
-def test_one_global_view_and_local_views_suffice(name: str) -> None:
+def test_one_global_view_and_local_views_suffice(name: MethodName) -> None:
     method = tiny_method(name)
     method.views = ViewConfig(global_views=1, local_views=2, local_size=0.5)
     assert method(*draw_batch(method, random_images()))[0].isfinite()
@@ -341,11 +357,10 @@ init_distributed(world, hardware.device)
 results = {}
 for name, options in [*((name, {}) for name in METHOD_NAMES), ("dino", {"balance": "center"})]:
     method = tiny_method(name, options=options, world=world)
-    loss_sum = score_sum = 0
     for seed in range(2):  # the second loss depends on teacher and centre after the first
         batch = draw_batch(method, random_images(count=8), seed)
         method.zero_grad()
-        loss, score = method(*(tensor[world.rank * 4 : world.rank * 4 + 4] for tensor in batch))
+        loss, score = method(*(tensor[:5] if world.is_rank0 else tensor[5:] for tensor in batch))
         loss.backward()
         method.after_step(torch.tensor(0.25), torch.tensor(1.0))
     loss, score = (world.all_reduce_sum(value.detach().clone()) for value in (loss, score))
@@ -367,9 +382,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.timeout(2 * HANG_SECONDS)  # on a busy machine the ranks take minutes
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in METHOD_NAMES), ("dino", {"balance": "center"})])
 def test_two_ranks_compute_the_loss_and_gradients_of_one_process(
-    name: str, options: dict[str, Any], two_ranks: list[dict[str, Any]]
+    name: MethodName, options: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
-    """Batch norm, SIGReg, keys, Sinkhorn-Knopp and the centre use the images of both ranks."""
+    """Batch norm, SIGReg, keys, Sinkhorn-Knopp and the centre use the images of both ranks, of which one has more."""
     method = tiny_method(name, options=options)
     for seed in range(2):
         batch = draw_batch(method, random_images(count=8), seed)
@@ -388,34 +403,57 @@ def test_two_ranks_compute_the_loss_and_gradients_of_one_process(
             torch.testing.assert_close(state[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
 
 
-LEARNER = ViTConfig(image_size=(16, 16), patch_size=4, channels=1, num_classes=4, width=32, depth=2, heads=2)
+LEARNER = ViTConfig(image_size=(16, 16), patch_size=4, channels=1, num_classes=6, width=32, depth=2, heads=2)
+LEARNER_OPTIONS: dict[MethodName, dict[str, Any]] = {
+    "lejepa": {"hidden_width": 128, "width": 16, "directions": 64},
+    "moco": {"hidden_width": 128, "width": 32, "momentum": 0.97},
+    "dino": {
+        "hidden_width": 128, "bottleneck": 32, "prototypes": 256, "teacher_temperature": 0.02, "momentum": 0.97,
+        "patch_weight": 0.5,
+    },
+    "mae": {},
+}  # fmt: skip
+
+
+def gratings(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Noisy gratings of six classes: rows, columns or both, coarse or fine. Phase, brightness and contrast vary."""
+    rng = Generator().manual_seed(seed)
+    labels, y, x = torch.arange(count) % 6, torch.arange(16.0)[:, None], torch.arange(16.0)[None, :]
+    phase_y, phase_x, brightness, contrast = torch.rand(4, count, 1, 1, generator=rng)
+    period = torch.tensor([4.0, 8.0])[labels // 3][:, None, None]
+    rows = torch.sin(2 * math.pi * (y / period + phase_y)).expand(-1, 16, 16)
+    columns = torch.sin(2 * math.pi * (x / period + phase_x)).expand(-1, 16, 16)
+    waves = torch.stack([rows, columns, 1.4 * rows * columns])[labels % 3, torch.arange(count)]
+    noise = torch.randn(count, 16, 16, generator=rng)
+    images = 78 + 100 * brightness + (20 + 30 * contrast) * (waves + 0.5 * noise)
+    return images.clamp(0, 255).to(torch.uint8)[:, None], labels
 
 
 def knn_accuracy(method: PretrainMethod) -> float:
-    train, test = textures(256, seed=11, size=16), textures(256, seed=12, size=16)
+    splits = gratings(300, seed=11), gratings(300, seed=12)
     method.eval()
     with torch.no_grad():
-        features = [method.features((split.images / 255 - 0.5) / 0.25).numpy() for split in (train, test)]
+        train, test = ((method.features((images / 255 - 0.5) / 0.25).numpy(), labels) for images, labels in splits)
     method.train()
-    return KNeighborsClassifier(5).fit(features[0], train.labels).score(features[1], test.labels)
+    return float(KNeighborsClassifier(5).fit(*train).score(*test))
 
 
 @pytest.mark.slow
 @methods
-def test_training_lowers_the_loss_and_improves_the_features(name: str) -> None:
-    method = tiny_method(name, LEARNER, options={"momentum": 0.9} if name in WITH_TEACHER else {})
-    before = knn_accuracy(method)
-    images, rng = textures(512, seed=10, size=16).images, Generator().manual_seed(0)
+def test_training_lowers_the_loss_and_improves_the_features(name: MethodName) -> None:
+    method = tiny_method(name, LEARNER, options=LEARNER_OPTIONS[name])
+    method.views = replace(method.views, global_min_area=0.6, local_views=0, blur_first=0.0, blur_second=0.0)
+    accuracy, images, steps = knn_accuracy(method), gratings(600, seed=10)[0], 300
+    rng = Generator().manual_seed(0)
     optimizer = torch.optim.AdamW([p for p in method.parameters() if p.requires_grad], lr=2e-3, weight_decay=0.05)
     losses = []
-    for step in range(150):
-        batch = method.make_batch(images[torch.randint(512, (64,), generator=rng)], rng)
+    for step in range(steps):
+        batch = method.make_batch(images[torch.randint(600, (64,), generator=rng)], rng)
         loss = method(*batch)[0] / 64
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        method.after_step(torch.tensor(step / 150), IS_FINITE)
+        method.after_step(torch.tensor(step / steps), IS_FINITE)
         losses.append(loss.item())
-    print(name, "loss", sum(losses[:10]) / 10, "->", sum(losses[-10:]) / 10, "knn", before, "->", knn_accuracy(method))
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
-    assert knn_accuracy(method) > before
+    assert knn_accuracy(method) > accuracy + 0.05  # from 0.70

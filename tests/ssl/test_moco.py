@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_queries_have_a_predictor_and_keys_have_none() -> None:
     assert isinstance(method, MoCo)
     global_views, _ = draw_batch(method, random_images())
     features = method.student.features(global_views.flatten(0, 1))
-    projected = method.student.projector(features)
+    projected = method.student.get_submodule("projector")(features)
     torch.testing.assert_close(method.keys(global_views).flatten(0, 1), F.normalize(projected, dim=1))
     queries = F.normalize(method.predictor(projected), dim=1)
     torch.testing.assert_close(method.queries(global_views).flatten(0, 1), queries)
@@ -116,6 +117,6 @@ def test_an_untrained_model_has_about_the_initial_loss() -> None:
         ("momentum", -0.1), ("hidden_width", 0), ("width", 0),
     ],
 )  # fmt: skip
-def test_invalid_options_are_named(name: str, value: float) -> None:
+def test_invalid_options_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^moco\.{name} must be .*, got {value}$"):
         MoCoConfig(**{name: value})

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from vitral.data.preprocess import Preprocessing
 from vitral.distributed.world import SINGLE_PROCESS, World
 from vitral.models.vit import ViT, ViTConfig
-from vitral.ssl.config import PretrainConfig
+from vitral.ssl.config import MethodName, PretrainConfig
 from vitral.ssl.dino import DINOConfig
 from vitral.ssl.lejepa import LeJEPAConfig
 from vitral.ssl.mae import MAEConfig
@@ -20,8 +20,8 @@ from vitral.ssl.methods import make_method
 from vitral.ssl.moco import MoCoConfig
 from vitral.ssl.views import ViewConfig
 
-METHOD_NAMES = ("lejepa", "moco", "dino", "mae")
-WITH_TEACHER = ("moco", "dino")
+METHOD_NAMES: tuple[MethodName, ...] = ("lejepa", "moco", "dino", "mae")
+WITH_TEACHER: tuple[MethodName, ...] = ("moco", "dino")
 VIT = ViTConfig(image_size=(16, 16), patch_size=4, channels=3, num_classes=4, width=16, depth=2, heads=2)
 TINY = PretrainConfig(
     views=ViewConfig(local_views=2, local_size=0.5),
@@ -33,7 +33,7 @@ TINY = PretrainConfig(
 
 
 def tiny_method(
-    name: str,
+    name: MethodName,
     vit: ViTConfig = VIT,
     *,
     options: dict[str, Any] | None = None,
@@ -42,7 +42,8 @@ def tiny_method(
 ) -> PretrainMethod:
     """A method with a tiny ViT; `options` are fields of the method's configuration."""
     torch.manual_seed(seed)
-    config = replace(TINY, method=name, **{name: replace(getattr(TINY, name), **options or {})})
+    fields: dict[str, Any] = {"method": name, name: replace(getattr(TINY, name), **options or {})}
+    config = replace(TINY, **fields)
     return make_method(config, ViT(vit), preprocessing_of(vit), world)
 
 

@@ -79,7 +79,7 @@ class DINO(PretrainMethod):
         self.needs_patches = config.patch_weight > 0
         if self.needs_patches and vit.config.width != D:
             raise VitralError(
-                f"DINO has one head for pooled features and patches, which have {D} and {vit.config.width} channels here",
+                f"DINO has one head for pooled features and patches, here of {D} and {vit.config.width} channels",
                 "Set the weight of the patch loss, dino.patch_weight, to 0, or use another --method",
             )
         head = MLP([D, H, H, config.bottleneck], world, batch_norm=False)
@@ -168,9 +168,8 @@ class DINO(PretrainMethod):
 
     def patch_logits(self, branch: Branch, tokens_BTD: Tensor, indices_BM: Tensor) -> Tensor:
         """Logits of the masked patches, (B, M, K)."""
-        patches = tokens_BTD[:, branch.vit.config.num_prefix_tokens :].gather(
-            1, indices_BM[:, :, None].expand(-1, -1, tokens_BTD.shape[2])
-        )
+        patches = tokens_BTD[:, branch.vit.config.num_prefix_tokens :]
+        patches = patches.gather(1, indices_BM[:, :, None].expand(-1, -1, tokens_BTD.shape[2]))
         return self.logits(branch, patches)
 
 

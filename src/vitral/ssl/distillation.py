@@ -78,7 +78,7 @@ class FeatureDistillation(PretrainMethod):
         self.config, self.frozen_teacher = config, teacher
         sample = teacher.example(preprocessing)
         E = sample.pooled.shape[1]
-        self.needs_patches = config.patch_weight > 0 and sample.patches is not None  # type: ignore[misc]
+        self.needs_patches = config.patch_weight > 0 and sample.patches is not None
         F_ = sample.patches.shape[1] if sample.patches is not None and self.needs_patches else 0
         self.pooled_projection = MLP([pooled_width(vit), E], world)
         self.patch_projection = MLP([vit.config.width, F_], world) if F_ else None

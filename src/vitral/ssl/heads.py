@@ -6,6 +6,7 @@ Shapes:  B images of this rank   K outputs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ def mean_over_ranks(tensor_BK: Tensor, world: World) -> Tensor:
 
 
 class BatchNorm(nn.Module):
-    """Batch norm over the images of all ranks, in fp32. It has no running statistics, as heads are used in training only.
+    """Batch norm over the images of all ranks, in fp32.
 
-    The result therefore depends on neither the number of ranks nor earlier steps.
+    It has no running statistics, because heads are used in training only. The result therefore depends on neither the
+    number of ranks nor earlier steps.
     """
 
     def __init__(self, width: int, world: World = SINGLE_PROCESS, affine: bool = True, eps: float = 1e-5) -> None:
@@ -59,7 +61,7 @@ class BatchNorm(nn.Module):
             return F.batch_norm(x_BK, None, None, self.weight, self.bias, training=True, eps=self.eps)
         centred = x_BK - mean_over_ranks(x_BK, self.world)
         normed = centred * torch.rsqrt(mean_over_ranks(centred.square(), self.world) + self.eps)
-        return normed if self.weight is None else normed * self.weight + self.bias
+        return normed if self.weight is None or self.bias is None else normed * self.weight + self.bias
 
 
 class MLP(nn.Sequential):
@@ -76,7 +78,7 @@ class MLP(nn.Sequential):
         self, widths: Sequence[int], world: World, *, batch_norm: bool = True, norm_output: bool = False
     ) -> None:
         layers: list[nn.Module] = []
-        for inputs, outputs in zip(widths[:-2], widths[1:-1], strict=True):
+        for inputs, outputs in pairwise(widths[:-1]):
             layers.append(nn.Linear(inputs, outputs, bias=not batch_norm))
             layers += [BatchNorm(outputs, world)] if batch_norm else []
             layers.append(nn.GELU())

@@ -52,6 +52,8 @@ class LeJEPAConfig:
 class LeJEPA(PretrainMethod):
     score_name: ClassVar[str] = "invariance"
     directions_KM: Tensor
+    points_Q: Tensor
+    normal_Q: Tensor
 
     def __init__(
         self, config: LeJEPAConfig, vit: ViT, preprocessing: Preprocessing, views: ViewConfig, world: World

@@ -1,9 +1,9 @@
 """Masked autoencoding (MAE; He et al., 2022, arXiv 2111.06377): reconstruct the pixels of patches that are not seen.
 
-The encoder sees a random quarter of the patches (section 3). A small decoder receives their tokens, and a mask token for
-every other patch, and predicts the pixels of each patch, normalised by the patch's own mean and standard deviation. The
-loss is the mean squared error on masked patches. Published results on ImageNet-1k, ViT-B/16: 83.6% fine-tuned, 68.0%
-linear probe (table 3 and the appendix). MAE features are better fine-tuned than frozen.
+The encoder sees a random quarter of the patches (section 3). A small decoder receives their tokens, and a mask token
+for every other patch, and predicts the pixels of each patch, normalised by the patch's own mean and standard deviation.
+The loss is the mean squared error on masked patches. Published results on ImageNet-1k, ViT-B/16: 83.6% fine-tuned,
+68.0% linear probe (table 3 and the appendix). MAE features are better fine-tuned than frozen.
 
 Shapes:  B images   N patches   S seen patches   D width   E pixels of a patch times channels
 """
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
     def __init__(self, config: MAEConfig, model: ViTConfig) -> None:
         super().__init__()
         self.config = ViTConfig(
-            image_size=tuple(side * model.patch_size for side in model.grid),
+            image_size=(model.grid[0] * model.patch_size, model.grid[1] * model.patch_size),
             patch_size=model.patch_size,
             width=config.decoder_width,
             depth=config.decoder_depth,

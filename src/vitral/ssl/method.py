@@ -28,6 +28,10 @@ class Branch(nn.Module):
     `encode_fn` computes the tokens; a training backend replaces it by fused kernels.
     """
 
+    head: nn.Module  # these exist if the method has passed them
+    projector: nn.Module
+    prototypes: nn.Module
+
     def __init__(self, vit: ViT, *, masks_patches: bool = False, **heads: nn.Module) -> None:
         super().__init__()
         self.vit = vit
@@ -140,7 +144,8 @@ class PretrainMethod(nn.Module, ABC):
         if self.teacher is None:
             return
         rate = (1 - self.teacher_momentum) * (torch.cos(math.pi * progress) + 1) / 2 * is_finite
-        averages, weights = list(self.teacher.parameters()), list(self.student.parameters())
+        averages: list[Tensor] = list(self.teacher.parameters())
+        weights: list[Tensor] = list(self.student.parameters())
         difference = torch._foreach_sub(weights, averages)
         torch._foreach_mul_(difference, rate)
         torch._foreach_add_(averages, difference)
