@@ -132,12 +132,13 @@ def select_penalty(data: LabelledFeatures, folds: Sequence[Fold], K: int) -> flo
     have fewer correct predictions and a higher cross-entropy than the best.
     """
     features, labels = data
+    standardised = [standardise(features[fitted], features[evaluated]) for fitted, evaluated in folds]
     fitted_weights: list[Tensor | None] = [None for _ in folds]
     best, num_worse = (-1, -math.inf, 0.0), 0  # correct predictions, negative cross-entropy, C
     for C in INVERSE_PENALTIES:
         num_correct, cross_entropy = 0, 0.0
         for fold, (fitted, evaluated) in enumerate(folds):
-            x_ND, x_MD = standardise(features[fitted], features[evaluated])
+            x_ND, x_MD = standardised[fold]
             weights = fit_logistic_regression(x_ND, labels[fitted], K, C, fitted_weights[fold])
             fitted_weights[fold] = weights
             logits = x_MD @ weights[:-1] + weights[-1]
