@@ -97,6 +97,18 @@ def test_a_linear_classifier_uses_only_the_labels_of_its_subset() -> None:
     assert np.array_equal(linear_correct(model, rows, CLASSES), linear_correct(other, rows, CLASSES))
 
 
+def test_one_image_per_class_separates_what_lies_far_apart() -> None:
+    """Features that differ by noise alone must not be scaled up to those that tell the classes apart."""
+    model = features(12.0, 0)
+    noise = torch.randn(270, 200, generator=torch.Generator().manual_seed(1))
+    labelled, test = (
+        (torch.cat([x, part], dim=1), labels)
+        for (x, labels), part in zip((model.labelled, model.test), noise.split([120, 150]), strict=True)
+    )
+    correct = linear_correct(ModelFeatures(labelled=labelled, test=test), torch.arange(3), CLASSES)
+    assert correct.mean() > 0.9  # 0.40 with every feature scaled to the same deviation
+
+
 @pytest.mark.parametrize("count", [100, MAX_FOLD_IMAGES, MAX_FOLD_IMAGES + 5000])
 def test_folds_of_many_images_use_an_even_share_of_every_class(count: int) -> None:
     labels = torch.arange(count) % 5

@@ -8,7 +8,7 @@ Shapes:  N training images   M evaluated images   D features   K classes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LabelledFeatures = tuple[Tensor, Tensor]  # features (N, D), labels (N,)
+ScaleFn = Callable[..., tuple[Tensor, ...]]  # features to fit on, and others: both scaled by the former
 Fold = tuple[Tensor, Tensor]  # indices of the images to fit on, and of those to evaluate on
 
 NEIGHBOUR_COUNTS = (1, 3, 5, 10, 20, 50, 100)
@@ -125,19 +126,20 @@ def fit_linear_head(data: LabelledFeatures, K: int) -> tuple[Tensor, Tensor]:
     return (scale[:, None] * exact[:-1]).T.float(), (shift @ exact[:-1] + exact[-1])[0].float()
 
 
-def select_penalty(data: LabelledFeatures, folds: Sequence[Fold], K: int) -> float:
+def select_penalty(data: LabelledFeatures, folds: Sequence[Fold], K: int, scale: ScaleFn = standardise) -> float:
     """The C with the most correct predictions over the folds; of equals, the one with the lowest cross-entropy.
 
     Goes from strong to weak regularisation, each fit starting from the previous one. Stops when two values in a row
     have fewer correct predictions and a higher cross-entropy than the best.
     """
     features, labels = data
+    scaled = [scale(features[fitted], features[evaluated]) for fitted, evaluated in folds]
     fitted_weights: list[Tensor | None] = [None for _ in folds]
     best, num_worse = (-1, -math.inf, 0.0), 0  # correct predictions, negative cross-entropy, C
     for C in INVERSE_PENALTIES:
         num_correct, cross_entropy = 0, 0.0
         for fold, (fitted, evaluated) in enumerate(folds):
-            x_ND, x_MD = standardise(features[fitted], features[evaluated])
+            x_ND, x_MD = scaled[fold]
             weights = fit_logistic_regression(x_ND, labels[fitted], K, C, fitted_weights[fold])
             fitted_weights[fold] = weights
             logits = x_MD @ weights[:-1] + weights[-1]

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vitral.evaluation.feature_classifiers import (
     LabelledFeatures,
+    centre_and_scale,
     fit_logistic_regression,
     neighbours,
     select_neighbour_count,
@@ -27,6 +29,8 @@ from vitral.evaluation.label_subsets import draw_label_subset, fraction_text
 from vitral.utils.progress import LogFn, no_log
 
 NUM_NEIGHBOURS = 20  # the usual number in papers on self-supervised learning
+MIN_IMAGES_TO_STANDARDISE = 10  # per class; with fewer, the deviation of each feature is meaningless (centre_and_scale)
+MIN_IMAGES_ON_GPU = 4_000  # with fewer, L-BFGS on a GPU waits for kernel launches longer than a CPU computes
 Array = np.ndarray[Any, Any]
 
 
@@ -104,12 +108,16 @@ def linear_correct(features: ModelFeatures, rows: Tensor | None, num_classes: in
     x, labels = features.labelled
     if rows is not None:
         x, labels = x[rows.to(x.device)], labels[rows.to(x.device)]
-    C = select_penalty((x, labels), stratified_folds(labels), num_classes)
-    x_ND, x_MD = standardise(x, features.test[0])
+    device = x.device if len(labels) >= MIN_IMAGES_ON_GPU else torch.device("cpu")
+    x, labels, test = x.to(device), labels.to(device), features.test[0].to(device)
+    few = int(labels.bincount(minlength=num_classes).max()) < MIN_IMAGES_TO_STANDARDISE
+    scale = centre_and_scale if few else standardise
+    C = select_penalty((x, labels), stratified_folds(labels), num_classes, scale)
+    x_ND, x_MD = scale(x, test)
     weights = fit_logistic_regression(x_ND, labels, num_classes, C)
     return _correct((x_MD @ weights[:-1] + weights[-1]).argmax(dim=1), features.test[1])
 
 
 def _correct(predicted_M: Tensor, labels_M: Tensor) -> Array:
-    correct: Array = (predicted_M == labels_M).cpu().numpy()
+    correct: Array = (predicted_M.cpu() == labels_M.cpu()).numpy()
     return correct

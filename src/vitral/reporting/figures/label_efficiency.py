@@ -19,13 +19,13 @@ from vitral.reporting.figures.style import BLUE, ORANGE, save, shorten, style_ax
 # Method -> marker, line style and horizontal shift, as a factor, so that intervals do not cover each other.
 STYLES: dict[Method, tuple[str, str, float]] = {
     "fine-tuning": ("o", "-", 1.0),
-    "linear": ("D", "--", 1.07),
-    "nearest neighbours": ("s", "", 1.14),
+    "linear": ("D", "--", 1.12),
+    "nearest neighbours": ("s", "", 1.25),
 }
 NAMES: dict[Method, str] = {"fine-tuning": "fine-tuned", "linear": "linear", "nearest neighbours": "k-NN"}
 SIDES: tuple[tuple[str, str, Callable[[LabelEfficiencyRow], Interval], float], ...] = (
-    ("after", BLUE, lambda row: row.after, 1.015),
-    ("before", ORANGE, lambda row: row.before, 1 / 1.015),
+    ("after", BLUE, lambda row: row.after, 1.025),
+    ("before", ORANGE, lambda row: row.before, 1 / 1.025),
 )
 
 
