@@ -75,14 +75,15 @@ import { loadScript } from "./scripts.js";
  * @param {object} entry element of VITRAL_SITE.models
  * @param {number} weightsIndex element of entry.weights, by default the last (the finished model)
  * @param {(phase: "download" | "decode") => void} onProgress
+ * @param {"wasm" | "javascript"} kernel what multiplies matrices; JavaScript also where WebAssembly is not available
  */
-export async function loadModel(entry, weightsIndex = entry.weights.length - 1, onProgress = () => {}) {
+export async function loadModel(entry, weightsIndex = entry.weights.length - 1, onProgress = () => {}, kernel = "wasm") {
   onProgress("download");
   const weights = entry.weights[weightsIndex];
   const encoded = await loadScript(weights.url);
   onProgress("decode");
   const model = new Model(entry);
-  await model.setWeights(weights, encoded);
+  await model.setWeights(weights, encoded, kernel);
   return model;
 }
 
@@ -125,8 +126,8 @@ class Model {
   }
 
   /** Replace the weights, for example by those of another epoch. Traces of the old weights cannot be `previous`. */
-  async setWeights(weights, encoded) {
-    const info = await this.client.call("load", { entry: this.entry, weights, encoded });
+  async setWeights(weights, encoded, kernel) {
+    const info = await this.client.call("load", { entry: this.entry, weights, encoded, kernel });
     Object.assign(this, info); // kernel, positionTable, ropeTable, firstFilters
   }
 

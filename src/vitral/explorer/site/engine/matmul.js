@@ -1,6 +1,6 @@
 /** Matrix multiplication on typed arrays: the kernel that works everywhere. wasm.js has a faster one. */
 
-/** A kernel multiplies matrices: `load` prepares a matrix that is used often, `matmul` takes a loaded or a plain one. */
+/** A kernel multiplies matrices: `load` prepares a K×N matrix that is used often, `matmul` takes it or a plain one. */
 export class JavaScriptKernel {
   constructor() {
     this.name = "javascript";

@@ -16,7 +16,7 @@ export function buildStem(config, tensors, kernel) {
       stride: config.conv.strides[index],
       inputs: size / KERNEL ** 2,
       filters,
-      matrix: kernel.load(transpose(filters, width, size)),
+      matrix: kernel.load(transpose(filters, width, size), size, width),
       scale: tensors[`${name}.norm.weight`],
       shift: tensors[`${name}.norm.bias`],
     };

@@ -27,7 +27,7 @@ export class VisionTransformer {
     const weight = this.tensors[`${name}.weight`], bias = this.tensors[`${name}.bias`];
     if (!this.matrices.has(name)) {
       const inputs = this.inputs(name), outputs = weight.length / inputs;
-      this.matrices.set(name, { inputs, outputs, matrix: this.kernel.load(transpose(weight, outputs, inputs)) });
+      this.matrices.set(name, { inputs, outputs, matrix: this.kernel.load(transpose(weight, outputs, inputs), inputs, outputs) });
     }
     const { inputs, outputs, matrix } = this.matrices.get(name);
     const out = this.kernel.matmul(x, matrix, x.length / inputs, inputs, outputs);
