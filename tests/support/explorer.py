@@ -28,6 +28,10 @@ globalThis.open = async (name) => {
   const entry = VITRAL_SITE.models.find((model) => model.name === name);
   return (globalThis.models[name] ??= await loadModel(entry));
 };
+globalThis.openInJavaScript = (name) => {
+  const entry = VITRAL_SITE.models.find((model) => model.name === name);
+  return loadModel(entry, entry.weights.length - 1, () => {}, "javascript");
+};
 """
 PAGE = '<!doctype html><meta charset="utf-8"><title>engine</title><script src="data/manifest.js"></script>'
 
@@ -60,8 +64,14 @@ async ([name, input, interventions, names, previous]) => {
   const trace = await model.run(fromBase64(input), interventions, previous ? traces[previous] : null);
   traces[name] = trace;
   const tensor = (path) => path.split(".").reduce((value, key) => value?.[key], trace);
-  const encoded = names.map((path) => { const value = tensor(path); return value instanceof Float32Array ? toBase64(value) : value; });
-  return Object.fromEntries(names.map((path, i) => [path, encoded[i]]));
+  const encoded = (value) => (value instanceof Float32Array ? toBase64(value) : value);
+  return Object.fromEntries(names.map((path) => [path, encoded(tensor(path))]));
+}"""
+RUN_IN_JAVASCRIPT = """\
+async ([name, input]) => {
+  const model = await openInJavaScript(name);
+  if (model.kernel !== "javascript") throw new Error(model.kernel);
+  return toBase64((await model.run(fromBase64(input))).logits);
 }"""
 
 
@@ -75,6 +85,8 @@ class EnginePage:
         """Tensors of a trace by name, as flat arrays; other values as they are."""
         arguments = [name, encode(np.asarray(image)), interventions or {}, list(names), previous]
         values = self.page.evaluate(RUN, arguments)
-        return {
-            key: decode(value) if isinstance(value, str) and key != "kernel" else value for key, value in values.items()
-        }
+        return {key: decode(value) if isinstance(value, str) else value for key, value in values.items()}
+
+    def run_with_javascript(self, name: str, image) -> np.ndarray:
+        """Logits computed without WebAssembly."""
+        return decode(self.page.evaluate(RUN_IN_JAVASCRIPT, [name, encode(np.asarray(image))]))
