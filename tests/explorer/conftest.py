@@ -27,7 +27,9 @@ CONFIGS: dict[str, ViTConfig] = {
     "plain": PLAIN,
     "rotary": replace(PLAIN, positions="learned+rotary", qk_norm=True, registers=2, layer_scale=0.3),
     "mean": replace(PLAIN, pooling="mean", positions="sincos", activation="swiglu", head="mlp", channels=3),
-    "clip": replace(PLAIN, pre_norm=True, activation="quick_gelu", key_bias=False, registers=1, register_positions=True),
+    "clip": replace(
+        PLAIN, pre_norm=True, activation="quick_gelu", key_bias=False, registers=1, register_positions=True
+    ),
     "unusual": replace(
         PLAIN, image_size=(16, 40), pooling="mean", class_token=True, positions="rotary", final_norm=False,
         activation="relu", qkv_bias=False,

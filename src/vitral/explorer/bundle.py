@@ -7,7 +7,7 @@ Supported, and all that `site/` uses: `import { a, b } from "./x.js";` and `expo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"(\.[^"]+)";?[ \t]*$', re.MULTILINE)
@@ -16,13 +16,20 @@ EXPORTED_NAME = re.compile(r"^export (?:async function|function|const|let|class)
 UNSUPPORTED = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
 
 
-def bundle_modules(entry: Path, replaced: Mapping[Path, str] | None = None) -> str:
+def bundle_modules(
+    entry: Path, replaced: Mapping[Path, str] | None = None, folders: Mapping[Path, Path] | None = None
+) -> str:
     """The module `entry` and all that it imports as one script.
 
-    `replaced` gives the text of modules to use instead of their files.
+    `replaced` gives the text of modules to use instead of their files, `folders` where the modules of a folder are
+    instead. All paths are resolved.
     """
     order: list[Path] = []
     texts: dict[Path, str] = {}
+
+    def resolve(importer: Path, target: str) -> Path:
+        path = (importer.parent / target).resolve()
+        return (folders or {}).get(path.parent, path.parent) / path.name
 
     def visit(path: Path, importers: tuple[Path, ...]) -> None:
         if path in importers:
@@ -31,26 +38,30 @@ def bundle_modules(entry: Path, replaced: Mapping[Path, str] | None = None) -> s
             return
         text = (replaced or {}).get(path) or path.read_text(encoding="utf-8")
         for _, target in IMPORT.findall(text):
-            visit((path.parent / target).resolve(), (*importers, path))
+            visit(resolve(path, target), (*importers, path))
         texts[path] = text
         order.append(path)
 
     visit(entry.resolve(), ())
     numbers = {path: index for index, path in enumerate(order)}
-    scopes = [_module_scope(path, texts[path], numbers) for path in order]
+
+    def scope(path: Path) -> str:
+        return _module_scope(path, texts[path], numbers[path], lambda target: numbers[resolve(path, target)])
+
+    scopes = [scope(path) for path in order]
     return "(() => {\n" + "\n".join(scopes) + "\n})();\n"
 
 
-def _module_scope(path: Path, text: str, numbers: Mapping[Path, int]) -> str:
-    """One module as a function that returns its exported names."""
+def _module_scope(path: Path, text: str, number: int, number_of: Callable[[str], int]) -> str:
+    """One module as a function that returns its exported names. `number_of` an import is that of its module."""
 
     def bind_imports(match: re.Match[str]) -> str:
         names = " ".join(match[1].split())
-        return f"const {{ {names} }} = $m{numbers[(path.parent / match[2]).resolve()]};"
+        return f"const {{ {names} }} = $m{number_of(match[2])};"
 
     names = EXPORTED_NAME.findall(text)
     body = EXPORT.sub("", IMPORT.sub(bind_imports, text))
     if leftover := UNSUPPORTED.search(body):
         raise ValueError(f"{path.name}: cannot bundle {leftover[0]!r}")
     header = f"// {path.parent.name}/{path.name}"
-    return f"{header}\nconst $m{numbers[path]} = (() => {{\n{body}\nreturn {{ {', '.join(names)} }};\n}})();"
+    return f"{header}\nconst $m{number} = (() => {{\n{body}\nreturn {{ {', '.join(names)} }};\n}})();"

@@ -42,7 +42,7 @@ def checkpoint_epoch(file: Path) -> int:
 
 
 def model_at(file: Path, final: ViT) -> ViT:
-    """The model of a checkpoint: its averaged weights if it has them, as in validation. Frozen weights are the final ones."""
+    """The model of a checkpoint: with averaged weights if it has them, as in validation. Frozen weights are final."""
     state = checkpoint.load(file)
     trained: dict[str, torch.Tensor] = state["ema"] or state["model"]
     if unknown := trained.keys() - final.state_dict().keys():

@@ -83,7 +83,7 @@ def _step_entry(step: WalkStep) -> dict[str, Any]:
 def faithfulness_entry(result: FaithfulnessResult, in_browser: Sequence[str], source: str) -> dict[str, Any]:
     """The ranking of the explanation methods, best first; the random baseline is included.
 
-    "best" beats random heatmaps in every test and has the best mean rank; "best_in_browser" is the best of `in_browser`.
+    "best" beats random heatmaps in every test and has the best mean rank, "best_in_browser" among `in_browser`.
     """
     browser_rows = [row for row in result.rows if row.method in in_browser]
     rows = sorted(result.rows, key=lambda row: row.insertion.mean - row.deletion.mean, reverse=True)
@@ -109,7 +109,7 @@ def faithfulness_entry(result: FaithfulnessResult, in_browser: Sequence[str], so
 
 
 def example_entries(files: Sequence[Path], predictor: Predictor) -> list[dict[str, Any]]:
-    """Images for the page, small enough to travel in the manifest. Labels are the names of their folders, if classes."""
+    """Images for the page, small enough to travel in the manifest. A folder that is named like a class is a label."""
     preprocessing, classes = predictor.model_config.preprocessing, predictor.model_config.classes
     side = max(MAX_EXAMPLE_SIDE, *preprocessing.image_size)
     entries = []

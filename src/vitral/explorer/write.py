@@ -19,7 +19,8 @@ from vitral.reporting.walk.texts import CAPTIONS, PAGE_TEXTS, STEP_TEXTS
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
 
-SITE_DIR = Path(__file__).parent / "site"
+SITE_DIR = (Path(__file__).parent / "site").resolve()
+SHARED_MODULES = {SITE_DIR / "page": SITE_DIR.parents[1] / "serve" / "page"}  # of the server's page, used by ui/
 MODULE_SCRIPT = '<script type="module" src="ui/main.js"></script>'
 CLASSIC_SCRIPT = '<script defer src="app.js"></script>'
 
@@ -96,10 +97,11 @@ def data_files(models: Sequence[SiteModel]) -> dict[str, str]:
 
 def app_script(main: Path = SITE_DIR / "ui" / "main.js", main_text: str | None = None) -> str:
     """The page's code with the worker's code as a string inside. `main_text` replaces the text of `main`."""
-    engine = SITE_DIR.resolve() / "engine"
+    engine = SITE_DIR / "engine"
     worker = bundle_modules(engine / "worker.js")
     replaced = {engine / "worker_source.js": f"export const WORKER_SOURCE = {dump_json(worker, ensure_ascii=False)};\n"}
-    return bundle_modules(main, replaced | ({main.resolve(): main_text} if main_text is not None else {}))
+    replaced |= {main: main_text} if main_text is not None else {}
+    return bundle_modules(main, replaced, SHARED_MODULES)
 
 
 def slug(name: str) -> str:

@@ -15,7 +15,7 @@ from vitral.cli.parsing import Command, argument, option
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerArgs:
-    """Write a static site in which a ViT runs in the browser: follow an image through it, look at every tensor, and take
+    """Write a static site in which a ViT runs in the browser: follow an image through it, look at every tensor, take
     the model apart. It needs no server and no network; open index.html.
 
     Without a model, the site contains the bundled ones. A run that kept its checkpoints (--keep-checkpoints) gets a
