@@ -29,7 +29,7 @@ export function preprocessPixels({ data, width, height }, settings) {
   const area = size[0] * size[1], pixels = new Uint8ClampedArray(channels * area), input = new Float32Array(channels * area);
   planes.forEach((values, c) => {
     const resized = resize(values, width, height, geometry.width, geometry.height, settings.interpolation);
-    const padding = Math.round(mean[c] * 255);
+    const padding = roundHalfEven(mean[c] * 255);
     pixels.set(cutWindow(resized, geometry, size, padding), c * area);
     for (let i = c * area; i < (c + 1) * area; i++) input[i] = (pixels[i] - mean[c] * 255) / (std[c] * 255);
   });
@@ -87,7 +87,8 @@ const FILTERS = {
   },
 };
 
-/** Resize one channel, rows first and then columns, each rounded to 8 bits, as Pillow's ImagingResample does. */
+/** Resize one channel, rows first and then columns, each rounded to 8 bits, as Pillow does it for images that keep their
+ * aspect ratio. Pillow 13 starts with the columns where the height shrinks much more, and then rounds differently. */
 export function resize(pixels, width, height, newWidth, newHeight, interpolation) {
   const rows = newWidth === width ? pixels : resampleRows(pixels, width, height, newWidth, interpolation);
   if (newHeight === height) return rows;
