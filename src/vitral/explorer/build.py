@@ -12,6 +12,7 @@ from vitral.data.names import is_file_dataset
 from vitral.errors import VitralError
 from vitral.evaluation.data import load_eval_target
 from vitral.explain.faithfulness import applicable_methods, measure_faithfulness
+from vitral.explain.registry import METHODS
 from vitral.explorer.history import earlier_epochs
 from vitral.explorer.manifest import example_entries, faithfulness_entry
 from vitral.explorer.supported import check_supported
@@ -22,7 +23,13 @@ from vitral.models.vit import ViT
 from vitral.utils.json_toml import read_json_object
 from vitral.utils.progress import LogFn, no_log
 
-BROWSER_METHODS = ("attention", "rollout", "occlusion")  # EXPLANATIONS in engine/explanations.js
+BROWSER_METHODS = (
+    "attention",
+    "rollout",
+    "relevance",
+    "gradcam",
+    "occlusion",
+)  # EXPLANATIONS in engine/explanations.js
 RANKING_FILE = "faithfulness.json"  # of a bundled model
 MAX_EXAMPLES = 24
 
@@ -68,11 +75,11 @@ def ranking(predictor: Predictor, options: ExplorerOptions, log: LogFn = no_log)
 
 
 def measure_ranking(predictor: Predictor, data: str, num_images: int) -> dict[str, Any]:
-    """Rank all methods of `vitral explain`, and choose the best of those that run in the browser."""
+    """Rank the methods of `vitral explain`, except those that take minutes, and those that run in the browser."""
     target = load_eval_target(predictor, data)
     model = target.predictor.model
     assert isinstance(model, ViT)
-    methods = applicable_methods(model)
+    methods = [name for name in applicable_methods(model) if not METHODS[name].is_slow]
     result = measure_faithfulness(target.predictor, target.split, methods, num_images=num_images, num_pairs=num_images)
     source = Path(data).name if is_file_dataset(data) else data
     return faithfulness_entry(result, BROWSER_METHODS, f"{source} {target.split_name}")

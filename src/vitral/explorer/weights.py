@@ -46,7 +46,7 @@ def encode_weights(model: ViT, precision: Precision = "auto") -> EncodedWeights:
         layout.append({"name": name, "shape": list(tensor.shape), "dtype": dtype, "offset": offset})
         parts.append(content)
         offset += len(content)
-    text = base64.b64encode(zlib.compress(b"".join(parts), level=9)).decode()
+    text = base64.b64encode(zlib.compress(b"".join(parts), level=6)).decode()
     return EncodedWeights(precision=stored, layout=layout, text=text)
 
 

@@ -16,7 +16,7 @@
  *   await lens(trace, layer)    {probabilities: T×K, logits: T×K, pooled: K, pooledLogits: K}: final norm and head
  *                               applied to the tokens of layer 0 (encoder input) to L (output of the last block)
  *   await explain(trace, method, {target, onProgress})       Float32Array N; target: a class, default the predicted one
- *                               method: one of `EXPLANATIONS` in explanations.js
+ *                               method: attention, rollout, relevance, gradcam or occlusion (explanations.js)
  *   filters()                   {count, channels, side, data: count×channels×side×side}: first-layer filters
  *   positionTable               T×D learned (or sincos) positions, zero for tokens without one; null if the model has none
  *   ropeTable                   2×T×d/2, cosines and then sines; null if the model has no rotary positions
@@ -152,7 +152,7 @@ class Model {
   }
 
   explain(trace, method, { target = null, onProgress = () => {} } = {}) {
-    const attention = method === "occlusion" ? null : trace.blocks.map((block) => block.attention);
+    const attention = method === "attention" || method === "rollout" ? trace.blocks.map((block) => block.attention) : null;
     const { input, logits, interventions } = trace;
     return this.client.call("explain", { method, target, attention, input, logits, interventions }, onProgress);
   }

@@ -1,7 +1,9 @@
 /** Explanations of a prediction, one value per patch: vitral.explain in JavaScript. */
 
+import { attentionGradients } from "./backward.js";
+
 /** Methods by name: (model, request, report) -> Float32Array N. request: see Model.explain in engine.js. */
-export const EXPLANATIONS = { attention: lastAttention, rollout, occlusion };
+export const EXPLANATIONS = { attention: lastAttention, rollout, relevance, gradcam, occlusion };
 
 export function explain(model, request, report) {
   if (!(request.method in EXPLANATIONS)) throw new Error(`no explanation named ${request.method}`);
@@ -38,6 +40,39 @@ function rollout(model, { attention }) {
     row = row.map((value, t) => (value + attended[t]) / 2);
   }
   return Float32Array.from(row.subarray(model.prefix));
+}
+
+/** Run the model again, because the worker does not keep the tensors of traces, and compute gradients. */
+function withGradients(model, { input, interventions, target }) {
+  const { trace, state } = model.run(input, { ...interventions, maskPatches: [], swapPatches: [] }); // `input` has these
+  return { trace, gradients: attentionGradients(model, trace, state, target) };
+}
+
+/** Class relevance (arXiv 2103.15679): attention of all layers, weighted by its effect on the class's logit. */
+function relevance(model, request) {
+  const { T, h } = model, { trace, gradients } = withGradients(model, request);
+  const readout = readoutWeights(model);
+  let row = readout.slice();
+  for (let block = gradients.length - 1; block >= 0; block--) {
+    const { attention } = trace.blocks[block], { gAttention } = gradients[block];
+    const positive = attention.map((value, i) => Math.max(value * gAttention[i], 0));
+    const attended = attendRow(row, positive, { T, h });
+    row = row.map((value, t) => value + attended[t]);
+  }
+  return Float32Array.from(row.map((value, t) => value - readout[t]).subarray(model.prefix));
+}
+
+/** Grad-CAM (arXiv 1610.02391) on the input of the last attention: channels weighted by their mean gradient. */
+function gradcam(model, request) {
+  const { D, N, prefix } = model, { trace, gradients } = withGradients(model, request);
+  const { norm1 } = trace.blocks.at(-1), { gNorm1 } = gradients.at(-1);
+  const weights = new Float64Array(D);
+  for (let i = prefix * D; i < gNorm1.length; i++) weights[i % D] += gNorm1[i] / N;
+  return Float32Array.from({ length: N }, (_, patch) => {
+    let sum = 0;
+    for (let c = 0; c < D; c++) sum += weights[c] * norm1[(prefix + patch) * D + c];
+    return Math.max(sum, 0);
+  });
 }
 
 /** Drop of the class's log-odds when windows of patches are covered with the mean colour, averaged where they overlap. */

@@ -18,6 +18,26 @@ export function layerNorm(x, width, scale, shift, eps) {
   return out;
 }
 
+/** Gradient of layer norm with respect to its input x, from that with respect to its output. */
+export function layerNormBackward(x, width, scale, g, eps) {
+  const out = new Float32Array(x.length), normalised = layerNorm(x, width, null, null, eps);
+  for (let start = 0; start < x.length; start += width) {
+    let mean = 0, variance = 0, gMean = 0, gProduct = 0;
+    for (let i = 0; i < width; i++) mean += x[start + i] / width;
+    for (let i = 0; i < width; i++) variance += (x[start + i] - mean) ** 2 / width;
+    for (let i = 0; i < width; i++) {
+      const value = g[start + i] * scale[i];
+      gMean += value / width;
+      gProduct += (value * normalised[start + i]) / width;
+    }
+    const factor = 1 / Math.sqrt(variance + eps);
+    for (let i = 0; i < width; i++) {
+      out[start + i] = factor * (g[start + i] * scale[i] - gMean - normalised[start + i] * gProduct);
+    }
+  }
+  return out;
+}
+
 /** Softmax of rows of `width` values after multiplying them by `factor`; in place. */
 export function softmaxRows(x, width, factor = 1) {
   for (let start = 0; start < x.length; start += width) {
@@ -62,6 +82,19 @@ export const ACTIVATIONS = {
   relu: (x) => Math.max(x, 0),
 };
 
+const sigmoid = (x) => 1 / (1 + Math.exp(-x));
+
+/** Their derivatives. */
+export const ACTIVATION_DERIVATIVES = {
+  gelu: (x) => 0.5 * (1 + erf(x * Math.SQRT1_2)) + (x * Math.exp(-x * x / 2)) / Math.sqrt(2 * Math.PI),
+  gelu_tanh: (x) => {
+    const a = Math.sqrt(2 / Math.PI), tanh = Math.tanh(a * (x + 0.044715 * x * x * x));
+    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * a * (1 + 3 * 0.044715 * x * x);
+  },
+  quick_gelu: (x) => sigmoid(1.702 * x) * (1 + 1.702 * x * (1 - sigmoid(1.702 * x))),
+  relu: (x) => Number(x > 0),
+};
+
 /** Apply the activation to T×M; SwiGLU halves T×2M: silu(gate)·value. */
 export function activate(x, name, hidden) {
   if (name !== "swiglu") return x.map(ACTIVATIONS[name]);
@@ -74,14 +107,15 @@ export function activate(x, name, hidden) {
   return out;
 }
 
-/** Rotate pairs of channels (i, i + d/2) of h×T×d by the angles of each token (RoPE); in place. */
-export function applyRope(x, rope, rows, T, d) {
+/** Rotate pairs of channels (i, i + d/2) of h×T×d by the angles of each token (RoPE); in place.
+ * rows: the row of `rope` for each token; direction -1 rotates back. */
+export function applyRope(x, rope, rows, T, d, direction = 1) {
   const half = d / 2, size = T * half;
   for (let head = 0; head < x.length; head += T * d) {
     for (let t = 0; t < T; t++) {
       const angles = rows[t] * half, start = head + t * d;
       for (let i = 0; i < half; i++) {
-        const cos = rope[angles + i], sin = rope[size + angles + i];
+        const cos = rope[angles + i], sin = direction * rope[size + angles + i];
         const a = x[start + i], b = x[start + half + i];
         x[start + i] = a * cos - b * sin;
         x[start + half + i] = a * sin + b * cos;

@@ -1,6 +1,6 @@
 /** The Vision Transformer, from normalised pixels to logits, in data-flow order: vit.py in JavaScript, with every
  * intermediate tensor kept and every intervention applied. Shapes as in engine.js. */
-import { activate, addBias, applyRope, layerNorm, logSumExp, softmaxRows } from "./layers.js";
+import { activate, addBias, applyRope, layerNorm, layerNormBackward, logSumExp, softmaxRows } from "./layers.js";
 import { blockChanges, complete, firstChange, mergeGroups, mergeTokens, permutation } from "./interventions.js";
 import { buildStem, runStem } from "./stem.js";
 import { transpose } from "./matmul.js";
@@ -38,8 +38,18 @@ export class VisionTransformer {
     return this.entry.shapes[`${name}.weight`][1];
   }
 
+  /** Gradient with respect to the input of a linear layer, g·W. */
+  linearBackward(g, name) {
+    const weight = this.tensors[`${name}.weight`], inputs = this.inputs(name), outputs = weight.length / inputs;
+    return this.kernel.matmul(g, weight, g.length / outputs, outputs, inputs);
+  }
+
   norm(x, name, width = this.D) {
     return layerNorm(x, width, this.tensors[`${name}.weight`], this.tensors[`${name}.bias`], this.config.norm_eps);
+  }
+
+  normBackward(x, name, g, width = this.D) {
+    return layerNormBackward(x, width, this.tensors[`${name}.weight`], g, this.config.norm_eps);
   }
 
   // ── embedding (equation 1) ─────────────────────────────────────────────────────────────────────────────
@@ -158,16 +168,15 @@ export class VisionTransformer {
   attention(x, name, { headsOff, temperature, useRope }, permuted) {
     const { T, h, d, config } = this;
     const qkv = this.linear(x, `${name}.qkv`);
-    let [q, k, v] = [0, 1, 2].map((part) => splitHeads(qkv, part, this));
+    let [q, k, v] = [0, 1, 2].map((part) => this.splitHeads(qkv, part));
     if (config.qk_norm) {
       q = this.norm(q, `${name}.norm_q`, d);
       k = this.norm(k, `${name}.norm_k`, d);
     }
     const rope = this.tensors["rope"];
     if (rope !== undefined && useRope) {
-      const rows = Int32Array.from({ length: T }, (_, t) => (t < this.prefix ? t : this.prefix + permuted[t - this.prefix]));
-      applyRope(q, rope, rows, T, d);
-      applyRope(k, rope, rows, T, d);
+      applyRope(q, rope, this.ropeRows(permuted), T, d);
+      applyRope(k, rope, this.ropeRows(permuted), T, d);
     }
     const attention = new Float32Array(h * T * T), headOutput = new Float32Array(h * T * d);
     for (let head = 0; head < h; head++) {
@@ -178,6 +187,21 @@ export class VisionTransformer {
       if (!headsOff.includes(head)) headOutput.set(this.kernel.matmul(scores, part(v), T, T, d), head * T * d);
     }
     return { q, k, v, attention, headOutput };
+  }
+
+  /** The position of each token in the rotary table, T. */
+  ropeRows(permuted) {
+    return Int32Array.from({ length: this.T }, (_, t) => (t < this.prefix ? t : this.prefix + permuted[t - this.prefix]));
+  }
+
+  /** Part 0, 1 or 2 (query, key, value) of T×3D as h×T×d. */
+  splitHeads(qkv, part) {
+    const { T, D, h, d } = this, out = new Float32Array(T * D);
+    for (let head = 0; head < h; head++) for (let t = 0; t < T; t++) {
+      const start = t * 3 * D + part * D + head * d;
+      out.set(qkv.subarray(start, start + d), (head * T + t) * d);
+    }
+    return out;
   }
 
   // ── output (equation 4) ────────────────────────────────────────────────────────────────────────────────
@@ -254,16 +278,6 @@ export class VisionTransformer {
 
 function permutationOf(count) {
   return Array.from({ length: count }, (_, index) => index);
-}
-
-/** Part 0, 1 or 2 (query, key, value) of T×3D as h×T×d. */
-function splitHeads(qkv, part, { T, D, h, d }) {
-  const out = new Float32Array(T * D);
-  for (let head = 0; head < h; head++) for (let t = 0; t < T; t++) {
-    const start = t * 3 * D + part * D + head * d;
-    out.set(qkv.subarray(start, start + d), (head * T + t) * d);
-  }
-  return out;
 }
 
 /** h×T×d as T×D. */
