@@ -1,6 +1,6 @@
 // Small helpers to build elements.
 
-export const $ = (id) => document.getElementById(id);
+export const byId = (id) => document.getElementById(id);
 
 // element("p", { class: "small", onclick: f }, "text", child): attributes, properties (on..., value, ...) and children.
 export function element(tag, attributes = {}, ...children) {

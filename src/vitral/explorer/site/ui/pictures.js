@@ -6,6 +6,15 @@ import { element, sharpContext } from "./dom.js";
 
 export const currentPicture = () => app.changedPicture ?? app.picture;
 
+// The part of the image that is cut into patches; some models leave a margin.
+export function gridPicture(picture = currentPicture()) {
+  const { margin } = app.entry;
+  if (!margin) return picture;
+  const canvas = element("canvas", { width: picture.width - 2 * margin, height: picture.height - 2 * margin });
+  canvas.getContext("2d").drawImage(picture, -margin, -margin);
+  return canvas;
+}
+
 // Greyscale or RGB values C×H×W in [0, 255] on a canvas.
 export function canvasOfPixels(pixels, channels, height, width) {
   const canvas = element("canvas", { width, height });
@@ -29,7 +38,7 @@ export function canvasOfInput(input) {
 
 // The image, lit where the weights are large. weights: one per patch, or null for the plain image
 export function litPicture(weights, side, { label, brightness } = {}) {
-  const picture = currentPicture();
+  const picture = gridPicture();
   const height = Math.round((side * picture.height) / picture.width);
   const canvas = element("canvas", { class: "picture", role: label ? "img" : undefined, "aria-label": label, "aria-hidden": label ? undefined : "true" });
   const context = sharpContext(canvas, side, height);

@@ -1,0 +1,63 @@
+// Honest attention: the attention picture next to the map that the faithfulness test ranks best for this model.
+import { app } from "./context.js";
+import { element, formatNumber } from "./dom.js";
+import { t } from "./i18n.js";
+import { captioned, litPicture } from "./pictures.js";
+
+const METHOD_NAMES = { attention: "method-attention", rollout: "method-rollout", occlusion: "method-occlusion", gradcam: "method-gradcam", relevance: "method-relevance" };
+const methodName = (method) => (method in METHOD_NAMES ? t(METHOD_NAMES[method]) : method);
+
+export function honestAttention() {
+  const best = app.entry.faithfulness?.best_in_browser ?? "occlusion";
+  const progress = element("progress", { max: 1, value: 0, "aria-label": t("computing") });
+  const holder = element("div", { class: "figures", "aria-busy": "true" }, element("div", {}, element("p", { class: "small" }, t("computing")), progress));
+  fillHonest(holder, best, progress);
+  return element("section", { class: "honest" },
+    element("h3", {}, t("honest-title")),
+    element("p", {}, t("honest-lead")),
+    holder,
+    element("p", {}, ranking(best)),
+    element("p", { class: "small" }, t("honest-when")));
+}
+
+async function fillHonest(holder, best, progress) {
+  const { trace, model } = app;
+  try {
+    const attention = await explanation(trace, model, "attention");
+    const faithful = await explanation(trace, model, best, (share) => (progress.value = typeof share === "number" ? share : 0));
+    if (!holder.isConnected || app.trace !== trace) return;
+    holder.removeAttribute("aria-busy");
+    const pictures = [["attention", attention]];
+    if (best !== "attention") pictures.push([best, faithful]);
+    holder.replaceChildren(...pictures.map(([method, values]) => captioned(litPicture(values, 210, { label: methodName(method), brightness: rescale(values) }), element("b", {}, methodName(method)), element("br"), t(`about-${method}`))));
+  } catch (error) {
+    console.error(error);
+    holder.replaceChildren(element("p", { class: "error" }, t("failed")));
+  }
+}
+
+// Each explanation is computed once per trace.
+export function explanation(trace, model, method, onProgress = () => {}) {
+  trace.explanations ??= {};
+  trace.explanations[method] ??= model.explain(trace, method, { onProgress });
+  return trace.explanations[method];
+}
+
+// To [0, 1]; what speaks against the class is dark.
+function rescale(values) {
+  const top = Math.max(...values, 1e-9);
+  const low = Math.min(...values);
+  const from = Math.max(low, 0);
+  return Float32Array.from(values, (value) => Math.max(0, (value - from) / Math.max(top - from, 1e-9)) ** 0.8);
+}
+
+function ranking(best) {
+  const record = app.entry.faithfulness;
+  if (!record) return t("honest-unranked");
+  const score = (method) => record.scores.find((row) => row.method === method);
+  const values = { images: record.images, source: record.source, method: methodName(best) };
+  const [winner, attention, random] = [score(best), score("attention"), score("random")];
+  if (winner && attention && best !== "attention")
+    return t("honest-ranked", { ...values, score: formatNumber(winner.score), attention: formatNumber(attention.score), random: random ? formatNumber(random.score) : "0" });
+  return t("honest-attention-best", { ...values, score: winner ? formatNumber(winner.score) : "–", random: random ? formatNumber(random.score) : "0" });
+}

@@ -1,0 +1,85 @@
+// The guided tour: the steps of the walk with the values of the visitor's image.
+import { app, currentBlock, currentHead, formatWalk, tokenName, currentToken } from "./context.js";
+import { choiceButtons, element, equation } from "./dom.js";
+import { currentLanguage, hasText, t } from "./i18n.js";
+import { setState, state } from "./state.js";
+import { figuresOf } from "./tour_figures.js";
+
+const IN_BLOCK = ["queries", "attention", "residual", "mlp"];
+const USES_HEAD = ["queries", "attention"];
+const USES_TOKEN = ["patches", "squares", "flatten", "embedding", "learned", "sincos", "rotary", "embed", "queries", "attention", "residual", "mlp"];
+
+export const tourSteps = () => app.entry.steps;
+
+export function stepIndex() {
+  const index = tourSteps().findIndex(({ key }) => key === state.step);
+  return Math.max(index, 0);
+}
+
+export const stepTitle = (step, language = currentLanguage()) => formatWalk(app.site.walk[language].steps[step.key].title);
+
+function stepText(step) {
+  const texts = app.site.walk[currentLanguage()].steps;
+  return [step.key, ...(step.extra ?? [])].map((key) => formatWalk(texts[key].text)).join(" ");
+}
+
+const stepEquation = (step) => formatWalk(app.site.walk.en.steps[step.equation ?? step.key].equation ?? "");
+
+export function renderTour() {
+  const index = stepIndex();
+  const step = tourSteps()[index];
+  const figures = figuresOf(step.key);
+  const isWorked = (node) => node.classList.contains("worked");
+  const question = `ask-${step.key}`;
+  return [
+    stepNavigation(index),
+    element("article", { class: "step", "aria-labelledby": "step-title" },
+      element("div", { class: "step-head" },
+        element("h2", { id: "step-title", tabindex: "-1" }, element("span", { class: "number" }, `${index + 1} `), stepTitle(step)),
+        element("span", { class: "shape" }, element("span", { class: "visually-hidden" }, `${t("shape")}: `), step.shape)),
+      element("p", { class: "lead" }, stepText(step)),
+      equation(stepEquation(step)),
+      IN_BLOCK.includes(step.key) && placeControls(USES_HEAD.includes(step.key)),
+      USES_TOKEN.includes(step.key) && element("p", { class: "small" }, t("token-note", { token: tokenName(currentToken()) })),
+      element("div", { class: "figures" }, figures.filter((node) => !isWorked(node))),
+      figures.filter(isWorked),
+      hasText(question) && element("p", { class: "ask" }, element("b", {}, `${t("try-it")} `), t(question)),
+      codeOf(step)),
+    stepNavigation(index, true),
+  ];
+}
+
+function stepNavigation(index, isFoot = false) {
+  const steps = tourSteps();
+  const go = (to) => setState({ step: steps[to].key });
+  const previous = element("button", { type: "button", disabled: index === 0, "data-focus": isFoot ? "foot-previous" : "previous", onclick: () => go(index - 1) }, t("previous"));
+  const next = index < steps.length - 1
+    ? element("button", { type: "button", class: "primary", "data-focus": isFoot ? "foot-next" : "next", onclick: () => go(index + 1) }, isFoot ? t("next-step", { title: stepTitle(steps[index + 1]) }) : t("next"))
+    : element("button", { type: "button", class: "primary", "data-focus": "next", onclick: () => setState({ view: "explore" }) }, t("to-explore"));
+  if (isFoot) return element("nav", { class: "step-nav foot", "aria-label": t("steps-end") }, previous, next);
+  return element("nav", { class: "step-nav", "aria-label": t("steps") }, previous,
+    element("ol", { class: "dots" }, steps.map((step, place) =>
+      element("li", {}, element("button", {
+        type: "button", class: "dot", title: stepTitle(step), "aria-label": `${place + 1}. ${stepTitle(step)}`,
+        "aria-current": place === index ? "step" : undefined, "data-focus": `dot:${place}`, onclick: () => go(place),
+      }, String(place + 1))))),
+    next);
+}
+
+// Which block and head the step shows.
+export function placeControls(withHead = true) {
+  const { depth, heads } = app.entry.config;
+  const range = (count) => Array.from({ length: count }, (_, value) => ({ value, label: String(value + 1) }));
+  return element("div", { class: "place" },
+    element("span", { class: "place-label" }, t("block")), choiceButtons(t("block"), range(depth), currentBlock(), (block) => setState({ block }), "block"),
+    withHead && element("span", { class: "place-label" }, t("head")),
+    withHead && choiceButtons(t("head"), range(heads), currentHead(), (head) => setState({ head }), "head"));
+}
+
+function codeOf(step) {
+  const isWide = matchMedia("(min-width: 60rem)").matches;
+  return element("details", { class: "code", open: isWide }, element("summary", {}, t("source")),
+    step.code.map(({ location, line, text }) => [
+      element("div", { class: "small" }, `${location}, ${t("line", { line })}`),
+      element("pre", { tabindex: "0" }, text)]));
+}
