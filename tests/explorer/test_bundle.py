@@ -21,9 +21,9 @@ def test_modules_run_in_the_order_of_their_imports_with_names_of_their_own(brows
         tmp_path,
         main='import {\n  twice,\n  Counter\n} from "./lib/a.js";\nimport { secret } from "./b.js";\n'
         "globalThis.result = [twice(secret), new Counter().count, helper()];\nfunction helper() { return 'main'; }\n",
-        lib__a='import { secret } from "../b.js";\nexport const twice = (x) => 2 * x;\n'
+        lib__a='import { secret, $ } from "../b.js";\nexport const twice = (x) => 2 * $(x);\n'
         "export class Counter { count = secret + 1; }\nfunction helper() { return 'a'; }\n",
-        b="export const secret = 21;\n",
+        b="export const secret = 21;\nexport const $ = (x) => x;\n",
     )
     page = browser.new_page()
     page.add_script_tag(content=bundle_modules(main))

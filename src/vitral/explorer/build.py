@@ -23,13 +23,7 @@ from vitral.models.vit import ViT
 from vitral.utils.json_toml import read_json_object
 from vitral.utils.progress import LogFn, no_log
 
-BROWSER_METHODS = (
-    "attention",
-    "rollout",
-    "relevance",
-    "gradcam",
-    "occlusion",
-)  # EXPLANATIONS in engine/explanations.js
+BROWSER_METHODS = ("attention", "rollout", "relevance", "gradcam", "occlusion")  # in explanations.js
 RANKING_FILE = "faithfulness.json"  # of a bundled model
 MAX_EXAMPLES = 24
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"(\.[^"]+)";?[ \t]*$', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async function|function|const|let|class)\b)", re.MULTILINE)
-EXPORTED_NAME = re.compile(r"^export (?:async function|function|const|let|class)\s+(\w+)", re.MULTILINE)
+EXPORTED_NAME = re.compile(r"^export (?:async function|function|const|let|class)\s+([\w$]+)", re.MULTILINE)
 UNSUPPORTED = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
 
 
