@@ -1,7 +1,6 @@
 // Single numbers worked out by hand: where a dot product, a weight or a sum comes from.
 import {
-  app, attentionOf, currentBlock, currentHead, currentKey, currentToken, dot, headPart, largest, norm, numTokens, rowOf, tokenName,
-} from "./context.js";
+  app, attentionOf, currentBlock, currentHead, currentKey, currentToken, dot, headPart, largest, norm, numTokens, rowOf, tokenName, tokenPhrase, capital } from "./context.js";
 import { element, formatNumber, percent } from "./dom.js";
 import { matrixFigure } from "./figure.js";
 import { t } from "./i18n.js";
@@ -60,7 +59,7 @@ export function attentionWeight({ withSelects = true } = {}) {
       step(`${formatNumber(product)} / ${divisor}`, formatNumber(scores[j]), t("dot-scale")),
       step(`exp(${formatNumber(scores[j])}) / Σ exp(…)`, percent(Math.exp(scores[j] - shift) / total), t("dot-softmax", { T })),
     ),
-    element("p", {}, t("dot-meaning", { query: tokenName(i), key: tokenName(j), share: percent(weight), block: block + 1, head: head + 1 })),
+    element("p", {}, t("dot-meaning", { query: tokenPhrase(i), key: tokenPhrase(j), share: percent(weight), block: block + 1, head: head + 1 })),
     strongestKeys(scores, block, head, i, j),
   );
 }
@@ -73,7 +72,7 @@ function temperatureOf(block) {
 function strongestKeys(scores, block, head, i, j) {
   const weights = attentionOf(app.trace, block, head, i);
   return element("table", { class: "bars" },
-    element("caption", {}, t("strongest", { query: tokenName(i) })),
+    element("caption", {}, t("strongest", { query: tokenPhrase(i) })),
     element("thead", {}, element("tr", {}, element("th", { scope: "col" }, t("token")), element("th", { scope: "col" }, t("weight")), element("td"), element("th", { scope: "col" }, t("score")))),
     element("tbody", {}, largest(weights, 6).map((token) =>
       element("tr", { class: token === j ? "strong" : "" },
@@ -95,10 +94,9 @@ export function embeddingNumber() {
   const pixels = rowOf(app.trace.patches, patch, size);
   const filter = rowOf(filters.data, strongest, size);
   const sum = dot(pixels, filter);
-  const name = tokenName(patch + app.entry.prefix);
   return workedOut(
     t("embedding-title"),
-    element("p", {}, t("embedding-lead", { patch: name, n: strongest + 1 })),
+    element("p", {}, t("embedding-lead", { patch: capital(tokenPhrase(patch + app.entry.prefix)), n: strongest + 1 })),
     productPicture(pixels, filter, t("pixels"), t("filter"), t("dot-caption", { d: size }), "embedding-dot"),
     element("ol", { class: "sums" },
       step(`${t("pixels")} · ${t("filter")}`, formatNumber(sum), t("dot-sum", { d: size })),
@@ -123,7 +121,7 @@ export function residualSum(kind) {
   const names = [t("before"), t("added"), t("after")];
   const widest = largest(f.map(Math.abs), 1)[0];
   return workedOut(
-    t("residual-title", { token: tokenName(token) }),
+    t("residual-title", { token: tokenPhrase(token) }),
     element("div", { class: "product" },
       element("div", { class: "product-names", "aria-hidden": "true" }, names.map((name) => element("span", {}, name))),
       matrixFigure({ values, rows: 3, columns: D, caption: t("residual-caption", { D }), rowName: (row) => names[row], key: `residual-${kind}`, size: 560 })),

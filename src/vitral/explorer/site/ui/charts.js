@@ -13,7 +13,8 @@ function svg(tag, attributes, ...children) {
 
 // series: [{ name, colour, values, dashed? }]; labels: one per value; format: of the values; marked: index of a label
 export function lineChart({ caption, series, labels, format = formatNumber, max, min = 0, marked, onpick }) {
-  const [width, height, left, right, top, bottom] = [640, 250, 46, 12, 12, 30];
+  const isNarrow = matchMedia("(max-width: 40rem)").matches; // so that the writing stays readable
+  const [width, height, left, right, top, bottom] = [isNarrow ? 340 : 640, isNarrow ? 200 : 250, 46, 12, 12, 30];
   const highest = max ?? Math.max(...series.flatMap(({ values }) => [...values]), 1e-9) * 1.05;
   const x = (index) => left + ((width - left - right) * index) / Math.max(labels.length - 1, 1);
   const y = (value) => top + (height - top - bottom) * (1 - (value - min) / (highest - min));
@@ -25,7 +26,7 @@ export function lineChart({ caption, series, labels, format = formatNumber, max,
       svg("text", { x: left - 6, y: y(value) + 4, class: "tick", "text-anchor": "end" }, format(value)),
     );
   }
-  const every = Math.ceil(labels.length / 13);
+  const every = Math.ceil(labels.length / (isNarrow ? 7 : 13));
   labels.forEach((label, index) => {
     if (index % every && index !== labels.length - 1) return;
     chart.append(svg("text", { x: x(index), y: height - 8, class: index === marked ? "tick marked" : "tick", "text-anchor": "middle" }, label));

@@ -35,6 +35,14 @@ export function tokenName(token) {
   return t("register", { n: token + 1 - (hasClassToken() ? 1 : 0) });
 }
 
+// A token as part of a sentence.
+export function tokenPhrase(token) {
+  if (token >= app.entry.prefix) return t("the-patch", { patch: tokenName(token) });
+  return token === 0 && hasClassToken() ? t("the-class-token") : tokenName(token);
+}
+
+export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
 // The selected token: the class token or, without one, the middle patch, until the visitor selects another.
 export function currentToken() {
   if (state.token >= 0 && state.token < numTokens()) return state.token;

@@ -95,7 +95,7 @@ async function measure(experiment, bar, button) {
 
 function outcome(experiment, result, guess, whatChanged) {
   const { key } = experiment;
-  const values = Object.fromEntries(Object.entries(result).map(([name, value]) => [name, typeof value === "number" && !Number.isInteger(value) ? formatValue(name, value) : value]));
+  const values = Object.fromEntries(Object.entries(result).map(([name, value]) => [name, typeof value === "number" ? formatValue(name, value) : value]));
   const variant = hasText(`${key}-why-${result.answer}`) ? `${key}-why-${result.answer}` : `${key}-why`;
   const hybrid = result.hybrid && hasText(`${key}-why-hybrid`) ? `${key}-why-hybrid` : variant;
   return [
@@ -107,7 +107,7 @@ function outcome(experiment, result, guess, whatChanged) {
   ];
 }
 
-const formatValue = (name, value) => (/share|Keeps/.test(name) ? percent(value) : formatNumber(value));
+const formatValue = (name, value) => (/share|Keeps/.test(name) ? percent(value) : Number.isInteger(value) ? value : formatNumber(value));
 
 function resultGrid(key, { values, rows, columns }) {
   return element("div", { class: "figures" }, matrixFigure({

@@ -5,11 +5,11 @@ import { explanation } from "./honest.js";
 import { summaryAttention } from "./tour_figures.js";
 
 const MAX_IMAGES = 10; // images that an experiment measures
-const BUDGET_MS = 12000; // compute time that an experiment may use; larger models measure fewer images
+const BUDGET_MS = 15000; // compute time that an experiment may use; larger models measure fewer images
 
 // The images of a measurement: { input, base, index }. The visitor's image comes first.
 export async function images(limit = MAX_IMAGES, runsPerImage = 1) {
-  const affordable = Math.max(1, Math.floor(BUDGET_MS / Math.max(app.base.ms * (runsPerImage + 1), 1)));
+  const affordable = Math.max(2, Math.floor(BUDGET_MS / Math.max(app.base.ms * (runsPerImage + 1), 1)));
   const others = await app.exampleInputs(Math.min(limit, affordable));
   const list = [{ input: app.input, base: app.base }];
   for (const input of others) {
@@ -22,18 +22,21 @@ export async function images(limit = MAX_IMAGES, runsPerImage = 1) {
 
 const best = (trace) => argmax(trace.probabilities);
 
-// Share of images that keep their prediction under the changes. changesOf(image): interventions of one image
-export async function kept(list, changesOf, report = () => {}, reference = null) {
+// How many images keep their prediction under the changes, the mean probability that it keeps, and the mean largest
+// change of a logit. changesOf(image): interventions of one image
+export async function kept(list, changesOf, report = () => {}) {
   let same = 0;
   let probability = 0;
+  let moved = 0;
   for (const [index, image] of list.entries()) {
     const trace = await app.model.run(image.input, changesOf(image), image.base);
-    const expected = best(reference ? reference[index] : image.base);
+    const expected = best(image.base);
     same += Number(best(trace) === expected);
     probability += trace.probabilities[expected];
+    moved += maxDifference(image.base.logits, trace.logits);
     report((index + 1) / list.length);
   }
-  return { same, total: list.length, share: same / list.length, probability: probability / list.length };
+  return { same, total: list.length, share: same / list.length, probability: probability / list.length, moved: moved / list.length };
 }
 
 const threeWay = (share, high, low) => (share >= high ? 0 : share > low ? 1 : 2);
@@ -78,15 +81,14 @@ export const EXPERIMENTS = [
       for (const [index, name] of names.entries()) {
         const result = await kept(list, () => ({ headsOff: [name] }));
         free += Number(result.same === result.total);
-        let moved = 0;
-        for (const { input, base } of list) moved += maxDifference(base.logits, (await app.model.run(input, { headsOff: [name] }, base)).logits) / list.length;
-        change.push(moved);
+        change.push(result.moved);
         report((index + 1) / names.length);
       }
+      const without = await kept(list, () => ({ headsOff: names }));
       const order = largest(change.map((value) => -value), names.length);
       return {
         answer: free >= 0.75 * names.length ? 2 : free >= 0.25 * names.length ? 1 : 0,
-        free, heads: names.length, total: list.length, grid: { values: change, rows: depth, columns: heads },
+        free, heads: names.length, none: without.same, total: list.length, grid: { values: change, rows: depth, columns: heads },
         freeHead: names[order[0]], freeName: headName(names[order[0]]), worstName: headName(names[order.at(-1)]),
         freeChange: change[order[0]], worstChange: change[order.at(-1)],
       };
@@ -164,8 +166,8 @@ export const EXPERIMENTS = [
       const byOcclusion = [];
       for (const [index, { base }] of list.entries()) {
         byAttention.push(largest(summaryAttention(base, app.entry.config.depth - 1).subarray(app.entry.prefix), count));
-        byOcclusion.push(largest(await explanation(base, app.model, "occlusion"), count));
-        report((0.8 * (index + 1)) / list.length);
+        const map = await explanation(base, app.model, "occlusion", (share) => report((0.9 * (index + share)) / list.length));
+        byOcclusion.push(largest(map, count));
       }
       const spread = Array.from({ length: numPatches() }, (_, patch) => patch).filter((patch) => (patch * 7 + 3) % 4 === 0).slice(0, count);
       const position = new Map(list.map((image, index) => [image, index]));

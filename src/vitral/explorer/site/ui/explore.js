@@ -6,8 +6,7 @@ import { lineChart } from "./charts.js";
 import { classColour } from "./colours.js";
 import {
   app, argmax, attentionOf, className, cosine, currentBlock, currentHead, currentToken, largest, norm, numPatches, numTokens,
-  patchesOf, patchName, rowOf, tokenName,
-} from "./context.js";
+  patchesOf, patchName, rowOf, tokenName, tokenPhrase } from "./context.js";
 import { choiceButtons, element, formatNumber, percent, sharpContext } from "./dom.js";
 import { matrixFigure } from "./figure.js";
 import { t } from "./i18n.js";
@@ -38,7 +37,7 @@ function attentionPanel() {
 function modelZoom() {
   const token = currentToken();
   const { depth, heads } = app.entry.config;
-  const canvas = element("canvas", { role: "img", "aria-label": t("overview-label", { token: tokenName(token) }) });
+  const canvas = element("canvas", { role: "img", "aria-label": t("overview-label", { token: tokenPhrase(token) }) });
   const holder = element("div", { class: "overview" }, element("span", { class: "axis" }, t("overview-axes")), canvas);
   const overview = new AttentionOverview(canvas);
   const weights = Array.from({ length: depth }, (_, block) => Array.from({ length: heads }, (_, head) => toBrightness(patchesOf(attentionOf(app.trace, block, head, currentToken())))));
@@ -53,7 +52,7 @@ function modelZoom() {
     setState({ block, head, zoom: "head" });
   });
   return [
-    heading(t("overview-title", { token: tokenName(token) })),
+    heading(t("overview-title", { token: tokenPhrase(token) })),
     lead("overview-lead"),
     element("div", { id: "overview-holder" }, holder),
     overviewTable(token),
@@ -103,10 +102,10 @@ function blockZoom() {
     lead("block-lead", { heads }),
     placeControls(false),
     stage(1, t("stage-in"), element("div", { class: "figures" }, rows(app.trace.tokens[block], "z"), rows(values.norm1, "LN(z)"))),
-    stage(2, t("stage-heads", { token: tokenName(token) }), element("div", { class: "head-cards" }, headButtons), element("p", { class: "small" }, t("open-a-head"))),
-    stage(3, t("stage-attention"), element("p", {}, t("stage-share", { token: tokenName(token), f: formatNumber(size(values.attentionAdded)), z: formatNumber(size(app.trace.tokens[block])) })),
+    stage(2, t("stage-heads", { token: tokenPhrase(token) }), element("div", { class: "head-cards" }, headButtons), element("p", { class: "small" }, t("open-a-head"))),
+    stage(3, t("stage-attention"), element("p", {}, t("stage-share", { token: tokenPhrase(token), f: formatNumber(size(values.attentionAdded)), z: formatNumber(size(app.trace.tokens[block])) })),
       element("div", { class: "figures" }, rows(values.attentionAdded, "MSA(LN(z))"), rows(values.middle, "z′ = z + MSA(LN(z))"))),
-    stage(4, t("stage-mlp"), element("p", {}, t("stage-share", { token: tokenName(token), f: formatNumber(size(values.mlpAdded)), z: formatNumber(size(values.middle)) })),
+    stage(4, t("stage-mlp"), element("p", {}, t("stage-share", { token: tokenPhrase(token), f: formatNumber(size(values.mlpAdded)), z: formatNumber(size(values.middle)) })),
       element("div", { class: "figures" }, rows(values.hidden, t("hidden-caption"), app.entry.numbers.M), rows(app.trace.tokens[block + 1], "z′ + MLP(LN(z′))"))),
   ];
 }
@@ -119,7 +118,7 @@ function headZoom() {
     placeControls(true),
     element("div", { class: "figures" }, attentionMatrix({ onpick: (token, key) => setState({ token, key, zoom: "dot" }) }), lookingFigure(240)),
     element("p", {}, element("button", { type: "button", class: "primary", "data-focus": "to-dot", onclick: () => setState({ zoom: "dot" }) }, t("zoom-dot"))),
-    element("h3", {}, t("qkv-title", { token: tokenName(currentToken()) })),
+    element("h3", {}, t("qkv-title", { token: tokenPhrase(currentToken()) })),
     element("div", { class: "figures" }, qkvFigures({ withNorm: false })),
   ];
 }
@@ -164,7 +163,7 @@ function lensPanel() {
   return [
     heading(t("lens-title")),
     lead("lens-lead", { readout: readoutName() }),
-    later(lensOf(app.trace), (lens) => [lensChart(lens), element("h3", {}, t("lens-patches", { layer: currentLayer() })), layerChoice(), lensGrid(lens[currentLayer()]), element("p", { class: "small" }, t("lens-warning"))]),
+    later(lensOf(app.trace), (lens) => [lensChart(lens), element("h3", {}, t("lens-patches", { layer: currentLayer() })), layerChoice(), lensGrid(lens[currentLayer()]), element("p", { class: "small" }, t(app.entry.config.pooling === "class" ? "lens-warning-class" : "lens-warning"))]),
   ];
 }
 
@@ -233,7 +232,7 @@ function similarityPanel() {
   const values = new Float32Array(T * T);
   for (let i = 0; i < T; i++) for (let j = 0; j < T; j++) values[i * T + j] = cosine(rowOf(tokens, i, D), rowOf(tokens, j, D));
   return [
-    heading(t("similarity-title", { token: tokenName(token) })),
+    heading(t("similarity-title", { token: tokenPhrase(token) })),
     lead("similarity-lead"),
     element("div", { class: "figures small-figures" }, maps),
     element("h3", {}, t("similarity-all")),
@@ -263,7 +262,7 @@ function normsPanel() {
       { name: tokenName(token), colour: accent, values: norms.map((row) => row[token]) },
       { name: t("mean-of-patches"), colour: "var(--warning)", values: mean, dashed: true },
     ] }),
-    lineChart({ caption: t("added-caption", { token: tokenName(token) }), labels: app.trace.blocks.map((_, block) => String(block + 1)), series: [
+    lineChart({ caption: t("added-caption", { token: tokenPhrase(token) }), labels: app.trace.blocks.map((_, block) => String(block + 1)), series: [
       { name: t("added-attention"), colour: "#7b3294", values: added("attentionAdded") },
       { name: t("added-mlp"), colour: "#c2621b", values: added("mlpAdded") },
     ] }),

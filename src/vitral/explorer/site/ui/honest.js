@@ -4,20 +4,30 @@ import { element, formatNumber } from "./dom.js";
 import { t } from "./i18n.js";
 import { captioned, litPicture } from "./pictures.js";
 
+const MAX_SECONDS = 2; // longer computations wait for a click
 const METHOD_NAMES = { attention: "method-attention", rollout: "method-rollout", occlusion: "method-occlusion", gradcam: "method-gradcam", relevance: "method-relevance" };
 const methodName = (method) => (method in METHOD_NAMES ? t(METHOD_NAMES[method]) : method);
 
 export function honestAttention() {
   const best = app.entry.faithfulness?.best_in_browser ?? "occlusion";
+  const section = element("section", { class: "honest" }, element("h3", {}, t("honest-title")), element("p", {}, t("honest-lead")));
   const progress = element("progress", { max: 1, value: 0, "aria-label": t("computing") });
   const holder = element("div", { class: "figures", "aria-busy": "true" }, element("div", {}, element("p", { class: "small" }, t("computing")), progress));
-  fillHonest(holder, best, progress);
-  return element("section", { class: "honest" },
-    element("h3", {}, t("honest-title")),
-    element("p", {}, t("honest-lead")),
-    holder,
-    element("p", {}, ranking(best)),
-    element("p", { class: "small" }, t("honest-when")));
+  const seconds = app.trace.explanations?.[best] ? 0 : secondsFor(best);
+  const button = element("button", { type: "button", "data-focus": "honest", onclick: () => {
+    button.replaceWith(holder);
+    fillHonest(holder, best, progress);
+  } }, t("honest-compute", { seconds: Math.ceil(seconds) }));
+  if (seconds < MAX_SECONDS) fillHonest(holder, best, progress);
+  section.append(seconds < MAX_SECONDS ? holder : button, element("p", {}, ranking(best)), element("p", { class: "small" }, t("honest-when")));
+  return section;
+}
+
+// Occlusion runs the model once per window of patches; the other maps cost about one run.
+function secondsFor(method) {
+  const [rows, columns] = app.entry.grid;
+  const side = Math.max(Math.round(Math.min(rows, columns) / 7), 1);
+  return method === "occlusion" ? ((rows - side + 1) * (columns - side + 1) * app.base.ms) / 1000 : 0;
 }
 
 async function fillHonest(holder, best, progress) {

@@ -2,7 +2,7 @@
 import { DrawingPad } from "../page/drawing.js";
 import { ImageView } from "../page/image_view.js";
 import { toBrightness } from "../page/attention.js";
-import { app, argmax, attentionOf, className, currentBlock, currentHead, currentToken, hasClassToken, isChanged, largest, patchesOf, patchName, tokenName } from "./context.js";
+import { app, argmax, attentionOf, className, currentBlock, currentHead, currentToken, hasClassToken, isChanged, largest, patchesOf, patchName, tokenPhrase, capital } from "./context.js";
 import { byId, element, percent, signedPercent } from "./dom.js";
 import { openDialog } from "./figure.js";
 import { t } from "./i18n.js";
@@ -170,7 +170,7 @@ export function drawImage(hovered = null) {
   const weights = attentionOf(app.trace, block, head, token);
   view.draw({ brightness: toBrightness(patchesOf(weights)) });
   const most = argmax(weights);
-  caption.textContent = t("looks-most", { token: tokenName(token), block: block + 1, head: head === null ? t("head-mean") : t("head-n", { n: head + 1 }), to: tokenName(most), share: percent(weights[most]) });
+  caption.textContent = t("looks-most", { token: capital(tokenPhrase(token)), block: block + 1, head: head === null ? t("head-mean") : t("head-small", { n: head + 1 }), to: tokenPhrase(most), share: percent(weights[most]) });
 }
 
 function renderExamples() {

@@ -147,8 +147,15 @@ async function render() {
   const content = { tour: renderTour, explore: renderExplore, lab: renderLab, training: renderTraining }[state.view]();
   byId("view").replaceChildren(...content.flat(3).filter(Boolean));
   if (focus) document.querySelector(`[data-focus="${CSS.escape(focus)}"]`)?.focus({ preventScroll: true });
-  byId("map").querySelector('[aria-current="location"]')?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  showPlaceOnMap();
   await renderInputPanel();
+}
+
+// On narrow screens the map scrolls sideways; where the visitor is stays visible.
+function showPlaceOnMap() {
+  const place = byId("map").querySelector('[aria-current="location"]');
+  const row = place?.closest(".map-row");
+  if (row) row.scrollLeft = place.offsetLeft - row.offsetLeft - row.clientWidth / 2 + place.offsetWidth / 2;
 }
 
 function renderHeader() {
@@ -309,6 +316,10 @@ function start() {
     const theme = (document.documentElement.dataset.theme ?? system) === "dark" ? "light" : "dark";
     remember("theme", theme);
     setTheme(theme);
+  });
+  byId("skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    byId("step-title")?.focus();
   });
   byId("share").addEventListener("click", share);
   byId("undo-changes").addEventListener("click", () => setState({ changes: {} }));

@@ -92,12 +92,14 @@ function breadcrumb(here) {
   const levels = [{ label: t("whole-model"), go: () => (inExplore ? setState({ panel: "attention", zoom: "model" }) : goToStep(["encoder", "encoder_patches"])) }];
   if (here.block !== null) levels.push({ label: t("block-n", { n: here.block + 1 }), go: () => (inExplore ? setState({ zoom: "block" }) : setState({ step: "queries" })) });
   if (here.head !== null) levels.push({ label: t("head-n", { n: here.head + 1 }), go: () => (inExplore ? setState({ zoom: "head" }) : setState({ step: "attention" })) });
+  if (here.block === null && ["image", "patches", "embedding", "pool", "prediction"].includes(here.place)) levels.push({ label: t(`map-${here.place}`), go: () => goToStep(FIRST_STEPS[here.place] ?? [here.place]) });
   if (here.dot) levels.push({ label: t("crumb-dot", { query: tokenName(currentToken()), key: tokenName(currentKey()) }), go: () => setState({ zoom: "dot" }) });
-  else if (here.head !== null) levels.push({ label: t("crumb-token", { token: tokenName(currentToken()) }), go: () => setState({ view: "explore", panel: "attention", zoom: "dot" }) });
+  const deeper = here.head !== null && !here.dot && element("li", { class: "deeper" }, element("button", { type: "button", class: "crumb deeper", "data-focus": "crumb:deeper", onclick: () => setState({ view: "explore", panel: "attention", zoom: "dot" }) }, t("crumb-deeper")));
   return element("ol", { class: "crumbs", "aria-label": t("you-are-here") },
     element("li", { class: "crumb-label", "aria-hidden": "true" }, t("you-are-here")),
     levels.map(({ label, go }, index) =>
-      element("li", {}, element("button", { type: "button", class: "crumb", "aria-current": index === levels.length - 1 ? "true" : undefined, "data-focus": `crumb:${index}`, onclick: go }, label))));
+      element("li", {}, element("button", { type: "button", class: "crumb", "aria-current": index === levels.length - 1 ? "true" : undefined, "data-focus": `crumb:${index}`, onclick: go }, label))),
+    deeper);
 }
 
 // Zooming with + and -: one level in or out.

@@ -84,5 +84,5 @@ export function patchMap(values, side, { scale = "range", marked, label, colour 
 }
 
 export function captioned(node, ...caption) {
-  return element("figure", { class: "small-figure" }, node, element("figcaption", {}, ...caption));
+  return element("figure", { class: "small-figure", style: `width: ${node.style.width}` }, node, element("figcaption", {}, ...caption));
 }

@@ -1,5 +1,5 @@
 // The guided tour: the steps of the walk with the values of the visitor's image.
-import { app, currentBlock, currentHead, formatWalk, tokenName, currentToken } from "./context.js";
+import { app, currentBlock, currentHead, formatWalk, currentToken, tokenPhrase } from "./context.js";
 import { choiceButtons, element, equation } from "./dom.js";
 import { currentLanguage, hasText, t } from "./i18n.js";
 import { setState, state } from "./state.js";
@@ -40,7 +40,7 @@ export function renderTour() {
       element("p", { class: "lead" }, stepText(step)),
       equation(stepEquation(step)),
       IN_BLOCK.includes(step.key) && placeControls(USES_HEAD.includes(step.key)),
-      USES_TOKEN.includes(step.key) && element("p", { class: "small" }, t("token-note", { token: tokenName(currentToken()) })),
+      USES_TOKEN.includes(step.key) && element("p", { class: "small" }, t("token-note", { token: tokenPhrase(currentToken()) })),
       element("div", { class: "figures" }, figures.filter((node) => !isWorked(node))),
       figures.filter(isWorked),
       hasText(question) && element("p", { class: "ask" }, element("b", {}, `${t("try-it")} `), t(question)),

@@ -3,8 +3,7 @@ import { attentionWeight, embeddingNumber, residualSum } from "./arithmetic.js";
 import { bars } from "./charts.js";
 import {
   app, attentionOf, className, cosine, currentBlock, currentHead, currentToken, hasClassToken, headPart, largest, norm, numPatches,
-  numTokens, patchesOf, patchName, rowOf, tokenName, walkText,
-} from "./context.js";
+  numTokens, patchesOf, patchName, rowOf, tokenName, walkText, tokenPhrase } from "./context.js";
 import { element, formatNumber, percent } from "./dom.js";
 import { matrixFigure, pictureFigure } from "./figure.js";
 import { currentLanguage, t } from "./i18n.js";
@@ -186,7 +185,7 @@ export function attentionMatrix({ size = 360, onpick } = {}) {
 
 export function lookingFigure(size = 220) {
   const weights = attentionOf(app.trace, currentBlock(), currentHead(), currentToken());
-  const label = t("looks", { token: tokenName(currentToken()), block: currentBlock() + 1, head: t("head-n", { n: currentHead() + 1 }) });
+  const label = t("looks", { token: tokenPhrase(currentToken()), block: currentBlock() + 1, head: t("head-small", { n: currentHead() + 1 }) });
   return captioned(litPicture(patchesOf(weights), size, { label }), label);
 }
 
