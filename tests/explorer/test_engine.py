@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from explorer.conftest import CONFIGS, random_image
-from support.explorer import EnginePage, write_engine_page
+from support.explorer import EnginePage, decode, write_engine_page
+from support.explorer_models import CONFIGS, random_image
 from support.explorer_reference import reference_trace
 from vitral.inference.predictor import Predictor
 
-TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}
-INTERVENTIONS = {
+TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-4}
+INTERVENTIONS: dict[str, dict[str, Any]] = {
     "mask": {"maskPatches": [0, 4, 8]},
     "swap": {"swapPatches": [[0, 5], [5, 3]]},
     "shuffle": {"shufflePositions": 7},
@@ -182,8 +184,6 @@ def test_lens_applies_final_norm_and_head_to_each_layer(engine, predictors, name
       const lens = await models[name].lens(traces[name], layer);
       return { pooled: toBase64(lens.pooledLogits), tokens: toBase64(lens.logits) };
     }"""
-    from support.explorer import decode
-
     for layer in (0, model.config.depth):
         lens = engine.page.evaluate(code, [name, layer])
         with torch.no_grad():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from explorer.conftest import CONFIGS, random_image
 from support.explorer import decode
+from support.explorer_models import CONFIGS, random_image
 from support.explorer_reference import add_hooks
 from vitral.explain.occlusion import log_odds
 from vitral.explain.registry import METHODS

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import vitral.api
-from explorer.conftest import PLAIN, random_model
+from support.explorer_models import PLAIN, random_model
 from vitral.errors import VitralError
 from vitral.explorer.build import ExplorerOptions, model_names, site_model
 from vitral.explorer.history import earlier_epochs, evenly_spaced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,8 @@ def changed_class_token(model: ViT, image_1CHW: Tensor, kind: str):
 
 
 def add_hooks(model: ViT, index: int, interventions) -> list:
-    block, d = model.encoder.blocks[index], model.config.width // model.config.heads
+    block: Any = model.encoder.blocks[index]
+    d = model.config.width // model.config.heads
     is_off = {
         branch: index in interventions.get(f"{branch}Off", ()) or index in interventions.get("blocksOff", ())
         for branch in ("attention", "mlp")
