@@ -25,7 +25,7 @@ def main() -> None:
         predictor = Predictor.load(bundled.PREFIX + name, device="cpu", engine="reference")
         ranking = measure_ranking(predictor, predictor.model_config.trained_on, images)
         atomic_write(bundled.BUNDLED_DIR / name / RANKING_FILE, dump_json(ranking, indent=2) + "\n")
-        print(f"{name}: best {ranking['best']}, best in the browser {ranking['best_in_browser']}")
+        print(f"{name}: {ranking['best']}")
 
 
 if __name__ == "__main__":

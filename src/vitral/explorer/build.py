@@ -11,8 +11,7 @@ from vitral import bundled
 from vitral.data.names import is_file_dataset
 from vitral.errors import VitralError
 from vitral.evaluation.data import load_eval_target
-from vitral.explain.faithfulness import applicable_methods, measure_faithfulness
-from vitral.explain.registry import METHODS
+from vitral.explain.faithfulness import measure_faithfulness
 from vitral.explorer.history import earlier_epochs
 from vitral.explorer.manifest import example_entries, faithfulness_entry
 from vitral.explorer.supported import check_supported
@@ -69,14 +68,13 @@ def ranking(predictor: Predictor, options: ExplorerOptions, log: LogFn = no_log)
 
 
 def measure_ranking(predictor: Predictor, data: str, num_images: int) -> dict[str, Any]:
-    """Rank the methods of `vitral explain`, except those that take minutes, and those that run in the browser."""
+    """Rank the methods that run in the browser by the tests of `vitral explain --faithfulness`."""
     target = load_eval_target(predictor, data)
-    model = target.predictor.model
-    assert isinstance(model, ViT)
-    methods = [name for name in applicable_methods(model) if not METHODS[name].is_slow]
-    result = measure_faithfulness(target.predictor, target.split, methods, num_images=num_images, num_pairs=num_images)
+    result = measure_faithfulness(
+        target.predictor, target.split, BROWSER_METHODS, num_images=num_images, num_pairs=num_images
+    )
     source = Path(data).name if is_file_dataset(data) else data
-    return faithfulness_entry(result, BROWSER_METHODS, f"{source} {target.split_name}")
+    return faithfulness_entry(result, f"{source} {target.split_name}")
 
 
 def model_names(models: Sequence[str | Path | Predictor]) -> list[str]:

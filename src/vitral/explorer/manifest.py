@@ -13,7 +13,7 @@ from PIL import Image
 
 from vitral.data.decode import decode_pixels
 from vitral.data.pixels import to_display
-from vitral.explain.faithfulness import FaithfulnessResult, recommend
+from vitral.explain.faithfulness import FaithfulnessResult
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT
 from vitral.reporting.walk.steps import WalkBuilder, WalkStep
@@ -80,16 +80,14 @@ def _step_entry(step: WalkStep) -> dict[str, Any]:
     return entry | ({"equation": "calibrated"} if "calibrated" in extra else {})
 
 
-def faithfulness_entry(result: FaithfulnessResult, in_browser: Sequence[str], source: str) -> dict[str, Any]:
+def faithfulness_entry(result: FaithfulnessResult, source: str) -> dict[str, Any]:
     """The ranking of the explanation methods, best first; the random baseline is included.
 
-    "best" beats random heatmaps in every test and has the best mean rank, "best_in_browser" among `in_browser`.
+    "best" has the best mean rank of the methods that beat random heatmaps in every test; None if there are none.
     """
-    browser_rows = [row for row in result.rows if row.method in in_browser]
     rows = sorted(result.rows, key=lambda row: row.insertion.mean - row.deletion.mean, reverse=True)
     return {
         "best": result.best,
-        "best_in_browser": recommend(browser_rows, result.images, result.pairs),
         "images": result.images,
         "pairs": result.pairs,
         "source": source,

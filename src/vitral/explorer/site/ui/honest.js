@@ -9,7 +9,7 @@ const METHOD_NAMES = { attention: "method-attention", rollout: "method-rollout",
 const methodName = (method) => (method in METHOD_NAMES ? t(METHOD_NAMES[method]) : method);
 
 export function honestAttention() {
-  const best = app.entry.faithfulness?.best_in_browser ?? "occlusion";
+  const best = app.entry.faithfulness?.best ?? "occlusion";
   const section = element("section", { class: "honest" }, element("h3", {}, t("honest-title")), element("p", {}, t("honest-lead")));
   const progress = element("progress", { max: 1, value: 0, "aria-label": t("computing") });
   const holder = element("div", { class: "figures", "aria-busy": "true" }, element("div", {}, element("p", { class: "small" }, t("computing")), progress));
