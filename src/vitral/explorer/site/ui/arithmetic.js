@@ -1,6 +1,6 @@
 // Single numbers worked out by hand: where a dot product, a weight or a sum comes from.
 import {
-  app, attentionOf, currentBlock, currentHead, currentKey, currentToken, dot, headPart, largest, norm, numTokens, rowOf, tokenName, tokenPhrase, capital } from "./context.js";
+  app, attentionOf, currentBlock, currentHead, currentKey, currentPatch, currentToken, dot, headPart, largest, norm, numTokens, rowOf, tokenName, tokenPhrase, capital } from "./context.js";
 import { element, formatNumber, percent } from "./dom.js";
 import { matrixFigure } from "./figure.js";
 import { t } from "./i18n.js";
@@ -24,7 +24,7 @@ function productPicture(a, b, nameA, nameB, caption, key) {
   const names = [nameA, nameB, `${nameA} × ${nameB}`];
   return element("div", { class: "product" },
     element("div", { class: "product-names", "aria-hidden": "true" }, names.map((name) => element("span", {}, name))),
-    matrixFigure({ values, rows: 3, columns: d, caption, rowName: (row) => names[row], key, size: 560 }),
+    matrixFigure({ values, rows: 3, columns: d, caption, rowName: (row) => names[row], key, size: 560, perRow: true }),
   );
 }
 
@@ -84,7 +84,7 @@ function strongestKeys(scores, block, head, i, j) {
 
 // One number of the patch embedding: a patch times a filter.
 export function embeddingNumber() {
-  const patch = Math.max(currentToken() - app.entry.prefix, 0);
+  const patch = currentPatch();
   const filters = app.model.filters();
   const D = app.entry.config.width;
   const size = filters.channels * filters.side ** 2;
@@ -97,12 +97,19 @@ export function embeddingNumber() {
   return workedOut(
     t("embedding-title"),
     element("p", {}, t("embedding-lead", { patch: capital(tokenPhrase(patch + app.entry.prefix)), n: strongest + 1 })),
+    element("div", { class: "figures small-figures" }, smallMatrix(pixels, filters, t("pixels")), smallMatrix(filter, filters, t("filter")), smallMatrix(pixels.map((value, i) => value * filter[i]), filters, `${t("pixels")} × ${t("filter")}`)),
     productPicture(pixels, filter, t("pixels"), t("filter"), t("dot-caption", { d: size }), "embedding-dot"),
     element("ol", { class: "sums" },
       step(`${t("pixels")} · ${t("filter")}`, formatNumber(sum), t("dot-sum", { d: size })),
       step(`${formatNumber(sum)} + b`, formatNumber(row[strongest]), t("bias-note", { b: formatNumber(row[strongest] - sum), n: strongest + 1, D })),
     ),
   );
+}
+
+// One channel of a patch or filter as a square.
+function smallMatrix(values, { side, channels }, caption) {
+  const shown = channels === 1 ? values : values.subarray(0, side * side);
+  return matrixFigure({ values: shown, rows: side, columns: side, caption: channels === 1 ? caption : `${caption}, ${t("first-channel")}`, size: 130, columnName: (column) => t("column-n", { n: column + 1 }) });
 }
 
 // How much the attention branch or the MLP changes the selected token.

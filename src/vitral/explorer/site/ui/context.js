@@ -51,6 +51,19 @@ export function currentToken() {
   return app.entry.prefix + Math.floor(rows / 2) * columns + Math.floor(columns / 2);
 }
 
+// The selected patch; while no patch is selected, the one with the most contrast.
+export function currentPatch() {
+  const token = currentToken();
+  if (token >= app.entry.prefix && (state.token >= 0 || !hasClassToken())) return token - app.entry.prefix;
+  const N = numPatches();
+  const size = app.trace.patches.length / N;
+  const contrast = Float32Array.from({ length: N }, (_, patch) => {
+    const [low, high] = rowOf(app.trace.patches, patch, size).reduce(([a, b], value) => [a + value, b + value * value], [0, 0]);
+    return high - (low * low) / size;
+  });
+  return argmax(contrast);
+}
+
 export const currentBlock = () => Math.min(Math.max(state.block, 0), app.entry.config.depth - 1);
 export const currentHead = () => Math.min(Math.max(state.head, 0), app.entry.config.heads - 1);
 

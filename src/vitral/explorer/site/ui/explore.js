@@ -197,7 +197,7 @@ function lensGrid({ probabilities }) {
   const step = side / columns;
   cells.forEach(({ best, share }, patch) => {
     const [x, y] = [(patch % columns) * step, Math.floor(patch / columns) * step];
-    context.fillStyle = classColour(best, K).replace(")", ` / ${0.25 + 0.7 * share})`);
+    context.fillStyle = classColour(best, K).replace(")", ` / ${0.2 + 0.5 * share})`);
     context.fillRect(x + 1, y + 1, step - 2, step - 2);
     if (step < 22) return;
     context.fillStyle = "#fff";

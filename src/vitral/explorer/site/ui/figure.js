@@ -5,7 +5,7 @@ import { t } from "./i18n.js";
 
 const MAX_TABLE = 40; // rows and columns of the table of numbers
 
-// matrix: { values, rows, columns, scale, caption, rowName?(i), columnName?(j), marked?: {row?, column?}, onpick?(i, j), size?, key }
+// matrix: { values, rows, columns, scale, caption, rowName?(i), columnName?(j), marked?: {row?, column?}, onpick?(i, j), size?, key, perRow?: every row has its own colour scale }
 export function matrixFigure(matrix) {
   const { values, rows, columns, caption, scale = "signed" } = matrix;
   const [low, high] = valueRange(values);
@@ -18,7 +18,9 @@ export function matrixFigure(matrix) {
     "aria-label": `${summary}. ${t(matrix.onpick ? "figure-keys-pick" : "figure-keys")}`,
     "data-focus": matrix.key && `figure:${matrix.key}`,
   });
-  paint(canvas, values, rows, columns, colourScale(values, scale));
+  const scaleOf = matrix.perRow ? Array.from({ length: rows }, (_, row) => colourScale(values.subarray(row * columns, (row + 1) * columns), scale)) : null;
+  const whole = colourScale(values, scale);
+  paint(canvas, values, rows, columns, (value, index) => (scaleOf ? scaleOf[Math.floor(index / columns)] : whole)(value));
   const frame = element("div", { class: "frame" }, canvas, marks(matrix));
   const cursor = element("span", { class: "cursor", hidden: true });
   frame.append(cursor);
@@ -41,7 +43,7 @@ function sizeOf(rows, columns, size = 300) {
 
 function paint(canvas, values, rows, columns, colour) {
   const pixels = new ImageData(columns, rows);
-  for (let index = 0; index < rows * columns; index++) pixels.data.set([...colour(values[index]), 255], 4 * index);
+  for (let index = 0; index < rows * columns; index++) pixels.data.set([...colour(values[index], index), 255], 4 * index);
   canvas.getContext("2d").putImageData(pixels, 0, 0);
 }
 

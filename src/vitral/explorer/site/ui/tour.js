@@ -1,5 +1,5 @@
 // The guided tour: the steps of the walk with the values of the visitor's image.
-import { app, currentBlock, currentHead, formatWalk, currentToken, tokenPhrase } from "./context.js";
+import { app, currentBlock, currentHead, currentPatch, currentToken, formatWalk, tokenPhrase } from "./context.js";
 import { choiceButtons, element, equation } from "./dom.js";
 import { currentLanguage, hasText, t } from "./i18n.js";
 import { setState, state } from "./state.js";
@@ -7,7 +7,8 @@ import { figuresOf } from "./tour_figures.js";
 
 const IN_BLOCK = ["queries", "attention", "residual", "mlp"];
 const USES_HEAD = ["queries", "attention"];
-const USES_TOKEN = ["patches", "squares", "flatten", "embedding", "learned", "sincos", "rotary", "embed", "queries", "attention", "residual", "mlp"];
+const USES_PATCH = ["patches", "squares", "flatten", "embedding", "hybrid", "learned", "sincos", "rotary"];
+const USES_TOKEN = ["embed", "queries", "attention", "residual", "mlp"];
 
 export const tourSteps = () => app.entry.steps;
 
@@ -37,13 +38,16 @@ export function renderTour() {
       element("div", { class: "step-head" },
         element("h2", { id: "step-title", tabindex: "-1" }, element("span", { class: "number" }, `${index + 1} `), stepTitle(step)),
         element("span", { class: "shape" }, element("span", { class: "visually-hidden" }, `${t("shape")}: `), step.shape)),
+      index === 0 && introduction(),
       element("p", { class: "lead" }, stepText(step)),
       equation(stepEquation(step)),
       IN_BLOCK.includes(step.key) && placeControls(USES_HEAD.includes(step.key)),
-      USES_TOKEN.includes(step.key) && element("p", { class: "small" }, t("token-note", { token: tokenPhrase(currentToken()) })),
+      (USES_TOKEN.includes(step.key) || USES_PATCH.includes(step.key)) && element("p", { class: "small" }, t("token-note", { token: tokenPhrase(USES_PATCH.includes(step.key) ? app.entry.prefix + currentPatch() : currentToken()) })),
       element("div", { class: "figures" }, figures.filter((node) => !isWorked(node))),
+      element("p", { class: "small" }, app.site.walk[currentLanguage()].page.colours),
       figures.filter(isWorked),
       hasText(question) && element("p", { class: "ask" }, element("b", {}, `${t("try-it")} `), t(question)),
+      wordsOf(step),
       codeOf(step)),
     stepNavigation(index, true),
   ];
@@ -74,6 +78,25 @@ export function placeControls(withHead = true) {
     element("span", { class: "place-label" }, t("block")), choiceButtons(t("block"), range(depth), currentBlock(), (block) => setState({ block }), "block"),
     withHead && element("span", { class: "place-label" }, t("head")),
     withHead && choiceButtons(t("head"), range(heads), currentHead(), (head) => setState({ head }), "head"));
+}
+
+// What the tour is about, before its first step.
+function introduction() {
+  const { title, text } = app.site.walk[currentLanguage()].steps.intro;
+  return element("div", { class: "intro" }, element("h3", {}, formatWalk(title)), element("p", {}, formatWalk(text)), element("p", { class: "small" }, t("intro-keys")));
+}
+
+const WORDS = {
+  image: ["normalise"], patches: ["token"], squares: ["token"], flatten: ["vector"], embedding: ["vector", "projection"], hybrid: ["convolution", "projection"],
+  class_token: ["token", "parameter"], learned: ["parameter"], queries: ["layer-norm", "head"], attention: ["dot-product", "softmax"],
+  residual: ["residual"], mlp: ["mlp", "activation"], encoder: ["encoder"], encoder_patches: ["encoder"], logits: ["logit", "softmax"],
+};
+
+// Definitions for those who meet a word for the first time.
+function wordsOf(step) {
+  const words = WORDS[step.key];
+  return words && element("details", { class: "code words", open: false }, element("summary", {}, t("words")),
+    element("dl", {}, words.map((word) => [element("dt", {}, t(`word-${word}`)), element("dd", {}, t(`word-${word}-text`))])));
 }
 
 function codeOf(step) {

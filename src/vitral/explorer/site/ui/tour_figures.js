@@ -2,7 +2,7 @@
 import { attentionWeight, embeddingNumber, residualSum } from "./arithmetic.js";
 import { bars } from "./charts.js";
 import {
-  app, attentionOf, className, cosine, currentBlock, currentHead, currentToken, hasClassToken, headPart, largest, norm, numPatches,
+  app, attentionOf, className, cosine, currentBlock, currentHead, currentPatch, currentToken, hasClassToken, headPart, largest, norm, numPatches,
   numTokens, patchesOf, patchName, rowOf, tokenName, walkText, tokenPhrase } from "./context.js";
 import { element, formatNumber, percent } from "./dom.js";
 import { matrixFigure, pictureFigure } from "./figure.js";
@@ -17,7 +17,7 @@ const tokenMatrix = (values, key, columns, extra = {}) =>
   matrixFigure({
     values, columns, rows: values.length / columns, caption: caption(key), key,
     rowName: values.length / columns === numTokens() ? tokenName : patchName,
-    marked: { row: currentToken() - (values.length / columns === numTokens() ? 0 : app.entry.prefix) },
+    marked: { row: values.length / columns === numTokens() ? currentToken() : currentPatch() },
     onpick: (row) => setState({ token: row + (values.length / columns === numTokens() ? 0 : app.entry.prefix) }),
     ...extra,
   });
@@ -58,7 +58,7 @@ function patchFigures() {
 
 // The selected patch, enlarged.
 function patchPicture() {
-  const patch = Math.max(currentToken() - app.entry.prefix, 0);
+  const patch = currentPatch();
   const columns = app.entry.grid[1];
   const [P, picture] = [app.entry.numbers.P, gridPicture()];
   const [x, y] = [(patch % columns) * P, Math.floor(patch / columns) * P];
@@ -121,18 +121,12 @@ const isPrefixWithoutPosition = () => norm(rowOf(app.model.positionTable, 0, app
 // Similarity of the position of the selected patch to all others.
 export function positionSimilarity(table, size = 220) {
   const [D, prefix] = [app.entry.config.width, app.entry.prefix];
-  const patch = selectedPatch();
+  const patch = currentPatch();
   const own = rowOf(table, prefix + patch, D);
   const values = Float32Array.from({ length: numPatches() }, (_, other) => cosine(own, rowOf(table, prefix + other, D)));
   const [row, column] = [Math.floor(patch / app.entry.grid[1]) + 1, (patch % app.entry.grid[1]) + 1];
   const label = caption("position_similarity", { row, column });
   return captioned(patchMap(values, size, { marked: patch, label, scale: "range" }), label, element("br"), element("span", { class: "small" }, t("select-patch")));
-}
-
-function selectedPatch() {
-  const token = currentToken();
-  const [rows, columns] = app.entry.grid;
-  return token >= app.entry.prefix ? token - app.entry.prefix : Math.floor(rows / 2) * columns + Math.floor(columns / 2);
 }
 
 const positionFigures = () => [
@@ -144,7 +138,7 @@ function rotaryFigures() {
   const T = numTokens();
   const half = app.model.ropeTable.length / 2 / T;
   const [cosines, sines] = [app.model.ropeTable.subarray(0, T * half), app.model.ropeTable.subarray(T * half)];
-  const patch = selectedPatch();
+  const patch = currentPatch();
   const own = app.entry.prefix + patch;
   const similarity = Float32Array.from({ length: numPatches() }, (_, other) => {
     const row = app.entry.prefix + other;
@@ -168,8 +162,8 @@ export function qkvFigures({ withNorm = true } = {}) {
   const [T, head] = [numTokens(), currentHead()];
   const d = app.entry.config.width / app.entry.config.heads;
   return [
-    withNorm && tokenMatrix(block.norm1, "norm", app.entry.config.width, { size: 420 }),
-    ...["q", "k", "v"].map((name) => tokenMatrix(headPart(block[name], head, T * d), name, d, { size: 220 })),
+    withNorm && tokenMatrix(block.norm1, "norm", app.entry.config.width, { size: 260 }),
+    ...["q", "k", "v"].map((name) => tokenMatrix(headPart(block[name], head, T * d), name, d, { size: 170 })),
   ].filter(Boolean);
 }
 
@@ -203,8 +197,8 @@ function residualFigures() {
     return norm(rowOf(block.attentionAdded, token, D)) / Math.max(norm(rowOf(z, token, D)), 1e-12);
   });
   return [
-    tokenMatrix(z, "z", D, { size: 260 }), tokenMatrix(block.attentionAdded, "added", D, { size: 260 }), tokenMatrix(block.middle, "sum", D, { size: 260 }),
-    captioned(patchMap(change, 160, { label: caption("change") }), caption("change")),
+    tokenMatrix(z, "z", D, { size: 215 }), tokenMatrix(block.attentionAdded, "added", D, { size: 215 }), tokenMatrix(block.middle, "sum", D, { size: 215 }),
+    captioned(patchMap(change, 130, { label: caption("change") }), caption("change")),
     residualSum("attention"),
   ];
 }
