@@ -832,6 +832,7 @@ class ExplorerSite(NamedTuple):
     page: Path  # index.html
     size: int  # bytes of all files
     models: tuple[str, ...]  # names of the models in it
+    notes: tuple[str, ...]  # how checkpoints of other libraries were interpreted
 
 
 def explorer(
@@ -891,4 +892,5 @@ def explorer(
         site_models.append(site_model(predictor, name, settings, log))
     log("Writing")
     size = write_site(site_models, Path(out))
-    return ExplorerSite(Path(out) / "index.html", size, tuple(names))
+    notes = tuple(note for model in site_models for note in model.predictor.notes)
+    return ExplorerSite(Path(out) / "index.html", size, tuple(names), notes)

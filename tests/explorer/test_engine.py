@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from support.explorer import EnginePage, decode, write_engine_page
+from support.explorer import EnginePage, decode, encode, write_engine_page
 from support.explorer_models import CONFIGS, random_image
 from support.explorer_reference import reference_trace
+from vitral.explorer.history import model_at
 from vitral.inference.predictor import Predictor
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-4}
@@ -198,6 +200,43 @@ def test_kernels_of_webassembly_and_javascript_agree(engine, predictors):
     assert engine.page.evaluate("models.hybrid.kernel") == "wasm"
     slow = engine.run_with_javascript("hybrid", image)
     np.testing.assert_allclose(slow, fast, rtol=1e-5, atol=1e-5)
+
+
+def test_models_can_be_loaded_at_the_same_time(engine):
+    code = """async () => {
+      const pair = await Promise.all([openEpoch("plain", 0), openEpoch("hybrid", 0)]);
+      return pair.map((model) => model.filters().side);
+    }"""
+    assert engine.page.evaluate(code) == [8, 3]
+
+
+def test_missing_weights_are_reported(shared_engine):
+    page, problems = shared_engine
+    code = """() => {
+      const entry = structuredClone(VITRAL_SITE.models[0]);
+      entry.weights[0].url = "weights/missing.js";
+      return loadEntry(entry).then(() => "loaded", (error) => error.message);
+    }"""
+    assert page.page.evaluate(code) == "cannot load weights/missing.js"
+    assert len(problems) == 1  # the browser reports the missing file
+    problems.clear()
+
+
+@pytest.mark.slow
+def test_earlier_epoch_of_a_run_equals_its_checkpoint_in_bf16(browser, train_tiny, tmp_path):
+    run = train_tiny(epochs=3, keep_checkpoints=9)
+    predictor = Predictor.load(run.path, device="cpu", engine="reference")
+    predictor.model_config = replace(predictor.model_config, epoch=9)  # all checkpoints are earlier
+    page = browser.new_page()
+    page.goto(write_engine_page(tmp_path / "site", {"run": predictor}).as_uri())
+    assert page.evaluate("VITRAL_SITE.models[0].weights.map(({ epoch }) => epoch)") == [1, 2, 3, 9]
+    image = random_image(predictor.model.config)
+    code = "async (input) => toBase64((await (await openEpoch('run', 0)).run(fromBase64(input))).logits)"
+    logits = decode(page.evaluate(code, encode(image.numpy())))
+    first = sorted(run.checkpoint_dir.glob("step-*.pt"))[0]
+    expected = model_at(first, predictor.model).bfloat16().float()(image[None])[0].detach()
+    np.testing.assert_allclose(logits, expected, **TOLERANCE)
+    page.close()
 
 
 @pytest.mark.slow

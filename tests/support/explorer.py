@@ -24,10 +24,12 @@ globalThis.toBase64 = (array) => {
 };
 globalThis.fromBase64 = (text) => new Float32Array(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
 globalThis.models = {};
+globalThis.loadEntry = (entry) => loadModel(entry);
 globalThis.open = async (name) => {
   const entry = VITRAL_SITE.models.find((model) => model.name === name);
   return (globalThis.models[name] ??= await loadModel(entry));
 };
+globalThis.openEpoch = (name, index) => loadModel(VITRAL_SITE.models.find((model) => model.name === name), index);
 globalThis.openInJavaScript = (name) => {
   const entry = VITRAL_SITE.models.find((model) => model.name === name);
   return loadModel(entry, entry.weights.length - 1, () => {}, "javascript");

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral.cli.checks import check_inputs
-from vitral.cli.messages import LABELS_HELP, MODEL_HELP, announce_downloads, find_image_files, status_line
+from vitral.cli.messages import LABELS_HELP, MODEL_HELP, announce_downloads, find_image_files, print_notes, status_line
 from vitral.cli.options import checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, argument, option
 
@@ -56,6 +56,7 @@ def explorer(args: ExplorerArgs) -> int:
             epochs=args.epochs,
             log=log,
         )
+    print_notes(site.notes)
     print(f"Wrote {site.page} ({', '.join(site.models)}; {site.size / 1e6:.1f} MB)")
     print("Open it in a browser, or copy the folder to any web server.")
     return 0
