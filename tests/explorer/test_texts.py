@@ -9,7 +9,7 @@ import pytest
 from vitral.explorer.write import SITE_DIR
 
 ENTRY = re.compile(r'^  "?([\w-]+)"?: "((?:[^"\\]|\\.)*)",$', re.MULTILINE)
-# Particles with two forms, of which the right one depends on the word before; directly after a placeholder they are wrong.
+# Particles with two forms: the right one depends on the word before, which a placeholder does not tell.
 PARTICLE = re.compile(r"\}(은|는|이|가|을|를|과|와|로|으로|이다|이라)(?![가-힣])")
 
 

@@ -174,7 +174,7 @@ function lensChart(lens) {
   for (const { pooled } of lens) shown.add(argmax(pooled));
   const classes = [...shown].slice(0, 7);
   const series = classes.map((index) => ({ name: className(index), colour: classColour(index, K), values: lens.map(({ pooled }) => pooled[index]) }));
-  return lineChart({ caption: t("lens-caption", { readout: readoutName() }), series, labels: layerLabels(), format: (value) => `${Math.round(100 * value)}%`, max: 1, marked: currentLayer(), onpick: (layer) => setState({ layer }) });
+  return lineChart({ caption: t("lens-caption", { readout: readoutName() }), series, labels: layerLabels(), format: (value) => `${Math.round(100 * value)}%`, max: Math.min(1, Math.max(0.1, 1.15 * Math.max(...series.flatMap(({ values }) => values)))), marked: currentLayer(), onpick: (layer) => setState({ layer }) });
 }
 
 // What each patch alone would predict, written on the image.
@@ -199,7 +199,7 @@ function lensGrid({ probabilities }) {
     const [x, y] = [(patch % columns) * step, Math.floor(patch / columns) * step];
     context.fillStyle = classColour(best, K).replace(")", ` / ${0.2 + 0.5 * share})`);
     context.fillRect(x + 1, y + 1, step - 2, step - 2);
-    if (step < 22) return;
+    if (step < (className(best).length <= 2 ? 20 : 34)) return;
     context.fillStyle = "#fff";
     context.strokeStyle = "rgba(20, 17, 26, 0.85)";
     context.lineWidth = 3;
@@ -213,7 +213,13 @@ function lensGrid({ probabilities }) {
   const votes = new Map();
   for (const { best } of cells) votes.set(best, (votes.get(best) ?? 0) + 1);
   const summary = [...votes.entries()].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([index, count]) => `${className(index)}: ${count}`).join(", ");
-  return captioned(canvas, t("lens-grid-caption", { summary }));
+  const readout = element("span", { class: "readout" });
+  canvas.addEventListener("pointermove", (event) => {
+    const box = canvas.getBoundingClientRect();
+    const patch = Math.floor(((event.clientY - box.top) / box.height) * rows) * columns + Math.floor(((event.clientX - box.left) / box.width) * columns);
+    if (cells[patch]) readout.textContent = `${patchName(patch)}: ${className(cells[patch].best)} ${percent(cells[patch].share)}`;
+  });
+  return captioned(canvas, readout, element("br"), t("lens-grid-caption", { summary }));
 }
 
 // ── similarity and norms ─────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ const METHOD_NAMES = { attention: "method-attention", rollout: "method-rollout",
 const methodName = (method) => (method in METHOD_NAMES ? t(METHOD_NAMES[method]) : method);
 
 export function honestAttention() {
-  const best = app.entry.faithfulness?.best ?? "occlusion";
+  const best = bestMap();
   const section = element("section", { class: "honest" }, element("h3", {}, t("honest-title")), element("p", {}, t("honest-lead")));
   const progress = element("progress", { max: 1, value: 0, "aria-label": t("computing") });
   const holder = element("div", { class: "figures", "aria-busy": "true" }, element("div", {}, element("p", { class: "small" }, t("computing")), progress));
@@ -21,6 +21,13 @@ export function honestAttention() {
   if (seconds < MAX_SECONDS) fillHonest(holder, best, progress);
   section.append(seconds < MAX_SECONDS ? holder : button, element("p", {}, ranking(best)), element("p", { class: "small" }, t("honest-when")));
   return section;
+}
+
+// The map with the best ranking; for a model without one, occlusion or, where that takes long, relevance.
+function bestMap() {
+  const best = app.entry.faithfulness?.best;
+  if (best in METHOD_NAMES) return best;
+  return secondsFor("occlusion") < MAX_SECONDS ? "occlusion" : "relevance";
 }
 
 // Occlusion runs the model once per window of patches; the other maps cost about one run.
@@ -63,7 +70,7 @@ function rescale(values) {
 
 function ranking(best) {
   const record = app.entry.faithfulness;
-  if (!record) return t("honest-unranked");
+  if (!record) return t(best === "occlusion" ? "honest-unranked" : "honest-unranked-other", { method: methodName(best) });
   const score = (method) => record.scores.find((row) => row.method === method);
   const values = { images: record.images, source: record.source, method: methodName(best) };
   const [winner, attention, random] = [score(best), score("attention"), score("random")];

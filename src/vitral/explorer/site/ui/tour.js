@@ -59,7 +59,7 @@ function stepNavigation(index, isFoot = false) {
   const previous = element("button", { type: "button", disabled: index === 0, "data-focus": isFoot ? "foot-previous" : "previous", onclick: () => go(index - 1) }, t("previous"));
   const next = index < steps.length - 1
     ? element("button", { type: "button", class: "primary", "data-focus": isFoot ? "foot-next" : "next", onclick: () => go(index + 1) }, isFoot ? t("next-step", { title: stepTitle(steps[index + 1]) }) : t("next"))
-    : element("button", { type: "button", class: "primary", "data-focus": "next", onclick: () => setState({ view: "explore" }) }, t("to-explore"));
+    : element("button", { type: "button", class: "primary", "data-focus": isFoot ? "foot-next" : "next", onclick: () => setState({ view: "explore" }) }, t("to-explore"));
   if (isFoot) return element("nav", { class: "step-nav foot", "aria-label": t("steps-end") }, previous, next);
   return element("nav", { class: "step-nav", "aria-label": t("steps") }, previous,
     element("ol", { class: "dots" }, steps.map((step, place) =>
