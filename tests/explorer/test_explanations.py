@@ -81,3 +81,16 @@ def test_unknown_method_is_refused(engine, predictors):
     engine.run("plain", random_image(predictors["plain"].model.config))
     with pytest.raises(Exception, match="no explanation named lime"):
         engine.page.evaluate(EXPLAIN, ["plain", "lime", None])
+
+
+def test_model_runs_while_occlusion_is_computed(engine, predictors):
+    engine.run("hybrid", random_image(predictors["hybrid"].model.config))
+    code = """async () => {
+      const order = [], trace = traces.hybrid, shares = [];
+      const onProgress = (share) => shares.push(share);
+      const explained = models.hybrid.explain(trace, "occlusion", { onProgress }).then(() => order.push("occlusion"));
+      const ran = models.hybrid.run(trace.input).then(() => order.push("run"));
+      await Promise.all([explained, ran]);
+      return [order, shares.length, shares.at(-1)];
+    }"""
+    assert engine.page.evaluate(code) == [["run", "occlusion"], 49, 1]

@@ -75,8 +75,9 @@ function gradcam(model, request) {
   });
 }
 
-/** Drop of the class's log-odds when windows of patches are covered with the mean colour, averaged where they overlap. */
-function occlusion(model, { input, interventions, target }, report) {
+/** Drop of the class's log-odds when windows of patches are covered with the mean colour, averaged where they overlap.
+ * It takes a forward pass per window, so it lets other requests to the worker go first. */
+async function occlusion(model, { input, interventions, target }, report) {
   const [rows, columns] = model.entry.grid, side = Math.max(Math.round(Math.min(rows, columns) / 7), 1);
   const heat = new Float32Array(model.N), counts = new Float32Array(model.N);
   const untouched = { ...interventions, maskPatches: [], swapPatches: [] }; // `input` already contains these
@@ -88,8 +89,21 @@ function occlusion(model, { input, interventions, target }, report) {
     const drop = baseline - oddsOf(covered);
     for (const patch of covered) heat[patch] += drop, counts[patch]++;
     report((index + 1) / windows);
+    await otherMessages();
   }
   return heat.map((sum, patch) => sum / counts[patch]);
+}
+
+/** Resolves after the messages that have already arrived. */
+function otherMessages() {
+  return new Promise((resolve) => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = () => {
+      port1.close();
+      resolve();
+    };
+    port2.postMessage(null);
+  });
 }
 
 /** log(p / (1 - p)) of the class. */
