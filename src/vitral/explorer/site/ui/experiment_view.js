@@ -47,7 +47,7 @@ function experimentPage(experiment, index, experiments, whatChanged) {
   return [
     element("p", {}, element("button", { type: "button", class: "link", "data-focus": "all-experiments", onclick: () => openExperiment("") }, t("all-experiments"))),
     element("h2", { id: "step-title", tabindex: "-1" }, element("span", { class: "number" }, `${index + 1} `), t(`${key}-question`)),
-    element("p", { class: "lead" }, t(`${key}-setup`, { count: Math.max(1, Math.round(app.entry.grid[0] * app.entry.grid[1] / 4)) })),
+    element("p", { class: "lead" }, t(`${key}-setup`, experiment.values?.() ?? {})),
     choices(experiment, guess, result),
     result === undefined ? measureButton(experiment, guess) : outcome(experiment, result, guess, whatChanged),
     element("nav", { class: "step-nav foot", "aria-label": t("experiments-nav") },

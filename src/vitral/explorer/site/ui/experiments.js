@@ -1,7 +1,8 @@
 // Ten experiments. Each is measured in the browser on the examples at hand; the right answer follows from the
 // measurement, so that it is true for the model and the images of this site.
+import { permutation } from "../engine/interventions.js";
 import { app, argmax, hasClassToken, largest, numPatches, rowOf } from "./context.js";
-import { explanation } from "./honest.js";
+import { explanation, methodName, secondsFor } from "./honest.js";
 import { summaryAttention } from "./tour_figures.js";
 
 const MAX_IMAGES = 10; // images that an experiment measures
@@ -158,28 +159,27 @@ export const EXPERIMENTS = [
   {
     key: "hide",
     changes: (result) => ({ maskPatches: result?.mask ?? [] }),
-    // Hide the quarter of the patches with the most attention, or the quarter that occlusion finds most important.
+    values: () => ({ method: methodName(otherMap()), count: Math.max(1, Math.round(numPatches() / 4)) }),
+    // Hide the quarter of the patches with the most attention, or the brightest quarter of another map.
     async measure(report) {
       const count = Math.max(1, Math.round(numPatches() / 4));
-      const list = await images(6, numPatches() + 3);
+      const list = await images(6, otherMap() === "occlusion" ? numPatches() + 3 : 6);
       const byAttention = [];
-      const byOcclusion = [];
+      const byOther = [];
       for (const [index, { base }] of list.entries()) {
         byAttention.push(largest(summaryAttention(base, app.entry.config.depth - 1).subarray(app.entry.prefix), count));
-        const map = await explanation(base, app.model, "occlusion", (share) => report((0.9 * (index + share)) / list.length));
-        byOcclusion.push(largest(map, count));
+        const map = await explanation(base, app.model, otherMap(), (share) => report((0.9 * (index + share)) / list.length));
+        byOther.push(largest(map, count));
       }
-      const spread = Array.from({ length: numPatches() }, (_, patch) => patch).filter((patch) => (patch * 7 + 3) % 4 === 0).slice(0, count);
       const position = new Map(list.map((image, index) => [image, index]));
       const attention = await kept(list, (image) => ({ maskPatches: byAttention[position.get(image)] }));
-      const occlusion = await kept(list, (image) => ({ maskPatches: byOcclusion[position.get(image)] }));
-      const regular = await kept(list, () => ({ maskPatches: spread }));
+      const other = await kept(list, (image) => ({ maskPatches: byOther[position.get(image)] }));
+      const random = await kept(list, (image) => ({ maskPatches: permutation(position.get(image) + 1, numPatches()).slice(0, count) }));
       report(1);
-      const gap = attention.probability - occlusion.probability;
+      const gap = attention.probability - other.probability;
       return {
         answer: Math.abs(gap) < 0.02 ? 2 : gap < 0 ? 0 : 1, count, mask: byAttention[0], total: list.length,
-        attention: attention.same, occlusion: occlusion.same, regular: regular.same,
-        attentionKeeps: attention.probability, occlusionKeeps: occlusion.probability, regularKeeps: regular.probability,
+        method: methodName(otherMap()), attentionKeeps: attention.probability, otherKeeps: other.probability, randomKeeps: random.probability,
       };
     },
   },
@@ -225,6 +225,9 @@ export const EXPERIMENTS = [
     },
   },
 ];
+
+// Occlusion, or relevance where occlusion takes too long.
+const otherMap = () => (secondsFor("occlusion") < 8 ? "occlusion" : "relevance");
 
 export const possibleExperiments = () => EXPERIMENTS.filter(({ isPossible }) => !isPossible || isPossible());
 

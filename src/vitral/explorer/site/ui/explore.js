@@ -38,11 +38,15 @@ function modelZoom() {
   const token = currentToken();
   const { depth, heads } = app.entry.config;
   const canvas = element("canvas", { role: "img", "aria-label": t("overview-label", { token: tokenPhrase(token) }) });
-  const holder = element("div", { class: "overview" }, element("span", { class: "axis" }, t("overview-axes")), canvas);
+  const axis = element("span", { class: "axis" });
+  const nameAxis = (shown) => (axis.textContent = `${t("overview-axes")} · ${tokenPhrase(shown)}`);
+  nameAxis(token);
+  const holder = element("div", { class: "overview" }, axis, canvas);
   const overview = new AttentionOverview(canvas);
   const weights = Array.from({ length: depth }, (_, block) => Array.from({ length: heads }, (_, head) => toBrightness(patchesOf(attentionOf(app.trace, block, head, currentToken())))));
   queueMicrotask(() => holder.isConnected && overview.draw(weights, app.entry.grid, { block: currentBlock(), head: currentHead() + 1 }));
   holder.redraw = (shown) => {
+    nameAxis(shown);
     const rows = Array.from({ length: depth }, (_, block) => Array.from({ length: heads }, (_, head) => toBrightness(patchesOf(attentionOf(app.trace, block, head, shown)))));
     overview.draw(rows, app.entry.grid, { block: currentBlock(), head: currentHead() + 1 });
   };

@@ -6,7 +6,7 @@ import { captioned, litPicture } from "./pictures.js";
 
 const MAX_SECONDS = 2; // longer computations wait for a click
 const METHOD_NAMES = { attention: "method-attention", rollout: "method-rollout", occlusion: "method-occlusion", gradcam: "method-gradcam", relevance: "method-relevance" };
-const methodName = (method) => (method in METHOD_NAMES ? t(METHOD_NAMES[method]) : method);
+export const methodName = (method) => (method in METHOD_NAMES ? t(METHOD_NAMES[method]) : method);
 
 export function honestAttention() {
   const best = bestMap();
@@ -31,7 +31,7 @@ function bestMap() {
 }
 
 // Occlusion runs the model once per window of patches; the other maps cost about one run.
-function secondsFor(method) {
+export function secondsFor(method) {
   const [rows, columns] = app.entry.grid;
   const side = Math.max(Math.round(Math.min(rows, columns) / 7), 1);
   return method === "occlusion" ? ((rows - side + 1) * (columns - side + 1) * app.base.ms) / 1000 : 0;

@@ -196,7 +196,7 @@ function renderExamples() {
 function renderPrediction() {
   const { trace, base } = app;
   const best = argmax(trace.probabilities);
-  const shown = largest(trace.probabilities, Math.min(4, trace.probabilities.length));
+  const shown = largest(trace.probabilities, Math.min(3, trace.probabilities.length));
   const before = argmax(base.probabilities);
   if (isChanged() && !shown.includes(before)) shown.push(before);
   byId("prediction").replaceChildren(...shown.map((index) =>

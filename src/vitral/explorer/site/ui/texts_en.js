@@ -398,15 +398,15 @@ export const ENGLISH = {
   "temperature-why-2": "On these images, the model survives both or neither. Move the slider in the workbench to find the temperature at which the prediction changes.",
 
   "hide-question": "Is what attention points at what the model needs?",
-  "hide-setup": "A quarter of the patches ({count}) is hidden: once those with the most attention in the last block, once those that occlusion finds most important. Which loses more?",
+  "hide-setup": "A quarter of the patches ({count}) is hidden: once those with the most attention in the last block, once the brightest of another map, “{method}”. Which loses more?",
   "hide-choice-0": "Hiding what attention points at hurts more",
-  "hide-choice-1": "Hiding what occlusion points at hurts more",
+  "hide-choice-1": "Hiding what the other map points at hurts more",
   "hide-choice-2": "Both hurt about the same",
-  "hide-result": "Average probability left for the predicted class over {total} images: {attentionKeeps} if attention chooses, {occlusionKeeps} if occlusion chooses, {regularKeeps} for a regular pattern of the same size.",
-  "hide-why": "Attention in the last block shows where information is collected at the end; by then, patches have exchanged their contents, and attention is not the same as influence. Occlusion asks the model itself, patch by patch. A map is only an explanation if hiding what it marks changes the prediction.",
-  "hide-why-0": "On these images attention is a good guide. Occlusion hides one patch (or a small window) at a time and therefore misses patches that can stand in for each other; attention can mark all of them. This is not so for every model and every image.",
+  "hide-result": "Average probability left for the predicted class over {total} images: {attentionKeeps} if attention chooses, {otherKeeps} if “{method}” chooses, {randomKeeps} for as many random patches.",
+  "hide-why": "Attention in the last block shows where information is collected at the end. By then, patches have exchanged their contents, and attention is not the same as influence. The other map follows the effect on the prediction itself. A map is only an explanation if hiding what it marks changes the prediction.",
+  "hide-why-0": "On these images attention is the better guide: hiding what it marks does more damage. This is not so for every model and every image, which is why maps have to be tested.",
 
-  "hide-why-2": "On these images, both choices do about the same damage: attention and occlusion point at similar patches, or no quarter of the patches is decisive. Try another image.",
+  "hide-why-2": "On these images, both choices do about the same damage: the maps point at similar patches, or no quarter of the patches is decisive. Try another image.",
 
   "start-question": "Does it matter what the class token starts with?",
   "start-setup": "The learned vector of the class token is replaced by zeros before the first block; its position stays.",
