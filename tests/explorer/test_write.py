@@ -179,3 +179,12 @@ def test_ranking_is_measured_on_a_dataset(predictors, tmp_path):
     )
     assert ranking["source"] == "data test"
     assert ranking["images"] == 12
+
+
+@pytest.mark.slow
+def test_bundled_models_and_a_tiny_vit_fit_into_20_megabytes(tmp_path):
+    site = vitral.api.explorer(out=tmp_path / "site")
+    assert site.models == ("mnist", "cifar10")
+    tiny = encode_weights(ViT.from_preset("Ti/16"))
+    assert tiny.precision == "int8"
+    assert site.size + len(tiny.text) < 20_000_000
