@@ -105,12 +105,12 @@ function blockZoom() {
     heading(t("block-title", { n: block + 1 })),
     lead("block-lead", { heads }),
     placeControls(false),
-    stage(1, t("stage-in"), element("div", { class: "figures" }, rows(app.trace.tokens[block], "z"), rows(values.norm1, "LN(z)"))),
+    stage(1, t("stage-in"), element("div", { class: "figures" }, rows(app.trace.tokens[block], t("caption-z")), rows(values.norm1, t("caption-norm")))),
     stage(2, t("stage-heads", { token: tokenPhrase(token) }), element("div", { class: "head-cards" }, headButtons), element("p", { class: "small" }, t("open-a-head"))),
     stage(3, t("stage-attention"), element("p", {}, t("stage-share", { token: tokenPhrase(token), f: formatNumber(size(values.attentionAdded)), z: formatNumber(size(app.trace.tokens[block])) })),
-      element("div", { class: "figures" }, rows(values.attentionAdded, "MSA(LN(z))"), rows(values.middle, "z′ = z + MSA(LN(z))"))),
+      element("div", { class: "figures" }, rows(values.attentionAdded, t("caption-msa")), rows(values.middle, t("caption-middle")))),
     stage(4, t("stage-mlp"), element("p", {}, t("stage-share", { token: tokenPhrase(token), f: formatNumber(size(values.mlpAdded)), z: formatNumber(size(values.middle)) })),
-      element("div", { class: "figures" }, rows(values.hidden, t("hidden-caption"), app.entry.numbers.M), rows(app.trace.tokens[block + 1], "z′ + MLP(LN(z′))"))),
+      element("div", { class: "figures" }, rows(values.hidden, t("hidden-caption"), app.entry.numbers.M), rows(app.trace.tokens[block + 1], t("caption-out")))),
   ];
 }
 

@@ -131,10 +131,17 @@ export async function renderInputPanel() {
     await view.load({ png: picture.toDataURL("image/png").split(",")[1], width: picture.width }, app.entry.grid, nameOfPatch);
   }
   view.labelPatches(nameOfPatch);
-  byId("class-token").hidden = !hasClassToken();
+  byId("class-token").hidden = !hasClassToken() || isBeforeClassToken();
   markPatches();
   drawImage();
   renderPrediction();
+}
+
+// The first steps of the tour are about patches; the class token appears later.
+function isBeforeClassToken() {
+  if (state.view !== "tour") return false;
+  const keys = app.entry.steps.map(({ key }) => key);
+  return keys.indexOf(state.step) < keys.indexOf("class_token");
 }
 
 const nameOfPatch = (row, column) => patchName((row - 1) * app.entry.grid[1] + column - 1);

@@ -37,7 +37,7 @@ export function renderTour() {
     element("article", { class: "step", "aria-labelledby": "step-title" },
       element("div", { class: "step-head" },
         element("h2", { id: "step-title", tabindex: "-1" }, element("span", { class: "number" }, `${index + 1} `), stepTitle(step)),
-        element("span", { class: "shape" }, element("span", { class: "visually-hidden" }, `${t("shape")}: `), step.shape)),
+        element("span", { class: "shape" }, element("span", { class: "shape-label" }, `${t("shape")} `), step.shape)),
       index === 0 && introduction(),
       element("p", { class: "lead" }, stepText(step)),
       equation(stepEquation(step)),
@@ -48,6 +48,7 @@ export function renderTour() {
       figures.filter(isWorked),
       hasText(question) && element("p", { class: "ask" }, element("b", {}, `${t("try-it")} `), t(question)),
       wordsOf(step),
+      symbols(),
       codeOf(step)),
     stepNavigation(index, true),
   ];
@@ -97,6 +98,14 @@ function wordsOf(step) {
   const words = WORDS[step.key];
   return words && element("details", { class: "code words", open: false }, element("summary", {}, t("words")),
     element("dl", {}, words.map((word) => [element("dt", {}, t(`word-${word}`)), element("dd", {}, t(`word-${word}-text`))])));
+}
+
+const SYMBOLS = ["H", "W", "C", "P", "N", "D", "T", "h", "d", "M", "L", "K"];
+
+// The letters of the equations and shapes, with their values in this model.
+function symbols() {
+  return element("details", { class: "code words" }, element("summary", {}, t("symbols")),
+    element("dl", {}, SYMBOLS.map((name) => [element("dt", {}, `${name} = ${app.entry.numbers[name]}`), element("dd", {}, t(`symbol-${name}`))])));
 }
 
 function codeOf(step) {
