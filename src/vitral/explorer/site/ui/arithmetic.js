@@ -11,7 +11,13 @@ export function workedOut(heading, ...content) {
 }
 
 const step = (expression, result, note) =>
-  element("li", {}, element("span", { class: "expression" }, expression), element("b", {}, ` = ${result}`), note && element("span", { class: "small" }, ` ${note}`));
+  element(
+    "li",
+    {},
+    element("span", { class: "expression" }, expression),
+    element("b", {}, ` = ${result}`),
+    note && element("span", { class: "small" }, ` ${note}`),
+  );
 
 // Two vectors, their products and the sum as a picture of three rows.
 function productPicture(a, b, nameA, nameB, caption, key) {
@@ -59,7 +65,11 @@ export function attentionWeight({ withSelects = true } = {}) {
       step(`${formatNumber(product)} / ${divisor}`, formatNumber(scores[j]), t("dot-scale")),
       step(`exp(${formatNumber(scores[j])}) / Σ exp(…)`, percent(Math.exp(scores[j] - shift) / total), t("dot-softmax", { T })),
     ),
-    element("p", {}, t("dot-meaning", { query: tokenPhrase(i), key: tokenPhrase(j), share: percent(weight), block: block + 1, head: head + 1 })),
+    element(
+      "p",
+      {},
+      t("dot-meaning", { query: tokenPhrase(i), key: tokenPhrase(j), share: percent(weight), block: block + 1, head: head + 1 }),
+    ),
     strongestKeys(scores, block, head, i, j),
   );
 }
@@ -73,10 +83,29 @@ function strongestKeys(scores, block, head, i, j) {
   const weights = attentionOf(app.trace, block, head, i);
   return element("table", { class: "bars" },
     element("caption", {}, t("strongest", { query: tokenPhrase(i) })),
-    element("thead", {}, element("tr", {}, element("th", { scope: "col" }, t("token")), element("th", { scope: "col" }, t("weight")), element("td"), element("th", { scope: "col" }, t("score")))),
+    element(
+      "thead",
+      {},
+      element(
+        "tr",
+        {},
+        element("th", { scope: "col" }, t("token")),
+        element("th", { scope: "col" }, t("weight")),
+        element("td"),
+        element("th", { scope: "col" }, t("score")),
+      ),
+    ),
     element("tbody", {}, largest(weights, 6).map((token) =>
       element("tr", { class: token === j ? "strong" : "" },
-        element("th", { scope: "row" }, element("button", { type: "button", class: "link", "data-focus": `strongest:${token}`, onclick: () => setState({ key: token }) }, tokenName(token))),
+        element(
+          "th",
+          { scope: "row" },
+          element(
+            "button",
+            { type: "button", class: "link", "data-focus": `strongest:${token}`, onclick: () => setState({ key: token }) },
+            tokenName(token),
+          ),
+        ),
         element("td", { class: "bar-cell" }, element("span", { class: "bar", style: `--share: ${weights[token]}` })),
         element("td", { class: "value" }, percent(weights[token])),
         element("td", { class: "note" }, formatNumber(scores[token]))))));
@@ -97,11 +126,21 @@ export function embeddingNumber() {
   return workedOut(
     t("embedding-title"),
     element("p", {}, t("embedding-lead", { patch: capital(tokenPhrase(patch + app.entry.prefix)), n: strongest + 1 })),
-    element("div", { class: "figures small-figures" }, smallMatrix(pixels, filters, t("pixels")), smallMatrix(filter, filters, t("filter")), smallMatrix(pixels.map((value, i) => value * filter[i]), filters, `${t("pixels")} × ${t("filter")}`)),
+    element(
+      "div",
+      { class: "figures small-figures" },
+      smallMatrix(pixels, filters, t("pixels")),
+      smallMatrix(filter, filters, t("filter")),
+      smallMatrix(pixels.map((value, i) => value * filter[i]), filters, `${t("pixels")} × ${t("filter")}`),
+    ),
     productPicture(pixels, filter, t("pixels"), t("filter"), t("dot-caption", { d: size }), "embedding-dot"),
     element("ol", { class: "sums" },
       step(`${t("pixels")} · ${t("filter")}`, formatNumber(sum), t("dot-sum", { d: size })),
-      step(`${formatNumber(sum)} + b`, formatNumber(row[strongest]), t("bias-note", { b: formatNumber(row[strongest] - sum), n: strongest + 1, D })),
+      step(
+        `${formatNumber(sum)} + b`,
+        formatNumber(row[strongest]),
+        t("bias-note", { b: formatNumber(row[strongest] - sum), n: strongest + 1, D }),
+      ),
     ),
   );
 }
@@ -109,7 +148,16 @@ export function embeddingNumber() {
 // One channel of a patch or filter as a square.
 function smallMatrix(values, { side, channels }, caption) {
   const shown = channels === 1 ? values : values.subarray(0, side * side);
-  return matrixFigure({ values: shown, rows: side, columns: side, caption: channels === 1 ? caption : `${caption}, ${t("first-channel")}`, size: 130, columnName: (column) => t("column-n", { n: column + 1 }) });
+  return matrixFigure(
+    {
+      values: shown,
+      rows: side,
+      columns: side,
+      caption: channels === 1 ? caption : `${caption}, ${t("first-channel")}`,
+      size: 130,
+      columnName: (column) => t("column-n", { n: column + 1 }),
+    },
+  );
 }
 
 // How much the attention branch or the MLP changes the selected token.
@@ -131,10 +179,24 @@ export function residualSum(kind) {
     t("residual-title", { token: tokenPhrase(token) }),
     element("div", { class: "product" },
       element("div", { class: "product-names", "aria-hidden": "true" }, names.map((name) => element("span", {}, name))),
-      matrixFigure({ values, rows: 3, columns: D, caption: t("residual-caption", { D }), rowName: (row) => names[row], key: `residual-${kind}`, size: 560 })),
+      matrixFigure(
+        {
+          values,
+          rows: 3,
+          columns: D,
+          caption: t("residual-caption", { D }),
+          rowName: (row) => names[row],
+          key: `residual-${kind}`,
+          size: 560,
+        },
+      )),
     element("ol", { class: "sums" },
       step(t("residual-number", { n: widest + 1, z: formatNumber(z[widest]), f: formatNumber(f[widest]) }), formatNumber(sum[widest])),
-      step(t("residual-norms", { f: formatNumber(norm(f)), z: formatNumber(norm(z)) }), percent(norm(f) / Math.max(norm(z), 1e-12)), t("residual-meaning")),
+      step(
+        t("residual-norms", { f: formatNumber(norm(f)), z: formatNumber(norm(z)) }),
+        percent(norm(f) / Math.max(norm(z), 1e-12)),
+        t("residual-meaning"),
+      ),
     ),
   );
 }

@@ -29,7 +29,9 @@ export function lineChart({ caption, series, labels, format = formatNumber, max,
   const every = Math.ceil(labels.length / (isNarrow ? 7 : 13));
   labels.forEach((label, index) => {
     if (index % every && index !== labels.length - 1) return;
-    chart.append(svg("text", { x: x(index), y: height - 8, class: index === marked ? "tick marked" : "tick", "text-anchor": "middle" }, label));
+    chart.append(
+      svg("text", { x: x(index), y: height - 8, class: index === marked ? "tick marked" : "tick", "text-anchor": "middle" }, label),
+    );
   });
   if (marked !== undefined) chart.append(svg("line", { x1: x(marked), x2: x(marked), y1: top, y2: height - bottom, class: "marked-line" }));
   for (const { colour, values, dashed } of series) {
@@ -43,7 +45,14 @@ export function lineChart({ caption, series, labels, format = formatNumber, max,
       const position = (((event.clientX - box.left) / box.width) * width - left) / (width - left - right);
       onpick(Math.min(labels.length - 1, Math.max(0, Math.round(position * (labels.length - 1)))));
     });
-  return element("figure", { class: "chart-figure" }, chart, legend(series), element("figcaption", {}, caption), chartTable(series, labels, format));
+  return element(
+    "figure",
+    { class: "chart-figure" },
+    chart,
+    legend(series),
+    element("figcaption", {}, caption),
+    chartTable(series, labels, format),
+  );
 }
 
 function legend(series) {
@@ -61,8 +70,16 @@ function chartTable(series, labels, format) {
   details.addEventListener("toggle", () => {
     if (!details.open || details.querySelector("table")) return;
     const head = element("tr", {}, element("td"), labels.map((label) => element("th", { scope: "col" }, label)));
-    const rows = series.map(({ name, values }) => element("tr", {}, element("th", { scope: "row" }, name), [...values].map((value) => element("td", {}, format(value)))));
-    details.append(element("div", { class: "scroll", tabindex: "0" }, element("table", { class: "numbers" }, element("thead", {}, head), element("tbody", {}, rows))));
+    const rows = series.map(({ name, values }) =>
+      element("tr", {}, element("th", { scope: "row" }, name), [...values].map((value) => element("td", {}, format(value)))),
+    );
+    details.append(
+      element(
+        "div",
+        { class: "scroll", tabindex: "0" },
+        element("table", { class: "numbers" }, element("thead", {}, head), element("tbody", {}, rows)),
+      ),
+    );
   });
   return details;
 }

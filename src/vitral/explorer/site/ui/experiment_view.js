@@ -32,8 +32,17 @@ function list(experiments) {
     element("h2", { id: "step-title", tabindex: "-1" }, t("experiments-title", { count: experiments.length })),
     element("p", { class: "lead" }, t("experiments-lead")),
     element("ol", { class: "cards" }, experiments.map(({ key }, index) =>
-      element("li", {}, element("button", { type: "button", class: "card", "data-focus": `experiment:${key}`, onclick: () => openExperiment(key) },
-        element("span", { class: "number" }, String(index + 1)), element("span", {}, t(`${key}-question`)), key in results && element("span", { class: "done", "aria-label": t("measured") }, "✓"))))),
+      element("li", {}, element("button", {
+        type: "button",
+        class: "card",
+        "data-focus": `experiment:${key}`,
+        onclick: () => openExperiment(key),
+      },
+        element("span", { class: "number" }, String(index + 1)), element("span", {}, t(`${key}-question`)), key in results && element(
+          "span",
+          { class: "done", "aria-label": t("measured") },
+          "✓",
+        ))))),
   ];
 }
 
@@ -45,14 +54,35 @@ function experimentPage(experiment, index, experiments, whatChanged) {
   const result = results[key];
   const guess = progress.guesses[key];
   return [
-    element("p", {}, element("button", { type: "button", class: "link", "data-focus": "all-experiments", onclick: () => openExperiment("") }, t("all-experiments"))),
+    element(
+      "p",
+      {},
+      element(
+        "button",
+        { type: "button", class: "link", "data-focus": "all-experiments", onclick: () => openExperiment("") },
+        t("all-experiments"),
+      ),
+    ),
     element("h2", { id: "step-title", tabindex: "-1" }, element("span", { class: "number" }, `${index + 1} `), t(`${key}-question`)),
     element("p", { class: "lead" }, t(`${key}-setup`, experiment.values?.() ?? {})),
     choices(experiment, guess, result),
     result === undefined ? measureButton(experiment, guess) : outcome(experiment, result, guess, whatChanged),
     element("nav", { class: "step-nav foot", "aria-label": t("experiments-nav") },
-      index > 0 ? element("button", { type: "button", "data-focus": "experiment-previous", onclick: () => openExperiment(experiments[index - 1].key) }, t("previous")) : element("span"),
-      index < experiments.length - 1 && element("button", { type: "button", class: result ? "primary" : "", "data-focus": "experiment-next", onclick: () => openExperiment(experiments[index + 1].key) }, t("next-experiment"))),
+      index > 0 ? element(
+        "button",
+        { type: "button", "data-focus": "experiment-previous", onclick: () => openExperiment(experiments[index - 1].key) },
+        t("previous"),
+      ) : element("span"),
+      index < experiments.length - 1 && element(
+        "button",
+        {
+          type: "button",
+          class: result ? "primary" : "",
+          "data-focus": "experiment-next",
+          onclick: () => openExperiment(experiments[index + 1].key),
+        },
+        t("next-experiment"),
+      )),
   ];
 }
 
@@ -66,7 +96,10 @@ function choices({ key }, guess, result) {
     Array.from({ length: CHOICES }, (_, value) => value).filter((value) => hasText(`${key}-choice-${value}`)).map((value) => {
       const mark = result === undefined ? "" : value === result.answer ? "right" : value === guess ? "wrong" : "";
       return element("label", { class: `check ${mark}` },
-        element("input", { type: "radio", name: "guess", checked: value === guess, "data-focus": `guess:${value}`, onchange: () => choose(value) }),
+        element(
+          "input",
+          { type: "radio", name: "guess", checked: value === guess, "data-focus": `guess:${value}`, onchange: () => choose(value) },
+        ),
         element("span", {}, t(`${key}-choice-${value}`)),
         mark === "right" && element("span", { class: "mark-right" }, ` ${t("measured-answer")}`));
     }));
@@ -74,7 +107,17 @@ function choices({ key }, guess, result) {
 
 function measureButton(experiment, guess) {
   const bar = element("progress", { max: 1, value: 0, hidden: true, "aria-label": t("computing") });
-  const button = element("button", { type: "button", class: "primary", disabled: guess === undefined || progress.running !== null, "data-focus": "measure", onclick: () => measure(experiment, bar, button) }, t("measure"));
+  const button = element(
+    "button",
+    {
+      type: "button",
+      class: "primary",
+      disabled: guess === undefined || progress.running !== null,
+      "data-focus": "measure",
+      onclick: () => measure(experiment, bar, button),
+    },
+    t("measure"),
+  );
   return element("div", { class: "actions" }, button, bar, guess === undefined && element("span", { class: "small" }, t("guess-first")));
 }
 
@@ -95,15 +138,40 @@ async function measure(experiment, bar, button) {
 
 function outcome(experiment, result, guess, whatChanged) {
   const { key } = experiment;
-  const values = Object.fromEntries(Object.entries(result).map(([name, value]) => [name, typeof value === "number" ? formatValue(name, value) : value]));
+  const values = Object.fromEntries(
+    Object.entries(result).map(([name, value]) => [name, typeof value === "number" ? formatValue(name, value) : value]),
+  );
   const variant = hasText(`${key}-why-${result.answer}`) ? `${key}-why-${result.answer}` : `${key}-why`;
   const hybrid = result.hybrid && hasText(`${key}-why-hybrid`) ? `${key}-why-hybrid` : variant;
   return [
-    element("p", { class: guess === result.answer ? "verdict same" : "verdict other", role: "status" }, t(guess === result.answer ? "guess-right" : "guess-wrong")),
-    element("section", { class: "finding" }, element("h3", {}, t("measured-title")), element("p", {}, t(`${key}-result`, values)), result.grid && resultGrid(key, result.grid)),
+    element(
+      "p",
+      { class: guess === result.answer ? "verdict same" : "verdict other", role: "status" },
+      t(guess === result.answer ? "guess-right" : "guess-wrong"),
+    ),
+    element(
+      "section",
+      { class: "finding" },
+      element("h3", {}, t("measured-title")),
+      element("p", {}, t(`${key}-result`, values)),
+      result.grid && resultGrid(key, result.grid),
+    ),
     element("section", { class: "finding" }, element("h3", {}, t("why")), element("p", {}, t(hybrid, values))),
     Object.keys(state.changes).length > 0 && element("section", { class: "finding" }, element("p", {}, t("applied")), whatChanged(),
-      element("div", { class: "actions" }, element("button", { type: "button", "data-focus": "to-workbench", onclick: () => setState({ lab: "workbench" }) }, t("continue-workbench")), element("button", { type: "button", class: "quiet", "data-focus": "undo-experiment", onclick: () => setState({ changes: {} }) }, t("reset")))),
+      element(
+        "div",
+        { class: "actions" },
+        element(
+          "button",
+          { type: "button", "data-focus": "to-workbench", onclick: () => setState({ lab: "workbench" }) },
+          t("continue-workbench"),
+        ),
+        element(
+          "button",
+          { type: "button", class: "quiet", "data-focus": "undo-experiment", onclick: () => setState({ changes: {} }) },
+          t("reset"),
+        ),
+      )),
   ];
 }
 

@@ -67,7 +67,13 @@ export const EXPERIMENTS = [
         withPositions = Math.max(withPositions, maxDifference(base.logits, ordinary.logits));
         report((index + 1) / list.length);
       }
-      return { answer: largestChange < 0.01 ? 0 : 1, change: largestChange, withPositions, total: list.length, hybrid: app.base.features !== null };
+      return {
+        answer: largestChange < 0.01 ? 0 : 1,
+        change: largestChange,
+        withPositions,
+        total: list.length,
+        hybrid: app.base.features !== null,
+      };
     },
   },
   {
@@ -112,7 +118,13 @@ export const EXPERIMENTS = [
         report((index + 1) / list.length);
       }
       const middle = [...first].sort((a, b) => a - b)[Math.floor(first.length / 2)];
-      return { answer: middle <= depth / 3 ? 0 : middle <= (2 * depth) / 3 ? 1 : 2, own: first[0], median: middle, depth, total: list.length };
+      return {
+        answer: middle <= depth / 3 ? 0 : middle <= (2 * depth) / 3 ? 1 : 2,
+        own: first[0],
+        median: middle,
+        depth,
+        total: list.length,
+      };
     },
   },
   {
@@ -142,7 +154,12 @@ export const EXPERIMENTS = [
       const list = await images(MAX_IMAGES, 2);
       const dropped = await kept(list, () => ({ residualOff: [0] }), report);
       const skipped = await kept(list, () => ({ blocksOff: [0] }));
-      return { answer: dropped.same === skipped.same ? 1 : dropped.same < skipped.same ? 0 : 2, same: dropped.same, skipped: skipped.same, total: list.length };
+      return {
+        answer: dropped.same === skipped.same ? 1 : dropped.same < skipped.same ? 0 : 2,
+        same: dropped.same,
+        skipped: skipped.same,
+        total: list.length,
+      };
     },
   },
   {
@@ -205,7 +222,9 @@ export const EXPERIMENTS = [
       let agree = 0;
       for (const [index, { base }] of list.entries()) {
         const { probabilities } = await app.model.lens(base, app.entry.config.depth);
-        for (let patch = 0; patch < numPatches(); patch++) agree += Number(argmax(rowOf(probabilities, app.entry.prefix + patch, K)) === best(base));
+        for (let patch = 0; patch < numPatches(); patch++) agree += Number(
+          argmax(rowOf(probabilities, app.entry.prefix + patch, K)) === best(base),
+        );
         report((index + 1) / list.length);
       }
       const share = agree / (list.length * numPatches());
@@ -241,7 +260,11 @@ function farPairs() {
   const [rows, columns] = app.entry.grid;
   const at = (row, column) => row * columns + column;
   const [middleRow, middleColumn] = [Math.floor(rows / 2), Math.floor(columns / 2)];
-  return [[at(0, 0), at(rows - 1, columns - 1)], [at(middleRow, middleColumn), at(0, columns - 1)], [at(middleRow - 1, middleColumn - 1), at(rows - 1, 0)]];
+  return [
+    [at(0, 0), at(rows - 1, columns - 1)],
+    [at(middleRow, middleColumn), at(0, columns - 1)],
+    [at(middleRow - 1, middleColumn - 1), at(rows - 1, 0)],
+  ];
 }
 
 function maxDifference(a, b) {

@@ -20,7 +20,13 @@ import { placeControls } from "./tour.js";
 export function renderExplore() {
   const panel = { attention: attentionPanel, lens: lensPanel, similarity: similarityPanel, norms: normsPanel }[state.panel];
   return [
-    choiceButtons(t("panels"), PANELS.map((value) => ({ value, label: t(`panel-${value}`) })), state.panel, (value) => setState({ panel: value }), "panel"),
+    choiceButtons(
+      t("panels"),
+      PANELS.map((value) => ({ value, label: t(`panel-${value}`) })),
+      state.panel,
+      (value) => setState({ panel: value }),
+      "panel",
+    ),
     element("article", { class: "step" }, panel()),
   ];
 }
@@ -43,11 +49,17 @@ function modelZoom() {
   nameAxis(token);
   const holder = element("div", { class: "overview" }, axis, canvas);
   const overview = new AttentionOverview(canvas);
-  const weights = Array.from({ length: depth }, (_, block) => Array.from({ length: heads }, (_, head) => toBrightness(patchesOf(attentionOf(app.trace, block, head, currentToken())))));
+  const weights = Array.from(
+    { length: depth },
+    (_, block) => Array.from({ length: heads }, (_, head) => toBrightness(patchesOf(attentionOf(app.trace, block, head, currentToken())))),
+  );
   queueMicrotask(() => holder.isConnected && overview.draw(weights, app.entry.grid, { block: currentBlock(), head: currentHead() + 1 }));
   holder.redraw = (shown) => {
     nameAxis(shown);
-    const rows = Array.from({ length: depth }, (_, block) => Array.from({ length: heads }, (_, head) => toBrightness(patchesOf(attentionOf(app.trace, block, head, shown)))));
+    const rows = Array.from(
+      { length: depth },
+      (_, block) => Array.from({ length: heads }, (_, head) => toBrightness(patchesOf(attentionOf(app.trace, block, head, shown)))),
+    );
     overview.draw(rows, app.entry.grid, { block: currentBlock(), head: currentHead() + 1 });
   };
   canvas.addEventListener("click", (event) => {
@@ -73,11 +85,29 @@ function overviewTable(token) {
       const weights = attentionOf(app.trace, block, head, token);
       const most = argmax(weights);
       const label = t("open-head", { block: block + 1, head: head + 1, token: tokenName(most), share: percent(weights[most]) });
-      return element("td", {}, element("button", { type: "button", class: "link", "aria-label": label, "data-focus": `cell:${block}.${head}`, onclick: () => setState({ block, head, zoom: "head" }) }, `${shortName(most)} ${Math.round(100 * weights[most])}%`));
+      return element(
+        "td",
+        {},
+        element(
+          "button",
+          {
+            type: "button",
+            class: "link",
+            "aria-label": label,
+            "data-focus": `cell:${block}.${head}`,
+            onclick: () => setState({ block, head, zoom: "head" }),
+          },
+          `${shortName(most)} ${Math.round(100 * weights[most])}%`,
+        ),
+      );
     })));
   return element("details", { class: "table" }, element("summary", {}, t("overview-table")),
     element("div", { class: "scroll", tabindex: "0" }, element("table", { class: "numbers" },
-      element("thead", {}, element("tr", {}, element("td"), range(depth).map((block) => element("th", { scope: "col" }, t("block-n", { n: block + 1 }))))),
+      element(
+        "thead",
+        {},
+        element("tr", {}, element("td"), range(depth).map((block) => element("th", { scope: "col" }, t("block-n", { n: block + 1 })))),
+      ),
       element("tbody", {}, rows))));
 }
 
@@ -97,20 +127,55 @@ function blockZoom() {
     values: matrix, columns, rows: numTokens(), caption, rowName: tokenName, marked: { row: token }, key: caption, size: 260, onpick: (row) => setState({ token: row }),
   });
   const headButtons = Array.from({ length: heads }, (_, head) =>
-    element("button", { type: "button", class: "head-card", "data-focus": `open-head:${head}`, onclick: () => setState({ head, zoom: "head" }) },
+    element("button", {
+      type: "button",
+      class: "head-card",
+      "data-focus": `open-head:${head}`,
+      onclick: () => setState({ head, zoom: "head" }),
+    },
       litPicture(patchesOf(attentionOf(app.trace, block, head, token)), heads > 6 ? 84 : 110),
       element("span", {}, t("head-n", { n: head + 1 }))));
-  const stage = (number, title, ...content) => element("section", { class: "stage" }, element("h3", {}, element("span", { class: "number" }, `${number} `), title), content);
+  const stage = (number, title, ...content) => element(
+    "section",
+    { class: "stage" },
+    element("h3", {}, element("span", { class: "number" }, `${number} `), title),
+    content,
+  );
   return [
     heading(t("block-title", { n: block + 1 })),
     lead("block-lead", { heads }),
     placeControls(false),
-    stage(1, t("stage-in"), element("div", { class: "figures" }, rows(app.trace.tokens[block], t("caption-z")), rows(values.norm1, t("caption-norm")))),
-    stage(2, t("stage-heads", { token: tokenPhrase(token) }), element("div", { class: "head-cards" }, headButtons), element("p", { class: "small" }, t("open-a-head"))),
-    stage(3, t("stage-attention"), element("p", {}, t("stage-share", { token: tokenPhrase(token), f: formatNumber(size(values.attentionAdded)), z: formatNumber(size(app.trace.tokens[block])) })),
+    stage(
+      1,
+      t("stage-in"),
+      element("div", { class: "figures" }, rows(app.trace.tokens[block], t("caption-z")), rows(values.norm1, t("caption-norm"))),
+    ),
+    stage(
+      2,
+      t("stage-heads", { token: tokenPhrase(token) }),
+      element("div", { class: "head-cards" }, headButtons),
+      element("p", { class: "small" }, t("open-a-head")),
+    ),
+    stage(3, t("stage-attention"), element(
+      "p",
+      {},
+      t(
+        "stage-share",
+        { token: tokenPhrase(token), f: formatNumber(size(values.attentionAdded)), z: formatNumber(size(app.trace.tokens[block])) },
+      ),
+    ),
       element("div", { class: "figures" }, rows(values.attentionAdded, t("caption-msa")), rows(values.middle, t("caption-middle")))),
-    stage(4, t("stage-mlp"), element("p", {}, t("stage-share", { token: tokenPhrase(token), f: formatNumber(size(values.mlpAdded)), z: formatNumber(size(values.middle)) })),
-      element("div", { class: "figures" }, rows(values.hidden, t("hidden-caption"), app.entry.numbers.M), rows(app.trace.tokens[block + 1], t("caption-out")))),
+    stage(4, t("stage-mlp"), element(
+      "p",
+      {},
+      t("stage-share", { token: tokenPhrase(token), f: formatNumber(size(values.mlpAdded)), z: formatNumber(size(values.middle)) }),
+    ),
+      element(
+        "div",
+        { class: "figures" },
+        rows(values.hidden, t("hidden-caption"), app.entry.numbers.M),
+        rows(app.trace.tokens[block + 1], t("caption-out")),
+      )),
   ];
 }
 
@@ -120,8 +185,21 @@ function headZoom() {
     heading(t("head-title", { block: block + 1, head: head + 1 })),
     lead("head-lead"),
     placeControls(true),
-    element("div", { class: "figures" }, attentionMatrix({ onpick: (token, key) => setState({ token, key, zoom: "dot" }) }), lookingFigure(240)),
-    element("p", {}, element("button", { type: "button", class: "primary", "data-focus": "to-dot", onclick: () => setState({ zoom: "dot" }) }, t("zoom-dot"))),
+    element(
+      "div",
+      { class: "figures" },
+      attentionMatrix({ onpick: (token, key) => setState({ token, key, zoom: "dot" }) }),
+      lookingFigure(240),
+    ),
+    element(
+      "p",
+      {},
+      element(
+        "button",
+        { type: "button", class: "primary", "data-focus": "to-dot", onclick: () => setState({ zoom: "dot" }) },
+        t("zoom-dot"),
+      ),
+    ),
     element("h3", {}, t("qkv-title", { token: tokenPhrase(currentToken()) })),
     element("div", { class: "figures" }, qkvFigures({ withNorm: false })),
   ];
@@ -132,7 +210,11 @@ const dotZoom = () => [
   lead("dot-lead"),
   placeControls(true),
   attentionWeight(),
-  element("p", {}, element("button", { type: "button", "data-focus": "out-of-dot", onclick: () => setState({ zoom: "head" }) }, t("zoom-out-head"))),
+  element(
+    "p",
+    {},
+    element("button", { type: "button", "data-focus": "out-of-dot", onclick: () => setState({ zoom: "head" }) }, t("zoom-out-head")),
+  ),
 ];
 
 // ── logit lens ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,14 +242,29 @@ const layerLabels = () => Array.from({ length: app.entry.config.depth + 1 }, (_,
 
 function layerChoice() {
   return element("div", { class: "place" }, element("span", { class: "place-label" }, t("after-block")),
-    choiceButtons(t("after-block"), layerLabels().map((label, value) => ({ value, label, title: value === 0 ? t("encoder-input") : t("block-n", { n: value }) })), currentLayer(), (layer) => setState({ layer }), "layer"));
+    choiceButtons(
+      t("after-block"),
+      layerLabels().map((label, value) => ({ value, label, title: value === 0 ? t("encoder-input") : t("block-n", { n: value }) })),
+      currentLayer(),
+      (layer) => setState({ layer }),
+      "layer",
+    ));
 }
 
 function lensPanel() {
   return [
     heading(t("lens-title")),
     lead("lens-lead", { readout: readoutName() }),
-    later(lensOf(app.trace), (lens) => [lensChart(lens), element("h3", {}, t("lens-patches", { layer: currentLayer() })), layerChoice(), lensGrid(lens[currentLayer()]), element("p", { class: "small" }, t(app.entry.config.pooling === "class" ? "lens-warning-class" : "lens-warning"))]),
+    later(
+      lensOf(app.trace),
+      (lens) => [
+        lensChart(lens),
+        element("h3", {}, t("lens-patches", { layer: currentLayer() })),
+        layerChoice(),
+        lensGrid(lens[currentLayer()]),
+        element("p", { class: "small" }, t(app.entry.config.pooling === "class" ? "lens-warning-class" : "lens-warning")),
+      ],
+    ),
   ];
 }
 
@@ -177,8 +274,20 @@ function lensChart(lens) {
   const shown = new Set(largest(final, 3));
   for (const { pooled } of lens) shown.add(argmax(pooled));
   const classes = [...shown].slice(0, 7);
-  const series = classes.map((index) => ({ name: className(index), colour: classColour(index, K), values: lens.map(({ pooled }) => pooled[index]) }));
-  return lineChart({ caption: t("lens-caption", { readout: readoutName() }), series, labels: layerLabels(), format: (value) => `${Math.round(100 * value)}%`, max: Math.min(1, Math.max(0.1, 1.15 * Math.max(...series.flatMap(({ values }) => values)))), marked: currentLayer(), onpick: (layer) => setState({ layer }) });
+  const series = classes.map((index) =>
+    ({ name: className(index), colour: classColour(index, K), values: lens.map(({ pooled }) => pooled[index]) }),
+  );
+  return lineChart(
+    {
+      caption: t("lens-caption", { readout: readoutName() }),
+      series,
+      labels: layerLabels(),
+      format: (value) => `${Math.round(100 * value)}%`,
+      max: Math.min(1, Math.max(0.1, 1.15 * Math.max(...series.flatMap(({ values }) => values)))),
+      marked: currentLayer(),
+      onpick: (layer) => setState({ layer }),
+    },
+  );
 }
 
 // What each patch alone would predict, written on the image.
@@ -191,7 +300,10 @@ function lensGrid({ probabilities }) {
     return { best, share: row[best] };
   });
   const side = Math.min(420, Math.max(260, document.documentElement.clientWidth - 60));
-  const canvas = element("canvas", { class: "picture", role: "img", "aria-label": cells.map(({ best, share }, patch) => `${patchName(patch)}: ${className(best)} ${percent(share)}`).join("; ") });
+  const canvas = element(
+    "canvas",
+    { class: "picture", role: "img", "aria-label": cells.map(({ best, share }, patch) => `${patchName(patch)}: ${className(best)} ${percent(share)}`).join("; ") },
+  );
   const context = sharpContext(canvas, side, (side * rows) / columns);
   const picture = gridPicture();
   context.imageSmoothingEnabled = false;
@@ -207,7 +319,7 @@ function lensGrid({ probabilities }) {
     context.fillStyle = "#fff";
     context.strokeStyle = "rgba(20, 17, 26, 0.85)";
     context.lineWidth = 3;
-    const fits = Math.max(1, Math.floor(step / 7.5));
+    const fits = Math.max(1, Math.floor(step / 8.5));
     context.font = `600 ${className(best).length <= 2 ? Math.min(22, step / 2.4) : Math.max(9, Math.min(13, step / 4.2))}px system-ui`;
     context.textAlign = "center";
     const text = className(best).slice(0, fits);
@@ -216,11 +328,15 @@ function lensGrid({ probabilities }) {
   });
   const votes = new Map();
   for (const { best } of cells) votes.set(best, (votes.get(best) ?? 0) + 1);
-  const summary = [...votes.entries()].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([index, count]) => `${className(index)}: ${count}`).join(", ");
+  const summary = [...votes.entries()].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([index, count]) =>
+    `${className(index)}: ${count}`,
+  ).join(", ");
   const readout = element("span", { class: "readout" });
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
-    const patch = Math.floor(((event.clientY - box.top) / box.height) * rows) * columns + Math.floor(((event.clientX - box.left) / box.width) * columns);
+    const patch = Math.floor(((event.clientY - box.top) / box.height) * rows) * columns + Math.floor(
+      ((event.clientX - box.left) / box.width) * columns,
+    );
     if (cells[patch]) readout.textContent = `${patchName(patch)}: ${className(cells[patch].best)} ${percent(cells[patch].share)}`;
   });
   return captioned(canvas, readout, element("br"), t("lens-grid-caption", { summary }));
@@ -236,7 +352,10 @@ function similarityPanel() {
     const own = rowOf(tokens, token, D);
     const values = Float32Array.from({ length: numPatches() }, (_, patch) => cosine(own, rowOf(tokens, app.entry.prefix + patch, D)));
     const name = index === 0 ? t("encoder-input") : t("block-n", { n: index });
-    return captioned(patchMap(values, app.entry.config.depth > 6 ? 110 : 140, { marked: token - app.entry.prefix, label: name, colour: scale }), name);
+    return captioned(
+      patchMap(values, app.entry.config.depth > 6 ? 110 : 140, { marked: token - app.entry.prefix, label: name, colour: scale }),
+      name,
+    );
   });
   const tokens = app.trace.tokens[layer];
   const values = new Float32Array(T * T);
@@ -247,7 +366,24 @@ function similarityPanel() {
     element("div", { class: "figures small-figures" }, maps),
     element("h3", {}, t("similarity-all")),
     layerChoice(),
-    element("div", { class: "figures" }, matrixFigure({ values, rows: T, columns: T, caption: t("similarity-caption"), rowName: tokenName, columnName: tokenName, marked: { row: token }, key: "similarity", size: 380, onpick: (row) => setState({ token: row }) })),
+    element(
+      "div",
+      { class: "figures" },
+      matrixFigure(
+        {
+          values,
+          rows: T,
+          columns: T,
+          caption: t("similarity-caption"),
+          rowName: tokenName,
+          columnName: tokenName,
+          marked: { row: token },
+          key: "similarity",
+          size: 380,
+          onpick: (row) => setState({ token: row }),
+        },
+      ),
+    ),
   ];
 }
 
@@ -272,14 +408,22 @@ function normsPanel() {
       { name: tokenName(token), colour: accent, values: norms.map((row) => row[token]) },
       { name: t("mean-of-patches"), colour: "var(--warning)", values: mean, dashed: true },
     ] }),
-    lineChart({ caption: t("added-caption", { token: tokenPhrase(token) }), labels: app.trace.blocks.map((_, block) => String(block + 1)), series: [
+    lineChart({ caption: t(
+      "added-caption",
+      { token: tokenPhrase(token) },
+    ), labels: app.trace.blocks.map((_, block) => String(block + 1)), series: [
       { name: t("added-attention"), colour: "#7b3294", values: added("attentionAdded") },
       { name: t("added-mlp"), colour: "#c2621b", values: added("mlpAdded") },
     ] }),
     element("h3", {}, t("norms-maps")),
     element("div", { class: "figures small-figures" }, norms.map((row, layer) => {
       const name = layer === 0 ? t("encoder-input") : t("block-n", { n: layer });
-      return captioned(patchMap(patchesOf(row), app.entry.config.depth > 6 ? 110 : 140, { label: name }), name, element("br"), `${formatNumber(Math.min(...patchesOf(row)))} … ${formatNumber(Math.max(...patchesOf(row)))}`);
+      return captioned(
+        patchMap(patchesOf(row), app.entry.config.depth > 6 ? 110 : 140, { label: name }),
+        name,
+        element("br"),
+        `${formatNumber(Math.min(...patchesOf(row)))} … ${formatNumber(Math.max(...patchesOf(row)))}`,
+      );
     })),
   ];
 }

@@ -18,7 +18,10 @@ export function matrixFigure(matrix) {
     "aria-label": `${summary}. ${t(matrix.onpick ? "figure-keys-pick" : "figure-keys")}`,
     "data-focus": matrix.key && `figure:${matrix.key}`,
   });
-  const scaleOf = matrix.perRow ? Array.from({ length: rows }, (_, row) => colourScale(values.subarray(row * columns, (row + 1) * columns), scale)) : null;
+  const scaleOf = matrix.perRow ? Array.from(
+    { length: rows },
+    (_, row) => colourScale(values.subarray(row * columns, (row + 1) * columns), scale),
+  ) : null;
   const whole = colourScale(values, scale);
   paint(canvas, values, rows, columns, (value, index) => (scaleOf ? scaleOf[Math.floor(index / columns)] : whole)(value));
   const frame = element("div", { class: "frame" }, canvas, marks(matrix));
@@ -53,7 +56,9 @@ function marks({ rows, columns, marked = {} }) {
   if (row >= 0 && row < rows)
     lines.push(element("span", { class: "mark", style: `top: ${(100 * row) / rows}%; height: ${100 / rows}%; left: 0; right: 0` }));
   if (column >= 0 && column < columns)
-    lines.push(element("span", { class: "mark", style: `left: ${(100 * column) / columns}%; width: ${100 / columns}%; top: 0; bottom: 0` }));
+    lines.push(
+      element("span", { class: "mark", style: `left: ${(100 * column) / columns}%; width: ${100 / columns}%; top: 0; bottom: 0` }),
+    );
   return lines;
 }
 
@@ -117,7 +122,12 @@ function showTable(matrix) {
   const { values, rows, columns, caption } = matrix;
   const [shownRows, shownColumns] = [Math.min(rows, MAX_TABLE), Math.min(columns, MAX_TABLE)];
   const range = (count) => Array.from({ length: count }, (_, index) => index);
-  const head = element("tr", {}, element("td"), range(shownColumns).map((j) => element("th", { scope: "col" }, matrix.columnName?.(j) ?? String(j + 1))));
+  const head = element(
+    "tr",
+    {},
+    element("td"),
+    range(shownColumns).map((j) => element("th", { scope: "col" }, matrix.columnName?.(j) ?? String(j + 1))),
+  );
   const body = range(shownRows).map((i) =>
     element(
       "tr",
@@ -130,7 +140,11 @@ function showTable(matrix) {
   openDialog(
     caption,
     cut && element("p", { class: "small" }, t("table-cut", { rows: shownRows, columns: shownColumns, allRows: rows, allColumns: columns })),
-    element("div", { class: "scroll", tabindex: "0" }, element("table", { class: "numbers" }, element("thead", {}, head), element("tbody", {}, body))),
+    element(
+      "div",
+      { class: "scroll", tabindex: "0" },
+      element("table", { class: "numbers" }, element("thead", {}, head), element("tbody", {}, body)),
+    ),
   );
 }
 
@@ -139,7 +153,12 @@ export function openDialog(heading, ...content) {
   const dialog = element(
     "dialog",
     { "aria-label": heading },
-    element("form", { method: "dialog", class: "dialog-head" }, element("h2", {}, heading), element("button", { class: "quiet" }, t("close"))),
+    element(
+      "form",
+      { method: "dialog", class: "dialog-head" },
+      element("h2", {}, heading),
+      element("button", { class: "quiet" }, t("close")),
+    ),
     content,
   );
   dialog.addEventListener("close", () => dialog.remove());

@@ -5,21 +5,35 @@ import { t } from "./i18n.js";
 import { captioned, litPicture } from "./pictures.js";
 
 const MAX_SECONDS = 2; // longer computations wait for a click
-const METHOD_NAMES = { attention: "method-attention", rollout: "method-rollout", occlusion: "method-occlusion", gradcam: "method-gradcam", relevance: "method-relevance" };
+const METHOD_NAMES = {
+  attention: "method-attention",
+  rollout: "method-rollout",
+  occlusion: "method-occlusion",
+  gradcam: "method-gradcam",
+  relevance: "method-relevance",
+};
 export const methodName = (method) => (method in METHOD_NAMES ? t(METHOD_NAMES[method]) : method);
 
 export function honestAttention() {
   const best = bestMap();
   const section = element("section", { class: "honest" }, element("h3", {}, t("honest-title")), element("p", {}, t("honest-lead")));
   const progress = element("progress", { max: 1, value: 0, "aria-label": t("computing") });
-  const holder = element("div", { class: "figures", "aria-busy": "true" }, element("div", {}, element("p", { class: "small" }, t("computing")), progress));
+  const holder = element(
+    "div",
+    { class: "figures", "aria-busy": "true" },
+    element("div", {}, element("p", { class: "small" }, t("computing")), progress),
+  );
   const seconds = app.trace.explanations?.[best] ? 0 : secondsFor(best);
   const button = element("button", { type: "button", "data-focus": "honest", onclick: () => {
     button.replaceWith(holder);
     fillHonest(holder, best, progress);
   } }, t("honest-compute", { seconds: Math.ceil(seconds) }));
   if (seconds < MAX_SECONDS) fillHonest(holder, best, progress);
-  section.append(seconds < MAX_SECONDS ? holder : button, element("p", {}, ranking(best)), element("p", { class: "small" }, t("honest-when")));
+  section.append(
+    seconds < MAX_SECONDS ? holder : button,
+    element("p", {}, ranking(best)),
+    element("p", { class: "small" }, t("honest-when")),
+  );
   return section;
 }
 
@@ -46,7 +60,16 @@ async function fillHonest(holder, best, progress) {
     holder.removeAttribute("aria-busy");
     const pictures = [["attention", attention]];
     if (best !== "attention") pictures.push([best, faithful]);
-    holder.replaceChildren(...pictures.map(([method, values]) => captioned(litPicture(values, 210, { label: methodName(method), brightness: rescale(values) }), element("b", {}, methodName(method)), element("br"), t(`about-${method}`))));
+    holder.replaceChildren(
+      ...pictures.map(([method, values]) =>
+        captioned(
+          litPicture(values, 210, { label: methodName(method), brightness: rescale(values) }),
+          element("b", {}, methodName(method)),
+          element("br"),
+          t(`about-${method}`),
+        ),
+      ),
+    );
   } catch (error) {
     console.error(error);
     holder.replaceChildren(element("p", { class: "error" }, t("failed")));
@@ -75,6 +98,17 @@ function ranking(best) {
   const values = { images: record.images, source: record.source, method: methodName(best) };
   const [winner, attention, random] = [score(best), score("attention"), score("random")];
   if (winner && attention && best !== "attention")
-    return t("honest-ranked", { ...values, score: formatNumber(winner.score), attention: formatNumber(attention.score), random: random ? formatNumber(random.score) : "0" });
-  return t("honest-attention-best", { ...values, score: winner ? formatNumber(winner.score) : "–", random: random ? formatNumber(random.score) : "0" });
+    return t(
+      "honest-ranked",
+      {
+        ...values,
+        score: formatNumber(winner.score),
+        attention: formatNumber(attention.score),
+        random: random ? formatNumber(random.score) : "0",
+      },
+    );
+  return t(
+    "honest-attention-best",
+    { ...values, score: winner ? formatNumber(winner.score) : "–", random: random ? formatNumber(random.score) : "0" },
+  );
 }

@@ -2,7 +2,7 @@
 import { DrawingPad } from "../page/drawing.js";
 import { ImageView } from "../page/image_view.js";
 import { toBrightness } from "../page/attention.js";
-import { app, argmax, attentionOf, className, currentBlock, currentHead, currentToken, hasClassToken, isChanged, largest, patchesOf, patchName, tokenPhrase, capital } from "./context.js";
+import { app, argmax, attentionOf, className, currentBlock, currentHead, currentPatch, currentToken, hasClassToken, isChanged, largest, patchesOf, patchName, tokenPhrase, capital } from "./context.js";
 import { byId, element, percent, signedPercent } from "./dom.js";
 import { openDialog } from "./figure.js";
 import { t } from "./i18n.js";
@@ -17,9 +17,20 @@ const PAD_SIDE = 280;
 
 // Examples of the model: [{ name, label, canvas() }]. Drawings stand in where the site has no example images.
 export function examplesOf(entry) {
-  if (entry.examples.length) return entry.examples.map(({ name, label, src }) => ({ name: String(name), label, source: () => loadImage(src) }));
-  if (isDigitModel(entry)) return Array.from({ length: 10 }, (_, digit) => ({ name: String(digit), label: entry.classes.indexOf(String(digit)), source: async () => drawingCanvas(digitStrokes(digit, PAD_SIDE)) }));
-  return Object.entries(SCENES).map(([name, paint]) => ({ name, label: entry.classes.indexOf(name), source: async () => sceneCanvas(paint) }));
+  if (entry.examples.length) return entry.examples.map(({ name, label, src }) =>
+    ({ name: String(name), label, source: () => loadImage(src) }),
+  );
+  if (isDigitModel(entry)) return Array.from(
+    { length: 10 },
+    (_, digit) => ({
+      name: String(digit),
+      label: entry.classes.indexOf(String(digit)),
+      source: async () => drawingCanvas(digitStrokes(digit, PAD_SIDE)),
+    }),
+  );
+  return Object.entries(SCENES).map(([name, paint]) =>
+    ({ name, label: entry.classes.indexOf(name), source: async () => sceneCanvas(paint) }),
+  );
 }
 
 const isDigitModel = (entry) => entry.preprocessing.channels === 1;
@@ -150,8 +161,9 @@ function markPatches() {
   const inBench = state.view === "lab" && state.lab === "workbench";
   const masked = new Set(state.changes.maskPatches ?? []);
   const swapped = new Set((state.changes.swapPatches ?? []).flat());
+  const source = isBeforeClassToken() ? currentPatch() : currentToken() - app.entry.prefix;
   [...byId("patches").children].forEach((button, patch) => {
-    const isSource = !inBench && patch + app.entry.prefix === currentToken();
+    const isSource = !inBench && patch === source;
     button.classList.toggle("masked", masked.has(patch));
     button.classList.toggle("swapped", swapped.has(patch));
     button.classList.toggle("first-of-pair", inBench && patchTool.first === patch);
@@ -169,7 +181,9 @@ export function drawImage(hovered = null) {
   const caption = byId("image-caption");
   if (!showsAttention()) {
     view.draw();
-    caption.textContent = state.view === "lab" && state.lab === "workbench" ? t(patchTool.name === "mask" ? "mask-hint" : "swap-hint") : t("image-hint");
+    caption.textContent = state.view === "lab" && state.lab === "workbench" ? t(
+      patchTool.name === "mask" ? "mask-hint" : "swap-hint",
+    ) : t("image-hint");
     return;
   }
   const useMean = state.view === "explore" && state.zoom === "model";
@@ -177,7 +191,16 @@ export function drawImage(hovered = null) {
   const weights = attentionOf(app.trace, block, head, token);
   view.draw({ brightness: toBrightness(patchesOf(weights)) });
   const most = argmax(weights);
-  caption.textContent = t("looks-most", { token: capital(tokenPhrase(token)), block: block + 1, head: head === null ? t("head-mean") : t("head-small", { n: head + 1 }), to: tokenPhrase(most), share: percent(weights[most]) });
+  caption.textContent = t(
+    "looks-most",
+    {
+      token: capital(tokenPhrase(token)),
+      block: block + 1,
+      head: head === null ? t("head-mean") : t("head-small", { n: head + 1 }),
+      to: tokenPhrase(most),
+      share: percent(weights[most]),
+    },
+  );
 }
 
 function renderExamples() {
@@ -187,7 +210,16 @@ function renderExamples() {
   if (holder.dataset.key !== key) {
     holder.dataset.key = key;
     holder.replaceChildren(...examples.map(({ name, source }, index) => {
-      const button = element("button", { type: "button", class: "example", "data-focus": `example:${index}`, "data-name": name, onclick: () => setState({ image: String(index) }) });
+      const button = element(
+        "button",
+        {
+          type: "button",
+          class: "example",
+          "data-focus": `example:${index}`,
+          "data-name": name,
+          onclick: () => setState({ image: String(index) }),
+        },
+      );
       const canvas = element("canvas", { width: 56, height: 56, "aria-hidden": "true" });
       source().then((image) => canvas.getContext("2d").drawImage(image, 0, 0, 56, 56));
       button.append(canvas);
@@ -209,7 +241,12 @@ function renderPrediction() {
   byId("prediction").replaceChildren(...shown.map((index) =>
     element("li", { class: index === best ? "first" : "", style: `--share: ${trace.probabilities[index]}; --before: ${isChanged() ? base.probabilities[index] : 0}` },
       element("span", { class: "label" }, className(index)),
-      element("span", { class: "share" }, percent(trace.probabilities[index]), isChanged() && element("span", { class: "delta" }, ` ${signedPercent(trace.probabilities[index] - base.probabilities[index])}`)))));
+      element(
+        "span",
+        { class: "share" },
+        percent(trace.probabilities[index]),
+        isChanged() && element("span", { class: "delta" }, ` ${signedPercent(trace.probabilities[index] - base.probabilities[index])}`),
+      ))));
   byId("prediction-note").textContent = predictionNote(best);
   const changes = describeChanges();
   byId("changed-note").hidden = !changes.length;
@@ -227,7 +264,10 @@ function predictionNote(best) {
 // ── dialogs ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 function openDrawing() {
-  const canvas = element("canvas", { width: PAD_SIDE, height: PAD_SIDE, id: "drawing-canvas", tabindex: "0", role: "img", "aria-label": t("drawing-area") });
+  const canvas = element(
+    "canvas",
+    { width: PAD_SIDE, height: PAD_SIDE, id: "drawing-canvas", tabindex: "0", role: "img", "aria-label": t("drawing-area") },
+  );
   const strokesNow = () => (state.image.startsWith("d") ? decodeStrokes(state.image.slice(1), PAD_SIDE) : []);
   const apply = () => setState({ image: pad.strokes.length ? `d${encodeStrokes(pad.strokes, PAD_SIDE)}` : "0" });
   const pad = new DrawingPad(canvas, apply);
@@ -262,6 +302,10 @@ async function openCamera(onFile) {
     canvas.toBlob((blob) => onFile(new File([blob], t("camera-name"))));
     dialog.close();
   };
-  const dialog = openDialog(t("camera"), video, element("div", { class: "actions" }, element("button", { type: "button", class: "primary", onclick: take }, t("take-photo"))));
+  const dialog = openDialog(
+    t("camera"),
+    video,
+    element("div", { class: "actions" }, element("button", { type: "button", class: "primary", onclick: take }, t("take-photo"))),
+  );
   dialog.addEventListener("close", () => stream.getTracks().forEach((track) => track.stop()));
 }

@@ -84,7 +84,10 @@ async function readImage() {
   const { source, name, label } = await currentSource();
   const { pixels, input } = app.model.preprocess(source);
   const { channels, image_size: [height, width] } = app.entry.preprocessing;
-  Object.assign(app, { input, picture: canvasOfPixels(pixels, channels, height, width), imageName: name, label, base: null, changedPicture: null });
+  Object.assign(
+    app,
+    { input, picture: canvasOfPixels(pixels, channels, height, width), imageName: name, label, base: null, changedPicture: null },
+  );
   app.history.clear();
   loaded.image = key;
 }
@@ -114,7 +117,9 @@ let inputs = { name: "", list: [] };
 app.exampleInputs = async (count) => {
   if (inputs.name !== app.entry.name) inputs = { name: app.entry.name, list: [] };
   const examples = examplesOf(app.entry);
-  for (let index = inputs.list.length; index < Math.min(count + 1, examples.length); index++) inputs.list.push(app.model.preprocess(await examples[index].source()).input);
+  for (let index = inputs.list.length; index < Math.min(count + 1, examples.length); index++) inputs.list.push(
+    app.model.preprocess(await examples[index].source()).input,
+  );
   return inputs.list.filter((_, index) => String(index) !== state.image).slice(0, count);
 };
 
@@ -160,8 +165,26 @@ function showPlaceOnMap() {
 
 function renderHeader() {
   const views = VIEWS.filter((view) => view !== "training" || hasHistory(app.entry));
-  byId("views").replaceChildren(...choiceButtons(t("views"), views.map((value) => ({ value, label: t(`view-${value}`) })), state.view, (view) => setState({ view }), "view").childNodes);
-  byId("about").textContent = t("about", { K: app.entry.classes.length, N: app.entry.numbers.N, P: app.entry.numbers.P, L: app.entry.numbers.L, h: app.entry.numbers.h, parameters: compact(app.entry.parameters ?? 0) });
+  byId("views").replaceChildren(
+    ...choiceButtons(
+      t("views"),
+      views.map((value) => ({ value, label: t(`view-${value}`) })),
+      state.view,
+      (view) => setState({ view }),
+      "view",
+    ).childNodes,
+  );
+  byId("about").textContent = t(
+    "about",
+    {
+      K: app.entry.classes.length,
+      N: app.entry.numbers.N,
+      P: app.entry.numbers.P,
+      L: app.entry.numbers.L,
+      h: app.entry.numbers.h,
+      parameters: compact(app.entry.parameters ?? 0),
+    },
+  );
   byId("model-field").hidden = app.site.models.length < 2;
   byId("model").value = app.entry.name;
   const hasEarlier = hasHistory(app.entry) && app.weightsIndex < app.entry.weights.length - 1;
@@ -305,7 +328,25 @@ function start() {
   applyLanguage(state.lang);
   setTheme(remembered("theme"));
   for (const { name } of app.site.models) byId("model").append(element("option", { value: name }, name));
-  byId("model").addEventListener("change", () => setState({ model: byId("model").value, epoch: -1, image: "0", block: 0, head: 0, token: -1, key: -1, layer: -1, step: "image", zoom: "model", changes: {}, experiment: "" }));
+  byId("model").addEventListener(
+    "change",
+    () => setState(
+      {
+        model: byId("model").value,
+        epoch: -1,
+        image: "0",
+        block: 0,
+        head: 0,
+        token: -1,
+        key: -1,
+        layer: -1,
+        step: "image",
+        zoom: "model",
+        changes: {},
+        experiment: "",
+      },
+    ),
+  );
   byId("language").addEventListener("click", () => {
     applyLanguage(otherLanguage());
     remember("language", currentLanguage());

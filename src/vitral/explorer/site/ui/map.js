@@ -39,7 +39,17 @@ export function renderMap() {
 }
 
 function station(name, label, isHere, onclick, className = "") {
-  return element("button", { type: "button", class: `station ${className}`, "aria-current": isHere ? "location" : undefined, "data-focus": `map:${name}`, onclick }, label);
+  return element(
+    "button",
+    {
+      type: "button",
+      class: `station ${className}`,
+      "aria-current": isHere ? "location" : undefined,
+      "data-focus": `map:${name}`,
+      onclick,
+    },
+    label,
+  );
 }
 
 const arrow = () => element("span", { class: "arrow", "aria-hidden": "true" }, "→");
@@ -52,11 +62,22 @@ function goToStep(candidates) {
 function modelRow(here) {
   const off = (block) => isBlockChanged(block);
   const blocks = Array.from({ length: app.entry.config.depth }, (_, block) =>
-    station(`block${block}`, String(block + 1), here.block === block || here.place === "blocks", () => goToBlock(block), off(block) ? "block changed" : "block"));
+    station(
+      `block${block}`,
+      String(block + 1),
+      here.block === block || here.place === "blocks",
+      () => goToBlock(block),
+      off(block) ? "block changed" : "block",
+    ));
   const outer = (name) => station(name, t(`map-${name}`), here.place === name, () => goToStep(FIRST_STEPS[name] ?? [name]));
   return [
     outer("image"), arrow(), outer("patches"), arrow(), outer("embedding"), arrow(),
-    element("span", { class: "blocks", role: "group", "aria-label": t("blocks") }, element("span", { class: "blocks-label", "aria-hidden": "true" }, t("blocks")), blocks),
+    element(
+      "span",
+      { class: "blocks", role: "group", "aria-label": t("blocks") },
+      element("span", { class: "blocks-label", "aria-hidden": "true" }, t("blocks")),
+      blocks,
+    ),
     arrow(), outer("pool"), arrow(), outer("prediction"),
   ];
 }
@@ -65,12 +86,24 @@ function goToBlock(block) {
   if (state.view === "tour") {
     const isInBlock = BLOCK_PARTS.some(([, step]) => step === state.step);
     setState({ block, step: isInBlock ? state.step : "queries" });
-  } else setState({ view: "explore", panel: "attention", zoom: ["head", "dot"].includes(state.zoom) && state.view === "explore" ? state.zoom : "block", block });
+  } else setState(
+    {
+      view: "explore",
+      panel: "attention",
+      zoom: ["head", "dot"].includes(state.zoom) && state.view === "explore" ? state.zoom : "block",
+      block,
+    },
+  );
 }
 
 function isBlockChanged(block) {
   const { headsOff = [], attentionOff = [], mlpOff = [], blocksOff = [], residualOff = [] } = state.changes;
-  return [attentionOff, mlpOff, blocksOff, residualOff].some((list) => list.includes(block)) || headsOff.some((name) => name.startsWith(`${block}.`));
+  return [
+    attentionOff,
+    mlpOff,
+    blocksOff,
+    residualOff,
+  ].some((list) => list.includes(block)) || headsOff.some((name) => name.startsWith(`${block}.`));
 }
 
 function blockRow(here) {
@@ -89,16 +122,56 @@ function goToPart(part, step) {
 // Model › Block 2 › Head 3 › q·k. Every part leads back to that level.
 function breadcrumb(here) {
   const inExplore = state.view === "explore";
-  const levels = [{ label: t("whole-model"), go: () => (inExplore ? setState({ panel: "attention", zoom: "model" }) : goToStep(["encoder", "encoder_patches"])) }];
-  if (here.block !== null) levels.push({ label: t("block-n", { n: here.block + 1 }), go: () => (inExplore ? setState({ zoom: "block" }) : setState({ step: "queries" })) });
-  if (here.head !== null) levels.push({ label: t("head-n", { n: here.head + 1 }), go: () => (inExplore ? setState({ zoom: "head" }) : setState({ step: "attention" })) });
-  if (here.block === null && ["image", "patches", "embedding", "pool", "prediction"].includes(here.place)) levels.push({ label: t(`map-${here.place}`), go: () => goToStep(FIRST_STEPS[here.place] ?? [here.place]) });
-  if (here.dot) levels.push({ label: t("crumb-dot", { query: tokenName(currentToken()), key: tokenName(currentKey()) }), go: () => setState({ zoom: "dot" }) });
-  const deeper = here.head !== null && !here.dot && element("li", { class: "deeper" }, element("button", { type: "button", class: "crumb deeper", "data-focus": "crumb:deeper", onclick: () => setState({ view: "explore", panel: "attention", zoom: "dot" }) }, t("crumb-deeper")));
+  const levels = [
+    {
+      label: t("whole-model"),
+      go: () => (inExplore ? setState({ panel: "attention", zoom: "model" }) : goToStep(["encoder", "encoder_patches"])),
+    },
+  ];
+  if (here.block !== null) levels.push(
+    { label: t("block-n", { n: here.block + 1 }), go: () => (inExplore ? setState({ zoom: "block" }) : setState({ step: "queries" })) },
+  );
+  if (here.head !== null) levels.push(
+    { label: t("head-n", { n: here.head + 1 }), go: () => (inExplore ? setState({ zoom: "head" }) : setState({ step: "attention" })) },
+  );
+  if (here.block === null && ["image", "patches", "embedding", "pool", "prediction"].includes(here.place)) levels.push(
+    { label: t(`map-${here.place}`), go: () => goToStep(FIRST_STEPS[here.place] ?? [here.place]) },
+  );
+  if (here.dot) levels.push(
+    { label: t("crumb-dot", { query: tokenName(currentToken()), key: tokenName(currentKey()) }), go: () => setState({ zoom: "dot" }) },
+  );
+  const deeper = here.head !== null && !here.dot && element(
+    "li",
+    { class: "deeper" },
+    element(
+      "button",
+      {
+        type: "button",
+        class: "crumb deeper",
+        "data-focus": "crumb:deeper",
+        onclick: () => setState({ view: "explore", panel: "attention", zoom: "dot" }),
+      },
+      t("crumb-deeper"),
+    ),
+  );
   return element("ol", { class: "crumbs", "aria-label": t("you-are-here") },
     element("li", { class: "crumb-label", "aria-hidden": "true" }, t("you-are-here")),
     levels.map(({ label, go }, index) =>
-      element("li", {}, element("button", { type: "button", class: "crumb", "aria-current": index === levels.length - 1 ? "true" : undefined, "data-focus": `crumb:${index}`, onclick: go }, label))),
+      element(
+        "li",
+        {},
+        element(
+          "button",
+          {
+            type: "button",
+            class: "crumb",
+            "aria-current": index === levels.length - 1 ? "true" : undefined,
+            "data-focus": `crumb:${index}`,
+            onclick: go,
+          },
+          label,
+        ),
+      )),
     deeper);
 }
 

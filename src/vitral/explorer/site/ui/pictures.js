@@ -40,7 +40,10 @@ export function canvasOfInput(input) {
 export function litPicture(weights, side, { label, brightness } = {}) {
   const picture = gridPicture();
   const height = Math.round((side * picture.height) / picture.width);
-  const canvas = element("canvas", { class: "picture", role: label ? "img" : undefined, "aria-label": label, "aria-hidden": label ? undefined : "true" });
+  const canvas = element(
+    "canvas",
+    { class: "picture", role: label ? "img" : undefined, "aria-label": label, "aria-hidden": label ? undefined : "true" },
+  );
   const context = sharpContext(canvas, side, height);
   context.imageSmoothingEnabled = picture.width >= 128;
   context.drawImage(picture, 0, 0, side, height);

@@ -15,7 +15,9 @@ const DIGITS = [
 ];
 
 export function digitStrokes(digit, side) {
-  return DIGITS[digit].map((flat) => Array.from({ length: flat.length / 2 }, (_, i) => [(flat[2 * i] * side) / 100, (flat[2 * i + 1] * side) / 100]));
+  return DIGITS[digit].map((flat) =>
+    Array.from({ length: flat.length / 2 }, (_, i) => [(flat[2 * i] * side) / 100, (flat[2 * i + 1] * side) / 100]),
+  );
 }
 
 const polygon = (context, colour, ...points) => {

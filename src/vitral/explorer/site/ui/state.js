@@ -75,7 +75,15 @@ export const onStateChange = (listener) => listeners.push(listener);
 
 // Changes the state, the address and the page. A change of place makes an entry in the browser's history.
 export function setState(changes) {
-  const isNewPlace = ["view", "step", "panel", "zoom", "lab", "experiment", "model"].some((name) => name in changes && changes[name] !== state[name]);
+  const isNewPlace = [
+    "view",
+    "step",
+    "panel",
+    "zoom",
+    "lab",
+    "experiment",
+    "model",
+  ].some((name) => name in changes && changes[name] !== state[name]);
   const before = { ...state };
   Object.assign(state, changes);
   const hash = toHash();
@@ -108,7 +116,9 @@ export function decodeStrokes(text, side) {
   return text
     .split(".")
     .map((stroke) =>
-      (stroke.match(/../g) ?? []).map((pair) => [...pair].map((digit) => (DIGITS.indexOf(digit) * side) / 63)).filter(([x, y]) => x >= 0 && y >= 0),
+      (stroke.match(/../g) ?? []).map((pair) =>
+        [...pair].map((digit) => (DIGITS.indexOf(digit) * side) / 63),
+      ).filter(([x, y]) => x >= 0 && y >= 0),
     )
     .filter((stroke) => stroke.length);
 }

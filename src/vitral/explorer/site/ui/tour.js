@@ -42,7 +42,11 @@ export function renderTour() {
       element("p", { class: "lead" }, stepText(step)),
       equation(stepEquation(step)),
       IN_BLOCK.includes(step.key) && placeControls(USES_HEAD.includes(step.key)),
-      (USES_TOKEN.includes(step.key) || USES_PATCH.includes(step.key)) && element("p", { class: "small" }, t("token-note", { token: tokenPhrase(USES_PATCH.includes(step.key) ? app.entry.prefix + currentPatch() : currentToken()) })),
+      (USES_TOKEN.includes(step.key) || USES_PATCH.includes(step.key)) && element(
+        "p",
+        { class: "small" },
+        t("token-note", { token: tokenPhrase(USES_PATCH.includes(step.key) ? app.entry.prefix + currentPatch() : currentToken()) }),
+      ),
       element("div", { class: "figures" }, figures.filter((node) => !isWorked(node))),
       element("p", { class: "small" }, app.site.walk[currentLanguage()].page.colours),
       figures.filter(isWorked),
@@ -57,10 +61,22 @@ export function renderTour() {
 function stepNavigation(index, isFoot = false) {
   const steps = tourSteps();
   const go = (to) => setState({ step: steps[to].key });
-  const previous = element("button", { type: "button", disabled: index === 0, "data-focus": isFoot ? "foot-previous" : "previous", onclick: () => go(index - 1) }, t("previous"));
+  const previous = element(
+    "button",
+    { type: "button", disabled: index === 0, "data-focus": isFoot ? "foot-previous" : "previous", onclick: () => go(index - 1) },
+    t("previous"),
+  );
   const next = index < steps.length - 1
-    ? element("button", { type: "button", class: "primary", "data-focus": isFoot ? "foot-next" : "next", onclick: () => go(index + 1) }, isFoot ? t("next-step", { title: stepTitle(steps[index + 1]) }) : t("next"))
-    : element("button", { type: "button", class: "primary", "data-focus": isFoot ? "foot-next" : "next", onclick: () => setState({ view: "explore" }) }, t("to-explore"));
+    ? element(
+      "button",
+      { type: "button", class: "primary", "data-focus": isFoot ? "foot-next" : "next", onclick: () => go(index + 1) },
+      isFoot ? t("next-step", { title: stepTitle(steps[index + 1]) }) : t("next"),
+    )
+    : element(
+      "button",
+      { type: "button", class: "primary", "data-focus": isFoot ? "foot-next" : "next", onclick: () => setState({ view: "explore" }) },
+      t("to-explore"),
+    );
   if (isFoot) return element("nav", { class: "step-nav foot", "aria-label": t("steps-end") }, previous, next);
   return element("nav", { class: "step-nav", "aria-label": t("steps") }, previous,
     element("ol", { class: "dots" }, steps.map((step, place) =>
@@ -76,7 +92,13 @@ export function placeControls(withHead = true) {
   const { depth, heads } = app.entry.config;
   const range = (count) => Array.from({ length: count }, (_, value) => ({ value, label: String(value + 1) }));
   return element("div", { class: "place" },
-    element("span", { class: "place-label" }, t("block")), choiceButtons(t("block"), range(depth), currentBlock(), (block) => setState({ block }), "block"),
+    element("span", { class: "place-label" }, t("block")), choiceButtons(
+      t("block"),
+      range(depth),
+      currentBlock(),
+      (block) => setState({ block }),
+      "block",
+    ),
     withHead && element("span", { class: "place-label" }, t("head")),
     withHead && choiceButtons(t("head"), range(heads), currentHead(), (head) => setState({ head }), "head"));
 }
@@ -84,7 +106,13 @@ export function placeControls(withHead = true) {
 // What the tour is about, before its first step.
 function introduction() {
   const { title, text } = app.site.walk[currentLanguage()].steps.intro;
-  return element("div", { class: "intro" }, element("h3", {}, formatWalk(title)), element("p", {}, formatWalk(text)), element("p", { class: "small" }, t("intro-keys")));
+  return element(
+    "div",
+    { class: "intro" },
+    element("h3", {}, formatWalk(title)),
+    element("p", {}, formatWalk(text)),
+    element("p", { class: "small" }, t("intro-keys")),
+  );
 }
 
 const WORDS = {
@@ -105,7 +133,11 @@ const SYMBOLS = ["H", "W", "C", "P", "N", "D", "T", "h", "d", "M", "L", "K"];
 // The letters of the equations and shapes, with their values in this model.
 function symbols() {
   return element("details", { class: "code words" }, element("summary", {}, t("symbols")),
-    element("dl", {}, SYMBOLS.map((name) => [element("dt", {}, `${name} = ${app.entry.numbers[name]}`), element("dd", {}, t(`symbol-${name}`))])));
+    element(
+      "dl",
+      {},
+      SYMBOLS.map((name) => [element("dt", {}, `${name} = ${app.entry.numbers[name]}`), element("dd", {}, t(`symbol-${name}`))]),
+    ));
 }
 
 function codeOf(step) {

@@ -63,7 +63,10 @@ function patchPicture() {
   const [P, picture] = [app.entry.numbers.P, gridPicture()];
   const [x, y] = [(patch % columns) * P, Math.floor(patch / columns) * P];
   return pictureFigure({
-    width: P, height: P, size: 150, caption: t("one-patch", { patch: patchName(patch), count: app.entry.numbers.E ?? P * P * app.entry.numbers.C }),
+    width: P, height: P, size: 150, caption: t(
+      "one-patch",
+      { patch: patchName(patch), count: app.entry.numbers.E ?? P * P * app.entry.numbers.C },
+    ),
     draw: (context) => context.drawImage(picture, x, y, P, P, 0, 0, P, P),
   });
 }
@@ -84,7 +87,11 @@ function embeddingFigures() {
     width: columns * cell, height: rows * cell, caption: caption("filters", { count, all: filters.count }), size: 340,
     draw: (context) => {
       for (let index = 0; index < count; index++) {
-        const tile = filterImage(filters.data.subarray(index * channels * side * side, (index + 1) * channels * side * side), channels, side);
+        const tile = filterImage(
+          filters.data.subarray(index * channels * side * side, (index + 1) * channels * side * side),
+          channels,
+          side,
+        );
         context.imageSmoothingEnabled = false;
         context.drawImage(tile, (index % columns) * cell, Math.floor(index / columns) * cell, side * scale, side * scale);
       }
@@ -112,7 +119,9 @@ function filterImage(weights, channels, side) {
 function classTokenFigures() {
   const D = app.entry.config.width;
   const values = rowOf(app.trace.tokens[0], 0, D).slice();
-  if (app.model.positionTable && !isPrefixWithoutPosition()) rowOf(app.model.positionTable, 0, D).forEach((value, i) => (values[i] -= value));
+  if (app.model.positionTable && !isPrefixWithoutPosition()) rowOf(app.model.positionTable, 0, D).forEach((value, i) =>
+    (values[i] -= value),
+  );
   return [matrixFigure({ values, rows: 1, columns: D, caption: caption("class_token"), key: "class_token", size: 560 })];
 }
 
@@ -126,7 +135,12 @@ export function positionSimilarity(table, size = 220) {
   const values = Float32Array.from({ length: numPatches() }, (_, other) => cosine(own, rowOf(table, prefix + other, D)));
   const [row, column] = [Math.floor(patch / app.entry.grid[1]) + 1, (patch % app.entry.grid[1]) + 1];
   const label = caption("position_similarity", { row, column });
-  return captioned(patchMap(values, size, { marked: patch, label, scale: "range" }), label, element("br"), element("span", { class: "small" }, t("select-patch")));
+  return captioned(
+    patchMap(values, size, { marked: patch, label, scale: "range" }),
+    label,
+    element("br"),
+    element("span", { class: "small" }, t("select-patch")),
+  );
 }
 
 const positionFigures = () => [
@@ -146,7 +160,15 @@ function rotaryFigures() {
   });
   const [row, column] = [Math.floor(patch / app.entry.grid[1]) + 1, (patch % app.entry.grid[1]) + 1];
   const label = caption("position_similarity", { row, column });
-  return [tokenMatrix(sines, "angles", half, { size: 300 }), captioned(patchMap(similarity, 220, { marked: patch, label }), label, element("br"), element("span", { class: "small" }, t("select-patch")))];
+  return [
+    tokenMatrix(sines, "angles", half, { size: 300 }),
+    captioned(
+      patchMap(similarity, 220, { marked: patch, label }),
+      label,
+      element("br"),
+      element("span", { class: "small" }, t("select-patch")),
+    ),
+  ];
 }
 
 function dot2(table, a, b, columns) {
@@ -179,7 +201,10 @@ export function attentionMatrix({ size = 360, onpick } = {}) {
 
 export function lookingFigure(size = 220) {
   const weights = attentionOf(app.trace, currentBlock(), currentHead(), currentToken());
-  const label = t("looks", { token: tokenPhrase(currentToken()), block: currentBlock() + 1, head: t("head-small", { n: currentHead() + 1 }) });
+  const label = t(
+    "looks",
+    { token: tokenPhrase(currentToken()), block: currentBlock() + 1, head: t("head-small", { n: currentHead() + 1 }) },
+  );
   return captioned(litPicture(patchesOf(weights), size, { label }), label);
 }
 
@@ -197,7 +222,12 @@ function residualFigures() {
     return norm(rowOf(block.attentionAdded, token, D)) / Math.max(norm(rowOf(z, token, D)), 1e-12);
   });
   return [
-    tokenMatrix(z, "z", D, { size: 215 }), tokenMatrix(block.attentionAdded, "added", D, { size: 215 }), tokenMatrix(block.middle, "sum", D, { size: 215 }),
+    tokenMatrix(z, "z", D, { size: 215 }), tokenMatrix(
+      block.attentionAdded,
+      "added",
+      D,
+      { size: 215 },
+    ), tokenMatrix(block.middle, "sum", D, { size: 215 }),
     captioned(patchMap(change, 130, { label: caption("change") }), caption("change")),
     residualSum("attention"),
   ];
@@ -217,7 +247,10 @@ function encoderFigures() {
   const { depth } = app.entry.config;
   return Array.from({ length: depth }, (_, block) => {
     const weights = patchesOf(summaryAttention(app.trace, block));
-    return captioned(litPicture(weights, depth > 6 ? 130 : 170, { label: caption("block", { block: block + 1 }) }), caption("block", { block: block + 1 }));
+    return captioned(
+      litPicture(weights, depth > 6 ? 130 : 170, { label: caption("block", { block: block + 1 }) }),
+      caption("block", { block: block + 1 }),
+    );
   });
 }
 
@@ -226,13 +259,25 @@ export function summaryAttention(trace, block) {
   if (app.entry.config.pooling === "class") return attentionOf(trace, block, null, 0);
   const mean = new Float32Array(numTokens());
   const N = numPatches();
-  for (let patch = 0; patch < N; patch++) attentionOf(trace, block, null, app.entry.prefix + patch).forEach((weight, i) => (mean[i] += weight / N));
+  for (let patch = 0; patch < N; patch++) attentionOf(
+    trace,
+    block,
+    null,
+    app.entry.prefix + patch,
+  ).forEach((weight, i) => (mean[i] += weight / N));
   return mean;
 }
 
 const poolingFigures = () => [
-  matrixFigure({ values: app.trace.pooled, rows: 1, columns: app.trace.pooled.length, caption: caption("pooled"), key: "pooled", size: 560 }),
-  tokenMatrix(app.trace.final, "tokens_final", app.entry.config.width, { caption: t("final-caption"), size: 420, marked: { row: hasClassToken() && app.entry.config.pooling === "class" ? 0 : -1 } }),
+  matrixFigure(
+    { values: app.trace.pooled, rows: 1, columns: app.trace.pooled.length, caption: caption("pooled"), key: "pooled", size: 560 },
+  ),
+  tokenMatrix(
+    app.trace.final,
+    "tokens_final",
+    app.entry.config.width,
+    { caption: t("final-caption"), size: 420, marked: { row: hasClassToken() && app.entry.config.pooling === "class" ? 0 : -1 } },
+  ),
 ];
 
 function logitFigures() {
@@ -241,7 +286,9 @@ function logitFigures() {
     name: className(index), value: percent(probabilities[index]), share: probabilities[index], note: `${t("logit")} ${formatNumber(logits[index])}`, strong: place === 0,
   }));
   return [
-    matrixFigure({ values: logits, rows: 1, columns: logits.length, caption: caption("logits"), columnName: className, key: "logits", size: 560 }),
+    matrixFigure(
+      { values: logits, rows: 1, columns: logits.length, caption: caption("logits"), columnName: className, key: "logits", size: 560 },
+    ),
     element("div", { class: "wide" }, bars(t("probabilities"), rows)),
   ];
 }
