@@ -130,7 +130,7 @@ class VitralTraining:
         parallel = parallel_plan(recipe, hardware)
         self.state = init_state(recipe, hardware, total_steps, parallel=parallel)
         self.backend = make_backend(
-            self.state.model,
+            self.state.vit,
             recipe,
             preprocessing,
             hardware,

@@ -126,7 +126,7 @@ def measure_step(args: argparse.Namespace, tune: str, hardware: Hardware, label:
     state = init_state(recipe, hardware, 1000)
     parallel = parallel_plan(recipe, hardware)
     backend = make_backend(
-        state.model, recipe, preprocessing, hardware, parallel, micro_batch_size=args.batch_size, log=messages.append
+        state.vit, recipe, preprocessing, hardware, parallel, micro_batch_size=args.batch_size, log=messages.append
     )
     runner = StepRunner(state, StepContext(recipe, backend), 1000)
     device = hardware.device

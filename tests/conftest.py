@@ -19,6 +19,7 @@ import torch
 
 from support.browser import launch_browser
 from support.common import Command, Fit, skip_figures, textures
+from support.pretrain_runs import PRETRAIN_RECIPE, preprocessing_for, unlabelled_textures
 from vitral.cli import main as cli
 from vitral.data.datasets import Dataset, Split
 from vitral.data.preprocess import Preprocessing, channel_stats
@@ -27,6 +28,7 @@ from vitral.models.vit import ViTConfig
 from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
+from vitral.training.pretrainer import PretrainTrainer
 from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
 
@@ -144,6 +146,28 @@ def train_tiny(tmp_path: Path, dataset: Dataset, recipe: Recipe, preprocessing: 
         return run
 
     return train
+
+
+@pytest.fixture
+def pretrain_tiny(tmp_path: Path, cpu: Hardware) -> Fit:
+    """`pretrain_tiny(name, callback, dataset=..., **overrides)` pretrains in the run folder `name`, or resumes it."""
+
+    def pretrain(
+        name: str = "run",
+        callback: Callback | None = None,
+        dataset: Dataset | None = None,
+        trainer_class: type[PretrainTrainer] = PretrainTrainer,
+        **overrides: Any,
+    ) -> Run:
+        path = tmp_path / name
+        run = Run(path) if path.exists() else Run.create(tmp_path, name, path)
+        recipe, dataset = PRETRAIN_RECIPE.with_overrides(overrides), dataset or unlabelled_textures()
+        atomic_write(run.recipe_file, recipe.to_toml())
+        preprocessing = preprocessing_for(dataset, recipe)
+        trainer_class(recipe, dataset, preprocessing, run, cpu, callbacks=[callback] if callback else []).fit()
+        return run
+
+    return pretrain
 
 
 @pytest.fixture

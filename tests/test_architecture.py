@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # From top to bottom. A package may import from its own layer and from those below it.
 LAYERS = [
     ["__init__", "__main__", "cli"],
-    ["cross_validation"],
+    ["cross_validation", "distillation", "label_efficiency", "pretraining"],
     ["api"],
     ["serve"],
     ["explorer"],
@@ -32,6 +32,7 @@ LAYERS = [
     ["weights"],
     ["runs"],
     ["analysis", "bundled", "kernels", "recipes"],
+    ["ssl"],
     ["data"],
     ["device", "models"],
     ["distributed"],

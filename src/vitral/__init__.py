@@ -34,11 +34,14 @@ if TYPE_CHECKING:
     from vitral.api import report as report
     from vitral.api import train as train
     from vitral.cross_validation import cross_validate as cross_validate
+    from vitral.distillation import distill as distill
     from vitral.errors import VitralError as VitralError
     from vitral.inference.predictor import Predictor as Predictor
+    from vitral.label_efficiency import compare_label_efficiency as compare_label_efficiency
     from vitral.models.presets import preset as preset
     from vitral.models.vit import ViT as ViT
     from vitral.models.vit import ViTConfig as ViTConfig
+    from vitral.pretraining import pretrain as pretrain
     from vitral.recipes.checkpoint_options import CheckpointOptions as CheckpointOptions
     from vitral.recipes.schema import Recipe as Recipe
 
@@ -53,14 +56,17 @@ _MODULE_OF = {
     "bench": "api",
     "calibrate": "api",
     "compare": "api",
+    "compare_label_efficiency": "label_efficiency",
     "compare_models": "api",
     "cross_validate": "cross_validation",
     "demo": "api",
+    "distill": "distillation",
     "embed": "api",
     "evaluate": "api",
     "find_lr": "api",
     "load": "api",
     "push": "api",
+    "pretrain": "pretraining",
     "probe": "api",
     "report": "api",
     "train": "api",

@@ -92,6 +92,7 @@ from vitral.training.compare_strategies import StrategyComparison, check_compari
 from vitral.training.cross_validation import is_cross_validation
 from vitral.training.lr_finder import LRSweep, sweep_lr
 from vitral.training.parallelism import parallel_plan
+from vitral.training.pretrainer import make_trainer
 from vitral.training.progress import ProgressTable, StatusProgress
 from vitral.training.provenance import (
     check_resumable,
@@ -102,6 +103,7 @@ from vitral.training.provenance import (
 )
 from vitral.training.setup import (
     TrainingSetup,
+    check_learns_labels,
     resolve_recipe,
     setup_training,
     training_hardware,
@@ -110,7 +112,7 @@ from vitral.training.setup import (
 )
 from vitral.training.time_limit import fit_to_time_limit
 from vitral.training.timing import TimeBudget
-from vitral.training.trainer import Trainer, check_splits
+from vitral.training.trainer import check_splits
 from vitral.utils.progress import LogFn, no_log
 
 REPORT_CORRUPTED_IMAGES = 2_000  # images on which a report measures robustness
@@ -160,6 +162,7 @@ def train(
             raise VitralError("a resumed run keeps its data, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
         resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
+        check_learns_labels(resolved, resume)
         if Run(Path(resume)).is_finished:
             terminal.print_finished(Console(quiet=quiet, highlight=False), Run(Path(resume)), resolved)
             return Predictor.load(resume, device=resolved.device)
@@ -224,17 +227,8 @@ def _train_and_evaluate(
     """Train in the run folder, or continue there, and evaluate the model."""
     world = hardware.world
     progress = ProgressTable(console, setup.steps_per_epoch, setup.recipe.task_name)
-    trainer = Trainer(
-        setup.recipe,
-        setup.dataset,
-        setup.preprocessing,
-        run,
-        hardware,
-        parallel=parallel,
-        callbacks=[progress, *callbacks],
-        initial_weights=setup.initial_weights,
-        base=setup.base,
-        time_budget=time_budget,
+    trainer = make_trainer(
+        setup, run, hardware, parallel=parallel, callbacks=[progress, *callbacks], time_budget=time_budget
     )
     resume_command = f"vitral train --resume {shell_quote(run)}"
     with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():
@@ -643,6 +637,7 @@ def probe(
         validation if has_test else None,
         features(dataset.test) if has_test else validation,
         dataset.classes,
+        device=predictor.hardware.device,
     )
     evaluated = dataset.test if has_test else dataset.validation
     result = replace(
@@ -726,6 +721,7 @@ def bench(
         log: Called with one line per phase.
     """
     predictor = _reference_predictor(model)
+    predictor.require_head()
     require_task(predictor, "vitral bench", "classification")
     comparison = load_comparison_images(predictor, data, images)
     for note in comparison.notes:
@@ -800,6 +796,7 @@ def export(
             the same decision on each label.
     """
     predictor = _reference_predictor(model)
+    predictor.require_head()
     check_exportable(predictor.model_config.preprocessing)
     if to == "onnx":
         require_onnx()

@@ -91,3 +91,16 @@ def test_inputs_that_exist_are_accepted(tmp_path: Path) -> None:
 def test_several_missing_images_are_listed(tmp_path: Path) -> None:
     with pytest.raises(VitralError, match=r"none of these files exists: a\.png, b\.png"):
         check_inputs(images=[Path("a.png"), Path("b.png")])
+
+
+def test_sources_of_unlabelled_images_are_checked_without_importing_torch(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    check_inputs(sources=[str(tmp_path / "photos"), "mnist", "shards/{0..9}.tar"])
+    with pytest.raises(VitralError, match=r"no folder, list or dataset named 'mnits'\. Did you mean 'mnist'\?"):
+        check_inputs(sources=[str(tmp_path / "photos"), "mnits"])
+    code = (
+        "import sys; from vitral.cli.checks import check_inputs; check_inputs(sources=['mnist']); print(*sys.modules)"
+    )
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "vitral.data.names" in modules
+    assert "torch" not in modules

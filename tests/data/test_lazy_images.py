@@ -38,10 +38,11 @@ class LazyTensor(LazyImages):
         (LazyTensor(IMAGES), IMAGES),
         (SubsetImages(LazyTensor(IMAGES), torch.tensor([7, 3, 3])), IMAGES[[7, 3, 3]]),
         (MappedImages(IMAGES, lambda batch: batch[:, :1, 1:], (1, 3, 5)), IMAGES[:, :1, 1:]),
-        (ConcatImages(IMAGES[:11], LazyTensor(IMAGES[11:])), IMAGES),
+        (ConcatImages([IMAGES[:11], LazyTensor(IMAGES[11:])]), IMAGES),
+        (ConcatImages([IMAGES[:1], LazyTensor(IMAGES[1:1]), LazyTensor(IMAGES[1:9]), IMAGES[9:]]), IMAGES),
         (select_images(LazyTensor(IMAGES), MASK), IMAGES[MASK]),
     ],
-    ids=["lazy", "subset", "mapped", "concatenated", "selected"],
+    ids=["lazy", "subset", "mapped", "concatenated", "four parts", "selected"],
 )
 def test_indexing_and_splitting_match_the_tensor(lazy: LazyImages, expected: Tensor) -> None:
     assert isinstance(lazy, LazyImages)

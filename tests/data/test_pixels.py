@@ -316,7 +316,7 @@ def test_geometric_augmentation_of_16_bit_channels_moves_the_exact_values() -> N
 def test_concatenated_16_bit_sets_keep_their_order() -> None:
     images = torch.from_numpy(random_pixels(9, 2, 3, 3))
     rows = torch.tensor([8, 0, 4, 3, 7])
-    (batch,) = ConcatImages(images[:4], images[4:]).batches([rows])
+    (batch,) = ConcatImages([images[:4], images[4:]]).batches([rows])
     assert torch.equal(batch, images[rows])
 
 

@@ -16,6 +16,7 @@ from vitral.data.loader import Loader, Sampling, training_images
 from vitral.data.variable_images import (
     PaddedImages,
     VariableSizeImages,
+    chain_images,
     concat_images,
     map_batches,
     merge_small_buckets,
@@ -42,6 +43,19 @@ def test_images_parts_and_batches_are_those_stored() -> None:
     assert torch.equal(both[6], images[3])
     with pytest.raises(ValueError, match="one size"):
         next(stored.batches([torch.tensor([0, 1])]))
+
+
+@pytest.mark.parametrize("limit", [0, 2**20], ids=["on access", "in memory"])
+def test_chained_sets_of_several_sizes(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitral.data.variable_images.MAX_CHAINED_BYTES_IN_MEMORY", limit)
+    images, stored = make_images()
+    chained = chain_images([stored[:2], stored[2:]])
+    assert isinstance(chained, VariableSizeImages)
+    assert isinstance(chained.stored, Tensor) == (limit > 0)
+    assert all(torch.equal(image, expected) for image, expected in zip(chained, images, strict=True))
+    assert chain_images([stored]) is stored
+    with pytest.raises(ValueError, match="those of one size"):
+        chain_images([stored, torch.zeros(1, *stored.shape[1:])])
 
 
 def test_results_are_in_the_order_of_the_images() -> None:

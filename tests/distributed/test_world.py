@@ -37,6 +37,11 @@ results = {
     "broadcast": world.broadcast_from_rank0(lambda: f"from rank {world.rank}"),
     "all_reduce_sum": world.all_reduce_sum(torch.tensor([1.0 + world.rank])).tolist(),
     "all_gather": world.all_gather(torch.tensor([[world.rank], [world.rank]])).flatten().tolist(),
+    "equal rows": [gathered.tolist() for gathered in map(torch.as_tensor, world.all_gather_rows(torch.ones(2, 1)))],
+    "other rows": [
+        gathered.tolist()
+        for gathered in map(torch.as_tensor, world.all_gather_rows(torch.full((2 + world.rank, 1), world.rank)))
+    ],
 }
 
 def fail():
@@ -98,11 +103,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def test_collectives_return_the_same_on_every_rank(results: Results) -> None:
-    for rank_results in results:
+    for rank, rank_results in enumerate(results):
         assert rank_results["all_gather_objects"] == [0, 1, 1]
         assert rank_results["broadcast"] == "from rank 0"
         assert rank_results["all_reduce_sum"] == [3.0]
         assert rank_results["all_gather"] == [0, 0, 1, 1]
+        assert rank_results["equal rows"] == [[[1.0]] * 4, 2 * rank]
+        assert rank_results["other rows"] == [[[0], [0], [1], [1], [1]], 2 * rank]
 
 
 def test_failure_on_one_rank_is_raised_on_all(results: Results) -> None:

@@ -33,6 +33,8 @@ def faster(command: str) -> list[str]:
     if words[0] == "train" and "--resume" not in words:
         words = ["digits" if word == "mnist" else word for word in words] + ["--epochs", "1"]
         words += [] if "--init-from" in words else SMALL_MODEL
+    if words[0] == "pretrain":
+        words += ["--epochs", "1", "--batch-size", "4", "--views.local-views", "0"]
     if words[0] == "bench":
         words += ["--seconds", "0.01", "--batch-sizes", "1", "--threads", "1", "--images", "64"]
     return words

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from vitral.doctor.time_estimate import StepTimes, time_steps
-from vitral.reporting.terminal.tables import _duration_range
+from vitral.reporting.terminal.tables import duration_range
 
 
 def test_steady_steps_give_a_narrow_range() -> None:
@@ -58,4 +58,4 @@ def test_slow_steps_end_the_measurement_early() -> None:
     ],
 )
 def test_range_is_printed_with_one_unit_if_possible(low: float, high: float, text: str) -> None:
-    assert _duration_range(low, high) == text
+    assert duration_range(low, high) == text

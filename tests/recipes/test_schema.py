@@ -57,6 +57,15 @@ def test_toml_lists_are_on_one_line(recipe: Recipe) -> None:
     assert "betas = [0.9, 0.999]\n" in toml
 
 
+def test_several_sources_are_written_and_read(recipe: Recipe, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    pretraining = recipe.with_overrides({"data.name": "photos", "data.more": ["more photos.csv", "cifar10"]})
+    file.write_text(pretraining.to_toml(), encoding="utf-8")
+    assert read_recipe(file).data.sources == ("photos", "more photos.csv", "cifar10")
+    assert 'more = ["more photos.csv", "cifar10"]\n' in pretraining.to_toml()
+    assert recipe.data.sources == ("textures",)
+
+
 def test_a_short_file_has_defaults_for_the_other_fields(tmp_path: Path) -> None:
     file = tmp_path / "short.toml"
     file.write_text('name = "a"\ndata.name = "digits"\nmodel.depth = 3\n', encoding="utf-8")

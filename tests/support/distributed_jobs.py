@@ -1,6 +1,7 @@
-"""Trainings that tests/distributed/test_parallel.py runs on two ranks: the jobs of jobs.json, one after the other.
+"""Trainings that tests/distributed runs on two ranks: the jobs of jobs.json, one after the other.
 
 A job is {"name": ..., "overrides": {...}, "stop_at": step, "resume_from": run to copy first, "single": on rank 0 only}.
+Overrides that name a method pretrain without labels.
 Each rank writes the outcomes to outcomes-<rank>.json.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from support.common import textures
+from support.pretrain_runs import PRETRAIN_RECIPE, preprocessing_for, unlabelled_textures
 from vitral.data.datasets import Dataset
 from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.device.select import select_hardware
@@ -26,6 +28,7 @@ from vitral.models.vit import ViTConfig
 from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
+from vitral.training.pretrainer import PretrainTrainer
 from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
 
@@ -52,6 +55,8 @@ DATASET = Dataset(
 )
 MEAN, STD = channel_stats(DATASET.train.images)
 PREPROCESSING = Preprocessing(image_size=(8, 8), channels=1, mean=MEAN, std=STD)
+# Without dropout, whose masks differ between ranks.
+PRETRAINING = PRETRAIN_RECIPE.with_overrides({"model.dropout": 0.0, "model.drop_path": 0.0})
 
 
 class InterruptAt(Callback):
@@ -74,8 +79,12 @@ def train(
     resume_from: str | None = None,
     single: bool = False,
 ) -> dict[str, Any]:
-    """Train `RECIPE` with overrides in folder/name; returns {"error": [what, hint] or None}."""
-    recipe = RECIPE.with_overrides(overrides)
+    """Train `RECIPE` or `PRETRAINING` with overrides in folder/name; returns {"error": [what, hint] or None}."""
+    trainer_class, recipe, dataset, preprocessing = Trainer, RECIPE, DATASET, PREPROCESSING
+    if "pretrain.method" in overrides:
+        trainer_class, recipe, dataset = PretrainTrainer, PRETRAINING, unlabelled_textures()
+        preprocessing = preprocessing_for(dataset, recipe)
+    recipe = recipe.with_overrides(overrides)
     hardware = select_hardware(device="cpu", precision=recipe.precision, compile="no")
     world = hardware.world
     if resume_from is not None:
@@ -91,7 +100,7 @@ def train(
     world.broadcast_from_rank0(lambda: atomic_write(run.recipe_file, recipe.to_toml()))
     interrupt = InterruptAt(stop_at if world.rank == world.size - 1 else None)
     try:
-        Trainer(recipe, DATASET, PREPROCESSING, run, hardware, callbacks=[interrupt]).fit()
+        trainer_class(recipe, dataset, preprocessing, run, hardware, callbacks=[interrupt]).fit()
     except VitralError as error:
         return {"error": [error.what, error.hint]}
     return {"error": None}

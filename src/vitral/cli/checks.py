@@ -12,6 +12,7 @@ from vitral.errors import VitralError, truncate_list, unknown_name_error
 def check_inputs(
     *models: str | None,
     data: str | None = None,
+    sources: Sequence[str] = (),
     images: Sequence[Path] = (),
     labels: Path | None = None,
     recipe: str | None = None,
@@ -19,7 +20,7 @@ def check_inputs(
     """Raise VitralError for a model, dataset, image, list of class names or recipe file that does not exist.
 
     Arguments that are None are not checked. Images are refused only if none of them exists: of several, the others
-    are read.
+    are read. `sources` are those of unlabelled images, all of which must exist.
     """
     for model in models:
         if model is not None:
@@ -35,6 +36,10 @@ def check_inputs(
         from vitral.data.names import check_dataset_exists
 
         check_dataset_exists(data)
+    for source in sources:
+        from vitral.data.names import check_source_exists
+
+        check_source_exists(source)
     if labels is not None:
         from vitral.data.names import read_class_names
 

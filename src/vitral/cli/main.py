@@ -30,6 +30,8 @@ COMMAND_GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "Train": (
         ("doctor", "FOLDER", "check a folder of images, recommend a recipe, estimate the training time"),
         ("train", "DATA", "train or fine-tune on a folder of images or a built-in dataset"),
+        ("pretrain", "IMAGES...", "learn features from images without labels, or continue a checkpoint's pretraining"),
+        ("distill", "IMAGES... --teacher MODEL", "learn the features of a teacher from images without labels"),
         ("probe", "DATA --init-from MODEL", "measure how well a model's frozen features fit your images"),
         ("plan", "PRESET --gpus N", "estimate memory, communication and duration on many GPUs"),
     ),

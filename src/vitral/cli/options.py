@@ -36,6 +36,19 @@ def checkpoint_flags() -> Mapping[str, Any]:
     )
 
 
+def check_checkpoint_flags(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Refuse flags that describe a checkpoint where none is named, and say which flag sets the model's own value."""
+    if not values or "init_from" in overrides:
+        return
+    name = next(iter(values))
+    if name == "adapter":
+        raise VitralError("--adapter needs the weights that it was trained on", "Name them with --init-from")
+    own = f"{'data' if name in ('mean', 'std', 'crop', 'interpolation') else 'model'}.{name}".replace("_", "-")
+    raise VitralError(
+        f"--{name.replace('_', '-')} describes a checkpoint (--init-from)", f"Set the model's own with --{own}"
+    )
+
+
 def checkpoint_options(values: Mapping[str, Any]) -> CheckpointOptions:
     """The values of `checkpoint_flags`."""
     adapter = values.get("adapter")

@@ -186,8 +186,7 @@ def random_crop_inside_padding(
     """
     H, W = images_BCHW.shape[2:]
     color = _padding_color(tuple(pad_color), images_BCHW.device)
-    is_content = (images_BCHW != color).any(dim=1)
-    (top, bottom), (left, right) = (_first_and_last(is_content.any(dim=axis)) for axis in (2, 1))
+    top, bottom, left, right = content_boxes(images_BCHW, pad_color)
     center_y, center_x = (top + bottom) / H - 1, (left + right) / W - 1  # affine_grid spans [-1, 1]
     box_height, box_width = (bottom - top) / H, (right - left) / W
     height, width, down, across = _draw_crops(images_BCHW, min_area, generator)
@@ -196,6 +195,15 @@ def random_crop_inside_padding(
     y, x = torch.arange(H, device=top.device), torch.arange(W, device=top.device)
     rows, columns = (y >= top[:, None]) & (y < bottom[:, None]), (x >= left[:, None]) & (x < right[:, None])
     return torch.where(rows[:, None, :, None] & columns[:, None, None, :], crops, color)
+
+
+def content_boxes(images_BCHW: Tensor, pad_color: Sequence[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Top, bottom, left and right (B,) of the part of each image inside its padding; bottom and right are exclusive.
+
+    An image that is all padding has the box of the whole image.
+    """
+    is_content = (images_BCHW != _padding_color(tuple(pad_color), images_BCHW.device)).any(dim=1)
+    return *_first_and_last(is_content.any(dim=2)), *_first_and_last(is_content.any(dim=1))
 
 
 @cache

@@ -94,12 +94,18 @@ def _check_argument(name: object) -> None:
         )
     if not isinstance(name, str | Path):
         raise VitralError("no dataset given", 'Pass a name or a path: vitral.data.load("mnist")')
+    check_not_a_model(name)
     path = Path(name)
-    if any((path / file).is_file() for file in RUN_FILES) and not is_packed(path):
-        raise VitralError(f"{name} is a trained model, not a dataset", f'Load it with vitral.load("{name}")')
     if path.is_file() and path.suffix.lower() in IMAGE_SUFFIXES:
         raise VitralError(
             f"{name} is an image, not a dataset", f'Predict its label: vitral.load(MODEL).predict("{name}")'
         )
     if not str(name).startswith(SEQUENCE_PREFIX):
         check_dataset_exists(str(name))
+
+
+def check_not_a_model(name: str | Path) -> None:
+    """Raise VitralError for a run folder or a model folder."""
+    path = Path(name)
+    if any((path / file).is_file() for file in RUN_FILES) and not is_packed(path):
+        raise VitralError(f"{name} is a trained model, not a dataset", f'Load it with vitral.load("{name}")')

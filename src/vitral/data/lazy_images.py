@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import tee
 
 import torch
 from torch import Tensor
@@ -67,20 +68,31 @@ class SubsetImages(LazyImages):
 
 
 class ConcatImages(LazyImages):
-    """Two image sets of equal shape, one after the other."""
+    """Image sets of equal shape and type, one after the other. Each reads ahead as it does on its own."""
 
-    def __init__(self, first: Images, second: Images) -> None:
-        self.first, self.second = first, second
-        _, C, H, W = first.shape
-        self.shape, self.dtype = (len(first) + len(second), C, H, W), first.dtype
+    def __init__(self, parts: Sequence[Images]) -> None:
+        self.parts = tuple(parts)
+        _, C, H, W = parts[0].shape
+        self.shape, self.dtype = (sum(map(len, parts)), C, H, W), parts[0].dtype
 
     def batches(self, batch_indices: Iterable[Tensor]) -> Iterator[Tensor]:
-        for rows in batch_indices:
-            in_first = rows < len(self.first)
-            sources = ((self.first, in_first, 0), (self.second, ~in_first, len(self.first)))
-            parts = [images[rows[mask] - offset] for images, mask, offset in sources if mask.any()]
-            position = torch.cat([mask.nonzero().flatten() for _, mask, _ in sources])
-            yield torch.cat(parts)[position.argsort()]  # index_put does not support uint16
+        ends = torch.tensor([len(part) for part in self.parts]).cumsum(dim=0)
+        *for_parts, for_order = tee(batch_indices, len(self.parts) + 1)
+
+        def part_rows(index: int, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+            start = int(ends[index]) - len(self.parts[index])
+            return (rows[(rows >= start) & (rows < ends[index])] - start for rows in batches)
+
+        readers = [
+            iter_batches(part, part_rows(index, batches))
+            for index, (part, batches) in enumerate(zip(self.parts, for_parts, strict=True))
+        ]
+        for rows in for_order:
+            images = torch.cat([next(reader) for reader in readers])  # part by part
+            # Gathers: index_put does not support uint16.
+            yield images[torch.bucketize(rows, ends, right=True).argsort(stable=True).argsort()]
+        for reader in readers:
+            next(reader, None)  # ends it, so that it keeps its worker processes for the next epoch
 
 
 def select_images(images: Images, mask_N: Tensor) -> Images:

@@ -9,12 +9,14 @@ import os
 import re
 from pathlib import Path
 
+from vitral.data.files.walk import irregular_file_kind, is_image_file
 from vitral.data.registry.fetch import check_dataset_name
 from vitral.data.registry.sources import BUILTIN_DATASETS
-from vitral.errors import VitralError, error_reason, is_control
+from vitral.errors import VitralError, error_reason, is_control, nearest_name
 from vitral.utils.json_toml import read_text
 
 SEQUENCE_PREFIX = "sequence:"  # name of a dataset that was passed as a Python sequence
+SOURCES_HINT = f"Pass a folder of images, a CSV list, shards or a built-in dataset: {', '.join(BUILTIN_DATASETS)}"
 LAYOUT_HINT = "Use one folder per class: photos/ants, photos/bees"
 
 
@@ -40,6 +42,34 @@ def check_dataset_exists(name: str) -> None:
         check_dataset_name(name)
     elif not Path(name).exists():
         raise VitralError(f"no folder or list named {name}", LAYOUT_HINT)
+
+
+def check_source_exists(name: str) -> None:
+    """Raise VitralError unless `name` is a source of unlabelled images. Shards are not looked up."""
+    if name.startswith(SEQUENCE_PREFIX):
+        raise VitralError(
+            f"the images were a Python sequence ({name.removeprefix(SEQUENCE_PREFIX)}), not files",
+            "Pass the sequence again from Python, or name a folder",
+        )
+    path = Path(name)
+    if name in BUILTIN_DATASETS or is_shard_pattern(name):
+        return
+    if not name or not path.exists():
+        raise VitralError(f"no folder, list or dataset named {name!r}.{_similar_path(path)}", SOURCES_HINT)
+    if (kind := irregular_file_kind(path.stat().st_mode)) is not None:
+        raise VitralError(f"{name} is {kind}, not a source of images", SOURCES_HINT)
+    if path.is_file() and path.suffix.lower() != ".csv" and not is_image_file(path):
+        raise VitralError(f"{name} is not a folder, a CSV list, shards or an image", SOURCES_HINT)
+
+
+def _similar_path(path: Path) -> str:
+    """ " Did you mean …?" with a name in the same folder, or of a built-in dataset."""
+    try:
+        names = [entry.name for entry in sorted(path.parent.iterdir()) if not entry.name.startswith(".")]
+    except OSError:
+        names = []
+    similar = nearest_name(path.name, [*BUILTIN_DATASETS, *names] if str(path) == path.name else names)
+    return f" Did you mean '{path.parent / similar}'?" if similar is not None else ""
 
 
 def check_files_exist(path: Path) -> None:

@@ -160,10 +160,13 @@ class Preprocessing:
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
         """Pixels (uint8 in [0, 255]) → fp32 with mean 0 and std 1 over the training set."""
-        mean, std = (
-            _channel_constants(values, self.pixel_scale, images_BCHW.device) for values in (self.mean, self.std)
-        )
+        mean, std = self.mean_and_std(images_BCHW.device)
         return (images_BCHW.float() - mean) / std
+
+    def mean_and_std(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(1, C, 1, 1) each, in units of the pixels: the constants of `normalise`."""
+        mean, std = (_channel_constants(values, self.pixel_scale, device) for values in (self.mean, self.std))
+        return mean, std
 
 
 @cache
@@ -206,6 +209,19 @@ def to_model_input(images_NCHW: Images, preprocessing: Preprocessing) -> Images:
         return pad_images(images_NCHW, geometry, preprocessing.pad_color)
     (H, W), top, left = geometry.window, geometry.top, geometry.left
     return images_NCHW[:, :, top : top + H, left : left + W]
+
+
+def resize_on_access(images: Images, preprocessing: Preprocessing) -> Images:
+    """`to_model_input` of each batch when it is read, because a set in memory may not fit at its new size.
+
+    Images of variable sizes stay as they are. So does a tensor with the right shape; with other channels it is
+    converted at once.
+    """
+    if isinstance(images, VariableSizeImages) or tuple(images.shape[1:]) == preprocessing.shape:
+        return images
+    if isinstance(images, Tensor) and tuple(images.shape[2:]) == preprocessing.image_size:
+        return to_model_input(images, preprocessing)
+    return MappedImages(images, lambda batch: to_model_input(batch, preprocessing), preprocessing.shape)
 
 
 def to_one_size(images: Images, preprocessing: Preprocessing) -> Tensor:

@@ -112,47 +112,19 @@ def load_sequence(
     """
     stored = storage_preprocessing(preprocessing)
     task, classes, labels = read_sequence_labels(_raw_labels(data), data, label_options)
-    images: Images
-    errors: dict[int, str] = {}
-    if len(labels) * stored.num_bytes <= MAX_IN_MEMORY_BYTES:
-        with progress_bars(progress, "images") as report_progress:
-            decoded = _decode_all(data, stored, partial(report_progress, "reading"))
-        array, errors = decoded.images, decoded.errors
-        if stored.has_variable_sizes:
-            replace_or_drop_unreadable(decoded.sizes, labels, errors, replace=True)
-        check_unreadable_fraction(errors.values(), len(labels), read_options.unreadable)
-        labels = replace_or_drop_unreadable(array, labels, errors, replace=True)
-        groups = connected_groups(len(labels), near_duplicate_pairs(decoded.thumbnails))
-        fingerprints: ImageFingerprints | None = decoded.fingerprints
-        images, note = torch.from_numpy(array), f"{len(errors)} unreadable replaced" if errors else None
-        if stored.has_variable_sizes:
-            images = VariableSizeImages(images, torch.from_numpy(decoded.sizes))
-        digest = hashlib.sha256(array.data)
-        if not stored.pixel_format.is_photo:
-            digest.update(repr(stored.pixel_format).encode())
-        if stored.resize != "crop":
-            digest.update(repr((stored.resize, stored.patch_size, decoded.sizes.tolist())).encode())
-    elif stored.has_variable_sizes:
-        raise VitralError(
-            f"--resize {stored.resize} needs the sizes of all images, but a sequence of more than "
-            f"{MAX_IN_MEMORY_BYTES / 2**30:g} GiB is read on access",
-            "Save the images as files and train on the folder, or use resize crop or stretch",
-        )
+    sequence = read_sequence_images(data, labels, stored, read_options, progress)
+    images, labels, fingerprints = sequence.images, sequence.labels, sequence.fingerprints
+    groups, note = np.arange(len(labels)), sequence.note
+    if sequence.thumbnails is not None:
+        groups = connected_groups(len(labels), near_duplicate_pairs(sequence.thumbnails))
     else:
-        images, groups = SequenceImages(data, labels, stored, read_options.unreadable), np.arange(len(labels))
-        fingerprints = None
-        note = (
-            f"larger than {MAX_IN_MEMORY_BYTES / 2**30:g} GiB: images are read on access, "
-            "near-duplicates are not detected"
-        )
-        digest = hashlib.sha256(b"by labels")  # hashing the pixels would mean reading all images
-    digest.update(repr((classes, stored)).encode() + labels.tobytes())
+        note = f"{note}, near-duplicates are not detected"
     masks = holdout_masks(labels, validation=validation, test=test_split, groups=groups, fold=fold)
     train = _select(images, labels, fingerprints, ~(masks.validation | masks.test | masks.unused))
     inputs: Images | SequenceImages = images
     if stored.image_size != preprocessing.image_size or stored.resize == "native":
         # Crop held-out images from the originals, as predictions do; native training images are in buckets.
-        inputs = SequenceImages(data, labels, preprocessing, read_options.unreadable, errors)
+        inputs = SequenceImages(data, labels, preprocessing, read_options.unreadable, sequence.errors)
     in_memory = not isinstance(images, LazyImages) or stored.has_variable_sizes
     validation_part, test_part = (
         _model_input(_select(inputs, labels, fingerprints, mask), preprocessing, in_memory=in_memory)
@@ -167,10 +139,89 @@ def load_sequence(
         train=train,
         validation=validation_part,
         source="; ".join(filter(None, [*held_out, note])),
-        fingerprint=digest.hexdigest()[:16],
+        fingerprint=sequence.fingerprint(classes),
         load_test=lambda: test_part,
         held_out=("validation", "test"),
         task=task,
+    )
+
+
+class SequencePixels(NamedTuple):
+    """The images of a sequence, resized for storage."""
+
+    images: Images  # in memory, or read on access
+    labels: np.ndarray[Any, Any]  # of replacements where items are unreadable and have several labels or real values
+    stored: Preprocessing
+    digest: hashlib._Hash  # of the pixels, unless they are read on access
+    errors: dict[int, str]  # of unreadable items, by index
+    note: str | None = None  # for display
+    thumbnails: np.ndarray[Any, Any] | None = None  # None: read on access
+    fingerprints: ImageFingerprints | None = None
+
+    def fingerprint(self, classes: tuple[str, ...]) -> str:
+        """Digest of pixels and labels."""
+        digest = self.digest.copy()
+        digest.update(repr((classes, self.stored)).encode() + self.labels.tobytes())
+        return digest.hexdigest()[:16]
+
+
+def read_sequence_images(
+    data: ItemSequence,
+    labels: np.ndarray[Any, Any],
+    stored: Preprocessing,
+    read_options: ReadOptions,
+    progress: bool = False,
+) -> SequencePixels:
+    """Decode the images of a small sequence into memory; those of a larger one are read on access.
+
+    Unreadable images are replaced by the image with the closest labels.
+    """
+    if len(labels) * stored.num_bytes > MAX_IN_MEMORY_BYTES:
+        return _read_on_access(data, labels, stored, read_options.unreadable)
+    with progress_bars(progress, "images") as report_progress:
+        decoded = _decode_all(data, stored, partial(report_progress, "reading"))
+    array, errors = decoded.images, decoded.errors
+    check_unreadable_fraction(errors.values(), len(labels), read_options.unreadable)
+    if stored.has_variable_sizes:
+        replace_or_drop_unreadable(decoded.sizes, labels, errors, replace=True)
+    labels = replace_or_drop_unreadable(array, labels, errors, replace=True)
+    images: Images = torch.from_numpy(array)
+    if stored.has_variable_sizes:
+        images = VariableSizeImages(images, torch.from_numpy(decoded.sizes))
+    digest = hashlib.sha256(array.data)
+    if not stored.pixel_format.is_photo:
+        digest.update(repr(stored.pixel_format).encode())
+    if stored.resize != "crop":
+        digest.update(repr((stored.resize, stored.patch_size, decoded.sizes.tolist())).encode())
+    return SequencePixels(
+        images=images,
+        labels=labels,
+        stored=stored,
+        digest=digest,
+        errors=errors,
+        note=f"{len(errors)} unreadable replaced" if errors else None,
+        thumbnails=decoded.thumbnails,
+        fingerprints=decoded.fingerprints,
+    )
+
+
+def _read_on_access(
+    data: ItemSequence, labels: np.ndarray[Any, Any], stored: Preprocessing, max_unreadable: float
+) -> SequencePixels:
+    limit = f"{MAX_IN_MEMORY_BYTES / 2**30:g} GiB"
+    if stored.has_variable_sizes:
+        raise VitralError(
+            f"--resize {stored.resize} needs the sizes of all images, but a sequence of more than {limit} is read on "
+            "access",
+            "Save the images as files and train on the folder, or use resize crop or stretch",
+        )
+    return SequencePixels(
+        images=SequenceImages(data, labels, stored, max_unreadable),
+        labels=labels,
+        stored=stored,
+        digest=hashlib.sha256(b"by labels"),  # hashing the pixels would mean reading all images
+        errors={},
+        note=f"larger than {limit}: images are read on access",
     )
 
 

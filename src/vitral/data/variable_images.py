@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.data.geometry import Size, nearest_bucket
-from vitral.data.lazy_images import Images, LazyImages, SubsetImages, iter_batches
+from vitral.data.lazy_images import ConcatImages, Images, LazyImages, SubsetImages, iter_batches
 from vitral.data.resize_crop import write_row
 from vitral.utils.progress import ProgressFn, no_progress
+
+MAX_CHAINED_BYTES_IN_MEMORY = 2 * 2**30  # of larger sets, those in memory-mapped files are read on access
 
 
 class VariableSizeImages(LazyImages):
@@ -163,6 +165,25 @@ def concat_images(parts: Sequence[Images]) -> Images:
     if not any(isinstance(part, VariableSizeImages) for part in parts):
         return torch.cat([part[:] for part in parts])
     return VariableSizeImages.stack([image for part in parts for batch in part.split(1) for image in batch])
+
+
+def chain_images(parts: Sequence[Images]) -> Images:
+    """Image sets one after the other, whose rows have one shape. Large and lazy sets are read on access."""
+    if len(parts) == 1:
+        return parts[0]
+    variable = [part for part in parts if isinstance(part, VariableSizeImages)]
+    if variable:
+        if len(variable) < len(parts):
+            raise ValueError("image sets of variable sizes cannot be chained with those of one size")
+        return VariableSizeImages(
+            chain_images([part.stored for part in variable]),
+            torch.cat([part.sizes for part in variable]),
+            torch.cat([part.stored_sizes for part in variable]),
+        )
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if len(tensors) == len(parts) and sum(part.nbytes for part in tensors) <= MAX_CHAINED_BYTES_IN_MEMORY:
+        return torch.cat(tensors)
+    return ConcatImages(parts)
 
 
 def map_batches(

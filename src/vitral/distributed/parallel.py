@@ -76,15 +76,20 @@ def place_model(
         model.to(device)
         return
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy()
     if precision == "bf16":  # all-gather in bf16: half the bytes, and no bf16 copy that autocast keeps alive
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model.get_submodule("encoder.blocks").children():
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+    for name, blocks in model.named_modules():
+        if name.endswith("encoder.blocks"):  # a pretraining method has two encoders or more
+            for block in blocks.children():
+                fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if hasattr(model, "output_logits"):  # a pretraining method: these methods gather the parameters, as forward does
+        for method in ("features", "output_logits"):
+            register_fsdp_forward_method(model, method)
 
 
 def wrap_ddp(model: nn.Module, plan: ParallelPlan) -> nn.Module:

@@ -99,6 +99,19 @@ class World:
         dist.all_gather(gathered, tensor.contiguous())
         return torch.cat(gathered)
 
+    def all_gather_rows(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """Concatenate every rank's rows, of which ranks may have different numbers; and the index of this rank's first.
+
+        The numbers are exchanged by the hosts, so that the device is not synchronised.
+        """
+        counts: list[int] = self.all_gather(torch.tensor([len(tensor)])).tolist()
+        if len({*counts}) == 1:
+            return self.all_gather(tensor), self.rank * len(tensor)
+        padded = torch.cat([tensor, tensor.new_zeros(max(counts) - len(tensor), *tensor.shape[1:])])
+        gathered = self.all_gather(padded).split(max(counts))
+        rows = torch.cat([rank_rows[:count] for rank_rows, count in zip(gathered, counts, strict=True)])
+        return rows, sum(counts[: self.rank])
+
     @contextmanager
     def rank_failure_guard(self, resume_command: str) -> Iterator[None]:
         """Turn the communication error that follows the death of another rank into a VitralError."""

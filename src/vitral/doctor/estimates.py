@@ -50,7 +50,7 @@ def estimate_seconds(
     batch_size = recipe.batch_size if has_gpu else min(recipe.batch_size, CPU_BENCHMARK_BATCH)
     images, labels = _random_batch(recipe, preprocessing, batch_size, hardware.device)
     state = init_state(recipe, hardware, total_steps)
-    backend = make_backend(state.model, recipe, preprocessing, hardware, parallel_plan(recipe, hardware))
+    backend = make_backend(state.vit, recipe, preprocessing, hardware, parallel_plan(recipe, hardware))
     runner = StepRunner(state, StepContext(recipe, backend), total_steps)
     rows = recipe.batch_size * (recipe.model.grid[0] * recipe.model.grid[1] + recipe.model.num_prefix_tokens)
     threads = None if has_gpu else select_threads(recipe.threads, width=recipe.model.width, rows=rows).threads

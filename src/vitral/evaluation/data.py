@@ -137,6 +137,7 @@ def load_eval_target(
     decoded again, because training may decode them at a reduced size.
     """
     predictor = model if isinstance(model, Predictor) else Predictor.load(model, engine=engine)
+    predictor.require_head()
     recipe = run_recipe(predictor)
     if dataset is None or (is_file_dataset(dataset.name) and not dataset.name.startswith(SEQUENCE_PREFIX)):
         if not data and dataset is None:

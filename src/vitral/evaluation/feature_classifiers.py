@@ -1,5 +1,7 @@
 """Classifiers on frozen features: k-nearest neighbours, logistic regression and least squares.
 
+All of them compute on the device of the features.
+
 Shapes:  N training images   M evaluated images   D features   K classes
 """
 
@@ -21,17 +23,27 @@ INVERSE_PENALTIES = tuple(10 ** (half / 2) for half in range(-8, 3))  # C from 0
 NUM_FOLDS = 5
 FOLDS_SEED = 2010_11929
 MAX_SIMILARITIES = 2**25  # computed at a time, 128 MB
+MAX_FOLD_IMAGES = 10_000  # with more, hyperparameters are cross-validated on a part of the images
 
 
 def stratified_folds(labels_N: Tensor) -> list[Fold]:
-    """Cross-validation folds: each image is evaluated in one fold, and every class is spread evenly over them."""
-    N = len(labels_N)
+    """Cross-validation folds: each image is evaluated in one fold, and every class is spread evenly over them.
+
+    Of more than MAX_FOLD_IMAGES images, an even share of every class is used and the others are in no fold.
+    """
+    N, labels = len(labels_N), labels_N.cpu()
     shuffled = torch.from_numpy(np.random.RandomState(FOLDS_SEED).permutation(N))
-    by_class = shuffled[labels_N[shuffled].argsort(stable=True)]  # class by class, each in random order
-    fold_N = torch.empty_like(by_class)
-    fold_N[by_class] = torch.arange(N) % NUM_FOLDS
-    masks = [fold_N == fold for fold in range(min(NUM_FOLDS, N))]
-    return [((~mask).nonzero().flatten(), mask.nonzero().flatten()) for mask in masks]
+    by_class = shuffled[labels[shuffled].argsort(stable=True)]  # class by class, each in random order
+    if N > MAX_FOLD_IMAGES:
+        by_class = by_class[torch.arange(MAX_FOLD_IMAGES) * N // MAX_FOLD_IMAGES]
+    fold_N = torch.full((N,), -1)
+    fold_N[by_class] = torch.arange(len(by_class)) % NUM_FOLDS
+    folds = range(min(NUM_FOLDS, N))
+    rows = [((fold_N >= 0) & (fold_N != fold), fold_N == fold) for fold in folds]
+    return [
+        (fitted.nonzero().flatten().to(labels_N.device), evaluated.nonzero().flatten().to(labels_N.device))
+        for fitted, evaluated in rows
+    ]
 
 
 def standardise(fitted_ND: Tensor, *others_MD: Tensor) -> tuple[Tensor, ...]:
@@ -70,6 +82,18 @@ def select_neighbour_count(data: LabelledFeatures, folds: Sequence[Fold], K: int
     return max(candidates, key=lambda k: num_correct[k])
 
 
+def leave_one_out_accuracy(features_ND: Tensor, labels_N: Tensor, K: int, k: int = 20) -> float:
+    """Accuracy of k-NN if each image is classified by its k most similar other images, on the CPU."""
+    N = len(labels_N)
+    k = min(k, N - 1)
+    similarity, index = neighbours(features_ND, features_ND, k + 1)
+    is_self = index == torch.arange(N)[:, None]
+    is_self[~is_self.any(dim=1), -1] = True  # an image with k + 1 exact copies may not be among its own neighbours
+    others = (~is_self).nonzero()[:, 1].view(N, k)
+    predicted = vote(similarity.gather(1, others), labels_N[index.gather(1, others)], K)
+    return (predicted == labels_N).double().mean().item()
+
+
 def neighbours(bank_ND: Tensor, queries_MD: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Cosine similarity and index of the k most similar rows of the bank, most similar first, (M, k) each."""
     bank, queries = F.normalize(bank_ND, dim=1), F.normalize(queries_MD, dim=1)
@@ -82,7 +106,7 @@ def vote(similarity_Mk: Tensor, labels_Mk: Tensor, K: int) -> Tensor:
     """Majority vote (M,); the similarity decides between classes with equally many votes."""
     k = labels_Mk.shape[1]
     weights = 1 + similarity_Mk.double() / (3 * k)  # similarities are in [-1, 1]: together they never outweigh a vote
-    return torch.zeros(len(labels_Mk), K, dtype=weights.dtype).scatter_add_(1, labels_Mk, weights).argmax(dim=1)
+    return weights.new_zeros(len(labels_Mk), K).scatter_add_(1, labels_Mk, weights).argmax(dim=1)
 
 
 # Logistic regression
@@ -94,7 +118,7 @@ def fit_linear_head(data: LabelledFeatures, K: int) -> tuple[Tensor, Tensor]:
     C = select_penalty(data, stratified_folds(labels), K)
     weights = fit_logistic_regression(standardise(features)[0], labels, K, C)
     # Standardisation is affine: its values at zero and at the unit vectors determine shift and scale.
-    units = torch.eye(features.shape[1], dtype=torch.float64)
+    units = torch.eye(features.shape[1], dtype=torch.float64, device=features.device)
     _, shift, scaled = standardise(features, torch.zeros_like(units[:1]), units)
     scale = (scaled - shift).diagonal()
     exact = weights.double()
@@ -129,20 +153,22 @@ def select_penalty(data: LabelledFeatures, folds: Sequence[Fold], K: int) -> flo
 def fit_logistic_regression(x_ND: Tensor, labels_N: Tensor, K: int, C: float, start: Tensor | None = None) -> Tensor:
     """Minimise C·Σ cross-entropy + ½‖W‖². Returns (D+1, K) with the unregularised bias in the last row."""
     N, D = x_ND.shape
-    weights = (x_ND.new_zeros(D + 1, K) if start is None else start.clone()).requires_grad_()
+    initial = x_ND.new_zeros(D + 1, K) if start is None else start
+    # As (K, D), autograd computes the gradient as Gᵀ·X, which a CPU does 8 times as fast as Xᵀ·G for few classes.
+    weight, bias = initial[:-1].T.clone(memory_format=torch.contiguous_format), initial[-1].clone()
+    parameters = [weight.requires_grad_(), bias.requires_grad_()]
     optimizer = torch.optim.LBFGS(
-        [weights], max_iter=1000, tolerance_grad=1e-5, tolerance_change=1e-9, line_search_fn="strong_wolfe"
+        parameters, max_iter=1000, tolerance_grad=1e-5, tolerance_change=1e-9, line_search_fn="strong_wolfe"
     )
 
     def closure() -> float:
         with torch.enable_grad():
-            cross_entropy = F.cross_entropy(x_ND @ weights[:-1] + weights[-1], labels_N)
-            loss = cross_entropy + weights[:-1].square().sum() / (2 * C * N)
-            (weights.grad,) = torch.autograd.grad(loss, weights)
+            loss = F.cross_entropy(F.linear(x_ND, weight, bias), labels_N) + weight.square().sum() / (2 * C * N)
+            weight.grad, bias.grad = torch.autograd.grad(loss, parameters)
         return loss.item()
 
     optimizer.step(closure)
-    return weights.detach()
+    return torch.cat([weight.detach().T, bias.detach()[None]])
 
 
 # Least squares
@@ -151,8 +177,10 @@ def fit_logistic_regression(x_ND: Tensor, labels_N: Tensor, K: int, C: float, st
 def sample_shots(labels_N: Tensor, shots: int, seed: int) -> Tensor:
     """Indices of `shots` images per class that has images. The 5 of a seed are among its 10, and so on."""
     random = np.random.RandomState(seed)
-    members = [np.flatnonzero(labels_N.numpy() == label) for label in labels_N.unique().tolist()]
-    return torch.from_numpy(np.concatenate([random.permutation(of_class)[:shots] for of_class in members]))
+    labels = labels_N.cpu().numpy()
+    members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    drawn = np.concatenate([random.permutation(of_class)[:shots] for of_class in members])
+    return torch.from_numpy(drawn).to(labels_N.device)
 
 
 def least_squares(x_ND: Tensor, labels_N: Tensor, K: int, penalty: float) -> tuple[Tensor, Tensor]:
@@ -164,6 +192,6 @@ def least_squares(x_ND: Tensor, labels_N: Tensor, K: int, penalty: float) -> tup
     y_NK = 2 * F.one_hot(labels_N, K).to(x_ND) - 1
     x_mean, y_mean = x_ND.mean(dim=0), y_NK.mean(dim=0)
     x, y = x_ND - x_mean, y_NK - y_mean
-    ridge = penalty * torch.eye(min(N, D), dtype=x.dtype)
+    ridge = penalty * torch.eye(min(N, D), dtype=x.dtype, device=x.device)
     weights = torch.linalg.solve(x.T @ x + ridge, x.T @ y) if D <= N else x.T @ torch.linalg.solve(x @ x.T + ridge, y)
     return weights, y_mean - x_mean @ weights

@@ -89,11 +89,12 @@ def probe(
     *,
     shots: Sequence[int] = (1, 5, 10, 25),
     seeds: int = 100,
+    device: torch.device | None = None,
 ) -> ProbeResult:
     """Probe features with nearest neighbours and a linear classifier on all images, and few-shot least squares.
 
     k and C are chosen on `validation`, which is then added to the training images, or by cross-validation on `train`
-    if it is None.
+    if it is None. `device` computes the classifiers; None: the CPU.
     """
     if seeds < 2:
         raise VitralError(f"seeds must be at least 2, got {seeds}", "The default is 100")
@@ -101,14 +102,14 @@ def probe(
         raise VitralError(
             f"shots must be at least 1 image per class each, got {tuple(shots)}", "The default is 1, 5, 10 and 25"
         )
-    train = validate_features("training", train, classes, None)
-    test = validate_features("test", test, classes, train[0].shape[1])
+    train = validate_features("training", train, classes, None, device)
+    test = validate_features("test", test, classes, train[0].shape[1], device)
     if validation is None:
         labelled, folds = train, stratified_folds(train[1])
     else:
-        validation = validate_features("validation", validation, classes, train[0].shape[1])
+        validation = validate_features("validation", validation, classes, train[0].shape[1], device)
         labelled = torch.cat([train[0], validation[0]]), torch.cat([train[1], validation[1]])
-        indices = torch.arange(len(labelled[1]))
+        indices = torch.arange(len(labelled[1]), device=device)
         folds = [(indices[: len(train[1])], indices[len(train[1]) :])]
     few_shot_rows, notes = few_shot_results(train, test, classes, shots, seeds)
     rows = (
@@ -127,10 +128,15 @@ def probe(
 
 
 def validate_features(
-    split: str, data: LabelledFeatures, classes: tuple[str, ...], width: int | None
+    split: str,
+    data: LabelledFeatures,
+    classes: tuple[str, ...],
+    width: int | None,
+    device: torch.device | None = None,
 ) -> LabelledFeatures:
-    """Features in fp32 and labels on the CPU. Raises a VitralError if they are unusable."""
-    features, labels = data[0].detach().cpu().float(), data[1].detach().cpu().long()
+    """Features in fp32 and labels on the device, by default the CPU. Raises a VitralError if they are unusable."""
+    device = device or torch.device("cpu")
+    features, labels = data[0].detach().to(device).float(), data[1].detach().to(device).long()
     if features.ndim != 2 or labels.shape != features.shape[:1]:
         raise VitralError(
             f"{split}: expected features (N, D) and labels (N,), got {tuple(features.shape)} and {tuple(labels.shape)}",

@@ -37,7 +37,7 @@ class Heatmap:
     """Importance of each pixel for `label` by one method."""
 
     method: Method
-    label: Label | TargetValue  # the target class and its probability, or the target of a regression and its value
+    label: Label | TargetValue | None  # the target class, or the target of a regression; None: features, no classifier
     values: Array  # (H, W) float32 in the method's unit, on the model input
     on_image: Array  # (h, w) float32, the same on the displayed image; NaN outside the crop
     display: Array  # `on_image` scaled for display: [0, 1], or [-1, 1] for signed methods; NaN outside the crop
@@ -50,7 +50,7 @@ class Explanation:
     source: str
     image: Image.Image  # upright, RGB, longer side at most MAX_OVERLAY_SIDE
     crop: tuple[int, int, int, int]  # left, top, right, bottom of the model input in pixels of `image`
-    prediction: tuple[Label, ...]  # most probable first
+    prediction: tuple[Label, ...]  # most probable first; empty for a regression and for a model without a classifier
     is_ood: bool  # out of distribution: unlike the training images
     heatmaps: tuple[Heatmap, ...]  # by class, then by method
     values: tuple[TargetValue, ...] = ()  # of a regression, which has no prediction in classes
@@ -83,6 +83,8 @@ def explain(
 ) -> Explanation:
     """Compute heatmaps that explain the prediction for an image.
 
+    For a model without a classifier they explain the features, by the methods that do not depend on a class.
+
     Args:
         predictor: The model.
         image: A file, bytes, PIL image, array or tensor.
@@ -91,7 +93,7 @@ def explain(
             targets; without any, the first one.
         options: Options such as `layer`, `head` or `fusion`, passed to the methods that have them.
     """
-    selected = [find_method(name) for name in ([methods] if isinstance(methods, str) else methods)]
+    selected = select_methods(predictor, [methods] if isinstance(methods, str) else methods)
     targets = [targets] if isinstance(targets, str | int) else targets
     option_values = dict(options or {})
     for name in option_values:
@@ -113,7 +115,7 @@ def explain(
             pixels_CHW,
             method,
             index,
-            label=by_name[predictor.classes[index]],
+            label=by_name.get(predictor.classes[index]),
             options={name: value for name, value in option_values.items() if name in method.options},
             size=original.size,
             target_size=overlay_image.size,
@@ -134,6 +136,8 @@ def explain(
 
 def _predict(predictor: Predictor, logits_1K: Tensor) -> tuple[tuple[Label, ...], tuple[TargetValue, ...], bool]:
     """Ranked labels of one image, or the values of a regression, and whether it is out of distribution."""
+    if not predictor.has_head:
+        return (), (), False
     if predictor.is_regression:
         intervals = predictor.model_config.calibration.prediction_intervals
         return (), target_values(predictor.classes, predictor.to_units(logits_1K)[0].tolist(), intervals), False
@@ -147,7 +151,7 @@ def compute_heatmap(
     method: Method,
     target: int,
     *,
-    label: Label | TargetValue,
+    label: Label | TargetValue | None,
     options: Mapping[str, Any],
     size: Size,
     target_size: Size,
@@ -173,6 +177,23 @@ def smooth_for_display(heat_HW: Tensor, patch_size: int) -> Tensor:
     return heat_HW
 
 
+def select_methods(predictor: Predictor, names: Sequence[str]) -> list[Method]:
+    """Methods by name. Of the default ones, a model without a classifier has those that do not depend on a class."""
+    methods = [find_method(name) for name in names]
+    if predictor.has_head:
+        return methods
+    if tuple(names) == DEFAULT:
+        return [method for method in methods if not method.is_class_specific]
+    for method in methods:
+        if method.is_class_specific:
+            general = [name for name, other in METHODS.items() if not other.is_class_specific]
+            raise VitralError(
+                f"{method.name} explains the logit of a class, but the model has no classifier",
+                f"Methods that explain its features: {', '.join(general)}",
+            )
+    return methods
+
+
 def find_method(name: str) -> Method:
     if name not in METHODS:
         raise unknown_name_error("method", name, METHODS)
@@ -181,6 +202,7 @@ def find_method(name: str) -> Method:
 
 def class_index(predictor: Predictor, target: str | int) -> int:
     """Class index from a name or an index. A class named '7' takes precedence over index 7."""
+    predictor.require_head()
     names = predictor.classes
     if target in names:
         return names.index(str(target))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitral.data.lazy_images import Images, LazyImages
 from vitral.data.preprocess import Preprocessing, check_image_type
@@ -20,9 +20,11 @@ from vitral.errors import VitralError
 from vitral.models.vit import ViT
 from vitral.utils.progress import ProgressFn, no_progress
 
+ForwardFn = Callable[[Tensor], Tensor]  # normalised images (B, C, H, W) to logits or features; a module is one
+
 
 def compute_logits(
-    model: nn.Module,
+    model: ForwardFn,
     images_NCHW: Images,
     preprocessing: Preprocessing,
     hardware: Hardware,
@@ -36,7 +38,7 @@ def compute_logits(
 
 
 def compute_logits_distributed(
-    model: nn.Module,
+    model: ForwardFn,
     images_NCHW: Images,
     preprocessing: Preprocessing,
     hardware: Hardware,
@@ -75,7 +77,7 @@ def padded_shard(count: int, rank: int, world_size: int) -> Tensor:
 
 
 @torch.inference_mode()
-def _forward(model: nn.Module, preprocessing: Preprocessing, hardware: Hardware, images_BCHW: Tensor) -> Tensor:
+def _forward(model: ForwardFn, preprocessing: Preprocessing, hardware: Hardware, images_BCHW: Tensor) -> Tensor:
     with hardware.autocast():
         logits: Tensor = model(preprocessing.normalise(images_BCHW.to(hardware.device)))
     return logits.float()

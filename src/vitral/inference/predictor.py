@@ -28,7 +28,7 @@ from vitral.data.variable_images import stack_images
 from vitral.device.cpu import available_cpus
 from vitral.device.select import CompileOption, DeviceOption, Hardware, select_hardware
 from vitral.distributed.world import init_distributed
-from vitral.errors import VitralError, truncate_list
+from vitral.errors import VitralError, shell_quote, truncate_list
 from vitral.inference.engine_selection import EngineChoice, EngineName, reference_engine, select_engine
 from vitral.inference.forward import check_images, gather_shards
 from vitral.inference.inputs import ImageInput as ImageInput
@@ -47,6 +47,7 @@ from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.runs.model_io import ModelConfig, load_model
 from vitral.runs.run import find_model_dir, is_checkpoint
 from vitral.utils.progress import ProgressFn, no_progress
+from vitral.weights.checkpoint import NO_HEAD
 from vitral.weights.interpretation import check_options
 
 if TYPE_CHECKING:
@@ -152,7 +153,9 @@ class Predictor:
         H, W = self.model_config.preprocessing.image_size
         path = f"{str(self.path)!r}, " if self.path is not None else ""
         trained_on, outputs = self.model_config.trained_on, f"{len(self.classes)} classes"
-        if self.is_regression:
+        if not self.has_head:
+            outputs = "features only"
+        elif self.is_regression:
             outputs = f"regression of {truncate_list(self.classes, 3)}"
         return f"Predictor({path}{outputs}, {H}×{W} pixels, trained on {trained_on!r})"
 
@@ -164,6 +167,21 @@ class Predictor:
     @property
     def is_regression(self) -> bool:
         return self.model_config.task == "regression"
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model predicts something. A pretrained model has features only."""
+        return self.classes != (NO_HEAD,)
+
+    def require_head(self) -> None:
+        """Raise VitralError if the model has features only."""
+        if not self.has_head:
+            source = "MODEL" if self.path is None else shell_quote(self.path)
+            raise VitralError(
+                f"{'the model' if self.path is None else self.path} has no classification head",
+                f"Train one: vitral train DATA --init-from {source}; measure its features: vitral probe DATA "
+                f"--init-from {source}; or extract them: vitral embed {source} FILES... --out features.npy",
+            )
 
     @overload
     def predict(self, images: bytes | Image.Image, top: int | None = None) -> Prediction: ...
@@ -350,6 +368,7 @@ class Predictor:
         """Predict decoded images."""
         if top is not None and top < 1:
             raise VitralError(f"top must be at least 1, got {top}", "None returns all labels")
+        self.require_head()
         readable = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
         if self.is_regression:
             values = self.values(torch.stack(readable)).tolist() if readable else []

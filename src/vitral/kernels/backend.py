@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -18,30 +18,25 @@ from torch.optim import Optimizer
 from vitral.data.augment import AugmentConfig, AugmentFn, Batch, augment_batch
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware, fallback_from_fp8
-from vitral.kernels.adamw import op as adamw_op
 from vitral.kernels.augment import checks as augment_checks
 from vitral.kernels.augment.op import fused_apply_ops, fused_augment, normalization_table
 from vitral.kernels.cross_entropy import op as cross_entropy_op
 from vitral.kernels.cross_entropy.op import BatchLossFn, fused_cross_entropy
 from vitral.kernels.encoder_checks import unsupported_reason
-from vitral.kernels.muon import op as muon_op
-from vitral.kernels.precompile import precompile
-from vitral.kernels.self_check import max_relative_error, self_check_failure
+from vitral.kernels.optimizers import OptimizerKernels
+from vitral.kernels.self_check import self_check_failure
 from vitral.kernels.training import make_training_forward
 from vitral.models.vit import ViT
 from vitral.utils.progress import LogFn, no_log
 
 LOSS_TOLERANCE = 1e-2
-OPTIMIZER_KERNELS: dict[str, tuple[Any, float]] = {  # module and tolerance
-    "muon": (muon_op, 0.1),  # bf16 Newton-Schulz iterations amplify rounding
-    "adamw": (adamw_op, 1e-4),
-}
 
 
 class WrappedBackend(Protocol):
     """The reference backend, as far as TritonBackend uses it."""
 
     hardware: Hardware
+    initial_loss: float
     gradients_final_after_backward: bool  # no clipping or accumulation: gradients can be used before backward ends
 
     def augment(self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None) -> Batch: ...
@@ -55,17 +50,6 @@ class WrappedBackend(Protocol):
     def optimizer_step(self, optimizers: Sequence[Optimizer]) -> None: ...
 
     def eager(self) -> Any: ...
-
-
-class KernelOptimizer(Protocol):
-    """An optimizer that can use fused kernels: Muon and AdamW of vitral.training.optim."""
-
-    kernel_name: ClassVar[str]
-    kernels: Any
-
-    def kernel_check(self, kernels: Any, device: torch.device) -> tuple[Tensor, Tensor]: ...
-
-    def launch_kernels(self, kernels: Any) -> None: ...
 
 
 class TritonBackend:
@@ -92,6 +76,7 @@ class TritonBackend:
         log: LogFn = no_log,
     ) -> None:
         self.reference = reference
+        self.initial_loss = reference.initial_loss
         self.log = log
         self.overrides: set[str] = set()  # in use: forward, augment, color_ops, loss, muon, adamw
         self._fused_forward, self.hardware = self._select_forward(
@@ -103,13 +88,19 @@ class TritonBackend:
         if hardware.use_triton:
             self._augment = self._select_augment(augment, preprocessing, num_classes)
             self._loss = self._select_loss(label_smoothing, logit_offsets_K, micro_batch_size, num_classes)
-        self._overlap_muon = (
-            hardware.cuda_graphs and forward_unsupported is None and reference.gradients_final_after_backward
+        self._optimizer_kernels = OptimizerKernels(
+            hardware,
+            overlap_muon=forward_unsupported is None and reference.gradients_final_after_backward,
+            overrides=self.overrides,
+            log=log,
         )
-        self._optimizers_prepared = False
 
     def augment(self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None) -> Batch:
         return self._augment(images, labels, rng, mix_enabled)
+
+    def loss_and_score(self, batch: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, Tensor]:
+        images, targets = batch
+        return self.loss(self.forward(images), targets, labels)
 
     def forward(self, images: Tensor) -> Tensor:
         if self._fused_forward is None:
@@ -124,9 +115,7 @@ class TritonBackend:
         return self.reference.gradient_sync(is_last)
 
     def optimizer_step(self, optimizers: Sequence[Optimizer]) -> None:
-        if not self._optimizers_prepared:  # needs gradients, so not before the first step
-            self._prepare_optimizers(optimizers)
-            self._optimizers_prepared = True
+        self._optimizer_kernels.prepare(optimizers)
         self.reference.optimizer_step(optimizers)
 
     def eager(self) -> Any:
@@ -196,29 +185,3 @@ class TritonBackend:
             return reference
         self.overrides.add("loss")
         return fused
-
-    def _prepare_optimizers(self, optimizers: Sequence[Any]) -> None:
-        for optimizer in optimizers:
-            if hasattr(optimizer, "kernel_name"):
-                self._enable_kernels(optimizer)
-            if self._overlap_muon and hasattr(optimizer, "overlap_with_backward"):
-                optimizer.overlap_with_backward()
-
-    def _enable_kernels(self, optimizer: KernelOptimizer) -> None:
-        kernels, tolerance = OPTIMIZER_KERNELS[optimizer.kernel_name]
-        device = self.hardware.device
-
-        def dry_run() -> None:
-            optimizer.kernel_check(kernels, device)
-            optimizer.launch_kernels(kernels)
-
-        def error() -> float:
-            fused, reference = optimizer.kernel_check(kernels, device)
-            return max_relative_error([fused], [reference])
-
-        precompile(dry_run)
-        if (reason := self_check_failure(error, tolerance)) is not None:
-            self.log(f"{optimizer.kernel_name} in PyTorch: {reason}")
-        else:
-            self.overrides.add(optimizer.kernel_name)
-            optimizer.kernels = kernels

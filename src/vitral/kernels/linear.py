@@ -73,9 +73,14 @@ class EncoderWeights:
         self.cast_is_pending = False
 
     @torch.no_grad()
-    def cast(self, training: bool) -> None:
-        """Cast and quantize the weights that may have changed."""
-        if copies := {p: copy for p, copy in self.compute.items() if p.requires_grad and copy.dtype != p.dtype}:
+    def cast(self, training: bool, include_frozen: bool = False) -> None:
+        """Cast and quantize the weights that may have changed; with `include_frozen`, those without gradients too."""
+        copies = {
+            weight: copy
+            for weight, copy in self.compute.items()
+            if (include_frozen or weight.requires_grad) and copy.dtype != weight.dtype
+        }
+        if copies:
             torch._foreach_copy_(list(copies.values()), list(copies))
         for lora_layer in self.lora_layers:
             self.compute[lora_layer.weight].copy_(lora_layer.merged_weight())

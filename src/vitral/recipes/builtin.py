@@ -16,6 +16,9 @@ from vitral.models.variants.hybrid import ConvStemConfig, HybridConfig
 from vitral.models.vit import ViTConfig
 from vitral.recipes import papers
 from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
+from vitral.ssl.config import PretrainConfig
+from vitral.ssl.lejepa import LeJEPAConfig
+from vitral.ssl.views import ViewConfig
 
 
 def digits() -> Recipe:
@@ -251,6 +254,89 @@ def folder_scratch() -> Recipe:
     )
 
 
+def pretrain() -> Recipe:
+    """Learn from unlabelled photographs, from scratch. Needs tens of thousands; with fewer, use --init-from."""
+    scratch = folder_scratch()
+    return Recipe(
+        name="pretrain",
+        data=DataConfig(name="photos", validation=0.0, crop=0.9),
+        model=replace(scratch.model, num_classes=1, pooling="mean"),
+        pretrain=PretrainConfig(views=ViewConfig(local_views=4)),
+        optim=OptimConfig(name="muon", lr=2e-3, weight_decay=0.05, muon_weight_decay=0.1, betas=(0.9, 0.95)),
+        epochs=100,
+        batch_size=256,
+        checkpoint_epochs=5,
+    )
+
+
+def pretrain_continue() -> Recipe:
+    """Continue the pretraining of a checkpoint on unlabelled photographs: minutes on a GPU for a few thousand."""
+    return Recipe(
+        name="pretrain-continue",
+        data=DataConfig(name="photos", validation=0.0),
+        model=ViTConfig(num_classes=1),  # the architecture becomes the checkpoint's
+        pretrain=PretrainConfig(views=ViewConfig(local_views=4)),
+        optim=OptimConfig(lr=1e-4, weight_decay=0.05, layer_decay=0.75),
+        epochs=20,
+        batch_size=64,
+        checkpoint_epochs=5,
+    )
+
+
+def pretrain_small() -> Recipe:
+    """Learn from unlabelled images of 28 to 32 pixels. CIFAR-10, linear probe: 88.1%, 95 s on an H200."""
+    base = cifar10_96()
+    small_views = ViewConfig(
+        local_views=2, local_size=0.5, global_min_area=0.2, local_min_area=0.05, local_max_area=0.4,
+        blur_first=0.0, blur_second=0.0, blur_local=0.0,
+    )  # fmt: skip
+    return Recipe(
+        name="pretrain-small",
+        data=DataConfig(name="cifar10", validation=0.0),
+        model=replace(base.model, num_classes=1, drop_path=0.0),
+        variant="hybrid",
+        init_schemes=base.init_schemes,
+        pretrain=PretrainConfig(views=small_views, lejepa=LeJEPAConfig(weight=0.01)),
+        optim=replace(base.optim, lr=1.4e-3, weight_decay=0.05, muon_weight_decay=0.1, schedule="cosine", warmup=0.1),
+        epochs=77,
+        batch_size=256,
+        checkpoint_epochs=10,
+    )
+
+
+def distill() -> Recipe:
+    """Learn the features of a teacher from unlabelled photographs: minutes on a GPU for a few hundred."""
+    return Recipe(
+        name="distill",
+        data=DataConfig(name="photos", validation=0.0),
+        model=ViTConfig(patch_size=16, width=192, depth=6, heads=3, num_classes=1),
+        pretrain=PretrainConfig(method="distill", views=distillation_views()),
+        optim=OptimConfig(name="muon", lr=3e-3, weight_decay=0.05, betas=(0.9, 0.95)),
+        epochs=100,
+        batch_size=64,
+        checkpoint_epochs=10,
+    )
+
+
+def distill_small() -> Recipe:
+    """Learn the features of a teacher from unlabelled images of 28 to 32 pixels, such as CIFAR-10."""
+    base = pretrain_small()
+    return replace(
+        base,
+        name="distill-small",
+        pretrain=PretrainConfig(method="distill", views=replace(distillation_views(), global_min_area=0.5)),
+        epochs=50,
+    )
+
+
+def distillation_views() -> ViewConfig:
+    """One view per image with mild colour jitter: crops matter most (arXiv 2106.05237, section 3)."""
+    return ViewConfig(
+        global_views=1, local_views=0, global_min_area=0.2, jitter_prob=0.5, hue=0.05, grayscale=0.0,
+        blur_first=0.0, blur_second=0.0, blur_local=0.0, solarize_second=0.0,
+    )  # fmt: skip
+
+
 def greyscale_vit(**overrides: Any) -> ViTConfig:
     """A ViT for 28x28 greyscale images of ten classes, with overrides."""
     defaults: dict[str, Any] = {"image_size": (28, 28), "channels": 1, "num_classes": 10}
@@ -278,6 +364,13 @@ GROUPS: dict[str, dict[str, Callable[[], Recipe]]] = {
     "Your own images": {
         "folder-finetune": folder_finetune,
         "folder-scratch": folder_scratch,
+    },
+    "Unlabelled images": {
+        "pretrain": pretrain,
+        "pretrain-continue": pretrain_continue,
+        "pretrain-small": pretrain_small,
+        "distill": distill,
+        "distill-small": distill_small,
     },
     "Papers": {
         "vit-in1k": papers.vit_in1k,

@@ -28,6 +28,7 @@ from vitral.models.lora import LoRAConfig
 from vitral.models.variants import check_variant, config_class, upgrade_architecture
 from vitral.models.vit import ViTConfig
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
+from vitral.recipes.distillation import DistillConfig
 from vitral.recipes.files import read_recipe_values
 from vitral.recipes.options import (
     TASK_LOSSES,
@@ -41,6 +42,7 @@ from vitral.recipes.options import (
     parse_duration,
     tune_from_freeze,
 )
+from vitral.ssl.config import PretrainConfig
 from vitral.utils.serialization import from_dict, to_dict
 
 FREEZE_REPLACED = (
@@ -66,6 +68,7 @@ class DataConfig:
     """
 
     name: str  # built-in dataset, folder, CSV list or shard pattern
+    more: tuple[str, ...] = ()  # pretraining: further sources of unlabelled images, used together with name
     validation: float = 0.1  # fraction of the training set to hold out for validation
     test_split: float = 0.0  # fraction to hold out as a test split, from data without one
     fold: str = ""  # fold to leave out and test on: 2/5 is the second of five; all: train on all folds; see --folds
@@ -94,6 +97,11 @@ class DataConfig:
         object.__setattr__(self, "targets", names)
         if not all(names) or len(set(names)) < len(names):
             raise ValueError(f"data.targets must be different names of columns, got {', '.join(map(repr, names))}")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All sources of unlabelled images."""
+        return (self.name, *self.more)
 
     @property
     def parsed_fold(self) -> Fold | None:
@@ -154,6 +162,9 @@ class Recipe:
     keep_image_size: bool = False  # with init_from: use the recipe's image size instead of the checkpoint's
     tune: str = "full"  # with init_from, what to train: full, head, lora, bias, or last-N for the last N blocks
     lora: LoRAConfig = field(default_factory=LoRAConfig)  # rank and layers of tune "lora"
+    pretrain: PretrainConfig | None = None  # learn without labels by a self-supervised method; None: learn the labels
+    distill: DistillConfig | None = None  # learn the predictions of a teacher as well as the labels
+    teacher_options: CheckpointOptions = NO_OPTIONS  # what the files of a teacher do not contain
     epochs: int = 10  # passes over the training set
     patience: int = 0  # stop after this many epochs without a better validation result; 0: train all epochs
     time_limit: str = ""  # end in time, with as many epochs as fit, evaluation included: 30m, 1h30m, 90s
@@ -211,6 +222,8 @@ class Recipe:
         if self.grad_accum > self.batch_size:
             raise ValueError(f"grad_accum must be at most batch_size, {self.batch_size}, got {self.grad_accum}")
         self._check_class_balance()
+        if self.pretrain is not None:
+            check_pretraining(self)
         if self.task != "auto":
             check_task(self, self.task)
         if not 0 <= self.seed < 2**32:
@@ -310,10 +323,21 @@ class Recipe:
         return recipe
 
 
+def check_pretraining(recipe: Recipe) -> None:
+    """Raise ValueError for fields that do not apply to pretraining."""
+    for name, default in (("ema", 0.0), ("ema_decay", 0.0), ("tune", "full"), ("patience", 0), ("tta", "none")):
+        if getattr(recipe, name) != default:
+            raise ValueError(f"{name} does not apply to pretraining, got {getattr(recipe, name)!r}")
+    if recipe.distill is not None:
+        raise ValueError("distill needs labels; a recipe without labels has pretrain.distill")
+
+
 def check_task(recipe: Recipe, task: TaskName) -> None:
     """Raise ValueError for fields that do not apply to the task."""
     if recipe.loss != "auto" and recipe.loss not in TASK_LOSSES[task]:
         raise ValueError(f"the losses of {task} are {', '.join(TASK_LOSSES[task])}, but loss is {recipe.loss!r}")
+    if recipe.distill is not None and recipe.loss_name != "softmax":
+        raise ValueError(f"distill needs one class per image and the loss softmax, got {task} with {recipe.loss_name}")
     if task == "classification":
         return
     for name, default in (

@@ -26,7 +26,7 @@ from filelock import Timeout
 from vitral import bundled
 from vitral.errors import VitralError, error_reason, shell_quote
 from vitral.utils.atomic import atomic_write, is_temporary, remove_temporary_files
-from vitral.utils.json_toml import dump_json, parse_json, read_bytes, read_json_object
+from vitral.utils.json_toml import dump_json, parse_json, read_bytes, read_json_object, read_toml
 from vitral.utils.locks import file_lock
 
 RUNS = Path("runs")  # default parent of new run folders
@@ -76,7 +76,7 @@ class Run:
         if path.exists() and not all(inner.is_dir() or is_temporary(inner) for inner in path.rglob("*")):
             raise VitralError(
                 f"{path} already exists and is not empty",
-                f"Choose another --out, or resume with: vitral train --resume {shell_quote(path)}",
+                f"Choose another --out, or resume with: {resume_command(path)}",
             )
 
     @contextmanager
@@ -157,6 +157,14 @@ class Run:
         return str(self.path)
 
 
+def resume_command(path: Path) -> str:
+    """The command that continues the run in a folder: that of pretraining if its recipe has no labels."""
+    is_pretraining = False
+    with suppress(OSError, ValueError):
+        is_pretraining = "pretrain" in read_toml(path / "recipe.toml")
+    return f"vitral {'pretrain' if is_pretraining else 'train'} --resume {shell_quote(path)}"
+
+
 def find_model_dir(path: Path) -> Path:
     """The model folder: `path` itself, or model/ inside a run folder."""
     if not path.exists():
@@ -169,7 +177,7 @@ def find_model_dir(path: Path) -> Path:
         raise VitralError(f"{path} contains neither a run nor a model", hint)
     raise VitralError(
         f"{path} has no trained model; training stopped during epoch {len(Run(path).load_metrics()) + 1}",
-        f"Resume it with: vitral train --resume {shell_quote(path)}",
+        f"Resume it with: {resume_command(path)}",
     )
 
 

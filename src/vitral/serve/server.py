@@ -145,6 +145,8 @@ def serve(
             )
             for source in sources
         ]
+        for predictor in predictors:
+            predictor.require_head()
         cpus = available_cpus()
         on_cpu = all(predictor.hardware.device.type == "cpu" for predictor in predictors)
         workers = concurrent_batches(cpus, threads) if on_cpu else 1

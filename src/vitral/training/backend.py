@@ -25,9 +25,11 @@ from vitral.device.select import Hardware, can_run_triton, fallback_from_fp8
 from vitral.distributed.parallel import ParallelPlan, gradient_sync, wrap_ddp
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
+from vitral.ssl.teacher import Teacher
 from vitral.tasks import TASKS
 from vitral.tasks.losses import loss_and_score
 from vitral.training.activation_checkpointing import checkpoint_activations
+from vitral.training.distill_backend import DistillBackend, LabelBackend
 from vitral.utils.progress import LogFn, no_log
 
 
@@ -35,19 +37,19 @@ class Backend(Protocol):
     """The computations of a training step. `ReferenceBackend` defines the correct results."""
 
     hardware: Hardware  # in use: without FP8 if FP8 was selected automatically but is unavailable
+    initial_loss: float  # of a model that has learned nothing
 
-    def augment(self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None) -> Batch:
-        """uint8 images (B, C, H, W) and labels (B,) or (B, K) to normalised images and targets (B, K).
+    def augment(
+        self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """uint8 images (B, C, H, W) and labels (B,) or (B, K) to the batch of a step, with one row per image.
 
-        `mix_enabled`: a boolean scalar on the device. Where it is false, mixup and CutMix are skipped.
+        With labels, normalised images and targets (B, K); in pretraining, views and masks. `mix_enabled`: a boolean
+        scalar on the device. Where it is false, mixup and CutMix are skipped.
         """
         ...
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Normalised images (B, C, H, W) to logits (B, K)."""
-        ...
-
-    def loss(self, logits: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_score(self, batch: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over the images of the losses and of the running score, such as the number of correct predictions."""
         ...
 
@@ -65,7 +67,7 @@ class Backend(Protocol):
 
 
 class ReferenceBackend:
-    """Plain PyTorch, including DDP, torch.compile, autocast and activation checkpointing."""
+    """Learning from labels in plain PyTorch, including DDP, torch.compile, autocast and activation checkpointing."""
 
     def __init__(
         self,
@@ -78,11 +80,13 @@ class ReferenceBackend:
         logit_offsets_K: Tensor | None = None,
     ) -> None:
         self.hardware = hardware
-        self.gradients_final_after_backward = recipe.grad_accum == 1 and not recipe.optim.grad_clip
+        self.gradients_final_after_backward = gradients_final_after_backward(recipe)
+        task = TASKS[recipe.task_name]
+        self.initial_loss = task.uniform_loss(recipe.model.num_classes, recipe.loss_name)
         self._augment = partial(augment_batch, recipe.augment, preprocessing, recipe.model.num_classes)
         self._loss = partial(
             loss_and_score,
-            TASKS[recipe.task_name],
+            task,
             loss=recipe.loss_name,
             label_smoothing=recipe.label_smoothing,
             class_weights_K=class_weights_K,
@@ -96,7 +100,12 @@ class ReferenceBackend:
     def augment(self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None) -> Batch:
         return self._augment(images, labels, rng, mix_enabled)
 
+    def loss_and_score(self, batch: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, Tensor]:
+        images, targets = batch
+        return self.loss(self.forward(images), targets, labels)
+
     def forward(self, images: Tensor) -> Tensor:
+        """Normalised images (B, C, H, W) to logits (B, K)."""
         with self.hardware.autocast():
             return self._forward(images)
 
@@ -107,15 +116,24 @@ class ReferenceBackend:
         return gradient_sync(self._forward, is_last)
 
     def optimizer_step(self, optimizers: Sequence[Optimizer]) -> None:
-        # In reverse, so that Muon steps last: its update may already be running on side streams.
-        for optimizer in reversed(optimizers):
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        step_optimizers(optimizers)
 
     def eager(self) -> ReferenceBackend:
         backend = copy.copy(self)
         backend._forward = self._model
         return backend
+
+
+def step_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Update all parameters. Muon, the first optimizer, steps last: its update may already run on side streams."""
+    for optimizer in reversed(optimizers):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def gradients_final_after_backward(recipe: Recipe) -> bool:
+    """Whether gradients are neither accumulated nor clipped, so that they can be used before the backward pass ends."""
+    return recipe.grad_accum == 1 and not recipe.optim.grad_clip
 
 
 def _make_forward(
@@ -153,8 +171,42 @@ def make_backend(
     class_weights_K: Tensor | None = None,
     logit_offsets_K: Tensor | None = None,
     log: LogFn = no_log,
+    teacher: Teacher | None = None,
 ) -> Backend:
-    """The fastest backend for this hardware. `log` receives the reason for each kernel that cannot be used."""
+    """The fastest backend for this hardware. `log` receives the reason for each kernel that cannot be used.
+
+    `teacher`: of `recipe.distill`.
+    """
+    backend = _make_label_backend(
+        model,
+        recipe,
+        preprocessing,
+        hardware,
+        parallel,
+        micro_batch_size=micro_batch_size,
+        class_weights_K=class_weights_K,
+        logit_offsets_K=logit_offsets_K,
+        log=log,
+    )
+    if recipe.distill is None:
+        return backend
+    if teacher is None:
+        raise ValueError("recipe.distill needs a teacher")
+    return DistillBackend(backend, model, recipe.distill, teacher, preprocessing)
+
+
+def _make_label_backend(
+    model: ViT,
+    recipe: Recipe,
+    preprocessing: Preprocessing,
+    hardware: Hardware,
+    parallel: ParallelPlan,
+    *,
+    micro_batch_size: int,
+    class_weights_K: Tensor | None,
+    logit_offsets_K: Tensor | None,
+    log: LogFn,
+) -> LabelBackend:
     reference = ReferenceBackend(model, recipe, preprocessing, hardware, parallel, class_weights_K, logit_offsets_K)
     forward_unsupported = None if parallel.mode == "single" else parallel.reason
     if recipe.activation_checkpointing:
@@ -166,7 +218,9 @@ def make_backend(
         return reference
     from vitral.kernels.backend import TritonBackend
 
-    is_plain_softmax = recipe.loss_name == "softmax" and class_weights_K is None
+    is_plain_softmax = recipe.loss_name == "softmax" and class_weights_K is None and recipe.distill is None
+    if recipe.distill is not None:
+        log("loss in PyTorch: kernels support labels only, and this run learns from a teacher too")
     return TritonBackend(
         reference,
         model=model,

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.datasets import VALIDATION_SEED, Dataset, Split, stratified_holdout
+from vitral.data.datasets import VALIDATION_SEED, stratified_holdout
 from vitral.data.lazy_images import select_images
 from vitral.device.select import select_hardware
 from vitral.errors import Interrupted, VitralError
@@ -37,18 +37,24 @@ from vitral.evaluation.leaks import (
     split_warning,
 )
 from vitral.evaluation.strategy_comparison import Strategy, Verdict, rank_strategies
-from vitral.inference.forward import compute_features, compute_logits
+from vitral.inference.forward import compute_features
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
-from vitral.runs.model_io import ModelConfig, load_model, save_model
-from vitral.runs.run import Run
+from vitral.runs.model_io import ModelConfig, save_model
 from vitral.training.callbacks import Callback
-from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware
-from vitral.training.trainer import Trainer
+from vitral.training.comparison_parts import (
+    EvaluationSplit,
+    PartResult,
+    evaluate_part,
+    read_result,
+    train_part,
+    write_settings,
+)
+from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training
 from vitral.utils.atomic import atomic_write
-from vitral.utils.json_toml import dump_json, read_json
+from vitral.utils.json_toml import dump_json
 from vitral.utils.progress import LogFn, no_log
 from vitral.utils.serialization import to_dict
 
@@ -87,22 +93,6 @@ class Part(NamedTuple):
         return "probe" if self.strategy == "probe" else f"{self.strategy} seed {self.seed}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationSplit:
-    """A training setup with the images for the evaluation set apart."""
-
-    setup: TrainingSetup
-    dataset: Dataset  # without the evaluation images
-    evaluation: Split
-    description: str
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PartResult:
-    correct: np.ndarray[Any, Any]  # (M,) booleans, one per evaluation image
-    seconds: float
-
-
 def compare_strategies(
     finetune_recipe: Recipe,
     out: Path,
@@ -124,7 +114,7 @@ def compare_strategies(
         "scratch": scratch_recipe or default_scratch_recipe(finetune_recipe),
         "fine-tune": finetune_recipe,
     }
-    write_settings(out, recipes)
+    write_settings(out / "compare.json", {name: recipe.result_fields() for name, recipe in recipes.items()})
     setups = {name: setup_training(recipe) for name, recipe in recipes.items()}
     for setup in setups.values():
         check_classification(setup.recipe)
@@ -198,21 +188,6 @@ def default_scratch_recipe(finetune_recipe: Recipe) -> Recipe:
     return replace(recipe, data=data, **overrides)
 
 
-def write_settings(out: Path, recipes: dict[str, Recipe]) -> None:
-    """Write compare.json, or check that an existing one has the same recipes."""
-    settings = {name: recipe.result_fields() for name, recipe in recipes.items()}
-    file = out / "compare.json"
-    try:
-        if file.is_file() and read_json(file) != settings:
-            raise VitralError(f"{out} holds a comparison with other settings", "Choose another --out")
-        if not file.is_file():
-            Run.check_available(out)
-            out.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise VitralError(f"cannot use {out}: {error}", "Choose another --out") from error
-    atomic_write(file, dump_json(settings, indent=2) + "\n")
-
-
 def split_for_evaluation(setup: TrainingSetup) -> EvaluationSplit:
     dataset = setup.dataset
     if len(dataset.test):
@@ -252,30 +227,6 @@ def run_part(part: Part, split: EvaluationSplit, folder: Path, callbacks: Sequen
     return evaluate_part(model, split, folder, seconds)
 
 
-def train_part(split: EvaluationSplit, folder: Path, seed: int, callbacks: Sequence[Callback]) -> tuple[ViT, float]:
-    """Train in a run folder, resuming an interrupted run; returns the model and its training time in seconds."""
-    setup = split.setup
-    recipe = replace(setup.recipe, seed=seed)
-    run = Run(folder)
-    if not run.recipe_file.is_file():
-        run = Run.create(folder.parent, folder.name, folder)
-        atomic_write(run.recipe_file, recipe.to_toml())
-    hardware = training_hardware(replace(setup, recipe=recipe, dataset=split.dataset))
-    trainer = Trainer(
-        recipe,
-        split.dataset,
-        setup.preprocessing,
-        run,
-        hardware,
-        callbacks=callbacks,
-        initial_weights=setup.initial_weights,
-        base=setup.base,
-    )
-    with run.lock(), trainer.callbacks.ending():
-        trainer.fit()
-    return load_model(folder)[0], float(run.load_metrics()[-1]["seconds"])
-
-
 def fit_probe(split: EvaluationSplit, folder: Path) -> tuple[ViT, float]:
     """Fit a linear head to the checkpoint's features of all training and validation images."""
     started = time.perf_counter()
@@ -309,28 +260,3 @@ def set_head(model: ViT, weight_KE: Tensor, bias_K: Tensor) -> None:
         assert isinstance(head, torch.nn.Linear)
         head.weight.copy_(weight * len(heads))
         head.bias.copy_(bias_K)
-
-
-def evaluate_part(model: ViT, split: EvaluationSplit, folder: Path, seconds: float) -> PartResult:
-    hardware = select_hardware(device=split.setup.recipe.device, precision="fp32", compile="no")
-    model = model.to(hardware.device).eval()
-    logits = compute_logits(model, split.evaluation.images, split.setup.preprocessing, hardware)
-    correct = (logits.argmax(dim=1).cpu() == split.evaluation.labels).numpy()
-    values = {
-        "seconds": round(seconds, 2),
-        "data": split.dataset.fingerprint,
-        "correct": correct.astype(int).tolist(),
-    }
-    atomic_write(folder / "evaluation.json", dump_json(values) + "\n")
-    return PartResult(correct=correct, seconds=seconds)
-
-
-def read_result(folder: Path, split: EvaluationSplit) -> PartResult | None:
-    """The result of a finished part; None if there is none or the data has changed since."""
-    try:
-        values = read_json(folder / "evaluation.json")
-        correct = np.array(values["correct"], dtype=bool)
-        is_current = values["data"] == split.dataset.fingerprint and len(correct) == len(split.evaluation)
-        return PartResult(correct=correct, seconds=float(values["seconds"])) if is_current else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from vitral.device.select import Hardware
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import VitralError
 from vitral.recipes.schema import Recipe
-from vitral.runs.run import Run
+from vitral.runs.run import Run, resume_command
 
 GIB = 2**30
 
@@ -18,7 +18,7 @@ def out_of_memory_error(recipe: Recipe, hardware: Hardware, run: Run | None = No
     if recipe.grad_accum >= recipe.batch_size:
         return VitralError(what, "Use --activation-checkpointing, a smaller --model.image-size or a smaller model")
     accumulate = f"--grad-accum {min(2 * recipe.grad_accum, recipe.batch_size)}"
-    resume = f": vitral train --resume {shell_quote(run)} {accumulate}" if run is not None else f": {accumulate}"
+    resume = f": {resume_command(run.path)} {accumulate}" if run is not None else f": {accumulate}"
     return VitralError(
         what,
         f"Keep the result with less memory{resume}\nOr start again with --batch-size {max(recipe.batch_size // 2, 1)}",

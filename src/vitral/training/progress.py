@@ -32,8 +32,7 @@ class ProgressTable(Callback):
         self.last_output = time.monotonic()
 
     def __enter__(self) -> ProgressTable:
-        train, validation = f"{'Train loss':>10} {self.task.train_title:>8}", f"{'Val. loss':>9} {self.task.title:>8}"
-        header = f"{'Epoch':>5}   {train}   {validation}   {'Images/s':>9}   {'Remaining':>9}"
+        header = f"{'Epoch':>5}   {self.titles()}   {'Images/s':>9}   {'Remaining':>9}"
         self.console.print(Text(header, style="dim"), soft_wrap=True)
         if self.console.is_terminal:
             self.live.start()
@@ -73,18 +72,53 @@ class ProgressTable(Callback):
 
     def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
         self.last_output = time.monotonic()
+        self.console.print(
+            f"{metrics['epoch']:>5}   {self.values(metrics)}   {metrics['images_per_second']:>9,.0f}   "
+            f"{format_duration(seconds_left):>9}" + self.mark(metrics),
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def titles(self) -> str:
+        """Headers of the columns between the epoch and the speed."""
+        return f"{'Train loss':>10} {self.task.train_title:>8}   {'Val. loss':>9} {self.task.title:>8}"
+
+    def values(self, metrics: dict[str, Any]) -> str:
+        """Values of these columns."""
         validation = f"{'-':>9} {'-':>8}"
         if "validation_loss" in metrics:
             value = self.task.format_metric(metrics[f"validation_{self.task.metric}"])
             validation = f"{metrics['validation_loss']:>9.4f} {value:>8}"
         train_score = self.task.format_metric(metrics[f"train_{self.task.train_metric}"])
-        self.console.print(
-            f"{metrics['epoch']:>5}   {metrics['train_loss']:>10.4f} {train_score:>8}   {validation}   "
-            f"{metrics['images_per_second']:>9,.0f}   {format_duration(seconds_left):>9}"
-            + ("   [green]best[/green]" if metrics["best"] else ""),
-            highlight=False,
-            soft_wrap=True,
-        )
+        return f"{metrics['train_loss']:>10.4f} {train_score:>8}   {validation}"
+
+    def mark(self, metrics: dict[str, Any]) -> str:
+        return "   [green]best[/green]" if metrics["best"] else ""
+
+
+class PretrainProgressTable(ProgressTable):
+    """Loss, effective rank of the features (see vitral.ssl.collapse) and, with labels, k-NN accuracy per epoch."""
+
+    def titles(self) -> str:
+        return f"{'Train loss':>10}   {'Eff. rank':>9}   {'k-NN acc.':>9}"
+
+    def values(self, metrics: dict[str, Any]) -> str:
+        knn = f"{metrics['knn_top1']:.2%}" if "knn_top1" in metrics else "-"
+        return f"{metrics['train_loss']:>10.4f}   {metrics['effective_rank']:>9.1f}   {knn:>9}"
+
+    def mark(self, metrics: dict[str, Any]) -> str:
+        return ""
+
+
+class DistillProgressTable(PretrainProgressTable):
+    """Loss, cosine similarity of the features of student and teacher and, with labels, k-NN accuracy per epoch."""
+
+    def titles(self) -> str:
+        return f"{'Train loss':>10}   {'Cosine':>9}   {'k-NN acc.':>9}"
+
+    def values(self, metrics: dict[str, Any]) -> str:
+        knn = f"{metrics['knn_top1']:.2%}" if "knn_top1" in metrics else "-"
+        return f"{metrics['train_loss']:>10.4f}   {metrics['train_cosine']:>9.4f}   {knn:>9}"
 
 
 class StatusProgress(Callback):

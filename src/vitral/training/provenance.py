@@ -57,7 +57,12 @@ def describe_environment(
         "seed": recipe.seed,
         "git": git_revision(),
         "command": format_command(sys.argv),
-        "data": {"name": dataset.name, "fingerprint": dataset.fingerprint, "source": dataset.source},
+        "data": {
+            "name": dataset.name,
+            "fingerprint": dataset.fingerprint,
+            "source": dataset.source,
+            "images": len(dataset.train),
+        },
     }
 
 

@@ -43,8 +43,11 @@ from vitral.recipes.builtin import RECIPES, get_recipe
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
+from vitral.runs.run import resume_command
+from vitral.ssl.teacher import Teacher
 from vitral.training.loggers import check_loggers
 from vitral.training.pixel_format import pretrained_spread, with_pixel_format
+from vitral.training.teachers import load_label_teacher
 from vitral.weights.adapt import adapt_weights
 from vitral.weights.adapter import BaseWeights
 
@@ -84,10 +87,21 @@ def resolve_recipe(
     return with_checkpoint_architecture(resolved, init_from, options) if init_from else resolved
 
 
+def check_learns_labels(recipe: Recipe, run: str | Path | None = None) -> None:
+    """Refuse a recipe without labels, or the run that has it."""
+    if recipe.pretrain is not None and run is not None:
+        raise VitralError(f"{run} is a run of vitral pretrain", f"Resume it with: {resume_command(Path(run))}")
+    if recipe.pretrain is not None:
+        raise VitralError(
+            f"the recipe {recipe.name} learns without labels",
+            "Use it with vitral pretrain IMAGES, or choose another --recipe (see vitral recipes)",
+        )
+
+
 def with_dataset(recipe: Recipe, data: str) -> Recipe:
     """Use a recipe for another dataset. A built-in one sets channels and, if patches divide it, the image size."""
     recipe = replace(
-        recipe, data=replace(recipe.data, name=data, fold="", mean=None, std=None, exclude=(), dtype="auto")
+        recipe, data=replace(recipe.data, name=data, more=(), fold="", mean=None, std=None, exclude=(), dtype="auto")
     )
     if is_file_dataset(data):
         return recipe
@@ -164,6 +178,7 @@ class TrainingSetup:
     initial_weights: dict[str, Tensor] | None  # None: drawn at random
     notes: tuple[str, ...]  # adaptations to the channels of the images and of the checkpoint's weights
     base: BaseWeights | None = None  # the checkpoint, if some of its weights stay frozen
+    teacher: Teacher | None = None  # of a distillation
 
     @property
     def steps_per_epoch(self) -> int:
@@ -175,6 +190,7 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
 
     `items`: a sequence of (image, label) to use instead of the dataset that the recipe names.
     """
+    check_learns_labels(recipe)
     check_loggers(recipe)
     if recipe.tune != "full" and not recipe.init_from:
         raise VitralError(
@@ -191,6 +207,12 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *adapted.notes)
         if recipe.tune != "full":
             base = BaseWeights(source=recipe.init_from, sha256=checkpoint.sha256())
+    teacher: Teacher | None = None
+    if recipe.distill is not None:
+        teacher, teacher_notes = load_label_teacher(
+            recipe.distill.teacher, recipe.teacher_options, dataset.classes, recipe.model, preprocessing
+        )
+        notes = (*notes, *teacher_notes)
     keeps_stored_size = recipe.augment.crop and recipe.data.resize != "pad"  # random crops keep the padding outside
     train = dataset.train if keeps_stored_size else dataset.train.to_model_input(preprocessing)
     return TrainingSetup(
@@ -201,6 +223,7 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         initial_weights=initial_weights,
         notes=notes,
         base=base,
+        teacher=teacher,
     )
 
 
@@ -260,6 +283,10 @@ def load_training_data(
     The notes tell what the pixel format changes in the recipe.
     """
     data = recipe.data
+    if data.more:
+        raise VitralError(
+            f"data.more names further images ({data.more[0]}), which only pretraining uses", "Train on one dataset"
+        )
     notes: tuple[str, ...] = ()
     if items is not None or is_file_dataset(data.name):
         dataset, recipe, notes = _load_images(recipe, progress, items)
@@ -275,16 +302,25 @@ def load_training_data(
     if recipe.label_options.task not in (None, dataset.task):
         raise VitralError(f"{data.name} is a dataset for {dataset.task}, but the task is {recipe.task}", "Omit --task")
     recipe = recipe.with_task(dataset.task)
+    recipe = with_channel_stats(recipe, dataset, pretrained_std=data.std)
+    model = replace(recipe.model, num_classes=len(dataset.classes))
+    return dataset, replace(recipe, model=model), notes
+
+
+def with_channel_stats(recipe: Recipe, dataset: Dataset, pretrained_std: tuple[float, ...] | None) -> Recipe:
+    """Complete the recipe with mean and std of the training images, for the channels of the model.
+
+    `pretrained_std` is that of the checkpoint, whose inputs had pixels of another format; None without a checkpoint.
+    """
     mean, std = recipe.data.mean, recipe.data.std
     if mean is None or std is None:
         mean, std = channel_stats(dataset.train.images)
-        if recipe.init_from and data.std is not None:  # the checkpoint's, for other pixels
-            std = pretrained_spread(std, data.std)
+        if recipe.init_from and pretrained_std is not None:
+            std = pretrained_spread(std, pretrained_std)
     C = recipe.model.channels
     if len(mean) != C and {len(mean), C} == {1, 3}:  # grey images for an RGB model or the reverse: green is closest
         mean, std = (mean * 3, std * 3) if C == 3 else (mean[1:2], std[1:2])
-    model = replace(recipe.model, num_classes=len(dataset.classes))
-    return dataset, replace(recipe, data=replace(recipe.data, mean=mean, std=std), model=model), notes
+    return replace(recipe, data=replace(recipe.data, mean=mean, std=std))
 
 
 def _load_images(recipe: Recipe, progress: bool, items: ItemSequence | None) -> tuple[Dataset, Recipe, tuple[str, ...]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Generator, Tensor
 from torch.optim import Optimizer
 
+from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.distributed.dtensor import load_full_state_dict, optimizer_parameters, shard_optimizer_state
 from vitral.distributed.parallel import ParallelPlan, place_model
@@ -17,6 +18,9 @@ from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT
 from vitral.recipes.options import SIGMOID_LOSSES
 from vitral.recipes.schema import Recipe
+from vitral.ssl.method import PretrainMethod
+from vitral.ssl.methods import make_method
+from vitral.ssl.teacher import Teacher
 from vitral.training.init_schemes import apply_init_schemes, init_sigmoid_head_bias
 from vitral.training.optim.builder import make_optimizers, restore_optimizer
 from vitral.training.optim.ema import EMA
@@ -28,7 +32,7 @@ from vitral.training.tuning import apply_tuning
 class TrainState:
     """Everything that changes during training."""
 
-    model: ViT
+    model: ViT | PretrainMethod
     optimizers: list[Optimizer]
     ema: EMA | None
     augment_rng: Generator  # dropout and stochastic depth draw from the device's default generator instead
@@ -45,9 +49,14 @@ class TrainState:
     last_rollback_step: int = -1
 
     @property
-    def eval_model(self) -> ViT:
+    def eval_model(self) -> ViT | PretrainMethod:
         """The model to evaluate and save: the EMA weights if there are any."""
         return self.ema.model if self.ema is not None else self.model  # type: ignore[return-value]
+
+    @property
+    def vit(self) -> ViT:
+        """The model, or the ViT that a pretraining method trains."""
+        return self.model.student.vit if isinstance(self.model, PretrainMethod) else self.model
 
     def state_dict(self, hardware: Hardware) -> dict[str, Any]:
         """The content of a checkpoint. All ranks must call this."""
@@ -72,6 +81,9 @@ class TrainState:
         return {name: tensor for name, tensor in state.items() if name not in frozen}
 
     def frozen_names(self) -> set[str]:
+        """Parameters that stay as they are. Those of a teacher have no gradients, but change."""
+        if isinstance(self.model, PretrainMethod):
+            return set()
         return {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
 
     def load_state_dict(self, saved: dict[str, Any], hardware: Hardware) -> None:
@@ -123,23 +135,30 @@ def init_state(
     initial_weights: dict[str, Tensor] | None = None,
     sample_images_NCHW: Tensor | None = None,
     parallel: ParallelPlan | None = None,
+    preprocessing: Preprocessing | None = None,
+    teacher: Teacher | None = None,
 ) -> TrainState:
     """The state before the first step, with weights drawn from the seed or given as `initial_weights`.
 
-    `sample_images_NCHW`: normalised training images, for init schemes that depend on data.
+    `sample_images_NCHW`: normalised training images, for init schemes that depend on data. `preprocessing` is needed
+    for pretraining, whose model is the method with the ViT inside, and `teacher` for feature distillation.
     """
     torch.manual_seed(recipe.seed)
-    model = VARIANTS[recipe.variant](recipe.model)
+    vit = VARIANTS[recipe.variant](recipe.model)
     if initial_weights is not None:
-        model.load_state_dict(initial_weights)
+        vit.load_state_dict(initial_weights)
     else:
-        apply_init_schemes(recipe.init_schemes, model, sample_images_NCHW)
+        apply_init_schemes(recipe.init_schemes, vit, sample_images_NCHW)
     if recipe.loss_name in SIGMOID_LOSSES:
-        init_sigmoid_head_bias(model)
-    apply_tuning(model, recipe)
+        init_sigmoid_head_bias(vit)
+    apply_tuning(vit, recipe)
+    model: ViT | PretrainMethod = vit
+    if recipe.pretrain is not None:
+        assert preprocessing is not None
+        model = make_method(recipe.pretrain, vit, preprocessing, hardware.world, teacher)
     ema_fraction = recipe.ema_fraction(total_steps)
     parallel = parallel or parallel_plan(recipe, hardware)
-    ema_model = copy_for_ema(model, shares_frozen=parallel.mode != "fsdp") if ema_fraction else None
+    ema_model = copy_for_ema(vit, shares_frozen=parallel.mode != "fsdp") if ema_fraction else None
     for replica in filter(None, (model, ema_model)):
         place_model(
             replica,

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from vitral.distributed.dtensor import full_tensor
 from vitral.recipes.schema import Recipe
-from vitral.tasks import TASKS
+from vitral.ssl.method import PretrainMethod
 from vitral.training.backend import Backend
 from vitral.training.optim.schedule import learning_rate, set_learning_rate
 from vitral.training.state import TrainState
 
-MAX_LOSS_RATIO = 1000  # a loss this many times that of a uniform prediction counts as diverged
+MAX_LOSS_RATIO = 1000  # a loss this many times that of an untrained model counts as diverged
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,15 @@ class StepContext:
     backend: Backend
     mix_off_step: int | None = None  # first step without mixup and CutMix
 
+    @property
+    def max_loss(self) -> float:
+        """A loss above this counts as diverged."""
+        return MAX_LOSS_RATIO * self.backend.initial_loss
 
-def train_step(state: TrainState, images_BCHW: Tensor, labels_B: Tensor, context: StepContext) -> None:
+
+def train_step(
+    state: TrainState, images_BCHW: Tensor, labels_B: Tensor, context: StepContext, total_steps: int = 1
+) -> None:
     """One optimizer step on a batch of uint8 images. Never synchronises with the host, so it can be captured.
 
     If the loss or the gradient norm is not finite, this update and all later ones are skipped on the device, so that
@@ -39,14 +46,17 @@ def train_step(state: TrainState, images_BCHW: Tensor, labels_B: Tensor, context
     grad_norm = full_tensor(nn.utils.get_total_norm(gradients))
     if recipe.optim.grad_clip:
         nn.utils.clip_grads_with_norm_(state.model.parameters(), recipe.optim.grad_clip, grad_norm)
-    max_loss = MAX_LOSS_RATIO * TASKS[recipe.task_name].uniform_loss(recipe.model.num_classes, recipe.loss_name)
-    is_good = (grad_norm < math.inf) & (loss < max_loss)  # comparisons with NaN are false, so it counts as diverged
+    is_good = (grad_norm < math.inf) & (
+        loss < context.max_loss
+    )  # comparisons with NaN are false, so it counts as diverged
     is_first = (state.first_nonfinite_step < 0) & ~is_good
     state.first_nonfinite_step.copy_(torch.where(is_first, state.step_tensor, state.first_nonfinite_step))
     state.found_nonfinite.copy_(state.first_nonfinite_step >= 0)
     context.backend.optimizer_step(state.optimizers)
     if state.ema is not None:
         state.ema.update(state.step_tensor)
+    if isinstance(state.model, PretrainMethod):
+        state.model.after_step(state.step_tensor / total_steps, 1 - state.found_nonfinite)
     state.epoch_sums += torch.stack([loss * len(labels_B), score_sum, torch.full_like(loss, len(labels_B))])
 
 
@@ -62,17 +72,17 @@ def forward_backward(
     world = backend.hardware.world
     B = len(labels_B)
     mix_enabled = None if context.mix_off_step is None else state.step_tensor < context.mix_off_step
-    images, targets_BK = backend.augment(images_BCHW, labels_B, state.augment_rng, mix_enabled)
+    batch = backend.augment(images_BCHW, labels_B, state.augment_rng, mix_enabled)
     rank_range = world.shard_range(B)
     rank_slice = slice(rank_range.start, rank_range.stop)
     num_micro_batches = min(context.recipe.grad_accum, B // world.size)
     micro_batches = zip(
-        *(tensor[rank_slice].tensor_split(num_micro_batches) for tensor in (images, targets_BK, labels_B)), strict=True
+        *(tensor[rank_slice].tensor_split(num_micro_batches) for tensor in (*batch, labels_B)), strict=True
     )
     sums = []
-    for index, (micro_images, micro_targets, micro_labels) in enumerate(micro_batches, start=1):
+    for index, (*micro_batch, micro_labels) in enumerate(micro_batches, start=1):
         with backend.gradient_sync(is_last=index == num_micro_batches):
-            loss_sum, score_sum = backend.loss(backend.forward(micro_images), micro_targets, micro_labels)
+            loss_sum, score_sum = backend.loss_and_score(tuple(micro_batch), micro_labels)
             (loss_sum * (world.size / B)).backward()  # gradients are averaged over the ranks, not summed
         sums.append(torch.stack([loss_sum.detach() / B, score_sum]))
     mean_loss, total_score = world.all_reduce_sum(
@@ -93,7 +103,7 @@ class StepRunner:
         self._step = self.context.backend.hardware.capture_step(self._train_step, self.state.augment_rng)
 
     def _train_step(self, images_BCHW: Tensor, labels_B: Tensor) -> None:
-        train_step(self.state, images_BCHW, labels_B, self.context)
+        train_step(self.state, images_BCHW, labels_B, self.context, self.total_steps)
 
     def run(self, images_BCHW: Tensor, labels_B: Tensor, lr: float | None = None) -> None:
         """One step, at the scheduled learning rate unless `lr` is given. Does not advance `state.step`."""

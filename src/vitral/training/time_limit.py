@@ -40,7 +40,7 @@ class Speed:
     startup: float  # until the first step is done at full speed
     step: float
     validation: float
-    evaluation: float  # calibration, evaluation, figures and report after training
+    evaluation: float  # calibration, evaluation, figures and report after training; 0 for pretraining
 
 
 def fit_to_time_limit(
@@ -58,7 +58,9 @@ def fit_to_time_limit(
         return setup, budget, None
     available = limit - (time.perf_counter() - started) - speed.startup - speed.evaluation
     epochs = min(int(available * (1 - MARGIN) / epoch_seconds), recipe.epochs)
-    duration = f"{format_duration(epoch_seconds)} each, {format_duration(speed.evaluation)} for evaluation and report"
+    duration = f"{format_duration(epoch_seconds)} each"
+    if speed.evaluation:
+        duration += f", {format_duration(speed.evaluation)} for evaluation and report"
     if epochs >= 1:
         message = f"Time limit {recipe.time_limit}: {epochs} of {recipe.epochs} epochs ({duration})"
     else:
@@ -82,15 +84,16 @@ def measure_speed(setup: TrainingSetup, hardware: Hardware, parallel: ParallelPl
     step = _seconds_per_step(trainer, batches, seconds)
     per_image = _seconds_per_image(trainer)
     waiting = max((time.perf_counter() - started) / max(time.process_time() - cpu_started, 1e-3), 1.0)
-    num_validation = len(setup.dataset.validation)
+    num_validation = trainer.num_evaluated_images
     # The test images are not opened before training ends, so their number is a guess, from common datasets.
     num_test = max(num_validation, len(setup.dataset.train) // 5)
+    is_pretraining = setup.recipe.pretrain is not None
     report = REPORT_SECONDS * (waiting if hardware.gpu_memory_bytes is None else 1.0)
     speeds = Speed(
         startup=startup,
         step=step,
         validation=per_image * num_validation / hardware.world.size,
-        evaluation=per_image * (num_validation + TEST_PASSES * num_test) + report,
+        evaluation=0.0 if is_pretraining else per_image * (num_validation + TEST_PASSES * num_test) + report,
     )
     return max(hardware.world.all_gather_objects([speeds]), key=lambda speed: speed.step)
 
@@ -113,10 +116,11 @@ def _seconds_per_image(trainer: Trainer) -> float:
     """Duration of the evaluation of one image, the second time: on a GPU the first one compiles kernels."""
     images = trainer.dataset.train.images[torch.arange(min(VALIDATION_SAMPLE, len(trainer.dataset.train)))]
     images = to_model_input(images, trainer.preprocessing)
-    model, elapsed = trainer.state.eval_model.eval(), 0.0
+    trainer.state.eval_model.eval()
+    elapsed = 0.0
     for _ in range(2):
         started = time.perf_counter()
-        compute_logits(model, images, trainer.preprocessing, trainer.hardware)
+        compute_logits(trainer.eval_forward(), images, trainer.preprocessing, trainer.hardware)
         trainer.hardware.synchronize()
         elapsed = time.perf_counter() - started
     return elapsed / len(images)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,13 +32,15 @@ from vitral.inference.forward import compute_logits, compute_logits_distributed
 from vitral.models.calibration import Calibration
 from vitral.models.lora import merge_lora
 from vitral.models.variants import VARIANTS
+from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights, weights_damage
 from vitral.runs.run import Run
+from vitral.ssl.teacher import Teacher
 from vitral.tasks import TASKS
 from vitral.tasks.losses import balanced_class_weights, logit_adjustment_offsets
 from vitral.training import checkpoint
-from vitral.training.backend import make_backend
+from vitral.training.backend import Backend, make_backend
 from vitral.training.callbacks import Callback, CallbackList, MetricsFile
 from vitral.training.loggers import make_loggers
 from vitral.training.nan_debug import Diverged, RngSnapshot, describe_divergence, locate_nonfinite
@@ -65,6 +67,8 @@ class Trainer:
     The run folder holds everything needed to continue: `fit()` resumes from its newest checkpoint, bit for bit.
     """
 
+    command = "train"  # of the command line, for hints
+
     def __init__(
         self,
         recipe: Recipe,
@@ -78,11 +82,13 @@ class Trainer:
         initial_weights: dict[str, Tensor] | None = None,
         base: BaseWeights | None = None,
         time_budget: TimeBudget | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.recipe, self.dataset, self.preprocessing, self.run = recipe, dataset, preprocessing, run
         self.hardware, self.world = hardware, hardware.world
         self.parallel = parallel or parallel_plan(recipe, hardware)
         self.initial_weights, self.base, self.time_budget = initial_weights, base, time_budget
+        self.teacher = teacher
         self.callbacks = CallbackList([MetricsFile(run, self.world), *callbacks])
         self.interrupt = threading.Event()
         self.task = TASKS[recipe.task_name]
@@ -120,30 +126,23 @@ class Trainer:
         labels = self.target_scaling.standardise(train.labels) if self.target_scaling else train.labels
         self.loader = make_loader(recipe, replace(train, labels=labels), hardware)
         self.total_steps = self.loader.steps_per_epoch * recipe.epochs
+        self.batch_size = min(recipe.batch_size, len(train))
         init_images = None
         if "whitened_patches" in recipe.init_schemes:
             init_images = self.preprocessing.normalise(images_of_one_size(train.images, NUM_INIT_IMAGES))
-        self.state = init_state(recipe, hardware, self.total_steps, self.initial_weights, init_images, self.parallel)
-        for model in {self.state.model, self.state.eval_model}:
-            model.accepts_any_grid = self.preprocessing.resize == "native"
-        self.batch_size = min(recipe.batch_size, len(train))
-        class_weights_K = logit_offsets_K = None
-        labels, num_classes = self.loader.labels, recipe.model.num_classes
-        if recipe.class_weights == "balanced":
-            class_weights_K = balanced_class_weights(labels, num_classes)
-        if recipe.logit_adjustment:
-            logit_offsets_K = logit_adjustment_offsets(labels, num_classes, recipe.logit_adjustment)
-        self.backend = make_backend(
-            self.state.model,
+        self.state = init_state(
             recipe,
-            self.preprocessing,
             hardware,
+            self.total_steps,
+            self.initial_weights,
+            init_images,
             self.parallel,
-            micro_batch_size=math.ceil(self.batch_size / recipe.grad_accum),
-            class_weights_K=class_weights_K,
-            logit_offsets_K=logit_offsets_K,
-            log=self.callbacks.on_message,
+            self.preprocessing,
+            self.teacher,
         )
+        if self.teacher is not None:
+            self.teacher.to(hardware.device)
+        self.backend = self.make_backend()
         if self.backend.hardware != hardware:  # FP8 was selected automatically but is unavailable
             self.hardware = self.backend.hardware
             record_precision(self.run, self.hardware)
@@ -154,6 +153,31 @@ class Trainer:
         self.flags = AsyncFlags(self.world, 3)
         self.sync_every = 1 if hardware.device.type == "cpu" else SYNC_EVERY
         self.rng_snapshots: deque[RngSnapshot] = deque(maxlen=SYNC_EVERY)
+
+    def make_backend(self) -> Backend:
+        """The backend of the step: with labels, the fastest one for this hardware."""
+        recipe = self.recipe
+        for model in {self.state.model, self.state.eval_model}:
+            assert isinstance(model, ViT)
+            model.accepts_any_grid = self.preprocessing.resize == "native"
+        class_weights_K = logit_offsets_K = None
+        labels, num_classes = self.loader.labels, recipe.model.num_classes
+        if recipe.class_weights == "balanced":
+            class_weights_K = balanced_class_weights(labels, num_classes)
+        if recipe.logit_adjustment:
+            logit_offsets_K = logit_adjustment_offsets(labels, num_classes, recipe.logit_adjustment)
+        return make_backend(
+            self.state.vit,
+            recipe,
+            self.preprocessing,
+            self.hardware,
+            self.parallel,
+            micro_batch_size=self.micro_batch_size,
+            class_weights_K=class_weights_K,
+            logit_offsets_K=logit_offsets_K,
+            log=self.callbacks.on_message,
+            teacher=self.teacher,
+        )
 
     def resume(self) -> None:
         """Load the newest intact checkpoint of the run folder, if there is one."""
@@ -175,11 +199,20 @@ class Trainer:
         self.callbacks.on_restore(self.state.epoch)
 
     def _check_base(self, saved: dict[str, Any]) -> None:
-        """Refuse frozen weights that differ from those at the start: the checkpoint holds only what trains."""
+        """Refuse frozen weights, of the model or a teacher, that differ from those at the start.
+
+        The checkpoint holds only what trains.
+        """
         if self.base is not None and saved.get("base_sha256", self.base.sha256) != self.base.sha256:
             raise VitralError(
                 f"the weights of {self.base.source} have changed since this run started",
                 "Restore them, because the checkpoints contain only what is trained; or start a new run",
+            )
+        teacher = self.teacher
+        if teacher is not None and saved.get("teacher_sha256", teacher.sha256) != teacher.sha256:
+            raise VitralError(
+                f"the weights of the teacher {teacher.name} have changed since this run started",
+                "Restore them, or start a new run",
             )
 
     def _load_newest_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
@@ -256,14 +289,7 @@ class Trainer:
         state, validation = self.state, self.dataset.validation
         self.hardware.synchronize()
         training_seconds = self.clock.training_seconds(state)
-        loss_sum, score_sum, num_images = state.epoch_sums.tolist()
-        metrics: dict[str, Any] = {
-            "epoch": state.epoch + 1,
-            "step": state.step,
-            "lr": float(state.optimizers[0].param_groups[0]["lr"]),
-            "train_loss": loss_sum / num_images,
-            f"train_{self.task.train_metric}": self.task.train_score(score_sum / num_images, self.target_scaling),
-        }
+        metrics = self.training_metrics()
         best: dict[str, float] = {"epoch": state.epoch + 1}
         state.eval_model.eval()
         if len(validation):
@@ -277,12 +303,32 @@ class Trainer:
             state.best = best
             weights = full_state(state.trained_state(state.eval_model.state_dict()))
             self.world.broadcast_from_rank0(lambda: save_weights(self.run.checkpoint_dir / "best.safetensors", weights))
-        state.model.train()
         metrics["best"] = is_best
+        return metrics | self.reset_epoch(training_seconds)
+
+    def training_metrics(self) -> dict[str, Any]:
+        """Epoch, step, learning rate, mean training loss and running score of the epoch that ends."""
+        state = self.state
+        loss_sum, score_sum, num_images = state.epoch_sums.tolist()
+        return {
+            "epoch": state.epoch + 1,
+            "step": state.step,
+            "lr": float(state.optimizers[0].param_groups[0]["lr"]),
+            "train_loss": loss_sum / num_images,
+            **self.training_score(score_sum / num_images),
+        }
+
+    def training_score(self, mean_score: float) -> dict[str, float]:
+        return {f"train_{self.task.train_metric}": self.task.train_score(mean_score, self.target_scaling)}
+
+    def reset_epoch(self, training_seconds: float) -> dict[str, Any]:
+        """Return to training mode, begin the next epoch and stop the clock; returns the times of the epoch."""
+        state = self.state
+        state.model.train()
         state.epoch, state.batch_in_epoch = state.epoch + 1, 0
         state.epoch_sums.zero_()
         self.clock.stop(state)
-        return metrics | self.clock.metrics(state, training_seconds)
+        return self.clock.metrics(state, training_seconds)
 
     def _rank(self, metrics: dict[str, float]) -> tuple[float, float]:
         """Sort key of epochs: the task's metric, then the loss. The highest is the best."""
@@ -324,7 +370,7 @@ class Trainer:
         newest = checkpoint.newest(self.run.checkpoint_dir)
         last_good = f"The last good state is {newest}" if newest else "No checkpoint was saved"
         if self.recipe.on_nan == "stop":
-            resume = f"vitral train --resume {shell_quote(self.run)} " if newest else ""
+            resume = f"vitral {self.command} --resume {shell_quote(self.run)} " if newest else ""
             raise Diverged(
                 f"training diverged: {what}",
                 error.step,
@@ -383,6 +429,8 @@ class Trainer:
         content = {"recipe": self.recipe.result_fields(), **self.state.state_dict(self.hardware)}
         if self.base is not None:
             content["base_sha256"] = self.base.sha256
+        if self.teacher is not None and self.teacher.sha256 is not None:
+            content["teacher_sha256"] = self.teacher.sha256
         checkpoint.save(self.run.checkpoint_dir, self.state.step, content, self.recipe.keep_checkpoints, self.world)
 
     def export_best_model(self) -> None:
@@ -428,6 +476,19 @@ class Trainer:
         state, patience = self.state, self.recipe.patience
         return bool(patience and state.best) and state.epoch - state.best["epoch"] >= patience
 
+    def eval_forward(self) -> Callable[[Tensor], Tensor]:
+        """The forward pass that is evaluated after each epoch."""
+        return self.state.eval_model
+
+    @property
+    def num_evaluated_images(self) -> int:
+        """Images that are evaluated after each epoch."""
+        return len(self.dataset.validation)
+
+    @property
+    def micro_batch_size(self) -> int:
+        return math.ceil(self.batch_size / self.recipe.grad_accum)
+
     def report_early_stop(self) -> None:
         step, epoch, epochs = self.state.step, self.state.epoch, self.recipe.epochs
         if step == self.total_steps:
@@ -459,7 +520,7 @@ class Trainer:
     def interrupted(self) -> Interrupted:
         return Interrupted(
             f"training stopped after step {self.state.step} of {self.total_steps}; a checkpoint is saved",
-            f"Resume it with: vitral train --resume {shell_quote(self.run)}",
+            f"Resume it with: vitral {self.command} --resume {shell_quote(self.run)}",
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.runs.run import Run
+from vitral.training.pretrainer import make_trainer
 from vitral.training.setup import TrainingSetup
 from vitral.training.trainer import Trainer
 
@@ -19,16 +20,7 @@ from vitral.training.trainer import Trainer
 def trial_trainer(setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan | None = None) -> Trainer:
     """A trainer in the state before the first step. The run seeds its own state, so trials do not change its result."""
     recipe = replace(setup.recipe, tensorboard=False, wandb=False, mlflow=False)
-    trainer = Trainer(
-        recipe,
-        setup.dataset,
-        setup.preprocessing,
-        Run(Path(os.devnull)),
-        hardware,
-        parallel=parallel,
-        initial_weights=setup.initial_weights,
-        base=setup.base,
-    )
+    trainer = make_trainer(replace(setup, recipe=recipe), Run(Path(os.devnull)), hardware, parallel=parallel)
     trainer.setup()
     return trainer
 

@@ -18,7 +18,7 @@ from vitral.errors import VitralError, truncate_list
 from vitral.models.uninitialized import meta_state_dict
 from vitral.models.vit import ViTConfig
 from vitral.runs.model_io import check_depth, check_finite
-from vitral.weights.checkpoint import Checkpoint, describe_architecture, unsupported_model_error
+from vitral.weights.checkpoint import NO_HEAD, Checkpoint, describe_architecture, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import State
@@ -236,7 +236,7 @@ def build_checkpoint(
         headless=headless,
         notes=[
             *raw.notes,
-            f"{format_name}: {describe_architecture(config, variant, headless=headless)}",
+            f"{format_name}: {describe_architecture(config, variant, headless=headless or classes == (NO_HEAD,))}",
             *reading.notes,
             *reading.assumption_notes(),
         ],

@@ -171,6 +171,25 @@ def test_unusable_shards_are_reported(tmp_path, local_shards):
     assert is_file_dataset("https://example.org/a-{0..9}.tar")
 
 
+def test_shards_without_labels_are_refused_where_labels_are_needed(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "train-1.tar")) as writer:
+        for number in range(4):
+            writer.write({"__key__": f"{number:03}", "jpg": jpeg(0, number)})
+    write_shard(tmp_path / "train-0.tar", range(6), "cls")
+    with pytest.raises(VitralError, match=r"train-1\.tar has no labelled images"):
+        list_shards(str(tmp_path / "train-{0..1}.tar"), 0.1)
+    assert [label for _, _, label in shard_index(str(tmp_path / "train-1.tar"), "state")] == [None] * 4
+
+
+def test_images_without_a_label_in_a_labelled_shard_are_not_used(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for number in range(8):
+            label = {} if number % 4 == 3 else {"cls": number % 2}
+            writer.write({"__key__": f"{number:03}", "jpg": jpeg(number % 2, number), **label})
+    listing = list_shards(str(tmp_path / "a.tar"), 0.0)
+    assert listing.labels("train").tolist() == [0, 1, 0, 0, 1, 0]
+
+
 def test_unreadable_image_in_a_shard_is_replaced_and_reported_with_its_offset(tmp_path):
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
         for number in range(40):

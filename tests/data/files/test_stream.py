@@ -103,7 +103,7 @@ def test_unreadable_file_is_reported_once_and_replaced_as_in_a_pack(photos, caps
         assert torch.equal(torch.cat(list(streamed.images.split(5))), packed)
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2
-    assert all("replaced by another one of its class" in line for line in warnings)
+    assert all("unreadable image replaced by another one: " in line for line in warnings)
     assert "03.jpg: not an image" in warnings[0]
 
 

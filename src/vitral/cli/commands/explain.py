@@ -97,8 +97,11 @@ def explain_file(
     from vitral.reporting.figures import heatmaps
 
     try:
-        prediction = predictor.predict(file, top=args.top or 1)
-        targets = args.target or [label.name for label in prediction.labels or prediction.values[: args.top or 1]]
+        targets, inverted = list(args.target), None
+        if predictor.has_head:
+            prediction = predictor.predict(file, top=args.top or 1)
+            targets = targets or [label.name for label in prediction.labels or prediction.values[: args.top or 1]]
+            inverted = prediction.inverted
         explanation = explain(predictor, file, methods, targets, options)
     except ImageDecodeError as error:
         print(f"error: {error.what}", file=sys.stderr)
@@ -111,9 +114,9 @@ def explain_file(
     else:
         values = ", ".join(map(str, explanation.values))
         text = values or prediction_text(explanation.prediction[:3], explanation.is_ood)
-        print(f"{pad(str(file), width)}   {text}   {written[0]}")
-    if prediction.inverted is not None:
-        print_notes([f"{file}: with inverted brightness, as in the training set: {label_text(prediction.inverted)}"])
+        print("   ".join(filter(None, (pad(str(file), width), text, str(written[0])))))
+    if inverted is not None:
+        print_notes([f"{file}: with inverted brightness, as in the training set: {label_text(inverted)}"])
     return True
 
 

@@ -20,7 +20,7 @@ from vitral.cli.messages import (
 from vitral.cli.options import DeviceFlag, EngineFlag, checkpoint_flags
 from vitral.cli.output import OutputFormat, print_predictions
 from vitral.cli.parsing import Command, argument, option
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import VitralError
 
 MANY_FILES = 32  # files from which on the number of threads is measured
 
@@ -53,8 +53,6 @@ def predict(args: PredictArgs) -> int:
     if args.model.lower().endswith(".onnx"):
         return predict_onnx(args, output_format)
     check_inputs(args.model, images=args.files, labels=args.labels)
-    from vitral.weights.checkpoint import NO_HEAD
-
     predictor = load_model(
         args.model,
         args.checkpoint,
@@ -63,12 +61,7 @@ def predict(args: PredictArgs) -> int:
         engine=args.engine,
         threads=args.threads,
     )
-    if predictor.classes == (NO_HEAD,):
-        raise VitralError(
-            f"{args.model} has no classification head",
-            f"Train one: vitral train DATA --init-from {shell_quote(args.model)}; "
-            f"or extract features: vitral embed {shell_quote(args.model)} FILES... --out features.npy",
-        )
+    predictor.require_head()
     if args.threads is None and (args.out or len(args.files) >= MANY_FILES or any(map(Path.is_dir, args.files))):
         from vitral.inference.threads import use_fastest_threads
 

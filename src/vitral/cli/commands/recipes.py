@@ -24,11 +24,15 @@ class RecipesShowArgs:
 def list_recipes(args: RecipesListArgs) -> int:
     from vitral.recipes.builtin import GROUPS
 
+    width = max(len(name) for recipes in GROUPS.values() for name in recipes)
     for group, recipes in GROUPS.items():
         print(group)
         for name, make_recipe in recipes.items():
-            print(f"  {name:<17}{(make_recipe.__doc__ or '').strip().splitlines()[0]}")
-    print("\nTrain with one: vitral train DATA --recipe NAME; print it: vitral recipes show NAME")
+            print(f"  {name:<{width}}  {(make_recipe.__doc__ or '').strip().splitlines()[0]}")
+    print(
+        "\nTrain with one: vitral train DATA --recipe NAME; for unlabelled images: vitral pretrain IMAGES --recipe NAME\n"
+        "Print one: vitral recipes show NAME"
+    )
     return 0
 
 

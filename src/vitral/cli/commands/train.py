@@ -10,7 +10,7 @@ from typing import Any, Literal
 from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
 from vitral.cli.messages import DATA_HELP
-from vitral.cli.options import AUTO, ResizeFlag, checkpoint_flags, checkpoint_options
+from vitral.cli.options import AUTO, ResizeFlag, check_checkpoint_flags, checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
 from vitral.cli.recipe_values import chosen_recipe, recipe_values, varying_fields
 from vitral.errors import VitralError, shell_quote
@@ -20,8 +20,12 @@ COMMON = "Common flags"
 COMPARE = "Comparison of training strategies"
 FOLDS = "Cross-validation"
 COMMON_FIELDS = ("init_from", "tune", "epochs", "batch_size", "optim.lr", "device", "precision", "seed")
-# Fields that are set by other flags: DATA, --test-split, --resize, --exclude, --batch-size auto, --heads and the like
-OTHER_FLAGS = ("data.name", "data.test_split", "data.resize", "data.exclude", "auto_batch_size", "init_options.")
+# Fields that are set by other flags: DATA, --test-split, --resize, --exclude, --batch-size auto, --heads and the like;
+# and those of vitral pretrain.
+OTHER_FLAGS = (
+    "data.name", "data.more", "data.test_split", "data.resize", "data.exclude", "auto_batch_size", "init_options.",
+    "pretrain.", "teacher_options.",
+)  # fmt: skip
 GROUP_TITLES = {
     "": "Training",
     "model": "Model",
@@ -29,6 +33,7 @@ GROUP_TITLES = {
     "augment": "Augmentation",
     "optim": "Optimizer and schedule",
     "lora": "LoRA (--tune lora)",
+    "distill": "Distillation (--distill.teacher)",
 }
 
 
@@ -114,14 +119,7 @@ def train(args: TrainArgs) -> int:
             return print_cross_validation(args, {"resume": args.resume})
         api.train(resume=args.resume, allow_leak=args.allow_leak, quiet=False, **args.overrides)
         return 0
-    if args.checkpoint and "init_from" not in args.overrides:
-        name = next(iter(args.checkpoint))
-        if name == "adapter":
-            raise VitralError("--adapter needs the weights that it was trained on", "Name them with --init-from")
-        own = f"{'data' if name in ('mean', 'std', 'crop', 'interpolation') else 'model'}.{name}".replace("_", "-")
-        raise VitralError(
-            f"--{name.replace('_', '-')} describes a checkpoint (--init-from)", f"Set the model's own with --{own}"
-        )
+    check_checkpoint_flags(args.checkpoint, args.overrides)
     if args.seeds is not None and not args.compare:
         raise VitralError(
             "--seeds is the number of runs per strategy of --compare",

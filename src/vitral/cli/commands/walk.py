@@ -53,6 +53,7 @@ def walk(args: WalkArgs) -> int:
     image: Any = args.image
     source = args.model or default_model(args.image)
     predictor = load_explainable(source, args.labels, checkpoint_options(args.checkpoint))
+    predictor.require_head()
     require_task(predictor, "vitral walk", "classification", "multilabel")
     print_notes(predictor.notes if args.model else [f"using {source}; choose another model with --model"])
     steps = build_walk(predictor, image, args.lang, args.layer, args.head)

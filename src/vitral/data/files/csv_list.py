@@ -51,14 +51,7 @@ def read_csv_list(path: Path, options: LabelOptions = DETECT_LABELS) -> CsvList:
     separator = _find_separator(path, rows, label_columns[0], options) if task == "multilabel" else None
     files: LabelledFiles = {"train": [], "validation": [], "test": []}
     for row in rows:
-        split = row.values.get("split", "").lower() or "train"
-        if split not in SPLIT_NAMES:
-            raise VitralError(
-                f"{path}, line {row.line}: unknown split {split!r}.{did_you_mean(split, SPLIT_NAMES)}",
-                f"Splits: {', '.join(SPLIT_NAMES)}",
-            )
-        if not (file := row.values.get("path", "")):
-            raise VitralError(f"{path}, line {row.line}: missing path", "Every row needs a path and a label")
+        split, file = _split_and_file(path, row)
         label: RawLabel
         if task == "classification":
             label = _class_name(path, row, label_columns[0])
@@ -69,9 +62,34 @@ def read_csv_list(path: Path, options: LabelOptions = DETECT_LABELS) -> CsvList:
             label = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
         else:
             label = tuple(column for column in label_columns if _is_set(path, row, column))
-        files[SPLIT_NAMES[split]].append((path.parent / file, label))
+        files[split].append((file, label))
     columns_are_classes = task == "regression" or (task == "multilabel" and separator is None)
     return CsvList(files=files, task=task, classes=label_columns if columns_are_classes else ())
+
+
+def read_csv_files(path: Path) -> dict[str, list[Path]]:
+    """Read the files of each split from a CSV list with a column path. Labels, if there are any, are not read."""
+    columns, rows = _read_rows(path)
+    if "path" not in columns:
+        raise VitralError(f"{path} needs a column path", f"Its columns: {', '.join(columns) or 'none'}")
+    files: dict[str, list[Path]] = {"train": [], "validation": [], "test": []}
+    for row in rows:
+        split, file = _split_and_file(path, row, "Every row needs a path")
+        files[split].append(file)
+    return files
+
+
+def _split_and_file(path: Path, row: _Row, hint: str = "Every row needs a path and a label") -> tuple[str, Path]:
+    """The split of a row, train by default, and its file."""
+    split = row.values.get("split", "").lower() or "train"
+    if split not in SPLIT_NAMES:
+        raise VitralError(
+            f"{path}, line {row.line}: unknown split {split!r}.{did_you_mean(split, SPLIT_NAMES)}",
+            f"Splits: {', '.join(SPLIT_NAMES)}",
+        )
+    if not (file := row.values.get("path", "")):
+        raise VitralError(f"{path}, line {row.line}: missing path", hint)
+    return SPLIT_NAMES[split], path.parent / file
 
 
 def _read_rows(path: Path) -> tuple[list[str], list[_Row]]:

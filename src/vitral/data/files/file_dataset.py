@@ -269,7 +269,7 @@ class _SplitReader:
             progress=self.progress,
         )
         if packed.unreadable:
-            self.notes.append(_unreadable_note(split, packed))
+            self.notes.append(_unreadable_note(split, packed, has_classes=bool(self.listing.classes)))
         is_model_input = self._is_model_input(split)
         return Split(images=packed.images, labels=packed.labels, is_model_input=is_model_input, locations=locations)
 
@@ -286,9 +286,10 @@ def _has_index(folder: Path, index: PackIndex) -> bool:
         return False
 
 
-def _unreadable_note(split: str, packed: PackedSplit) -> str:
+def _unreadable_note(split: str, packed: PackedSplit, *, has_classes: bool) -> str:
     count = len(packed.unreadable)
-    action = "replaced by others of their class" if split == "train" else "dropped"
+    replaced = "replaced by others of their class" if has_classes else "replaced by others"
+    action = replaced if split == "train" else "dropped"
     return f"{count:,} unreadable {split} image{'s' if count > 1 else ''} {action}: {packed.unreadable[0]}"
 
 

@@ -331,6 +331,7 @@ def remove_stale_packs(folder: Path, index: PackIndex) -> None:
         with suppress(OSError, ValueError):
             content = read_json_object(other / INDEX)
             is_same = content.get("stored") == to_dict(index.stored) or content.get("format") != FORMAT
+            is_same &= bool(content.get("classes")) == bool(index.classes)  # with or without labels: two sets of files
             if content.get("source") == index.source and is_same:
                 shutil.rmtree(other)
 

@@ -129,13 +129,17 @@ def _conversion_note(others: Sequence[str], count: int) -> str:
     )
 
 
+def describe_format(pixel_format: PixelFormat) -> str:
+    """`5 channels, 16-bit named blue, green, …`."""
+    names = f" named {', '.join(pixel_format.names)}" if pixel_format.names else ""
+    return "8-bit grey or RGB" if pixel_format.is_photo else f"{pixel_format}{names}"
+
+
 def describe_groups(files: Mapping[PixelFormat, Sequence[str]]) -> str:
     """`380 files with 5 channels, 16-bit (a.tif, …); 2 files with 4 channels, 16-bit (b.tif, …)`, largest first."""
     groups = []
     for pixel_format, members in sorted(files.items(), key=lambda item: len(item[1]), reverse=True):
-        names = f" named {', '.join(pixel_format.names)}" if pixel_format.names else ""
-        text = "8-bit grey or RGB" if pixel_format.is_photo else f"{pixel_format}{names}"
-        files_text = f"{len(members):,} file{'s' if len(members) > 1 else ''} with {text}"
+        files_text = f"{len(members):,} file{'s' if len(members) > 1 else ''} with {describe_format(pixel_format)}"
         groups.append(f"{files_text} ({truncate_list([Path(name).name for name in members], 3)})")
     return "; ".join(groups)
 

@@ -17,7 +17,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -43,9 +43,10 @@ from vitral.utils.json_toml import parse_json
 LABEL_SUFFIXES = ("cls", "txt", "json")  # in order of precedence
 JSON_LABEL_KEYS = ("label", "class", "cls", "class_name")
 MAX_LABEL_BYTES = 2**16
+SHARD_HINT = "Expected a .tar file with images as members: 000017.jpg 000018.png"
 LABEL_HINT = "Each image needs a label: a .cls, .txt or .json member with the name of the image"
 
-ShardEntry = tuple[int, int, str]  # offset, size and label of an image
+ShardEntry = tuple[int, int, str | None]  # offset, size and label of an image; None: it has no label
 
 
 def list_shards(pattern: str, validation: float, test_split: float = 0.0, fold: Fold | None = None) -> DatasetListing:
@@ -54,23 +55,50 @@ def list_shards(pattern: str, validation: float, test_split: float = 0.0, fold: 
     Splits come from the names of the shards. Without a validation split, the fraction `validation` is held out;
     without a test split, the fraction `test_split`. With a `fold`, its images are the test split.
     """
-    shards = expand_pattern(pattern)
-    versions = [url_version(shard) if is_url(shard) else _file_version(Path(shard)) for shard in shards]
-    images: dict[str, list[NamedLocation]] = {"train": [], "validation": [], "test": []}
-    for shard, version, split in zip(shards, versions, shard_splits(shards), strict=True):
-        entries = shard_index(shard, version)
-        images[split] += [(ImageLocation(shard, offset, size), label) for offset, size, label in entries]
-    source = f"from {len(shards):,} shard{'s' if len(shards) > 1 else ''}"
-    listing = make_listing(pattern, images, source=source, hint=LABEL_HINT, state=versions, class_key=_numbers_first)
+    shards = read_shard_indices(pattern)
+    images: dict[str, list[NamedLocation]] = {
+        split: [(location, label) for location, label in entries if label is not None]
+        for split, entries in shards.images.items()
+    }
+    labelled = {location.path for items in images.values() for location, _ in items}
+    if unlabelled := next((shard for shard in shards.paths if shard not in labelled), None):
+        raise VitralError(f"{unlabelled} has no labelled images", LABEL_HINT)
+    listing = make_listing(
+        pattern, images, source=shards.source, hint=LABEL_HINT, state=shards.versions, class_key=_numbers_first
+    )
     if fold is not None:
         listing = merge_validation(listing)
     if not needs_holdout(listing, test_split):
         return listing
-    if not any(map(is_url, shards)):
+    if not any(map(is_url, shards.paths)):
         groups = _duplicate_groups([location for location, _ in listing.splits["train"]])
         return hold_out_splits(listing, validation, groups, test_split, fold)
     listing = hold_out_splits(listing, validation, None, test_split, fold)
     return replace(listing, source=f"{listing.source}, near-duplicates not detected in remote shards")
+
+
+class ShardIndices(NamedTuple):
+    """The images of the shards that a pattern expands to."""
+
+    paths: list[str]  # or URLs
+    versions: list[str]
+    images: dict[str, list[tuple[ImageLocation, str | None]]]  # by split, with their labels; None: no label
+
+    @property
+    def source(self) -> str:
+        """For display."""
+        return f"from {len(self.paths):,} shard{'s' if len(self.paths) > 1 else ''}"
+
+
+def read_shard_indices(pattern: str) -> ShardIndices:
+    """Locate the images in the shards that match `pattern`, also those without a label."""
+    shards = expand_pattern(pattern)
+    versions = [url_version(shard) if is_url(shard) else _file_version(Path(shard)) for shard in shards]
+    indices = ShardIndices(shards, versions, {"train": [], "validation": [], "test": []})
+    for shard, version, split in zip(shards, versions, shard_splits(shards), strict=True):
+        entries = shard_index(shard, version)
+        indices.images[split] += [(ImageLocation(shard, offset, size), label) for offset, size, label in entries]
+    return indices
 
 
 def expand_pattern(pattern: str) -> list[str]:
@@ -100,7 +128,7 @@ def shard_splits(shards: Sequence[str]) -> list[str]:
 
 def shard_index(shard: str, version: str) -> list[ShardEntry]:
     """Offsets, sizes and labels of the images of a shard; cached until its version changes."""
-    cached = cache_dir() / "shards" / f"{hashlib.sha256(repr((shard, version)).encode()).hexdigest()[:24]}-v2.json"
+    cached = cache_dir() / "shards" / f"{hashlib.sha256(repr((shard, version)).encode()).hexdigest()[:24]}-v3.json"
     if (content := read_cached_json(cached)) is not None:
         return [(offset, size, label) for offset, size, label in content["entries"]]
     if is_url(shard):
@@ -111,7 +139,7 @@ def shard_index(shard: str, version: str) -> list[ShardEntry]:
         with Path(shard).open("rb") as file:
             entries = list(_read_entries(file, shard))
     if not entries:
-        raise VitralError(f"{shard} has no labelled images", LABEL_HINT)
+        raise VitralError(f"{shard} has no images", SHARD_HINT)
     write_checked_json(cached, {"entries": entries})
     return entries
 
@@ -129,8 +157,8 @@ def _read_entries(file: IO[bytes], shard: str) -> Iterator[ShardEntry]:
                 if not member.isfile() or base is None:
                     continue
                 if base != previous_base:
-                    if image is not None and (label := _preferred_label(labels)) is not None:
-                        yield *image, label
+                    if image is not None:
+                        yield *image, _preferred_label(labels)
                     image, labels, previous_base = None, {}, base
                 suffix = extension.lower().rsplit(".", 1)[-1]
                 if f".{suffix}" in IMAGE_SUFFIXES and image is None and 0 < member.size <= MAX_IMAGE_BYTES:
@@ -141,8 +169,8 @@ def _read_entries(file: IO[bytes], shard: str) -> Iterator[ShardEntry]:
                     labels |= {suffix: parsed} if parsed is not None else {}
     except (tarfile.TarError, EOFError) as error:
         raise VitralError(f"{shard} is corrupt or not a tar file: {error}", "Download or write it again") from error
-    if image is not None and (label := _preferred_label(labels)) is not None:
-        yield *image, label
+    if image is not None:
+        yield *image, _preferred_label(labels)
 
 
 def _preferred_label(labels: dict[str, str]) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vitral.data.pixels import SUPPORTED_FORMATS
 from vitral.data.targets import closest_rows
 from vitral.errors import VitralError
 
@@ -23,6 +24,8 @@ HINT = "Repair or remove the files, or allow a larger fraction with --data.unrea
 def check_unreadable_fraction(errors: Iterable[str], count: int, max_fraction: float) -> None:
     """Raise VitralError if more than `max_fraction` of `count` images are unreadable."""
     messages = sorted(errors)
+    if messages and len(messages) == count:
+        raise VitralError(f"none of the {count:,} images can be read: {messages[0]}", SUPPORTED_FORMATS)
     if len(messages) > max_fraction * count:
         fraction = math.ceil(100 * len(messages) / count) / 100
         files = "; ".join(message.split(": ")[0] for message in messages[:5])
@@ -62,4 +65,4 @@ def replace_or_drop_unreadable(
 
 
 def warn_unreadable(error: str) -> None:
-    print(f"warning: unreadable image replaced by another one of its class: {error}", file=sys.stderr)
+    print(f"warning: unreadable image replaced by another one: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +42,7 @@ class SkipReason(StrEnum):
     NOT_AN_IMAGE = "not an image"
     OUTSIDE_CLASSES = "image outside class folders"
     NOT_A_SPLIT = "folder that is not a split"
+    TEST_SPLIT = "test split"
     NO_IMAGES = "folder without images"
 
     def describe(self, count: int) -> str:
@@ -99,22 +100,35 @@ class SkippedFiles:
         return f"skipped {total:,} file{'s' if total > 1 else ''}: {', '.join(parts)}"
 
 
+def no_test_folders(names: Sequence[str]) -> Collection[str]:
+    return ()
+
+
 class ImageWalk:
     """A walk through one or several folders that lists each folder once and reports what it skips.
 
     Lazy: one folder is read at a time, so that folders with millions of files can be processed as they are found.
+    `test_folders` maps the names of the folders in one folder to those that `images` does not enter.
     """
 
-    def __init__(self, on_skip: SkipFn = ignore_skipped) -> None:
-        self.on_skip = on_skip
+    def __init__(
+        self,
+        on_skip: SkipFn = ignore_skipped,
+        test_folders: Callable[[Sequence[str]], Collection[str]] = no_test_folders,
+    ) -> None:
+        self.on_skip, self.test_folders = on_skip, test_folders
         self._listed: set[tuple[int, int]] = set()  # device and inode of folders
 
     def images(self, folder: Path, *, recursive: bool = True) -> Iterator[Path]:
         """Yield the images in `folder`, and below it unless `recursive` is false, sorted by name at each level."""
-        for entry in self._entries(folder):
+        entries = self._entries(folder)
+        test_folders = self.test_folders([entry.name for entry in entries if _is_folder(entry)])
+        for entry in entries:
             path = folder / entry.name
             if _is_folder(entry):
-                if recursive:
+                if entry.name in test_folders:
+                    self.on_skip(SkippedFile(path, SkipReason.TEST_SPLIT))
+                elif recursive:
                     yield from self.images(path)
             elif (reason := _file_skip_reason(path)) is not None:
                 self.on_skip(SkippedFile(path, reason))
@@ -182,6 +196,11 @@ def find_images(paths: Iterable[Path], on_skip: SkipFn = ignore_skipped) -> list
 def subfolders(folder: Path) -> list[Path]:
     """Visible folders directly below `folder`, including links to folders, sorted by name."""
     return ImageWalk().subfolders(folder)
+
+
+def is_image_file(path: Path) -> bool:
+    """Whether a regular file is an image, as the walk decides it."""
+    return path.is_file() and _file_skip_reason(path) is None
 
 
 def irregular_file_kind(mode: int) -> str | None:

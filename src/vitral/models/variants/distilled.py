@@ -13,14 +13,20 @@ from vitral.models.vit import ClassificationHead, Grid, ViT, ViTConfig, initiali
 
 
 class DistilledHead(nn.Module):
-    """B 2D, both tokens concatenated -> B K, the mean of the two heads' logits."""
+    """B 2D, both tokens concatenated -> B K, the mean of the two heads' logits.
+
+    For distillation, `separate_in_training` returns both heads' logits in training mode: B 2K, labels first.
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.label_head, self.teacher_head = ClassificationHead(config), ClassificationHead(config)
+        self.separate_in_training = False
 
     def forward(self, pooled_BE: Tensor) -> Tensor:
         label, teacher = pooled_BE.chunk(2, dim=1)
+        if self.separate_in_training and self.training:
+            return torch.cat([self.label_head(label), self.teacher_head(teacher)], dim=1)
         return (self.label_head(label) + self.teacher_head(teacher)) / 2
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from vitral.errors import VitralError
 from vitral.explain.api import Explanation, Heatmap
-from vitral.inference.prediction import TargetValue, target_value_to_dict
+from vitral.inference.prediction import Label, TargetValue, target_value_to_dict
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViTConfig
 from vitral.reporting.figures.images import draw_image
@@ -78,7 +78,9 @@ def plot_explanation(explanation: Explanation, path: Path, colormap: Colormap = 
     for row_axes, heats in zip(grid, rows, strict=True):
         label = heats[0].label
         draw_image(row_axes[0], np.asarray(explanation.image))
-        if isinstance(label, TargetValue):
+        if label is None:
+            title, colour = "", BLUE
+        elif isinstance(label, TargetValue):
             title, colour = f"{shorten(label.name, 20)} {label.value:.4g}", BLUE
         else:
             title = f"{shorten(label.name, 20)} ({format_percent(label.probability)})"
@@ -96,6 +98,8 @@ def _footnote(explanation: Explanation, num_classes: int) -> str:
     text = "blue: predicted class" if num_classes > 1 else "predicted class and probability"
     if explanation.values:
         text = "target and predicted value"
+    elif not explanation.prediction:
+        text = "what the features depend on; the model has no classifier"
     if explanation.is_ood:
         text = "unknown image: unlike anything in the training set"
     if any(heat.method.is_signed for heat in explanation.heatmaps):
@@ -134,7 +138,8 @@ def write_explanation(
         folder.mkdir(parents=True, exist_ok=True)
         written = [plot_explanation(explanation, folder / f"{stem}.png", colormap)]
         for heat in explanation.heatmaps:
-            name = re.sub(r"[^\w.-]+", "_", f"{stem}-{heat.method.name}-{heat.label.name}")
+            target = "features" if heat.label is None else heat.label.name
+            name = re.sub(r"[^\w.-]+", "_", f"{stem}-{heat.method.name}-{target}")
             if overlays:
                 written.append(folder / f"{name}.png")
                 render_heatmap(explanation.image, heat, colormap).save(written[-1])
@@ -159,11 +164,7 @@ def explanation_to_dict(explanation: Explanation, predictor: Predictor, files: S
         "heatmaps": [
             {
                 "method": heat.method.name,
-                **(
-                    {"target": heat.label.name, "value": heat.label.value}
-                    if isinstance(heat.label, TargetValue)
-                    else {"class": heat.label.name, "probability": heat.label.probability}
-                ),
+                **label_to_dict(heat.label),
                 "unit": heat.method.unit,
                 "patches": patch_means(heat, config),
             }
@@ -171,6 +172,12 @@ def explanation_to_dict(explanation: Explanation, predictor: Predictor, files: S
         ],
         "files": [str(file) for file in files],
     }
+
+
+def label_to_dict(label: Label | TargetValue | None) -> dict[str, Any]:
+    if isinstance(label, TargetValue):
+        return {"target": label.name, "value": label.value}
+    return {} if label is None else {"class": label.name, "probability": label.probability}
 
 
 def patch_means(heat: Heatmap, config: ViTConfig) -> list[list[float]]:

@@ -123,7 +123,7 @@ def print_diagnosis(diagnosis: Diagnosis, recommendation: Recommendation | None)
     if recommendation is None:
         print_line("\nFix the errors first: this folder cannot be trained on.")
         return
-    duration = _duration_range(recommendation.seconds_low, recommendation.seconds_high)
+    duration = duration_range(recommendation.seconds_low, recommendation.seconds_high)
     print_line(
         f"\nRecommended: {recommendation.summary} ({duration} on "
         f"{recommendation.hardware}, {recommendation.memory_bytes / 1e9:.1f} GB)\n"
@@ -158,7 +158,7 @@ def _split_text(diagnosis: Diagnosis) -> str:
     return "No train/validation split; 15% would be held out."
 
 
-def _duration_range(low: float, high: float) -> str:
+def duration_range(low: float, high: float) -> str:
     """12 to 18 min"""
     first, last = _duration(low), _duration(high)
     if first == last:

@@ -37,22 +37,17 @@ def print_version(console: Console) -> None:
 def print_run_summary(
     console: Console, setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan, run: Run
 ) -> None:
-    recipe, dataset, model = setup.recipe, setup.dataset, setup.recipe.model
+    recipe, dataset = setup.recipe, setup.dataset
     source = dataset.source.removeprefix(f"from {dataset.name}").removeprefix(", ")  # a folder is named once
-    trained, parameters = count_trained(recipe)
-    kind = "ViT" if recipe.variant == "plain" else f"{recipe.variant} ViT"
-    size = "x".join(map(str, model.image_size))
-    epochs = f"{recipe.epochs} epoch{'s' if recipe.epochs != 1 else ''}"
+    trained, _ = count_trained(recipe)
     lines = [
         f"Data      {dataset.name}: {len(dataset.train):,} train, {len(dataset.validation):,} validation"
         + (f" ({source})" if source else ""),
         *(f"          {note}" for note in (*dataset.notes, *describe_class_balance(recipe, dataset))),
-        f"Model     {kind} {size}/{model.patch_size}, width {model.width}, depth {model.depth}, heads {model.heads} "
-        f"({parameters / 1e6:.2f} M parameters, {model.grid[0] * model.grid[1]} patches)",
+        model_line(recipe),
         *(f"          {note}" for note in setup.notes),
         *tuning_lines(setup, hardware, trained),
-        f"Recipe    {recipe.name}: {OPTIMIZER_NAMES[recipe.optim.name]}, lr {recipe.optim.lr * recipe.lr_scale:g}, "
-        f"{epochs}, batch size {recipe.batch_size}",
+        recipe_line(recipe),
         *(f"          {note}" for note in augmentation_notes(recipe)),
         f"Hardware  {hardware}",
     ]
@@ -60,6 +55,26 @@ def print_run_summary(
         lines.append(f"Parallel  {parallel.mode}: {parallel.reason}")
     lines.append(f"Run       {run}\n")
     console.print("\n".join(lines), soft_wrap=True, markup=False)
+
+
+def model_line(recipe: Recipe) -> str:
+    """The architecture and its size."""
+    model, (_, parameters) = recipe.model, count_trained(recipe)
+    kind = "ViT" if recipe.variant == "plain" else f"{recipe.variant} ViT"
+    size = "x".join(map(str, model.image_size))
+    return (
+        f"Model     {kind} {size}/{model.patch_size}, width {model.width}, depth {model.depth}, heads {model.heads} "
+        f"({parameters / 1e6:.2f} M parameters, {model.grid[0] * model.grid[1]} patches)"
+    )
+
+
+def recipe_line(recipe: Recipe) -> str:
+    """Optimizer, learning rate, epochs and batch size."""
+    epochs = f"{recipe.epochs} epoch{'s' if recipe.epochs != 1 else ''}"
+    return (
+        f"Recipe    {recipe.name}: {OPTIMIZER_NAMES[recipe.optim.name]}, lr {recipe.optim.lr * recipe.lr_scale:g}, "
+        f"{epochs}, batch size {recipe.batch_size}"
+    )
 
 
 def tuning_lines(setup: TrainingSetup, hardware: Hardware, num_trained: int) -> list[str]:

@@ -6,6 +6,8 @@ variants:
     patch_embedding.* class_token distillation_token position_embedding.* registers    layer 0: the embedding
     encoder.blocks.0.* ... encoder.blocks.{L-1}.*                                      layers 1 ... L
     encoder.norm.* attention_pooling.* pooled_norm.* head.*                            layer L + 1
+
+In pretraining, the names of the ViT have the prefix "student.vit.", and everything else is in layer L + 1.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from vitral.recipes.options import LAST_BLOCKS
 if TYPE_CHECKING:
     from vitral.recipes.schema import OptimConfig
 
+STUDENT = "student.vit."  # prefix of the ViT in a pretraining method
 HEAD = "head."  # prefix of the parameters that every way of tuning trains
 AFTER_BLOCKS = ("encoder.norm", "head", "attention_pooling", "pooled_norm")  # prefixes of layer L + 1
+PRETRAINING_HEADS = ("student.", "predictor.", "decoder.")  # after STUDENT has been removed
 
 NO_DECAY = LEARNED_VECTORS  # suffixes; weight decay would only pull these vectors towards zero
 FUSED_QKV = "qkv.weight"  # queries, keys and values: three square matrices stacked along the rows
@@ -61,13 +65,16 @@ def param_settings(name: str, parameter: nn.Parameter, optim: OptimConfig, depth
 
 def layer_index(name: str, depth: int) -> int:
     """0 for the embedding, 1 ... depth for the blocks, depth + 1 for everything after them."""
-    if "blocks." in name:
-        return 1 + _block_index(name)
-    return depth + 1 if name.startswith(AFTER_BLOCKS) else 0
+    name = name.removeprefix(STUDENT)
+    if name.startswith((*AFTER_BLOCKS, *PRETRAINING_HEADS)):
+        return depth + 1
+    return 1 + _block_index(name) if "blocks." in name else 0
 
 
 def num_blocks(model: nn.Module) -> int:
-    return 1 + max(_block_index(name) for name, _ in model.named_parameters() if "blocks." in name)
+    """Depth of the ViT, also inside a pretraining method."""
+    names = (name.removeprefix(STUDENT) for name, _ in model.named_parameters())
+    return 1 + max(_block_index(name) for name in names if name.startswith("encoder.blocks."))
 
 
 def _block_index(name: str) -> int:

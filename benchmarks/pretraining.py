@@ -1,0 +1,162 @@
+"""Quality of self-supervised features after a given training time: `vitral pretrain` on several seeds and methods.
+
+    python benchmarks/pretraining.py --variant "pretrain-small epochs=80" --seeds 3 --save
+    python benchmarks/pretraining.py --variant "pretrain-small pretrain.method=moco" --variant pretrain-small --epochs 9
+
+A variant is a recipe with changes FIELD=VALUE, as in benchmarks/speed_records.py. Pretraining uses the training images
+of the recipe's dataset without labels. Afterwards all labels train classifiers on the frozen features, and the test
+images measure them:
+
+knn, linear    k nearest neighbours (k = 20, cosine) and logistic regression on the features, fp32
+linear_1pct    logistic regression on 1% of the labels (50 images per class of CIFAR-10), mean of three draws
+training_s     time of the optimizer steps, as recorded in metrics.jsonl
+wall_clock_s   everything, with compilation and the measures of collapse after each epoch
+
+With --fine-tune EPOCHS, the model is also fine-tuned on all labels by the dataset's recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from _output import add_output_arguments, write_results
+from vitral import api
+from vitral.data.datasets import Split, load_builtin_dataset
+from vitral.device.select import select_hardware
+from vitral.evaluation.feature_classifiers import (
+    LabelledFeatures,
+    fit_logistic_regression,
+    neighbours,
+    sample_shots,
+    standardise,
+    vote,
+)
+from vitral.inference.forward import compute_logits
+from vitral.pretraining import pretrain
+from vitral.recipes.builtin import get_recipe
+from vitral.recipes.schema import Recipe
+from vitral.runs.model_io import load_model
+from vitral.runs.run import Run
+from vitral.utils.json_toml import parse_toml
+
+NUM_NEIGHBOURS = 20
+FEW_LABELS = 0.01
+NUM_DRAWS = 3
+INVERSE_PENALTIES = (0.003, 0.03, 0.3)  # C of the linear probe
+
+
+def parse_variant(text: str) -> Recipe:
+    """The recipe "NAME FIELD=VALUE ...", with values as in TOML; text needs no quotes."""
+    name, *changes = text.split()
+    overrides: dict[str, Any] = {}
+    for change in changes:
+        field, _, value = change.partition("=")
+        try:
+            overrides[field] = parse_toml(f"value = {value}")["value"]
+        except ValueError:
+            overrides[field] = value
+    return get_recipe(name).with_overrides(overrides)
+
+
+def features_of(run: Path, split: Split) -> Tensor:
+    """Pooled features in fp32, (N, D), on the device."""
+    model, config = load_model(run)
+    hardware = select_hardware(precision="fp32", compile="no")
+    images = split.to_model_input(config.preprocessing).images
+    return compute_logits(model.to(hardware.device).features, images, config.preprocessing, hardware)
+
+
+def linear_accuracy(train: LabelledFeatures, test: LabelledFeatures, K: int) -> float:
+    """Accuracy of logistic regression, whose C is selected on a tenth of the training images."""
+    features, labels = train
+    held_out = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
+    held_out[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[: max(len(labels) // 10, 1)]] = (
+        True
+    )
+    selection = (features[~held_out], labels[~held_out]), (features[held_out], labels[held_out])
+    C = max(INVERSE_PENALTIES, key=lambda C: regression_accuracy(*selection, K, C))
+    return regression_accuracy(train, test, K, C)
+
+
+def regression_accuracy(train: LabelledFeatures, test: LabelledFeatures, K: int, C: float) -> float:
+    x_ND, x_MD = standardise(train[0], test[0])
+    weights = fit_logistic_regression(x_ND, train[1], K, C)
+    return ((x_MD @ weights[:-1] + weights[-1]).argmax(dim=1) == test[1]).float().mean().item()
+
+
+def measure_features(run: Path, train: Split, test: Split, K: int) -> dict[str, float]:
+    """Accuracies of classifiers on frozen features."""
+    x_train, x_test = features_of(run, train), features_of(run, test)
+    y_train, y_test = train.labels.to(x_train.device), test.labels.to(x_train.device)
+    similarity, index = neighbours(x_train, x_test, NUM_NEIGHBOURS)
+    knn = (vote(similarity, y_train[index], K) == y_test).float().mean().item()
+    few = []
+    for seed in range(NUM_DRAWS):
+        drawn = sample_shots(y_train, round(FEW_LABELS * len(y_train) / K), seed)
+        few.append(linear_accuracy((x_train[drawn], y_train[drawn]), (x_test, y_test), K))
+    linear = linear_accuracy((x_train, y_train), (x_test, y_test), K)
+    return {"knn": knn, "linear": linear, "linear_1pct": statistics.fmean(few)}
+
+
+def run_once(recipe: Recipe, seed: int, folder: Path, fine_tune_epochs: int) -> dict[str, Any]:
+    """Pretrain once and measure the features."""
+    dataset = load_builtin_dataset(recipe.data.name, validation=0.0)
+    started = time.perf_counter()
+    pretrain(recipe=recipe, seed=seed, out=folder, checkpoint_epochs=0)
+    row: dict[str, Any] = {"seed": seed, "wall_clock_s": round(time.perf_counter() - started, 1)}
+    metrics = Run(folder).load_metrics()
+    row["training_s"] = round(sum(line["training_seconds"] for line in metrics), 1)
+    row["effective_rank"] = round(metrics[-1]["effective_rank"], 1)
+    row |= measure_features(folder, dataset.train, dataset.test, len(dataset.classes))
+    if fine_tune_epochs:
+        started = time.perf_counter()
+        changes: dict[str, Any] = {"epochs": fine_tune_epochs, "checkpoint_epochs": 0, "data.validation": 0.0}
+        out = folder.parent / "fine-tuned"
+        model = api.train(recipe.data.name, recipe=recipe.data.name, init_from=folder, out=out, **changes)
+        row["fine_tuned"] = api.evaluate(model).top1
+        row["fine_tuning_s"] = round(sum(line["training_seconds"] for line in Run(out).load_metrics()), 1)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", action="append", help='"RECIPE FIELD=VALUE ...", once or several times')
+    parser.add_argument("--epochs", type=int, help="of all variants")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--fine-tune", type=int, default=0, metavar="EPOCHS", help="also fine-tune on all labels")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run folders")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for text in args.variant or ["pretrain-small"]:
+        recipe = parse_variant(text)
+        if args.epochs:
+            recipe = recipe.with_overrides({"epochs": args.epochs})
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = (args.keep or Path(temporary)) / f"run-{len(rows)}" / "pretrained"
+                rows.append({"variant": text, **run_once(recipe, seed, folder, args.fine_tune)})
+            print(rows[-1], flush=True)
+            write_results(args, rows)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    for text in dict.fromkeys(row["variant"] for row in rows):
+        print(text)
+        for name in ("knn", "linear", "linear_1pct", "fine_tuned", "training_s"):
+            values = [row[name] for row in rows if row["variant"] == text and name in row]
+            if values:
+                spread = f" ± {statistics.stdev(values):.4f} (standard deviation)" if len(values) > 1 else ""
+                print(f"  {name:<12} {statistics.fmean(values):.4f}{spread}, n = {len(values)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""vitral pretrain: learn from images without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from vitral.cli.checks import check_inputs
+from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
+from vitral.cli.options import AUTO, check_checkpoint_flags, checkpoint_flags, checkpoint_options
+from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
+from vitral.cli.recipe_values import recipe_values, varying_fields
+from vitral.errors import VitralError, shell_quote
+
+COMMON = "Common flags"
+JUDGE = "Did it help?"
+DISTILL_METHOD = "distill"  # of vitral distill
+COMMON_FIELDS = (
+    "pretrain.method", "init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed", "pretrain.labels",
+)  # fmt: skip
+PREFIX = "pretrain."  # of the method's fields in a recipe; the flags omit it
+LABEL_FIELDS = (  # of a recipe, that pretraining does not use
+    "task", "augment.", "tune", "lora.", "patience", "sampling", "loss", "class_weights", "logit_adjustment",
+    "label_smoothing", "ema", "ema_decay", "tta", "data.name", "data.more", "data.validation", "data.test_split",
+    "data.fold", "data.targets", "data.label_separator", "data.exclude", "auto_batch_size", "init_options.",
+    "model.num_classes", "model.head", "distill.", "pretrain.distill.",
+    "teacher_options.",
+)  # fmt: skip
+HELP = {  # where the words of vitral train would mislead
+    "init_from": "checkpoint whose pretraining is continued: file, folder, run or hf:owner/name; empty: from scratch",
+    "epochs": "passes over the images",
+    "data.mean": "per-channel mean in [0, 1]; computed from the images if omitted",
+    "data.std": "per-channel standard deviation; computed from the images if omitted",
+    "time_limit": "end in time, with as many epochs as fit: 30m, 1h30m, 90s",
+    "model.pooling": "the features: class token, mean of the patches, or attention pooling",
+    "keep_image_size": "with --init-from: use the recipe's image size instead of the checkpoint's",
+}
+GROUP_TITLES = {
+    "": "Training",
+    "model": "Model",
+    "data": "Images",
+    "optim": "Optimizer and schedule",
+    "views": "Views of each image",
+    "lejepa": "LeJEPA (--method lejepa)",
+    "moco": "MoCo v3 (--method moco)",
+    "dino": "DINO (--method dino)",
+    "mae": "Masked autoencoding (--method mae)",
+}
+
+
+def pretrain_fields() -> Iterable[ConfigField]:
+    """Fields of a recipe that matter without labels, the common ones first; those of the method without a prefix."""
+    recipe = read_config_fields("vitral.recipes.schema", "Recipe")
+    fields = {field.path: field for field in recipe if not is_label_field(field.path)}
+    methods = tuple(name for name in get_args(fields["pretrain.method"].type) if name != DISTILL_METHOD)
+    fields["pretrain.method"] = replace(fields["pretrain.method"], type=Literal[methods])
+    fields["batch_size"] = replace(fields["batch_size"], type=int | Literal["auto"])
+    for field in read_config_fields("vitral.models.variants.hybrid", "HybridConfig", "model."):
+        if not is_label_field(field.path):
+            fields.setdefault(field.path, field)
+    ordered = [fields.pop(path) for path in COMMON_FIELDS] + list(fields.values())
+    return [
+        replace(field, path=field.path.removeprefix(PREFIX), help=HELP.get(field.path, field.help)) for field in ordered
+    ]
+
+
+def is_label_field(path: str) -> bool:
+    return path in LABEL_FIELDS or path.startswith(tuple(name for name in LABEL_FIELDS if name.endswith(".")))
+
+
+def group_title(path: str) -> str:
+    if path in {name.removeprefix(PREFIX) for name in COMMON_FIELDS}:
+        return COMMON
+    return GROUP_TITLES[path.partition(".")[0] if "." in path else ""]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainArgs:
+    """Learn features from images without labels (self-supervised), from scratch or from a checkpoint.
+
+    The result is a model without a classifier, for vitral train --init-from, probe and embed. A recipe sets everything
+    else; without --recipe it is chosen for the images.
+    """
+
+    images: tuple[str, ...] = argument(
+        "folders of images (class folders are ignored), CSV lists, shards or built-in datasets", default=()
+    )
+    recipe: str | None = option(None, "recipe name (see vitral recipes) or TOML file", group=COMMON)
+    preset: str | None = option(None, "model size instead of the recipe's: Ti/16, B/32, ...", group=COMMON)
+    overrides: Mapping[str, Any] = config_options(pretrain_fields, group=group_title)
+    judge: str | None = option(
+        None,
+        "labelled images to measure on, before and after, whether pretraining helped: k-NN, linear probe, fine-tuning",
+        group=JUDGE,
+    )
+    judge_seeds: int | None = option(None, "repetitions with other labels and random numbers (default: 3)", group=JUDGE)
+    judge_fractions: tuple[float, ...] | None = option(
+        None, "fractions of the labels to learn from (default: 0.01,0.1,1)", group=JUDGE
+    )
+    judge_fine_tuning: bool | None = option(None, "also fine-tune, which takes nearly all of the time", group=JUDGE)
+    out: Path | None = option(None, "run folder to create (default: runs/<recipe>-<date>-<id>)", group=COMMON)
+    resume: Path | None = option(None, "run folder of an interrupted run to continue", group=COMMON)
+    exclude: Path | None = option(
+        None,
+        "list of files that are not used: a CSV file of vitral doctor --fix-list, or one path per line",
+        group=GROUP_TITLES["data"],
+    )
+    checkpoint: Mapping[str, Any] = checkpoint_flags()
+
+
+def pretrain(args: PretrainArgs) -> int:
+    overrides = recipe_overrides(args.overrides)
+    init_from = overrides.get("init_from")
+    if init_from == AUTO:
+        raise VitralError(
+            "--init-from auto chooses a checkpoint for labelled images",
+            "Name one, such as hf:timm/vit_tiny_patch16_224.augreg_in21k",
+        )
+    check_inputs(init_from or None, data=overrides.get("pretrain.labels"), sources=args.images, recipe=args.recipe)
+    check_inputs(data=args.judge)
+    check_checkpoint_flags(args.checkpoint, overrides)
+    judge_options = {
+        name: value
+        for name in ("seeds", "fractions", "fine_tuning")
+        if (value := getattr(args, f"judge_{name}")) is not None
+    }
+    if judge_options and args.judge is None:
+        flag = f"--judge-{next(iter(judge_options)).replace('_', '-')}"
+        raise VitralError(f"{flag} is an option of --judge", "Name labelled images with --judge LABELLED")
+    if args.resume is not None:
+        check_resume_flags(args)
+    elif not args.images and args.recipe is None:
+        raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
+    from vitral.pretraining import pretrain as run_pretraining
+
+    result = run_pretraining(
+        list(args.images) or None,
+        recipe=args.recipe,
+        preset=args.preset,
+        options=checkpoint_options(args.checkpoint),
+        judge=args.judge,
+        judge_options=judge_options,
+        exclude=args.exclude,
+        out=args.out,
+        resume=args.resume,
+        quiet=False,
+        **overrides,
+    )
+    if result.comparison is not None:
+        from vitral.reporting.terminal.label_efficiency import print_label_efficiency
+
+        print_label_efficiency(result.comparison)
+    return 0
+
+
+def recipe_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the path of their field in a recipe."""
+    own = {field.path for field in read_config_fields("vitral.ssl.config", "PretrainConfig")}
+    return {f"{PREFIX}{path}" if path in own else path: value for path, value in flags.items()}
+
+
+def check_resume_flags(args: PretrainArgs) -> None:
+    """A resumed run keeps its images and recipe; only a few fields may change."""
+    from vitral.recipes.schema import RESUMABLE_FIELDS
+
+    fixed = [name for name in ("images", "recipe", "preset", "exclude", "out") if getattr(args, name)]
+    fixed += [path for path in args.overrides if path not in RESUMABLE_FIELDS]
+    if fixed:
+        flag = args.images[0] if fixed[0] == "images" else f"--{fixed[0].replace('_', '-')}"
+        raise VitralError(
+            f"{flag} cannot be changed when a run is resumed",
+            f"Start a new run instead: vitral pretrain --recipe {shell_quote(args.resume)}/recipe.toml",
+        )
+
+
+def help_defaults(args: PretrainArgs | None) -> HelpDefaults:
+    """The values of the recipe that this command line names, or which recipe will be chosen."""
+    if args is None or args.recipe is None:
+        note = (
+            "Defaults: the recipe's. Without --recipe, that is pretrain-continue with --init-from, pretrain-small for "
+            "built-in datasets, or pretrain. To see them, add --recipe NAME before --help."
+        )
+        return HelpDefaults(note, {path.removeprefix(PREFIX): NO_DEFAULT for path in varying_fields()})
+    values = {path.removeprefix(PREFIX): value for path, value in recipe_values(args.recipe).items()}
+    return HelpDefaults(f"Defaults: those of the recipe {args.recipe}.", values, show_switches=True)
+
+
+COMMAND = Command("pretrain", PretrainArgs, pretrain, help_defaults)

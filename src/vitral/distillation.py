@@ -1,0 +1,108 @@
+"""Learning the features of a teacher without labels: `vitral.distill`.
+
+import vitral
+student = vitral.distill("photos/", teacher="hf:timm/vit_small_patch14_dinov2.lvd142m", preset="Ti/16")
+model = vitral.train("labelled/", init_from="runs/distill-...")
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vitral.data.preprocess import Preprocessing
+from vitral.data.unlabelled import as_sources
+from vitral.errors import VitralError, shell_quote
+from vitral.inference.predictor import Predictor
+from vitral.pretraining import train_without_labels
+from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
+from vitral.recipes.schema import Recipe, read_recipe
+from vitral.runs.run import Run
+from vitral.training.callbacks import Callback
+from vitral.training.distill_data import resolve_distill_recipe, setup_distillation
+from vitral.training.progress import DistillProgressTable
+from vitral.training.provenance import check_resumable
+from vitral.training.teachers import TeacherFn
+
+
+def distill(
+    images: str | Path | Sequence[Any] | None = None,
+    *,
+    teacher: str | Path | TeacherFn | None = None,
+    teacher_preprocessing: Preprocessing | None = None,
+    recipe: Recipe | str | Path | None = None,
+    init_from: str | Path | None = None,
+    preset: str | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
+    labels: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    quiet: bool = True,
+    callbacks: Sequence[Callback] = (),
+    **overrides: Any,
+) -> Predictor:
+    """Train a student on the features of a teacher, without labels, in a new run folder, and return the student.
+
+    The result is a model without a classifier: fine-tune it with `train(init_from=...)`, measure it with `probe`. To
+    learn the predictions of a classifier together with labels, use `train(..., **{"distill.teacher": ...})`.
+
+    Args:
+        images: As for `vitral.pretrain`: folders, lists, shards, built-in datasets or a sequence of images.
+        teacher: A run, model folder, checkpoint file, "hf:owner/name" or bundled model. Or a callable from normalised
+            images (B, C, H, W) to features (B, E), a feature map (B, E, h, w), or a pair or dictionary of "pooled" and
+            "patches"; a module is set to evaluation mode.
+        teacher_preprocessing: Input that a callable expects. Default: the student's.
+        recipe: Name, TOML file or Recipe. Default: "distill", or "distill-small" for built-in datasets.
+        init_from: Checkpoint whose weights the student starts from. It determines the architecture.
+        preset: Size of the student instead of the recipe's, such as "Ti/16".
+        options: What the files of the teacher do not contain.
+        labels: Labelled images for the k-NN accuracy after each epoch. The labels are not used in training.
+        out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
+        resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence and a callable must
+            be passed again.
+        quiet: Print nothing.
+        callbacks: Receive the events of the training (`vitral.training.callbacks.Callback`).
+        overrides: Recipe fields, such as `epochs=3` or `**{"pretrain.distill.patch_weight": 0.5}`. A resumed run
+            accepts only `vitral.recipes.schema.RESUMABLE_FIELDS`.
+    """
+    started = time.perf_counter()
+    sources = [] if images is None else as_sources(images)
+    if labels is not None:
+        overrides = {"pretrain.labels": str(labels), **overrides}
+    name = str(teacher) if isinstance(teacher, Path) else teacher
+    network = None if name is None or isinstance(name, str) else name
+    if resume is not None:
+        is_named = isinstance(name, str) or any(isinstance(source, str) for source in sources)
+        if is_named or any((recipe, init_from, preset, out, options.given)):
+            raise VitralError("a resumed run keeps its images, teacher, recipe and folder", "Pass only the run folder")
+        check_resumable(overrides)
+        resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
+        check_is_distillation(resolved, resume)
+    else:
+        init = str(init_from) if init_from else None
+        resolved = resolve_distill_recipe(sources, name, recipe, init, preset, options).with_overrides(overrides)
+    given = list(sources) if any(not isinstance(source, str) for source in sources) else None
+    run, resolved = train_without_labels(
+        resolved,
+        lambda recipe, progress: setup_distillation(recipe, progress, given, network, teacher_preprocessing),
+        started=started,
+        out=out,
+        resume=resume,
+        quiet=quiet,
+        callbacks=callbacks,
+        overrides=overrides,
+        command="distill",
+        progress_class=DistillProgressTable,
+    )
+    return Predictor.load(run.path, device=resolved.device)
+
+
+def check_is_distillation(recipe: Recipe, run: str | Path) -> None:
+    """Refuse to resume a run that has no teacher."""
+    if recipe.pretrain is None or recipe.pretrain.method != "distill":
+        command = "train" if recipe.pretrain is None else "pretrain"
+        raise VitralError(
+            f"{run} is not a run of vitral distill", f"Resume it with: vitral {command} --resume {shell_quote(run)}"
+        )

@@ -1,0 +1,1 @@
+"""Self-supervised pretraining: views of unlabelled images, masks, methods, and measures of collapse."""

@@ -1,0 +1,196 @@
+"""Pretrain one model on unlabelled images.
+
+    uint8 batch -> views and masks -> method (student, teacher, heads) -> loss -> gradients -> optimizer -> EMA teacher
+
+`PretrainTrainer` differs from `Trainer` in its backend and in what it measures after an epoch: the features of a fixed
+sample of images, which reveal a collapse, and with a few labels their k-NN accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitral.data.lazy_images import Images, select_images
+from vitral.data.preprocess import to_model_input
+from vitral.data.probe_set import ProbeSet
+from vitral.device.select import Hardware
+from vitral.distributed.dtensor import full_state
+from vitral.distributed.parallel import ParallelPlan
+from vitral.errors import VitralError, shell_quote
+from vitral.evaluation.feature_classifiers import leave_one_out_accuracy
+from vitral.inference.forward import compute_logits_distributed
+from vitral.models.variants import VARIANTS
+from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights
+from vitral.runs.run import Run
+from vitral.ssl.collapse import CollapseMetrics, collapse_reason, measure_collapse
+from vitral.ssl.method import PretrainMethod
+from vitral.training.backend import Backend
+from vitral.training.callbacks import Callback
+from vitral.training.pretrain_backend import make_pretrain_backend
+from vitral.training.setup import TrainingSetup
+from vitral.training.timing import TimeBudget
+from vitral.training.trainer import Trainer
+from vitral.weights.checkpoint import NO_HEAD
+
+NUM_SAMPLE_IMAGES = 2048  # whose features are measured after each epoch
+NUM_NEIGHBOURS = 20  # k of the k-NN accuracy
+
+
+class PretrainTrainer(Trainer):
+    """Train the ViT inside a pretraining method. The last epoch's weights become the model.
+
+    `probe_set`: labelled images, for the k-NN accuracy after each epoch. The labels are not used in training.
+    """
+
+    command = "pretrain"
+    probe_set: ProbeSet | None = None
+
+    @property
+    def method(self) -> PretrainMethod:
+        assert isinstance(self.state.model, PretrainMethod)
+        return self.state.model
+
+    def setup(self) -> None:
+        super().setup()
+        self.history = [collapse_metrics(row) for row in self.run.load_metrics()]
+        train = self.dataset.train
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(self.recipe.seed))
+        is_sampled = torch.zeros(len(train), dtype=torch.bool)
+        is_sampled[order[:NUM_SAMPLE_IMAGES]] = True
+        self.sample_images = to_model_input(select_images(train.images, is_sampled), self.preprocessing)
+
+    def start(self) -> None:
+        super().start()
+        self.check_collapse()
+
+    def make_backend(self) -> Backend:
+        return make_pretrain_backend(
+            self.method,
+            self.recipe,
+            self.hardware,
+            self.parallel,
+            micro_batch_size=self.micro_batch_size,
+            log=self.callbacks.on_message,
+        )
+
+    def validate(self) -> dict[str, Any]:
+        """Measure the features, keep the weights if this is the last epoch, and reset the epoch counters."""
+        state = self.state
+        self.hardware.synchronize()
+        training_seconds = self.clock.training_seconds(state)
+        metrics = self.training_metrics()
+        checks = self.measure_features()
+        metrics |= {name: value for name, value in vars(checks).items() if value is not None}
+        if self.probe_set is not None:
+            features = self._forward(self.method.features, self.probe_set.images).cpu()
+            labels, K = self.probe_set.labels, len(self.probe_set.classes)
+            metrics["knn_top1"] = leave_one_out_accuracy(features, labels, K, NUM_NEIGHBOURS)
+        self.history = [*self.history[: state.epoch], checks]
+        is_last = metrics["best"] = state.epoch + 1 == self.recipe.epochs or self.time_is_over
+        if is_last:
+            state.best = {"epoch": state.epoch + 1}
+            self._save_backbone()
+        return metrics | self.reset_epoch(training_seconds)
+
+    def end_epoch(self, metrics: dict[str, Any]) -> None:
+        super().end_epoch(metrics)
+        self.check_collapse()
+
+    def check_collapse(self) -> None:
+        """Stop a run whose features have collapsed. A resumed one stops at once."""
+        collapse = collapse_reason(self.history[: self.state.epoch]) if self.method.can_collapse else None
+        if collapse is not None:
+            self.save_checkpoint()
+            raise VitralError(
+                f"{collapse.what}, after epoch {self.state.epoch}",
+                f"{collapse.hint}. Start again with: vitral pretrain --recipe {shell_quote(self.run.recipe_file)} ...",
+            )
+
+    def training_score(self, mean_score: float) -> dict[str, float]:
+        return {f"train_{self.method.score_name}": mean_score}
+
+    def eval_forward(self) -> Callable[[Tensor], Tensor]:
+        return self.method.features
+
+    @property
+    def num_evaluated_images(self) -> int:
+        return len(self.sample_images) + (0 if self.probe_set is None else len(self.probe_set.labels))
+
+    def measure_features(self) -> CollapseMetrics:
+        """Measures of collapse on a fixed sample of the training images."""
+        features = self._forward(self.method.features, self.sample_images)
+        if type(self.method).output_logits is PretrainMethod.output_logits:
+            return measure_collapse(features)
+        logits = self._forward(self.method.output_logits, self.sample_images)
+        return measure_collapse(features, self.method.output_probs(logits))
+
+    def _forward(self, function: Callable[[Tensor], Any], images_NCHW: Images) -> Tensor:
+        self.method.eval()
+        return compute_logits_distributed(function, images_NCHW, self.preprocessing, self.hardware)
+
+    def _save_backbone(self) -> None:
+        state = full_state(self.method.backbone.state_dict())
+        self.world.broadcast_from_rank0(lambda: save_weights(self.run.checkpoint_dir / "best.safetensors", state))
+
+    def export_best_model(self) -> None:
+        """Write the backbone to the run's model folder, as a model without a classifier."""
+        recipe = self.recipe
+
+        def export() -> None:
+            config = ModelConfig(
+                architecture=recipe.model,
+                preprocessing=self.preprocessing,
+                classes=(NO_HEAD,),
+                trained_on=self.dataset.name,
+                epoch=int(self.state.best["epoch"]),
+                variant=recipe.variant,
+            )
+            model = VARIANTS[recipe.variant](recipe.model)
+            head = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("head.")}
+            model.load_state_dict({**load_weights(self.run.checkpoint_dir / "best.safetensors"), **head})
+            save_model(self.run.model_dir, model, config)
+
+        self.world.broadcast_from_rank0(export)
+
+
+def make_trainer(
+    setup: TrainingSetup,
+    run: Run,
+    hardware: Hardware,
+    *,
+    parallel: ParallelPlan | None = None,
+    callbacks: Sequence[Callback] = (),
+    time_budget: TimeBudget | None = None,
+    probe_set: ProbeSet | None = None,
+) -> Trainer:
+    """The trainer for a setup: with labels or, for a pretraining recipe, without. `probe_set` is for pretraining."""
+    from vitral.training.distiller import DistillTrainer  # imported here: distiller.py imports this module
+
+    trainer_class: type[Trainer] = Trainer
+    if setup.recipe.pretrain is not None:
+        trainer_class = DistillTrainer if setup.recipe.pretrain.method == "distill" else PretrainTrainer
+    trainer = trainer_class(
+        setup.recipe,
+        setup.dataset,
+        setup.preprocessing,
+        run,
+        hardware,
+        parallel=parallel,
+        callbacks=callbacks,
+        initial_weights=setup.initial_weights,
+        base=setup.base,
+        time_budget=time_budget,
+        teacher=setup.teacher,
+    )
+    if isinstance(trainer, PretrainTrainer):
+        trainer.probe_set = probe_set
+    return trainer
+
+
+def collapse_metrics(row: dict[str, Any]) -> CollapseMetrics:
+    """The measures of collapse in a line of metrics.jsonl."""
+    return CollapseMetrics(**{name: row[name] for name in CollapseMetrics.__dataclass_fields__ if name in row})
