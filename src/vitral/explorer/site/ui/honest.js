@@ -1,11 +1,12 @@
 // Honest attention: the attention picture next to the map that the faithfulness test ranks best for this model.
 import { app } from "./context.js";
-import { element, formatNumber } from "./dom.js";
+import { element } from "./dom.js";
 import { t } from "./i18n.js";
 import { captioned, litPicture } from "./pictures.js";
 
-const MAX_SECONDS = 2; // longer computations wait for a click
+const MAX_RUNS = 64; // maps that need more forward passes wait for a click
 const METHOD_NAMES = {
+  random: "method-random",
   attention: "method-attention",
   rollout: "method-rollout",
   occlusion: "method-occlusion",
@@ -23,15 +24,15 @@ export function honestAttention() {
     { class: "figures", "aria-busy": "true" },
     element("div", {}, element("p", { class: "small" }, t("computing")), progress),
   );
-  const seconds = app.trace.explanations?.[best] ? 0 : secondsFor(best);
+  const isQuick = runsFor(best) <= MAX_RUNS || app.trace.explanations?.[best];
   const button = element("button", { type: "button", "data-focus": "honest", onclick: () => {
     button.replaceWith(holder);
     fillHonest(holder, best, progress);
-  } }, t("honest-compute", { seconds: Math.ceil(seconds) }));
-  if (seconds < MAX_SECONDS) fillHonest(holder, best, progress);
+  } }, t("honest-compute", { seconds: Math.ceil((runsFor(best) * app.base.ms) / 1000) }));
+  if (isQuick) fillHonest(holder, best, progress);
   section.append(
-    seconds < MAX_SECONDS ? holder : button,
-    element("p", {}, ranking(best)),
+    isQuick ? holder : button,
+    ...ranking(best),
     element("p", { class: "small" }, t("honest-when")),
   );
   return section;
@@ -40,15 +41,18 @@ export function honestAttention() {
 // The map with the best ranking; for a model without one, occlusion or, where that takes long, relevance.
 function bestMap() {
   const best = app.entry.faithfulness?.best;
-  if (best in METHOD_NAMES) return best;
-  return secondsFor("occlusion") < MAX_SECONDS ? "occlusion" : "relevance";
+  if (best && best in METHOD_NAMES) return best;
+  return affordableMap();
 }
 
+// Occlusion, or relevance for a model with many patches.
+export const affordableMap = () => (runsFor("occlusion") <= MAX_RUNS ? "occlusion" : "relevance");
+
 // Occlusion runs the model once per window of patches; the other maps cost about one run.
-export function secondsFor(method) {
+function runsFor(method) {
   const [rows, columns] = app.entry.grid;
   const side = Math.max(Math.round(Math.min(rows, columns) / 7), 1);
-  return method === "occlusion" ? ((rows - side + 1) * (columns - side + 1) * app.base.ms) / 1000 : 0;
+  return method === "occlusion" ? (rows - side + 1) * (columns - side + 1) : 1;
 }
 
 async function fillHonest(holder, best, progress) {
@@ -91,24 +95,33 @@ function rescale(values) {
   return Float32Array.from(values, (value) => Math.max(0, (value - from) / Math.max(top - from, 1e-9)) ** 0.8);
 }
 
+// What the faithfulness test says about the maps of this model, and all its numbers.
 function ranking(best) {
   const record = app.entry.faithfulness;
-  if (!record) return t(best === "occlusion" ? "honest-unranked" : "honest-unranked-other", { method: methodName(best) });
-  const score = (method) => record.scores.find((row) => row.method === method);
-  const values = { images: record.images, source: record.source, method: methodName(best) };
-  const [winner, attention, random] = [score(best), score("attention"), score("random")];
-  if (winner && attention && best !== "attention")
-    return t(
-      "honest-ranked",
-      {
-        ...values,
-        score: formatNumber(winner.score),
-        attention: formatNumber(attention.score),
-        random: random ? formatNumber(random.score) : "0",
-      },
-    );
-  return t(
-    "honest-attention-best",
-    { ...values, score: winner ? formatNumber(winner.score) : "–", random: random ? formatNumber(random.score) : "0" },
-  );
+  if (!record) return [
+    element("p", {}, t(best === "occlusion" ? "honest-unranked" : "honest-unranked-other", { method: methodName(best) })),
+  ];
+  const isBest = record.best === best;
+  return [
+    element(
+      "p",
+      {},
+      t("honest-tests", { images: record.images, source: record.source }),
+      " ",
+      t(isBest ? "honest-best" : "honest-none", { method: methodName(best) }),
+    ),
+    element("div", { class: "scroll", tabindex: "0" }, scoreTable(record)),
+  ];
+}
+
+function scoreTable({ best, scores }) {
+  const columns = ["map", "deletion", "insertion", "pointing", "beats-random"];
+  const share = (value) => (value === null || value === undefined ? "–" : value.toFixed(2));
+  return element("table", { class: "scores" },
+    element("thead", {}, element("tr", {}, columns.map((name) => element("th", { scope: "col" }, t(`honest-${name}`))))),
+    element("tbody", {}, scores.map((row) =>
+      element("tr", { class: row.method === best ? "strong" : "" },
+        element("th", { scope: "row" }, methodName(row.method)),
+        [row.deletion, row.insertion, row.pointing].map((value) => element("td", {}, share(value))),
+        element("td", {}, row.method === "random" ? "" : t(row.beats_random ? "yes" : "no"))))));
 }
