@@ -54,6 +54,9 @@ from vitral.evaluation.leaks import (
 )
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
+from vitral.explorer.build import ExplorerOptions, model_names, site_model
+from vitral.explorer.weights import Precision as WeightPrecision
+from vitral.explorer.write import write_site
 from vitral.export.export import SUFFIX_BY_TARGET, Target, check_exportable, export_model
 from vitral.export.onnx_file import require_onnx
 from vitral.export.parity import MIN_AGREEMENT, ParityReport, check_image_count
@@ -820,3 +823,71 @@ def default_export_path(predictor: Predictor, to: Target, precision: ExportPreci
     stem = name or (source.stem if source.is_file() else "model")
     stem += "" if precision == "fp32" else f"-{precision}"
     return folder / f"{stem}{'-aoti' if to == 'aoti' else ''}{SUFFIX_BY_TARGET[to]}"
+
+
+class ExplorerSite(NamedTuple):
+    page: Path  # index.html
+    size: int  # bytes of all files
+    models: tuple[str, ...]  # names of the models in it
+    notes: tuple[str, ...]  # how checkpoints of other libraries were interpreted
+
+
+def explorer(
+    models: Sequence[str | Path | Predictor] = (),
+    out: str | Path = "site",
+    *,
+    images: Sequence[str | Path] = (),
+    labels: str | Path | None = None,
+    options: CheckpointOptions = NO_OPTIONS,
+    precision: WeightPrecision = "auto",
+    faithfulness: str | None = None,
+    faithfulness_images: int = 32,
+    epochs: int = 8,
+    log: LogFn = no_log,
+) -> ExplorerSite:
+    """Write a static site in which models run in the browser and can be taken apart.
+
+    It needs no server and no network: open index.html. Models that the browser cannot run are refused.
+
+    Args:
+        models: The models. Default: the bundled ones.
+        out: Folder to write.
+        images: Example images for the page.
+        labels: Text file with one class name per line, for a checkpoint without class names.
+        options: What the files of a checkpoint of another library do not contain.
+        precision: Of the weights. "auto": exact for bundled and small models, int8 for those above 4 million
+            parameters.
+        faithfulness: Dataset or folder with the model's classes: rank the explanation methods on its images. Default:
+            the recorded ranking of a bundled model, otherwise none.
+        faithfulness_images: Number of images, and of image pairs, to rank on.
+        epochs: Number of earlier epochs to include from the checkpoints that a run kept.
+        log: Called with one line per phase.
+    """
+    if epochs < 0 or faithfulness_images < 1:
+        raise VitralError(
+            f"expected at least 0 epochs and 1 image, got {epochs} and {faithfulness_images}", "Omit them for 8 and 32"
+        )
+    sources = list(models) or [bundled.PREFIX + name for name in ("mnist", "cifar10")]
+    names = model_names(sources)
+    settings = ExplorerOptions(
+        precision=precision,
+        images=tuple(map(Path, images)),
+        faithfulness=faithfulness,
+        faithfulness_images=faithfulness_images,
+        epochs=epochs,
+    )
+    site_models = []
+    for source, name in zip(sources, names, strict=True):
+        log(f"Loading {name}")
+        if isinstance(source, Predictor):
+            predictor = source.reference()
+        else:
+            file = (
+                Path(labels) if labels is not None and bundled.bundled_name(bundled.resolve(source)) is None else None
+            )
+            predictor = Predictor.load(source, device="cpu", engine="reference", labels=file, options=options)
+        site_models.append(site_model(predictor, name, settings, log))
+    log("Writing")
+    size = write_site(site_models, Path(out))
+    notes = tuple(note for model in site_models for note in model.predictor.notes)
+    return ExplorerSite(Path(out) / "index.html", size, tuple(names), notes)

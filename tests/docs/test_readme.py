@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"`(vitral [^`]+)`", README)
 SLOW_COMMANDS = {  # these have other tests
+    "vitral explorer --out site",
     "vitral export runs/mine --to onnx",
     "vitral figures runs/mine",
     "vitral train photos/ --folds 3",

@@ -48,6 +48,7 @@ COMMAND_GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "Understand": (
         ("explain", "MODEL FILES...", "draw heatmaps of what predictions depend on, and measure how faithful they are"),
         ("walk", "IMAGE", "follow one image through the model, step by step"),
+        ("explorer", "[MODEL...]", "write a site in which a ViT runs in the browser, to explore and take apart"),
         ("figures", "MODEL", "draw the figures of the ViT paper for a model"),
         ("summary", "PRESET|MODEL", "print layers, shapes, parameters, FLOPs and memory"),
     ),

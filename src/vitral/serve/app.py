@@ -20,6 +20,7 @@ from vitral.errors import VitralError, unknown_name_error
 from vitral.serve import schema
 from vitral.serve.batcher import Batcher, Item, Result, Ticket
 from vitral.serve.explain_payload import SERVED_METHODS, ExplainRequest
+from vitral.serve.explorer import EXPLORER_POLICY, ServedExplorer
 from vitral.serve.limits import Budget, ErrorCode, RequestError
 from vitral.serve.middleware import RequestMiddleware, ServerState, error_response
 from vitral.serve.models import ServedModel
@@ -76,6 +77,8 @@ def create_app(models: Sequence[ServedModel], state: ServerState) -> RequestMidd
     _add_model_routes(app, models, state)
     _add_status_routes(app, models, state)
     _add_page_routes(app)
+    if state.offers_explorer:
+        _add_explorer_routes(app, ServedExplorer(models))
     _add_error_handlers(app)
     return RequestMiddleware(app, state)
 
@@ -277,6 +280,21 @@ def _add_page_routes(app: FastAPI) -> None:
     @app.get("/page/{file}", include_in_schema=False)
     async def page_file(file: str) -> Response:
         return serve_file(file)
+
+
+def _add_explorer_routes(app: FastAPI, explorer: ServedExplorer) -> None:
+    @app.get("/explorer", include_in_schema=False)
+    async def explorer_redirect() -> Response:
+        return Response(status_code=308, headers={"Location": "/explorer/"})
+
+    @app.get("/explorer/{file:path}", include_in_schema=False)
+    async def explorer_file(file: str) -> Response:
+        name = file or "index.html"
+        content = await explorer.file(name)
+        if content is None:
+            raise RequestError(404, "not_found", "no such file")
+        headers = {"Cache-Control": "no-cache, max-age=0", "Content-Security-Policy": EXPLORER_POLICY}
+        return Response(content, media_type=MEDIA_TYPES[Path(name).suffix], headers=headers)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -23,7 +23,8 @@ from vitral.serve.metrics import ServerMetrics
 from vitral.utils.json_toml import dump_json
 
 PUBLIC_PATHS = ("/", "/docs", "/openapi.json", "/healthz", "/readyz", "/favicon.ico")  # and /page/...: no key needed
-UNLOGGED_ROUTES = ("/healthz", "/readyz", "/metrics", "/page/{file}")  # polled by machines; counted but not logged
+# Polled by machines, or many at once; counted but not logged.
+UNLOGGED_ROUTES = ("/healthz", "/readyz", "/metrics", "/page/{file}", "/explorer/{file:path}")
 log = logging.getLogger("vitral.serve")
 
 # The page loads only its own files: no inline or third-party scripts and styles, and no framing.
@@ -51,6 +52,7 @@ class ServerState:
     hosts: AllowedHosts = field(default_factory=AllowedHosts)
     ready: bool = False
     draining: bool = False
+    offers_explorer: bool = False  # /explorer/, which publishes the weights
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
     def __post_init__(self) -> None:
@@ -146,7 +148,7 @@ class RequestMiddleware:
     def _add_headers(self, message: Message, request_id: str) -> None:
         headers = MutableHeaders(scope=message)
         for name, value in SECURITY_HEADERS.items():
-            headers[name] = value
+            headers.setdefault(name, value)
         headers.setdefault("Cache-Control", "no-store")
         headers["X-Request-Id"] = request_id
         if self.state.draining or message["status"] in (408, 413):

@@ -110,6 +110,7 @@ class ServedModel:
     ) -> None:
         self.name, self.predictor, self.limits, self.threads, self.metrics = name, predictor, limits, threads, metrics
         self.version = model_version(predictor)
+        self.in_explorer = False  # whether /explorer/ shows the model
         self.decode_slots = asyncio.Semaphore(threads.decoders)  # of this model: the others' images need not wait long
         self.predict_queue: Batcher[Tensor, Scores] = Batcher(
             self._score_batch,
@@ -227,6 +228,7 @@ class ServedModel:
             "detects_ood": config.calibration.ood_threshold is not None,
             "coverage": None if sets is None else sets.coverage,
             "explain_methods": list(SERVED_METHODS),
+            "explorer": self.in_explorer,
             "max_images": self.limits.max_images,
             "max_body_mib": self.limits.max_body_mib,
         }

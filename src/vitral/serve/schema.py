@@ -178,6 +178,7 @@ class ModelInfo(StrictModel):
     detects_ood: bool = Field(description="the model has a threshold for out-of-distribution images")
     coverage: float | None = Field(None, description="coverage of the prediction sets or intervals; null: none")
     explain_methods: list[str] = Field(description="methods accepted by /explain")
+    explorer: bool = Field(description="/explorer/ runs the model in the browser")
     max_images: int = Field(description="images per request")
     max_body_mib: int = Field(description="size of a request body in MiB")
 

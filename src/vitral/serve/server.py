@@ -26,6 +26,7 @@ from vitral.inference.predictor import Predictor
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.serve.app import create_app
 from vitral.serve.connection import make_protocol
+from vitral.serve.explorer import ExplorerSetting, is_explorer_offered
 from vitral.serve.hosts import allowed_hosts
 from vitral.serve.limits import Limits
 from vitral.serve.logs import LogFormat, configure_logging
@@ -110,6 +111,7 @@ def serve(
     engine: EngineName = "auto",
     threads: int | None = None,
     log: LogFormat = "text",
+    explorer: ExplorerSetting = "auto",
 ) -> None:
     """Serve models over HTTP until a signal stops the process.
 
@@ -118,10 +120,17 @@ def serve(
     options: what the files of checkpoints of other libraries do not contain; applies to all models.
     keys: accepted API keys; None: no key needed.
     hosts: names accepted in the Host header, in addition to localhost and the address in `host`.
+    explorer: whether /explorer/ runs the models in the browser, which publishes their weights. "auto": on localhost,
+        without keys.
     """
     limits = limits or Limits()
     url_names = model_names(sources, names)
-    state = ServerState(limits=limits, key_digests=hash_keys(keys), hosts=allowed_hosts(host, hosts))
+    state = ServerState(
+        limits=limits,
+        key_digests=hash_keys(keys),
+        hosts=allowed_hosts(host, hosts),
+        offers_explorer=is_explorer_offered(explorer, host, keys),
+    )
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # max_megapixels decides
     with bind_socket(host, port) as listener, ExitStack() as stack:
         predictors = [
@@ -197,4 +206,5 @@ def report_startup(models: Sequence[ServedModel], url: str, log: LogFormat) -> N
     if workers > 1:
         threads = torch.get_num_threads()
         print(f"{'':<16} {workers} concurrent batches, {threads} thread{'s' * (threads > 1)} each")
-    print(f"\nWeb page         {url}/\nAPI docs         {url}/docs\nStop with Ctrl-C.\n", flush=True)
+    explorer = f"Explorer         {url}/explorer/\n" if any(model.in_explorer for model in models) else ""
+    print(f"\nWeb page         {url}/\n{explorer}API docs         {url}/docs\nStop with Ctrl-C.\n", flush=True)

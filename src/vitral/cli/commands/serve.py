@@ -34,6 +34,9 @@ class ServeArgs:
         (), "further host names by which clients address the server, e.g. behind a proxy; * for any", repeatable=True
     )
     keys: Path | None = option(None, "file with one API key per line (default: the variable VITRAL_API_KEYS)")
+    explorer: Literal["auto", "on", "off"] = option(
+        "auto", "/explorer/ runs the models in the browser, which publishes their weights; auto: on localhost only"
+    )
     engine: EngineFlag = option("auto", ENGINE_HELP)
     device: DeviceFlag = option("auto", "device to run on; CUDA_VISIBLE_DEVICES selects one of several GPUs")
     threads: int | None = option(None, "CPU threads per batch; several batches run in parallel if cores allow")
@@ -75,6 +78,7 @@ def serve(args: ServeArgs) -> int:
         engine=args.engine,
         threads=args.threads,
         log=default_log if args.log == "auto" else args.log,
+        explorer=args.explorer,
     )
     return 0
 

@@ -56,6 +56,7 @@ class WalkStep:
     shape: str
     code: tuple[SourceExcerpt, ...]
     figures: tuple[StepFigure, ...]
+    extra_texts: tuple[str, ...] = ()  # keys of the texts after the step's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +285,7 @@ class WalkBuilder:
             shape=shape,
             code=tuple(source_excerpt(function) for function in code),
             figures=tuple(figures),
+            extra_texts=tuple(extra_texts),
         )
 
     # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -134,6 +134,8 @@ function selectModel(name) {
     heads: model.heads,
   });
   $("draw").hidden = model.channels !== 1;
+  $("explorer").hidden = !model.explorer;
+  $("explorer").href = `/explorer/#?model=${encodeURIComponent(model.name)}`;
   $("confidence-title").dataset.i18n = model.task === "regression" ? "interval-title" : "confidence";
   $("confidence-title").textContent = t($("confidence-title").dataset.i18n);
 }
