@@ -202,7 +202,7 @@ def test_optimizers_get_their_kernels_at_the_first_step() -> None:
     assert adamw.kernels is not None
     assert messages == []
     reference, _ = make_backend()
-    reference._optimizers_prepared = True  # without kernels
+    reference._optimizer_kernels.is_prepared = True  # without kernels
     (muon, _), expected = optimizers_after_one_step(reference)
     assert muon.kernels is None
     for a, b in zip(weights, expected, strict=True):

@@ -106,6 +106,7 @@ def test_class_weights_reach_the_loss(model: ViT, recipe: Recipe, preprocessing:
     plan = parallel_plan(recipe, cpu)
     backend = make_backend(model, recipe, preprocessing, cpu, plan, class_weights_K=weights)
     logits, targets, labels = torch.zeros(4, 4), torch.eye(4), torch.arange(4)
+    assert isinstance(backend, ReferenceBackend)
     loss, _ = backend.loss(logits, targets, labels)
     assert loss.item() == pytest.approx(10 * torch.tensor(4.0).log().item())
 

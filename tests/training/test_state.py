@@ -11,7 +11,7 @@ from vitral.training.state import init_state, rank_seed
 def test_the_seed_determines_weights_and_augmentation(recipe: Recipe, cpu: Hardware) -> None:
     def draws(seed: int) -> tuple[Tensor, Tensor]:
         state = init_state(recipe.with_overrides({"seed": seed}), cpu, 10)
-        return state.model.patch_embedding.project.weight, torch.rand(4, generator=state.augment_rng)
+        return state.vit.patch_embedding.project.weight, torch.rand(4, generator=state.augment_rng)
 
     assert all(torch.equal(a, b) for a, b in zip(draws(3), draws(3), strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(draws(3), draws(4), strict=True))

@@ -35,7 +35,7 @@ def make_context(
     state: TrainState, recipe: Recipe, preprocessing: Preprocessing, cpu: Hardware, weights_K: Tensor | None = None
 ) -> StepContext:
     parallel = parallel_plan(recipe, cpu)
-    backend = make_backend(state.model, recipe, preprocessing, cpu, parallel, class_weights_K=weights_K)
+    backend = make_backend(state.vit, recipe, preprocessing, cpu, parallel, class_weights_K=weights_K)
     return StepContext(recipe, backend)
 
 
@@ -129,7 +129,7 @@ def test_gradient_accumulation_equals_the_full_batch(
     for expected, actual in zip(full.model.parameters(), accumulated.model.parameters(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-6)
     torch.testing.assert_close(accumulated.epoch_sums, full.epoch_sums, rtol=1e-5, atol=1e-5)
-    assert update_norm(full, init_state(recipe, cpu, 10).model) > 0.05
+    assert update_norm(full, init_state(recipe, cpu, 10).vit) > 0.05
 
 
 def test_the_step_runner_follows_the_schedule(

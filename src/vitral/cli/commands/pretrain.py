@@ -18,7 +18,8 @@ COMMON = "Common flags"
 JUDGE = "Did it help?"
 DISTILL_METHOD = "distill"  # of vitral distill
 COMMON_FIELDS = (
-    "pretrain.method", "init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed", "pretrain.labels",
+    "pretrain.method", "init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed",
+    "pretrain.labels",
 )  # fmt: skip
 PREFIX = "pretrain."  # of the method's fields in a recipe; the flags omit it
 LABEL_FIELDS = (  # of a recipe, that pretraining does not use

@@ -30,7 +30,7 @@ def list_recipes(args: RecipesListArgs) -> int:
         for name, make_recipe in recipes.items():
             print(f"  {name:<{width}}  {(make_recipe.__doc__ or '').strip().splitlines()[0]}")
     print(
-        "\nTrain with one: vitral train DATA --recipe NAME; for unlabelled images: vitral pretrain IMAGES --recipe NAME\n"
+        "\nTrain with one: vitral train DATA --recipe NAME, without labels: vitral pretrain IMAGES --recipe NAME\n"
         "Print one: vitral recipes show NAME"
     )
     return 0
