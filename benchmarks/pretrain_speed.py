@@ -7,8 +7,8 @@ Model: a ViT of 32x32 pixels, 4x4 patches, width 256, depth 6; two global and fo
 
 vitral            all of `vitral pretrain`: loading, views, step
 lightly           DINOTransform in a DataLoader (one worker per core), DINOProjectionHead, DINOLoss and
-                  update_momentum of lightly, around the same ViT, with bf16 autocast and fused AdamW. With --compile, its
-                  forward pass is compiled, which PyTorch 2.11 fails to do
+                  update_momentum of lightly, around the same ViT, with bf16 autocast and fused AdamW. --compile
+                  compiles its forward pass, which PyTorch 2.11 fails to do
 lightly, no data  the same on views that are already on the device: the step alone
 
 Without a GPU: a toy that only shows that everything runs.
