@@ -50,7 +50,13 @@ def test_the_run_folder_is_complete(finished: PretrainResult, photos: Path) -> N
     assert [row["epoch"] for row in run.load_metrics()] == [1, 2]
     assert all("knn_top1" in row for row in run.load_metrics())
     assert run.load_environment()["data"]["name"] == str(photos)
-    assert sorted(path.name for path in run.model_dir.iterdir()) == ["config.json", "weights.safetensors"]
+    files = ["config.json", "training_images.npz", "weights.safetensors"]
+    assert sorted(path.name for path in run.model_dir.iterdir()) == files
+
+
+def test_a_comparison_says_that_test_images_were_pretrained_on(finished: PretrainResult, photos: Path) -> None:
+    result = vitral.compare_label_efficiency(str(photos), finished.run, fine_tuning=False, seeds=1, fractions=(1.0,))
+    assert result.leaks["after"].count == result.test_images > 0
 
 
 @pytest.mark.parametrize("method", [METHODS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[1:])])

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from vitral.api import join_process_group, run_lock
+from vitral.api import join_process_group, run_lock, store_training_images
 from vitral.data.probe_set import ProbeSet, load_probe_set
 from vitral.data.unlabelled import as_sources
 from vitral.device.threads import thread_count
@@ -186,6 +187,7 @@ def train_without_labels(
         with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():
             with progress:
                 trainer.fit()
+            world.broadcast_from_rank0(partial(store_training_images, run, setup))  # `probe` recognises them
             world.broadcast_from_rank0(run.mark_finished)
     terminal.print_result(console, run, setup.recipe)
     return run, setup.recipe
