@@ -21,11 +21,12 @@ from vitral.runs.run import Run
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md"))]
 BLOCK = re.compile(r"(?P<marker><!-- test: [^\n]* -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL)
+SMALL_MODEL = ["--model.width", "32", "--model.depth", "2", "--model.heads", "2"]  # for training from scratch
 FASTER = {
+    "distill": ["--epochs", "1", "--batch-size", "4", *SMALL_MODEL],
     "train": ["--epochs", "1"],
     "bench": ["--seconds", "0.01", "--batch-sizes", "1", "--threads", "1", "--images", "64"],
 }
-SMALL_MODEL = ["--model.width", "32", "--model.depth", "2", "--model.heads", "2"]  # for training from scratch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,8 @@ def faster(command: str) -> list[str]:
         words += [] if "--init-from" in words else SMALL_MODEL
     if words[0] == "pretrain":
         words += ["--epochs", "1", "--batch-size", "4", "--views.local-views", "0"]
+    if words[0] == "distill":
+        words += ["--epochs", "1", "--batch-size", "4", *SMALL_MODEL]
     if words[0] == "bench":
         words += ["--seconds", "0.01", "--batch-sizes", "1", "--threads", "1", "--images", "64"]
     return words
