@@ -136,6 +136,16 @@ def test_every_panel_shows_every_kind_of_model(open_page, model):
         page.close()
 
 
+def test_attention_is_shown_beside_the_map_that_the_faithfulness_test_ranks_best(open_page):
+    page = open_page("#explore/attention?image=5")
+    expect(page.locator(".honest [aria-busy]")).to_have_count(0)
+    record = page.evaluate("VITRAL_SITE.models[0].faithfulness")
+    assert record["best"] == "occlusion"
+    expect(page.locator(".honest figcaption b")).to_have_text(["Attention, last block", "Occlusion"])
+    expect(page.locator(".scores tbody tr")).to_have_count(len(record["scores"]))
+    expect(page.locator(".scores .strong")).to_contain_text("Occlusion")
+
+
 # ── image and prediction ─────────────────────────────────────────────────────────────────────────────────────
 
 

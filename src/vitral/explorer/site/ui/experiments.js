@@ -2,7 +2,7 @@
 // measurement, so that it is true for the model and the images of this site.
 import { permutation } from "../engine/interventions.js";
 import { app, argmax, hasClassToken, largest, numPatches, rowOf } from "./context.js";
-import { affordableMap, explanation, methodName } from "./honest.js";
+import { comparisonMap, explanation, methodName } from "./honest.js";
 import { summaryAttention } from "./tour_figures.js";
 
 const MAX_IMAGES = 10; // images that an experiment measures
@@ -176,16 +176,16 @@ export const EXPERIMENTS = [
   {
     key: "hide",
     changes: (result) => ({ maskPatches: result?.mask ?? [] }),
-    values: () => ({ method: methodName(affordableMap()), count: Math.max(1, Math.round(numPatches() / 4)) }),
+    values: () => ({ method: methodName(comparisonMap()), count: Math.max(1, Math.round(numPatches() / 4)) }),
     // Hide the quarter of the patches with the most attention, or the brightest quarter of another map.
     async measure(report) {
       const count = Math.max(1, Math.round(numPatches() / 4));
-      const list = await images(6, affordableMap() === "occlusion" ? numPatches() + 3 : 6);
+      const list = await images(6, comparisonMap() === "occlusion" ? numPatches() + 3 : 6);
       const byAttention = [];
       const byOther = [];
       for (const [index, { base }] of list.entries()) {
         byAttention.push(largest(summaryAttention(base, app.entry.config.depth - 1).subarray(app.entry.prefix), count));
-        const map = await explanation(base, app.model, affordableMap(), (share) => report((0.9 * (index + share)) / list.length));
+        const map = await explanation(base, app.model, comparisonMap(), (share) => report((0.9 * (index + share)) / list.length));
         byOther.push(largest(map, count));
       }
       const position = new Map(list.map((image, index) => [image, index]));
@@ -196,7 +196,10 @@ export const EXPERIMENTS = [
       const gap = attention.probability - other.probability;
       return {
         answer: Math.abs(gap) < 0.02 ? 2 : gap < 0 ? 0 : 1, count, mask: byAttention[0], total: list.length,
-        method: methodName(affordableMap()), attentionKeeps: attention.probability, otherKeeps: other.probability, randomKeeps: random.probability,
+        method: methodName(comparisonMap()),
+        attentionKeeps: attention.probability,
+        otherKeeps: other.probability,
+        randomKeeps: random.probability,
       };
     },
   },

@@ -46,7 +46,13 @@ function bestMap() {
 }
 
 // Occlusion, or relevance for a model with many patches.
-export const affordableMap = () => (runsFor("occlusion") <= MAX_RUNS ? "occlusion" : "relevance");
+const affordableMap = () => (runsFor("occlusion") <= MAX_RUNS ? "occlusion" : "relevance");
+
+// A map to compare attention with in an experiment.
+export function comparisonMap() {
+  const best = bestMap();
+  return best !== "attention" && runsFor(best) <= MAX_RUNS ? best : affordableMap();
+}
 
 // Occlusion runs the model once per window of patches; the other maps cost about one run.
 function runsFor(method) {
