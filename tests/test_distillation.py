@@ -24,7 +24,7 @@ from vitral.training.callbacks import Callback
 from vitral.training.teacher_cache import FOLDER
 from vitral.utils.atomic import atomic_write
 
-CENTRAL = {"pretrain.distill.augment": False}
+CENTRAL: dict[str, Any] = {"pretrain.distill.augment": False}
 
 
 @pytest.fixture
@@ -70,13 +70,13 @@ def test_student_is_a_model_without_a_classifier(tmp_path: Path, photos: Path, t
     assert vitral.load(run.path).embed_files([photos / "ants" / "0.png"])[1].shape == (1, 16)
     tuned = vitral.train(
         photos, init_from=run.path, out=tmp_path / "tuned", epochs=1, batch_size=8, device="cpu", threads=1,
-        **{"data.validation": 0.0},
+        **dict[str, Any]({"data.validation": 0.0}),
     )  # fmt: skip
     assert tuned.model_config.classes == ("ants", "bees")
 
 
 def test_student_approaches_its_teacher(tmp_path: Path, photos: Path, teacher: Path) -> None:
-    run = distill(photos, tmp_path / "run", teacher, epochs=25, **CENTRAL, **{"optim.lr": 1e-2})
+    run = distill(photos, tmp_path / "run", teacher, epochs=25, **CENTRAL, **dict[str, Any]({"optim.lr": 1e-2}))
     first, *_, last = run.load_metrics()
     assert last["train_cosine"] > first["train_cosine"] + 0.3
     assert last["train_loss"] < first["train_loss"]
@@ -119,7 +119,9 @@ def test_cached_features_give_the_bits_of_computed_ones(tmp_path: Path, photos: 
 def test_features_of_every_step_are_the_cached_ones_up_to_rounding(tmp_path: Path, photos: Path, teacher: Path) -> None:
     """Matrix multiplications of batches of other sizes may add in another order."""
     cached = distill(photos, tmp_path / "cached", teacher, **CENTRAL)
-    computed = distill(photos, tmp_path / "computed", teacher, **CENTRAL, **{"pretrain.distill.cache": 0.0})
+    computed = distill(
+        photos, tmp_path / "computed", teacher, **CENTRAL, **dict[str, Any]({"pretrain.distill.cache": 0.0})
+    )
     for one, other in zip(cached.load_metrics(), computed.load_metrics(), strict=True):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-5)
         assert one["train_cosine"] == pytest.approx(other["train_cosine"], abs=1e-5)
@@ -160,7 +162,7 @@ def test_function_with_a_feature_map_is_a_teacher_and_is_passed_again_to_resume(
         assert images.shape[1:] == (1, 8, 8)
         return nn.functional.unfold(images, 2, stride=2).unflatten(2, (4, 4))
 
-    arguments = {
+    arguments: dict[str, Any] = {
         "teacher_preprocessing": Preprocessing(image_size=(8, 8), channels=1, mean=(0.5,), std=(0.5,)),
         **CENTRAL,
     }
@@ -254,7 +256,12 @@ def test_empty_folder_and_mixed_channels_are_refused(tmp_path: Path, photos: Pat
 
 def test_grey_images_and_an_rgb_teacher(tmp_path: Path, teacher: Path) -> None:
     photos = save_photos(tmp_path / "grey", mode="L")
-    run = distill(photos, tmp_path / "run", teacher, **{"model.channels": 1, "data.mean": (0.5,), "data.std": (0.3,)})
+    run = distill(
+        photos,
+        tmp_path / "run",
+        teacher,
+        **dict[str, Any]({"model.channels": 1, "data.mean": (0.5,), "data.std": (0.3,)}),
+    )
     assert len(run.load_metrics()) == 3
 
 
@@ -276,7 +283,7 @@ def test_runs_of_other_commands_are_not_resumed(tmp_path: Path, photos: Path, te
 
 @pytest.mark.parametrize("sizes", [(24, 16), (16, 40)])
 def test_images_need_not_be_square(tmp_path: Path, photos: Path, teacher: Path, sizes: tuple[int, int]) -> None:
-    assert distill(photos, tmp_path / "run", teacher, epochs=1, **{"model.image_size": sizes}).has_model
+    assert distill(photos, tmp_path / "run", teacher, epochs=1, **dict[str, Any]({"model.image_size": sizes})).has_model
 
 
 @pytest.mark.parametrize("resize", ["pad", "native"])
@@ -284,5 +291,5 @@ def test_images_need_not_be_square(tmp_path: Path, photos: Path, teacher: Path, 
 def test_other_ways_to_resize(tmp_path: Path, teacher: Path, resize: str, augment: bool) -> None:
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 255, (16, 16 + 8 * (index % 2), 3), dtype=np.uint8) for index in range(16)]
-    overrides = {"data.resize": resize, "pretrain.distill.augment": augment, "epochs": 1}
+    overrides: dict[str, Any] = {"data.resize": resize, "pretrain.distill.augment": augment, "epochs": 1}
     assert distill(images, tmp_path / "run", teacher, **overrides).has_model

@@ -41,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(workspace: Path, before: str = "random", **arguments: Any) -> Any:
-    settings = {"seeds": 2, "fine_tuning": False, "fractions": (0.1, 1.0)} | arguments
+    settings: dict[str, Any] = {"seeds": 2, "fine_tuning": False, "fractions": (0.1, 1.0)} | arguments
     other = before if before == "random" else workspace / before
     return vitral.compare_label_efficiency(str(workspace / "photos"), workspace / "model", other, **settings)
 

@@ -21,7 +21,7 @@ from vitral.pretraining import PretrainResult
 from vitral.runs.model_io import ModelConfig, save_model
 from vitral.runs.run import Run
 
-TINY = {"batch_size": 8, "epochs": 2, "model.channels": 3}
+TINY: dict[str, Any] = {"batch_size": 8, "epochs": 2, "model.channels": 3}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_functions_that_need_predictions_refuse_it(finished: PretrainResult, fun
 def test_fine_tuning_starts_with_the_pretrained_weights(finished: PretrainResult, photos: Path, tmp_path: Path) -> None:
     vitral.train(
         str(photos), init_from=finished.run, out=tmp_path / "tuned", epochs=1, batch_size=8, device="cpu", threads=1,
-        **{"optim.lr": 1e-12},
+        **dict[str, Any]({"optim.lr": 1e-12}),
     )  # fmt: skip
     pretrained, tuned = final_weights(Run(finished.run)), final_weights(Run(tmp_path / "tuned"))
     backbone = [name for name in pretrained if not name.startswith("head.")]
@@ -120,7 +120,7 @@ def test_pretraining_continues_from_a_checkpoint_with_other_channels_and_size(
     folder = save_arrays(tmp_path / "arrays", channels)
     result = vitral.pretrain(
         str(folder), init_from=finished.run, out=tmp_path / "run", epochs=1, batch_size=4, device="cpu", threads=1,
-        **{"model.image_size": (16, 24), "pretrain.lejepa.hidden_width": 16},
+        **dict[str, Any]({"model.image_size": (16, 24), "pretrain.lejepa.hidden_width": 16}),
     )  # fmt: skip
     config = result.model.model_config
     assert config.architecture.image_size == (16, 24)
@@ -129,7 +129,7 @@ def test_pretraining_continues_from_a_checkpoint_with_other_channels_and_size(
 
 
 @pytest.mark.parametrize("pooling", ["class", "mean"])
-def test_a_tiny_learning_rate_keeps_the_weights_of_the_checkpoint(tmp_path: Path, photos: Path, pooling: str) -> None:
+def test_a_tiny_learning_rate_keeps_the_weights_of_the_checkpoint(tmp_path: Path, photos: Path, pooling: Any) -> None:
     torch.manual_seed(5)
     config = ViTConfig(image_size=(16, 16), patch_size=8, num_classes=3, width=32, depth=1, heads=2, pooling=pooling)
     vit = ViT(config)
@@ -143,7 +143,7 @@ def test_a_tiny_learning_rate_keeps_the_weights_of_the_checkpoint(tmp_path: Path
     save_model(tmp_path / "model", vit, model_config)
     result = vitral.pretrain(
         str(photos), init_from=tmp_path / "model", out=tmp_path / "run", epochs=1, batch_size=8, device="cpu",
-        threads=1, **{"optim.lr": 1e-12, "pretrain.lejepa.hidden_width": 16},
+        threads=1, **dict[str, Any]({"optim.lr": 1e-12, "pretrain.lejepa.hidden_width": 16}),
     )  # fmt: skip
     state = vit.state_dict()
     weights = final_weights(Run(result.run))

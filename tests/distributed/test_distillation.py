@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {  # overrides by the name of a run
     "soft": {"distill.teacher": "tiny", "distill.kind": "soft"},
     "token": {"distill.teacher": "tiny", "distill.kind": "hard", "variant": "distilled"},
 }
-JOBS = [
+JOBS: list[dict[str, Any]] = [
     *(
         {"name": f"{name}-{mode}", "overrides": {**overrides, "parallel": mode}}
         for name, overrides in KINDS.items()

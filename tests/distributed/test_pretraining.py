@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {  # overrides by the name of a run
     "center": CENTER,
     **{f"{method}-uneven": {"pretrain.method": method, **UNEVEN} for method in METHODS},
 }
-JOBS = [
+JOBS: list[dict[str, Any]] = [
     *(
         {"name": f"{name}-{mode}", "overrides": {**overrides, "parallel": mode}}
         for name, overrides in KINDS.items()

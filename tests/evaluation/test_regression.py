@@ -240,8 +240,8 @@ def test_explain_draws_the_evidence_for_a_target(run: Path, listing: Path, comma
     image = listing.parent / "images" / "000.png"
     model = vitral.load(run)
     first, mass = model.explain(image), model.explain(image, "relevance", "mass")
-    assert {heat.label.name for heat in first.heatmaps} == {"x"}
-    assert [heat.label.name for heat in mass.heatmaps] == ["mass"]
+    assert {heat.label and heat.label.name for heat in first.heatmaps} == {"x"}
+    assert [heat.label and heat.label.name for heat in mass.heatmaps] == ["mass"]
     assert mass.values == model.predict(image).values
     assert mass.save(tmp_path / "mass.png").is_file()
     code, out, _ = command("explain", run, image, "--target", "mass", "--out", tmp_path, "--json")

@@ -23,6 +23,7 @@ from vitral.kernels import encoder_checks, pretraining
 from vitral.kernels.pretraining import fuse_encoders
 from vitral.models.vit import ViTConfig
 from vitral.recipes.schema import DataConfig, Recipe
+from vitral.ssl.config import MethodName
 from vitral.ssl.method import PretrainMethod
 from vitral.training.pretrain_backend import make_pretrain_backend
 
@@ -43,7 +44,7 @@ def fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretraining, "CHECK_IMAGES", 2)
 
 
-def fused_method(name: str, model: ViTConfig = MODEL, **options: Any) -> tuple[PretrainMethod, list[str], bool]:
+def fused_method(name: MethodName, model: ViTConfig = MODEL, **options: Any) -> tuple[PretrainMethod, list[str], bool]:
     """A method with fused encoders, the reasons against them, and whether they are used."""
     method, messages = tiny_method(name, model, options=options), list[str]()
     with torch.no_grad():
@@ -157,7 +158,7 @@ def test_a_broken_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lejepa", "moco", "dino"])
-def test_a_step_of_the_backend_has_the_loss_of_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_the_backend_has_the_loss_of_the_reference(name: MethodName, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitral.training.pretrain_backend.can_run_triton", lambda _: True)
     single = ParallelPlan(mode="single", reason="one process")
     recipe = Recipe(name="tiny", data=DataConfig(name="none", validation=0.0), model=MODEL, pretrain=TINY, batch_size=6)

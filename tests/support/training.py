@@ -50,7 +50,7 @@ TRAIN_COMMAND = [
 ]  # fmt: skip
 
 
-def run_vitral(*words: str | Path, expect: int = 0) -> None:
+def run_vitral(*words: object, expect: int = 0) -> None:
     """Run a vitral command in this process and check its exit status."""
     with pytest.raises(SystemExit) as stop:
         cli.main([str(word) for word in words])

@@ -125,6 +125,7 @@ def test_explanation_of_a_chosen_label(run: Path) -> None:
     image = colour_image(("red", "blue"), np.random.RandomState(5))
     explanation = vitral.load(run).explain(image, "gradcam", targets=["blue"])
     (heat,) = explanation.heatmaps
+    assert heat.label is not None
     assert heat.label.name == "blue"
     assert isinstance(heat.label, Label)
     assert heat.label.threshold is not None

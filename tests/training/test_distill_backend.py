@@ -138,7 +138,7 @@ def test_student_learns_the_decisions_of_its_teacher(
     )
     student = ViT(recipe.model)
     student.load_state_dict(final_weights(run))
-    images = preprocessing.normalise(dataset.train.images)
+    images = preprocessing.normalise(torch.as_tensor(dataset.train.images))
     with torch.no_grad():
         agreement = student.eval()(images).argmax(dim=1) == teacher.network(images).argmax(dim=1)
     assert agreement.float().mean() > 0.9

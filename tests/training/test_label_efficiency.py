@@ -18,7 +18,9 @@ from vitral.models.vit import ViT
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
 from vitral.training.label_efficiency import (
+    SIDES,
     FineTuning,
+    Side,
     comparison_settings,
     evaluation_split,
     fine_tune,
@@ -117,7 +119,7 @@ def test_finished_runs_are_not_repeated_and_keep_only_their_result(fine_tuning: 
 
 def test_the_same_weights_on_both_sides_give_the_same_predictions(fine_tuning: FineTuning) -> None:
     """Labels, batches and augmentation are paired, so nothing but the weights can make a difference."""
-    setups = {"before": fine_tuning.setups["after"], "after": fine_tuning.setups["after"]}
+    setups: dict[Side, TrainingSetup] = dict.fromkeys(SIDES, fine_tuning.setups["after"])
     recipe = setups["after"].recipe.with_overrides({"augment.shift": 2, "model.drop_path": 0.2})
     setups = {side: replace(setup, recipe=recipe) for side, setup in setups.items()}
     results = fine_tune(replace(fine_tuning, setups=setups, fractions=(0.5,)))
