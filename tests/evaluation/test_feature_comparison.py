@@ -45,6 +45,11 @@ def test_better_features_are_found_to_be_better() -> None:
         ("linear", 120, 1),
     ]
     assert {row.outcome for row in rows} == {"better"}
+
+
+@pytest.mark.slow
+def test_exchanged_models_exchange_the_verdict() -> None:
+    rows, _ = compare_features([features(1.0, 0)], features(4.0, 1), CLASSES, (0.05, 1.0), seeds=3)
     reverse, _ = compare_features([features(4.0, 1)], features(1.0, 0), CLASSES, (0.05, 1.0), seeds=3)
     assert {row.outcome for row in reverse} == {"worse"}
     assert [row.difference.value for row in reverse] == [-row.difference.value for row in rows]

@@ -99,6 +99,7 @@ def test_without_test_images_the_validation_images_are_evaluated(setup: Training
     assert torch.equal(evaluation_split(without_test).labels, setup.dataset.validation.labels)
 
 
+@pytest.mark.slow
 def test_finished_runs_are_not_repeated_and_keep_only_their_result(fine_tuning: FineTuning) -> None:
     started: list[str] = []
     first = fine_tune(fine_tuning, on_run=started.append)
@@ -117,6 +118,7 @@ def test_finished_runs_are_not_repeated_and_keep_only_their_result(fine_tuning: 
     assert all((again[f][side] == first[f][side]).all() for f in (0.1, 1.0) for side in (0, 1))
 
 
+@pytest.mark.slow
 def test_the_same_weights_on_both_sides_give_the_same_predictions(fine_tuning: FineTuning) -> None:
     """Labels, batches and augmentation are paired, so nothing but the weights can make a difference."""
     setups: dict[Side, TrainingSetup] = dict.fromkeys(SIDES, fine_tuning.setups["after"])
