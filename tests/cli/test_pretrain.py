@@ -13,6 +13,11 @@ from support.common import Command
 from support.pretrain_runs import CENTER, METHODS, TINY_FLAGS, save_arrays, save_textures
 from support.processes import Process
 from support.training import metrics_without_timing, run_vitral, weight_bytes
+from vitral import weights
+from vitral.cli import completion
+from vitral.data.preprocess import Preprocessing
+from vitral.models.vit import ViT, ViTConfig
+from vitral.runs.model_io import ModelConfig
 from vitral.runs.run import Run
 
 CENTER_FLAGS = ("--method", "dino", "--dino.balance", CENTER["pretrain.dino.balance"])
@@ -198,15 +203,14 @@ def test_a_resumed_run_keeps_its_recipe(command: Command, reference_run: Run, fl
         (["--views.global-views", "1", "--views.local-views", "0"], "views.global_views must be at least 2"),
         (["--method", "dino", "--model.image-size", "8", "8"], "masks patches, but 8x8 pixels have 1 patch"),
         (["--method", "mae", "--preset", "conv-Ti/4"], "stem would see masked patches"),
-        (["--preset", "conv-Ti/4", "--model.image-size", "16", "16", "--views.local-size", "0.1"], "have no patch"),
+        (["--recipe", "pretrain-small", "--views.local-size", "0.1"], "local views of 4x4 pixels have no patch"),
         (["--batch-size", "32"], "has 24 images, fewer than the batch size of 32"),
     ],
 )
 def test_bad_flags_are_refused_before_a_run_folder_exists(
     command: Command, photos: Path, tmp_path: Path, flags: list[str], message: str
 ) -> None:
-    preset = ("--preset",) if "--preset" in flags else ()
-    tiny = [word for word in TINY_FLAGS if not (preset and str(word).startswith("--model"))] if not preset else []
+    tiny = () if {"--preset", "--recipe"} & {*flags} else TINY_FLAGS
     what, _ = refuse(command, "pretrain", photos, *tiny, *flags, "--out", tmp_path / "run")
     assert message in what
     assert not (tmp_path / "run").exists()
@@ -268,13 +272,12 @@ def test_options(command: Command, photos: Path, tmp_path: Path, flags: list[str
 
 
 def test_a_timm_checkpoint_can_be_continued(command: Command, photos: Path, tmp_path: Path) -> None:
-    timm = pytest.importorskip("timm")
-    from safetensors.torch import save_file
-
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=5
+    config = ViTConfig(image_size=(32, 32), patch_size=8, num_classes=2, width=32, depth=1, heads=2)
+    preprocessing = Preprocessing(image_size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.2,) * 3)
+    model_config = ModelConfig(
+        architecture=config, preprocessing=preprocessing, classes=("a", "b"), trained_on="photos", epoch=1
     )
-    save_file(model.state_dict(), tmp_path / "vit.safetensors")
+    weights.write((ViT(config), model_config), tmp_path / "vit.safetensors", "timm")
     code, out, err = command(
         "pretrain", photos, "--init-from", tmp_path / "vit.safetensors", "--heads", 2, "--epochs", 1, "--batch-size", 8,
         "--lejepa.hidden-width", 16, "--device", "cpu", "--threads", 1, "--model.image-size", 32, 48,
@@ -302,7 +305,7 @@ def test_help_is_about_images_without_labels(command: Command) -> None:
         "--data.validation",
         "--model.num-classes",
     ):
-        assert flag not in out
+        assert f"\n  {flag}" not in out
     for flag in ("--labels", "--judge", "--exclude", "--views.local-views", "--dino.balance"):
         assert flag in out
 
@@ -315,6 +318,7 @@ def test_help_shows_the_values_of_a_recipe(command: Command) -> None:
 
 def test_the_command_and_its_recipes_are_listed(command: Command) -> None:
     assert "pretrain IMAGES..." in command("--help")[1]
+    assert "--dino.balance" in completion.completion_script("bash")
     out = command("recipes")[1]
     names = [line[2:].split("  ")[0] for line in out.splitlines() if line.startswith("  pretrain")]
     assert names == ["pretrain", "pretrain-continue", "pretrain-small"]

@@ -29,7 +29,7 @@ from vitral.training.pretrain_backend import make_pretrain_backend
 
 pytestmark = requires_interpreter
 GPU = fake_gpu()
-TOLERANCE = 0.03  # bf16
+TOLERANCE = 0.06  # bf16, of tokens and of all gradients together
 MODEL = ViTConfig(
     image_size=(8, 16), patch_size=4, num_classes=1, width=16, depth=1, heads=1, positions="learned+rotary"
 )
@@ -105,7 +105,7 @@ def test_the_fused_teacher_follows_its_changing_weights() -> None:
     with torch.no_grad(), GPU.autocast():
         after, expected = teacher.features(images), teacher.vit.pool(teacher.encode(images))
     assert relative_difference(after.float(), expected.float()) < TOLERANCE
-    assert relative_difference(after.float(), before.float()) > 10 * TOLERANCE
+    assert relative_difference(after.float(), before.float()) > 5 * TOLERANCE
 
 
 def test_a_copy_of_a_fused_branch_uses_its_own_weights() -> None:
