@@ -255,7 +255,7 @@ def folder_scratch() -> Recipe:
 
 
 def pretrain() -> Recipe:
-    """Learn from unlabelled photographs, from scratch. Needs tens of thousands; with fewer, use --init-from."""
+    """Learn from unlabelled photographs, from scratch. Needs tens of thousands; with fewer, --init-from."""
     scratch = folder_scratch()
     return Recipe(
         name="pretrain",
@@ -270,7 +270,7 @@ def pretrain() -> Recipe:
 
 
 def pretrain_continue() -> Recipe:
-    """Continue the pretraining of a checkpoint on unlabelled photographs: minutes on a GPU for a few thousand."""
+    """Continue the pretraining of a checkpoint on your photographs: minutes on a GPU for a thousand."""
     return Recipe(
         name="pretrain-continue",
         data=DataConfig(name="photos", validation=0.0),
