@@ -10,12 +10,17 @@ from typing import Any, Literal
 from vitral.cli.checks import check_inputs
 from vitral.cli.commands.pretrain import GROUP_TITLES as PRETRAIN_TITLES
 from vitral.cli.commands.pretrain import HELP as PRETRAIN_HELP
-from vitral.cli.commands.pretrain import LABEL_FIELDS, PREFIX, recipe_overrides
-from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
+from vitral.cli.commands.pretrain import (
+    LABEL_FIELDS,
+    PREFIX,
+    check_resume_flags,
+    recipe_help_defaults,
+    recipe_overrides,
+)
+from vitral.cli.config_fields import ConfigField, read_config_fields
 from vitral.cli.options import checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
-from vitral.cli.recipe_values import recipe_values, varying_fields
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import VitralError
 
 COMMON = "Common flags"
 COMMON_FIELDS = (
@@ -86,7 +91,7 @@ def distill(args: DistillArgs) -> int:
     models = (overrides.get("init_from") or None, args.teacher)
     check_inputs(*models, data=overrides.get("pretrain.labels"), sources=args.images, recipe=args.recipe)
     if args.resume is not None:
-        check_resume_flags(args)
+        check_resume_flags("distill", args, ("images", "teacher", "recipe", "preset", "exclude", "out"))
     elif args.recipe is None:
         if not args.images:
             raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
@@ -111,30 +116,9 @@ def distill(args: DistillArgs) -> int:
     return 0
 
 
-def check_resume_flags(args: DistillArgs) -> None:
-    """A resumed run keeps its images, teacher and recipe; only a few fields may change."""
-    from vitral.recipes.schema import RESUMABLE_FIELDS
-
-    fixed = [name for name in ("images", "teacher", "recipe", "preset", "exclude", "out") if getattr(args, name)]
-    fixed += [path for path in args.overrides if path not in RESUMABLE_FIELDS]
-    if fixed:
-        flag = args.images[0] if fixed[0] == "images" else f"--{fixed[0].replace('_', '-')}"
-        raise VitralError(
-            f"{flag} cannot be changed when a run is resumed",
-            f"Start a new run instead: vitral distill --recipe {shell_quote(args.resume)}/recipe.toml",
-        )
-
-
 def help_defaults(args: DistillArgs | None) -> HelpDefaults:
-    """The values of the recipe that this command line names, or which recipe will be chosen."""
-    if args is None or args.recipe is None:
-        note = (
-            "Defaults: the recipe's. Without --recipe, that is distill-small for built-in datasets, or distill, with "
-            "the image size of the teacher. To see them, add --recipe NAME before --help."
-        )
-        return HelpDefaults(note, {path.removeprefix(PREFIX): NO_DEFAULT for path in varying_fields()})
-    values = {path.removeprefix(PREFIX): value for path, value in recipe_values(args.recipe).items()}
-    return HelpDefaults(f"Defaults: those of the recipe {args.recipe}.", values, show_switches=True)
+    choice = "distill-small for built-in datasets, or distill, with the image size of the teacher"
+    return recipe_help_defaults(None if args is None else args.recipe, choice)
 
 
 COMMAND = Command("distill", DistillArgs, distill, help_defaults)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -131,7 +131,7 @@ def pretrain(args: PretrainArgs) -> int:
         flag = f"--judge-{next(iter(judge_options)).replace('_', '-')}"
         raise VitralError(f"{flag} is an option of --judge", "Name labelled images with --judge LABELLED")
     if args.resume is not None:
-        check_resume_flags(args)
+        check_resume_flags("pretrain", args, ("images", "recipe", "preset", "exclude", "out"))
     elif not args.images and args.recipe is None:
         raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
     from vitral.pretraining import pretrain as run_pretraining
@@ -162,30 +162,34 @@ def recipe_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{PREFIX}{path}" if path in own else path: value for path, value in flags.items()}
 
 
-def check_resume_flags(args: PretrainArgs) -> None:
-    """A resumed run keeps its images and recipe; only a few fields may change."""
+def check_resume_flags(command: str, args: Any, names: Sequence[str]) -> None:
+    """A resumed run keeps the arguments `names` and its recipe; only a few fields may change."""
     from vitral.recipes.schema import RESUMABLE_FIELDS
 
-    fixed = [name for name in ("images", "recipe", "preset", "exclude", "out") if getattr(args, name)]
+    fixed = [name for name in names if getattr(args, name)]
     fixed += [path for path in args.overrides if path not in RESUMABLE_FIELDS]
     if fixed:
         flag = args.images[0] if fixed[0] == "images" else f"--{fixed[0].replace('_', '-')}"
         raise VitralError(
             f"{flag} cannot be changed when a run is resumed",
-            f"Start a new run instead: vitral pretrain --recipe {shell_quote(args.resume)}/recipe.toml",
+            f"Start a new run instead: vitral {command} --recipe {shell_quote(args.resume)}/recipe.toml",
         )
 
 
 def help_defaults(args: PretrainArgs | None) -> HelpDefaults:
-    """The values of the recipe that this command line names, or which recipe will be chosen."""
-    if args is None or args.recipe is None:
+    choice = "pretrain-continue with --init-from, pretrain-small for built-in datasets, or pretrain"
+    return recipe_help_defaults(None if args is None else args.recipe, choice)
+
+
+def recipe_help_defaults(recipe: str | None, choice: str) -> HelpDefaults:
+    """The values of a recipe, or `choice`: the recipe that is used without --recipe."""
+    if recipe is None:
         note = (
-            "Defaults: the recipe's. Without --recipe, that is pretrain-continue with --init-from, pretrain-small for "
-            "built-in datasets, or pretrain. To see them, add --recipe NAME before --help."
+            f"Defaults: the recipe's. Without --recipe, that is {choice}. To see them, add --recipe NAME before --help."
         )
         return HelpDefaults(note, {path.removeprefix(PREFIX): NO_DEFAULT for path in varying_fields()})
-    values = {path.removeprefix(PREFIX): value for path, value in recipe_values(args.recipe).items()}
-    return HelpDefaults(f"Defaults: those of the recipe {args.recipe}.", values, show_switches=True)
+    values = {path.removeprefix(PREFIX): value for path, value in recipe_values(recipe).items()}
+    return HelpDefaults(f"Defaults: those of the recipe {recipe}.", values, show_switches=True)
 
 
 COMMAND = Command("pretrain", PretrainArgs, pretrain, help_defaults)
