@@ -41,7 +41,10 @@ def with_image_size(recipe: Recipe, image_size: tuple[int, int]) -> Recipe:
 
 
 def with_sources(recipe: Recipe, sources: Sequence[Source]) -> Recipe:
-    """Use a recipe for other images. Built-in datasets alone set channels and, if patches divide it, the image size."""
+    """Use a recipe for other images. Built-in datasets alone set channels and, if patches divide it, the image size.
+
+    Images smaller than MIN_SIDE are enlarged to the recipe's image size.
+    """
     name, *more = map(source_name, sources)
     if {name, *more} <= {*BUILTIN_DATASETS}:
         adapted = with_dataset(recipe, name)
