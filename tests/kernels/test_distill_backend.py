@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from support.distillation import STUDENT, VIEWS, tiny_distillation
 from support.models import randomize_weights
 from support.triton_interpreter import fake_gpu, requires_interpreter, use_pytorch_attention
 from vitral.data.preprocess import Preprocessing
@@ -15,10 +16,12 @@ from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
 from vitral.recipes.distillation import DistillConfig
 from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
+from vitral.ssl.config import PretrainConfig
 from vitral.ssl.teacher import Teacher
 from vitral.training.backend import make_backend
 from vitral.training.distill_backend import DistillBackend
 from vitral.training.parallelism import parallel_plan
+from vitral.training.pretrain_backend import make_pretrain_backend
 
 pytestmark = [requires_interpreter, pytest.mark.slow]
 MODEL = ViTConfig(image_size=(8, 8), patch_size=4, num_classes=5, width=16, depth=1, heads=2)
@@ -62,3 +65,27 @@ def test_fused_forward_pass_gives_the_loss_and_gradients_of_the_reference(
         torch.testing.assert_close(
             gradients[0][name], gradient, rtol=0.05, atol=0.05 * float(gradient.abs().max()) + 1e-3
         )
+
+
+def test_feature_distillation_with_a_fused_student_has_the_loss_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_pytorch_attention(monkeypatch)
+    monkeypatch.setattr("vitral.kernels.encoder_checks.check_batch_size", lambda _: 2)
+    monkeypatch.setattr("vitral.training.pretrain_backend.can_run_triton", lambda _: True)
+    recipe = Recipe(
+        name="tiny", data=DataConfig(name="none", validation=0.0), model=STUDENT, batch_size=6,
+        pretrain=PretrainConfig(method="distill", views=VIEWS),
+    )  # fmt: skip
+    images = torch.randint(0, 256, (6, 3, 16, 16), dtype=torch.uint8)
+    losses = []
+    for use_triton in (True, False):
+        hardware, method = fake_gpu(use_triton=use_triton), tiny_distillation()
+        plan = parallel_plan(recipe, hardware)
+        backend = make_pretrain_backend(method, recipe, hardware, plan, micro_batch_size=6)
+        batch = backend.augment(images, torch.arange(6), torch.Generator().manual_seed(3))
+        loss, _ = backend.loss_and_score(batch, torch.arange(6))
+        loss.backward()
+        losses.append(loss.item())
+        assert (method.student.encode_fn is not None) == use_triton
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
