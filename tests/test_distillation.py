@@ -61,7 +61,8 @@ def resume(out: Path, callback: Callback | None = None, **arguments: Any) -> Run
     return Run(out)
 
 
-def test_student_is_a_model_without_a_classifier(tmp_path: Path, photos: Path, teacher: Path) -> None:
+@pytest.mark.slow
+def test_student_is_a_model_without_a_classifier(tmp_path: Path, photos: Path, teacher: Path, no_figures: None) -> None:
     run = distill(photos, tmp_path / "run", teacher)
     rows = run.load_metrics()
     assert len(rows) == 3
