@@ -122,7 +122,7 @@ def test_commands_that_need_predictions_refuse_it(
         "explain {run} {image} --out {out}",
         "explain {run} {image} --out {out} --json --method attention",
         "summary {run}",
-        "figures {run}",
+        pytest.param("figures {run}", marks=pytest.mark.slow),
         "convert {run} {out}/converted --to vitral",
         pytest.param("probe {photos} --init-from {run}", marks=pytest.mark.slow),
         "train {photos} --init-from {run} --epochs 1 --batch-size 8 --device cpu --out {out}/tuned",

@@ -52,14 +52,14 @@ def test_the_checkpoint_holds_heads_teacher_and_centre(pretrain_tiny: Fit) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", range(1, 9))
-def test_resume_is_bit_exact_after_every_step(pretrain_tiny: Fit, step: int) -> None:
+def test_resume_is_bit_exact_after_every_step(pretrain_tiny: Fit) -> None:
     """As if the process had been killed right after the checkpoint of a step was written."""
     reference = pretrain_tiny("reference", **CENTER)
     run = pretrain_tiny("run", **CENTER, checkpoint_minutes=0.0, keep_checkpoints=99)
     assert_same_run(run, reference)
-    for path in run.checkpoint_dir.glob("step-*.pt"):
-        if int(path.stem.removeprefix("step-")) > step:
-            path.unlink()
-    (run.model_dir / "config.json").unlink()
-    assert_same_run(pretrain_tiny("run", **CENTER, checkpoint_minutes=0.0, keep_checkpoints=99), reference)
+    for step in range(8, 0, -1):
+        for path in run.checkpoint_dir.glob("step-*.pt"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
+        (run.model_dir / "config.json").unlink()
+        assert_same_run(pretrain_tiny("run", **CENTER, checkpoint_minutes=0.0, keep_checkpoints=99), reference)

@@ -1,7 +1,7 @@
 """The run folder: everything that one training run writes.
 
 runs/<recipe>-<date>-<id>/
-  recipe.toml         complete: `vitral train --recipe runs/x/recipe.toml` repeats the run
+  recipe.toml         complete: `vitral train --recipe runs/x/recipe.toml` (or pretrain, distill) repeats the run
   environment.json    versions, hardware with reasons, seed, git revision, data fingerprint, whether the run is finished
   metrics.jsonl       one line per epoch
   loggers.json        ids of the run at Weights & Biases and MLflow, if it is logged there
