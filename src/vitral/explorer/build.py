@@ -29,7 +29,7 @@ MAX_EXAMPLES = 24
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerOptions:
-    """What goes into a site besides the models."""
+    """The content of a site, except the models."""
 
     precision: Precision = "auto"
     images: tuple[Path, ...] = ()  # example images

@@ -1,4 +1,4 @@
-"""What the page knows about a model besides its weights: data/manifest.js."""
+"""Everything that the page needs of a model except its weights: data/manifest.js."""
 
 from __future__ import annotations
 
