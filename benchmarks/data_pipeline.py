@@ -1,22 +1,30 @@
 """Image loading throughput: vitral compared with a torch DataLoader, on the same files and two CPU cores.
 
-    python benchmarks/data_pipeline.py FOLDER [--scale 1] [--repeat 20] [--rounds 3] [--save]
+    python benchmarks/data_pipeline.py FOLDER [--megapixels 12 --grain 6] [--repeat 20] [--rounds 3] [--quick]
 
 dataloader   A DataLoader with two workers. Each image is opened with Pillow, cropped (RandomResizedCrop 224), flipped
              and normalised one at a time, with torchvision's operations on Pillow images written out.
-first_epoch  vitral decodes with two workers into a packed file and yields every image once, as uint8.
+draft        The same DataLoader with Pillow's draft mode: the JPEG decoder reduces the image by 2, 4 or 8, as long as
+             the image still covers 248 pixels.
+first_epoch  vitral decodes with two workers into a packed file, then yields every image once, as uint8.
+overlapped   The same while it packs, as for sets of at least 2 GiB: batches are yielded as soon as they are decoded.
+             Ends when the pack is complete.
 packed       An epoch from the memory-mapped packed file.
 augmented    The packed epoch including random crop, flip and normalisation of whole batches on the CPU.
 streamed     An epoch without a packed file.
 
-All yield shuffled batches of 64. The images of FOLDER are first written to a temporary folder as JPEGs (quality 90) at
-`--scale` times their size, `--repeat` times. Each pipeline runs in its own process, alternating. Memory is the peak
-over the process and its workers, without file caches (Pss_Anon + Pss_Shmem), sampled every 50 ms.
+`first_batch_seconds` is the time to the first batch, without imports. All yield shuffled batches of 64. The images of
+FOLDER are first written to a temporary folder (or to `--folder`, which is reused if it exists) as JPEGs (quality 90) at
+`--scale` times their size, `--repeat` times. With `--megapixels` they are enlarged to that size at 4:3, and `--grain`
+adds uniform noise of that amplitude, because enlarged photographs are smoother than those of a camera. Each pipeline
+runs in its own process, alternating. Memory is the peak over the process and its workers, without file caches (Pss_Anon
++ Pss_Shmem), sampled every 50 ms.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
@@ -34,6 +42,8 @@ from typing import Any
 from _output import add_output_arguments, environment, write_results
 
 BATCH_SIZE, IMAGE_SIZE, NUM_WORKERS = 64, 224, 2
+STORED_SIZE = 248  # shorter side of stored training images
+PIPELINES = ("dataloader", "draft", "vitral", "overlapped")
 MEAN = STD = (0.5, 0.5, 0.5)
 
 
@@ -77,19 +87,23 @@ def memory_mib(pid: int) -> float:
 def time_epoch(make_batches: Callable[[], Iterable[Any]]) -> dict[str, float]:
     with PeakMemory() as memory:
         start, before = time.perf_counter(), os.times()
-        images = sum(len(batch[1]) for batch in make_batches())
+        images, first_batch = 0, 0.0
+        for batch in make_batches():
+            first_batch = first_batch or time.perf_counter() - start
+            images += len(batch[1])
         seconds, after = time.perf_counter() - start, os.times()
     cpu_seconds = sum(after[:4]) - sum(before[:4])  # includes workers that have ended
     return {
         "images": images,
         "seconds": seconds,
         "images_per_second": images / seconds,
+        "first_batch_seconds": first_batch,
         "cpu_ms_per_image": 1000 * cpu_seconds / images,
         "peak_mib": memory.peak,
     }
 
 
-def run_dataloader(folder: Path) -> dict[str, Any]:
+def run_dataloader(folder: Path, use_draft: bool = False) -> dict[str, Any]:
     import numpy as np
     import torch
     from PIL import Image
@@ -105,6 +119,9 @@ def run_dataloader(folder: Path) -> dict[str, Any]:
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
             with Image.open(files[index]) as opened:
+                if use_draft:
+                    short = min(opened.size)
+                    opened.draft("RGB", (opened.width * STORED_SIZE // short, opened.height * STORED_SIZE // short))
                 image = opened.convert("RGB")
             image = random_resized_crop(image)
             if random.random() < 0.5:
@@ -124,10 +141,10 @@ def run_dataloader(folder: Path) -> dict[str, Any]:
         return image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
 
     loader = DataLoader(Images(), batch_size=BATCH_SIZE, shuffle=True, num_workers=NUM_WORKERS, drop_last=True)
-    return {"dataloader": time_epoch(lambda: loader)}
+    return {"draft" if use_draft else "dataloader": time_epoch(lambda: loader)}
 
 
-def run_vitral(folder: Path) -> dict[str, Any]:
+def run_vitral(folder: Path, quick: bool) -> dict[str, Any]:
     import torch
 
     from vitral.data.augment import AugmentConfig
@@ -136,7 +153,8 @@ def run_vitral(folder: Path) -> dict[str, Any]:
     from vitral.data.preprocess import Preprocessing
 
     torch.set_num_threads(NUM_WORKERS)
-    preprocessing = Preprocessing(image_size=(IMAGE_SIZE, IMAGE_SIZE), channels=3, mean=MEAN, std=STD, crop=0.9)
+    crop = IMAGE_SIZE / STORED_SIZE
+    preprocessing = Preprocessing(image_size=(IMAGE_SIZE, IMAGE_SIZE), channels=3, mean=MEAN, std=STD, crop=crop)
 
     def loader(pack: float) -> Loader:
         train = load_file_dataset(folder, preprocessing, read_options=ReadOptions(pack=pack, workers=NUM_WORKERS)).train
@@ -145,6 +163,8 @@ def run_vitral(folder: Path) -> dict[str, Any]:
     results = {"first_epoch": time_epoch(lambda: loader(64.0).epoch(0))}  # includes writing the packed file
     packed = loader(64.0)
     results["packed"] = time_epoch(lambda: packed.epoch(1))
+    if quick:
+        return results
     rng, augment = torch.Generator().manual_seed(0), AugmentConfig(crop=0.4, flip=True)
 
     def augmented() -> Iterable[Any]:
@@ -163,34 +183,88 @@ def run_vitral(folder: Path) -> dict[str, Any]:
     return results
 
 
-def write_images(source: Path, target: Path, scale: float, repeat: int) -> dict[str, Any]:
+def run_overlapped(folder: Path) -> dict[str, Any]:
+    import torch
+
+    from vitral.data.files import file_dataset
+    from vitral.data.files.packing_images import PackingImages
+    from vitral.data.loader import Loader
+    from vitral.data.preprocess import Preprocessing
+
+    torch.set_num_threads(NUM_WORKERS)
+    file_dataset.MIN_BYTES_TO_DEFER = 0
+    options = file_dataset.ReadOptions(workers=NUM_WORKERS)
+    crop = IMAGE_SIZE / STORED_SIZE
+    preprocessing = Preprocessing(image_size=(IMAGE_SIZE, IMAGE_SIZE), channels=3, mean=MEAN, std=STD, crop=crop)
+
+    def epoch() -> Iterable[Any]:
+        train = file_dataset.load_file_dataset(folder, preprocessing, read_options=options).train
+        yield from Loader(images=train.images, labels=train.labels, batch_size=BATCH_SIZE, seed=0).epoch(0)
+        assert isinstance(train.images, PackingImages)
+        assert train.images.packed is not None
+
+    return {"overlapped": time_epoch(epoch)}
+
+
+def enlarge(image: Any, megapixels: float, grain: int, seed: int) -> Any:
+    """The image at this size, cropped to 4:3 or 3:4, with noise of amplitude `grain` in all channels alike."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    long, short = round(math.sqrt(megapixels * 1e6 * 4 / 3)), round(math.sqrt(megapixels * 1e6 * 3 / 4))
+    size = (long, short) if image.width >= image.height else (short, long)
+    image = ImageOps.fit(image, size, Image.Resampling.BICUBIC)
+    if not grain:
+        return image
+    noise = np.random.default_rng(seed).integers(-grain, grain + 1, (image.height, image.width, 1), dtype=np.int16)
+    return Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
+
+
+def write_images(args: argparse.Namespace, target: Path) -> dict[str, Any]:
     """Class folders of JPEGs in train and val. The few in val are not timed."""
     from PIL import Image
 
     from vitral.data.decode import ImageDecodeError, decode_image
     from vitral.data.files.walk import find_images
 
-    sizes = []
-    for file in find_images([source]):
+    if (description := target / "images.json").is_file():
+        images: dict[str, Any] = json.loads(description.read_text())
+        return images
+    sizes, num_bytes = list[tuple[int, int]](), list[int]()
+    for file in sorted(find_images([args.images]))[:: args.every]:
         try:
             image = decode_image(file).convert("RGB")
         except ImageDecodeError:
             continue
-        image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+        if args.megapixels:
+            image = enlarge(image, args.megapixels, args.grain, len(sizes))
+        else:
+            size = round(image.width * args.scale), round(image.height * args.scale)
+            image = image.resize(size, Image.Resampling.BICUBIC)
         sizes.append(image.size)
-        for split, copies in (("train", repeat), ("val", 1 if len(sizes) % 20 < 2 else 0)):
+        content = io.BytesIO()
+        image.save(content, "JPEG", quality=90)
+        num_bytes.append(len(content.getvalue()))
+        for split, copies in (("train", args.repeat), ("val", 1 if len(sizes) % 20 < 2 else 0)):
             for copy in range(copies):
                 path = target / split / file.parent.name / f"{file.stem}-{len(sizes)}-{copy}.jpg"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                image.save(path, quality=90)
+                path.write_bytes(content.getvalue())
     width, height = (statistics.mean(side) for side in zip(*sizes, strict=True))
-    return {"images": len(sizes) * repeat, "distinct_images": len(sizes), "mean_size": f"{width:.0f}x{height:.0f}"}
+    images = {
+        "images": len(sizes) * args.repeat,
+        "distinct_images": len(sizes),
+        "mean_size": f"{width:.0f}x{height:.0f}",
+        "mean_kb": round(statistics.mean(num_bytes) / 1000),
+    }
+    description.write_text(json.dumps(images))
+    return images
 
 
-def run_process(pipeline: str, folder: Path) -> dict[str, Any]:
+def run_process(pipeline: str, folder: Path, quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as home:
         env = {**os.environ, "VITRAL_HOME": home, "OMP_NUM_THREADS": str(NUM_WORKERS)}
-        command = [sys.executable, __file__, str(folder), "--pipeline", pipeline]
+        command = [sys.executable, __file__, str(folder), "--pipeline", pipeline, *["--quick"] * quick]
         output = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
         results: dict[str, Any] = json.loads(output.splitlines()[-1])
         return results
@@ -207,36 +281,60 @@ def print_summary(rounds: list[dict[str, dict[str, float]]]) -> None:
             f"{name:<12}{statistics.mean(speeds):8,.0f} ± {spread:4,.0f} images/s   "
             f"{statistics.mean(ratios):6.2f}x DataLoader ({min(ratios):.2f} - {max(ratios):.2f})   "
             f"{statistics.mean(results[name]['cpu_ms_per_image'] for results in rounds):5.2f} ms CPU per image   "
-            f"peak {max(results[name]['peak_mib'] for results in rounds):,.0f} MiB"
+            f"peak {max(results[name]['peak_mib'] for results in rounds):,.0f} MiB   "
+            f"first batch after {statistics.mean(results[name]['first_batch_seconds'] for results in rounds):.2f} s"
         )
+
+
+def run_pipeline(pipeline: str, folder: Path, quick: bool) -> dict[str, Any]:
+    if pipeline in ("dataloader", "draft"):
+        return run_dataloader(folder / "train", use_draft=pipeline == "draft")
+    return run_vitral(folder, quick) if pipeline == "vitral" else run_overlapped(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder with one subfolder of images per class")
+    parser.add_argument("images", type=Path, help="folder with one subfolder of images per class")
+    parser.add_argument("--folder", type=Path, help="folder for the JPEGs")
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--megapixels", type=float)
+    parser.add_argument("--grain", type=int, default=0)
+    parser.add_argument("--every", type=int, default=1, help="use every n-th image")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="skip the augmented and the streamed epoch")
+    parser.add_argument("--write-only", action="store_true", help="write the JPEGs to --folder and measure nothing")
     add_output_arguments(parser)
-    parser.add_argument("--pipeline", choices=["dataloader", "vitral"], help=argparse.SUPPRESS)
+    parser.add_argument("--pipeline", choices=PIPELINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.pipeline:
-        run = run_dataloader if args.pipeline == "dataloader" else run_vitral
-        print(json.dumps(run(args.folder)))
+        print(json.dumps(run_pipeline(args.pipeline, args.images, args.quick)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        images = write_images(args.folder, Path(folder), args.scale, args.repeat)
-        rounds = [
-            run_process("dataloader", Path(folder) / "train") | run_process("vitral", Path(folder))
-            for _ in range(args.rounds)
-        ]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        images = write_images(args, folder)
+        if args.write_only:
+            return
+        rounds: list[dict[str, Any]] = []
+        for _ in range(args.rounds):
+            rounds.append({})
+            for pipeline in PIPELINES:
+                results = run_process(pipeline, folder, args.quick)
+                rounds[-1] |= results
+                for name, figures in results.items():
+                    speed = f"{figures['images_per_second']:,.0f} images/s"
+                    print(
+                        f"round {len(rounds)}: {name} {speed}, {figures['seconds']:.1f} s", file=sys.stderr, flush=True
+                    )
     packages = ("torch", "pillow")
     header = environment(packages)
-    print(f"{images['images']} images ({images['distinct_images']} distinct, mean size {images['mean_size']})")
+    distinct = f"{images['distinct_images']} distinct, mean size {images['mean_size']}, {images['mean_kb']} kB"
+    print(f"{images['images']} images ({distinct})")
     print(f"{header['cpu']}, {NUM_WORKERS} workers, batch size {BATCH_SIZE}, {header['versions']}")
     print_summary(rounds)
     rows = [
-        {"round": number, "pipeline": name, "mean_size": images["mean_size"], **figures}
+        {"round": number, "pipeline": name, "mean_size": images["mean_size"], "mean_kb": images["mean_kb"], **figures}
         for number, results in enumerate(rounds, start=1)
         for name, figures in results.items()
     ]

@@ -139,7 +139,7 @@ def test_order_and_fingerprint_are_the_same_every_time(tmp_path: Path) -> None:
 def test_a_pack_without_labels_and_one_with_labels_do_not_replace_each_other(photos: Path, monkeypatch: Any) -> None:
     load(photos)
     load_file_dataset(photos, PREPROCESSING, validation=0.0)
-    monkeypatch.setattr("vitral.data.files.packed._decode_all", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr("vitral.data.files.pack_writer.PackWriter.decode", lambda *_: pytest.fail("decoded again"))
     assert len(load(photos).train) == len(load_file_dataset(photos, PREPROCESSING, validation=0.0).train) == 12
 
 
@@ -535,14 +535,15 @@ def test_excluded_files_are_not_used(photos: Path) -> None:
 # Killed processes and damaged files
 
 
-@pytest.mark.parametrize("sources", ["files", "files and images"])
+@pytest.mark.parametrize("sources", ["files", pytest.param("files and images", marks=pytest.mark.slow)])
 def test_killed_worker_is_an_error_and_the_next_access_starts_new_workers(photos: Path, sources: str) -> None:
     images = load(photos, *[IMAGES] * (sources != "files"), pack=0.0).train.images
     expected = torch.cat(list(images.split(4)))
     streamed = images.parts[0] if isinstance(images, ConcatImages) else images
     assert isinstance(streamed, StreamedImages)
     assert streamed._idle is not None
-    processes = streamed._idle.workers._processes
+    streamed._idle.workers.wait_until_ready()
+    processes = streamed._idle.workers.processes
     os.kill(processes[0].pid, signal.SIGKILL)
     with pytest.raises(VitralError, match="an image decoding process was killed") as caught:
         list(images.split(4))
@@ -558,9 +559,9 @@ def test_workers_are_kept_between_epochs_and_end_when_an_epoch_is_abandoned(phot
     assert isinstance(streamed, StreamedImages)
     list(images.split(4))
     assert streamed._idle is not None
-    processes = streamed._idle.workers._processes
+    processes = streamed._idle.workers.processes
     list(images.split(4))
-    assert streamed._idle.workers._processes is processes
+    assert streamed._idle.workers.processes == processes
     for _ in images.split(4):
         break
     assert all(process.returncode is not None for process in processes)

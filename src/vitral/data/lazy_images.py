@@ -19,6 +19,10 @@ class LazyImages:
         """Yield the images of each index tensor, in order. Reads ahead by a bounded number of batches."""
         raise NotImplementedError
 
+    def resolve(self) -> Images:
+        """The images to read from now on: a tensor, once all are in memory or in a memory-mapped file."""
+        return self
+
     def __len__(self) -> int:
         return self.shape[0]
 

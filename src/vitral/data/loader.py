@@ -84,16 +84,17 @@ class Loader:
 
     def _images(self, order_N: Tensor, slices: Sequence[slice]) -> Iterator[Tensor]:
         device = self.labels.device
-        if isinstance(self.images, Tensor) and self.images.device == device:
+        images = self.images.resolve() if isinstance(self.images, LazyImages) else self.images
+        if isinstance(images, Tensor) and images.device == device:
             order_N = order_N.to(device)
-            return iter_batches(self.images, (order_N[batch_slice] for batch_slice in slices))
+            return iter_batches(images, (order_N[batch_slice] for batch_slice in slices))
         batch_indices = [order_N[batch_slice] for batch_slice in slices]
         if device.type == "cpu" or not batch_indices:
-            return iter_batches(self.images, batch_indices)
-        if isinstance(self.images, VariableSizeImages):
-            return self._variable_images(self.images, batch_indices)
-        staging = StagingBuffers(device, (len(batch_indices[0]), *self.images.shape[1:]), self.images.dtype)
-        return prefetch_to_device(self.images, batch_indices, staging)
+            return iter_batches(images, batch_indices)
+        if isinstance(images, VariableSizeImages):
+            return self._variable_images(images, batch_indices)
+        staging = StagingBuffers(device, (len(batch_indices[0]), *images.shape[1:]), images.dtype)
+        return prefetch_to_device(images, batch_indices, staging)
 
     def _variable_images(self, images: VariableSizeImages, batch_indices: Sequence[Tensor]) -> Iterator[Tensor]:
         """Batches of different sizes, on the device. Staging buffers have one: that of the largest batch."""

@@ -20,6 +20,8 @@ from vitral.data.lazy_images import ConcatImages, Images, LazyImages, SubsetImag
 from vitral.data.resize_crop import write_row
 from vitral.utils.progress import ProgressFn, no_progress
 
+MapFn = Callable[[Callable[[Tensor], Tensor], Iterable[Tensor]], Iterable[Tensor]]  # `map` is one
+
 MAX_CHAINED_BYTES_IN_MEMORY = 2 * 2**30  # of larger sets, those in memory-mapped files are read on access
 
 
@@ -191,22 +193,22 @@ def map_batches(
     function: Callable[[Tensor], Tensor],
     batch_size: int,
     progress: ProgressFn = no_progress,
+    map_fn: MapFn = map,
 ) -> Tensor:
-    """The results of `function` on batches of images of one size, in the order of the images."""
-    if not isinstance(images, VariableSizeImages):
-        results: list[Tensor] = []
-        for batch in images.split(batch_size):
-            if results:
-                progress(sum(map(len, results)))
-            results.append(function(batch))
-        return torch.cat(results)
-    groups = images.group_rows(torch.arange(len(images)))
-    rows = [part for group in groups for part in group.split(batch_size)]
-    results = []
-    for batch in images.batches(rows):
+    """The results of `function` on batches of images of one size, in the order of the images.
+
+    `map_fn` applies the function to the batches, by default one after the other.
+    """
+    rows: list[Tensor] = []
+    if isinstance(images, VariableSizeImages):
+        rows = [part for group in images.group_rows(torch.arange(len(images))) for part in group.split(batch_size)]
+        batches: Iterable[Tensor] = images.batches(rows)
+    else:
+        batches = images.split(batch_size)
+    results: list[Tensor] = []
+    for result in map_fn(function, batches):
         if results:
             progress(sum(map(len, results)))
-        results.append(function(batch))
-    order = torch.cat(rows).argsort()
+        results.append(result)
     values = torch.cat(results)
-    return values[order.to(values.device)]
+    return values[torch.cat(rows).argsort().to(values.device)] if rows else values

@@ -21,11 +21,11 @@ from PIL import Image
 
 import vitral
 from support.common import identical
-from support.damage import DAMAGES
+from support.damage import DAMAGES, truncate
 from support.photos import COLOURS, PREPROCESSING, save_class_folders, save_photo
 from vitral.cli.commands import data as data_command
 from vitral.data.decode import decode_image
-from vitral.data.files import packed
+from vitral.data.files import pack_writer, packed
 from vitral.data.files.file_dataset import ReadOptions, load_file_dataset, storage_preprocessing
 from vitral.data.files.folders import list_folder
 from vitral.data.files.packed import is_packed, read_index, read_split
@@ -58,14 +58,14 @@ def forbid_decoding(monkeypatch):
     """A function after whose call decoding images fails the test."""
 
     def forbid() -> None:
-        monkeypatch.setattr(packed, "_decode_all", lambda *_: pytest.fail("decoded again"))
+        monkeypatch.setattr(pack_writer.PackWriter, "decode", lambda *_: pytest.fail("decoded again"))
 
     return forbid
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_bar_is_shown_on_a_terminal_while_decoding(photos, monkeypatch, capsys, is_terminal):
-    monkeypatch.setattr(packed, "MIN_FILES_FOR_WORKERS", 10)
+    monkeypatch.setattr(pack_writer, "MIN_FILES_FOR_WORKERS", 10)
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat a pipe as a terminal
     load_file_dataset(photos, PREPROCESSING, progress=True)
@@ -232,8 +232,14 @@ def test_older_packs_of_the_same_folder_are_deleted(photos):
     assert not old.exists()
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["train.npy", "train.json", "validation.npy", "validation.json"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        pytest.param(name, damage, marks=[pytest.mark.slow] * (name.startswith("validation") and damage != truncate))
+        for name in ("train.npy", "train.json", "validation.npy", "validation.json")
+        for damage in DAMAGES
+    ],
+)
 def test_damaged_pack_is_reported_and_written_again(photos, name, damage, capsys):
     first = load_file_dataset(photos, PREPROCESSING)
     expected = [split.images[:].clone() for split in (first.train, first.validation)]
@@ -289,7 +295,7 @@ def test_copied_pack_is_verified_once(photos, tmp_path, monkeypatch):
     setup.pack_dataset(setup.resolve_recipe(str(photos), None).with_overrides({"model.image_size": (16, 16)}), pack)
     copy = Path(shutil.copytree(pack, tmp_path / "copy.pack", copy_function=shutil.copyfile))  # times are not copied
     first = read_split(copy, "train")
-    monkeypatch.setattr(packed, "_file_checksum", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(packed, "file_checksum", lambda _: pytest.fail("read again"))
     second = read_split(copy, "train")
     assert first is not None
     assert second is not None
@@ -300,7 +306,7 @@ def test_full_disk_is_an_error_with_an_alternative(photos, monkeypatch):
     def disk_full(_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(packed, "_reserve_disk_space", disk_full)
+    monkeypatch.setattr(pack_writer, "_reserve_disk_space", disk_full)
     with pytest.raises(VitralError, match="No space left on device") as caught:
         load_file_dataset(photos, PREPROCESSING)
     assert "--data.pack 0" in caught.value.hint
@@ -316,15 +322,15 @@ def test_invalid_read_options_are_errors(changes):
 PACK_SCRIPT = """
 import sys
 from pathlib import Path
-from vitral.data.files import packed, workers
+from vitral.data.files import pack_writer, workers
 from vitral.data.files.file_dataset import load_file_dataset
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-packed.MIN_FILES_FOR_WORKERS = 0
+pack_writer.MIN_FILES_FOR_WORKERS = 0
 start = workers.DecodeWorkers.__init__
 def start_and_print_pids(self, *args, **kwargs):
     start(self, *args, **kwargs)
-    print(*[process.pid for process in self._processes], flush=True)
+    print(*[process.pid for process in self.processes], flush=True)
 workers.DecodeWorkers.__init__ = start_and_print_pids
 preprocessing = Preprocessing(image_size=(64, 64), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
 try:

@@ -118,7 +118,8 @@ def test_too_many_unreadable_files_are_an_error(photos):
 def test_killed_worker_is_an_error_and_the_next_access_starts_new_workers(streamed):
     images = streamed.train.images
     list(images.split(8))
-    processes = images._idle.workers._processes
+    images._idle.workers.wait_until_ready()
+    processes = images._idle.workers.processes
     os.kill(processes[0].pid, signal.SIGKILL)
     with pytest.raises(VitralError, match="an image decoding process was killed"):
         list(images.split(8))

@@ -1,10 +1,12 @@
 """Datasets of image files: class folders, CSV lists, shards and packed folders.
 
-Decoded images are packed in the cache if they fit (packed.py), otherwise decoded in every epoch (stream.py).
+Decoded images are packed in the cache if they fit (packed.py), otherwise decoded in every epoch (stream.py). Large sets
+are packed while they are read for the first time (packing_images.py).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ import torch
 from vitral.data.datasets import Dataset, Split
 from vitral.data.files.folders import check_single_label, list_folder
 from vitral.data.files.listing import DatasetListing
+from vitral.data.files.pack_writer import PackJob, pack_split
 from vitral.data.files.packed import (
     FORMAT,
     DamagedPackError,
@@ -23,14 +26,15 @@ from vitral.data.files.packed import (
     PackIndex,
     fingerprint,
     is_packed,
-    pack_split,
     read_index,
     read_split,
     remove_stale_packs,
     write_index,
 )
+from vitral.data.files.packing_images import packing_images
 from vitral.data.files.shards import list_shards
 from vitral.data.files.stream import StreamedImages
+from vitral.data.files.workers import ImageLocation
 from vitral.data.folds import Fold
 from vitral.data.lazy_images import Images, MappedImages
 from vitral.data.names import SEQUENCE_PREFIX, is_shard_pattern
@@ -41,6 +45,7 @@ from vitral.data.variable_images import VariableSizeImages
 from vitral.errors import VitralError, shell_quote
 
 GIB = 2**30
+MIN_BYTES_TO_DEFER = 2 * GIB  # training images of at least this size are packed during the first pass over them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,15 +174,13 @@ def read_listing(
         stored=stored,
         model_input=_without_normalisation(preprocessing),
         folder=pack_folder or folder,
+        index=index,
         must_pack=pack_folder is not None,
         options=read_options,
         progress=progress,
     )
     train, validation = reader.read("train"), reader.read("validation")
-    if (reader.folder / "train.json").is_file() and not _has_index(reader.folder, index):
-        write_index(reader.folder, index)
-        if pack_folder is None:
-            remove_stale_packs(reader.folder, index)
+    reader.write_index()
     return Dataset(
         name=listing.name,
         classes=listing.classes,
@@ -201,6 +204,7 @@ class _SplitReader:
     stored: Preprocessing  # of training images
     model_input: Preprocessing  # of validation and test images
     folder: Path
+    index: PackIndex
     must_pack: bool
     options: ReadOptions
     progress: bool
@@ -209,7 +213,16 @@ class _SplitReader:
     def read(self, split: str) -> Split:
         if not self.listing.splits[split]:
             return _empty_split(self._preprocessing(split), self.listing.task, len(self.listing.classes))
-        return self._packed(split) if self._should_pack(split) else self._streamed(split)
+        if not self._should_pack(split):
+            return self._streamed(split, self._not_packed_note())
+        return self._deferred() if self._should_defer(split) else self._packed(split)
+
+    def write_index(self) -> None:
+        """Complete the pack if its training images are packed, and delete those of earlier states of the files."""
+        if (self.folder / "train.json").is_file() and not _has_index(self.folder, self.index):
+            write_index(self.folder, self.index)
+            if not self.must_pack:
+                remove_stale_packs(self.folder, self.index)
 
     def _preprocessing(self, split: str) -> Preprocessing:
         return self.stored if split == "train" else self.model_input
@@ -228,9 +241,52 @@ class _SplitReader:
     def _budget_bytes(self) -> float:
         return min(self.options.pack * GIB, _free_bytes(self.folder))
 
-    def _streamed(self, split: str) -> Split:
-        locations = tuple(location for location, _ in self.listing.splits[split])
-        labels = self.listing.labels(split)
+    def _should_defer(self, split: str) -> bool:
+        """Whether a split is packed while it is read. Other processes of a distributed run wait for a whole pack."""
+        has_one_size = not self.stored.has_variable_sizes and self.listing.task == "classification"
+        return (
+            split == "train"
+            and has_one_size  # otherwise a replaced image changes sizes or labels, which must be known at the start
+            and not self.must_pack
+            and self._num_bytes(split) >= MIN_BYTES_TO_DEFER
+            and os.environ.get("WORLD_SIZE", "1") == "1"
+        )
+
+    def _job(self, split: str) -> PackJob:
+        return PackJob(
+            folder=self.folder,
+            split=split,
+            locations=self._locations(split),
+            labels=self.listing.labels(split),
+            stored=self._preprocessing(split),
+            max_unreadable=self.options.unreadable,
+            index=self.index,
+            task=self.listing.task,
+            workers=self.options.workers,
+        )
+
+    def _locations(self, split: str) -> tuple[ImageLocation, ...]:
+        return tuple(location for location, _ in self.listing.splits[split])
+
+    def _deferred(self) -> Split:
+        """Training images that are packed during the first pass over them."""
+        job = self._job("train")
+        if job.read() is not None:
+            return self._packed("train")
+        images = packing_images(job, self.write_index)
+        if images is None:
+            return self._streamed("train", "another process is packing the images: decoded in every epoch")
+        self.notes.append("packed during the first epoch")
+        return Split(images=images, labels=torch.from_numpy(job.labels), is_model_input=False, locations=job.locations)
+
+    def _not_packed_note(self) -> str:
+        return (
+            f"decoded images need {self._num_bytes() / GIB:.3g} GiB, more than the "
+            f"{self._budget_bytes() / GIB:.3g} GiB available for packing: decoded in every epoch"
+        )
+
+    def _streamed(self, split: str, note: str) -> Split:
+        locations, labels = self._locations(split), self.listing.labels(split)
         images = StreamedImages(
             locations,
             labels,
@@ -240,11 +296,7 @@ class _SplitReader:
             workers=self.options.workers,
         )
         if split == "train":
-            self.notes.append(
-                f"decoded images need {self._num_bytes() / GIB:.3g} GiB, more than the "
-                f"{self._budget_bytes() / GIB:.3g} GiB available for packing: decoded in every epoch by "
-                f"{images.workers} workers with a {images.buffer_bytes / 2**20:.0f} MiB buffer"
-            )
+            self.notes.append(f"{note} by {images.workers} workers with a {images.buffer_bytes / 2**20:.0f} MiB buffer")
         stored: Images = images
         if images.sizes is not None:
             stored = VariableSizeImages(images, torch.tensor(images.sizes))
@@ -256,22 +308,12 @@ class _SplitReader:
         )
 
     def _packed(self, split: str) -> Split:
-        locations = tuple(location for location, _ in self.listing.splits[split])
-        packed = pack_split(
-            self.folder,
-            split,
-            locations,
-            self.listing.labels(split),
-            self._preprocessing(split),
-            task=self.listing.task,
-            max_unreadable=self.options.unreadable,
-            workers=self.options.workers,
-            progress=self.progress,
-        )
+        job = self._job(split)
+        packed = pack_split(job, progress=self.progress)
         if packed.unreadable:
             self.notes.append(_unreadable_note(split, packed, has_classes=bool(self.listing.classes)))
         is_model_input = self._is_model_input(split)
-        return Split(images=packed.images, labels=packed.labels, is_model_input=is_model_input, locations=locations)
+        return Split(images=packed.images, labels=packed.labels, is_model_input=is_model_input, locations=job.locations)
 
     def _is_model_input(self, split: str) -> bool:
         """Training images are cropped later; padded ones are stored without the padding, whose colour is the mean."""

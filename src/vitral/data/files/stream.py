@@ -156,7 +156,7 @@ class SlotBuffer:
         shape = (NUM_SLOTS * images.slot_rows, *images.stored.shape)
         self.fd, self.array = shared_buffer(shape, images.stored.dtype)
         self._finalizer = weakref.finalize(self, os.close, self.fd)
-        self.workers = DecodeWorkers(self.fd, shape, images.options, count=images.workers)
+        self.workers = DecodeWorkers(self.fd, self.array, images.options, count=images.workers)
 
     def close(self) -> None:
         self.workers.close()

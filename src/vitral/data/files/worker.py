@@ -1,19 +1,23 @@
-"""A decoding worker process: reads requests from stdin, decodes images into a shared buffer, reports errors on stdout.
+"""A decoding worker process: reads requests from sockets, decodes images into a shared buffer, replies with the errors.
 
-    python -m vitral.data.files.worker FD OFFSET N C H W OPTIONS
+    python -m vitral.data.files.worker FD OFFSET N C H W OPTIONS SOCKET [SOCKET ...]
 
+    → ready
     ← {"rows": [7, 8], "locations": [["a.jpg", 0, -1], ["shard.tar", 1536, 20481]], "sizes": null}
     → {"errors": {"8": "shard.tar at byte 1536: corrupt or truncated (…)"}}
 
-The process ends when its stdin is closed, so a killed training run leaves no workers behind. It imports torch only to
-resize many large images (`torch_resize`), so that it starts quickly otherwise.
+One thread serves each socket: decoding and resizing release the GIL. The process ends when its sockets are closed, so a
+killed training run leaves no workers behind. It imports torch only to resize many large images (`torch_resize`), so
+that it starts quickly otherwise.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,14 +99,27 @@ def decode_into(
     return errors
 
 
+def serve_requests(connection: socket.socket, target: np.ndarray[Any, Any], options: DecodeOptions) -> None:
+    """Decode what one socket requests, until it is closed."""
+    with connection, connection.makefile("rw") as stream:
+        stream.write("ready\n")
+        stream.flush()
+        for line in stream:
+            request = json.loads(line)
+            errors = decode_into(target, request["rows"], request["locations"], options, request["sizes"])
+            stream.write(json.dumps({"errors": errors}) + "\n")
+            stream.flush()
+
+
 def main(args: Sequence[str]) -> None:
     fd, offset, *shape = map(int, args[:6])
     options = DecodeOptions(**json.loads(args[6]))
     target = np.frombuffer(mmap.mmap(fd, 0), dtype=options.dtype, offset=offset).reshape(shape)
-    for line in sys.stdin:
-        request = json.loads(line)
-        errors = decode_into(target, request["rows"], request["locations"], options, request["sizes"])
-        print(json.dumps({"errors": errors}), flush=True)
+    connections = [socket.socket(fileno=int(number)) for number in args[7:]]
+    if options.torch_resize:
+        import torch.nn.functional  # noqa: F401
+    for connection in connections:
+        threading.Thread(target=serve_requests, args=(connection, target, options)).start()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Uses plain child processes instead of `multiprocessing`: scripts that call `vitral.train` need no `__main__` guard,
 nothing is forked while GPU threads are running, and nothing is pickled. Pixels are written directly into the buffer;
-only paths are sent.
+only paths are sent. A process decodes in a few threads, which share its imports and memory. Until the first process is
+ready, threads of the calling process decode.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import contextlib
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from vitral.data.files.worker import DecodeOptions
+from vitral.data.files.worker import DecodeOptions, decode_into
 from vitral.data.geometry import Size
 from vitral.data.pixels import PixelType
 from vitral.data.preprocess import Preprocessing
@@ -30,6 +33,7 @@ from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
 
 TORCH_RESIZE_MIN_FILES = 5000  # from here on, faster resizing outweighs the import of torch in every worker
+THREADS_PER_PROCESS = 4  # an image holds the GIL for about a tenth of its time
 FILES_PER_MESSAGE = 8  # hides the latency of the pipe; few enough that all workers finish at about the same time
 
 
@@ -64,71 +68,178 @@ class ImageLocation(NamedTuple):
 
 
 DecodeErrors = dict[int, str]  # row → error message
+OnDecoded = Callable[[Sequence[int], DecodeErrors], None]  # called with rows that have been decoded, in any thread
+
+
+class Connection(NamedTuple):
+    """A socket that one thread of a worker process serves."""
+
+    process: subprocess.Popen[bytes]
+    stream: IO[str]
 
 
 class DecodeWorkers:
-    """Processes that decode images into an array of `shape` (N, C, H, W) at byte `offset` of the file `fd`."""
+    """Processes that decode images into `target` (N, C, H, W), which maps the file `fd` from byte `offset` on.
+
+    `count` is the number of images that are decoded at a time; 0: one per CPU.
+    """
 
     def __init__(
-        self, fd: int, shape: tuple[int, ...], options: DecodeOptions, *, count: int = 0, offset: int = 0
+        self,
+        fd: int,
+        target: np.ndarray[Any, Any],
+        options: DecodeOptions,
+        *,
+        count: int = 0,
+        offset: int = 0,
+        on_decoded: OnDecoded | None = None,
     ) -> None:
-        self.count = count or available_cpus()
-        command = [sys.executable, "-m", "vitral.data.files.worker", str(fd), str(offset), *map(str, shape)]
-        command.append(json.dumps(options._asdict()))
-        package_root = str(Path(__file__).resolve().parents[3])
-        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-        self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
-        self._processes: list[subprocess.Popen[str]] = []
-        for _ in range(self.count):
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                pass_fds=[fd],
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # parallelism is across workers
-                start_new_session=True,  # Ctrl-C reaches only the training process, which then ends its workers
-            )
-            self._processes.append(process)
-            self._idle.put(process)
-        self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="decode")
-        self._finalizer = weakref.finalize(self, _shut_down, self._processes, self._threads)
+        self.count, self._on_decoded = count or available_cpus(), on_decoded
+        self._target, self._options = target, options
+        args = [str(fd), str(offset), *map(str, target.shape), json.dumps(options._asdict())]
+        self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: decode in this process
+        self._is_ready = threading.Event()
+        self._connections: list[Connection] = []
+        for first in range(0, self.count, THREADS_PER_PROCESS):
+            self._connections += _start_process(args, fd, min(THREADS_PER_PROCESS, self.count - first))
+        for connection in self._connections:
+            self._idle.put(None)
+            args_ready = (connection, self._idle, self._is_ready)
+            threading.Thread(target=_wait_until_ready, args=args_ready, name="decode-start", daemon=True).start()
+        # One more than there are connections, so that none waits for `on_decoded`.
+        self._threads = ThreadPoolExecutor(self.count + 1, thread_name_prefix="decode")
+        self._finalizer = weakref.finalize(self, _shut_down, self._connections, self._threads)
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return list({connection.process.pid: connection.process for connection in self._connections}.values())
+
+    def wait_until_ready(self) -> None:
+        """Return when the first process has started; until then, this process decodes."""
+        self._is_ready.wait()
 
     def decode(
         self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None = None
     ) -> list[Future[DecodeErrors]]:
         """Start decoding `locations` into `rows`, at `sizes` if they differ. The results are the errors, by row."""
-        starts = range(0, len(rows), FILES_PER_MESSAGE)
-        chunks = [slice(start, start + FILES_PER_MESSAGE) for start in starts]
         return [
-            self._threads.submit(self._request, rows[c], locations[c], None if sizes is None else sizes[c])
-            for c in chunks
+            self._threads.submit(self._request, rows[chunk], locations[chunk], None if sizes is None else sizes[chunk])
+            for chunk in message_slices(len(rows))
         ]
 
     def _request(
         self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None
     ) -> DecodeErrors:
-        process = self._idle.get()
+        connection = self._idle.get()
+        while connection is None and self._is_ready.is_set():
+            connection = self._idle.get()
+        if connection is None:
+            try:
+                errors = decode_into(self._target, rows, locations, self._options, sizes)
+            finally:
+                if not self._is_ready.is_set():
+                    self._idle.put(None)
+        else:
+            errors = self._send(connection, rows, locations, sizes)
+        if self._on_decoded is not None:
+            self._on_decoded(rows, errors)
+        return errors
+
+    def _send(
+        self,
+        connection: Connection,
+        rows: Sequence[int],
+        locations: Sequence[ImageLocation],
+        sizes: Sequence[Size] | None,
+    ) -> DecodeErrors:
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
             request = {"rows": list(rows), "locations": list(locations), "sizes": sizes}
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            reply = process.stdout.readline()
-        except (BrokenPipeError, ValueError):
+            connection.stream.write(json.dumps(request) + "\n")
+            connection.stream.flush()
+            reply = connection.stream.readline()
+        except (OSError, ValueError):
             reply = ""
         finally:
-            self._idle.put(process)
+            self._idle.put(connection)
         if not reply:
-            raise _worker_died_error(process, locations)
+            raise _worker_died_error(connection.process, locations)
         return {int(row): message for row, message in json.loads(reply)["errors"].items()}
 
     def close(self) -> None:
         self._finalizer()
 
 
-def _worker_died_error(process: subprocess.Popen[str], locations: Sequence[ImageLocation]) -> VitralError:
+class DecodeThreads:
+    """Threads of this process that decode images into `target` (N, C, H, W). For few images, as they start at once."""
+
+    def __init__(
+        self,
+        target: np.ndarray[Any, Any],
+        options: DecodeOptions,
+        *,
+        count: int = 0,
+        on_decoded: OnDecoded | None = None,
+    ) -> None:
+        self.target, self.options, self._on_decoded = target, options, on_decoded
+        self._threads = ThreadPoolExecutor(count or available_cpus(), thread_name_prefix="decode")
+
+    def decode(
+        self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None = None
+    ) -> list[Future[DecodeErrors]]:
+        """As `DecodeWorkers.decode`."""
+        return [
+            self._threads.submit(self._decode, rows[chunk], locations[chunk], None if sizes is None else sizes[chunk])
+            for chunk in message_slices(len(rows))
+        ]
+
+    def _decode(
+        self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None
+    ) -> DecodeErrors:
+        errors = decode_into(self.target, rows, locations, self.options, sizes)
+        if self._on_decoded is not None:
+            self._on_decoded(rows, errors)
+        return errors
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+
+def message_slices(count: int) -> list[slice]:
+    """The parts in which `count` images are sent to the workers."""
+    return [slice(start, start + FILES_PER_MESSAGE) for start in range(0, count, FILES_PER_MESSAGE)]
+
+
+def _start_process(args: Sequence[str], fd: int, num_threads: int) -> list[Connection]:
+    package_root = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    pairs = [socket.socketpair() for _ in range(num_threads)]
+    numbers = [theirs.fileno() for _, theirs in pairs]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vitral.data.files.worker", *args, *map(str, numbers)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[fd, *numbers],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # parallelism is across threads and workers
+        start_new_session=True,  # Ctrl-C reaches only the training process, which then ends its workers
+    )
+    connections = []
+    for ours, theirs in pairs:
+        theirs.close()  # a worker that dies then ends the stream
+        connections.append(Connection(process, ours.makefile("rw")))
+        ours.close()  # the stream keeps it open
+    return connections
+
+
+def _wait_until_ready(
+    connection: Connection, idle: queue.SimpleQueue[Connection | None], is_ready: threading.Event
+) -> None:
+    """Thread body: hand a connection out when its worker has started. If it died, the next request reports that."""
+    with contextlib.suppress(OSError, ValueError):
+        connection.stream.readline()
+    idle.put(connection)
+    is_ready.set()
+
+
+def _worker_died_error(process: subprocess.Popen[bytes], locations: Sequence[ImageLocation]) -> VitralError:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5)
     code = process.returncode
@@ -145,16 +256,14 @@ def _worker_died_error(process: subprocess.Popen[str], locations: Sequence[Image
     )
 
 
-def _shut_down(processes: list[subprocess.Popen[str]], threads: ThreadPoolExecutor) -> None:
+def _shut_down(connections: list[Connection], threads: ThreadPoolExecutor) -> None:
     threads.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+    for connection in connections:
+        connection.process.kill()
+    for connection in connections:
+        connection.process.wait()
+        with contextlib.suppress(OSError):
+            connection.stream.close()
 
 
 def shared_buffer(shape: tuple[int, ...], dtype: PixelType) -> tuple[int, np.ndarray[Any, Any]]:

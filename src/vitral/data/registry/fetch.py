@@ -122,8 +122,8 @@ def fetch_files(name: str, split: FileSplit, *, progress: bool = False, recheck:
             shutil.rmtree(staging, ignore_errors=True)
             paths = tuple(folder / file.name for file in files)
             return FetchedFiles(paths=paths, source=f"from {fetcher.description}{_summarise_failures(failures)}")
-    attempts = "\n".join(f"  {address}: {reason}" for _, address, reason in failures)
-    raise VitralError(f"cannot download {name}; all sources failed\n{attempts}", _manual_instructions(dataset))
+    attempts = "; ".join(f"{address}: {reason}" for _, address, reason in failures)
+    raise VitralError(f"cannot download {name}; all sources failed: {attempts}", _manual_instructions(dataset))
 
 
 def _find_verified(dataset: DatasetFiles, files: Sequence[ChecksummedFile], *, recheck: bool) -> FetchedFiles | None:
