@@ -64,7 +64,7 @@ def train_single(tmp_path_factory: pytest.TempPathFactory) -> TrainSingle:
 
     def run(name: str) -> Run:
         if not (parent / name).exists():
-            assert train(parent, name, KINDS[name]) == {"error": None}
+            assert train(parent, name, KINDS[name])["error"] is None
         return Run(parent / name)
 
     return run

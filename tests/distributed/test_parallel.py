@@ -40,10 +40,12 @@ UNEVEN = {  # micro-batches of 7 and 8 images
     "grad_accum": 2,
 }
 LORA = {"tune": "lora", "lora.rank": 2, "ema": 0.3, "optim.layer_decay": 0.8}
+FITTED_HEAD = {"head_init": "least_squares"}
 Jobs = tuple[dict[str, Any], ...]
 JOBS: Jobs = (
     {"name": "ddp", "overrides": DDP},
     {"name": "fsdp", "overrides": FSDP},
+    {"name": "ddp-head", "overrides": DDP | FITTED_HEAD},
     {"name": "too-small", "overrides": {"batch_size": 1}},
     {"name": "fsdp-stopped", "overrides": FSDP, "stop_at": 8},
     {"name": "fsdp-ddp", "overrides": DDP, "resume_from": "fsdp-stopped"},
@@ -125,6 +127,13 @@ def test_two_ranks_have_the_losses_of_one_process(
     assert [outcome["error"] for outcome in outcomes[mode]] == [None, None]
     assert len(metric_rows(Run(folder / mode))) == 3
     assert_same_metrics(Run(folder / mode), train_single("default"))
+
+
+def test_a_fitted_head_on_two_ranks_is_that_of_one_process(
+    folder: Path, outcomes: Outcomes, train_single: TrainSingle
+) -> None:
+    assert [outcome["error"] for outcome in outcomes["ddp-head"]] == [None, None]
+    assert_same_metrics(Run(folder / "ddp-head"), train_single("head", **FITTED_HEAD), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -49,6 +49,22 @@ def test_output_and_gradients_match_pytorch(T: int, d: int, separate_qk: bool) -
     assert (grad_qkv - expected_grad).abs().max() < 2e-5 * expected_grad.abs().max()
 
 
+@pytest.mark.parametrize("T", [65, 84, 197])
+def test_a_token_of_size_s_counts_as_s_tokens(T: int) -> None:
+    B, h, d = 2, 2, 32
+    torch.manual_seed(T)
+    qkv, sizes = torch.randn(B * T, 3 * h * d), torch.randint(1, 9, (B * T,)).float()
+    bias = sizes.log().view(B, 1, 1, T)
+    expected = F.scaled_dot_product_attention(*split_heads(qkv, h, T), attn_mask=bias).transpose(1, 2).flatten(2)
+    q, k, v = qkv.chunk(3, dim=1)
+    out, _ = attention_forward(q, k, v, h, T, sizes)
+    assert torch.allclose(out.view_as(expected), expected, atol=2e-5)
+    bound = GemmBound(torch.full((B * T, 1), 8.0), torch.tensor([1.0, 0.0]))
+    out_fp8 = attention_forward_fp8(q, k, v, h, T, bound, sizes)
+    error = (out_fp8.data.float() * out_fp8.scales).view_as(expected) - expected
+    assert error.norm() < 0.04 * expected.norm()
+
+
 @pytest.mark.parametrize(
     ("image_size", "overrides"),
     [

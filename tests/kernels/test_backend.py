@@ -28,6 +28,8 @@ from vitral.training.backend import ReferenceBackend
 from vitral.training.optim.adamw import AdamW
 from vitral.training.optim.builder import make_optimizers
 from vitral.training.optim.muon import Muon
+from vitral.training.state import init_state
+from vitral.training.step import StepContext, StepRunner
 from vitral.training.tuning import apply_tuning
 
 pytestmark = requires_interpreter
@@ -163,7 +165,7 @@ def test_amplified_rounding_of_color_operations_passes_the_check(
     assert messages == []
 
 
-@pytest.mark.parametrize("changes", [{"flip": True}, {"crop": 0.5}], ids=str)
+@pytest.mark.parametrize("changes", [{"flip": True}, pytest.param({"crop": 0.5}, marks=pytest.mark.slow)], ids=str)
 def test_the_color_kernel_of_jitter_is_checked_too(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Jitter has no cutout centres and therefore uses another specialisation of the kernel."""
 
@@ -259,3 +261,41 @@ def test_partial_tuning_uses_the_fused_forward_pass_and_has_the_reference_gradie
     assert fused.keys() == reference.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     for name, gradient in reference.items():
         torch.testing.assert_close(fused[name], gradient, rtol=0.05, atol=0.05 * float(gradient.abs().max()) + 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"optim.layer_decay": 0.75, "optim.grad_clip": 0.1, "ema": 0.5, "model.num_classes": 7},
+        {"activation_checkpointing": True, "model.layer_scale": 0.5},
+        {"model.layer_scale": 0.5, "tune": "last-1"},
+    ],
+    ids=str,
+)
+def test_settings_of_fine_tuning_train_with_the_fused_forward_pass(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_pytorch_attention(monkeypatch)
+    recipe = RECIPE.with_overrides({"model.depth": 2, "optim.name": "adamw", "optim.warmup": 0.0} | fields)
+    preprocessing = Preprocessing(image_size=(8, 8), channels=3, mean=(0.5,) * 3, std=(0.2,) * 3)
+    single, results, num_classes = ParallelPlan(mode="single", reason="one process"), [], recipe.model.num_classes
+    images, labels = torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8), torch.arange(16) % num_classes
+    for fused in (True, False):
+        state = init_state(recipe, GPU, 4)
+        backend: Any = ReferenceBackend(state.vit, recipe, preprocessing, GPU, single)
+        if fused:
+            messages: list[str] = []
+            backend = TritonBackend(
+                backend, model=state.vit, augment=recipe.augment, preprocessing=preprocessing, num_classes=num_classes,
+                micro_batch_size=16, label_smoothing=0.1, hardware=GPU, log=messages.append,
+            )  # fmt: skip
+            assert "forward" in backend.overrides, messages
+        runner, losses = StepRunner(state, StepContext(recipe, backend), 4), []
+        for state.step in range(4):
+            state.epoch_sums.zero_()
+            runner.run(images, labels)
+            losses.append(float(state.epoch_sums[0]) / 16)
+        results.append(losses)
+    assert results[0][-1] < results[0][0]
+    assert results[0] == pytest.approx(results[1], rel=0.03)

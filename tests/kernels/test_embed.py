@@ -40,25 +40,29 @@ def make_model(**overrides: Any) -> tuple[ViT, Preprocessing]:
 @pytest.mark.parametrize(
     "overrides",
     [{}, {"pooling": "mean"}, {"positions": "none"}, {"positions": "sincos"}, {"registers": 3}, {"channels": 1},
-     {"patch_size": 16, "channels": 1}],
+     {"patch_size": 16, "channels": 1}, {"image_size": (28, 42), "patch_size": 14}],
     ids=str,
 )  # fmt: skip
 def test_tokens_of_uint8_images_match_the_model(overrides: dict[str, Any]) -> None:
     model, preprocessing = make_model(**overrides)
-    images = torch.randint(0, 256, (3, model.config.channels, 32, 48), dtype=torch.uint8)
+    images = torch.randint(0, 256, (3, model.config.channels, *model.config.image_size), dtype=torch.uint8)
     expected = model.embed(preprocessing.normalise(images), model.config.grid)
     torch.testing.assert_close(InferenceEmbedding(model, preprocessing)(images), expected, atol=2e-5, rtol=0)
     assert make_inference_embedding(model, preprocessing, GPU, preprocessing.normalise) is not None
 
 
-@pytest.mark.parametrize("overrides", [{}, {"pooling": "mean"}, {"positions": "sincos"}, {"registers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"pooling": "mean"}, {"positions": "sincos"}, {"registers": 2}, {"image_size": (28, 42), "patch_size": 14}],
+    ids=str,
+)
 def test_training_gradients_match_pytorch(overrides: dict[str, Any]) -> None:
     model, _ = make_model(**overrides)
     model.requires_grad_(True)
     messages: list[str] = []
     embed = make_training_embedding(model, GPU, messages.append)
     assert embed is not None, messages
-    images, grid = torch.randn(3, 3, 32, 48), model.config.grid
+    images, grid = torch.randn(3, 3, *model.config.image_size), model.config.grid
     grad_out = torch.randn_like(model.embed(images, grid))
     parameters = [p for name, p in model.named_parameters() if name.startswith(EMBEDDING_PARAMETERS)]
     grads = torch.autograd.grad(embed(images), parameters, grad_out)
@@ -86,9 +90,8 @@ def test_bf16_rounding_passes_the_self_check(overrides: dict[str, Any], monkeypa
     assert make_training_embedding(model.requires_grad_(True), gpu, messages.append) is not None, messages
 
 
-@pytest.mark.parametrize("overrides", [{"dropout_embedding": 0.1}, {"patch_size": 4}], ids=str)
-def test_unsupported_models_have_no_fused_training_embedding(overrides: dict[str, Any]) -> None:
-    model, _ = make_model(**overrides)
+def test_small_patches_have_no_fused_training_embedding() -> None:
+    model, _ = make_model(patch_size=4)
     assert make_training_embedding(model.requires_grad_(True), GPU, no_log) is None
 
 

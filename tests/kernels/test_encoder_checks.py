@@ -48,7 +48,8 @@ def test_a_supported_model_has_no_reason_and_is_left_unchanged(monkeypatch: pyte
 
 def test_an_unsupported_architecture_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = spy_on(monkeypatch, "layernorm_gelu", "add_layernorm_kernel")
-    assert unsupported_reason(small_model(16, layer_scale=0.1)[0], fake_gpu()) == "the model uses layer scale"
+    reason = unsupported_reason(small_model(16, activation="relu")[0], fake_gpu())
+    assert reason == "the activation is relu, not GELU"
     assert (kernel.variants, kernel.launches) == (0, 0)
 
 
@@ -113,17 +114,15 @@ def test_the_checked_encoder_saves_the_same_activations_as_the_whole_batch(batch
     assert (encoder.recompute_threshold >= num_images * 17 * 2048) == (batch_size <= 963)
 
 
-def test_fp8_weight_gradients_are_for_wide_models_and_multiples_of_16_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_weight_gradients_are_for_wide_models_and_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     gemms, messages = emulate_fp8_gemms(monkeypatch), list[str]()
     model = small_model(8)[0]
     gpu = fake_gpu(precision="fp32", fp8=True)
     assert not use_fp8_wgrad(model, gpu, 16, messages.append), "the model is too narrow"
     assert (gemms, messages) == ([], [])
     monkeypatch.setattr(encoder_checks, "FP8_WGRAD_MIN_WIDTH", 48)
-    assert not use_fp8_wgrad(model, gpu, 9, messages.append)
-    assert messages == ["weight-gradient GEMMs in bf16: 45 tokens per batch are not a multiple of 16"]
-    assert use_fp8_wgrad(model, gpu, 16, messages.append)
-    assert len(messages) == 1
+    assert use_fp8_wgrad(model, gpu, 9, messages.append)
+    assert messages == []
     assert model.training
 
 
@@ -216,9 +215,10 @@ def test_precompilation_covers_every_kernel_of_training_and_inference() -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("capability", [80, 89, 90])
-def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
-    assert int(run_support_script("compile_kernels.py", str(capability))) > 50
+@pytest.mark.parametrize("arguments", ["90", "89 --sample", "80 --sample"])
+def test_every_kernel_compiles_without_a_gpu(arguments: str) -> None:
+    """Every specialisation for an H100; for older GPUs, one per kernel and argument types."""
+    assert int(run_support_script("compile_kernels.py", *arguments.split())) > 50
 
 
 def run_support_script(name: str, *args: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.triton_interpreter import relative_difference, requires_interpreter
-from vitral.kernels.fp8.op import GemmBound, quantize_and_sum, quantize_weight
+from vitral.kernels.fp8.op import GemmBound, quantize_and_sum, quantize_weight, quantize_with_scales
 from vitral.kernels.layernorm_gelu.op import LayerNormParams, add_layernorm, bias_gelu, bias_gelu_backward
 from vitral.kernels.reduce.op import ColumnSums
 
@@ -27,6 +27,16 @@ def test_quantize_weight_scales_each_row(transposed: bool) -> None:
     assert quantized.bound.tolist() == pytest.approx([weight.norm(dim=1).max().item(), 5.0], rel=1e-6)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_quantize_with_the_scales_of_quantize_weight_gives_the_same_values(transposed: bool) -> None:
+    matrix = torch.randn(24, 40)
+    matrix = torch.randn(40, 24).t() if transposed else matrix
+    expected = quantize_weight(matrix, None, torch.zeros(2))
+    out = torch.empty_like(expected.data)
+    quantize_with_scales(matrix, expected.scales, out)
+    assert torch.equal(out.float(), expected.data.float())
+
+
 def test_gemm_bounds_prevent_overflow() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(33, 48), torch.randn(56, 48) * 3
@@ -39,7 +49,7 @@ def test_gemm_bounds_prevent_overflow() -> None:
     weight_bound = quantize_weight(weight, bias, torch.zeros(2)).bound
     assert ((normed @ weight.t()).abs() <= normed_fp8.row_norms * weight_bound[0]).all()
     with np.errstate(over="ignore"):
-        gelu, gelu_fp8 = bias_gelu(normed @ weight.t(), bias, False, GemmBound(normed_fp8.row_norms, weight_bound))
+        gelu, gelu_fp8 = bias_gelu(normed @ weight.t(), bias, "gelu", GemmBound(normed_fp8.row_norms, weight_bound))
     assert gelu is None
     assert gelu_fp8 is not None
     assert gelu_fp8.data.float().abs().max() < 448
@@ -52,8 +62,8 @@ def test_scales_are_positive_for_zero_weights() -> None:
     assert weight_bound.tolist() == [0, 0]
     bound = GemmBound(row_norms, weight_bound)
     with np.errstate(over="ignore"):
-        _, gelu_fp8 = bias_gelu(torch.zeros_like(h), bias, False, bound)
-        _, _, grad_fp8, _ = bias_gelu_backward(h, bias, torch.zeros_like(h), False, bound, None, ColumnSums())
+        _, gelu_fp8 = bias_gelu(torch.zeros_like(h), bias, "gelu", bound)
+        _, _, grad_fp8, _ = bias_gelu_backward(h, bias, torch.zeros_like(h), "gelu", bound, None, ColumnSums())
     for tensor in (gelu_fp8, grad_fp8):
         assert tensor is not None
         assert (tensor.scales > 0).all()

@@ -41,51 +41,59 @@ def test_relative_scales_split_into_a_power_of_two_and_a_remainder(M: int, decad
     assert (split.pow2_root <= 1).all()
 
 
-@pytest.mark.parametrize(("M", "N"), [(16, 16), (48, 80), (208, 144)])
-def test_transpose_keeps_the_values(M: int, N: int) -> None:
+@pytest.mark.parametrize(("M", "N"), [(16, 16), (48, 80), (197, 144)])
+def test_transpose_keeps_the_values_and_pads_with_zeros(M: int, N: int) -> None:
     torch.manual_seed(0)
+    padding = -M % 16
     x = quantize_rows(torch.randn(M, N) * torch.logspace(-3, 3, M)[:, None])
     transposed = op.transpose_fp8(x)
-    assert transposed.shape == (N, M)
-    assert torch.equal(transposed.float(), x.data.float().t())
+    assert transposed.shape == (N, M + padding)
+    assert torch.equal(transposed.float(), F.pad(x.data.float().t(), (0, padding)))
     factor = torch.exp2(-(torch.arange(M) % 3.0))
-    transposed, expected = op.transpose_fp8(x, factor).float(), (x.data.float() * factor[:, None]).t()
+    transposed, expected = (
+        op.transpose_fp8(x, factor).float(),
+        F.pad((x.data.float() * factor[:, None]).t(), (0, padding)),
+    )
     is_normal = expected.abs() >= 2**-6  # subnormal values have fewer bits
     assert torch.equal(transposed[is_normal], expected[is_normal])
     assert torch.allclose(transposed, expected, rtol=0, atol=2**-9)
 
 
-@pytest.mark.parametrize("tanh", [False, True])
-def test_gelu_backward_returns_row_major_and_transposed_operands(tanh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_gelu_backward_returns_row_major_and_transposed_operands(
+    activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vitral.kernels.reduce.op.MAX_PROGRAMS", 3)
     torch.manual_seed(0)
-    M, N = 80, 144
+    M, N = 75, 144
     h, bias, grad_gelu = (3 * torch.randn(M, N)).requires_grad_(), torch.randn(N), torch.randn(M, N)
     grad_scales, factor = 0.01 + torch.rand(M, 1), torch.rand(M)
     scale_ratio, gelu_scale, sums = torch.tensor(1.3), torch.tensor(20 / 448), ColumnSums()
     with np.errstate(over="ignore"):
         grad_h, grad_h_t, gelu_t, grad_bias = op.gelu_backward_fp8(
-            h.detach(), bias, grad_gelu, tanh, grad_scales, scale_ratio, factor, gelu_scale, sums
+            h.detach(), bias, grad_gelu, activation, grad_scales, scale_ratio, factor, gelu_scale, sums
         )
     sums.compute()
-    expected = F.gelu(h + bias, approximate="tanh" if tanh else "none")
+    expected = F.gelu(h + bias, approximate="tanh" if activation == "gelu_tanh" else "none")
     (expected_grad,) = torch.autograd.grad(expected, h, grad_gelu)
     assert torch.allclose(grad_h.scales, grad_scales * scale_ratio)
-    assert torch.equal(grad_h_t.float(), grad_h.data.float().t())
+    assert torch.equal(grad_h_t.float(), F.pad(grad_h.data.float().t(), (0, 5)))
+    assert not gelu_t[:, M:].float().any()
     assert (grad_h.data.float() * grad_h.scales - expected_grad).norm() < 0.1 * expected_grad.norm()
-    assert (gelu_t.float().t() * gelu_scale - expected * factor[:, None]).norm() < 0.1 * expected.norm()
+    assert (gelu_t[:, :M].float().t() * gelu_scale - expected * factor[:, None]).norm() < 0.1 * expected.norm()
     assert torch.allclose(grad_bias, expected_grad.sum(0), atol=1e-3)
 
 
 def test_layernorm_transposed_recomputes_the_norm() -> None:
     torch.manual_seed(0)
-    M, N = 64, 80
+    M, N = 62, 80
     norm = LayerNormParams(torch.rand(N) + 0.5, torch.randn(N), 1e-6)
     saved = add_layernorm(torch.randn(M, N), None, None, None, norm, fp8=False)
     assert saved.normed is not None
     factor, scale = torch.rand(M), torch.tensor(0.03)
     out = op.layernorm_transposed(saved, norm, factor, scale).float().t() * scale
-    assert (out - saved.normed * factor[:, None]).norm() < 0.1 * saved.normed.norm()
+    assert not out[M:].any()
+    assert (out[:M] - saved.normed * factor[:, None]).norm() < 0.1 * saved.normed.norm()
 
 
 def test_wgrad_gemm_returns_fp32() -> None:
@@ -132,13 +140,3 @@ def test_fp8_weight_gradients_agree_with_bf16(
     assert [gemm for gemm in gemms if gemm in block_wgrads] == last_block_wgrads + block_wgrads
     for grad, expected in zip(grads, param_grads(model, tokens, grad_ratio, fp8_wgrad=False), strict=True):
         assert (grad - expected).norm() <= (0.2 if grad.ndim == 2 else 1e-3) * expected.norm().clamp_min(0.01)
-
-
-@pytest.mark.slow
-def test_weight_gradients_are_not_in_fp8_if_tokens_are_not_a_multiple_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    gemms = emulate_fp8_gemms(monkeypatch)
-    model, tokens = small_model(32)
-    assert tokens.shape[:2] == (2, 65)
-    grads, expected = (param_grads(model, tokens, 1.0, fp8_wgrad) for fp8_wgrad in (True, False))
-    assert all(map(torch.equal, grads, expected))
-    assert all(gemm[0] == 130 for gemm in gemms)

@@ -24,7 +24,10 @@ from vitral.data.variable_images import resize_pixels
 from vitral.device.select import Hardware, PrecisionOption, select_hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import Interrupted, VitralError
+from vitral.inference.cuda_cascade import build_fp8_cascade
 from vitral.inference.cuda_engine import CudaEngine
+from vitral.inference.engine import ReferenceEngine
+from vitral.models.token_merging import TokenMergingViT
 from vitral.models.variants import VARIANTS
 from vitral.models.variants.hybrid import HybridViT
 from vitral.models.vit import ViT, ViTConfig
@@ -192,6 +195,11 @@ def test_training_from_host_memory_equals_training_from_gpu_memory(
         {"image_size": (224, 224), "patch_size": 16, "width": 384, "heads": 12, "qk_norm": True, "registers": 4},
         {"image_size": (64, 64), "pooling": "mean"},  # 256 tokens, head width 64
         {"image_size": (64, 64), "heads": 8, "pooling": "mean", "positions": "rotary", "qkv_bias": False},
+        {"image_size": (64, 64), "layer_scale": 0.1, "registers": 4, "width": 768, "heads": 12},  # DINOv2
+        {"layer_scale": 0.1, "positions": "rotary", "rope": "centered", "key_bias": False, "registers": 4},  # DINOv3
+        {"activation": "quick_gelu", "pooling": "mean"},
+        {"activation": "swiglu", "mlp_width": 688, "layer_scale": 0.1, "dropout": 0.1},
+        {"dropout": 0.1, "layer_scale": 0.1, "width": 768, "heads": 12},
     ],
     ids=str,
 )
@@ -241,15 +249,68 @@ def test_the_cuda_engine_agrees_with_the_model_for_any_batch_size(
         assert error < (0.2 if precision == "fp8" else 0.03)
 
 
+def test_close_calls_of_fp8_are_computed_again_in_fp16(gpu: Hardware) -> None:
+    torch.manual_seed(0)
+    config = ViTConfig(image_size=(32, 32), patch_size=4, num_classes=10, width=256, depth=3, heads=4)
+    model = ViT(config).eval().to(gpu.device)
+    torch.nn.init.normal_(model.get_parameter("head.out.weight"), std=0.05)
+    preprocessing = Preprocessing(image_size=config.image_size, channels=3, mean=(0.4,) * 3, std=(0.2,) * 3)
+    images = torch.randint(0, 256, (300, 3, 32, 32), dtype=torch.uint8)
+    fp32 = select_hardware(device="gpu", precision="fp32", compile="no")
+    expected = ReferenceEngine(model, preprocessing, fp32)(images)
+    cascade = build_fp8_cascade(model, preprocessing, fp32, margin=0.0)
+    fast = cascade.fast(images)
+    top = fast.topk(2).values
+    cascade.margin = float((top[:, 0] - top[:, 1]).quantile(0.3))
+    again = cascade.is_ambiguous(fast)
+    assert 80 <= int(again.sum()) <= 95
+    actual = cascade(images)
+    assert (actual[again] - expected[again]).norm() < 5e-3 * expected[again].norm()
+    assert (actual[~again] - fast[~again]).norm() < 1e-2 * fast.norm()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_token_merging_on_the_gpu_agrees_with_the_reference(pooling: Any, precision: PrecisionOption) -> None:
+    """Rounding changes which tokens are merged, so that the tolerance is wider than without merging."""
+    torch.manual_seed(0)
+    config = ViTConfig(image_size=(32, 32), patch_size=4, num_classes=10, width=256, depth=4, heads=4, pooling=pooling)
+    model = ViT(config).eval()
+    torch.nn.init.normal_(model.get_parameter("head.out.weight"), std=0.05)
+    preprocessing = Preprocessing(image_size=config.image_size, channels=3, mean=(0.4,) * 3, std=(0.2,) * 3)
+    images = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8)
+    merging = TokenMergingViT.from_model(model, r=4)
+    with torch.inference_mode():
+        expected = merging(preprocessing.normalise(images))
+    engine = CudaEngine(merging, preprocessing, select_hardware(device="gpu", precision=precision))
+    assert engine.description == "fused kernels"
+    for count in (40, 1):
+        error = (engine(images[:count]) - expected[:count]).norm() / expected[:count].norm()
+        assert error < (0.4 if precision == "fp8" else 0.2)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize(
-    ("pooling", "width", "patch_size"), [("class", 192, 4), ("mean", 192, 8), ("class", 512, 8), ("mean", 512, 4)]
+    ("pooling", "width", "patch_size", "dropout"),
+    [
+        ("class", 192, 4, 0.0),
+        ("mean", 192, 8, 0.0),
+        ("class", 512, 8, 0.0),
+        ("mean", 512, 4, 0.0),
+        ("mean", 512, 4, 0.1),
+    ],
 )
 def test_a_training_step_compiles_nothing_after_the_self_checks(
-    pooling: Any, width: int, patch_size: int, precision: PrecisionOption, monkeypatch: pytest.MonkeyPatch
+    pooling: Any,
+    width: int,
+    patch_size: int,
+    dropout: float,
+    precision: PrecisionOption,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hardware = select_hardware(device="gpu", precision=precision)
     sizes: dict[str, Any] = {"width": width, "depth": 3, "heads": width // 64, "drop_path": 0.1, "pooling": pooling}
+    sizes |= {"dropout": dropout, "layer_scale": 0.1 if dropout else None}
     config = ViTConfig(image_size=(32, 32), patch_size=patch_size, num_classes=10, **sizes)
     model = ViT(config).to(hardware.device).train()
     assert encoder_checks.unsupported_reason(model, hardware, batch_size=48) is None
@@ -276,6 +337,29 @@ def test_fused_training_agrees_with_the_reference(
     fused = train("fused", hardware, recipe)
     reference = train("reference", replace(hardware, use_triton=False, fp8=False), recipe)
     assert losses(fused) == pytest.approx(losses(reference), rel=0.1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"activation_checkpointing": True, "model.drop_path": 0.2},
+        {"model.layer_scale": 0.1, "optim.layer_decay": 0.75, "ema": 0.3, "optim.grad_clip": 0.5},
+        {"tune": "lora", "lora.rank": 4, "optim.lr": 0.01},
+        {"tune": "last-1", "batch_size": 31},
+        {"model.dropout": 0.05, "model.dropout_attention": 0.05, "model.dropout_embedding": 0.05},
+    ],
+    ids=str,
+)
+def test_fused_fine_tuning_agrees_with_the_reference(
+    recipe: Recipe, train: TrainFn, precision: PrecisionOption, overrides: dict[str, Any]
+) -> None:
+    recipe = recipe.with_overrides({"model.width": 64, "model.heads": 2, "model.mlp_width": 128, "epochs": 3})
+    recipe = recipe.with_overrides(overrides)
+    hardware = select_hardware(device="gpu", precision=precision, steps=10)
+    fused = train("fused", hardware, recipe)
+    reference = train("reference", replace(hardware, use_triton=False, fp8=False), recipe)
+    assert losses(fused) == pytest.approx(losses(reference), rel=0.2 if "model.dropout" in overrides else 0.1)
 
 
 @pytest.mark.parametrize("name", ["cifar10-94", "fashion-mnist-94"])
@@ -328,7 +412,7 @@ def test_fused_embedding_and_blocks_pass_their_self_checks(width: int, heads: in
 @pytest.mark.parametrize(("width", "activation"), [(192, "gelu"), (256, "gelu_tanh"), (384, "gelu")])
 def test_fp8_expansion_with_gelu_agrees_with_fp32(width: int, activation: Literal["gelu", "gelu_tanh"]) -> None:
     """The self-check compares it with the unfused FP8 kernels; this test with fp32 on the same operands."""
-    hardware, tanh = select_hardware(device="gpu", precision="fp8"), activation == "gelu_tanh"
+    hardware = select_hardware(device="gpu", precision="fp8")
     config = ViTConfig(
         image_size=(64, 96),
         patch_size=16,
@@ -348,9 +432,9 @@ def test_fp8_expansion_with_gelu_agrees_with_fp32(width: int, activation: Litera
     weight_fp8 = quantize_weight(weight, bias, torch.zeros(2, device=hardware.device))
     assert x_fp8 is not None
     product = (x_fp8.data.float() * x_fp8.scales) @ (weight_fp8.data.float() * weight_fp8.scales).t()
-    expected = F.gelu(product + bias, approximate="tanh" if tanh else "none")
-    fused = expand_gelu_fp8(x_fp8, weight_fp8, bias, tanh)
-    unfused = bias_gelu(product.bfloat16(), bias, tanh, GemmBound(x_fp8.row_norms, weight_fp8.bound))[1]
+    expected = F.gelu(product + bias, approximate="tanh" if activation == "gelu_tanh" else "none")
+    fused = expand_gelu_fp8(x_fp8, weight_fp8, bias, activation)
+    unfused = bias_gelu(product.bfloat16(), bias, activation, GemmBound(x_fp8.row_norms, weight_fp8.bound))[1]
     for out, equal_share in ((fused, 0.94), (unfused, 0.9)):  # the unfused product is rounded to bf16
         assert out is not None
         rounded = (expected / out.scales).to(torch.float8_e4m3fn)

@@ -60,6 +60,17 @@ def test_the_cuda_engine_supports_dropout_qk_norm_and_rope() -> None:
     assert relative_difference(CudaEngine(model, preprocessing, GPU)(images), expected) < 5e-5
 
 
+def test_the_fused_kernels_compute_in_fp16_where_close_calls_are_computed_again() -> None:
+    model = small_model(16, depth=2)[0].eval()
+    preprocessing = preprocessing_for(16)
+    images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    with torch.inference_mode():
+        expected = model(preprocessing.normalise(images))
+    engine = CudaEngine(model, preprocessing, GPU, dtype=torch.float16)
+    assert engine.description == "fused kernels"
+    assert relative_difference(engine(images), expected) < 5e-3
+
+
 @pytest.mark.parametrize(
     ("image_size", "overrides"),
     [

@@ -273,7 +273,7 @@ INVALID: list[tuple[str, Any]] = [
     *[("registers", n) for n in (-1, 0.5, None)],
     *[
         (name, rate)
-        for name in ("dropout_embedding", "dropout_attention", "dropout", "drop_path")
+        for name in ("dropout_embedding", "dropout_attention", "dropout", "patch_drop", "drop_path")
         for rate in (-0.1, 1.0, math.nan, "0.1", None)
     ],
     *[("layer_scale", value) for value in (0.0, -1e-4, math.nan, "1e-4")],
@@ -448,9 +448,10 @@ def test_registers_follow_the_class_token_and_have_no_position() -> None:
 # Trace
 
 
-@pytest.mark.parametrize("layer_scale", [None, 0.1])
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("registers", [0, 2])
+@pytest.mark.parametrize(
+    ("registers", "qk_norm", "layer_scale"),  # every pair of values
+    [(0, False, None), (0, True, 0.1), (2, False, 0.1), (2, True, None)],
+)
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_trace_has_the_logits_of_forward(
@@ -565,7 +566,7 @@ def test_unsupported_distilled_configurations_are_refused(settings: dict[str, An
             "activation": "gelu_tanh",
         },
         {"qkv_bias": False, "mlp_width": 24, "pooling": "mean", "registers": 1},
-        {"dropout": 0.1, "dropout_attention": 0.1, "dropout_embedding": 0.1, "drop_path": 0.1},
+        {"dropout": 0.1, "dropout_attention": 0.1, "dropout_embedding": 0.1, "patch_drop": 0.2, "drop_path": 0.1},
         {"depth": 1, "heads": 1},
     ],
     ids=str,

@@ -1,7 +1,9 @@
-"""Compile every kernel that training and inference launch, for GPUs that need not exist: `compile_kernels.py 80 90`.
+"""Compile every kernel that training and inference launch, for a GPU that need not exist: `compile_kernels.py 90`.
 
 Training steps and forward passes run on the CPU with launches that are only recorded. Then each recorded
-specialisation is compiled. Kernels of Muon, attention and the stem must not spill registers, unless they limit them.
+specialisation is compiled. With `--sample`, one specialisation is compiled per kernel and argument types: types decide
+which instructions a GPU must have. Kernels of Muon, attention and the stem must not spill registers, unless they limit
+them.
 Prints the number of specialisations.
 """
 
@@ -15,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
@@ -30,13 +33,16 @@ import vitral.kernels
 from vitral.data.augment import AugmentConfig
 from vitral.data.autoaugment import AutoAugmentPolicy
 from vitral.data.preprocess import Preprocessing
+from vitral.device.cpu import available_cpus
 from vitral.kernels.adamw import op as adamw_op
 from vitral.kernels.augment.op import fused_augment
 from vitral.kernels.block.op import expand_gelu_supports, post_attention_supports
 from vitral.kernels.conv_stem.op import FusedConvStem
 from vitral.kernels.cross_entropy.op import fused_cross_entropy
+from vitral.kernels.dropout.op import Dropout, apply_dropout, draw_seeds
 from vitral.kernels.embed.op import InferenceEmbedding, embed_patches, token_offsets, unfold_patches
 from vitral.kernels.encoder import FusedEncoder
+from vitral.kernels.fp8.op import quantize_with_scales
 from vitral.kernels.linear import FP8_WGRAD_MIN_WIDTH
 from vitral.kernels.muon import op as muon_op
 from vitral.models.variants.hybrid import ConvStem, ConvStemConfig
@@ -70,6 +76,8 @@ MODELS: list[dict[str, Any]] = [
     {"image_size": (224, 224), "patch_size": 16, "width": 768, "heads": 12},
     {"pooling": "mean", "width": 768, "heads": 12, "activation": "gelu_tanh"},
     {"pooling": "mean", "width": 1024, "heads": 16, "image_size": (64, 64)},
+    {"width": 768, "heads": 12, "layer_scale": 0.1, "dropout": 0.1, "key_bias": False, "activation": "quick_gelu"},
+    {"width": 384, "heads": 6, "activation": "swiglu", "dropout": 0.1, "drop_path": 0.1},
 ]
 
 
@@ -107,6 +115,10 @@ def run_inference(width: int, heads: int, activation: Any) -> None:
     encoder.forward_backward(tokens, config.grid)
     if expand_gelu_supports(width, 4 * width):
         FusedEncoder(model.encoder, fp8=True, cls_only=True, fused_block_min_tokens=0)(tokens, config.grid)
+
+
+def drop_activations() -> None:
+    apply_dropout(torch.zeros(16, 64).bfloat16(), Dropout(draw_seeds(1, torch.device("cpu"))[0], 0.1))
 
 
 def train_stem(widths: tuple[int, ...]) -> None:
@@ -148,6 +160,8 @@ def run_everything() -> None:
         train_encoder(fp8, threshold, **changes)
     for width, heads, activation in ((192, 3, "gelu"), (256, 4, "gelu_tanh"), (384, 6, "gelu"), (768, 12, "gelu")):
         run_inference(width, heads, activation)
+    drop_activations()
+    quantize_with_scales(torch.zeros(64, 32), torch.ones(64, 1), torch.empty(64, 32, dtype=torch.float8_e4m3fn))
     for widths in ((64, 128, 256), (48, 96, 192)):
         train_stem(widths)
     for config, mix_enabled in itertools.product(AUGMENTATIONS, (None, torch.ones((), dtype=torch.bool))):
@@ -174,8 +188,14 @@ def record_launches() -> list[Launch]:
     def scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, **_: Any) -> Tensor:
         return torch.zeros(len(a), b.shape[1], dtype=out_dtype)
 
+    def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return a.new_zeros(len(a), b.shape[1]) if out is None else out
+
     JITFunction.run = record
     torch._scaled_mm = scaled_mm  # type: ignore[assignment]
+    torch.mm = mm  # type: ignore[assignment]
+    torch.addmm = lambda _, a, b, *, out=None: mm(a, b, out=out)  # type: ignore[assignment]
+    Tensor.__matmul__ = mm  # type: ignore[assignment]
     muon.bf16_is_faster = lambda *_: True  # type: ignore[attr-defined]
     muon.newton_schulz = lambda x_NAB, steps=5: x_NAB
     run_everything()
@@ -236,26 +256,37 @@ def spilled_bytes(cubin: bytes) -> int:
     return max(int(size) for size in stack + local)
 
 
-def main(capabilities: list[int]) -> None:
+class Specialisation:
+    """A kernel with the types and compile-time constants of one launch."""
+
+    def __init__(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.source = specialisation(kernel, args, kwargs)
+        self.options = {name: kwargs[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion") if name in kwargs}
+        self.package = kernel.fn.__module__.split(".")[2]
+        types = [type for type in self.source["signature"].values() if type != "constexpr"]
+        self.argument_types = f"{kernel.__name__} {types}"
+        self.name = f"{kernel.__name__} {self.source} {self.options}"
+        self.needs_fp8 = "*fp8e4nv" in types or self.package in FP8_PACKAGES
+
+    def compile(self, capability: int) -> None:
+        source, target = ASTSource(**self.source), GPUTarget("cuda", capability, 32)
+        binary = triton.compile(source, target=target, options=self.options)
+        if self.package in NO_SPILL_PACKAGES and "maxnreg" not in self.options:
+            assert spilled_bytes(binary.asm["cubin"]) == 0, self.name
+
+
+def main(capability: int, sample: bool) -> None:
     launches = record_launches()
     assert {kernel.__name__ for kernel, _, _ in launches} == all_kernels()
-    compiled = set()
-    for kernel, args, kwargs in launches:
-        options = {name: kwargs[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion") if name in kwargs}
-        source = specialisation(kernel, args, kwargs)
-        if (variant := f"{kernel.__name__} {source} {options}") in compiled:
-            continue
-        compiled.add(variant)
-        package = kernel.fn.__module__.split(".")[2]
-        needs_fp8 = "*fp8e4nv" in source["signature"].values() or package in FP8_PACKAGES
-        for capability in capabilities:
-            if needs_fp8 and capability < 89:
-                continue
-            binary = triton.compile(ASTSource(**source), target=GPUTarget("cuda", capability, 32), options=options)
-            if package in NO_SPILL_PACKAGES and "maxnreg" not in options:
-                assert spilled_bytes(binary.asm["cubin"]) == 0, variant
-    print(len(compiled))
+    found = [Specialisation(*launch) for launch in launches]
+    distinct = {
+        one.argument_types if sample else one.name: one for one in found if capability >= 89 or not one.needs_fp8
+    }
+    with ThreadPoolExecutor(available_cpus()) as threads:
+        for _ in threads.map(lambda one: one.compile(capability), distinct.values()):
+            pass
+    print(len(distinct))
 
 
 if __name__ == "__main__":
-    main([int(capability) for capability in sys.argv[1:]])
+    main(int(sys.argv[1]), sample="--sample" in sys.argv)

@@ -1,6 +1,7 @@
 """Trainings that tests/distributed runs on two ranks: the jobs of jobs.json, one after the other.
 
-A job is {"name": ..., "overrides": {...}, "stop_at": step, "resume_from": run to copy first, "single": on rank 0 only}.
+A job is {"name": ..., "overrides": {...}, "stop_at": step, "resume_from": run to copy first, "single": on rank 0 only,
+"kernels": fused kernels in Triton's interpreter, "num_images": fewer training images}.
 Overrides that name a method pretrain without labels.
 Each rank writes the outcomes to outcomes-<rank>.json.
 """
@@ -11,15 +12,19 @@ import json
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from support.common import textures
 from support.models import randomize_weights
 from support.pretrain_runs import PRETRAIN_RECIPE, preprocessing_for, unlabelled_textures
+from support.triton_interpreter import emulate_fp8_gemms, fake_gpu, use_pytorch_attention
 from vitral.data.datasets import Dataset
 from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.device.select import select_hardware
@@ -91,13 +96,20 @@ def train(
     stop_at: int | None = None,
     resume_from: str | None = None,
     single: bool = False,
+    kernels: str | None = None,
+    num_images: int | None = None,
 ) -> dict[str, Any]:
-    """Train `RECIPE` or `PRETRAINING` with overrides in folder/name; returns {"error": [what, hint] or None}."""
+    """Train `RECIPE` or `PRETRAINING` with overrides in folder/name.
+
+    Returns {"error": [what, hint] or None, "overrides": what was computed with fused kernels}.
+    """
     trainer_class: type[Trainer] = Trainer
     recipe, dataset, preprocessing = RECIPE, DATASET, PREPROCESSING
     if "pretrain.method" in overrides:
         trainer_class, recipe, dataset = PretrainTrainer, PRETRAINING, unlabelled_textures()
         preprocessing = preprocessing_for(dataset, recipe)
+    if num_images is not None:
+        dataset = replace(dataset, train=textures(num_images, seed=1), validation=textures(8, seed=2))
     if overrides.get("pretrain.method") == "distill":
         trainer_class, rows = DistillTrainer, torch.arange(len(dataset.train))
         dataset = replace(dataset, train=replace(dataset.train, labels=rows))
@@ -112,16 +124,40 @@ def train(
             return {"error": None}
         world = SINGLE_PROCESS
         hardware = replace(hardware, world=world)
+    if kernels is not None:
+        hardware = fake_gpu(world=world, fp8=kernels == "fp8")
     run = Run(folder / name)
     if resume_from is None:
         world.broadcast_from_rank0(lambda: Run.create(folder, name, folder / name).path)
     world.broadcast_from_rank0(lambda: atomic_write(run.recipe_file, recipe.to_toml()))
     interrupt = InterruptAt(stop_at if world.rank == world.size - 1 else None)
+    weights = None
+    if recipe.head_init == "least_squares":  # of a checkpoint with a new head
+        torch.manual_seed(1)
+        weights = ViT(recipe.model).state_dict()
+    options: dict[str, Any] = {"callbacks": [interrupt], "teacher": teacher, "initial_weights": weights}
+    trainer, error = None, None
     try:
-        trainer_class(recipe, dataset, preprocessing, run, hardware, callbacks=[interrupt], teacher=teacher).fit()
-    except VitralError as error:
-        return {"error": [error.what, error.hint]}
-    return {"error": None}
+        with fused_kernels(kernels):
+            trainer = trainer_class(recipe, dataset, preprocessing, run, hardware, **options)
+            trainer.fit()
+    except VitralError as failure:
+        error = [failure.what, failure.hint]
+    return {"error": error, "overrides": sorted(getattr(getattr(trainer, "backend", None), "overrides", ()))}
+
+
+@contextmanager
+def fused_kernels(kernels: str | None) -> Iterator[None]:
+    """Run Triton kernels on the CPU: "bf16" or "fp8", the latter with emulated GEMMs, weight gradients included."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kernels is not None:
+            patch.setattr("vitral.training.backend.can_run_triton", lambda _: True)
+            patch.setattr("vitral.training.pretrain_backend.can_run_triton", lambda _: True)
+            use_pytorch_attention(patch)
+        if kernels == "fp8":
+            emulate_fp8_gemms(patch, torch.bfloat16)
+            patch.setattr("vitral.kernels.encoder_checks.FP8_WGRAD_MIN_WIDTH", 16)
+        yield
 
 
 def main() -> None:

@@ -52,14 +52,17 @@ def use_pytorch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitral.kernels.attention.op.MAX_TOKENS", 1)
 
 
-def emulate_fp8_gemms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Compute FP8 GEMMs, which need a GPU, in fp32 on the same values. Returns the list of their shapes (M, K, N)."""
+def emulate_fp8_gemms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> list[tuple[int, ...]]:
+    """Compute FP8 GEMMs, which need a GPU, in fp32 on the same values. Returns the list of their shapes (M, K, N).
+
+    dtype: of their outputs, except weight gradients; on a GPU it is bf16.
+    """
     shapes: list[tuple[int, ...]] = []
 
     def fp8_linear(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Any]:
         shapes.append((*x.data.shape, len(weight.data)))
         product = (x.data.float() * x.scales) @ (weight.data.float() * weight.scales).t()
-        product = product if bias is None else product + bias
+        product = (product if bias is None else product + bias).to(dtype)
         return product if out is None else out.copy_(product), (x.row_norms, weight.bound)
 
     def wgrad_gemm(grad_out_t: Tensor, x_t: Tensor, grad_out_scale: Tensor, x_scale: Tensor) -> Tensor:

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from vitral.distributed.world import communication_backend
 
 
 @contextmanager
@@ -79,7 +82,8 @@ class _ShapeGraph:
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(self.generator)
             owner = None if self.pool_owner is None else self.pool_owner.graph
-            with no_garbage_collection(), torch.cuda.graph(graph, pool=None if owner is None else owner.pool()):
+            pool = None if owner is None else owner.pool()
+            with no_garbage_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode=capture_error_mode()):
                 self.step(*self.inputs)
             self.graph = graph
         self.graph.replay()
@@ -92,6 +96,32 @@ class _ShapeGraph:
         with torch.cuda.stream(stream):
             self.step(*self.inputs)
         torch.cuda.current_stream().wait_stream(stream)
+
+
+def capture_error_mode() -> str:
+    """Which threads may not synchronise with the GPU during a capture: with NCCL, whose watchdog does, only this one"""
+    return "thread_local" if dist.is_initialized() else "global"
+
+
+def collective_capture_failure(device: torch.device, world_size: int) -> str | None:
+    """Why a CUDA graph with a collective in it does not work here, or None. All ranks must call this."""
+    if (backend := communication_backend(device)) != "nccl":
+        return f"{backend} collectives cannot be captured"
+    try:
+        ones = torch.ones(64, device=device)
+        dist.all_reduce(ones.clone())  # creates the communicator, which must not be captured
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with no_garbage_collection(), torch.cuda.graph(graph, capture_error_mode=capture_error_mode()):
+            total = ones.clone()
+            work = dist.all_reduce(total, async_op=True)
+            work.wait()
+        ones.fill_(2)
+        graph.replay()
+        is_correct = bool((total == 2 * world_size).all())
+    except RuntimeError as error:
+        return f"capturing a collective failed: {str(error).splitlines()[0]}"
+    return None if is_correct else "a captured collective returned a wrong result"
 
 
 class GraphPool:

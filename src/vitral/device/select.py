@@ -72,6 +72,10 @@ class Hardware:
             self, fp8=False, fp8_is_auto=False, reasons=self.reasons | {"precision": f"FP8 is unavailable: {reason}"}
         )
 
+    def without_cuda_graphs(self, reason: str) -> Hardware:
+        """The same hardware with every step launched kernel by kernel."""
+        return replace(self, cuda_graphs=False, reasons=self.reasons | {"cuda_graphs": f"no CUDA graphs: {reason}"})
+
     def rng_state(self) -> dict[str, torch.Tensor]:
         """States of PyTorch's default generators."""
         states = {"cpu": torch.get_rng_state()}
@@ -83,6 +87,10 @@ class Hardware:
         torch.set_rng_state(states["cpu"])
         if self.device.type == "cuda" and "gpu" in states:
             torch.cuda.set_rng_state(states["gpu"], self.device)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     @property
     def name(self) -> str:
@@ -136,7 +144,7 @@ def select_hardware(
     reasons = {"device": device_reason, "precision": precision_reason, "compile": compile_reason}
     if world.size > 1:
         reasons["world"] = f"{world.size} processes over {'nccl' if torch_device.type == 'cuda' else 'gloo'}"
-    cuda_graphs = torch_device.type == "cuda" and compile != "no" and world.size == 1
+    cuda_graphs = torch_device.type == "cuda" and compile != "no"
     if cuda_graphs:
         reasons["cuda_graphs"] = "each step is one replayed CUDA graph"
     use_triton = cuda_graphs and dtype == "bf16" and find_spec("triton") is not None
@@ -144,7 +152,7 @@ def select_hardware(
         reasons["triton"] = "fused Triton kernels"
     elif precision == "fp8":
         raise VitralError(
-            "FP8 requires a single process, a GPU, Triton and --compile auto or yes",
+            "FP8 requires a GPU, Triton and --compile auto or yes",
             "Use --precision bf16 or auto",
         )
     fp8_is_auto = use_triton and precision == "auto" and from_scratch and _fp8_is_faster(torch_device, width)

@@ -6,26 +6,19 @@ its part of the batch by world size / global batch size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from vitral.distributed.gradients import REDUCE_DTYPES, GradientReducer, ReduceDtype, make_ddp_reducer
+from vitral.distributed.world import World
 from vitral.errors import VitralError
 
 ParallelMode = Literal["single", "ddp", "fsdp"]
-
-# Buffers (position tables) are constant and identical on all ranks. Newer PyTorch versions renamed the argument.
-_BUFFER_ARGUMENT = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in signature(DistributedDataParallel).parameters
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +61,13 @@ def choose_parallelism(
 
 
 def place_model(
-    model: nn.Module, plan: ParallelPlan, *, device: torch.device, world_size: int, precision: Literal["fp32", "bf16"]
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    device: torch.device,
+    world_size: int,
+    precision: Literal["fp32", "bf16"],
+    reduce_dtype: ReduceDtype = "fp32",
 ) -> None:
     """Move the model to the device in place. With FSDP, each rank keeps its shard of every parameter and blocks are
     gathered only while they compute."""
@@ -79,9 +78,11 @@ def place_model(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(device.type, (world_size,))
-    policy = MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(reduce_dtype=REDUCE_DTYPES[reduce_dtype])
     if precision == "bf16":  # all-gather in bf16: half the bytes, and no bf16 copy that autocast keeps alive
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=REDUCE_DTYPES[reduce_dtype], cast_forward_inputs=False
+        )
     for name, blocks in model.named_modules():
         if name.endswith("encoder.blocks"):  # a pretraining method has two encoders or more
             for block in blocks.children():
@@ -92,18 +93,25 @@ def place_model(
             register_fsdp_forward_method(model, method)
 
 
-def wrap_ddp(model: nn.Module, plan: ParallelPlan) -> nn.Module:
-    """The model inside DDP, which all-reduces gradients during the backward pass, if the plan says so."""
+def make_reducer(
+    model: nn.Module, plan: ParallelPlan, world: World, reduce_dtype: ReduceDtype = "fp32"
+) -> GradientReducer | None:
+    """With DDP, give all ranks the weights of rank 0 and return what reduces their gradients; None otherwise."""
     if plan.mode != "ddp":
-        return model
-    arguments: dict[str, Any] = {_BUFFER_ARGUMENT: False}
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, **arguments)
+        return None
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
+    return make_ddp_reducer(list(model.parameters()), world, reduce_dtype)
 
 
-@contextmanager
-def gradient_sync(forward: Any, is_last: bool) -> Iterator[None]:
+def gradient_sync(forward: Any, reducer: GradientReducer | None, is_last: bool) -> AbstractContextManager[None]:
     """Context of one micro-batch: ranks exchange gradients only in the last backward pass of an accumulated batch."""
     if hasattr(forward, "set_requires_gradient_sync"):  # FSDP
         forward.set_requires_gradient_sync(is_last)
-    with forward.no_sync() if hasattr(forward, "no_sync") and not is_last else nullcontext():  # DDP
-        yield
+    return nullcontext() if reducer is None else reducer.sync(is_last)
+
+
+def reshard(model: Any) -> None:
+    """Free the parameters that FSDP keeps gathered after a forward pass without a backward pass."""
+    if hasattr(model, "reshard"):
+        model.reshard()

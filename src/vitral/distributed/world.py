@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -55,6 +56,10 @@ class World:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, list(items))
         return [item for rank_items in gathered for item in rank_items]
+
+    def first_reason(self, reason: str | None) -> str | None:
+        """A reason against something that any rank has: all ranks must then decide alike."""
+        return next((item for item in self.all_gather_objects([reason]) if item is not None), None)
 
     def broadcast_from_rank0(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result on every rank. If it fails, every rank raises its error."""
@@ -165,6 +170,12 @@ def init_distributed(world: World, device: torch.device) -> None:
             "Start the processes with torchrun, which sets MASTER_ADDR and MASTER_PORT",
         ) from error
     atexit.register(_leave_process_group)
+
+
+@cache
+def communication_backend(device: torch.device) -> str:
+    """The backend that exchanges tensors on this device: nccl or gloo."""
+    return str(dist.group.WORLD._get_backend(device).name())  # type: ignore[union-attr]
 
 
 def _leave_process_group() -> None:

@@ -28,4 +28,7 @@ How a block runs, by mode:
 
 Norms and GELU outputs are saved for backward while a batch is small and recomputed above `RECOMPUTE_THRESHOLD`. The
 last block computes only the class token if the model pools it.
+
+Several processes: the backward pass gives each block's gradients to `vitral.distributed.gradients`. Under FSDP
+(`sharded_model`, `sharded_weights`) the weights of a block are gathered just before it computes.
 """

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from vitral.data.augment import AugmentConfig, AugmentFn, Batch, augment_batch
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware, fallback_from_fp8
+from vitral.distributed.gradients import GradientReducer, ReduceDtype
 from vitral.kernels.augment import checks as augment_checks
 from vitral.kernels.augment.op import fused_apply_ops, fused_augment, normalization_table
 from vitral.kernels.cross_entropy import op as cross_entropy_op
@@ -25,6 +26,7 @@ from vitral.kernels.cross_entropy.op import BatchLossFn, fused_cross_entropy
 from vitral.kernels.encoder_checks import unsupported_reason
 from vitral.kernels.optimizers import OptimizerKernels
 from vitral.kernels.self_check import self_check_failure
+from vitral.kernels.sharded_model import ShardedModel, sharding_unsupported_reason
 from vitral.kernels.training import make_training_forward
 from vitral.models.vit import ViT
 from vitral.utils.progress import LogFn, no_log
@@ -38,6 +40,7 @@ class WrappedBackend(Protocol):
     hardware: Hardware
     initial_loss: float
     gradients_final_after_backward: bool  # no clipping or accumulation: gradients can be used before backward ends
+    reducer: GradientReducer | None  # exchanges gradients with other ranks during the backward pass
 
     def augment(self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None) -> Batch: ...
 
@@ -58,6 +61,7 @@ class TritonBackend:
     Optimizer kernels are used on every GPU. The fused augmentation, forward pass and loss need `hardware.use_triton`;
     the forward pass is also left to the reference where `forward_unsupported` gives a reason. `label_smoothing` is None
     if the loss is not softmax cross-entropy with equal class weights; `logit_offsets_K` are those of the loss.
+    `sharded_reduce_dtype`: FSDP shards the model, and its gradients are reduced in this dtype.
     """
 
     def __init__(
@@ -73,9 +77,11 @@ class TritonBackend:
         hardware: Hardware,
         logit_offsets_K: Tensor | None = None,
         forward_unsupported: str | None = None,
+        sharded_reduce_dtype: ReduceDtype | None = None,
         log: LogFn = no_log,
     ) -> None:
         self.reference = reference
+        self.reducer, self.sharded_reduce_dtype = reference.reducer, sharded_reduce_dtype
         self.initial_loss = reference.initial_loss
         self.log = log
         self.overrides: set[str] = set()  # in use: forward, augment, color_ops, loss, muon, adamw
@@ -112,7 +118,10 @@ class TritonBackend:
         return self._loss(logits, targets, labels)
 
     def gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
-        return self.reference.gradient_sync(is_last)
+        if self.reducer is self.reference.reducer:
+            return self.reference.gradient_sync(is_last)
+        assert self.reducer is not None
+        return self.reducer.sync(is_last)
 
     def optimizer_step(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizer_kernels.prepare(optimizers)
@@ -127,10 +136,17 @@ class TritonBackend:
         """The fused forward pass, or None; and the hardware in use, without FP8 if it is unavailable."""
         if unsupported is None and not hardware.use_triton:
             unsupported = "fused kernels are disabled"
-        reason = unsupported
-        if reason is None and (reason := unsupported_reason(model, hardware, batch_size=batch_size)) is None:
+        reason, sharded = unsupported, None
+        if self.sharded_reduce_dtype is not None and reason is None:
+            reason = sharding_unsupported_reason(model)
+            sharded = ShardedModel(model, hardware, self.sharded_reduce_dtype) if reason is None else None
+        checked_model = model if sharded is None else sharded.check_model
+        reason = reason or unsupported_reason(checked_model, hardware, batch_size=batch_size)
+        if (reason := hardware.world.first_reason(reason)) is None:
             self.overrides.add("forward")
-            return make_training_forward(model, hardware, self.log, batch_size), hardware
+            if sharded is not None:
+                model, self.reducer = sharded.vit, sharded.reducer
+            return make_training_forward(model, hardware, self.log, batch_size, self.reducer, sharded), hardware
         if hardware.fp8:
             bf16_hardware = fallback_from_fp8(hardware, reason, self.log)
             return self._select_forward(model, bf16_hardware, batch_size, unsupported)

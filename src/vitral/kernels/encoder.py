@@ -8,6 +8,9 @@ where they are small.
 If the head reads only the class token, the last block computes nothing else after attention: its other tokens
 contribute keys and values only.
 
+Layer scale is part of the weights (`linear.py`). Dropout masks are not stored but computed from seeds in both passes.
+Attention dropout uses PyTorch's attention. With activation checkpointing only the inputs of the blocks are saved.
+
 Frozen weights have no weight-gradient GEMM. Blocks before the first one that trains save nothing and have no backward
 pass if the embedding is frozen, too.
 
@@ -23,11 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitral.distributed.gradients import GradientReducer
 from vitral.kernels.encoder_backward import BackwardPass
 from vitral.kernels.encoder_forward import ForwardPass
-from vitral.kernels.linear import EncoderWeights
+from vitral.kernels.layernorm_gelu.op import ACTIVATION_NAMES
+from vitral.kernels.linear import EncoderWeights, layer_scales
+from vitral.kernels.swiglu.op import MAX_COLS
 from vitral.models.lora import LoRALinear
-from vitral.models.vit import Encoder, EncoderBlock, Grid, QKVLinear, Residual, RopeTable, ViT
+from vitral.models.token_merging import TokenMergingViT
+from vitral.models.vit import Encoder, EncoderBlock, Grid, Residual, RopeTable, SwiGLU, ViT
 
 RECOMPUTE_THRESHOLD = 2**25  # with more hidden activations per block, norms and GELU are recomputed instead of saved
 MAX_WIDTH = 4096  # a program holds whole rows of tokens
@@ -35,7 +42,7 @@ MAX_WIDTH = 4096  # a program holds whole rows of tokens
 
 def unsupported_architecture(model: ViT, fp8: bool = False, training: bool = True) -> str | None:
     """The first property of the model that the fused encoder does not support, or None."""
-    cls = type(model)
+    cls = ViT if isinstance(model, TokenMergingViT) and not training else type(model)  # see kernels/token_merging.py
     if (cls.forward, cls.features, cls.pool) != (ViT.forward, ViT.features, ViT.pool):
         return "the model overrides the forward pass of ViT"
     encoder = model.encoder
@@ -47,25 +54,25 @@ def unsupported_architecture(model: ViT, fp8: bool = False, training: bool = Tru
     for block in blocks:
         if type(block) is not EncoderBlock:
             return f"the blocks are {type(block).__name__}, not EncoderBlock"
-        if block.residual1.scale is not None:
-            return "the model uses layer scale"
-        if not isinstance(block.mlp.activation, nn.GELU):
+        if not isinstance(block.mlp.activation, (nn.GELU, *ACTIVATION_NAMES)):
             return f"the activation is {model.config.activation}, not GELU"
-        if isinstance(block.attention.qkv, QKVLinear):
-            return "the keys have no bias, unlike queries and values"
-        if training and (block.mlp.dropout.p or block.attention.dropout_attention):
-            return "the model uses dropout"
+        if training and block.attention.dropout_attention and encoder.activation_checkpointing:
+            return "attention dropout cannot be recomputed with activation checkpointing"
         width = block.attention.qkv.in_features
         if width > MAX_WIDTH:
             return f"the width {width} exceeds {MAX_WIDTH}"
         if (width // block.attention.heads) % 8:
             return f"the head width {width // block.attention.heads} is not a multiple of 8"
-        if fp8 and (block.mlp.expand.in_features % 16 or block.mlp.expand.out_features % 16):
+        if block.mlp.contract.in_features > MAX_COLS and isinstance(block.mlp.activation, SwiGLU):
+            return f"the hidden width {block.mlp.contract.in_features} of SwiGLU exceeds {MAX_COLS}"
+        if fp8 and (block.mlp.expand.in_features % 16 or block.mlp.contract.in_features % 16):
             return "the widths are not multiples of 16, which FP8 GEMMs require"
-        if training and any(isinstance(m, LoRALinear) and m.lora_dropout.p for m in block.modules()):
-            return "LoRA uses dropout"
-    if training and fp8 and not all(parameter.requires_grad for parameter in encoder.parameters()):
-        return "FP8 needs --tune full"
+        if fp8 and any(isinstance(m, LoRALinear) and m.lora_dropout.p for m in block.modules()):
+            return "LoRA uses dropout, which needs bf16"
+        if training and any(
+            isinstance(layer, LoRALinear) and scale.requires_grad for layer, scale in layer_scales(block).items()
+        ):
+            return "LoRA trains together with layer scale"
     return None
 
 
@@ -79,6 +86,8 @@ class FusedEncoder:
     fused_block_min_tokens: minimum number of tokens for the fused post-attention kernel, which also requires that norms
         and GELU are not saved and no branches are dropped. In FP8 inference, minimum for the fused expansion with
         GELU. None: never.
+    reducer: takes the gradients of each block while the backward pass continues with the block before it.
+    weights: of the GEMMs, if they are not copies of the encoder's own.
     """
 
     def __init__(
@@ -90,7 +99,10 @@ class FusedEncoder:
         cls_only: bool = False,
         fp8_wgrad: bool = False,
         fused_block_min_tokens: int | None = None,
+        reducer: GradientReducer | None = None,
+        weights: EncoderWeights | None = None,
     ) -> None:
+        self.reducer = reducer
         self.encoder, self.fp8, self.dtype, self.cls_only = encoder, fp8, dtype, cls_only
         self.fused_block_min_tokens = fused_block_min_tokens
         self.recompute_threshold = RECOMPUTE_THRESHOLD if recompute_threshold is None else recompute_threshold
@@ -100,15 +112,20 @@ class FusedEncoder:
         trained = [i for i, block in enumerate(self.blocks) if any(p.requires_grad for p in block.parameters())]
         # Blocks before the first one that trains. The last block always saves its activations for the final norm.
         self.num_frozen_blocks = min(trained[0] if trained else len(self.blocks), len(self.blocks) - 1)
-        self.weights = EncoderWeights(encoder, fp8, dtype, cls_only, fp8_wgrad)
+        self.weights = weights or EncoderWeights(encoder, fp8, dtype, cls_only, fp8_wgrad)
         residuals = [residual for block in self.blocks for residual in (block.residual1, block.residual2)]
         self.dropped_residuals: list[Residual] = [residual for residual in residuals if residual.drop]
         self.drop_probs = torch.tensor(
             [[residual.drop] for residual in self.dropped_residuals], device=next(encoder.parameters()).device
         )
+        self.dropout_blocks = [block for block in self.blocks if block.mlp.dropout.p or block.attention.dropout.p]
+        self.dropout_seeds: Tensor | None = None  # fixed in self-checks; drawn in each pass otherwise
+        self.activation_checkpointing = encoder.activation_checkpointing
 
-    def __call__(self, z_BTD: Tensor, grid: Grid) -> Tensor:
+    def __call__(self, z_BTD: Tensor, grid: Grid, kept_BT: Tensor | None = None) -> Tensor:
         rope = self.rope_table(grid)
+        if rope is not None and kept_BT is not None:  # as in Encoder.forward
+            rope = rope[:, kept_BT[0]]
         if not (torch.is_grad_enabled() and (z_BTD.requires_grad or self.parameters)):
             normed = ForwardPass(self, z_BTD, rope).run_blocks(z_BTD).normed
             assert normed is not None
@@ -137,14 +154,14 @@ class FusedEncoderFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z_BTD: Tensor, rope: RopeTable | None, encoder: FusedEncoder, *parameters: Tensor) -> Tensor:
         encoder.weights.ensure_cast()
-        ctx.encoder, ctx.rope, ctx.shape, ctx.saved = encoder, rope, z_BTD.shape, []
         num_frozen = 0 if z_BTD.requires_grad else encoder.num_frozen_blocks
-        ctx.final_norm = ForwardPass(encoder, z_BTD, rope, ctx.saved, num_frozen).run_blocks(z_BTD)
+        ctx.forward_pass = ForwardPass(encoder, z_BTD, rope, [], num_frozen)
+        ctx.final_norm = ctx.forward_pass.run_blocks(z_BTD)
         return ctx.final_norm.normed.view(len(z_BTD), -1, z_BTD.shape[2])
 
     @staticmethod
     def backward(ctx: Any, grad_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        backward_pass = BackwardPass(ctx.encoder, ctx.rope, ctx.shape, ctx.saved, ctx.final_norm)
+        backward_pass = BackwardPass(ctx.forward_pass, ctx.final_norm)
         grad_z_BTD = backward_pass.run(grad_out_BTD)
-        param_grads = (backward_pass.param_grads[parameter] for parameter in ctx.encoder.parameters)
+        param_grads = (backward_pass.param_grads.get(parameter) for parameter in backward_pass.encoder.parameters)
         return grad_z_BTD, None, None, *param_grads

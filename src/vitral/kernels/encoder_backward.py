@@ -2,76 +2,115 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.kernels.attention.op import attention_backward, split_heads
-from vitral.kernels.encoder_forward import SavedForBackward, norm_params, qk_norm_params
-from vitral.kernels.fp8.op import Fp8Tensor, quantize_and_sum
+from vitral.kernels.dropout.op import NO_DROPOUT, Dropout, apply_dropout
+from vitral.kernels.encoder_forward import (
+    BlockCheckpoint,
+    ForwardPass,
+    SavedForBackward,
+    norm_params,
+    qk_norm_params,
+)
+from vitral.kernels.fp8.op import Fp8Tensor, GemmBound, quantize_and_sum
 from vitral.kernels.fp8_wgrad import op as fp8_wgrad
+from vitral.kernels.layer_scale.op import layer_scale_backward
 from vitral.kernels.layernorm_gelu.op import (
     AddNormGrads,
     AddNormOutput,
+    activation_name,
     add_layernorm_backward,
     bias_gelu_backward,
 )
-from vitral.kernels.linear import lora_gradients, needs_weight_gradient, weight_gradient
+from vitral.kernels.linear import layer_scales, lora_gradients, needs_weight_gradient, weight_gradient
 from vitral.kernels.qk_norm_rope.op import qk_norm_rope_backward
 from vitral.kernels.reduce.op import ColumnSums
 from vitral.kernels.short_attention.op import short_attention_backward
+from vitral.kernels.swiglu.op import swiglu_backward
 from vitral.models.lora import LoRALinear
-from vitral.models.vit import RopeTable
-
-if TYPE_CHECKING:
-    from vitral.kernels.encoder import FusedEncoder
+from vitral.models.vit import QKVLinear
 
 
 class BackwardPass:
     """Gradients of the tokens and of all parameters of the encoder.
 
-    `saved` is consumed, so that a block's activations are freed as soon as they are used. `grads` holds the gradients
-    of the residual stream and of the branch that was added to it last.
+    The activations that `forward_pass` saved are consumed, so that those of a block are freed as soon as they are used.
+    `grads` holds the gradients of the residual stream and of the branch that was added to it last.
     """
 
     grads: AddNormGrads
 
-    def __init__(
-        self, encoder: FusedEncoder, rope: RopeTable | None, shape: torch.Size, saved: list[SavedForBackward],
-        final_norm: AddNormOutput,
-    ) -> None:  # fmt: skip
-        self.encoder, self.rope, self.shape, self.saved, self.final_norm = encoder, rope, shape, saved, final_norm
+    def __init__(self, forward_pass: ForwardPass, final_norm: AddNormOutput) -> None:
+        assert forward_pass.saved is not None
+        self.forward_pass, self.encoder, self.rope = forward_pass, forward_pass.encoder, forward_pass.rope
+        self.shape, self.saved, self.final_norm = forward_pass.shape, forward_pass.saved, final_norm
         self.sums = ColumnSums()
         self.param_grads: dict[Tensor, Tensor] = {}
 
     def run(self, grad_out_BTD: Tensor) -> Tensor:
-        """The gradient of the encoder's input, (B, T, D). Fills `param_grads`."""
+        """The gradient of the encoder's input, (B, T, D). Fills `param_grads`, unless a reducer takes the gradients."""
         encoder, norm = self.encoder, self.encoder.norm
         grad_out = grad_out_BTD.reshape(-1, self.shape[-1]).to(encoder.dtype).contiguous()
-        self.grads = add_layernorm_backward(
-            self.final_norm, grad_out, None, self.saved[-1].branch_scale2, norm_params(norm), self.sums,
-            fp8=encoder.fp8 and not encoder.cls_only,
-        )  # fmt: skip
+        self.grads = self.norm_backward(
+            self.final_norm, grad_out, None, norm, self.saved[-1].block, fp8=encoder.fp8 and not encoder.cls_only
+        )
         self.param_grads[norm.weight], self.param_grads[norm.bias], _ = self.grads.params
         while self.saved:
+            if isinstance(self.saved[-1], BlockCheckpoint):
+                self.forward_pass.recompute(self.saved.pop())  # type: ignore[arg-type]
             saved = self.saved.pop()
+            assert isinstance(saved, SavedForBackward)
+            encoder.weights.fetch(saved.block, backward=True)
             self.mlp_branch(saved)
             self.attention_branch(saved)
+            self.hand_over_gradients()
         return self.grads.x.view(self.shape)
+
+    def hand_over_gradients(self) -> None:
+        """Give the gradients of the finished blocks to the reducer if this backward pass exchanges gradients."""
+        reducer = self.encoder.reducer
+        if reducer is None or not reducer.is_active:
+            return
+        for parameter, grad in self.param_grads.items():
+            if parameter.requires_grad:
+                reducer.collect(parameter, grad)
+        self.param_grads.clear()
+
+    def norm_backward(
+        self, saved: AddNormOutput, grad_normed: Tensor, grad_residual: Tensor | None, norm: nn.LayerNorm,
+        previous_block: Any | None, fp8: bool = False, recompute: bool = True,
+    ) -> AddNormGrads:  # fmt: skip
+        """Backward of a norm after the addition of the MLP branch of `previous_block`; None: of the encoder's input."""
+        if previous_block is None:
+            return add_layernorm_backward(
+                saved, grad_normed, grad_residual, None, norm_params(norm), self.sums, fp8, recompute
+            )
+        scale = self.forward_pass.branch_scales.get(previous_block.residual2)
+        dropout = self.forward_pass.dropout(previous_block).contract
+        return add_layernorm_backward(
+            saved, grad_normed, grad_residual, scale, norm_params(norm), self.sums, fp8, recompute, dropout
+        )
 
     def mlp_branch(self, saved: SavedForBackward) -> None:
         """z = MLP(LN(z')) + z' (equation 3)."""
         block, mlp = saved.block, saved.block.mlp
         self.param_grads[mlp.contract.bias] = self.grads.params[2]
-        if self.grads.branch_fp8 is not None and self.encoder.weights.uses_fp8_wgrad(len(self.grads.branch)):
+        forward_pass = self.forward_pass
+        in_fp8 = self.encoder.weights.uses_fp8_wgrad(block) and activation_name(mlp) != "swiglu"
+        if self.grads.branch_fp8 is not None and in_fp8:
             grad_normed, grad_hidden = self.mlp_fp8(saved, self.grads.branch_fp8), None
         else:
             grad_normed, grad_hidden = self.mlp(saved)
         self.grads = add_layernorm_backward(
-            saved.norm2, grad_normed, self.grads.x, saved.branch_scale1, norm_params(block.norm2), self.sums,
+            saved.norm2, grad_normed, self.grads.x, forward_pass.branch_scales.get(block.residual1),
+            norm_params(block.norm2), self.sums,
             recompute=grad_hidden is not None and needs_weight_gradient(mlp.expand),
+            dropout=forward_pass.dropout(block).project,
         )  # fmt: skip
         if grad_hidden is not None:
             self.weight_gradients(mlp.expand, grad_hidden, self.grads.normed)
@@ -81,13 +120,19 @@ class BackwardPass:
 
     def mlp(self, saved: SavedForBackward) -> tuple[Tensor, Tensor]:
         """Gradients of the MLP's input and hidden activations; the caller computes `expand`'s weight gradient."""
-        mlp, weights, grads = saved.block.mlp, self.encoder.weights, self.param_grads
-        grad_gelu, bound = weights.input_gradient(self.grads.branch, self.grads.branch_fp8, mlp.contract.weight)
-        gelu, grad_hidden, grad_hidden_fp8, grads[mlp.expand.bias] = bias_gelu_backward(
-            saved.hidden, mlp.expand.bias, grad_gelu, mlp.activation.approximate == "tanh", bound, saved.gelu, self.sums
-        )
+        mlp, grads = saved.block.mlp, self.param_grads
+        grad_gelu, bound = self.input_gradient(mlp.contract, self.grads.branch, self.grads.branch_fp8)
+        hidden, bias, dropout = saved.hidden, mlp.expand.bias, self.forward_pass.dropout(saved.block).gelu
+        if activation_name(mlp) == "swiglu":
+            gelu, grad_hidden, grad_hidden_fp8, grads[bias] = swiglu_backward(
+                hidden, bias, grad_gelu, bound is not None, saved.gelu, self.sums, dropout
+            )
+        else:
+            gelu, grad_hidden, grad_hidden_fp8, grads[bias] = bias_gelu_backward(
+                hidden, bias, grad_gelu, activation_name(mlp), bound, saved.gelu, self.sums, dropout
+            )
         self.weight_gradients(mlp.contract, self.grads.branch, gelu)
-        return weights.input_gradient(grad_hidden, grad_hidden_fp8, mlp.expand.weight)[0], grad_hidden
+        return self.input_gradient(mlp.expand, grad_hidden, grad_hidden_fp8)[0], grad_hidden
 
     def mlp_fp8(self, saved: SavedForBackward, grad_out: Fp8Tensor) -> Tensor:
         """Gradient of the MLP's input, with both weight gradients as FP8 GEMMs."""
@@ -96,8 +141,8 @@ class BackwardPass:
         scales = weights.wgrad_scales[saved.block]
         token_scales = fp8_wgrad.relative_scales(grad_out.scales)
         grad_hidden, grad_hidden_t, gelu_t, grads[mlp.expand.bias] = fp8_wgrad.gelu_backward_fp8(
-            saved.hidden, mlp.expand.bias, grad_gelu, mlp.activation.approximate == "tanh", grad_out.scales,
-            scales.grad_ratio, token_scales.remainder, scales.gelu, self.sums,
+            saved.hidden, mlp.expand.bias, grad_gelu, activation_name(mlp), grad_out.scales, scales.grad_ratio,
+            token_scales.remainder, scales.gelu, self.sums, self.forward_pass.dropout(saved.block).gelu,
         )  # fmt: skip
         normed_t = fp8_wgrad.layernorm_transposed(
             saved.norm2, norm_params(saved.block.norm2), token_scales.relative, scales.norm2
@@ -112,32 +157,61 @@ class BackwardPass:
         """z' = MSA(LN(z)) + z (equation 2)."""
         block, attention, weights = saved.block, saved.block.attention, self.encoder.weights
         self.weight_gradients(attention.project, self.grads.branch, saved.attn_out.detach())
-        grad_attn_out = self.grads.branch @ weights.compute[attention.project.weight]
+        grad_attn_out, _ = self.input_gradient(attention.project, self.grads.branch, None)
         grad_qkv, grad_qkv_fp8 = self.softmax_attention(saved, grad_attn_out)
-        grad_normed, _ = weights.input_gradient(grad_qkv, grad_qkv_fp8, attention.qkv.weight)
+        grad_normed, _ = self.input_gradient(attention.qkv, grad_qkv, grad_qkv_fp8)
         grad_residual = scatter_class_tokens(self.grads.x, self.shape[1]) if saved.cls_only else self.grads.x
-        uses_fp8_wgrad = grad_qkv_fp8 is not None and weights.uses_fp8_wgrad(len(grad_qkv))
+        uses_fp8_wgrad = grad_qkv_fp8 is not None and weights.uses_fp8_wgrad(block)
         if grad_qkv_fp8 is not None and uses_fp8_wgrad:
             self.param_grads[attention.qkv.weight] = self.qkv_weight_gradient_fp8(saved, grad_qkv_fp8)
-        previous_branch_scale = self.saved[-1].branch_scale2 if self.saved else None
-        self.grads = add_layernorm_backward(
-            saved.norm1, grad_normed, grad_residual, previous_branch_scale, norm_params(block.norm1), self.sums,
+        self.grads = self.norm_backward(
+            saved.norm1, grad_normed, grad_residual, block.norm1, self.saved[-1].block if self.saved else None,
             fp8=self.encoder.fp8 and bool(self.saved),
             recompute=not uses_fp8_wgrad and needs_weight_gradient(attention.qkv),
         )  # fmt: skip
         self.sums.compute()
+        if isinstance(attention.qkv, QKVLinear) and attention.qkv.bias.requires_grad:  # its keys have no bias
+            self.param_grads[attention.qkv.bias].chunk(3)[1].zero_()
+        self.unscale_gradients(block)
         if not uses_fp8_wgrad:
             self.weight_gradients(attention.qkv, grad_qkv, self.grads.normed)
         self.param_grads[block.norm1.weight], self.param_grads[block.norm1.bias], _ = self.grads.params
 
+    def input_gradient(
+        self, layer: Any, grad_out: Tensor, grad_out_fp8: Fp8Tensor | None
+    ) -> tuple[Tensor, GemmBound | None]:
+        """Gradient of a layer's input, and the bound of an FP8 GEMM."""
+        weights = self.encoder.weights
+        grad, bound = weights.input_gradient(grad_out, grad_out_fp8, layer.weight)
+        if layer in weights.separate_lora:
+            grad += weights.lora_input_gradient(layer, grad_out, self.lora_dropout(layer))
+        return grad, bound
+
+    def lora_dropout(self, layer: Any) -> Dropout:
+        return self.forward_pass.lora_dropouts.get(layer, NO_DROPOUT)
+
     def weight_gradients(self, layer: nn.Linear, grad_out: Tensor, x: Tensor | None) -> None:
-        """Gradients of a layer's weight, or of the factors of its low-rank update; none if they are frozen."""
-        if layer.weight.requires_grad:
+        """Gradients of a layer's weight, or of the factors of its low-rank update; none if they are frozen.
+
+        With layer scale, the gradient of the scaled weight, from which `unscale_gradients` computes the others.
+        """
+        scale = self.encoder.weights.layer_scales.get(layer)
+        if layer.weight.requires_grad or (scale is not None and scale.requires_grad):
             self.param_grads[layer.weight] = weight_gradient(grad_out, x)
         if isinstance(layer, LoRALinear):
             assert x is not None
             factors = layer.lora_A.weight, layer.lora_B.weight
-            self.param_grads |= dict(zip(factors, lora_gradients(layer, grad_out, x), strict=True))
+            x = apply_dropout(x, self.lora_dropout(layer))
+            self.param_grads |= dict(zip(factors, lora_gradients(layer, grad_out, x, scale), strict=True))
+
+    def unscale_gradients(self, block: Any) -> None:
+        """Gradients of layer scale, and of the weights and biases without it. Needs all sums of the block."""
+        for layer, scale in layer_scales(block).items():
+            grad, grad_bias = self.param_grads.get(layer.weight), self.param_grads[layer.bias]
+            if grad is None:
+                self.param_grads[layer.bias] = grad_bias * scale
+            else:
+                self.param_grads[scale] = layer_scale_backward(grad, grad_bias, layer.weight, layer.bias, scale)
 
     def qkv_weight_gradient_fp8(self, saved: SavedForBackward, grad_qkv: Fp8Tensor) -> Tensor:
         token_scales = fp8_wgrad.relative_scales(grad_qkv.scales)

@@ -7,7 +7,9 @@ they were.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +17,11 @@ from torch import Tensor
 from vitral.device.select import Hardware
 from vitral.kernels import encoder as fused_encoder
 from vitral.kernels.block import op as block_op
+from vitral.kernels.dropout.reference import same_dropout
 from vitral.kernels.encoder import FusedEncoder, unsupported_architecture
 from vitral.kernels.encoder_forward import norm_params
 from vitral.kernels.layernorm_gelu.op import add_layernorm, bias_gelu
-from vitral.kernels.linear import FP8_WGRAD_MIN_WIDTH
+from vitral.kernels.linear import FP8_WGRAD_MIN_WIDTH, linear_layers
 from vitral.kernels.precompile import precompile
 from vitral.kernels.self_check import max_relative_error, self_check_failure
 from vitral.models.vit import ViT
@@ -60,17 +63,19 @@ def run_self_check(
 
 def use_fp8_wgrad(model: ViT, hardware: Hardware, batch_size: int, log: LogFn) -> bool:
     """Whether weight-gradient GEMMs run in FP8: in wide models, if they agree with bf16."""
-    if not (hardware.fp8 and model.config.width >= FP8_WGRAD_MIN_WIDTH):  # FP8 trains all weights
+    if not (hardware.fp8 and model.config.width >= FP8_WGRAD_MIN_WIDTH):
         return False
-    num_tokens = batch_size * tokens_per_image(model)
-    reason: str | None = f"{num_tokens} tokens per batch are not a multiple of 16"
-    if num_tokens % 16 == 0:
-        dry_run = partial(run_dry, model, hardware, True, batch_size, fp8_wgrad=True)
-        error = partial(fp8_wgrad_error, model, hardware, batch_size)
-        reason = run_self_check(model, hardware, dry_run, error, FP8_WGRAD_TOLERANCE)
-    if reason:
+    if not any(map(trains_all_weights, model.encoder.blocks)):
+        return False
+    dry_run = partial(run_dry, model, hardware, True, batch_size, fp8_wgrad=True)
+    error = partial(fp8_wgrad_error, model, hardware, batch_size)
+    if reason := run_self_check(model, hardware, dry_run, error, FP8_WGRAD_TOLERANCE):
         log(f"weight-gradient GEMMs in bf16: {reason}")
     return not reason
+
+
+def trains_all_weights(block: Any) -> bool:
+    return all(layer.weight.requires_grad for layer in linear_layers(block))
 
 
 def fused_block_min_tokens(
@@ -78,10 +83,13 @@ def fused_block_min_tokens(
 ) -> int | None:
     """Minimum number of tokens for which `FusedEncoder` uses the kernels of `block`; None: never.
 
-    bf16: the post-attention kernel, for narrow models, unless training saves norms and GELU or drops branches.
+    bf16: the post-attention kernel, for narrow models, unless training saves norms and GELU, drops branches or
+    activations, or checkpoints activations.
     FP8: the expansion with GELU, in inference only.
     """
     config = model.config
+    if config.activation == "swiglu":
+        return None
     widths = config.width, config.hidden_width
     if hardware.fp8:
         has_only_class_tokens = config.depth == 1 and pools_class_token(model)
@@ -91,7 +99,8 @@ def fused_block_min_tokens(
         minimum = block_op.MIN_EXPAND_TOKENS
     else:
         hidden_size = batch_size * tokens_per_image(model) * config.hidden_width
-        if training and (config.drop_path or hidden_size <= fused_encoder.RECOMPUTE_THRESHOLD):
+        is_plain = not (config.drop_path or config.dropout or model.encoder.activation_checkpointing)
+        if training and (not is_plain or hidden_size <= fused_encoder.RECOMPUTE_THRESHOLD):
             return None
         if not block_op.post_attention_supports(*widths, training):
             return None
@@ -119,15 +128,16 @@ def encoder_error(
     fused = make_check_encoder(model, hardware, num_images, batch_size, fused_block_min_tokens=fused_block_min_tokens)
     results = []
     trained = [parameter for parameter in model.encoder.parameters() if training and parameter.requires_grad]
-    for encoder in (fused, model.encoder):
-        inputs = tokens.clone().requires_grad_(training and trains_embedding(model))
-        with torch.set_grad_enabled(training), hardware.autocast():
-            out = encoder(inputs, grid)[:, : grad_out.shape[1]].to(grad_out)
-        results.append([out.detach()])
-        if out.requires_grad:
-            grads = torch.autograd.grad(out, [*([inputs] if inputs.requires_grad else []), *trained], grad_out)
-            ranks = {grad.ndim for grad in grads}  # 3: tokens, 2: matrices, 1: vectors
-            results[-1] += [torch.cat([grad.flatten() for grad in grads if grad.ndim == rank]) for rank in ranks]
+    with same_dropout(fused) if training else nullcontext():
+        for encoder in (fused, model.encoder):
+            inputs = tokens.clone().requires_grad_(training and trains_embedding(model))
+            with torch.set_grad_enabled(training), hardware.autocast():
+                out = encoder(inputs, grid)[:, : grad_out.shape[1]].to(grad_out)
+            results.append([out.detach()])
+            if out.requires_grad:
+                grads = torch.autograd.grad(out, [*([inputs] if inputs.requires_grad else []), *trained], grad_out)
+                ranks = {grad.ndim for grad in grads}  # 3: tokens, 2: matrices, 1: vectors
+                results[-1] += [torch.cat([grad.flatten() for grad in grads if grad.ndim == rank]) for rank in ranks]
     return max_relative_error(*results)
 
 
@@ -150,14 +160,14 @@ def expand_gelu_error(model: ViT, hardware: Hardware) -> float:
     """Relative error of the first block's fused expansion with GELU against a GEMM followed by GELU, both in FP8."""
     num_images = check_batch_size(model)
     encoder = make_check_encoder(model, hardware, num_images, num_images)
-    block, tanh = encoder.blocks[0], model.config.activation == "gelu_tanh"
+    block, activation = encoder.blocks[0], model.config.activation
     layer = block.mlp.expand
     x = torch.randn(num_images * tokens_per_image(model), model.config.width, device=hardware.device).to(encoder.dtype)
     x_fp8 = add_layernorm(x, None, None, None, norm_params(block.norm2), fp8=True, store_normed=False).normed_fp8
     assert x_fp8 is not None
     hidden, bound = encoder.weights.linear(None, x_fp8, layer.weight)
-    fused = block_op.expand_gelu_fp8(x_fp8, encoder.weights.quantized[layer.weight], layer.bias, tanh)
-    _, reference = bias_gelu(hidden, layer.bias, tanh, bound)
+    fused = block_op.expand_gelu_fp8(x_fp8, encoder.weights.quantized[layer.weight], layer.bias, activation)
+    _, reference = bias_gelu(hidden, layer.bias, activation, bound)
     assert reference is not None
     return max_relative_error([fused.data.float() * fused.scales], [reference.data.float() * reference.scales])
 

@@ -15,6 +15,8 @@ from vitral.device.select import Hardware
 from vitral.kernels.embed.op import make_inference_embedding
 from vitral.kernels.encoder import FusedEncoder
 from vitral.kernels.encoder_checks import fused_block_min_tokens, pools_class_token
+from vitral.kernels.token_merging import FusedTokenMerging
+from vitral.models.token_merging import TokenMergingViT
 from vitral.models.vit import ViT
 
 
@@ -35,6 +37,9 @@ def make_inference_forward(
     )
     encoder.weights.free_unquantized(lambda fp8_data: defragment([*model.parameters(), *fp8_data], hardware.device))
     fused_embed = make_inference_embedding(model, preprocessing, hardware, normalise)
+    merging = None
+    if isinstance(model, TokenMergingViT):
+        merging = FusedTokenMerging(encoder, model.r, model.config.num_prefix_tokens)
 
     def forward(images_BCHW: Tensor) -> Tensor:
         grid = model.patch_grid(images_BCHW)
@@ -42,6 +47,8 @@ def make_inference_forward(
             tokens = fused_embed(images_BCHW)
         else:
             tokens = model.embed(normalise(images_BCHW), grid)
+        if merging is not None and isinstance(model, TokenMergingViT):
+            return model.head(model.pool_by_size(*merging(tokens)))
         return model.head(model.pool(encoder(tokens, grid)))
 
     return forward

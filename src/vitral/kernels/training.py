@@ -15,11 +15,20 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vitral.device.select import Hardware
+from vitral.distributed.gradients import GradientReducer
 from vitral.kernels.conv_stem.op import FusedConvStem
 from vitral.kernels.embed.op import make_training_embedding
 from vitral.kernels.encoder import FusedEncoder
-from vitral.kernels.encoder_checks import fused_block_min_tokens, pools_class_token, use_fp8_wgrad
+from vitral.kernels.encoder_checks import (
+    fused_block_min_tokens,
+    pools_class_token,
+    tokens_per_image,
+    use_fp8_wgrad,
+)
 from vitral.kernels.self_check import max_relative_error, self_check_failure
+from vitral.kernels.sharded_model import ShardedModel
+from vitral.kernels.sharded_weights import ShardedEncoderWeights
+from vitral.kernels.short_attention import op as short_attention_op
 from vitral.models.variants.hybrid import ConvStem, HybridEmbedding
 from vitral.models.vit import Grid, PatchEmbedding, ViT
 from vitral.utils.progress import LogFn, no_log
@@ -29,38 +38,71 @@ STEM_TOLERANCE = 0.3  # relative error of outputs and gradients: bf16 rounding f
 
 
 def make_training_forward(
-    model: ViT, hardware: Hardware, log: LogFn = no_log, batch_size: int = 16
+    model: ViT,
+    hardware: Hardware,
+    log: LogFn = no_log,
+    batch_size: int = 16,
+    reducer: GradientReducer | None = None,
+    sharded: ShardedModel | None = None,
 ) -> Callable[[Tensor], Tensor]:
     """Images (B, C, H, W) to logits (B, K), for a model that `encoder_checks.unsupported_reason` accepts.
 
     The encoder, the patch embedding and a small convolutional stem use fused kernels where their self-checks pass;
-    everything else is PyTorch in bf16. `log` receives the reason for each kernel that is not used.
+    everything else is PyTorch in bf16. `log` receives the reason for each kernel that is not used. `reducer` receives
+    the gradients of each block as soon as they are final. With FSDP, `sharded` provides the weights of `model`, which
+    is its `vit`.
     """
-    encoder = FusedEncoder(
-        model.encoder,
-        fp8=hardware.fp8,
-        cls_only=pools_class_token(model),
-        fp8_wgrad=use_fp8_wgrad(model, hardware, batch_size, log),
-        fused_block_min_tokens=fused_block_min_tokens(model, hardware, True, batch_size, log),
-    )
+    encoder = make_encoder(model, hardware, log, batch_size, reducer, sharded)
     stem = make_fused_stem(model, hardware, log)
     embed = make_reference_embedding(model, hardware, stem)
     fused_embed = make_training_embedding(model, hardware, log) if stem is None else None
 
     def forward(images_BCHW: Tensor) -> Tensor:
         grid = model.patch_grid(images_BCHW)
+        if sharded is not None:
+            sharded.gather()
         if torch.is_grad_enabled() and encoder.parameters:
             encoder.weights.cast_on_side_stream()
         with torch.autocast(images_BCHW.device.type, torch.bfloat16, enabled=False):
             if fused_embed is not None and grid == model.config.grid:
-                tokens = fused_embed(images_BCHW)
+                tokens = model.dropout(fused_embed(images_BCHW))
             else:
                 tokens = embed(images_BCHW, grid)
-            tokens = encoder(tokens, grid)
+            tokens, kept_BT = model.drop_patches(tokens, grid)
+            tokens = encoder(tokens, grid, kept_BT)
         with torch.autocast(images_BCHW.device.type, torch.bfloat16):
             return model.head(model.pool(tokens))
 
     return forward
+
+
+def make_encoder(
+    model: ViT,
+    hardware: Hardware,
+    log: LogFn,
+    batch_size: int,
+    reducer: GradientReducer | None,
+    sharded: ShardedModel | None,
+) -> FusedEncoder:
+    checked_model = model if sharded is None else sharded.check_model
+    settings: dict[str, Any] = {
+        "fp8": hardware.fp8,
+        "cls_only": pools_class_token(model),
+        "fp8_wgrad": use_fp8_wgrad(checked_model, hardware, batch_size, log),
+    }
+    weights = None
+    if sharded is not None:
+        is_short = tokens_per_image(model) <= short_attention_op.MAX_SHORT_TOKENS
+        weights = ShardedEncoderWeights(
+            model.encoder, sharded.shards, sharded.world, dtype=torch.bfloat16, keep_qkv=is_short, **settings
+        )
+    return FusedEncoder(
+        model.encoder,
+        fused_block_min_tokens=fused_block_min_tokens(checked_model, hardware, True, batch_size, log),
+        reducer=reducer,
+        weights=weights,
+        **settings,
+    )
 
 
 def make_reference_embedding(

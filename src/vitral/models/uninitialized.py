@@ -15,7 +15,7 @@ from vitral.models.vit import ViT, ViTConfig
 INIT_FUNCTIONS = ("uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_")
 
 
-class _SkipInit(TorchFunctionMode):
+class SkipInit(TorchFunctionMode):
     """Skip random initialization: it takes a second for B/16, and on the meta device it loads a compiler."""
 
     def __torch_function__(
@@ -33,7 +33,7 @@ class _SkipInit(TorchFunctionMode):
 
 def build_uninitialized(variant: str, config: ViTConfig) -> ViT:
     """The model with uninitialized parameters."""
-    with _SkipInit():
+    with SkipInit():
         return SAVED_VARIANTS[variant](config)
 
 

@@ -57,6 +57,7 @@ class ViTConfig:
     dropout_embedding: float = 0.0  # dropout rate after the position embedding
     dropout_attention: float = 0.0  # dropout rate of the attention weights
     dropout: float = 0.0  # dropout rate after the attention projection and both MLP layers
+    patch_drop: float = 0.0  # share of the patches that each training step leaves out (arXiv 2208.07220)
     drop_path: float = 0.0  # stochastic depth: 0 in the first block, this rate in the last (arXiv 1603.09382)
     layer_scale: float | None = None  # initial LayerScale value; no LayerScale if omitted (arXiv 2103.17239)
     qk_norm: bool = False  # layer norm of queries and keys (arXiv 2302.05442)
@@ -80,7 +81,7 @@ class ViTConfig:
         optional = f"an integer from 1 to {MAX_SIZE:,} or None"
         require("mlp_width", int | None, lambda n: n is None or 1 <= n <= MAX_SIZE, optional)
         require("registers", int, lambda n: 0 <= n <= MAX_SIZE, f"an integer from 0 to {MAX_SIZE:,}")
-        rates = "dropout_embedding dropout_attention dropout drop_path"
+        rates = "dropout_embedding dropout_attention dropout patch_drop drop_path"
         require(rates, int | float, lambda p: 0 <= p < 1, "at least 0 and less than 1")
         require("layer_scale", int | float | None, lambda s: s is None or s > 0, "greater than 0 or None")
         require("norm_eps rope_base", int | float, lambda e: e > 0, "greater than 0")
@@ -408,9 +409,13 @@ class Encoder(nn.Module):
         drops = [config.drop_path * block / max(config.depth - 1, 1) for block in range(config.depth)]
         self.blocks = nn.ModuleList(EncoderBlock(config, drop) for drop in drops)
         self.norm: nn.Module = nn.LayerNorm(config.width, config.norm_eps) if config.final_norm else nn.Identity()
+        self.activation_checkpointing = False  # set where the blocks are made to save only their inputs
 
-    def forward(self, z_BTD: Tensor, grid: Grid, trace: Trace | None = None) -> Tensor:
+    def forward(self, z_BTD: Tensor, grid: Grid, trace: Trace | None = None, kept_BT: Tensor | None = None) -> Tensor:
+        """`kept_BT`: which tokens these are, if patches were dropped; the same for all images if they are rotated."""
         rope = None if self.rotary_position is None else self.rotary_position(grid)
+        if rope is not None and kept_BT is not None:
+            rope = rope[:, kept_BT[0]]
         for block in self.blocks:
             z_BTD = block(z_BTD, rope, trace.attention if trace else None)
             if trace:
@@ -495,7 +500,8 @@ class ViT(nn.Module):
     def features(self, images_BCHW: Tensor) -> Tensor:
         """Pooled features, B D: the input of the head."""
         grid = self.patch_grid(images_BCHW)
-        return self.pool(self.encoder(self.embed(images_BCHW, grid), grid))
+        tokens_BTD, kept_BT = self.drop_patches(self.embed(images_BCHW, grid), grid)
+        return self.pool(self.encoder(tokens_BTD, grid, kept_BT=kept_BT))
 
     def trace(self, images_BCHW: Tensor) -> Trace:
         """The forward pass with patches, tokens and attention weights recorded."""
@@ -522,6 +528,21 @@ class ViT(nn.Module):
         if not self.config.register_positions:
             tokens = self.insert_registers(tokens)
         return self.pre_norm(self.dropout(tokens))
+
+    def drop_patches(self, tokens_BTD: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
+        """In training, a random share of the patches with all prefix tokens, and their indices, B T; else all and None.
+
+        Drawn per image, but once per batch for rotary positions, whose table is shared by all images.
+        """
+        if not (self.training and self.config.patch_drop):
+            return tokens_BTD, None
+        (B, T, D), N = tokens_BTD.shape, math.prod(grid)
+        p, num_kept = T - N, max(1, round(N * (1 - self.config.patch_drop)))
+        draws = torch.rand(B if self.encoder.rotary_position is None else 1, N, device=tokens_BTD.device)
+        patches = draws.argsort(dim=1)[:, :num_kept].sort(dim=1).values + p
+        prefix = torch.arange(p, device=tokens_BTD.device).expand(len(patches), -1)
+        kept_BT = torch.cat([prefix, patches], dim=1).expand(B, -1)
+        return tokens_BTD.gather(1, kept_BT[:, :, None].expand(-1, -1, D)), kept_BT
 
     def insert_registers(self, tokens_BTD: Tensor) -> Tensor:
         """Registers between the class token and the patches."""

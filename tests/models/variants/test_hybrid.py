@@ -113,8 +113,8 @@ def make_model_config(config: ViTConfig, **changes: Any) -> ModelConfig:
     ("preset", "timm_name", "parameters"),
     [
         ("R26+S/32", "vit_small_r26_s32_224", 36_431_912),
-        ("R50+B/16", "vit_base_r50_s16_224", 98_659_112),
-        ("R50+L/32", "vit_large_r50_s32_224", 328_994_856),
+        pytest.param("R50+B/16", "vit_base_r50_s16_224", 98_659_112, marks=pytest.mark.slow),
+        pytest.param("R50+L/32", "vit_large_r50_s32_224", 328_994_856, marks=pytest.mark.slow),
     ],
 )
 def test_presets_have_the_parameters_of_timm_models(preset: str, timm_name: str, parameters: int) -> None:
@@ -173,7 +173,9 @@ def test_timm_weights_give_timm_logits(timm_name: str, arguments: dict[str, Any]
 # Stems
 
 
-@pytest.mark.parametrize("preset", HYBRIDS)
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("R50")) for name in HYBRIDS]
+)
 def test_feature_map_has_the_size_and_channels_of_the_config(preset: str) -> None:
     config = HYBRIDS[preset]
     with torch.device("meta"):

@@ -79,11 +79,13 @@ def _program_position(NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _online_softmax_step(
-    q, k, v, row_max, row_sum, acc, start, scale,
-    NUM_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, FULL_BLOCK: tl.constexpr,
+    q, k, v, key_bias_ptr, row_max, row_sum, acc, start, scale,
+    NUM_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, FULL_BLOCK: tl.constexpr, KEY_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys and values to the running maximum, sum and output."""
     qk = tl.dot(q, tl.trans(k))
+    if KEY_BIAS:
+        qk += _load_vector(key_bias_ptr, start, 0.0, NUM_TOKENS, BLOCK_N, FULL_BLOCK)[None, :]
     if not FULL_BLOCK:
         qk = tl.where((start + tl.arange(0, BLOCK_N) < NUM_TOKENS)[None, :], qk, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(qk, axis=1) * scale)
@@ -95,10 +97,11 @@ def _online_softmax_step(
 
 @triton.jit
 def _attention_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
+    q_ptr, k_ptr, v_ptr, key_bias_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
     NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr, FP8: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FULL_BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FP8: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEY_BIAS: tl.constexpr,
+    FULL_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The body of `attention_forward_kernel`, with or without masks (FULL_BLOCK)."""
     image_head, image, head, start = _program_position(NUM_TOKENS, NUM_HEADS, BLOCK_M)
@@ -106,6 +109,8 @@ def _attention_forward(
     k_ptr += image * NUM_TOKENS * STRIDE_QK + head * HEAD_DIM
     v_ptr += image * NUM_TOKENS * 3 * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
     out_ptr += image * NUM_TOKENS * NUM_HEADS * HEAD_DIM + head * HEAD_DIM
+    if KEY_BIAS:
+        key_bias_ptr += image * NUM_TOKENS
     STRIDE_V: tl.constexpr = 3 * NUM_HEADS * HEAD_DIM
     STRIDE_OUT: tl.constexpr = NUM_HEADS * HEAD_DIM
     softmax_scale *= LOG2E
@@ -117,14 +122,14 @@ def _attention_forward(
         k = _load_rows(k_ptr, n, STRIDE_QK, NUM_TOKENS, HEAD_DIM, BLOCK_N, BLOCK_D, True)
         v = _load_rows(v_ptr, n, STRIDE_V, NUM_TOKENS, HEAD_DIM, BLOCK_N, BLOCK_D, True)
         row_max, row_sum, acc = _online_softmax_step(
-            q, k, v, row_max, row_sum, acc, n, softmax_scale, NUM_TOKENS, BLOCK_N, True
+            q, k, v, key_bias_ptr, row_max, row_sum, acc, n, softmax_scale, NUM_TOKENS, BLOCK_N, True, KEY_BIAS
         )
     if TAIL_N:
         tail: tl.constexpr = NUM_TOKENS // BLOCK_N * BLOCK_N
         k = _load_rows(k_ptr, tail, STRIDE_QK, NUM_TOKENS, HEAD_DIM, TAIL_N, BLOCK_D, False)
         v = _load_rows(v_ptr, tail, STRIDE_V, NUM_TOKENS, HEAD_DIM, TAIL_N, BLOCK_D, False)
         row_max, row_sum, acc = _online_softmax_step(
-            q, k, v, row_max, row_sum, acc, tail, softmax_scale, NUM_TOKENS, TAIL_N, False
+            q, k, v, key_bias_ptr, row_max, row_sum, acc, tail, softmax_scale, NUM_TOKENS, TAIL_N, False, KEY_BIAS
         )
     if FP8:  # a weighted mean of values is bounded by the largest value, which is bounded by the GEMM bound of v
         tokens = tl.arange(0, BLOCK_TOKENS)
@@ -144,29 +149,30 @@ def _attention_forward(
 
 @triton.jit
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
+    q_ptr, k_ptr, v_ptr, key_bias_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
     NUM_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_QK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr, FP8: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FP8: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEY_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(q·kᵀ·softmax_scale)·v for BLOCK_M queries of one head of one image.
+    """out = softmax((q·kᵀ + key_bias)·softmax_scale)·v for BLOCK_M queries of one head of one image.
 
-    Reads q, k with row stride STRIDE_QK and v with row stride 3·NUM_HEADS·HEAD_DIM. Writes out
+    Reads q, k with row stride STRIDE_QK, v with row stride 3·NUM_HEADS·HEAD_DIM and, if KEY_BIAS, key_bias
+    (num_tokens,) fp32. Writes out
     (num_tokens, NUM_HEADS, HEAD_DIM) in bf16 with lse (images·NUM_HEADS, NUM_TOKENS) fp32; or, if FP8, out as e4m3
     with one scale per image, repeated per token, scale (num_tokens,) fp32, from the bound of the GEMM that computed v:
     row_norm (num_tokens,) and weight_bound (2,).
     """
     if tl.program_id(0) % ((NUM_TOKENS + BLOCK_M - 1) // BLOCK_M) < NUM_TOKENS // BLOCK_M:
         _attention_forward(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
-            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, FP8,
-            BLOCK_TOKENS, FULL_BLOCK=True,
+            q_ptr, k_ptr, v_ptr, key_bias_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr,
+            softmax_scale, NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES,
+            FP8, BLOCK_TOKENS, KEY_BIAS, FULL_BLOCK=True,
         )  # fmt: skip
     elif NUM_TOKENS % BLOCK_M:
         _attention_forward(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr, softmax_scale,
-            NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES, FP8,
-            BLOCK_TOKENS, FULL_BLOCK=False,
+            q_ptr, k_ptr, v_ptr, key_bias_ptr, out_ptr, lse_ptr, scale_ptr, row_norm_ptr, weight_bound_ptr,
+            softmax_scale, NUM_TOKENS, NUM_HEADS, HEAD_DIM, STRIDE_QK, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, NUM_STAGES,
+            FP8, BLOCK_TOKENS, KEY_BIAS, FULL_BLOCK=False,
         )  # fmt: skip
 
 

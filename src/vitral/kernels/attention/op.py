@@ -18,33 +18,41 @@ MAX_TOKENS, MAX_HEAD_DIM = 256, 64  # beyond these, PyTorch's scaled_dot_product
 BLOCK_M = 64  # rows that a program owns
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, num_heads: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ/√d)·v, (M, hd), and the log2-sum-exp2 of its rows, (Bh, T)."""
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, num_heads: int, num_tokens: int, sizes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(q·kᵀ/√d)·v, (M, hd), and the log2-sum-exp2 of its rows, (Bh, T).
+
+    sizes: (M,) fp32; a token of size s counts as s equal tokens, softmax(q·kᵀ/√d + log s)·v. Forward only.
+    """
     out, lse = q.new_empty(q.shape), q.new_empty(len(q) // num_tokens * num_heads, num_tokens, dtype=torch.float32)
-    _launch_forward(q, k, v, num_heads, num_tokens, out, lse, None, None)
+    _launch_forward(q, k, v, num_heads, num_tokens, out, lse, None, None, sizes)
     return out, lse
 
 
 def attention_forward_fp8(
-    q: Tensor, k: Tensor, v: Tensor, num_heads: int, num_tokens: int, v_bound: GemmBound
+    q: Tensor, k: Tensor, v: Tensor, num_heads: int, num_tokens: int, v_bound: GemmBound, sizes: Tensor | None = None
 ) -> Fp8Tensor:
     """softmax(q·kᵀ/√d)·v in FP8, with one scale per image from the bound of the GEMM that computed v.
 
-    The row norms of the result are not set.
+    The row norms of the result are not set. sizes: as for `attention_forward`.
     """
     out = empty_fp8(v)
-    _launch_forward(q, k, v, num_heads, num_tokens, out.data, None, out.scales, v_bound)
+    _launch_forward(q, k, v, num_heads, num_tokens, out.data, None, out.scales, v_bound, sizes)
     return out
 
 
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, num_heads: int, num_tokens: int, out: Tensor, lse: Tensor | None,
-    scales: Tensor | None, v_bound: GemmBound | None,
+    scales: Tensor | None, v_bound: GemmBound | None, sizes: Tensor | None,
 ) -> None:  # fmt: skip
     M, D = q.shape
+    softmax_scale = (D // num_heads) ** -0.5
+    key_bias = None if sizes is None else sizes.log() / softmax_scale
     launch(kernels.attention_forward_kernel, (M // num_tokens * num_heads * triton.cdiv(num_tokens, BLOCK_M),))(
-        q, k, v, out, lse, scales, *(v_bound or (None, None)), (D // num_heads) ** -0.5,
+        q, k, v, key_bias, out, lse, scales, *(v_bound or (None, None)), softmax_scale,
         STRIDE_QK=q.stride(0), FP8=scales is not None, BLOCK_TOKENS=triton.next_power_of_2(num_tokens),
+        KEY_BIAS=sizes is not None,
         **attention_blocks(num_tokens, num_heads, D // num_heads, block_n=32, num_stages=3),
     )  # fmt: skip
 

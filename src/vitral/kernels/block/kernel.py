@@ -85,7 +85,7 @@ def post_attention_kernel(
     attn_out_ptr, x_ptr, out_ptr, qkv_ptr, project_weight_ptr, project_bias_ptr, norm2_weight_ptr, norm2_bias_ptr,
     expand_weight_ptr, expand_bias_ptr, contract_weight_ptr, contract_bias_ptr, norm1_weight_ptr, norm1_bias_ptr,
     qkv_weight_ptr, qkv_bias_ptr, mid_ptr, hidden_ptr, norm2_stats_ptr, norm1_stats_ptr, num_rows, norm2_eps, norm1_eps,
-    D1: tl.constexpr, D2: tl.constexpr, HIDDEN: tl.constexpr, TANH: tl.constexpr, QKV_BIAS: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, HIDDEN: tl.constexpr, ACTIVATION: tl.constexpr, QKV_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, SAVE_FOR_BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """mid = x + project(attn_out);  hidden = norm2(mid)·expandᵀ;  out = mid + contract(GELU(hidden + expand_bias));
@@ -135,7 +135,7 @@ def post_attention_kernel(
         hidden = _linear(y1, y2, expand_weight_ptr, n, D1, D2, BLOCK_N)
         if SAVE_FOR_BACKWARD:
             tl.store(hidden_ptr + rows[:, None] * HIDDEN + n + tl.arange(0, BLOCK_N)[None, :], hidden.to(dtype), mask)
-        gelu = gelu_and_slope(hidden + _load_row_vector(expand_bias_ptr, n, BLOCK_N), TANH)[0].to(dtype)
+        gelu = gelu_and_slope(hidden + _load_row_vector(expand_bias_ptr, n, BLOCK_N), ACTIVATION)[0].to(dtype)
         x1 = tl.dot(gelu, tl.trans(_load_weight_tile(contract_weight_ptr, 0, n, HIDDEN, D1, BLOCK_N)), x1)
         if D2:
             x2 = tl.dot(gelu, tl.trans(_load_weight_tile(contract_weight_ptr, D1, n, HIDDEN, D2, BLOCK_N)), x2)
@@ -155,19 +155,19 @@ def post_attention_kernel(
 @triton.jit
 def _store_gelu_fp8(
     acc, first_col, bias_ptr, x_scale, weight_scale_ptr, inv_out_scale, out_ptr, rows, rows_left,
-    HIDDEN: tl.constexpr, TANH: tl.constexpr, BLOCK_N: tl.constexpr,
+    HIDDEN: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     x = acc * x_scale * _load_row_vector(weight_scale_ptr, first_col, BLOCK_N)
     x += _load_row_vector(bias_ptr, first_col, BLOCK_N)
     ptrs = out_ptr + rows[:, None] * HIDDEN + first_col + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(ptrs, gelu_to_fp8(x, inv_out_scale, TANH), (rows < rows_left)[:, None])
+    tl.store(ptrs, gelu_to_fp8(x, inv_out_scale, ACTIVATION), (rows < rows_left)[:, None])
 
 
 @triton.jit
 def expand_gelu_fp8_kernel(
     x_ptr, x_scale_ptr, row_norm_ptr, weight_ptr, weight_scale_ptr, weight_bound_ptr, bias_ptr, out_ptr, out_scale_ptr,
     num_rows,
-    D1: tl.constexpr, D2: tl.constexpr, HIDDEN: tl.constexpr, TANH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, HIDDEN: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, COL_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """out = fp8(GELU(x·Wᵀ + bias) / out_scale), with out_scale from the bound |x|·max|w| + max|bias|.
@@ -199,10 +199,10 @@ def expand_gelu_fp8_kernel(
         next_acc = _linear(x1, x2, weight_ptr, n, D1, D2, BLOCK_N)
         _store_gelu_fp8(
             acc, n - BLOCK_N, bias_ptr, x_scale, weight_scale_ptr, inv_out_scale, out_ptr, rows, rows_left, HIDDEN,
-            TANH, BLOCK_N,
+            ACTIVATION, BLOCK_N,
         )  # fmt: skip
         acc = next_acc
     _store_gelu_fp8(
         acc, first_col + COLS_PER_PROGRAM - BLOCK_N, bias_ptr, x_scale, weight_scale_ptr, inv_out_scale, out_ptr, rows,
-        rows_left, HIDDEN, TANH, BLOCK_N,
+        rows_left, HIDDEN, ACTIVATION, BLOCK_N,
     )  # fmt: skip

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitral.kernels.block import kernel as kernels
 from vitral.kernels.fp8.op import Fp8Tensor, Fp8Weight, empty_fp8
+from vitral.kernels.layernorm_gelu.op import activation_name
 from vitral.kernels.precompile import launch
 
 # The post-attention kernel: largest widths that fit into registers, and the minimum number of tokens for a speed-up.
@@ -52,28 +53,31 @@ def expand_gelu_supports(width: int, hidden: int) -> bool:
 
 def post_attention(
     attn_out: Tensor, x: Tensor, out: Tensor, qkv: Tensor, block: Any, next_block: Any,
-    compute_weights: dict[Tensor, Tensor], save: BlockActivations | None = None,
+    compute_weights: dict[Tensor, Tensor], biases: dict[nn.Linear, Tensor], save: BlockActivations | None = None,
 ) -> None:  # fmt: skip
     """Write the output of `block` to `out` (M, D) and the qkv of `next_block` to `qkv` (M, 3D).
 
-    attn_out, x: (M, D). `compute_weights` maps weight matrices to their copies in the compute dtype.
+    attn_out, x: (M, D). `compute_weights` maps weight matrices to their copies in the compute dtype; `biases` holds
+    those that replace the bias of a layer.
     """
     (M, D), mlp = x.shape, block.mlp
     layers = (
         block.attention.project, block.norm2, mlp.expand, mlp.contract, next_block.norm1, next_block.attention.qkv,
     )  # fmt: skip
-    params = [p for layer in layers for p in (compute_weights.get(layer.weight, layer.weight), layer.bias)]
+    params = [
+        p for layer in layers for p in (compute_weights.get(layer.weight, layer.weight), biases.get(layer, layer.bias))
+    ]
     D1, D2 = split_width(D)
     num_stages = 4 if D <= 192 else 3  # two programs' buffers fit into the shared memory of an SM
     launch(kernels.post_attention_kernel, (triton.cdiv(M, BLOCK_ROWS),))(
         attn_out, x, out, qkv, *params, *(save or (None,) * 4), M, block.norm2.eps, next_block.norm1.eps,
         D1=D1, D2=D2, HIDDEN=mlp.expand.out_features, SAVE_FOR_BACKWARD=save is not None,
-        TANH=mlp.activation.approximate == "tanh", QKV_BIAS=params[-1] is not None,
+        ACTIVATION=activation_name(mlp), QKV_BIAS=params[-1] is not None,
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_N=BLOCK_N, NUM_STAGES=num_stages, num_warps=4,
     )  # fmt: skip
 
 
-def expand_gelu_fp8(x: Fp8Tensor, weight: Fp8Weight, bias: Tensor, tanh: bool) -> Fp8Tensor:
+def expand_gelu_fp8(x: Fp8Tensor, weight: Fp8Weight, bias: Tensor, activation: str) -> Fp8Tensor:
     """GELU(x·Wᵀ + bias) in FP8: the GEMM and `bias_gelu` without writing the hidden activations.
 
     x: (M, D), weight: (H, D) -> (M, H). The row norms of the result are not set.
@@ -82,6 +86,7 @@ def expand_gelu_fp8(x: Fp8Tensor, weight: Fp8Weight, bias: Tensor, tanh: bool) -
     (D1, D2), out = split_width(D), empty_fp8(x.data, H)
     launch(kernels.expand_gelu_fp8_kernel, (COL_SPLITS * triton.cdiv(M, 128),))(
         x.data, x.scales, x.row_norms, weight.data, weight.scales, weight.bound, bias, out.data, out.scales, M,
-        D1=D1, D2=D2, HIDDEN=H, TANH=tanh, BLOCK_ROWS=128, BLOCK_N=64, COL_SPLITS=COL_SPLITS, NUM_STAGES=2, num_warps=8,
+        D1=D1, D2=D2, HIDDEN=H, ACTIVATION=activation, BLOCK_ROWS=128, BLOCK_N=64, COL_SPLITS=COL_SPLITS,
+        NUM_STAGES=2, num_warps=8,
     )  # fmt: skip
     return out

@@ -43,10 +43,15 @@ def embed_patches_kernel(
     for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         k = start + tl.arange(0, BLOCK_K)
         pixel_ptrs = image_ptr + patch_offsets[:, None] + _pixel_offsets(k, HEIGHT, WIDTH, PATCH)[None, :]
-        pixels = tl.load(pixel_ptrs, mask, 0)
+        if K % BLOCK_K:  # of values beyond the patch, neither pixels nor weights nor their scales are read
+            pixels = tl.load(pixel_ptrs, mask & (k < K)[None, :], 0)
+            weights = tl.load(weight_ptr + cols[:, None] * K + k[None, :], (k < K)[None, :], 0.0)
+        else:
+            pixels = tl.load(pixel_ptrs, mask, 0)
+            weights = tl.load(weight_ptr + cols[:, None] * K + k[None, :])
         if NORMALISE:
-            pixels = pixels.to(tl.float32) * tl.load(scale_ptr + k)[None, :] + tl.load(shift_ptr + k)[None, :]
-        weights = tl.load(weight_ptr + cols[:, None] * K + k[None, :])
+            scale, shift = tl.load(scale_ptr + k, k < K, 0.0), tl.load(shift_ptr + k, k < K, 0.0)
+            pixels = pixels.to(tl.float32) * scale[None, :] + shift[None, :]
         acc = tl.dot(pixels.to(out_ptr.dtype.element_ty), tl.trans(weights), acc)
     acc += tl.load(offset_ptr + patch[:, None] * DIM + cols[None, :])
     out_rows = image * (PATCHES_PER_IMAGE + NUM_PREFIX) + NUM_PREFIX + patch
@@ -61,9 +66,11 @@ def unfold_patches_kernel(
 ):  # fmt: skip
     """out = the patches of all images as rows, with a row of zeros for each prefix token.
 
-    Reads images (B, CHANNELS, HEIGHT, WIDTH), writes out (num_tokens, CHANNELS·PATCH²), same dtype.
-    Grid: (blocks of tokens, blocks of BLOCK_K values).
+    Reads images (B, CHANNELS, HEIGHT, WIDTH), writes out (num_tokens, NUM_COLS), same dtype, where NUM_COLS is
+    CHANNELS·PATCH² rounded up to a multiple of BLOCK_K with zeros. Grid: (blocks of tokens, blocks of BLOCK_K values).
     """
+    K: tl.constexpr = CHANNELS * PATCH * PATCH
+    NUM_COLS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * BLOCK_K
     PATCHES_PER_IMAGE: tl.constexpr = (HEIGHT // PATCH) * (WIDTH // PATCH)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     image = (rows // (PATCHES_PER_IMAGE + NUM_PREFIX)).to(tl.int64)
@@ -72,5 +79,5 @@ def unfold_patches_kernel(
     patch_offsets = image * (CHANNELS * HEIGHT * WIDTH) + _patch_offset(patch, WIDTH, PATCH)
     mask = (rows < num_tokens)[:, None]
     pixel_ptrs = image_ptr + patch_offsets[:, None] + _pixel_offsets(k, HEIGHT, WIDTH, PATCH)[None, :]
-    pixels = tl.load(pixel_ptrs, mask & (patch >= 0)[:, None], 0)
-    tl.store(out_ptr + rows.to(tl.int64)[:, None] * (CHANNELS * PATCH * PATCH) + k[None, :], pixels, mask)
+    pixels = tl.load(pixel_ptrs, mask & (patch >= 0)[:, None] & (k < K)[None, :], 0)
+    tl.store(out_ptr + rows.to(tl.int64)[:, None] * NUM_COLS + k[None, :], pixels, mask)

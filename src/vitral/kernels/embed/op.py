@@ -25,6 +25,7 @@ from vitral.models.vit import PatchEmbedding, ViT
 from vitral.utils.progress import LogFn
 
 BLOCK_M, BLOCK_K = 128, 64  # patches per program, and values of a patch per step
+MIN_PADDED_VALUES = 4 * BLOCK_K  # larger patches may have any size, such as 3·14²; the last step is padded with zeros
 EMBEDDING_PARAMETERS = ("patch_embedding.", "class_token.", "position_embedding.", "registers")  # name prefixes
 EMBEDDING_TOLERANCE = 0.02  # relative error of tokens and gradients: bf16 rounding
 
@@ -34,7 +35,9 @@ EmbedFn = Callable[[Tensor], Tensor]  # images (B, C, H, W) -> tokens (B, T, D)
 def is_supported(model: ViT) -> bool:
     config, cls = model.config, type(model)
     is_standard = cls.embed is ViT.embed and type(model.patch_embedding) is PatchEmbedding and not config.pre_norm
-    return is_standard and config.channels * config.patch_size**2 % BLOCK_K == 0 == config.width % 16
+    num_values = config.channels * config.patch_size**2
+    wastes_little = num_values % BLOCK_K == 0 or num_values > MIN_PADDED_VALUES
+    return is_standard and wastes_little and config.width % 16 == 0
 
 
 def make_inference_embedding(
@@ -59,8 +62,11 @@ def make_inference_embedding(
 
 
 def make_training_embedding(model: ViT, hardware: Hardware, log: LogFn) -> EmbedFn | None:
-    """The fused, differentiable embedding of normalised images; None if unsupported or if the self-check fails."""
-    if not is_supported(model) or model.dropout.p:
+    """The fused, differentiable embedding of normalised images, before dropout.
+
+    None if it is unsupported or if the self-check fails.
+    """
+    if not is_supported(model):
         return None
     embedding = [p for name, p in model.named_parameters() if name.startswith(EMBEDDING_PARAMETERS)]
     parameters = [parameter for parameter in embedding if parameter.requires_grad]
@@ -85,7 +91,11 @@ def make_training_embedding(model: ViT, hardware: Hardware, log: LogFn) -> Embed
         return max_relative_error(*results)
 
     precompile(dry_run)
-    if reason := check_embedding(hardware, error):
+    was_training = model.dropout.training
+    model.dropout.eval()
+    reason = check_embedding(hardware, error)
+    model.dropout.train(was_training)
+    if reason:
         log(f"patch embedding without fused kernel: {reason}")
         return None
     return embed
@@ -153,7 +163,7 @@ class EmbedFunction(torch.autograd.Function):
         ctx: Any, images_BCHW: Tensor, weight: Tensor, prefix: Tensor, patch_offsets: Tensor, patch_size: int
     ) -> Tensor:
         ctx.images, ctx.num_prefix, ctx.patch_size = images_BCHW, len(prefix), patch_size
-        ctx.trains_weight = weight.requires_grad
+        ctx.trains_weight, ctx.num_values = weight.requires_grad, weight.shape[1]
         dtype = images_BCHW.dtype
         return embed_patches(
             images_BCHW, weight.to(dtype), prefix.to(dtype), patch_offsets.float().contiguous(), patch_size
@@ -166,7 +176,7 @@ class EmbedFunction(torch.autograd.Function):
         grad_weight = None
         if ctx.trains_weight:
             patches = unfold_patches(ctx.images, ctx.patch_size, ctx.num_prefix)
-            grad_weight = weight_gradient(grad_out.flatten(0, 1), patches)
+            grad_weight = weight_gradient(grad_out.flatten(0, 1), patches)[:, : ctx.num_values].contiguous()
         return None, grad_weight, grad_offsets[: ctx.num_prefix], grad_offsets[ctx.num_prefix :], None
 
 
@@ -189,9 +199,10 @@ def embed_patches(
 
 
 def unfold_patches(images_BCHW: Tensor, patch_size: int, num_prefix: int) -> Tensor:
-    """The patches as rows (B·(F + N), K), with zeros for the prefix tokens."""
+    """The patches as rows (B·(F + N), K), with zeros for the prefix tokens and up to a multiple of BLOCK_K columns."""
     B, C, H, W = images_BCHW.shape
-    num_tokens, K, block_m = B * (num_prefix + H * W // patch_size**2), C * patch_size**2, 32
+    num_tokens, block_m = B * (num_prefix + H * W // patch_size**2), 32
+    K = triton.cdiv(C * patch_size**2, BLOCK_K) * BLOCK_K
     out = images_BCHW.new_empty(num_tokens, K)
     launch(kernels.unfold_patches_kernel, (triton.cdiv(num_tokens, block_m), K // BLOCK_K))(
         images_BCHW.contiguous(), out, num_tokens,

@@ -66,6 +66,26 @@ def quantize_weight_kernel(
 
 
 @triton.jit
+def quantize_with_scales_kernel(
+    weight_ptr, scale_ptr, out_ptr, num_rows, num_cols, stride_wn, stride_wk,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """out = fp8(W / scale) with given scales of the rows, for W or, through its strides, the transpose of W.
+
+    Reads W (num_rows, num_cols) fp32 and scale (num_rows,) fp32 once. Writes out (num_rows, num_cols) e4m3. One program
+    per BLOCK_ROWS rows.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    scale = tl.load(scale_ptr + rows, rows < num_rows, 1.0)
+    for start in range(0, num_cols, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        w = tl.load(weight_ptr + rows[:, None] * stride_wn + cols[None, :] * stride_wk, mask, 0.0).to(tl.float32)
+        out_ptrs = out_ptr + rows[:, None] * num_cols + cols[None, :]
+        tl.store(out_ptrs, (w * (1.0 / scale)[:, None]).to(tl.float8e4nv), mask)
+
+
+@triton.jit
 def quantize_and_sum_kernel(
     x_ptr, out_ptr, scale_ptr, partial_sum_ptr, num_rows,
     NUM_COLS: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr,

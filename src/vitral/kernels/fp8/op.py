@@ -64,6 +64,15 @@ def quantize_weight(matrix: Tensor, bias: Tensor | None, bound: Tensor) -> Fp8We
     return Fp8Weight(data, scales, bound)
 
 
+def quantize_with_scales(matrix: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Quantize a matrix (N, K) row by row with given scales (N, 1) into `out`. A transposed view is read in place."""
+    N, K = matrix.shape
+    if K:
+        launch(kernels.quantize_with_scales_kernel, (triton.cdiv(N, 8),))(
+            matrix, scales, out, N, K, *matrix.stride(), BLOCK_ROWS=8, BLOCK_COLS=512
+        )
+
+
 def quantize_and_sum(x: Tensor, sum_rows: bool, fp8: bool, sums: ColumnSums) -> tuple[Tensor | None, Fp8Tensor | None]:
     """Sum over the rows of x (available after `sums.compute()`) and x as FP8; each is None if not requested.
 

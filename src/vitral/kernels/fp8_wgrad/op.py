@@ -1,6 +1,7 @@
 """Weight gradients as FP8 GEMMs: transposed operands as functions of tensors, and the GEMM itself.
 
-Operands are (N, M): one row per column of the activations, contiguous along the M tokens.
+Operands are (N, M): one row per column of the activations, contiguous along the M tokens, which zeros extend to a
+multiple of 16.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from vitral.kernels.dropout.op import NO_DROPOUT, Dropout
 from vitral.kernels.fp8.op import Fp8Tensor, empty_fp8
 from vitral.kernels.fp8_wgrad import kernel as kernels
 from vitral.kernels.layernorm_gelu.op import AddNormOutput, LayerNormParams
@@ -42,7 +44,7 @@ def transpose_fp8(x: Fp8Tensor, factor: Tensor | None = None) -> Tensor:
     M, N = x.data.shape
     out = _empty_transposed(M, N, x.data)
     launch(kernels.transpose_fp8_kernel, _transpose_grid(M, N))(
-        x.data, factor, out.view(torch.int32), M, NUM_COLS=N, **TRANSPOSE_BLOCKS
+        x.data, factor, out.view(torch.int32), M, NUM_COLS=N, NUM_PADDED=-M % 16, **TRANSPOSE_BLOCKS
     )
     return out
 
@@ -53,16 +55,16 @@ def layernorm_transposed(saved: AddNormOutput, norm: LayerNormParams, factor: Te
     out = _empty_transposed(M, N, saved.sum)
     launch(kernels.layernorm_transposed_kernel, _transpose_grid(M, N))(
         saved.sum, saved.stats, norm.weight, norm.bias, factor, scale, out.view(torch.int32), M,
-        NUM_COLS=N, **TRANSPOSE_BLOCKS,
+        NUM_COLS=N, NUM_PADDED=-M % 16, **TRANSPOSE_BLOCKS,
     )  # fmt: skip
     return out
 
 
 def gelu_backward_fp8(
-    h: Tensor, bias: Tensor, grad_gelu: Tensor, tanh: bool, grad_scales: Tensor, scale_ratio: Tensor, factor: Tensor,
-    gelu_scale: Tensor, sums: ColumnSums,
+    h: Tensor, bias: Tensor, grad_gelu: Tensor, activation: str, grad_scales: Tensor, scale_ratio: Tensor,
+    factor: Tensor, gelu_scale: Tensor, sums: ColumnSums, dropout: Dropout = NO_DROPOUT,
 ) -> tuple[Fp8Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradient of h in FP8, the same transposed, GELU(h + bias)·factor transposed, and the bias gradient.
+    """The gradient of h in FP8, the same transposed, dropout(GELU(h + bias))·factor transposed, and the bias gradient.
 
     h, grad_gelu: (M, N). `grad_scales`: scales of the FP8 rows from which grad_gelu was computed; times `scale_ratio`
     they are the scales of the gradient of h, whose row norms are not set.
@@ -74,7 +76,8 @@ def gelu_backward_fp8(
     partial_sums = h.new_empty(num_programs, N, dtype=torch.float32)
     launch(kernels.gelu_backward_fp8_kernel, (num_programs, column_blocks))(
         h, bias, grad_gelu, grad_scales, scale_ratio, factor, gelu_scale, grad_h.data, grad_h.scales,
-        grad_h_t.view(torch.int32), gelu_t.view(torch.int32), partial_sums, M, NUM_COLS=N, TANH=tanh, **GELU_BLOCKS,
+        grad_h_t.view(torch.int32), gelu_t.view(torch.int32), partial_sums, *dropout, M,
+        NUM_COLS=N, NUM_PADDED=-M % 16, ACTIVATION=activation, DROPOUT=dropout.seed is not None, **GELU_BLOCKS,
     )  # fmt: skip
     return grad_h, grad_h_t, gelu_t, sums.add(partial_sums)
 
@@ -90,7 +93,7 @@ def wgrad_gemm(grad_out_t: Tensor, x_t: Tensor, grad_out_scale: Tensor, x_scale:
 
 
 def _empty_transposed(M: int, N: int, like: Tensor) -> Tensor:
-    return torch.empty(N, M, device=like.device, dtype=torch.float8_e4m3fn)
+    return torch.empty(N, M + -M % 16, device=like.device, dtype=torch.float8_e4m3fn)
 
 
 def _transpose_grid(M: int, N: int) -> tuple[int, int]:

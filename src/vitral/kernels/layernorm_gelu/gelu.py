@@ -1,4 +1,4 @@
-"""GELU as a device function: with its slope in fp32, and with an FP8 result in packed half precision."""
+"""GELU and its approximations as device functions: with slope in fp32, and with an FP8 result in half precision."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter ca
 
 
 @triton.jit
-def gelu_and_slope(x, TANH: tl.constexpr):
+def gelu_and_slope(x, ACTIVATION: tl.constexpr):
     """Return GELU(x) = x·sigmoid(y) and its derivative, where y(x) is an odd polynomial.
+
+    ACTIVATION is one of ViTConfig: gelu, gelu_tanh or quick_gelu, for which y = 1.702x.
 
     For the exact GELU, y was fitted so that sigmoid(y) approximates the normal CDF: the maximum error is 4e-6 (bf16
     rounds at 4e-3), at a third of the instructions of erf. sigmoid(y) is computed as rsqrt(1 + exp2(-y))²: exp2 and
     rsqrt are one instruction each, exp and division are not.
     """
+    if ACTIVATION == "quick_gelu":
+        root = tl.rsqrt(1.0 + tl.exp2(tl.maximum(x, -50.0) * -2.455466997))  # 0·inf must not occur
+        sigmoid = root * root
+        gelu = x * sigmoid
+        return gelu, sigmoid + 1.702 * gelu * (1 - sigmoid)
     x_sq = x * x
-    if TANH:  # y = 2·sqrt(2/pi)·(x + 0.044715·x³); all coefficients of y include the factor log2(e)
+    if (
+        ACTIVATION == "gelu_tanh"
+    ):  # y = 2·sqrt(2/pi)·(x + 0.044715·x³); all coefficients of y include the factor log2(e)
         x_sq = tl.minimum(x_sq, 100.0)  # sigmoid is 0 or 1 beyond this, and 0·inf must not occur
         y = x * (2.3022082 + 0.102943235 * x_sq)
     else:
@@ -29,7 +38,7 @@ def gelu_and_slope(x, TANH: tl.constexpr):
     root = tl.rsqrt(1.0 + tl.exp2(-y))
     sigmoid = root * root
     gelu = x * sigmoid
-    if TANH:
+    if ACTIVATION == "gelu_tanh":
         slope = sigmoid + gelu * (1 - sigmoid) * (1.5957691216 + 0.21406443846 * x_sq)
     else:
         slope = sigmoid + x * 0.3989422804 * tl.exp2(x_sq * -0.7213475204)  # x times the normal density
@@ -57,14 +66,21 @@ def _gelu_fp8_ptx(*coefficients: float) -> tl.constexpr:
 
 EXACT_GELU_PTX = _gelu_fp8_ptx(0.797502553, 0.0370104273, -0.000352286167)  # fitted; maximum error 5e-5 in fp16
 TANH_GELU_PTX = _gelu_fp8_ptx(0.797884561, 0.0356774081)
+QUICK_GELU_PTX = _gelu_fp8_ptx(0.851, 0.0)
 
 
 @triton.jit
-def gelu_to_fp8(x, scale, TANH: tl.constexpr):
+def gelu_to_fp8(x, scale, ACTIVATION: tl.constexpr):
     """Return GELU(x)·scale as e4m3. Half precision suffices for its four significant bits, at half the cost."""
     if INTERPRETED:
-        return (gelu_and_slope(x, TANH)[0] * scale).to(tl.float8e4nv)
+        return (gelu_and_slope(x, ACTIVATION)[0] * scale).to(tl.float8e4nv)
+    if ACTIVATION == "gelu_tanh":
+        PTX: tl.constexpr = TANH_GELU_PTX
+    elif ACTIVATION == "quick_gelu":
+        PTX: tl.constexpr = QUICK_GELU_PTX
+    else:
+        PTX: tl.constexpr = EXACT_GELU_PTX
     return tl.inline_asm_elementwise(
-        TANH_GELU_PTX if TANH else EXACT_GELU_PTX,
+        PTX,
         "=r,r,r,r,r,r,r,r,r", (x, x * (0.5 * scale)), tl.float8e4nv, is_pure=True, pack=4,
     )  # fmt: skip

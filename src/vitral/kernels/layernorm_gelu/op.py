@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 
+from vitral.kernels.dropout.op import NO_DROPOUT, Dropout
 from vitral.kernels.fp8.op import Fp8Tensor, GemmBound, empty_fp8, pointers
 from vitral.kernels.layernorm_gelu import kernel as kernels
 from vitral.kernels.precompile import launch
 from vitral.kernels.reduce.op import ColumnSums, num_partial_sums
+from vitral.models.vit import QuickGELU, SwiGLU
+
+ACTIVATION_NAMES: dict[type[nn.Module], str] = {QuickGELU: "quick_gelu", SwiGLU: "swiglu"}
 
 
 class LayerNormParams(NamedTuple):
@@ -37,6 +41,14 @@ class AddNormGrads(NamedTuple):
     normed: Tensor | None  # the saved or recomputed output of the norm
 
 
+def activation_name(mlp: Any) -> str:
+    """The activation of an MLP as ViTConfig names it."""
+    activation = mlp.activation
+    if isinstance(activation, nn.GELU):
+        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    return ACTIVATION_NAMES[type(activation)]
+
+
 def row_blocks(num_cols: int, block_size: int = 1024) -> dict[str, int]:
     """Launch parameters for blocks of whole rows. One warp, where it can hold a row, needs no synchronisation."""
     block_cols = triton.next_power_of_2(num_cols)
@@ -56,9 +68,9 @@ def tokens_per_image(num_rows: int, branch_scale: Tensor | None) -> int:
 
 def add_layernorm(
     x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, branch_scale: Tensor | None, norm: LayerNormParams,
-    fp8: bool, store_normed: bool = True, in_place: bool = False,
+    fp8: bool, store_normed: bool = True, in_place: bool = False, dropout: Dropout = NO_DROPOUT,
 ) -> AddNormOutput:  # fmt: skip
-    """x + branch_scale·(branch + branch_bias) and its LayerNorm, in bf16 (`store_normed`), in FP8, or both.
+    """x + branch_scale·dropout(branch + branch_bias) and its LayerNorm, in bf16 (`store_normed`), in FP8, or both.
 
     x, branch: (M, D). branch_scale: one factor per image (stochastic depth). `in_place` writes the sum over x.
     """
@@ -69,16 +81,16 @@ def add_layernorm(
     blocks = row_blocks(D)
     launch(kernels.add_layernorm_kernel, (triton.cdiv(M, blocks["BLOCK_ROWS"]),))(
         x, branch, branch_bias, branch_scale, norm.weight, norm.bias, out, normed, stats, *pointers(normed_fp8),
-        M, tokens_per_image(M, branch_scale), norm.eps,
-        NUM_COLS=D, ADD=branch is not None, DROP_PATH=branch_scale is not None, STORE_NORMED=store_normed, FP8=fp8,
-        **blocks,
+        *dropout, M, tokens_per_image(M, branch_scale), norm.eps,
+        NUM_COLS=D, ADD=branch is not None, DROP_PATH=branch_scale is not None, DROPOUT=dropout.seed is not None,
+        STORE_NORMED=store_normed, FP8=fp8, **blocks,
     )  # fmt: skip
     return AddNormOutput(out, stats, normed, normed_fp8)
 
 
 def add_layernorm_backward(
     saved: AddNormOutput, grad_normed: Tensor, grad_residual: Tensor | None, branch_scale: Tensor | None,
-    norm: LayerNormParams, sums: ColumnSums, fp8: bool = False, recompute: bool = True,
+    norm: LayerNormParams, sums: ColumnSums, fp8: bool = False, recompute: bool = True, dropout: Dropout = NO_DROPOUT,
 ) -> AddNormGrads:  # fmt: skip
     """Gradients from that of the norm's output and that of the residual stream after the sum, all (M, D).
 
@@ -86,7 +98,7 @@ def add_layernorm_backward(
     """
     M, D = saved.sum.shape
     grad_x = torch.empty_like(saved.sum)
-    grad_branch = grad_x if branch_scale is None else torch.empty_like(saved.sum)
+    grad_branch = grad_x if branch_scale is None is dropout.seed else torch.empty_like(saved.sum)
     recompute = recompute and saved.normed is None
     normed = torch.empty_like(saved.sum) if recompute else saved.normed
     branch_fp8 = empty_fp8(saved.sum) if fp8 else None
@@ -95,32 +107,33 @@ def add_layernorm_backward(
     partial_sums = saved.sum.new_empty(num_programs, 3, D, dtype=torch.float32)
     launch(kernels.add_layernorm_backward_kernel, (num_programs,))(
         saved.sum, saved.stats, grad_normed, grad_residual, branch_scale, norm.weight, norm.bias, grad_x, grad_branch,
-        normed, *pointers(branch_fp8), partial_sums, M, tokens_per_image(M, branch_scale),
-        NUM_COLS=D, ADD_RESIDUAL=grad_residual is not None, DROP_PATH=branch_scale is not None, RECOMPUTE=recompute,
-        FP8=fp8, **blocks,
+        normed, *pointers(branch_fp8), partial_sums, *dropout, M, tokens_per_image(M, branch_scale),
+        NUM_COLS=D, ADD_RESIDUAL=grad_residual is not None, DROP_PATH=branch_scale is not None,
+        DROPOUT=dropout.seed is not None, RECOMPUTE=recompute, FP8=fp8, **blocks,
     )  # fmt: skip
     return AddNormGrads(grad_x, grad_branch, branch_fp8, sums.add(partial_sums), normed)
 
 
 def bias_gelu(
-    h: Tensor, bias: Tensor, tanh: bool, bound: GemmBound | None, in_place: bool = False
-) -> tuple[Tensor | None, Fp8Tensor | None]:
-    """GELU(h + bias) for h (M, N): in bf16, or in FP8 if the bound of the GEMM that computed h is given."""
+    h: Tensor, bias: Tensor, activation: str, bound: GemmBound | None, in_place: bool = False,
+    dropout: Dropout = NO_DROPOUT,
+) -> tuple[Tensor | None, Fp8Tensor | None]:  # fmt: skip
+    """dropout(GELU(h + bias)) for h (M, N): in bf16, or in FP8 if the bound of the GEMM that computed h is given."""
     M, N = h.shape
     out, out_fp8 = (h if in_place else torch.empty_like(h), None) if bound is None else (None, empty_fp8(h))
     blocks, column_blocks = tile_blocks(N, 1024, 4) if out_fp8 is None else tile_blocks(N, 512, 8)
     launch(kernels.bias_gelu_kernel, (triton.cdiv(M, blocks["BLOCK_ROWS"]), column_blocks))(
-        h, bias, out, *pointers(out_fp8)[:2], *(bound or (None, None)), M,
-        NUM_COLS=N, TANH=tanh, FP8=out_fp8 is not None, **blocks,
+        h, bias, out, *pointers(out_fp8)[:2], *(bound or (None, None)), *dropout, M,
+        NUM_COLS=N, ACTIVATION=activation, DROPOUT=dropout.seed is not None, FP8=out_fp8 is not None, **blocks,
     )  # fmt: skip
     return out, out_fp8
 
 
 def bias_gelu_backward(
-    h: Tensor, bias: Tensor, grad_out: Tensor, tanh: bool, bound: GemmBound | None, saved_gelu: Tensor | None,
-    sums: ColumnSums,
+    h: Tensor, bias: Tensor, grad_out: Tensor, activation: str, bound: GemmBound | None, saved_gelu: Tensor | None,
+    sums: ColumnSums, dropout: Dropout = NO_DROPOUT,
 ) -> tuple[Tensor, Tensor, Fp8Tensor | None, Tensor]:  # fmt: skip
-    """GELU(h + bias) (recomputed unless saved), the gradient of h, the same in FP8, and the gradient of the bias.
+    """dropout(GELU(h + bias)), recomputed unless saved; the gradient of h, the same in FP8; the gradient of the bias.
 
     h and grad_out are overwritten. `bound` is that of the GEMM that computed grad_out; None without FP8.
     """
@@ -131,7 +144,8 @@ def bias_gelu_backward(
     num_programs = num_partial_sums(M, blocks["BLOCK_ROWS"], column_blocks)
     partial_sums = h.new_empty(num_programs, N, dtype=torch.float32)
     launch(kernels.bias_gelu_backward_kernel, (num_programs, column_blocks))(
-        h, bias, grad_out, gelu, grad_h, *pointers(grad_h_fp8)[:2], *(bound or (None, None)), partial_sums, M,
-        NUM_COLS=N, TANH=tanh, RECOMPUTE=saved_gelu is None, FP8=grad_h_fp8 is not None, **blocks,
+        h, bias, grad_out, gelu, grad_h, *pointers(grad_h_fp8)[:2], *(bound or (None, None)), partial_sums, *dropout, M,
+        NUM_COLS=N, ACTIVATION=activation, DROPOUT=dropout.seed is not None, RECOMPUTE=saved_gelu is None,
+        FP8=grad_h_fp8 is not None, **blocks,
     )  # fmt: skip
     return gelu, grad_h, grad_h_fp8, sums.add(partial_sums)
