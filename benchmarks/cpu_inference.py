@@ -1,12 +1,14 @@
-"""CPU inference speed of vitral, transformers, vit-pytorch, and ONNX Runtime with exports of the latter two.
+"""CPU inference speed of vitral, OpenVINO, transformers, vit-pytorch, and ONNX Runtime with exports of the latter two.
 
     python benchmarks/cpu_inference.py --init-from ti16.safetensors [--sizes Ti/16 S/16 B/16] [--threads 2] [--save]
 
-`--init-from` is a trained ViT-Ti/16 of any supported library. A CIFAR-10 head is fitted on its features of 2,000
-training images at 224 px, so that the predictions are meaningful. S/16 and B/16 are the same function widened: every
+`--init-from` is a trained ViT-Ti/16 of any supported library. A CIFAR-10 head is fitted on its features of training
+images at 224 px, so that the predictions are meaningful. S/16 and B/16 are the same function widened: every
 channel is copied, with noise that cancels between the copies, so that GEMM shapes are those of the larger model.
 Agreement and accuracy are measured on test images. transformers gets the same weights; the architecture of vit-pytorch
-differs, so its weights are random.
+differs, so its weights are random. OpenVINO converts the same PyTorch model itself, with its preprocessing API for
+uint8 images, in every precision that the CPU has; for int8 its weights and activations are quantized by NNCF if that is
+installed. `vitral` rows name the backend that won on this machine; `--both` also measures the other one.
 
 All implementations take turns, batch by batch. A ratio is the median time of the fastest other implementation divided
 by the median time of an engine. On a busy machine, `--clock cpu --threads 1` measures processor time.
@@ -15,6 +17,7 @@ by the median time of an engine. On a busy machine, `--clock cpu --threads 1` me
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -22,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,33 +46,48 @@ from vitral.runs.model_io import ModelConfig
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 NUM_CLASSES = 10
 WIDTH_FACTORS = {"Ti/16": 1, "S/16": 2, "B/16": 4}
-PACKAGES = ("torch", "transformers", "vit-pytorch", "onnxruntime")
+PACKAGES = ("torch", "openvino", "transformers", "vit-pytorch", "onnxruntime")
 ForwardFn = Callable[[Tensor], Any]  # uint8 images to logits
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--init-from", required=True, help="trained ViT-Ti/16")
+    parser.add_argument(
+        "--folder", type=Path, help="photographs to compare on, with the model's own head, not CIFAR-10"
+    )
     parser.add_argument("--sizes", nargs="+", default=[*WIDTH_FACTORS], choices=[*WIDTH_FACTORS])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--images", type=int, default=1000, help="test images for agreement and accuracy")
+    parser.add_argument("--train-images", type=int, default=2000, help="that the head is fitted on")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--both", action="store_true", help="also measure our fp32 engine on PyTorch")
+    parser.add_argument("--openvino-only", action="store_true", help="OpenVINO as the only peer")
     parser.add_argument("--no-compile", action="store_true", help="skip torch.compile, which takes minutes")
     add_output_arguments(parser)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.threads)
     print(f"{cpu_name()}, torch {torch.__version__}, {args.threads} threads, {args.clock} clock", flush=True)
-    tiny, tiny_config, calibration_images, images, labels = fit_cifar10_model(args.init_from, args.images)
+    labels: Tensor | None = None
+    if args.folder is not None:
+        tiny, tiny_config, calibration_images, images = load_photographs(args.init_from, args.folder, args.images)
+    else:
+        tiny, tiny_config, calibration_images, images, labels = fit_cifar10_model(
+            args.init_from, args.train_images, args.images
+        )
     rows: list[dict[str, Any]] = []
     for size in args.sizes:
         model, model_config = widen(tiny, tiny_config, WIDTH_FACTORS[size])
-        engines, _ = build_engines(model, model_config.preprocessing, calibration_images, None)
-        peers = build_peers(model, model_config, args)
-        print(f"\n{size}: {len(images)} test images", flush=True)
-        quality = measure_quality(engines, peers["transformers"], images, labels)
+        built = build_engines(model, model_config.preprocessing, calibration_images, None, log=print)
+        peers = build_peers(model, model_config, args, calibration_images)
+        print(f"\n{size}: {len(images)} test images, backends {built.backends}", flush=True)
+        quality = measure_quality(built.engines, peers, images, labels)
+        engines: dict[str, ForwardFn] = {f"vitral {name}": engine for name, engine in built.engines.items()}
+        if args.both and built.backends["fp32"] == "openvino":
+            engines["vitral fp32, PyTorch"] = CpuEngine(model, model_config.preprocessing, "fp32")
         for batch_size in args.batch_sizes:
             speed = measure_speed(engines, peers, images, batch_size, args)
             rows += [
@@ -80,14 +99,17 @@ def main() -> None:
             write_results(args, rows, packages=PACKAGES)
 
 
-def fit_cifar10_model(init_from: str, count: int) -> tuple[ViT, ModelConfig, Tensor, Tensor, Tensor]:
+def fit_cifar10_model(init_from: str, num_train: int, count: int) -> tuple[ViT, ModelConfig, Tensor, Tensor, Tensor]:
     """A Ti/16 with a CIFAR-10 head, its configuration, calibration images, test images and test labels."""
     from sklearn.linear_model import LogisticRegression
 
     predictor = Predictor.load(init_from, device="cpu")
     preprocessing, dataset = predictor.model_config.preprocessing, data.load("cifar10")
     engine = CpuEngine(predictor.model, preprocessing, "fp32")
-    train_images, train_labels = to_model_input(dataset.train.images[:2000], preprocessing), dataset.train.labels[:2000]
+    train_images, train_labels = (
+        to_model_input(dataset.train.images[:num_train], preprocessing),
+        dataset.train.labels[:num_train],
+    )
     features = run_batched(engine.features, train_images)
     classifier = LogisticRegression(max_iter=2000, C=0.1).fit(features.numpy(), train_labels.numpy())
     config = replace(predictor.model_config.architecture, num_classes=NUM_CLASSES)
@@ -100,6 +122,15 @@ def fit_cifar10_model(init_from: str, count: int) -> tuple[ViT, ModelConfig, Ten
     model_config = replace(predictor.model_config, architecture=config, classes=dataset.classes)
     test_images = to_model_input(dataset.test.images[:count], preprocessing)
     return model.eval(), model_config, train_images[:256], test_images, dataset.test.labels[:count]
+
+
+def load_photographs(init_from: str, folder: Path, count: int) -> tuple[ViT, ModelConfig, Tensor, Tensor]:
+    """The model as it is, its configuration, calibration images (every fourth) and up to `count` others."""
+    predictor = Predictor.load(init_from, device="cpu", engine="reference")
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    images = torch.stack([torch.as_tensor(predictor.decode_image(file)[1]) for file in files[: count * 4 // 3 + 1]])
+    is_calibration = torch.arange(len(images)) % 4 == 0
+    return predictor.model, predictor.model_config, images[is_calibration], images[~is_calibration]
 
 
 @torch.no_grad()
@@ -129,37 +160,42 @@ def widen(model: ViT, model_config: ModelConfig, factor: int) -> tuple[ViT, Mode
 
 
 def measure_quality(
-    engines: CpuEngines, transformers_model: ForwardFn, images: Tensor, labels: Tensor
+    engines: CpuEngines, peers: Mapping[str, ForwardFn], images: Tensor, labels: Tensor | None
 ) -> dict[str, dict[str, float]]:
-    """Agreement with fp32, accuracy, and share of images that a cascade computes twice, by engine."""
+    """Agreement with our fp32, accuracy, and share of images that a cascade computes twice."""
     logits: dict[str, Tensor] = {}
     recheck_rate: dict[str, float] = {}
     for name, engine in engines.items():
         if isinstance(engine, CascadeEngine):  # follows from the logits of its two engines
-            fast, accurate = logits[name.removesuffix("-cascade")], logits.get("bf16-cascade", logits["fp32"])
+            fast = logits["vitral " + name.removesuffix("-cascade")]
+            accurate = logits.get("vitral bf16-cascade", logits["vitral fp32"])
             ambiguous = engine.is_ambiguous(fast)
-            logits[name] = torch.where(ambiguous[:, None], accurate, fast)
-            recheck_rate[name] = float(ambiguous.double().mean())
+            logits[f"vitral {name}"] = torch.where(ambiguous[:, None], accurate, fast)
+            recheck_rate[f"vitral {name}"] = float(ambiguous.double().mean())
         else:
-            logits[name] = run_batched(engine, images)
-    transformers_logits = run_batched(transformers_model, images[:64])
-    max_abs_diff = (transformers_logits - logits["fp32"][:64]).abs().max()
-    print(f"  transformers has the same weights: max abs diff of the logits {max_abs_diff:.1e}")
+            logits[f"vitral {name}"] = run_batched(engine, images)
+    expected = logits["vitral fp32"]
+    for name, peer in peers.items():
+        if name in ("OpenVINO bf16", "OpenVINO int8"):
+            logits[name] = run_batched(peer, images)
+        elif name in ("OpenVINO fp32", "transformers"):
+            max_abs_diff = (run_batched(peer, images[:64]) - expected[:64]).abs().max()
+            print(f"  {name} has the same weights: max abs diff of the logits {max_abs_diff:.1e}")
     quality = {}
     for name, values in logits.items():
         top1 = values.argmax(dim=1)
         quality[name] = {
-            "agreement": float((top1 == logits["fp32"].argmax(dim=1)).double().mean()),
-            "accuracy": float((top1 == labels).double().mean()),
+            "agreement": float((top1 == expected.argmax(dim=1)).double().mean()),
+            "accuracy": math.nan if labels is None else float((top1 == labels).double().mean()),
             "recheck_rate": recheck_rate.get(name, 0.0),
         }
-        print("  {:<13} agreement {agreement:.2%}  accuracy {accuracy:.2%}  recheck rate {recheck_rate:.1%}".format(
+        print("  {:<20} agreement {agreement:.2%}  accuracy {accuracy:.2%}  recheck rate {recheck_rate:.1%}".format(
             name, **quality[name]), flush=True)  # fmt: skip
     return quality
 
 
 def measure_speed(
-    engines: CpuEngines,
+    engines: Mapping[str, ForwardFn],
     peers: Mapping[str, ForwardFn],
     images: Tensor,
     batch_size: int,
@@ -194,8 +230,13 @@ def measure_speed(
     return speed
 
 
-def build_peers(model: ViT, model_config: ModelConfig, args: argparse.Namespace) -> dict[str, ForwardFn]:
+def build_peers(
+    model: ViT, model_config: ModelConfig, args: argparse.Namespace, calibration_images: Tensor
+) -> dict[str, ForwardFn]:
     """The other libraries. Normalisation is included in their time."""
+    openvino = openvino_peers(model, model_config, args.threads, calibration_images)
+    if args.openvino_only:
+        return openvino
     from support.references import transformers, vit_pytorch
 
     config, folder = model_config.architecture, Path(tempfile.mkdtemp())
@@ -204,7 +245,7 @@ def build_peers(model: ViT, model_config: ModelConfig, args: argparse.Namespace)
     vp = vit_pytorch.ViT(
         image_size=224,
         patch_size=16,
-        num_classes=NUM_CLASSES,
+        num_classes=config.num_classes,
         dim=config.width,
         depth=config.depth,
         heads=config.heads,
@@ -226,7 +267,43 @@ def build_peers(model: ViT, model_config: ModelConfig, args: argparse.Namespace)
 
         return run
 
-    return {name: from_uint8(forward) for name, forward in forwards.items()}
+    return openvino | {name: from_uint8(forward) for name, forward in forwards.items()}
+
+
+def openvino_peers(
+    model: ViT, model_config: ModelConfig, threads: int, calibration_images: Tensor
+) -> dict[str, ForwardFn]:
+    """OpenVINO's own conversion of the model, with static and dynamic batch sizes measured to be equally fast."""
+    import openvino as ov
+
+    core, preprocessing = ov.Core(), model_config.preprocessing
+    (H, W), C = preprocessing.image_size, preprocessing.channels
+    shape = ov.PartialShape([-1, C, H, W])
+    graph = ov.convert_model(model, example_input=torch.zeros(2, C, H, W), input=[shape])
+    steps = ov.preprocess.PrePostProcessor(graph)
+    steps.input().tensor().set_element_type(ov.Type.u8).set_layout(ov.Layout("NCHW"))
+    steps.input().model().set_layout(ov.Layout("NCHW"))
+    mean, std = ([255 * value for value in values] for values in (preprocessing.mean, preprocessing.std))
+    steps.input().preprocess().convert_element_type(ov.Type.f32).mean(mean).scale(std)
+    graph = steps.build()
+    capabilities = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    graphs = {"OpenVINO fp32": (graph, "f32")}
+    if "BF16" in capabilities:
+        graphs["OpenVINO bf16"] = (graph, "bf16")
+    if "INT8" in capabilities and find_spec("nncf") is not None:
+        import nncf
+
+        samples = nncf.Dataset([image.numpy() for image in calibration_images.split(1)])
+        quantized = nncf.quantize(graph, samples, model_type=nncf.ModelType.TRANSFORMER)
+        graphs["OpenVINO int8"] = (quantized, "bf16" if "BF16" in capabilities else "f32")
+    options = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
+
+    def forward(graph: Any, precision: str) -> ForwardFn:
+        compiled = core.compile_model(graph, "CPU", options | {"INFERENCE_PRECISION_HINT": precision})
+        request = compiled.create_infer_request()
+        return lambda x: torch.from_numpy(request.infer([x.numpy()], share_inputs=True)[0])
+
+    return {name: forward(*graph) for name, graph in graphs.items()}
 
 
 def onnx_forward(module: torch.nn.Module, file: Path, threads: int) -> ForwardFn:

@@ -9,6 +9,9 @@ fp32 weights, in bf16 unless vitral uses FP8.
 
 vitral   The training step of vitral.training and the engine of vitral.inference, as select_hardware configures them
          unless an option names a precision (bf16, fp8), eager, unfused, or another model (tanh GELU, mean pooling).
+         Option recheck-PERCENT: the engine fp8-cascade with a margin that sends this percentage of the batch through
+         its second engine; random weights have no meaningful margins (see gpu_agreement.py for measured percentages).
+         Option tome-R: token merging, R tokens per block.
          Input is uint8, so its time includes normalisation.
 others   torch.compile, fused AdamW, TF32 for what remains in fp32. Input is float, normalised, on the GPU. Training
          under autocast, inference with bf16 weights. Options: eager, graphs (CUDA graphs through

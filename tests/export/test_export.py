@@ -153,6 +153,7 @@ def test_lower_precisions_make_smaller_files(export_as: ExportFn, precision: str
     assert OnnxModel(file).metadata["precision"] == precision
 
 
+@pytest.mark.slow
 def test_int8_weights_have_one_scale_per_output_channel(export_as: ExportFn) -> None:
     onnx = pytest.importorskip("onnx")
     graph = onnx.load(export_as("int8")[0]).graph

@@ -14,7 +14,7 @@ from scipy import stats
 
 import vitral
 from support.common import Fit, textures
-from support.models import save_random_model
+from support.models import build_model, randomize_weights, save_random_model, smooth_images
 from support.training import run_vitral
 from vitral.data.datasets import Dataset
 from vitral.device import cpu as cpu_info
@@ -22,9 +22,10 @@ from vitral.errors import VitralError
 from vitral.evaluation.comparison_images import load_comparison_images
 from vitral.evaluation.data import evenly_spaced_indices
 from vitral.evaluation.evaluate import calibrate_model
-from vitral.inference.agreement import Agreement
-from vitral.inference.bench import recommend
-from vitral.inference.cpu_engine import supported_precisions
+from vitral.inference.agreement import Agreement, top1_agreement
+from vitral.inference.bench import measure_agreement, recommend
+from vitral.inference.cpu_engine import CpuEngine, supported_precisions
+from vitral.inference.engine import CascadeEngine
 from vitral.inference.engine_selection import BenchRow, load_bench_results
 from vitral.inference.predictor import Predictor
 from vitral.runs.model_io import load_model_config, save_model_config
@@ -76,6 +77,19 @@ def test_the_number_of_images_needed_for_a_claim_is_exact() -> None:
     assert (agreement.low, agreement.high) == pytest.approx((expected.low, expected.high), abs=1e-4)
 
 
+def test_the_agreement_of_a_cascade_is_that_of_its_logits() -> None:
+    model, preprocessing = build_model("class")
+    images = smooth_images(64)
+    accurate = CpuEngine(model, preprocessing, "fp32")
+    fast = CpuEngine(randomize_weights(build_model("class")[0], seed=1), preprocessing, "fp32")
+    lead = fast(images).topk(2).values.diff(dim=1).abs().median()
+    cascade = CascadeEngine(fast, accurate, float(lead))
+    agreement, recheck_rate = measure_agreement({"fp32": accurate, "int8": fast, "int8-cascade": cascade}, images)
+    assert agreement["int8-cascade"] == top1_agreement(accurate(images), cascade(images))
+    assert agreement["int8"].value < agreement["int8-cascade"].value < agreement["fp32"].value == 1
+    assert 0 < recheck_rate["int8-cascade"] < 1
+
+
 @pytest.fixture
 def trained(train_tiny: Fit, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder whose training dataset can be loaded again."""
@@ -92,6 +106,7 @@ def test_the_recommended_engine_is_stored_shown_and_reset(trained: Path, capsys:
     assert torch.get_num_threads() == threads_before
     result = json.loads(capsys.readouterr().out)
     engines = [*supported_precisions(), *(f"{precision}-cascade" for precision in supported_precisions()[1:])]
+    assert [*result["backends"]] == list(supported_precisions())
     measured = [(row["engine"], row["batch_size"]) for row in result["rows"]]
     assert measured == [(engine, batch_size) for batch_size in (1, 4) for engine in engines]
     for row in result["rows"]:

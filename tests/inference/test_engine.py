@@ -30,7 +30,7 @@ from vitral.inference import engine_selection
 from vitral.inference.cpu_blocks import Int8Block
 from vitral.inference.cpu_engine import CpuEngine, CpuPrecision, supported_precisions
 from vitral.inference.cuda_engine import CudaEngine
-from vitral.inference.engine import CascadeEngine, ReferenceEngine, cascade_margin
+from vitral.inference.engine import CascadeEngine, ReferenceEngine, cascade_margin, margin_for_agreement
 from vitral.inference.engine_selection import (
     BenchResult,
     BenchRow,
@@ -43,7 +43,7 @@ from vitral.inference.engine_selection import (
     select_engine,
 )
 from vitral.inference.int8_calibration import collect_activation_ranges, load_activation_ranges, save_activation_ranges
-from vitral.inference.linear import Int8Linear, PackedLinear, to_uint8
+from vitral.inference.linear import Int8Linear, PackedLinear, PlainLinear, to_uint8
 from vitral.inference.predictor import Predictor
 from vitral.models.variants import VARIANTS
 from vitral.models.variants.hybrid import ConvStemConfig, HybridConfig
@@ -139,11 +139,12 @@ def test_an_outlier_column_of_the_hidden_layer_stays_in_fp32() -> None:
     assert relative_error(engine(images), reference_logits(model, preprocessing, images)) < 0.15
 
 
-def test_packed_linear_computes_linear_gelu_and_residual() -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_linear_layers_compute_linear_gelu_and_residual(is_packed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x, z = torch.randn(7, 32, generator=generator), torch.randn(7, 24, generator=generator)
     weight, bias = torch.randn(24, 32, generator=generator), torch.randn(24, generator=generator)
-    linear = PackedLinear(weight, bias, torch.float32)
+    linear = PackedLinear(weight, bias, torch.float32) if is_packed else PlainLinear(weight, bias)
     expected = x @ weight.T + bias
     torch.testing.assert_close(linear(x), expected)
     torch.testing.assert_close(linear.gelu(x, "none"), torch.nn.functional.gelu(expected), atol=1e-5, rtol=1e-4)
@@ -213,6 +214,23 @@ def test_the_cascade_margin_covers_the_errors_of_the_fast_engine() -> None:
     assert cascade_margin(fast[:, :1], accurate[:, :1]) == 0
 
 
+def test_the_margin_for_an_agreement_leaves_that_share_of_wrong_labels() -> None:
+    generator = torch.Generator().manual_seed(0)
+    accurate = torch.randn(60_000, 10, generator=generator)
+    fast = accurate + 0.1 * torch.randn(60_000, 10, generator=generator)
+    margins = []
+    for target in (0.01, 0.001):
+        margins.append(margin_for_agreement(fast[:10_000], accurate[:10_000], target))
+        top2 = fast[10_000:].topk(2).values
+        again = top2[:, 0] - top2[:, 1] < margins[-1]
+        wrong = (fast.argmax(1) != accurate.argmax(1))[10_000:]
+        missed = float((wrong & ~again).double().mean())
+        assert 0.3 * target < missed < 1.5 * target  # errors of competing classes are not independent
+    assert margins[0] < margins[1] < cascade_margin(fast, accurate)
+    assert margin_for_agreement(accurate, accurate) == 0
+    assert margin_for_agreement(fast[:, :1], accurate[:, :1]) == 0
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     model, preprocessing = build_model("class")
@@ -238,7 +256,7 @@ def test_without_a_benchmark_the_engine_is_fp32(model_dir: Path) -> None:
     engine = Predictor.load(model_dir, device="cpu").engine
     assert str(engine) == "fp32 (no benchmark on this CPU; run vitral bench)"
     assert engine.info() == {
-        "name": "fp32", "precision": "fp32", "device": "cpu", "threads": torch.get_num_threads(),
+        "name": "fp32", "precision": "fp32", "device": "cpu", "threads": torch.get_num_threads(), "backend": "pytorch",
     }  # fmt: skip
 
 
@@ -322,7 +340,7 @@ def test_a_model_with_its_own_forward_pass_uses_the_reference_engine() -> None:
     with pytest.raises(VitralError, match="overrides the forward pass"):
         select_cpu_engine(model, preprocessing, cpu_fp32(), None, "bf16")
     with pytest.raises(VitralError, match="overrides the forward pass"):
-        build_engine(model, preprocessing, "fp32", None, None)
+        build_engine(model, preprocessing, "fp32", None, None, {})
 
 
 def fake_gpu(**fields: Any) -> Hardware:
@@ -338,9 +356,9 @@ def test_the_cuda_engine_pads_batches_and_agrees_with_the_model() -> None:
     images = smooth_images(11)
     expected = reference_logits(model, preprocessing, images)
     torch.testing.assert_close(engine(images), expected, atol=1e-5, rtol=1e-4)
-    assert [*engine.graphs] == [16]
+    assert [*engine.graphs] == [12]
     assert engine(images[:1]).shape == (1, 5)
-    assert [*engine.graphs] == [16, 1]
+    assert [*engine.graphs] == [12, 1]
     with torch.inference_mode():
         features = model.features(preprocessing.normalise(images))
     torch.testing.assert_close(engine.features(images), features, atol=1e-5, rtol=1e-4)

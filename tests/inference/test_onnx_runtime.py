@@ -59,6 +59,7 @@ def check_agreement(predictions: list[dict[str, Any]], folder: Path) -> None:
         assert probabilities == pytest.approx({x.name: x.probability for x in prediction.labels}, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_predicting_with_an_onnx_file_does_not_import_torch(exported: Path) -> None:
     script = (
         f"import sys\nfor name in {sorted(BLOCKED)!r}: sys.modules[name] = None\n"

@@ -26,7 +26,7 @@ from vitral.export.wrapper import (
     export_metadata,
     smooth_activations,
 )
-from vitral.inference.cpu_blocks import split_outlier_columns
+from vitral.inference.folded_weights import split_outlier_columns
 from vitral.inference.int8_calibration import ActivationRanges, collect_activation_ranges
 from vitral.inference.onnx_runtime import METADATA_FORMAT, METADATA_KEY
 from vitral.models.vit import ViT

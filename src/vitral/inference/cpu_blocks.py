@@ -1,9 +1,4 @@
-"""Encoder blocks of the CPU engine, in fp32, bf16 and int8.
-
-Folded into the weights when a block is built:
-- the attention scale 1/√d into the query weights, and layer scale into the linear layer before it;
-- for int8, a scale per input column into the preceding layer norm and the following weights, so that columns with
-  large values do not cost the others precision (SmoothQuant, arXiv 2211.10438).
+"""Encoder blocks of the PyTorch CPU engine, in fp32, bf16 and int8. Scales are part of the weights.
 
 Shapes as in vit.py. M = B·T: all tokens of a batch form one matrix.
 """
@@ -14,13 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitral.inference.folded_weights import fold_int8_weights, fold_weights
 from vitral.inference.int8_calibration import ActivationRanges
-from vitral.inference.linear import Int8Linear, PackedLinear, to_uint8
-from vitral.models.vit import EncoderBlock, QKVLinear, RopeTable, apply_rope
-
-MAX_OUTLIERS = 8  # hidden columns that stay in fp32
-OUTLIER_RATIO = 1.5  # they stay in fp32 if the largest exceeds the next column by this factor
-HIDDEN_CLIP = 0.8  # share of the largest hidden value that int8 covers: finer steps reduce the error by a sixth (Ti/16)
+from vitral.inference.linear import Int8Linear, make_linear, to_uint8
+from vitral.models.vit import EncoderBlock, RopeTable, apply_rope
 
 
 class CpuBlock:
@@ -77,10 +69,10 @@ class FloatBlock(CpuBlock):
 
     def __init__(self, block: EncoderBlock, dtype: torch.dtype) -> None:
         super().__init__(block, dtype)
-        weights = folded_weights(block)
+        weights = fold_weights(block)
         self.norm1, self.norm2 = block.norm1, block.norm2
         self.qkv, self.project, self.expand, self.contract = (
-            PackedLinear(*weights[name], dtype) for name in ("qkv", "project", "expand", "contract")
+            make_linear(*weights[name], dtype) for name in ("qkv", "project", "expand", "contract")
         )
 
     def _qkv(self, z_MD: Tensor) -> Tensor:
@@ -100,33 +92,14 @@ class Int8Block(CpuBlock):
 
     def __init__(self, block: EncoderBlock, prefix: str, ranges: ActivationRanges) -> None:
         super().__init__(block, torch.bfloat16)
-        weights = folded_weights(block)
-        D = block.norm1.normalized_shape[0]
-        qkv, qkv_bias = weights["qkv"]
-        project, project_bias = weights["project"]
-        # Softmax rows sum to one, so scaling the columns of v scales the columns of the attention output.
-        scales = column_scales(ranges[prefix + "attention.project"], project)
-        qkv[2 * D :] /= scales[:, None]
-        qkv_bias[2 * D :] /= scales
-        self.project = Int8Linear(project * scales, project_bias, 1.0, 128)
-        scales = column_scales(ranges[prefix + "attention.qkv"], qkv)
-        self.norm1 = _scaled_norm(block.norm1, scales)
-        self.qkv = Int8Linear(qkv * scales, qkv_bias, 1.0, 128, out_dtype=torch.bfloat16)
-        expand, expand_bias = weights["expand"]
-        scales = column_scales(ranges[prefix + "mlp.expand"], expand)
-        self.norm2 = _scaled_norm(block.norm2, scales)
-        self.expand = Int8Linear(expand * scales, expand_bias, 1.0, 128)
-        contract, contract_bias = weights["contract"]
-        outliers, low, high = split_outlier_columns(*ranges[prefix + "mlp.contract"])
-        self.hidden_scale = (high - low) / 255
-        self.hidden_zero_point = round(-low / self.hidden_scale)
-        self.outlier_weights = None  # of hidden columns too large for int8: two narrow GEMMs in fp32
-        if len(outliers):
-            is_gated = len(expand) == 2 * contract.shape[1]  # SwiGLU: a hidden column is made from two rows
-            rows = torch.cat([outliers, outliers + contract.shape[1]]) if is_gated else outliers
-            self.outlier_weights = (expand[rows] * scales, expand_bias[rows], contract[:, outliers].T.contiguous())
-            contract = contract.index_fill(1, outliers, 0.0)
-        self.contract = Int8Linear(contract, contract_bias, self.hidden_scale, self.hidden_zero_point)
+        weights = fold_int8_weights(block, prefix, ranges)
+        self.norm1, self.norm2 = weights.norm1, weights.norm2
+        self.qkv = Int8Linear(*weights.qkv, 1.0, 128, out_dtype=torch.bfloat16)
+        self.project = Int8Linear(*weights.project, 1.0, 128)
+        self.expand = Int8Linear(*weights.expand, 1.0, 128)
+        self.hidden_scale, self.hidden_zero_point = weights.hidden_scale, weights.hidden_zero_point
+        self.outlier_weights = weights.outliers  # of hidden columns too large for int8: two narrow GEMMs in fp32
+        self.contract = Int8Linear(*weights.contract, self.hidden_scale, self.hidden_zero_point)
 
     def _qkv(self, z_MD: Tensor) -> Tensor:
         return self.qkv(to_uint8(self._norm(z_MD, self.norm1)))
@@ -151,52 +124,3 @@ class Int8Block(CpuBlock):
     @staticmethod
     def _norm(z_MD: Tensor, norm: tuple[Tensor, Tensor, float]) -> Tensor:
         return torch.layer_norm(z_MD, (z_MD.shape[1],), *norm)
-
-
-def folded_weights(block: EncoderBlock) -> dict[str, tuple[Tensor, Tensor]]:
-    """fp32 copies of a block's weights and biases, with 1/√d and layer scale folded in."""
-    attention, mlp = block.attention, block.mlp
-    layers = {"qkv": attention.qkv, "project": attention.project, "expand": mlp.expand, "contract": mlp.contract}
-    folded: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, layer in layers.items():
-        weight = layer.weight.detach().float().clone()
-        masked = layer.masked_bias() if isinstance(layer, QKVLinear) else layer.bias
-        bias = torch.zeros(len(weight)) if masked is None else masked.detach().float().clone()
-        layer_scale = {"project": block.residual1.scale, "contract": block.residual2.scale}.get(name)
-        if layer_scale is not None:
-            weight, bias = weight * layer_scale.detach()[:, None], bias * layer_scale.detach()
-        if name == "qkv" and isinstance(attention.norm_q, nn.Identity):
-            D = weight.shape[1]
-            weight[:D] *= (D // attention.heads) ** -0.5
-            bias[:D] *= (D // attention.heads) ** -0.5
-        folded[name] = weight, bias
-    return folded
-
-
-def column_scales(low_high_2K: Tensor, weight_NK: Tensor) -> Tensor:
-    """int8 scales (K,) of the columns of x. Half of a column's magnitude stays in x, half moves into W."""
-    max_abs_K = low_high_2K.abs().amax(dim=0).clamp_min(1e-5)
-    smoothing_K = (max_abs_K / weight_NK.abs().amax(dim=0).clamp_min(1e-5)).sqrt()
-    return smoothing_K * (max_abs_K / smoothing_K).amax() / 127
-
-
-def split_outlier_columns(low_F: Tensor, high_F: Tensor) -> tuple[Tensor, float, float]:
-    """Indices of the hidden columns to keep out of int8, and the range that int8 covers for the others.
-
-    After GELU a few columns can be thirty times as large as the others (arXiv 2402.17762); one scale for all would
-    leave no precision for the rest.
-    """
-    descending = high_F.sort(descending=True).values
-    count = min(MAX_OUTLIERS, len(high_F) - 1)
-    outliers = (
-        (high_F > descending[count]).nonzero().flatten()
-        if descending[0] > OUTLIER_RATIO * descending[count]
-        else high_F.new_empty(0)
-    )
-    outliers = outliers.long()
-    is_int8 = torch.ones(len(high_F), dtype=torch.bool).index_fill(0, outliers, False)
-    return outliers, min(float(low_F[is_int8].min()), -1e-6), max(float(high_F[is_int8].max()) * HIDDEN_CLIP, 1e-6)
-
-
-def _scaled_norm(norm: nn.LayerNorm, scales_D: Tensor) -> tuple[Tensor, Tensor, float]:
-    return norm.weight.detach() / scales_D, norm.bias.detach() / scales_D, norm.eps

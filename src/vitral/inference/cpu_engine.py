@@ -2,7 +2,7 @@
 
 Folded in when the engine is built:
 - mean and standard deviation into the patch embedding, which then reads the uint8 pixels directly;
-- scales into the encoder blocks (see cpu_blocks.py);
+- scales into the weights of the encoder blocks (see folded_weights.py);
 - if pooling reads only the first tokens (the class token), the last block computes only those.
 
 Shapes as in vit.py. M = B·T: all tokens of a batch form one matrix.
@@ -11,7 +11,7 @@ Shapes as in vit.py. M = B·T: all tokens of a batch form one matrix.
 from __future__ import annotations
 
 import copy
-import math
+import statistics
 from typing import Literal, cast
 
 import torch
@@ -21,8 +21,9 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import cpu_has_bf16, cpu_has_int8, cpu_has_packed_linear
 from vitral.errors import VitralError
 from vitral.inference.cpu_blocks import CpuBlock, FloatBlock, Int8Block
+from vitral.inference.folded_weights import fold_patch_embedding
 from vitral.inference.int8_calibration import ActivationRanges
-from vitral.inference.linear import Int8Linear, PackedLinear
+from vitral.inference.linear import Int8Linear, make_linear
 from vitral.models.vit import (
     Encoder,
     EncoderBlock,
@@ -95,7 +96,7 @@ class CpuEngine:
             else FloatBlock(block, self.dtype)
             for index, block in enumerate(blocks)
         ]
-        self.num_pooled_tokens = _num_pooled_tokens(model)
+        self.num_pooled_tokens = num_pooled_tokens(model)
 
     @torch.inference_mode()
     def __call__(self, images_BCHW: Tensor) -> Tensor:
@@ -113,8 +114,7 @@ class CpuEngine:
     @property
     def nbytes(self) -> int:
         """Size of the encoder's weights in bytes."""
-        shapes = [weight.shape for block in self.model.encoder.blocks for weight in block.parameters()]
-        return sum(math.prod(shape) for shape in shapes) * BYTES_PER_WEIGHT[self.precision]
+        return encoder_nbytes(self.model, self.precision)
 
     def _encode(self, tokens_BTD: Tensor, grid: Grid) -> Tensor:
         encoder, (B, T, D) = self.model.encoder, tokens_BTD.shape
@@ -126,7 +126,12 @@ class CpuEngine:
         return cast(Tensor, encoder.norm(z_MD.view(B, -1, D)))
 
 
-def _num_pooled_tokens(model: ViT) -> int | None:
+def encoder_nbytes(model: ViT, precision: CpuPrecision) -> int:
+    weights = (weight for block in model.encoder.blocks for weight in block.parameters())
+    return sum(weight.numel() for weight in weights) * BYTES_PER_WEIGHT[precision]
+
+
+def num_pooled_tokens(model: ViT) -> int | None:
     """Number of leading tokens that pooling reads, or None if it reads all. Found by calling the pooling itself."""
     num_prefix = model.config.num_prefix_tokens
     tokens = torch.randn(1, num_prefix + 2, model.config.width, generator=torch.Generator().manual_seed(0))
@@ -156,25 +161,18 @@ class NormalisedEmbedding(nn.Module):
 
 
 class Uint8PatchEmbedding(nn.Module):
-    """Patch embedding on uint8 pixels: ((x/255 − mean)/std)·E + b = x·E' + b'."""
+    """Patch embedding on uint8 pixels."""
 
     def __init__(self, embedding: PatchEmbedding, preprocessing: Preprocessing, precision: CpuPrecision) -> None:
         super().__init__()
         self.patch_size, self.precision, self.dtype = embedding.patch_size, precision, COMPUTE_DTYPES[precision]
-        pixels_per_channel = embedding.patch_size**2
-        mean, std = (
-            (torch.tensor(values, dtype=torch.float64) * 255).repeat_interleave(pixels_per_channel)
-            for values in (preprocessing.mean, preprocessing.std)
-        )
-        weight, own_bias = embedding.project.weight.detach().double(), embedding.project.bias
-        bias = ((0 if own_bias is None else own_bias.detach().double()) - weight @ (mean / std)).float()
-        weight = (weight / std).float()
+        weight, bias = fold_patch_embedding(embedding, preprocessing)
         # The mean pixel is the zero point, so that rounded weights are not multiplied by large values of one sign.
-        zero_point = round(float(mean.mean()))
+        zero_point = round(255 * statistics.fmean(preprocessing.mean))
         self.project = (
             Int8Linear(weight, bias + zero_point * weight.sum(dim=1), 1.0, zero_point)
             if precision == "int8"
-            else PackedLinear(weight, bias, self.dtype)
+            else make_linear(weight, bias, self.dtype)
         )
 
     def forward(self, images_BCHW: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""A ViT prepared for GPU inference: fp32, bf16 or FP8 weights, fused kernels where supported, CUDA graphs."""
+"""A ViT prepared for GPU inference: fp32, bf16, fp16 or FP8 weights, fused kernels where supported, CUDA graphs."""
 
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable
 from typing import cast
@@ -16,9 +17,11 @@ from vitral.device.cuda_graphs import GraphPool, capture_forward
 from vitral.device.memory import to_pinned_cpu
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
+from vitral.models.token_merging import TokenMergingViT
 from vitral.models.vit import ViT
 
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batches are padded to one of these; one graph is captured for each
+# Batches are padded to one of these; one graph is captured for each.
+BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Hidden MLP activations of a whole batch (256 images for B/16). Larger batches are not faster and use more memory.
 MAX_HIDDEN_ACTIVATIONS = 160_000_000
 
@@ -29,22 +32,27 @@ class Uint8Model(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: ViT, preprocessing: Preprocessing, hardware: Hardware) -> None:
+    def __init__(
+        self, model: ViT, preprocessing: Preprocessing, hardware: Hardware, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         scale = preprocessing.pixel_scale
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) * scale for v in (preprocessing.mean, preprocessing.std))
         self.register_buffer("mean", mean.to(hardware.device))
         self.register_buffer("std", std.to(hardware.device))
-        self.dtype = torch.bfloat16 if hardware.precision == "bf16" else torch.float32
+        self.dtype = dtype or (torch.bfloat16 if hardware.precision == "bf16" else torch.float32)
         self.model = copy.deepcopy(model).eval().requires_grad_(False).to(hardware.device, self.dtype)
         self.head: nn.Module | None = None
         self.fused_features: Callable[[Tensor], Tensor] | None = None
         self.fused_unsupported: str | None = None
         if hardware.use_triton:
+            from vitral.kernels import token_merging
             from vitral.kernels.encoder_checks import unsupported_reason
             from vitral.kernels.inference import make_inference_forward
 
             self.fused_unsupported = unsupported_reason(self.model, hardware, training=False)
+            if self.fused_unsupported is None and isinstance(model, TokenMergingViT):
+                self.fused_unsupported = token_merging.unsupported_reason(self.model, hardware)
             if preprocessing.resize == "native":
                 self.fused_unsupported = "native inputs have several patch grids"
             if self.fused_unsupported is None:
@@ -74,10 +82,15 @@ class Uint8Model(nn.Module):
 
 
 class CudaEngine:
-    """`CudaEngine(model, preprocessing, hardware)(images)`: uint8 images (B, C, H, W) to logits (B, K) on the CPU."""
+    """`CudaEngine(model, preprocessing, hardware)(images)`: uint8 images (B, C, H, W) to logits (B, K) on the CPU.
 
-    def __init__(self, model: ViT, preprocessing: Preprocessing, hardware: Hardware) -> None:
-        self.model = Uint8Model(model, preprocessing, hardware).to(hardware.device)
+    `dtype` replaces the dtype that follows from the hardware's precision, which has no fp16.
+    """
+
+    def __init__(
+        self, model: ViT, preprocessing: Preprocessing, hardware: Hardware, dtype: torch.dtype | None = None
+    ) -> None:
+        self.model = Uint8Model(model, preprocessing, hardware, dtype).to(hardware.device)
         self.hardware = hardware
         is_fused = self.model.fused_features is not None
         is_compiled = hardware.compile and not is_fused and preprocessing.resize != "native"
@@ -92,16 +105,22 @@ class CudaEngine:
         )
         self.graphs: dict[int, Callable[[Tensor], Tensor]] = {}
         self.pool = GraphPool(hardware.device)
+        # Recorded now: FP8 frees the unquantized weights.
+        self.weight_shapes = [weight.shape for weight in model.encoder.parameters()]
         config = model.config
         hidden = (config.num_prefix_tokens + config.grid[0] * config.grid[1]) * config.hidden_width
         self.max_batch_size = max(size for size in BATCH_SIZES if size == 1 or size * hidden <= MAX_HIDDEN_ACTIVATIONS)
         self.lock = threading.Lock()  # a captured graph has a single input buffer
 
-    @torch.inference_mode()
     def __call__(self, images_BCHW: Tensor) -> Tensor:
+        return to_pinned_cpu(self.compute(images_BCHW))
+
+    @torch.inference_mode()
+    def compute(self, images_BCHW: Tensor) -> Tensor:
+        """Logits (B, K), fp32, on the GPU, without waiting for them."""
         batches = images_BCHW.split(self.max_batch_size)
         logits = [self._replay(batch.to(self.hardware.device, non_blocking=True)) for batch in batches]
-        return to_pinned_cpu(torch.cat(logits))
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     @torch.inference_mode()
     def features(self, images_BCHW: Tensor) -> Tensor:
@@ -110,6 +129,18 @@ class CudaEngine:
         with self.lock:
             features = [self.model.features(batch.to(self.hardware.device)) for batch in batches]
         return to_pinned_cpu(torch.cat(features))
+
+    @torch.inference_mode()
+    def head(self, features_BD: Tensor) -> Tensor:
+        """Logits (B, K) of pooled features, fp32, on the CPU."""
+        head: nn.Module = self.model.head or self.model.model.head
+        return cast(Tensor, head(features_BD.to(self.hardware.device, self.model.dtype))).float().cpu()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the encoder's weights in bytes."""
+        width = 1 if self.hardware.fp8 else self.model.dtype.itemsize
+        return sum(math.prod(shape) for shape in self.weight_shapes) * width
 
     def _replay(self, images_BCHW: Tensor) -> Tensor:
         B = len(images_BCHW)

@@ -15,6 +15,8 @@ from vitral.device.select import Hardware
 from vitral.inference.forward import compute_features, compute_logits
 from vitral.models.vit import ViT
 
+MIN_MARGIN_IMAGES = 64  # for `margin_for_agreement`
+
 
 class Engine(Protocol):
     """Forward pass on uint8 images (B, C, H, W) of the model's input size. May be called from any thread."""
@@ -82,9 +84,9 @@ class CascadeEngine:
         return self.fast.nbytes + self.accurate.nbytes
 
     def is_ambiguous(self, logits_BK: Tensor) -> Tensor:
-        """(B,) booleans."""
+        """(B,) booleans; True for NaN, which is what an overflow leaves."""
         top_B2 = logits_BK.topk(min(2, logits_BK.shape[1]), dim=1).values
-        return top_B2[:, 0] - top_B2[:, -1] < self.margin
+        return ~(top_B2[:, 0] - top_B2[:, -1] >= self.margin)
 
 
 def cascade_margin(fast_NK: Tensor, accurate_NK: Tensor) -> float:
@@ -92,7 +94,32 @@ def cascade_margin(fast_NK: Tensor, accurate_NK: Tensor) -> float:
 
     The differences are those between the fast engine's top logit and its next four.
     """
-    top = fast_NK.topk(min(5, fast_NK.shape[1]), dim=1).indices
-    differences = [logits.gather(1, top)[:, :1] - logits.gather(1, top)[:, 1:] for logits in (fast_NK, accurate_NK)]
-    errors = (differences[0] - differences[1]).double()
+    errors = (top_differences(fast_NK, fast_NK) - top_differences(fast_NK, accurate_NK)).double()
     return 3.5 * float(errors.square().mean().sqrt()) if errors.numel() else 0.0
+
+
+def margin_for_agreement(fast_NK: Tensor, accurate_NK: Tensor, max_disagreement: float = 0.0005) -> float:
+    """The smallest margin with which at most this share of the images keeps a wrong label, as far as N images tell.
+
+    An image with a gap g between its two largest logits keeps a wrong label with the probability that an error exceeds
+    g, which is the share of larger errors among the differences of `cascade_margin`. Compared with a fixed number of
+    standard deviations it accounts for how many images are close and for the tails of the errors.
+    """
+    differences = top_differences(fast_NK, fast_NK)
+    if len(fast_NK) < MIN_MARGIN_IMAGES or not differences.numel():  # too few for the tails
+        return cascade_margin(fast_NK, accurate_NK)
+    errors = (differences - top_differences(fast_NK, accurate_NK)).abs().flatten().double().sort().values
+    gaps = differences[:, 0].double().sort().values
+    flips = 0.5 * (1 - torch.searchsorted(errors, gaps).double() / len(errors))  # half of the errors favour the label
+    missed = flips.flip(0).cumsum(0).flip(0) / len(gaps)  # of all images with at least this gap
+    if missed[0] <= max_disagreement:
+        return 0.0
+    sufficient = gaps[missed <= max_disagreement]
+    return float(sufficient[0]) if len(sufficient) else float(errors[-1])
+
+
+def top_differences(fast_NK: Tensor, logits_NK: Tensor) -> Tensor:
+    """Differences (N, 4) of `logits_NK` between the fast engine's top class and its next four."""
+    top = fast_NK.topk(min(5, fast_NK.shape[1]), dim=1).indices
+    values = logits_NK.gather(1, top)
+    return values[:, :1] - values[:, 1:]

@@ -7,9 +7,34 @@ calling them directly needs neither a compiler nor warm-up. GELU and the residua
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 PACKING_ROWS = 1024  # number of rows of x that the packed layout is optimised for; any number works
+
+
+def make_linear(weight_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> PackedLinear | PlainLinear:
+    """An fp32 or bf16 linear layer. Without AVX-512, oneDNN's fused fp32 kernels are slower than PyTorch's own."""
+    is_plain = dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return PlainLinear(weight_NK, bias_N) if is_plain else PackedLinear(weight_NK, bias_N, dtype)
+
+
+class PlainLinear:
+    """fp32 linear layer of PyTorch."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        self.weight = weight_NK.detach().float().contiguous()
+        self.bias = None if bias_N is None else bias_N.detach().float()
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        return F.linear(x_MK, self.weight, self.bias)
+
+    def gelu(self, x_MK: Tensor, approximate: str) -> Tensor:
+        return F.gelu(self(x_MK), approximate=approximate)
+
+    def add_to(self, z_MN: Tensor, x_MK: Tensor) -> Tensor:
+        """z + linear(x)."""
+        return self(x_MK).add_(z_MN)
 
 
 class PackedLinear:

@@ -100,17 +100,20 @@ class Predictor:
         threads: int | None = None,
         compile: CompileOption = "no",
         throughput: bool = False,
+        tome_r: int = 0,
     ) -> Predictor:
         """Load a run folder, a model folder, a checkpoint of a supported library, or a bundled model by its name.
 
         Args:
             labels: text file with one class name per line, for a checkpoint without class names.
             options: what the files of a checkpoint of another library do not contain.
-            engine: "auto" uses what `vitral bench` recommends on this CPU, or fp32; bf16 on a GPU. "reference" is the
-                plain fp32 module. `Predictor.engine` states which engine is in use and why.
+            engine: "auto" uses what `vitral bench` recommends on this CPU or GPU; without it, fp32 on a CPU and bf16
+                on a GPU. "reference" is the plain fp32 module. `Predictor.engine` states which engine is in use, and
+                why.
             threads: CPU threads of the process.
             compile: on a GPU, use torch.compile where there are no fused kernels; takes about a minute.
             throughput: on a GPU, use the fused kernels, which take a few seconds to start.
+            tome_r: tokens that each block merges (ToMe): faster and less accurate. `model` is not affected.
         """
         source, notes = bundled.resolve(path), list(bundled.shadowing_notes(path))
         if is_checkpoint(source) or options.adapter:
@@ -137,6 +140,7 @@ class Predictor:
             threads=threads,
             compile=compile,
             throughput=throughput,
+            tome_r=tome_r,
         )
         predictor = cls(model, model_config, hardware, Path(options.adapter or source), choice)
         predictor.notes = tuple(notes)
@@ -285,14 +289,14 @@ class Predictor:
             raise VitralError(what, SUPPORTED_FORMATS)
         return names, torch.cat(features), errors
 
-    def features(self, images_NCHW: Images) -> Tensor:
+    def features(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
         """Images (uint8 for photographs) of the model's input size to pooled features (N, D), the input of the head."""
         if not len(images_NCHW):
             raise VitralError(
                 "no images to compute features of",
                 "Very small or very similar sets have no validation split: add images, or create a folder named val",
             )
-        return self.engine.features(images_NCHW)
+        return self.engine.features(images_NCHW, progress)
 
     @torch.inference_mode()
     def logits(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:

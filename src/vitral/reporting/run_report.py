@@ -49,7 +49,7 @@ def write_run_report(run: Run, target: EvalTarget, evaluation: Any, logits: Tens
     )
     with figure_errors(run, hint):
         if target.predictor.model_config.task == "classification":
-            write_figures(run, target, evaluation)
+            write_figures(run, target, evaluation, logits)
         else:
             write_common_figures(run, target, target.split.images[0])
     write_html(run, target, replace(evaluation, leak=None) if allow_leak else evaluation, logits)
@@ -92,10 +92,11 @@ def write_common_figures(run: Run, target: EvalTarget, example: Tensor) -> None:
     save_image(preprocessing.pad_for_roundtrip(example), run.figure_dir / example_name(preprocessing))
 
 
-def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport) -> None:
+def write_figures(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> None:
     """Training curves, confusion matrix, attention, and one of the evaluated images as a file to try commands with."""
     predictor, images, labels = target.predictor, target.split.images, target.split.labels
-    selected = figures.select_examples(predictor.probabilities(images), labels)
+    plain_logits = logits if evaluation.tta == "none" else predictor.logits(images)
+    selected = figures.select_examples(predictor.model_config.calibration.probabilities(plain_logits), labels)
     example = images[selected[0]]
     with_tta = "" if evaluation.tta == "none" else "with TTA "
     figures.plot_confusion_matrix(

@@ -109,6 +109,7 @@ def serve(
     limits: Limits | None = None,
     device: DeviceOption = "auto",
     engine: EngineName = "auto",
+    tome_r: int = 0,
     threads: int | None = None,
     log: LogFormat = "text",
     explorer: ExplorerSetting = "auto",
@@ -142,6 +143,7 @@ def serve(
                 engine=engine,
                 threads=threads,
                 throughput=True,
+                tome_r=tome_r,
             )
             for source in sources
         ]

@@ -189,7 +189,14 @@ def test_confusion_matrix_without_errors_and_with_a_hundred_classes(tmp_path: Pa
     assert [label.get_text()[:5] for label in axes.get_xticklabels()] == [(NAMES * 20)[tick][:5] for tick in ticks]
 
 
-@pytest.mark.parametrize(("channels", "pooling"), [(1, "class"), (3, "mean"), (4, "attention"), (3, "class")])
+@pytest.mark.parametrize(
+    ("channels", "pooling"),
+    [
+        (1, "class"),
+        (3, "mean"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "attention"), (3, "class"))),
+    ],
+)
 def test_attention_figure_for_greyscale_and_colour_and_every_pooling(
     tmp_path: Path, cpu: Hardware, drawn: list[Figure], channels: int, pooling: str
 ) -> None:

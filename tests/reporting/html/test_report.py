@@ -294,6 +294,7 @@ def test_command_writes_to_the_given_path(
     assert "cannot write" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_full_report_of_a_folder_has_the_findings_of_the_doctor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vitral import bundled
 from vitral.cli.checks import check_inputs
 from vitral.cli.messages import EVAL_DATA_HELP, JSON_HELP, MODEL_HELP, announce_downloads, load_model
-from vitral.cli.options import checkpoint_flags
+from vitral.cli.options import DeviceFlag, checkpoint_flags
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError, shell_quote
 from vitral.utils.json_toml import dump_json
@@ -18,27 +18,29 @@ from vitral.utils.json_toml import dump_json
 if TYPE_CHECKING:
     from vitral.inference.predictor import Predictor
 
-NO_RESULT = "No benchmark is stored for this CPU"
+NO_RESULT = "No benchmark is stored for this {}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchArgs:
-    """Measure inference speed and accuracy on this CPU for every engine, thread count and batch size.
+    """Measure inference speed and accuracy on this CPU or GPU for every engine and batch size.
 
-    The fastest engine that agrees with fp32 is stored with the model; predict, evaluate and serve use it on this CPU.
-    An engine agrees if the 95% interval of the share of images with the same top-1 label is above 99%, which takes at
-    least 381 images; with fewer, fp32 is used. See the stored choice with --show, undo it with --reset.
+    The fastest engine that agrees with fp32 is stored with the model; predict, evaluate and serve use it on the same
+    device. An engine agrees if the 95% interval of the share of images with the same top-1 label is above 99%, which
+    takes at least 381 images; with fewer, fp32 is used (bf16 on a GPU). See the stored choice with --show, undo it with
+    --reset.
     """
 
     model: str = argument(MODEL_HELP)
     data: str | None = option(None, EVAL_DATA_HELP)
     images: int = option(1000, "maximum number of images to compare the engines on")
-    threads: tuple[int, ...] = option((), "thread counts to measure (default: 1 and all cores)")
-    batch_sizes: tuple[int, ...] = option((1, 8, 32), "batch sizes to measure")
-    seconds: float = option(1.0, "time per measurement, in seconds")
+    device: DeviceFlag = option("auto", "device to measure; auto: the GPU, if there is one")
+    threads: tuple[int, ...] = option((), "thread counts to measure on a CPU (default: 1 and all cores)")
+    batch_sizes: tuple[int, ...] = option((), "batch sizes to measure (default: 1 8; on a GPU 1 64 256)")
+    seconds: float = option(0.5, "time per measurement, in seconds")
     json: bool = option(False, JSON_HELP)
     show: bool = option(False, "print the stored result and measure nothing", group="Stored result")
-    reset: bool = option(False, "delete the stored result of this CPU; fp32 is used again", group="Stored result")
+    reset: bool = option(False, "delete the stored result of this device", group="Stored result")
     checkpoint: Mapping[str, Any] = checkpoint_flags()
 
 
@@ -46,14 +48,16 @@ def bench(args: BenchArgs) -> int:
     check_inputs(args.model, data=args.data)
     from vitral import api
 
-    predictor = load_model(args.model, args.checkpoint, device="cpu", engine="reference")
+    predictor = load_model(args.model, args.checkpoint, device=args.device, engine="reference")
+    on_gpu = predictor.hardware.is_gpu
+    device, default_engine = ("GPU", "bf16") if on_gpu else ("CPU", "fp32")
     if args.show and args.reset:
         raise VitralError("--show and --reset cannot be combined", "Choose one of them")
     if args.reset:
         removed = api.reset_bench(predictor)
-        print(f"Deleted the choice of {removed.engine}" if removed else NO_RESULT)
-        print("predict, evaluate and serve use fp32 on this CPU")
-        print_calibration_hint(predictor, "fp32", args.model)
+        print(f"Deleted the choice of {removed.engine}" if removed else NO_RESULT.format(device))
+        print(f"predict, evaluate and serve use {default_engine} on this {device}")
+        print_calibration_hint(predictor, default_engine, args.model)
         return 0
     if args.show:
         result = api.load_bench(predictor)
@@ -73,13 +77,13 @@ def bench(args: BenchArgs) -> int:
 
         print(dump_json(to_dict(result)))
     elif result is None:
-        print(f"{NO_RESULT}; predict, evaluate and serve use fp32")
+        print(f"{NO_RESULT.format(device)}; predict, evaluate and serve use {default_engine}")
         print(f"Measure with: vitral bench {shell_quote(args.model)}")
     else:
         from vitral.reporting.terminal.bench import print_bench
 
         is_stored = api.bench_folder(predictor) is not None
-        print_bench(result, args.model, is_stored=is_stored)
+        print_bench(result, args.model, is_stored=is_stored, device=device)
         if is_stored:
             print_calibration_hint(predictor, result.engine, args.model)
     return 0

@@ -106,7 +106,8 @@ def run_facts(target: EvalTarget, epochs: tuple[dict[str, Any], ...], environmen
             f"{a.heads} heads, {parameters / 1e6:.2f} M parameters",
         ),
         ("Resize", config.preprocessing.resize_description),
-        ("Engine", str(target.predictor.engine)),
+        # The reason names vitral bench, which compares the labels of classifiers.
+        ("Engine", target.predictor.engine.name if config.task == "regression" else str(target.predictor.engine)),
     ]
     if recipe is not None:
         init = f", initialised from {recipe.init_from}" if recipe.init_from else ""

@@ -12,7 +12,7 @@ from vitral.reporting.terminal.tables import make_table
 COLUMNS = ("engine", "threads", "batch", "p50 ms", "p95", "p99", "images/s", "MB", "agree", "recheck")
 
 
-def print_bench(result: BenchResult, model: str, *, is_stored: bool) -> None:
+def print_bench(result: BenchResult, model: str, *, is_stored: bool, device: str = "CPU") -> None:
     """Print all rows and the recommended engine. Results of checkpoints of other libraries are not stored."""
     console = Console(highlight=False)
     console.print(f"{result.cpu} · {result.versions} · {result.date}")
@@ -29,16 +29,14 @@ def print_bench(result: BenchResult, model: str, *, is_stored: bool) -> None:
             *bench_cells(row, is_best=(row.engine, *group) == (result.engine, result.threads, result.batch_size))
         )
     console.print(table)
-    console.print(
-        "[dim]agree: same top-1 label as fp32. recheck: images with a close result, computed again in fp32.[/dim]"
-    )
+    console.print("[dim]agree: same top-1 label as fp32. recheck: images with a close result, computed again.[/dim]")
     console.print(f"\n[bold]{result.engine}[/bold]: {result.reason}.", soft_wrap=True)
     name = shell_quote(model)
     if not is_stored:
         console.print(f"To store this choice: vitral convert {name} FOLDER, then vitral bench FOLDER", soft_wrap=True)
         return
     console.print(
-        f"predict, evaluate and serve use {result.engine} on this CPU. "
+        f"predict, evaluate and serve use {result.engine} on this {device}. "
         f"See this choice with vitral bench {name} --show, undo it with vitral bench {name} --reset.",
         soft_wrap=True,
     )

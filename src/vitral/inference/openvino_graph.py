@@ -1,0 +1,279 @@
+"""A ViT as an OpenVINO graph: uint8 images (B, C, H, W) to the output tokens of the encoder (B, P, D).
+
+The weights are those of the PyTorch CPU engine, with normalisation and scales folded in. P is the number of tokens that
+pooling reads: the last block computes only those. For int8, the inputs of the linear layers are quantized to the
+calibrated ranges. B is dynamic.
+
+Shapes as in vit.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import openvino as ov
+import torch
+from openvino import opset13 as ops
+from torch import Tensor, nn
+
+from vitral.data.preprocess import Preprocessing
+from vitral.inference.folded_weights import (
+    Int8Weights,
+    Linear,
+    Norm,
+    fold_int8_weights,
+    fold_norm,
+    fold_patch_embedding,
+    fold_weights,
+)
+from vitral.inference.int8_calibration import ActivationRanges
+from vitral.models.vit import EncoderBlock, PatchEmbedding, QuickGELU, RopeTable, SwiGLU, ViT
+
+Node = Any  # ov.Node
+PlainNorm = tuple[None, None, float]  # a layer norm without weight and bias: epsilon
+
+
+def build_graph(
+    model: ViT,
+    preprocessing: Preprocessing,
+    num_outputs: int | None,
+    ranges: ActivationRanges | None = None,
+) -> ov.Model:
+    """Build the graph, in int8 if `ranges` are given; `num_outputs` is P, None for all tokens."""
+    config = model.config
+    images = ops.parameter([-1, config.channels, *config.image_size], ov.Type.u8, name="images")
+    z = embed(images, model, preprocessing)
+    encoder = model.encoder
+    rope = None if encoder.rotary_position is None else encoder.rotary_position(config.grid)
+    last = len(encoder.blocks) - 1
+    for index, block in enumerate(encoder.blocks):
+        count = num_outputs if index == last else None
+        linears: FloatLinears | Int8Linears
+        if ranges is None:
+            linears = FloatLinears(cast(EncoderBlock, block))
+        else:
+            linears = Int8Linears(cast(EncoderBlock, block), f"blocks.{index}.", ranges)
+        z = encode(z, cast(EncoderBlock, block), linears, rope, count)
+    return ov.Model([layer_norm(z, _norm(encoder.norm))], [images], "vit")
+
+
+def embed(images: Node, model: ViT, preprocessing: Preprocessing) -> Node:
+    """z0 (B, T, D)."""
+    config = model.config
+    P, (rows, columns) = config.patch_size, config.grid
+    num_patches = rows * columns
+    base_TD = constant_tokens(model)
+    assert base_TD is not None, "checked before a graph is built"
+    weight, bias = fold_patch_embedding(model.patch_embedding, preprocessing)
+    # b c (y p) (x q) -> b (y x) (c p q), on uint8: a quarter of the memory traffic of fp32
+    patches = ops.reshape(images, _shape(0, config.channels, rows, P, columns, P), special_zero=True)
+    patches = ops.reshape(ops.transpose(patches, _shape(0, 2, 4, 1, 3, 5)), _shape(0, num_patches, -1), True)
+    patches = linear(ops.convert(patches, ov.Type.f32), (weight, torch.zeros_like(bias)))
+    tokens = ops.add(patches, _constant(base_TD[None, -num_patches:] + bias))
+    num_prefix = len(base_TD) - num_patches
+    if num_prefix:
+        batch = ops.gather(ops.shape_of(images), _shape(0), _scalar(0))
+        shape = ops.concat([batch, _shape(num_prefix, config.width)], axis=0)
+        tokens = ops.concat([ops.broadcast(_constant(base_TD[None, :num_prefix]), shape), tokens], axis=1)
+    return layer_norm(tokens, _norm(model.pre_norm))
+
+
+class _GivenTokens(nn.Module):
+    """Patch embedding that returns given tokens."""
+
+    def __init__(self, tokens_BND: Tensor) -> None:
+        super().__init__()
+        self.tokens = tokens_BND
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        return self.tokens
+
+
+@torch.inference_mode()
+def constant_tokens(model: ViT) -> Tensor | None:
+    """What `embed` adds to the patches, (T, D): prefix tokens and positions. None if it does more than adding.
+
+    Found by calling `embed` itself, without the final norm.
+    """
+    config = model.config
+    num_patches = config.grid[0] * config.grid[1]
+    images = torch.zeros(1, config.channels, *config.image_size)
+
+    def embed_tokens(tokens_BND: Tensor) -> Tensor:
+        without_norm = copy.copy(model)
+        without_norm._modules = dict(model._modules)
+        without_norm.patch_embedding = cast(PatchEmbedding, _GivenTokens(tokens_BND))
+        without_norm.pre_norm = nn.Identity()
+        return without_norm.embed(images, config.grid)[0]
+
+    patches = torch.randn(1, num_patches, config.width, generator=torch.Generator().manual_seed(0))
+    base_TD, tokens_TD = embed_tokens(torch.zeros_like(patches)), embed_tokens(patches)
+    if len(base_TD) < num_patches or not torch.equal(tokens_TD[:-num_patches], base_TD[:-num_patches]):
+        return None
+    return base_TD if torch.allclose(tokens_TD[-num_patches:], base_TD[-num_patches:] + patches[0]) else None
+
+
+def encode(
+    z: Node, block: EncoderBlock, linears: FloatLinears | Int8Linears, rope: RopeTable | None, num_outputs: int | None
+) -> Node:
+    """One encoder block; returns the first `num_outputs` tokens of each image, all if None."""
+    attention = block.attention
+    normed = linears.quantize(layer_norm(z, linears.norm1))
+    query_input = normed
+    if num_outputs is not None:
+        z, query_input = _first(z, num_outputs), _first(normed, num_outputs)
+
+    def split_heads(x: Node) -> Node:  # b t (h d) -> b h t d
+        return ops.transpose(ops.reshape(x, _shape(0, 0, attention.heads, -1), True), _shape(0, 2, 1, 3))
+
+    q, k, v = (split_heads(linears.qkv(part, x)) for part, x in enumerate((query_input, normed, normed)))
+    if isinstance(attention.norm_q, nn.LayerNorm):
+        d = attention.norm_q.normalized_shape[0]
+        q, k = layer_norm(q, _norm(attention.norm_q)), layer_norm(k, _norm(attention.norm_k))
+        q = ops.multiply(q, np.float32(d**-0.5))
+    if rope is not None:
+        q, k = apply_rope(q, rope if num_outputs is None else rope[:, :num_outputs]), apply_rope(k, rope)
+    scores = ops.softmax(ops.matmul(q, k, False, True), axis=-1)
+    out = ops.transpose(ops.matmul(scores, v, False, False), _shape(0, 2, 1, 3))
+    out = ops.reshape(out, _shape(0, 0, -1), True)  # b h t d -> b t (h d)
+    z = ops.add(z, linears.project(linears.quantize(out)))
+    return linears.mlp(z, layer_norm(z, linears.norm2), ACTIVATIONS[activation_name(block.mlp.activation) or ""])
+
+
+class FloatLinears:
+    """Linear layers of a block in the precision that the graph is compiled for."""
+
+    def __init__(self, block: EncoderBlock) -> None:
+        self.weights = fold_weights(block)
+        # Weight and bias of a layer norm are part of the linear layer after it.
+        self.weights["qkv"] = fold_norm(block.norm1, self.weights["qkv"])
+        self.weights["expand"] = fold_norm(block.norm2, self.weights["expand"])
+        self.norm1: PlainNorm = (None, None, block.norm1.eps)
+        self.norm2: PlainNorm = (None, None, block.norm2.eps)
+
+    def quantize(self, x: Node) -> Node:
+        return x
+
+    def qkv(self, part: int, x: Node) -> Node:
+        """Queries, keys or values."""
+        weight, bias = self.weights["qkv"]
+        return linear(x, (weight.chunk(3)[part], bias.chunk(3)[part]))
+
+    def project(self, x: Node) -> Node:
+        return linear(x, self.weights["project"])
+
+    def mlp(self, z: Node, normed: Node, activation: Callable[[Node], Node]) -> Node:
+        hidden = activation(linear(normed, self.weights["expand"]))
+        return ops.add(z, linear(hidden, self.weights["contract"]))
+
+
+class Int8Linears:
+    """int8 linear layers of a block; attention in the precision that the graph is compiled for."""
+
+    def __init__(self, block: EncoderBlock, prefix: str, ranges: ActivationRanges) -> None:
+        self.weights: Int8Weights = fold_int8_weights(block, prefix, ranges)
+        self.norm1, self.norm2 = self.weights.norm1, self.weights.norm2
+
+    def quantize(self, x: Node) -> Node:
+        return fake_quantize(x, -128.0, 127.0)
+
+    def qkv(self, part: int, x: Node) -> Node:
+        weight, bias = self.weights.qkv
+        return int8_linear(x, (weight.chunk(3)[part], bias.chunk(3)[part]))
+
+    def project(self, x: Node) -> Node:
+        return int8_linear(x, self.weights.project)
+
+    def mlp(self, z: Node, normed: Node, activation: Callable[[Node], Node]) -> Node:
+        weights = self.weights
+        hidden = activation(int8_linear(self.quantize(normed), weights.expand))
+        low = -weights.hidden_zero_point * weights.hidden_scale
+        hidden = fake_quantize(hidden, low, low + 255 * weights.hidden_scale)
+        if weights.outliers is not None:
+            expand, bias, contract_FD = weights.outliers
+            outliers = activation(linear(normed, (expand, bias)))
+            z = ops.add(z, ops.matmul(outliers, _constant(contract_FD), False, False))
+        return ops.add(z, int8_linear(hidden, weights.contract))
+
+
+def linear(x: Node, layer: Linear) -> Node:
+    weight_NK, bias_N = layer
+    return ops.add(ops.matmul(x, _constant(weight_NK), False, True), _constant(bias_N))
+
+
+def int8_linear(x: Node, layer: Linear) -> Node:
+    """Linear layer on a quantized input, with int8 weights and one scale per output row."""
+    weight_NK, bias_N = layer
+    scales = (weight_NK.abs().amax(dim=1, keepdim=True) / 127).clamp_min(1e-12)
+    quantized = ops.convert(_constant((weight_NK / scales).round().to(torch.int8)), ov.Type.f32)
+    weight = ops.multiply(quantized, _constant(scales))
+    return ops.add(ops.matmul(x, weight, False, True), _constant(bias_N))
+
+
+def fake_quantize(x: Node, low: float, high: float) -> Node:
+    """Round x to 256 values from `low` to `high`. OpenVINO replaces it by an integer type."""
+    return ops.fake_quantize(x, *(np.float32(value) for value in (low, high, low, high)), levels=256)
+
+
+def layer_norm(x: Node, norm: Norm | PlainNorm | None) -> Node:
+    if norm is None:
+        return x
+    weight, bias, eps = norm
+    normed = ops.mvn(x, _shape(-1), normalize_variance=True, eps=eps, eps_mode="inside_sqrt")
+    if weight is None or bias is None:
+        return normed
+    return ops.add(ops.multiply(normed, _constant(weight)), _constant(bias))
+
+
+def apply_rope(x: Node, rope: RopeTable) -> Node:
+    cos, sin = (_constant(table) for table in rope)
+    a, b = ops.split(x, _scalar(-1), num_splits=2).outputs()
+    rotated = (
+        ops.subtract(ops.multiply(a, cos), ops.multiply(b, sin)),
+        ops.add(ops.multiply(a, sin), ops.multiply(b, cos)),
+    )
+    return ops.concat(list(rotated), axis=-1)
+
+
+def _swiglu(x: Node) -> Node:
+    gate, value = ops.split(x, _scalar(-1), num_splits=2).outputs()
+    return ops.multiply(ops.swish(gate), value)
+
+
+ACTIVATIONS: dict[str, Callable[[Node], Node]] = {
+    "gelu": lambda x: ops.gelu(x, "erf"),
+    "gelu_tanh": lambda x: ops.gelu(x, "tanh"),
+    "quick_gelu": lambda x: ops.swish(x, np.float32(1.702)),
+    "relu": ops.relu,
+    "swiglu": _swiglu,
+}
+
+
+def activation_name(activation: nn.Module) -> str | None:
+    """Key of ACTIVATIONS, or None for another activation."""
+    if isinstance(activation, nn.GELU):
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    return {QuickGELU: "quick_gelu", nn.ReLU: "relu", SwiGLU: "swiglu"}.get(type(activation))
+
+
+def _norm(norm: nn.Module) -> Norm | None:
+    return (norm.weight.detach(), norm.bias.detach(), norm.eps) if isinstance(norm, nn.LayerNorm) else None
+
+
+def _first(x: Node, count: int) -> Node:
+    return ops.slice(x, _shape(0), _shape(count), _shape(1), _shape(1))
+
+
+def _constant(values: Tensor) -> Node:
+    return ops.constant(values.detach().contiguous().numpy())
+
+
+def _shape(*sizes: int) -> Node:
+    return ops.constant(np.array(sizes, dtype=np.int64))
+
+
+def _scalar(value: int) -> Node:
+    return ops.constant(np.int64(value))

@@ -1,0 +1,55 @@
+"""Batches computed in parallel on a CPU, one per core.
+
+Several cores on one batch wait for each other at the end of every operation, and a batch that suffices for all of them
+does not fit into the caches. Separate batches need neither.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from vitral.device.threads import thread_count
+from vitral.models.vit import ViTConfig
+
+CACHE_BYTES = 4 * 2**20  # of the largest activation of a batch
+MIN_BATCH, MAX_BATCH = 8, 16
+AHEAD = 2  # batches per thread that are computed or wait
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def cache_batch_size(config: ViTConfig) -> int:
+    """Images whose largest activation fits into the caches of a core, a multiple of 8."""
+    tokens = config.grid[0] * config.grid[1] + config.num_prefix_tokens
+    image_bytes = 4 * tokens * max(3 * config.width, config.hidden_width)
+    return min(max(CACHE_BYTES // image_bytes // 8 * 8, MIN_BATCH), MAX_BATCH)
+
+
+def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield `function(item)` in the order of the items, computed by as many threads as this thread computes with.
+
+    Each of them computes with one thread, and so does the caller until the last result, because the number of threads
+    is that of the process. Calls within `function` start no more of them. `items` are read a bounded number ahead.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield from map(function, items)
+        return
+    pending: deque[Future[Result]] = deque()
+    with thread_count(1), ThreadPoolExecutor(threads, "batch", torch.set_num_threads, (1,)) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(function, item))
+                if len(pending) > AHEAD * threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
