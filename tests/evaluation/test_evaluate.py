@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def test_all_measurements_are_in_the_json_output(run: Path, command: Command, no
         f"left out 1 unreadable file: {noise_images}/broken.png: not an image",
     ]
     assert all(f"  {note}\n" in err for note in report["notes"])
+    assert re.search(r"Evaluating on \d+ test images: about \d+ s on \d+ core", err)
     assert report["ood"]["id_images"] == report["images"]
     assert {score["name"] for score in report["ood"]["scores"]} == {"max-logit", "energy", "mahalanobis"}
     assert len(report["robustness"]["corruptions"]) == 5
@@ -100,6 +102,7 @@ def test_tta_averages_the_logits_of_the_engine(run: Path) -> None:
     assert plain.accuracy_without_tta is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_a_longer_training_is_significantly_better(run: Path, command: Command, tmp_path: Path) -> None:
     vitral.train("digits", epochs=1, out=tmp_path / "worse", **TINY_MODEL)

@@ -55,6 +55,7 @@ def test_exchanged_models_exchange_the_verdict() -> None:
     assert [row.difference.value for row in reverse] == [-row.difference.value for row in rows]
 
 
+@pytest.mark.slow
 def test_equal_features_make_no_difference() -> None:
     same = features(2.0, 0)
     rows, _ = compare_features([same], same, CLASSES, (0.05, 1.0), seeds=3)

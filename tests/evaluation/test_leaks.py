@@ -113,6 +113,7 @@ def test_new_images_and_own_splits_are_reported_without_a_note(run: Path, tmp_pa
     assert out.startswith(f"warning: all 24 images were used for training, so this is not a test result {NOTE}")
 
 
+@pytest.mark.slow
 def test_compare_names_the_model_that_was_trained_on_the_images(
     run: Path, folder: Path, mixed_flat: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -182,6 +183,7 @@ def test_sequences_are_recorded_too(tmp_path: Path, mixed_flat: Path, folder: Pa
     assert leak.count == 18
 
 
+@pytest.mark.slow
 def test_probe_reports_copies_across_splits_and_training_images_of_the_model(
     run: Path, copied_validation: Path, command: Command
 ) -> None:

@@ -90,7 +90,7 @@ def test_few_shot_regression_uses_only_the_drawn_images(monkeypatch: pytest.Monk
     assert few_shot_regression(poisoned, test, 3, shots=15, seeds=3) == row
 
 
-@pytest.mark.parametrize("K", [2, 10])
+@pytest.mark.parametrize("K", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_one_image_per_class_suffices_for_well_separated_classes(K: int) -> None:
     train, test = clouds(20 * K, K, D=64, apart=12.0), clouds(200, K, D=64, apart=12.0, seed=1)
     result = probe(train, None, test, class_names(K), shots=(1,))
@@ -192,7 +192,7 @@ def test_the_linear_probe_reaches_the_bayes_accuracy_on_gaussians() -> None:
     assert actual.low <= bayes <= actual.high
 
 
-@pytest.mark.parametrize("has_validation", [True, False])
+@pytest.mark.parametrize("has_validation", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_probes_are_at_chance_on_noise(has_validation: bool) -> None:
     K = 4
     train, validation, test = (clouds(N, K, apart=0, seed=s) for N, s in ((240, 0), (160, 1), (2000, 2)))
@@ -232,7 +232,8 @@ def poisoned(split: LabelledFeatures) -> LabelledFeatures:
     return split[0] + 100, (split[1] + 1) % 3
 
 
-@pytest.mark.parametrize("has_validation", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_validation", [True, False])
 def test_no_hyperparameter_depends_on_the_test_set(has_validation: bool) -> None:
     train, validation, test = (clouds(N, 3, apart=1.0, seed=s) for N, s in ((120, 0), (90, 1), (150, 2)))
     evaluated = validation if has_validation else None
@@ -260,6 +261,7 @@ def test_a_prediction_does_not_depend_on_other_test_images(has_validation: bool)
         assert 150 * first.accuracy + 60 * second.accuracy == pytest.approx(210 * combined.accuracy)
 
 
+@pytest.mark.slow
 def test_k_is_chosen_on_images_other_than_the_bank() -> None:
     train = clouds(300, 3, apart=2.0)
     selected_k = [
@@ -309,6 +311,7 @@ def test_folds_hold_out_every_image_once_and_are_stratified() -> None:
     assert all(len(fitted) == 2 for fitted, _ in stratified_folds(labels[:3]))
 
 
+@pytest.mark.slow
 def test_probe_is_deterministic_and_leaves_the_global_random_state_unchanged() -> None:
     train, test = clouds(60, 3, apart=1.0), clouds(60, 3, apart=1.0, seed=1)
     before, numpy_state = torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["key"].copy()
@@ -338,7 +341,7 @@ def test_using_all_images_as_shots_is_noted() -> None:
     assert row.low == pytest.approx(row.high)
 
 
-@pytest.mark.parametrize("has_validation", [True, False])
+@pytest.mark.parametrize("has_validation", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_class_without_test_images_is_allowed(has_validation: bool) -> None:
     train, validation = clouds(90, 3), clouds(60, 3, seed=1)
     features, labels = clouds(90, 3, seed=2)

@@ -9,8 +9,12 @@ import pytest
 import torch
 from PIL import Image
 from scipy import ndimage
+from torch import Tensor
 
-from vitral.evaluation.robustness import SEVERITIES, corrupt, jpeg_roundtrip, measure_robustness, rotate
+from vitral.data.variable_images import VariableSizeImages
+from vitral.device.threads import thread_count
+from vitral.evaluation.corruptions import CORRUPTIONS, SEVERITIES, corrupt, corruption_inputs, jpeg_roundtrip, rotate
+from vitral.evaluation.robustness import measure_robustness, predict_corrupted
 
 
 @pytest.mark.parametrize("shape", [(5, 1, 28, 28), (300, 1, 9, 20), (3, 3, 32, 32), (2, 3, 130, 141), (2, 4, 16, 16)])
@@ -80,3 +84,41 @@ def test_robustness_is_the_accuracy_relative_to_clean_images() -> None:
     assert constant.clean_accuracy == 0.5
     assert constant.relative_accuracy.value == pytest.approx(1)
     assert constant.corruptions[0].accuracy[0].low < 0.5 < constant.corruptions[0].accuracy[0].high
+
+
+@pytest.mark.parametrize("shape", [(40, 3, 8, 8), (37, 1, 9, 9), (20, 3, 130, 141)])
+def test_random_numbers_do_not_depend_on_the_batch_size(shape: tuple[int, ...]) -> None:
+    images = torch.zeros(shape, dtype=torch.uint8)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    direction = 2 * torch.randint(2, shape[:1], generator=torch.Generator().manual_seed(0)) - 1
+    inputs = list(corruption_inputs(images, batch_size=16))
+    assert len(inputs) > 1
+    assert torch.equal(torch.cat([batch.noise for batch in inputs]), noise)
+    assert torch.equal(torch.cat([batch.direction for batch in inputs]), direction)
+
+
+def test_threads_and_known_predictions_do_not_change_the_result() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (300, 1, 12, 12), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(3, (300,), generator=generator)
+
+    def predict(batch: Tensor) -> Tensor:
+        return batch.flatten(1).float().std(dim=1).long() % 3
+
+    completed: list[int] = []
+    expected = measure_robustness(images, labels, predict, in_parallel=False)
+    with thread_count(2):
+        result = measure_robustness(images, labels, predict, clean_N=predict(images), progress=completed.append)
+    assert result == expected
+    assert completed[-1] == len(images) * len(CORRUPTIONS)
+
+
+def test_images_of_several_sizes_keep_their_order() -> None:
+    images = VariableSizeImages.stack([torch.full((1, 8 + n % 3, 8), 20 * n, dtype=torch.uint8) for n in range(12)])
+
+    def predict(batch: Tensor) -> Tensor:
+        return (batch.float().mean(dim=(1, 2, 3)) / 20).round().long()
+
+    predicted = predict_corrupted(images, predict, in_parallel=True)
+    is_contrast = [kind == "contrast" for kind, _ in CORRUPTIONS]
+    assert (predicted[:, is_contrast] == torch.arange(12)[:, None]).all()  # uniform images have no contrast to lose

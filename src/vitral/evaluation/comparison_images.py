@@ -26,13 +26,13 @@ from vitral.evaluation.data import (
     training_dataset_name,
     unreadable_note,
 )
+from vitral.inference.bench import CALIBRATION_STRIDE
 from vitral.inference.predictor import ImageInput, Predictor
 
 MIN_IMAGES = 100  # smaller validation splits are extended by other images of the dataset
 MAX_VALIDATION_IMAGES = 1_000  # of the training dataset, if no other number is requested
 MAX_IMAGES = 10_000  # of --data, if no other number is requested
 MIN_CALIBRATION_IMAGES, MAX_CALIBRATION_IMAGES = 16, 256
-CALIBRATION_STRIDE = 4  # without training images, every fourth image calibrates instead of being compared
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

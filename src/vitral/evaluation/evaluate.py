@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
-from itertools import count
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from vitral.data.files.walk import SkippedFiles, find_images
 from vitral.data.lazy_images import Images
 from vitral.data.names import is_file_dataset
 from vitral.data.preprocess import to_model_input
-from vitral.data.variable_images import stack_images
+from vitral.data.variable_images import select_rows, stack_images
 from vitral.errors import VitralError, truncate_list
 from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, fit_calibration
@@ -28,6 +29,7 @@ from vitral.evaluation.conformal import (
     evaluate_prediction_sets,
     fit_prediction_sets,
 )
+from vitral.evaluation.corruptions import CORRUPTIONS
 from vitral.evaluation.data import (
     EvalTarget,
     evenly_spaced_indices,
@@ -40,8 +42,9 @@ from vitral.evaluation.leaks import LeakReport, find_leaks, leak_report
 from vitral.evaluation.multilabel import fit_multilabel_calibration
 from vitral.evaluation.ood import Mahalanobis, OODResult, evaluate_score
 from vitral.evaluation.report import EvaluationReport, build_report
-from vitral.evaluation.robustness import NUM_CORRUPTIONS, Robustness, measure_robustness
+from vitral.evaluation.robustness import Robustness, measure_robustness
 from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate_threshold, proportion_interval
+from vitral.evaluation.time_estimate import duration_text, estimate_seconds
 from vitral.evaluation.tta import tta_logits
 from vitral.inference.predictor import Predictor
 from vitral.inference.task_support import require_task
@@ -49,7 +52,7 @@ from vitral.models.calibration import Calibration, LogitScore, id_score
 from vitral.recipes.options import TTA
 from vitral.runs.model_io import save_model_config
 from vitral.runs.run import find_model_dir, is_checkpoint
-from vitral.utils.progress import LogFn, no_log
+from vitral.utils.progress import LogFn, format_duration, no_log
 
 MAX_IMAGES = 10_000  # training images for the Mahalanobis distance, OOD images, images to corrupt
 
@@ -63,6 +66,7 @@ def evaluate(
     corrupted_images: int = 0,
     tta: TTA = "none",
     log: LogFn = no_log,
+    note: LogFn | None = None,
 ) -> tuple[EvaluationReport, Tensor]:
     """Evaluate a model. Returns the report and the logits (N, K).
 
@@ -73,6 +77,7 @@ def evaluate(
         ood_data: a dataset or folder of out-of-distribution images; also measure how well they are detected.
         corrupted_images: also measure the accuracy on this many images under corruption.
         tta: test-time augmentation of the evaluated images; the accuracy without it is measured too.
+        note: called first with the expected duration, which is measured on a few images.
     """
     predictor = target.predictor
     for flag, value in (("--max-error", max_error), ("--coverage", coverage)):
@@ -85,6 +90,8 @@ def evaluate(
         check_image_count(len(target.validation_split), coverage)
     message = f"Evaluating on {len(target.split):,} {target.split_name} images"
     log(message)
+    if note is not None:
+        note(f"{message}: {expected_duration(target, corrupted_images)}")
 
     def forward(images: Images) -> Tensor:
         return predictor.logits_distributed(images, lambda completed: log(f"{message}: {completed:,} done"))
@@ -102,7 +109,7 @@ def evaluate(
         confidence_threshold=None if max_error is None else choose_threshold(target, logits, max_error),
         prediction_sets=measure_prediction_sets(target, plain_logits, coverage),
         ood=None if ood_data is None else evaluate_ood(target, logits, ood_data, log, notes),
-        robustness=corruption_robustness(target, corrupted_images, log) if corrupted_images else None,
+        robustness=corruption_robustness(target, plain_logits, corrupted_images, log) if corrupted_images else None,
         split=target.split_name,
         leak=_leak_report(target, logits),
     )
@@ -261,20 +268,56 @@ def load_ood_images(name: str, predictor: Predictor, notes: list[str] | None = N
     return stack_images(images)
 
 
-def corruption_robustness(target: EvalTarget, max_images: int, log: LogFn) -> Robustness:
-    """Accuracy under corruption on evenly spaced images of the target."""
-    pixel_format = target.predictor.model_config.preprocessing.pixel_format
+def expected_duration(target: EvalTarget, corrupted_images: int) -> str:
+    """`about 40 s on 2 cores`, on the images of the target and on some of them under corruption."""
+    device, images = target.predictor.hardware.device.type, target.split.images
+    num_corrupted = min(corrupted_images, len(images))
+    if num_corrupted:
+        check_corruptible(target.predictor)
+    seconds = estimate_seconds(
+        images,
+        partial(predict_classes, target.predictor),
+        num_clean=len(images),
+        num_corrupted=num_corrupted,
+        in_parallel=device == "cpu",
+    )
+    return duration_text(seconds, device)
+
+
+def corruption_robustness(target: EvalTarget, logits: Tensor, max_images: int, log: LogFn) -> Robustness:
+    """Accuracy under corruption on evenly spaced images of the target, whose own logits are given."""
+    check_corruptible(target.predictor)
+    indices = evenly_spaced_indices(len(target.split), max_images)
+    total, started = len(indices) * len(CORRUPTIONS), time.perf_counter()
+
+    def show_progress(completed: int) -> None:
+        remaining = (time.perf_counter() - started) / completed * (total - completed)
+        log(
+            f"Evaluating on {len(indices):,} corrupted images: {100 * completed // total}% done, "
+            f"{format_duration(remaining)} left"
+        )
+
+    return measure_robustness(
+        select_rows(target.split.images, indices),
+        target.split.labels[indices],
+        partial(predict_classes, target.predictor),
+        clean_N=logits[indices].argmax(dim=1),
+        in_parallel=target.predictor.hardware.device.type == "cpu",
+        progress=show_progress,
+    )
+
+
+def check_corruptible(predictor: Predictor) -> None:
+    """Refuse models of images that are not photographs."""
+    pixel_format = predictor.model_config.preprocessing.pixel_format
     if pixel_format.dtype != "uint8":
         raise VitralError(
             f"corruptions are defined for 8-bit images; the model expects {pixel_format}", "Omit --robustness"
         )
-    indices, completed = evenly_spaced_indices(len(target.split), max_images), count()
 
-    def predict_classes(images: Images) -> Tensor:
-        log(f"Evaluating on {len(images):,} corrupted images: {next(completed)} of {NUM_CORRUPTIONS} corruptions done")
-        return target.predictor.logits(images).argmax(dim=1)
 
-    return measure_robustness(target.split.images[indices], target.split.labels[indices], predict_classes)
+def predict_classes(predictor: Predictor, images: Tensor) -> Tensor:
+    return predictor.logits(images).argmax(dim=1)
 
 
 def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:
