@@ -122,14 +122,6 @@ def test_evaluate_reproduces_the_evaluation_after_training(tmp_path: Path) -> No
     assert json.loads(json.dumps(evaluation.as_dict())) == json.loads((tmp_path / "run" / "test.json").read_text())
 
 
-@pytest.mark.usefixtures("no_figures")
-def test_the_recipe_of_a_run_repeats_it_bit_for_bit(tmp_path: Path) -> None:
-    vitral.train("digits", out=tmp_path / "a", **TINY)
-    vitral.train(recipe=tmp_path / "a" / "recipe.toml", out=tmp_path / "b")
-    first, second = ((tmp_path / name / "model" / "weights.safetensors").read_bytes() for name in "ab")
-    assert first == second
-
-
 def test_an_unknown_field_is_refused_with_a_suggestion(tmp_path: Path) -> None:
     misspelt: dict[str, Any] = {"optim.lrr": 1.0}
     with pytest.raises(VitralError, match=r"no field named 'optim\.lrr'\. Did you mean 'lr'\?"):

@@ -7,7 +7,9 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,25 +69,39 @@ def imported_modules(node: ast.AST) -> Iterator[str]:
             yield node.module.removeprefix("vitral.")
 
 
+@cache
+def nodes(file: Path) -> list[Any]:
+    """Every node of the syntax tree of a file."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def imports(file: Path) -> list[tuple[int, str]]:
     """Line and module of every import of a vitral module, also inside functions."""
-    tree = ast.parse(file.read_text())
     return [
         (node.lineno, name)
-        for node in ast.walk(tree)
+        for node in nodes(file)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in imported_modules(node)
     ]
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_name)
-def test_module_imports_only_from_its_own_layer_and_below(file: Path) -> None:
-    package, path = module_name(file).split(".")[0], file.relative_to(SOURCE).as_posix()
-    assert package in LEVELS, f"add {package} to LAYERS"
+def files_outside(*prefixes: str) -> list[tuple[str, Path]]:
+    """Path below SOURCE, and file, of the modules whose path has none of the prefixes."""
+    named = [(file.relative_to(SOURCE).as_posix(), file) for file in FILES]
+    return [(path, file) for path, file in named if not path.startswith(prefixes)]
+
+
+def test_every_package_is_in_a_layer() -> None:
+    assert {module_name(file).split(".")[0] for file in FILES} <= {*LEVELS}, "add the package to LAYERS"
+
+
+def test_modules_import_only_from_their_own_layer_and_below() -> None:
     upward = [
         f"{path}:{line} imports vitral.{name}"
+        for path, file in files_outside()
         for line, name in imports(file)
-        if LEVELS[name.split(".")[0]] < LEVELS[package] and (path, name) not in UPWARD_IMPORTS
+        if LEVELS[name.split(".")[0]] < LEVELS[module_name(file).split(".")[0]]
+        if (path, name) not in UPWARD_IMPORTS
     ]
     assert not upward
 
@@ -105,32 +121,28 @@ def test_imported_modules_covers_all_forms_of_import() -> None:
 DEVICE_CODE = ("device/", "kernels/", "distributed/world.py", "cli/options.py")  # the last repeats names of devices
 
 
-@pytest.mark.parametrize(
-    "file", [f for f in FILES if not f.relative_to(SOURCE).as_posix().startswith(DEVICE_CODE)], ids=module_name
-)
-def test_torch_cuda_is_used_only_in_device_code(file: Path) -> None:
-    tree = ast.parse(file.read_text())
-    uses = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "cuda"]
-    compares = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == "cuda"]
-    assert not uses + compares
+def test_torch_cuda_is_used_only_in_device_code() -> None:
+    uses = [
+        f"{path}:{node.lineno}"
+        for path, file in files_outside(*DEVICE_CODE)
+        for node in nodes(file)
+        if (isinstance(node, ast.Attribute) and node.attr == "cuda")
+        or (isinstance(node, ast.Constant) and node.value == "cuda")
+    ]
+    assert not uses
 
 
 # Messages between vitral's own processes, and files with a known checksum.
 PLAIN_JSON = ("utils/json_toml.py", "data/files/worker.py", "data/files/workers.py", "data/registry/convert.py")
 
 
-@pytest.mark.parametrize(
-    "file",
-    [f for f in FILES if not f.relative_to(SOURCE).as_posix().endswith(PLAIN_JSON)],
-    ids=module_name,
-)
-def test_json_is_written_and_read_with_the_helpers_that_are_strict_and_bounded(file: Path) -> None:
-    names = {"dumps", "dump", "loads", "load"}
+def test_json_is_written_and_read_with_the_helpers_that_are_strict_and_bounded() -> None:
     calls = [
-        f"{file.name}:{node.lineno} {node.value.id}.{node.attr}"
-        for node in ast.walk(ast.parse(file.read_text()))
+        f"{path}:{node.lineno} {node.value.id}.{node.attr}"
+        for path, file in files_outside(*PLAIN_JSON)
+        for node in nodes(file)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        if node.value.id == "json" and node.attr in names
+        if node.value.id == "json" and node.attr in {"dumps", "dump", "loads", "load"}
     ]
     assert not calls, "use vitral.utils.json_toml"
 

@@ -83,8 +83,17 @@ def test_student_approaches_its_teacher(tmp_path: Path, photos: Path, teacher: P
     assert last["train_loss"] < first["train_loss"]
 
 
-@pytest.mark.parametrize("overrides", [{}, CENTRAL, {"pretrain.views.global_views": 2, "grad_accum": 2}])
-@pytest.mark.parametrize("after", [[2], [1, 6]])
+@pytest.mark.parametrize(
+    ("overrides", "after"),
+    [
+        (CENTRAL, [2]),
+        ({"pretrain.views.global_views": 2, "grad_accum": 2}, [1, 6]),
+        pytest.param({}, [2], marks=pytest.mark.slow),
+        pytest.param({}, [1, 6], marks=pytest.mark.slow),
+        pytest.param(CENTRAL, [1, 6], marks=pytest.mark.slow),
+        pytest.param({"pretrain.views.global_views": 2, "grad_accum": 2}, [2], marks=pytest.mark.slow),
+    ],
+)
 def test_interrupted_distillation_resumes_bit_for_bit(
     tmp_path: Path, photos: Path, teacher: Path, overrides: dict[str, Any], after: list[int]
 ) -> None:

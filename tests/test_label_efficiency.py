@@ -114,6 +114,7 @@ def test_without_a_test_split_images_are_held_out(workspace: Path) -> None:
     assert "cannot be judged by one seed" in result.summary
 
 
+@pytest.mark.slow
 def test_fractions_that_repeat_another_are_noted(workspace: Path) -> None:
     result = compare(workspace, fractions=(0.01, 0.1, 1.0))
     assert "1% of the labels: left out, the same 2 images as 10%" in result.notes

@@ -54,12 +54,14 @@ def test_the_run_folder_is_complete(finished: PretrainResult, photos: Path) -> N
     assert sorted(path.name for path in run.model_dir.iterdir()) == files
 
 
+@pytest.mark.slow
 def test_a_comparison_says_that_test_images_were_pretrained_on(finished: PretrainResult, photos: Path) -> None:
     result = vitral.compare_label_efficiency(str(photos), finished.run, fine_tuning=False, seeds=1, fractions=(1.0,))
     assert result.leaks["after"].count == result.test_images > 0
 
 
-@pytest.mark.parametrize("method", [METHODS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_the_recipe_repeats_the_run_bit_for_bit(pretrain: Any, tmp_path: Path, method: str, photos: Path) -> None:
     first = Run(pretrain("first", method=method, labels=str(photos)).run)
     second = Run(vitral.pretrain(recipe=first.recipe_file, out=tmp_path / "second").run)
@@ -150,6 +152,7 @@ def test_a_tiny_learning_rate_keeps_the_weights_of_the_checkpoint(tmp_path: Path
     assert all(torch.allclose(state[name], weights[name]) for name in state if not name.startswith("head."))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_labels(pretrain: Any, photos: Path, tmp_path: Path) -> None:
     run = Run(pretrain(labels=str(photos), **CENTER, keep_checkpoints=9, checkpoint_epochs=1).run)
     reference, rows = final_weights(run), metrics_without_timing(run)

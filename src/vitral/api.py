@@ -26,7 +26,7 @@ from vitral.data.datasets import Split, load_builtin_dataset
 from vitral.data.files.walk import SkippedFile
 from vitral.data.folds import ALL_FOLDS
 from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
-from vitral.device.cpu import available_cpus, cpu_name
+from vitral.device.cpu import available_cpus
 from vitral.device.select import DeviceOption, Hardware, select_hardware
 from vitral.device.threads import thread_count
 from vitral.distributed.parallel import ParallelPlan
@@ -61,13 +61,17 @@ from vitral.export.export import SUFFIX_BY_TARGET, Target, check_exportable, exp
 from vitral.export.onnx_file import require_onnx
 from vitral.export.parity import MIN_AGREEMENT, ParityReport, check_image_count
 from vitral.export.wrapper import ExportPrecision
+from vitral.inference.bench import BATCH_SIZES as CPU_BATCH_SIZES
 from vitral.inference.bench import run_bench
 from vitral.inference.engine_selection import (
     BenchResult,
     EngineName,
+    benched_device,
     delete_bench_result,
     load_bench_results,
 )
+from vitral.inference.gpu_bench import BATCH_SIZES as GPU_BATCH_SIZES
+from vitral.inference.gpu_bench import run_gpu_bench
 from vitral.inference.predictor import Predictor
 from vitral.inference.task_support import require_task
 from vitral.models.calibration import Calibration, LogitScore
@@ -113,6 +117,7 @@ from vitral.training.setup import (
 from vitral.training.time_limit import fit_to_time_limit
 from vitral.training.timing import TimeBudget
 from vitral.training.trainer import check_splits
+from vitral.utils.lazy import import_meanwhile
 from vitral.utils.progress import LogFn, no_log
 
 REPORT_CORRUPTED_IMAGES = 2_000  # images on which a report measures robustness
@@ -174,9 +179,10 @@ def train(
     if (unfinished := open_unfinished_run(world, resume, out, overrides)) is not None:
         run, resolved = unfinished
     terminal.print_version(console)
-    setup = world.run_on_all(lambda: setup_training(resolved, not console.quiet, items))
-    world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
-    leaks = world.broadcast_from_rank0(lambda: check_splits_for_leaks(setup.loaded_dataset))
+    with import_meanwhile("torch._dynamo"):  # by optimizers, which takes 2 s; reading images leaves a core idle
+        setup = world.run_on_all(lambda: setup_training(resolved, not console.quiet, items))
+        world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
+        leaks = world.broadcast_from_rank0(lambda: check_splits_for_leaks(setup.loaded_dataset))
     if not allow_leak:
         terminal.print_leaks(console, setup.dataset.name, leaks)
     hardware = training_hardware(setup, continues_fp8=run is None or started_in_fp8(run))
@@ -214,6 +220,16 @@ def _resolve_recipe(
     return with_excluded_files(resolved.with_overrides(overrides), exclude)
 
 
+class _AugmentedFigure(Callback):
+    """Draws augmented training images before the first step."""
+
+    def __init__(self, run: Run, setup: TrainingSetup, world: World) -> None:
+        self.run, self.setup, self.world = run, setup, world
+
+    def on_train_start(self) -> None:
+        self.world.broadcast_from_rank0(lambda: write_augmented_figure(self.run, self.setup))
+
+
 def _train_and_evaluate(
     run: Run,
     setup: TrainingSetup,
@@ -228,11 +244,15 @@ def _train_and_evaluate(
     world = hardware.world
     progress = ProgressTable(console, setup.steps_per_epoch, setup.recipe.task_name)
     trainer = make_trainer(
-        setup, run, hardware, parallel=parallel, callbacks=[progress, *callbacks], time_budget=time_budget
+        setup,
+        run,
+        hardware,
+        parallel=parallel,
+        callbacks=[progress, _AugmentedFigure(run, setup, world), *callbacks],
+        time_budget=time_budget,
     )
     resume_command = f"vitral train --resume {shell_quote(run)}"
     with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():
-        world.broadcast_from_rank0(lambda: write_augmented_figure(run, setup))
         with progress:
             trainer.fit()
         return _finish_run(run, setup, world, console, trainer.callbacks, allow_leak)
@@ -449,6 +469,7 @@ def load(
     options: CheckpointOptions = NO_OPTIONS,
     engine: EngineName = "auto",
     device: DeviceOption = "auto",
+    tome_r: int = 0,
 ) -> Predictor:
     """Load a trained model.
 
@@ -457,8 +478,9 @@ def load(
         options: What the files of a checkpoint of another library do not contain.
         engine: Inference engine: "auto", "reference" (the plain fp32 module), "fp32", "bf16", "int8" or "fp8".
         device: "auto", "cpu" or "gpu" (also "cuda"). CUDA_VISIBLE_DEVICES selects one of several GPUs.
+        tome_r: Tokens that each block merges (token merging, ToMe): faster and less accurate.
     """
-    return Predictor.load(path, options=options, device=device, engine=engine)
+    return Predictor.load(path, options=options, device=device, engine=engine, tome_r=tome_r)
 
 
 def evaluate(
@@ -472,6 +494,7 @@ def evaluate(
     robustness: bool = False,
     engine: EngineName = "auto",
     log: LogFn = no_log,
+    note: LogFn | None = None,
 ) -> Any:  # depends on the task of the model
     """Measure accuracy and calibration, each with a 95% confidence interval, and return an EvaluationReport.
 
@@ -491,6 +514,7 @@ def evaluate(
         robustness: Also measure accuracy under image corruptions.
         engine: Inference engine, recorded in the result; ignored if `model` is a Predictor.
         log: Called with one line per phase.
+        note: Called first with the expected duration if `robustness` is measured.
     """
     target = load_eval_target(model, data, split, engine=engine)
     if target.predictor.is_regression:
@@ -498,7 +522,13 @@ def evaluate(
         return evaluate_regression(target, coverage=coverage, log=log)[0]
     corrupted_images = MAX_IMAGES if robustness else 0
     evaluation, _ = evaluate_model(
-        target, max_error=max_error, coverage=coverage, ood_data=ood, corrupted_images=corrupted_images, log=log
+        target,
+        max_error=max_error,
+        coverage=coverage,
+        ood_data=ood,
+        corrupted_images=corrupted_images,
+        log=log,
+        note=note if robustness else None,
     )
     return evaluation
 
@@ -560,6 +590,7 @@ def report(
     allow_leak: bool = False,
     engine: EngineName = "auto",
     log: LogFn = no_log,
+    note: LogFn | None = None,
 ) -> Path:
     """Write a self-contained HTML report about a model and return its path.
 
@@ -573,6 +604,7 @@ def report(
         allow_leak: Do not warn about images that were used for training.
         engine: Inference engine; ignored if `model` is a Predictor.
         log: Called with one line per phase.
+        note: Called first with the expected duration of the evaluation.
     """
     target = load_eval_target(model, data, split, engine=engine)
     model_path = target.predictor.path or Path()
@@ -584,7 +616,7 @@ def report(
         return write_regression_report(target, errors, predicted, model_path, path)
     is_classification = target.predictor.model_config.task == "classification"
     corrupted_images = 0 if fast or not is_classification else REPORT_CORRUPTED_IMAGES
-    evaluation, logits = evaluate_model(target, ood_data=ood, corrupted_images=corrupted_images, log=log)
+    evaluation, logits = evaluate_model(target, ood_data=ood, corrupted_images=corrupted_images, log=log, note=note)
     if allow_leak:
         evaluation = replace(evaluation, leak=None)
     log("Rendering the report")
@@ -687,10 +719,10 @@ def _as_predictor(model: str | Path | Predictor, engine: EngineName, options: Ch
     return model if isinstance(model, Predictor) else Predictor.load(model, options=options, engine=engine)
 
 
-def _reference_predictor(model: str | Path | Predictor) -> Predictor:
-    if isinstance(model, Predictor):
-        return model.reference()
-    return Predictor.load(model, device="cpu", engine="reference")
+def _reference_predictor(model: str | Path | Predictor, device: DeviceOption = "cpu") -> Predictor:
+    if not isinstance(model, Predictor):
+        return Predictor.load(model, device=device, engine="reference")
+    return model.reference() if device == "cpu" or model.hardware.device.type == "cpu" else model
 
 
 def bench(
@@ -699,33 +731,47 @@ def bench(
     data: str | None = None,
     images: int = 1000,
     threads: Sequence[int] = (),
-    batch_sizes: Sequence[int] = (1, 8, 32),
-    seconds: float = 1.0,
+    batch_sizes: Sequence[int] = (),
+    seconds: float = 0.5,
+    device: DeviceOption = "auto",
     log: LogFn = no_log,
 ) -> BenchResult:
-    """Measure the speed of all inference engines on this CPU and store the recommendation with the model.
+    """Measure the speed of all inference engines on this CPU or GPU and store the recommendation with the model.
 
     From then on, engine "auto" is the recommended one; `load_bench` returns the stored result and `reset_bench`
-    deletes it. An engine other than fp32 is recommended only if its top-1 labels are those of fp32 for more than 99% of
-    all images with 95% confidence, which takes at least 381 images. Nothing is stored for checkpoints of other
-    libraries.
+    deletes it. An engine other than fp32 (bf16 on a GPU) is recommended only if its top-1 labels are those of fp32 for
+    more than 99% of all images with 95% confidence, which takes at least 381 images. Nothing is stored for checkpoints
+    of other libraries.
 
     Args:
         model: The model to measure.
         data: Dataset or folder to measure with. Default: the validation images of the dataset it was trained on.
         images: Maximum number of images to compare with fp32. int8 is calibrated on training images or, if those are
             not available, on every fourth image.
-        threads: Numbers of threads. Default: one, and all CPUs.
-        batch_sizes: Batch sizes.
+        threads: Numbers of threads of a CPU. Default: one, and all CPUs.
+        batch_sizes: Batch sizes. Default: 1, 8 and 32; on a GPU 1, 64 and 256.
         seconds: Duration of each measurement.
+        device: "auto" is the GPU, if there is one.
         log: Called with one line per phase.
     """
-    predictor = _reference_predictor(model)
+    predictor = _reference_predictor(model, device)
     predictor.require_head()
     require_task(predictor, "vitral bench", "classification")
     comparison = load_comparison_images(predictor, data, images)
     for note in comparison.notes:
         log(f"  {note}")
+    if predictor.hardware.is_gpu:
+        return run_gpu_bench(
+            predictor.model,
+            predictor.model_config.preprocessing,
+            predictor.hardware,
+            comparison.images,
+            comparison.calibration,
+            bench_folder(predictor),
+            batch_sizes=batch_sizes or GPU_BATCH_SIZES,
+            seconds=seconds,
+            log=log,
+        )
     return run_bench(
         predictor.model,
         predictor.model_config.preprocessing,
@@ -733,7 +779,7 @@ def bench(
         comparison.calibration,
         bench_folder(predictor),
         threads=threads or sorted({1, available_cpus()}),
-        batch_sizes=batch_sizes,
+        batch_sizes=batch_sizes or CPU_BATCH_SIZES,
         seconds=seconds,
         log=log,
     )
@@ -748,24 +794,28 @@ def bench_folder(predictor: Predictor) -> Path | None:
     return folder
 
 
-def load_bench(model: str | Path | Predictor) -> BenchResult | None:
-    """The stored benchmark of this CPU, which determines engine "auto"; None if there is none.
+def load_bench(model: str | Path | Predictor, device: DeviceOption = "auto") -> BenchResult | None:
+    """The stored benchmark of this CPU or GPU, which determines engine "auto"; None if there is none.
 
     Args:
         model: The model that was measured.
+        device: "auto" is the GPU, if there is one.
     """
-    folder = bench_folder(_reference_predictor(model))
-    return load_bench_results(folder).get(cpu_name()) if folder is not None else None
+    predictor = _reference_predictor(model, device)
+    folder = bench_folder(predictor)
+    return load_bench_results(folder).get(benched_device(predictor.hardware)) if folder is not None else None
 
 
-def reset_bench(model: str | Path | Predictor) -> BenchResult | None:
-    """Delete the stored benchmark of this CPU and return it. Engine "auto" is then fp32 again.
+def reset_bench(model: str | Path | Predictor, device: DeviceOption = "auto") -> BenchResult | None:
+    """Delete the stored benchmark of this CPU or GPU and return it. Engine "auto" is then fp32, or bf16 on a GPU.
 
     Args:
         model: The model that was measured.
+        device: "auto" is the GPU, if there is one.
     """
-    folder = bench_folder(_reference_predictor(model))
-    return delete_bench_result(folder) if folder is not None else None
+    predictor = _reference_predictor(model, device)
+    folder = bench_folder(predictor)
+    return delete_bench_result(folder, benched_device(predictor.hardware)) if folder is not None else None
 
 
 def export(

@@ -141,7 +141,7 @@ def test_parameter_count_equals_the_real_model(name: str) -> None:
     assert count.matrices == sum(p.numel() for n, p in model.named_parameters() if "blocks" in n and p.ndim == 2)
 
 
-@pytest.mark.parametrize("name", ["Ti/16", "plain-S/16"])
+@pytest.mark.parametrize("name", ["Ti/16", pytest.param("plain-S/16", marks=pytest.mark.slow)])
 def test_multiply_adds_equal_the_count_of_pytorch(name: str) -> None:
     assert cost.multiply_adds(preset(name)) == summarise(preset(name), depth=1).multiply_adds
 

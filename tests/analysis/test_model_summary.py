@@ -17,8 +17,14 @@ MNIST = ViTConfig(image_size=(28, 28), patch_size=7, channels=1, width=64, depth
 
 @pytest.mark.parametrize(
     ("name", "giga"),
-    [("Ti/16", "1.25"), ("S/16", "4.60"), ("B/32", "4.41"), ("B/16", "17.56")]
-    + [pytest.param(name, giga, marks=pytest.mark.slow) for name, giga in (("L/16", "61.55"), ("H/14", "167.3"))],
+    [
+        ("Ti/16", "1.25"),
+        pytest.param("B/32", "4.41", marks=pytest.mark.slow),
+        pytest.param("S/16", "4.60", marks=pytest.mark.slow),
+        pytest.param("B/16", "17.56", marks=pytest.mark.slow),
+        pytest.param("L/16", "61.55", marks=pytest.mark.slow),
+        pytest.param("H/14", "167.3", marks=pytest.mark.slow),
+    ],
 )
 def test_multiply_adds_equal_the_published_figures(name: str, giga: str) -> None:
     summary = summarise(preset(name), depth=1)
@@ -72,9 +78,12 @@ def test_small_models_are_counted_in_millions() -> None:
     "settings",
     [
         {},
-        {"pooling": "mean", "positions": "sincos", "head": "mlp"},
+        pytest.param({"pooling": "mean", "positions": "sincos", "head": "mlp"}, marks=pytest.mark.slow),
         {"pooling": "attention", "positions": "learned+rotary", "qk_norm": True, "layer_scale": 0.1, "registers": 2},
-        {"dropout": 0.1, "dropout_attention": 0.1, "dropout_embedding": 0.1, "drop_path": 0.1},
+        pytest.param(
+            {"dropout": 0.1, "dropout_attention": 0.1, "dropout_embedding": 0.1, "drop_path": 0.1},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -96,5 +105,6 @@ def test_activation_bytes_equal_what_autograd_saves(settings: dict[str, Any]) ->
     assert summarise(config).activation_bytes == pytest.approx(sum(saved_bytes.values()), rel=0.01)
 
 
+@pytest.mark.slow
 def test_summary_of_a_huge_model_allocates_no_weights() -> None:
     assert summarise(preset("G/14"), depth=1).weight_bytes == 4 * 1_844_440_680

@@ -17,7 +17,8 @@ from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration
-from vitral.runs.model_io import ModelConfig, save_model
+from vitral.runs.model_io import ModelConfig, load_model, save_model
+from vitral.weights.checkpoint import NO_HEAD
 
 
 @pytest.fixture
@@ -55,6 +56,15 @@ def test_methods_and_classes_are_drawn_side_by_side(folder: Path, capsys: pytest
         assert sheet.width > 4 * 200
     with Image.open("out/photo-rollout-T-shirt_top.png") as over:
         assert over.size == (60, 30)
+
+
+def test_a_model_without_classifier_has_no_prediction(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variant, config = KINDS["class"]
+    _, model_config = load_model(folder / "model")
+    headless = replace(model_config, architecture=replace(config, num_classes=1), classes=(NO_HEAD,))
+    save_model(folder / "headless", random_model(variant, headless.architecture), headless)
+    assert COMMAND(["headless", "a", "--method", "rollout", "--out", "out"]) == 0
+    assert capsys.readouterr().out.split() == ["a/photo.png", "out/photo.png"]
 
 
 def test_prints_one_line_per_image_and_reports_unreadable_ones(

@@ -61,20 +61,29 @@ def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
                 assert capsys.readouterr().out.startswith(f"usage: vitral {group.name} {name}")
 
 
-@pytest.mark.parametrize("line", COMMAND_LINES)
-def test_help_imports_no_torch(line: str) -> None:
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'numpy', 'rich', 'matplotlib', 'PIL'): sys.modules[name] = None\n"
-        "from vitral.cli.main import main\n"
-        "main(sys.argv[1:])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *line.split()], capture_output=True, text=True, timeout=240)
+def test_help_imports_no_torch() -> None:
+    """In one process: a module that is None in sys.modules cannot be imported, however often it is tried."""
+    code = """
+import sys
+for name in ("torch", "numpy", "rich", "matplotlib", "PIL"):
+    sys.modules[name] = None
+from vitral.cli.main import main
+for line in sys.argv[1:]:
+    try:
+        main(line.split())
+    except SystemExit as stop:
+        assert not stop.code, line
+"""
+    done = subprocess.run([sys.executable, "-c", code, *COMMAND_LINES], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(("usage: vitral", "vitral "))
+    for name in cli.COMMANDS:
+        assert f"usage: vitral {name}" in done.stdout
 
 
-@pytest.mark.parametrize(("line", "limit"), [("--help", 0.3), ("train --help", 0.45), ("predict --help", 0.3)])
+@pytest.mark.parametrize(
+    ("line", "limit"),
+    [("--help", 0.3), ("train --help", 0.45), pytest.param("predict --help", 0.3, marks=pytest.mark.slow)],
+)
 def test_help_takes_a_fraction_of_a_second(line: str, limit: float) -> None:
     """The least CPU time of five runs. On a slow or busy machine, Python with a few of its modules is the measure.
 

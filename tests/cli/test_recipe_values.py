@@ -36,7 +36,7 @@ def test_the_stored_values_are_those_of_the_recipes() -> None:
         (["--recipe", "cifar10-94"], "cifar10-94", "20", "0.005"),
         (["mnist"], "mnist", "20", "0.005"),
         (["photos/"], "folder-scratch", "60", "0.003"),
-        (["photos/", "--init-from", "x.safetensors"], "folder-finetune", "10", "0.001"),
+        (["photos/", "--init-from", "x.safetensors"], "folder-finetune", "10", "0.0005"),
         (["mnist", "--recipe=digits", "--epochs", "3"], "digits", "150", "0.006"),
     ],
 )

@@ -27,9 +27,13 @@ def test_a_callback_list_forwards_every_event_in_order() -> None:
         def on_restore(self, epoch: int) -> None:
             events.append((self.name, epoch))
 
+        def on_train_start(self) -> None:
+            events.append((self.name, "start"))
+
     callbacks = CallbackList([Record("a"), Record("b")])
     callbacks.on_message("hello")
     callbacks.on_restore(3)
+    callbacks.on_train_start()
     callbacks.on_step(1, 1, 0.5, 10.0, 1.0)
     callbacks.on_epoch_end({}, 0.0)
-    assert events == [("a", "hello"), ("b", "hello"), ("a", 3), ("b", 3)]
+    assert events == [("a", "hello"), ("b", "hello"), ("a", 3), ("b", 3), ("a", "start"), ("b", "start")]

@@ -144,7 +144,9 @@ def limit_file_size(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize(
+    "fraction", [0.5, *(pytest.param(value, marks=pytest.mark.slow) for value in (0.1, 0.9, 0.999))]
+)
 def test_a_full_disk_leaves_the_previous_checkpoint_intact(train_tiny: Fit, tmp_path: Path, fraction: float) -> None:
     reference = train_tiny("reference")
     folder = tmp_path / "run" / "checkpoints"

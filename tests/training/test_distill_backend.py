@@ -129,6 +129,7 @@ def test_teacher_changes_what_is_learned(fit: Fit, train_tiny: Fit) -> None:
     assert not identical(final_weights(train_tiny("plain")), final_weights(fit("distill")))
 
 
+@pytest.mark.slow
 def test_student_learns_the_decisions_of_its_teacher(
     fit: Fit, teacher: Teacher, dataset: Dataset, preprocessing: Preprocessing, recipe: Recipe
 ) -> None:
@@ -144,8 +145,15 @@ def test_student_learns_the_decisions_of_its_teacher(
     assert agreement.float().mean() > 0.9
 
 
-@pytest.mark.parametrize("after", [[3], [1, 5, 4]])
-@pytest.mark.parametrize("variant", ["plain", "distilled"])
+@pytest.mark.parametrize(
+    ("variant", "after"),
+    [
+        ("distilled", [1, 5, 4]),
+        pytest.param("distilled", [3], marks=pytest.mark.slow),
+        pytest.param("plain", [3], marks=pytest.mark.slow),
+        pytest.param("plain", [1, 5, 4], marks=pytest.mark.slow),
+    ],
+)
 def test_interrupted_distillation_resumes_bit_for_bit(fit: Fit, after: list[int], variant: str) -> None:
     overrides = ALL_RANDOMNESS | {"distill.kind": "hard", "variant": variant}
     whole = fit("whole", **overrides)

@@ -137,9 +137,17 @@ class PoisonedTrainer(Trainer):
         return None
 
 
-@pytest.mark.parametrize("kind", ["activation", "gradient"])
-@pytest.mark.parametrize("module", ["patch_embedding.project", "encoder.blocks.1.mlp.expand", "head.out"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "module", "kind"),
+    [
+        ("adamw", "patch_embedding.project", "activation"),
+        ("adamw", "encoder.blocks.1.mlp.expand", "gradient"),
+        ("muon", "encoder.blocks.1.mlp.expand", "activation"),
+        ("muon", "head.out", "gradient"),
+        ("sgd", "head.out", "activation"),
+        ("sgd", "patch_embedding.project", "gradient"),
+    ],
+)
 def test_the_first_non_finite_module_is_named_and_no_weight_changes(
     train_tiny: Fit, module: str, kind: str, optimizer: str
 ) -> None:

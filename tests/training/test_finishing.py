@@ -136,14 +136,8 @@ def test_run_killed_while_its_results_are_written_is_completed_by_resume(trained
     assert report_without_timing(trained_run) == report_without_timing(finished_run)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "test.json",
-        pytest.param("figures/curves.png", marks=pytest.mark.slow),
-        pytest.param("report.html", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["test.json", "figures/curves.png", "report.html"])
 def test_full_disk_while_results_are_written_keeps_what_is_there(
     trained_run: Path, finished_run: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -165,6 +159,7 @@ def test_full_disk_while_results_are_written_keeps_what_is_there(
     assert_same_run(trained_run, finished_run)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_results_are_written_names_the_resume_command(
     trained_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

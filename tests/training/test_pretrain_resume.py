@@ -21,7 +21,9 @@ def assert_same_run(run: Run, reference: Run) -> None:
     assert actual["best"] == expected["best"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("dino", "lejepa"))) for name in METHODS]
+)
 def test_resume_is_bit_exact_after_sigint(pretrain_tiny: Fit, method: str) -> None:
     overrides = {"pretrain.method": method}
     reference = pretrain_tiny("reference", **overrides)
@@ -33,8 +35,13 @@ def test_resume_is_bit_exact_after_sigint(pretrain_tiny: Fit, method: str) -> No
     "overrides",
     [
         CENTER | {"optim.name": "muon"},
-        {"pretrain.method": "dino", "grad_accum": 2, "activation_checkpointing": True, "on_nan": "rollback"},
-        {"pretrain.method": "moco", "optim.name": "sgd", "optim.layer_decay": 0.7},
+        pytest.param(
+            {"pretrain.method": "dino", "grad_accum": 2, "activation_checkpointing": True, "on_nan": "rollback"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"pretrain.method": "moco", "optim.name": "sgd", "optim.layer_decay": 0.7}, marks=pytest.mark.slow
+        ),
     ],
     ids=["centre and Muon", "accumulation and rollback", "SGD"],
 )

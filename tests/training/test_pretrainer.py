@@ -175,9 +175,9 @@ def test_rollback_continues_with_half_of_the_learning_rate(
     "overrides",
     [
         {"grad_accum": 2},
-        {"activation_checkpointing": True},
         {"pretrain.method": "dino", "activation_checkpointing": True},
-        {"pretrain.method": "mae", "activation_checkpointing": True},
+        pytest.param({"activation_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param({"pretrain.method": "mae", "activation_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
 def test_memory_options_keep_the_result(pretrain_tiny: Fit, overrides: dict[str, Any]) -> None:

@@ -58,6 +58,7 @@ def native_dataset(dataset: Dataset) -> Dataset:
     return replace(dataset, train=with_several_sizes(dataset.train), validation=with_several_sizes(dataset.validation))
 
 
+@pytest.mark.slow
 def test_native_resume_is_bit_exact_and_prints_no_warning(
     train_tiny: Fit, native_dataset: Dataset, preprocessing: Preprocessing, recipe: Recipe
 ) -> None:

@@ -32,13 +32,15 @@ from vitral.training.callbacks import Callback
     ("optimizer", "after"),
     [
         ("adamw", [8]),  # in the middle of the second epoch
-        ("adamw", [6]),  # after the last step of the first epoch, before its validation
-        ("adamw", [18]),  # after the very last step
-        ("adamw", [1] * 17),  # after every step
-        ("sgd", [8]),
-        ("sgd", [12]),
-        ("muon", [8]),
-        ("muon", [12]),
+        ("sgd", [6]),  # after the last step of the first epoch, before its validation
+        ("muon", [18]),  # after the very last step
+        pytest.param("adamw", [6], marks=pytest.mark.slow),
+        pytest.param("adamw", [18], marks=pytest.mark.slow),
+        pytest.param("adamw", [1] * 17, marks=pytest.mark.slow),  # after every step
+        pytest.param("sgd", [8], marks=pytest.mark.slow),
+        pytest.param("sgd", [12], marks=pytest.mark.slow),
+        pytest.param("muon", [8], marks=pytest.mark.slow),
+        pytest.param("muon", [12], marks=pytest.mark.slow),
     ],
 )
 def test_resume_is_bit_exact_after_sigint(train_tiny: Fit, optimizer: str, after: list[int]) -> None:

@@ -158,7 +158,9 @@ def test_a_checkpoint_without_optimizer_state_is_refused(stopped_run: Path, trai
         train_tiny("stopped")
 
 
-@pytest.mark.parametrize("damage", ["missing", "damaged: its SHA-256 does not match"])
+@pytest.mark.parametrize(
+    "damage", [pytest.param("missing", marks=pytest.mark.slow), "damaged: its SHA-256 does not match"]
+)
 def test_damaged_best_weights_are_computed_again_from_a_checkpoint_before_their_epoch(
     damage: str, unfinished_run: Path, reference_run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,11 +58,11 @@ class RecordSteps(Callback):
 @pytest.mark.parametrize(
     "overrides",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"ema": 0.1},
         {"optim.name": "muon"},
-        {"optim.name": "sgd", "optim.lr": 0.1, "epochs": 6},
-        {"augment.shift": 1, "label_smoothing": 0.1},
+        pytest.param({"optim.name": "sgd", "optim.lr": 0.1, "epochs": 6}, marks=pytest.mark.slow),
+        pytest.param({"augment.shift": 1, "label_smoothing": 0.1}, marks=pytest.mark.slow),
         {"loss": "sigmoid", "grad_accum": 4, "class_weights": "balanced"},
     ],
     ids=str,
@@ -94,7 +94,9 @@ def test_bf16_learns_and_keeps_fp32_weights(
 # Determinism
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "muon"))]
+)
 def test_the_same_seed_gives_bit_identical_runs(train_tiny: Fit, optimizer: str) -> None:
     first = train_tiny("first", **ALL_RANDOMNESS, **{"optim.name": optimizer})
     torch.rand(3)  # earlier draws must not matter

@@ -69,7 +69,7 @@ def test_head_for_other_classes_is_zero():
     config = replace(CONFIG, num_classes=2)
     adapted = adapt_weights(make_checkpoint(), "plain", config, ("x", "y"))
     assert not build_model(config, adapted.state)(torch.rand(1, 3, 32, 32)).any()
-    assert adapted.notes[-1] == "head: new, zero"
+    assert adapted.notes[-1] == "head: new"
 
 
 def test_positions_are_resampled_to_another_image_size():

@@ -271,8 +271,14 @@ def test_importing_the_package_does_not_import_torch() -> None:
 DESTINATION_SUFFIXES = {"timm": "", "transformers": "", "torchvision": ".pth", "npz": ".npz", "vitral": ""}
 
 
-@pytest.mark.parametrize("source_format", DESTINATION_SUFFIXES)
-@pytest.mark.parametrize("target_format", DESTINATION_SUFFIXES)
+@pytest.mark.parametrize(
+    ("source_format", "target_format"),
+    [
+        pytest.param(source, target, marks=[pytest.mark.slow] * (source != target and "vitral" not in (source, target)))
+        for source in DESTINATION_SUFFIXES
+        for target in DESTINATION_SUFFIXES
+    ],
+)
 def test_conversion_between_formats_is_bit_exact(source_format: str, target_format: str, tmp_path: Path) -> None:
     model = randomize_weights(ViT(ViTConfig(**SIZES)))
     source = tmp_path / f"source{DESTINATION_SUFFIXES[source_format]}"

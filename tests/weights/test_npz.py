@@ -226,7 +226,7 @@ def test_jax_bfloat16_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"class_token": False, "global_pool": "map"}], ids=["class token", "MAP"])
-@pytest.mark.parametrize("tiny", [False, True], ids=["small", "Ti/16"])
+@pytest.mark.parametrize("tiny", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "Ti/16"])
 def test_written_file_is_read_by_timm(tiny: bool, changes: dict[str, Any], tmp_path: Path) -> None:
     pooling: Pooling = "attention" if changes else "class"
     side, patch, width, depth, heads = (224, 16, 192, 12, 3) if tiny else (32, 8, 48, 3, 4)

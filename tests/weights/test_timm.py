@@ -228,18 +228,18 @@ def test_unsupported_config_is_refused(changes: dict[str, Any], reason: str, tmp
     ("architecture", "reason"),
     [
         ("swin_tiny_patch4_window7_224", "relative positions"),
-        ("beit_base_patch16_224", "relative positions"),
-        ("vit_relpos_small_patch16_224", "relative positions"),
+        pytest.param("beit_base_patch16_224", "relative positions", marks=pytest.mark.slow),
+        pytest.param("vit_relpos_small_patch16_224", "relative positions", marks=pytest.mark.slow),
         ("vit_base_patch16_rope_mixed_224", "rotary positions with learned frequencies"),
         ("eva02_tiny_patch14_224", "EVA blocks"),
         ("eva02_base_patch14_224", "EVA-02 blocks"),
         ("vit_dwee_patch16_reg1_gap_256", "differential attention"),
         ("vit_small_r26_s32_224", "convolutional stem before the patches"),
         ("vit_small_patch16_18x2_224", "parallel attention and MLP branches"),
-        ("vit_pwee_patch16_reg1_gap_256", "parallel attention and MLP branches"),
+        pytest.param("vit_pwee_patch16_reg1_gap_256", "parallel attention and MLP branches", marks=pytest.mark.slow),
         ("test_vit4", "RMS norm"),
         ("resnet18", "not a Vision Transformer"),
-        ("convnext_atto", "not a Vision Transformer"),
+        pytest.param("convnext_atto", "not a Vision Transformer", marks=pytest.mark.slow),
     ],
 )
 def test_unsupported_architecture_is_refused_with_the_reason(architecture: str, reason: str, tmp_path: Path) -> None:

@@ -45,7 +45,13 @@ TINY: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"num_layers": 1}, {"representation_size": 48}, {"mlp_dim": 192, "num_heads": 6}, TINY],
+    [
+        {},
+        {"num_layers": 1},
+        {"representation_size": 48},
+        {"mlp_dim": 192, "num_heads": 6},
+        pytest.param(TINY, marks=pytest.mark.slow),
+    ],
     ids=["small", "one block", "representation layer", "six heads", "Ti/16"],
 )
 def test_round_trip_preserves_logits_and_tensors(changes: dict[str, Any], tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ def without_mask_token(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     return {name: tensor for name, tensor in tensors.items() if "mask_token" not in name}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * kind.endswith("Ti/16")) for kind in KINDS]
+)
 def test_round_trip_preserves_logits_and_tensors(kind: str, tmp_path: Path) -> None:
     name, changes, variant, exact = KINDS[kind]
     reference = make_model(name, changes)

@@ -54,7 +54,9 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * kind.endswith("Ti/16")) for kind in KINDS]
+)
 def test_round_trip_preserves_logits_and_tensors(kind: str, tmp_path: Path) -> None:
     model_class, changes = KINDS[kind]
     arguments = SMALL | changes

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from vitral.errors import unknown_name_error
+from vitral.models.uninitialized import SkipInit
 from vitral.models.vit import ViT, ViTConfig
 
 ParallelStrategy = Literal["ddp", "fsdp"]
@@ -84,7 +85,7 @@ class ParameterCount:
 
 def count_parameters(config: ViTConfig) -> ParameterCount:
     """Count the parameters of the model itself, built on the meta device."""
-    with torch.device("meta"):
+    with SkipInit(), torch.device("meta"):
         model = ViT(replace(config, depth=1))  # all blocks have the same size
     block_parameters = [*model.encoder.blocks[0].parameters()]
     block = sum(p.numel() for p in block_parameters)

@@ -22,6 +22,7 @@ DATA_HELP = "folder with one subfolder per class, CSV file, WebDataset shards, o
 EVAL_DATA_HELP = "dataset or folder with the model's classes (default: the dataset it was trained on)"
 SPLIT_HELP = "default: test, or validation if there are no test images"
 ENGINE_HELP = "inference engine; auto: selected by vitral bench, reference: plain PyTorch in fp32"
+TOME_HELP = "merge this many tokens per block (ToMe): faster, less accurate; 8 to 13 are common"
 LABELS_HELP = "text file with one class name per line, for a checkpoint without class names"
 ALLOW_LEAK_HELP = "do not warn about evaluated images that were used for training"
 JSON_HELP = "print JSON"
@@ -80,18 +81,28 @@ def find_image_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
+class StatusLine:
+    """A line that changes while a command runs, called with its new text, and lines that stay."""
+
+    def __init__(self, update: LogFn, note: LogFn) -> None:
+        self.update, self.note = update, note
+
+    def __call__(self, message: str) -> None:
+        self.update(message)
+
+
 @contextmanager
-def status_line(message: str = "Loading") -> Iterator[LogFn]:
+def status_line(message: str = "Loading") -> Iterator[StatusLine]:
     """A status line on stderr that disappears at the end; if stderr is not a terminal, a line every 30 seconds."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         with progress_lines(message) as log:
-            yield log
+            yield StatusLine(log, lambda text: print_notes([text]))
         return
     with console.status(message) as line:
-        yield line.update
+        yield StatusLine(line.update, lambda text: console.print(f"  {text}", markup=False, soft_wrap=True))
 
 
 def missing_images_error(command: str, argument: str) -> VitralError:

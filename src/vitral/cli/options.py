@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vitral.recipes.checkpoint_options import CheckpointOptions
 
 AUTO = "auto"  # value of --init-from: a checkpoint from the hub that suits the images
-EngineFlag = Literal["auto", "reference", "fp32", "bf16", "int8", "bf16-cascade", "int8-cascade", "fp8"]
+EngineFlag = Literal["auto", "reference", "fp32", "bf16", "int8", "bf16-cascade", "int8-cascade", "fp8", "fp8-cascade"]
 DeviceFlag = Literal["auto", "cpu", "gpu", "cuda"]
 SplitFlag = Literal["test", "validation", "train"]
 ResizeFlag = Literal["crop", "pad", "stretch", "native"]

@@ -229,9 +229,10 @@ def folder_finetune() -> Recipe:
         data=DataConfig(name="photos", validation=0.15),
         model=ViTConfig(drop_path=0.05),  # the architecture becomes the checkpoint's
         augment=AugmentConfig(crop=0.4, flip=True),
-        optim=OptimConfig(lr=1e-3, weight_decay=0.05, layer_decay=0.75),
+        optim=OptimConfig(lr=5e-4, weight_decay=0.05, layer_decay=0.75),
         epochs=10,
         batch_size=32,
+        head_init="least_squares",
         label_smoothing=0.1,
         ema=0.1,
     )

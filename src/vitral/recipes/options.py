@@ -15,6 +15,8 @@ InitScheme = Literal["identity", "local_heads", "qk_similar", "whitened_patches"
 LossName = Literal["softmax", "sigmoid", "asymmetric", "focal", "mse", "huber"]  # vitral.tasks.losses
 LossOption = Literal["auto", "softmax", "sigmoid", "asymmetric", "focal", "mse", "huber"]
 TaskOption = Literal["auto", "classification", "multilabel", "regression"]
+HeadInit = Literal["zeros", "least_squares"]  # vitral.training.head_init
+ReduceDtype = Literal["fp32", "bf16"]  # vitral.distributed.gradients
 LAST_BLOCKS = "last-"  # prefix of a `tune` value that states a number of blocks
 TTA = Literal["none", "flip", "three", "six", "ten"]  # vitral.evaluation.tta
 

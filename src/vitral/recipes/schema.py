@@ -33,9 +33,11 @@ from vitral.recipes.files import read_recipe_values
 from vitral.recipes.options import (
     TASK_LOSSES,
     TTA,
+    HeadInit,
     InitScheme,
     LossName,
     LossOption,
+    ReduceDtype,
     TaskOption,
     check_tune,
     init_scheme_unsupported_reason,
@@ -53,9 +55,9 @@ MAX_NAME_BYTES = 200  # file systems limit names to 255, and a run folder adds d
 
 # Fields that may change when a run is resumed: computation and disk usage, not the result.
 RESUMABLE_FIELDS = (
-    "device", "threads", "precision", "compile", "parallel", "grad_accum", "activation_checkpointing", "tta",
-    "time_limit", "checkpoint_epochs", "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard", "wandb",
-    "mlflow",
+    "device", "threads", "precision", "compile", "parallel", "reduce_dtype", "grad_accum", "activation_checkpointing",
+    "tta", "time_limit", "checkpoint_epochs", "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard",
+    "wandb", "mlflow",
 )  # fmt: skip
 
 
@@ -161,6 +163,7 @@ class Recipe:
     init_options: CheckpointOptions = NO_OPTIONS  # what the files of init_from do not contain
     keep_image_size: bool = False  # with init_from: use the recipe's image size instead of the checkpoint's
     tune: str = "full"  # with init_from, what to train: full, head, lora, bias, or last-N for the last N blocks
+    head_init: HeadInit = "zeros"  # with init_from, a new head: zeros, or fitted to the checkpoint's features first
     lora: LoRAConfig = field(default_factory=LoRAConfig)  # rank and layers of tune "lora"
     pretrain: PretrainConfig | None = None  # learn without labels by a self-supervised method; None: learn the labels
     distill: DistillConfig | None = None  # learn the predictions of a teacher as well as the labels
@@ -185,6 +188,7 @@ class Recipe:
     precision: PrecisionOption = "auto"  # fp8: GEMMs in 8 bits, for wide models on recent GPUs
     compile: CompileOption = "auto"  # torch.compile and CUDA graphs
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # several processes: replicate or shard the model
+    reduce_dtype: ReduceDtype = "fp32"  # several processes: gradients are summed in it; bf16: half the bytes
     tta: TTA = "none"  # test-time augmentation for the test accuracy
     checkpoint_epochs: int = 1  # epochs between checkpoints; 0: none, for runs of seconds
     checkpoint_minutes: float = 10.0  # minutes between checkpoints within an epoch

@@ -179,9 +179,14 @@ def find_model_dir(path: Path) -> Path:
         hint = "; ".join((newest_runs_hint(path), *bundled.shadowing_notes(path)))
         raise VitralError(f"{path} contains neither a run nor a model", hint)
     raise VitralError(
-        f"{path} has no trained model; training stopped during epoch {len(Run(path).load_metrics()) + 1}",
+        f"{path} has no trained model; training stopped during epoch {last_epoch(Run(path)) + 1}",
         f"Resume it with: {resume_command(path)}",
     )
+
+
+def last_epoch(run: Run) -> int:
+    """Number of the last epoch in metrics.jsonl; 0 before the first one ends. Epoch 0 is a head before training."""
+    return max((int(row["epoch"]) for row in run.load_metrics()), default=0)
 
 
 def is_checkpoint(path: Path | str) -> bool:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.recipes.options import LossName
+from vitral.recipes.schema import Recipe
 from vitral.tasks.task import Task
 
 
@@ -98,6 +99,15 @@ def balanced_class_weights(labels_N: Tensor, num_classes: int) -> Tensor:
     counts_K = torch.bincount(labels_N, minlength=num_classes)
     num_present = (counts_K > 0).sum()
     return len(labels_N) / (num_present * counts_K.clamp(min=1).float())
+
+
+def class_balance_terms(recipe: Recipe, labels: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The class weights (K,) and the logit offsets (K,) of a recipe's loss; None where it has none."""
+    num_classes = recipe.model.num_classes
+    return (
+        balanced_class_weights(labels, num_classes) if recipe.class_weights == "balanced" else None,
+        logit_adjustment_offsets(labels, num_classes, recipe.logit_adjustment) if recipe.logit_adjustment else None,
+    )
 
 
 def logit_adjustment_offsets(labels_N: Tensor, num_classes: int, tau: float) -> Tensor:

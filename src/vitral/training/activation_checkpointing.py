@@ -16,6 +16,7 @@ def checkpoint_activations(model: ViT) -> None:
 
     The forward pass runs twice, so that a step takes about a third longer. The gradients are the same.
     """
+    model.encoder.activation_checkpointing = True
     for block in model.encoder.blocks:
         _checkpoint_block(block)
 

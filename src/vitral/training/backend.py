@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from vitral.data.augment import Batch, augment_batch
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware, can_run_triton, fallback_from_fp8
-from vitral.distributed.parallel import ParallelPlan, gradient_sync, wrap_ddp
+from vitral.distributed.parallel import ParallelPlan, gradient_sync, make_reducer
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
 from vitral.ssl.teacher import Teacher
@@ -30,6 +30,7 @@ from vitral.tasks import TASKS
 from vitral.tasks.losses import loss_and_score
 from vitral.training.activation_checkpointing import checkpoint_activations
 from vitral.training.distill_backend import DistillBackend, LabelBackend
+from vitral.training.parallelism import check_cuda_graphs
 from vitral.utils.progress import LogFn, no_log
 
 
@@ -80,7 +81,7 @@ class ReferenceBackend:
         logit_offsets_K: Tensor | None = None,
     ) -> None:
         self.hardware = hardware
-        self.gradients_final_after_backward = gradients_final_after_backward(recipe)
+        self.gradients_final_after_backward = gradients_final_after_backward(recipe, parallel)
         task = TASKS[recipe.task_name]
         self.initial_loss = task.uniform_loss(recipe.model.num_classes, recipe.loss_name)
         self._augment = partial(augment_batch, recipe.augment, preprocessing, recipe.model.num_classes)
@@ -93,6 +94,7 @@ class ReferenceBackend:
             logit_offsets_K=logit_offsets_K,
         )
         self._model = model
+        self.reducer = make_reducer(model, parallel, hardware.world, recipe.reduce_dtype)
         if recipe.activation_checkpointing:
             checkpoint_activations(model)
         self._forward = _make_forward(model, hardware, parallel, recipe.activation_checkpointing)
@@ -113,14 +115,14 @@ class ReferenceBackend:
         return self._loss(logits, targets, labels)
 
     def gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
-        return gradient_sync(self._forward, is_last)
+        return gradient_sync(self._model, self.reducer, is_last)
 
     def optimizer_step(self, optimizers: Sequence[Optimizer]) -> None:
         step_optimizers(optimizers)
 
     def eager(self) -> ReferenceBackend:
         backend = copy.copy(self)
-        backend._forward = self._model
+        backend._forward, backend.reducer = self._model, None
         return backend
 
 
@@ -131,17 +133,16 @@ def step_optimizers(optimizers: Sequence[Optimizer]) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def gradients_final_after_backward(recipe: Recipe) -> bool:
-    """Whether gradients are neither accumulated nor clipped, so that they can be used before the backward pass ends."""
-    return recipe.grad_accum == 1 and not recipe.optim.grad_clip
+def gradients_final_after_backward(recipe: Recipe, parallel: ParallelPlan) -> bool:
+    """Whether gradients are neither accumulated, clipped nor reduced: they can be used before the backward pass ends"""
+    return recipe.grad_accum == 1 and not recipe.optim.grad_clip and parallel.mode == "single"
 
 
 def _make_forward(
     model: nn.Module, hardware: Hardware, parallel: ParallelPlan, activation_checkpointing: bool
 ) -> Callable[[Tensor], Tensor]:
-    model = wrap_ddp(model, parallel)
     rounds_weights = hardware.cuda_graphs and hardware.precision == "bf16" and not activation_checkpointing
-    if parallel.mode == "single" and rounds_weights:
+    if parallel.mode != "fsdp" and rounds_weights:
         return hardware.maybe_compile(_bf16_forward(model))
     return hardware.maybe_compile(model)
 
@@ -207,10 +208,11 @@ def _make_label_backend(
     logit_offsets_K: Tensor | None,
     log: LogFn,
 ) -> LabelBackend:
+    hardware = check_cuda_graphs(hardware, parallel, log)
     reference = ReferenceBackend(model, recipe, preprocessing, hardware, parallel, class_weights_K, logit_offsets_K)
-    forward_unsupported = None if parallel.mode == "single" else parallel.reason
-    if recipe.activation_checkpointing:
-        forward_unsupported = "activation checkpointing is enabled"
+    forward_unsupported: str | None = None
+    if parallel.mode == "fsdp" and recipe.distill is not None:
+        forward_unsupported = "distillation with FSDP"
     if recipe.data.resize == "native":
         forward_unsupported = "native resizing has several patch grids"
     if not can_run_triton(hardware.device):
@@ -232,5 +234,6 @@ def _make_label_backend(
         logit_offsets_K=logit_offsets_K,
         hardware=hardware,
         forward_unsupported=forward_unsupported,
+        sharded_reduce_dtype=recipe.reduce_dtype if parallel.mode == "fsdp" else None,
         log=log,
     )

@@ -19,11 +19,18 @@ class Callback:
     def on_restore(self, epoch: int) -> None:
         """Training starts or continues after `epoch` completed epochs. Discard records of later epochs."""
 
+    def on_train_start(self) -> None:
+        """The first step of this process follows. A head that is fitted before training has been validated."""
+
     def on_step(self, epoch: int, batch: int, loss: float, images_per_second: float, seconds_left: float) -> None:
         """`batch` batches of `epoch` (both counted from 1) are done. On a GPU not called after every step."""
 
     def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
-        """An epoch has been trained and validated. `metrics` is its line in metrics.jsonl."""
+        """An epoch has been trained and validated. `metrics` is its line in metrics.jsonl.
+
+        Epoch 0 is the model with a head that was fitted before training (`Recipe.head_init`); how long training takes
+        is not known by then, and `seconds_left` is NaN.
+        """
 
     def on_evaluation(self, metrics: Mapping[str, float]) -> None:
         """The finished model has been evaluated. The names of its metrics begin with the split, as in `test_top1`."""
@@ -45,6 +52,10 @@ class CallbackList(Callback):
     def on_restore(self, epoch: int) -> None:
         for callback in self.callbacks:
             callback.on_restore(epoch)
+
+    def on_train_start(self) -> None:
+        for callback in self.callbacks:
+            callback.on_train_start()
 
     def on_step(self, epoch: int, batch: int, loss: float, images_per_second: float, seconds_left: float) -> None:
         for callback in self.callbacks:
@@ -89,5 +100,5 @@ class MetricsFile(Callback):
         return rows
 
     def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
-        self.rows.append(metrics)
+        self.rows = [*(row for row in self.rows if row["epoch"] < metrics["epoch"]), metrics]
         self.world.broadcast_from_rank0(lambda: self.run.write_metrics(self.rows))

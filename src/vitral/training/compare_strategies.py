@@ -12,7 +12,6 @@ selecting the best epoch, so that no choice was made on the evaluation images.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vitral.data.datasets import VALIDATION_SEED, stratified_holdout
 from vitral.data.lazy_images import select_images
@@ -38,6 +36,7 @@ from vitral.evaluation.leaks import (
 )
 from vitral.evaluation.strategy_comparison import Strategy, Verdict, rank_strategies
 from vitral.inference.forward import compute_features
+from vitral.models.uninitialized import SkipInit
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT
 from vitral.recipes.builtin import get_recipe
@@ -52,6 +51,7 @@ from vitral.training.comparison_parts import (
     train_part,
     write_settings,
 )
+from vitral.training.head_init import head_tensors
 from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
@@ -211,7 +211,7 @@ def split_for_evaluation(setup: TrainingSetup) -> EvaluationSplit:
 
 def describe_strategy(recipe: Recipe, strategy: str) -> str:
     """Such as "224x224/16, 5.7 M parameters, 10 epochs"."""
-    with torch.device("meta"):
+    with SkipInit(), torch.device("meta"):
         millions = sum(p.numel() for p in VARIANTS[recipe.variant](recipe.model).parameters()) / 1e6
     training = "frozen, linear head" if strategy == "probe" else f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)}"
     size = "x".join(map(str, recipe.model.image_size))
@@ -239,7 +239,8 @@ def fit_probe(split: EvaluationSplit, folder: Path) -> tuple[ViT, float]:
     fit_splits = [dataset.train.to_model_input(preprocessing), dataset.validation]
     features = torch.cat([compute_features(model, fit.images, preprocessing, hardware) for fit in fit_splits])
     labels = torch.cat([fit.labels for fit in fit_splits])
-    set_head(model.cpu(), *fit_linear_head((features, labels), len(dataset.classes)))
+    head = head_tensors(split.setup.initial_weights, *fit_linear_head((features, labels), len(dataset.classes)))
+    model.cpu().load_state_dict(split.setup.initial_weights | head)
     config = ModelConfig(
         architecture=recipe.model,
         preprocessing=preprocessing,
@@ -250,13 +251,3 @@ def fit_probe(split: EvaluationSplit, folder: Path) -> tuple[ViT, float]:
     )
     save_model(folder / "model", model.eval(), config)
     return model, time.perf_counter() - started
-
-
-@torch.no_grad()
-def set_head(model: ViT, weight_KE: Tensor, bias_K: Tensor) -> None:
-    """Set the weights of the head. The distilled variant averages two heads, each of which gets half of the columns."""
-    heads = [module for name, module in model.named_modules() if re.fullmatch(r"head\.(\w+\.)?out", name)]
-    for head, weight in zip(heads, weight_KE.chunk(len(heads), dim=1), strict=True):
-        assert isinstance(head, torch.nn.Linear)
-        head.weight.copy_(weight * len(heads))
-        head.bias.copy_(bias_K)

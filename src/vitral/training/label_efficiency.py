@@ -52,7 +52,8 @@ def fine_tuning_recipe(
 ) -> Recipe:
     """The recipe that vitral fine-tunes with.
 
-    For a built-in dataset, its augmentation and batch size, and the optimizer, epochs and EMA of folder-finetune.
+    For a built-in dataset, its augmentation and batch size, and the optimizer, epochs, EMA and fitted head of
+    folder-finetune.
     """
     if recipe is None and not is_file_dataset(data):
         finetune = get_recipe("folder-finetune")
@@ -62,6 +63,7 @@ def fine_tuning_recipe(
             optim=finetune.optim,
             epochs=finetune.epochs,
             ema=finetune.ema,
+            head_init=finetune.head_init,
             tta="none",
         )
     resolved = resolve_recipe(data, recipe, init_from, None, options).with_overrides(overrides)
@@ -144,7 +146,7 @@ def num_epochs(recipe: Recipe, images: int, all_images: int) -> int:
 
 
 def load_setups(recipes: Mapping[Side, Recipe]) -> dict[Side, TrainingSetup]:
-    """Load images and initial weights of both sides. Heads start at zero, also those of the same classes: they were
+    """Load images and initial weights of both sides. All heads are new, also those of the same classes: they were
     fitted to labels that the comparison leaves out."""
     setups: dict[Side, TrainingSetup] = {"after": setup_training(recipes["after"])}
     if recipes["before"].init_from:

@@ -50,7 +50,7 @@ def sweep_lr(
     setup: TrainingSetup, hardware: Hardware, *, steps: int = STEPS, progress: ProgressFn = no_progress
 ) -> LRSweep:
     """Sweep the learning rate from FIRST_LR to LAST_LR on a model that is then discarded."""
-    trainer = trial_trainer(setup, hardware)
+    trainer = trial_trainer(setup, hardware, head_init=setup.recipe.head_init)
     state = trainer.state
     rates: list[float] = []
     losses: list[float] = []

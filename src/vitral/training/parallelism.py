@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from vitral.analysis.cost import ddp_memory
+from vitral.device.cuda_graphs import collective_capture_failure
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan, choose_parallelism
 from vitral.recipes.schema import Recipe
+from vitral.utils.progress import LogFn, no_log
 
 
 def parallel_plan(recipe: Recipe, hardware: Hardware) -> ParallelPlan:
@@ -31,3 +33,16 @@ def parallel_plan(recipe: Recipe, hardware: Hardware) -> ParallelPlan:
         ddp_bytes=ddp_bytes,
         usable_bytes=usable_bytes,
     )
+
+
+def check_cuda_graphs(hardware: Hardware, plan: ParallelPlan, log: LogFn = no_log) -> Hardware:
+    """The hardware without CUDA graphs if the ranks' collectives cannot be captured on it. All ranks must call this."""
+    if plan.mode == "single" or not hardware.cuda_graphs:
+        return hardware
+    if plan.mode == "fsdp":
+        return hardware.without_cuda_graphs("FSDP gathers parameters while it computes")
+    reason = hardware.world.first_reason(collective_capture_failure(hardware.device, hardware.world.size))
+    if reason is None:
+        return hardware
+    log(f"no CUDA graphs: {reason}")
+    return hardware.without_cuda_graphs(reason)

@@ -11,7 +11,8 @@ from torch import Generator, Tensor
 from torch.optim import Optimizer
 
 from vitral.device.select import Hardware, can_run_triton, fallback_from_fp8
-from vitral.distributed.parallel import ParallelPlan, gradient_sync, wrap_ddp
+from vitral.distributed.gradients import GradientReducer
+from vitral.distributed.parallel import ParallelPlan, gradient_sync, make_reducer
 from vitral.recipes.schema import Recipe
 from vitral.ssl.method import PretrainMethod
 from vitral.ssl.views import render_views
@@ -36,7 +37,9 @@ class PretrainBackend:
         hardware: Hardware,
         forward: Callable[..., tuple[Tensor, Tensor]],
         optimizer_kernels: PreparesOptimizers | None = None,
+        reducer: GradientReducer | None = None,
     ) -> None:
+        self.reducer = reducer
         self.method, self.hardware, self.initial_loss = method, hardware, method.initial_loss
         self._forward, self._optimizer_kernels = forward, optimizer_kernels
 
@@ -50,7 +53,7 @@ class PretrainBackend:
             return self._forward(*batch)
 
     def gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
-        return gradient_sync(self._forward, is_last)
+        return gradient_sync(self.method, self.reducer, is_last)
 
     def optimizer_step(self, optimizers: Sequence[Optimizer]) -> None:
         if self._optimizer_kernels is not None:
@@ -59,7 +62,7 @@ class PretrainBackend:
 
     def eager(self) -> PretrainBackend:
         backend = copy.copy(self)
-        backend._forward = self.method
+        backend._forward, backend.reducer = self.method, None
         return backend
 
 
@@ -79,19 +82,22 @@ def make_pretrain_backend(
     hardware = fallback_from_fp8(hardware, "FP8 kernels support training with labels only", log)
     if hardware.compile:
         method.render_fn = hardware.maybe_compile(render_views)
+    if hardware.cuda_graphs and parallel.mode != "single":
+        hardware = hardware.without_cuda_graphs("the collectives of pretraining methods are not captured")
+    reducer = make_reducer(method, parallel, hardware.world, recipe.reduce_dtype)
     if not can_run_triton(hardware.device):
-        return PretrainBackend(method, hardware, hardware.maybe_compile(wrap_ddp(method, parallel)))
+        return PretrainBackend(method, hardware, hardware.maybe_compile(method), reducer=reducer)
     from vitral.kernels.optimizers import OptimizerKernels
     from vitral.kernels.pretraining import fuse_encoders
 
     is_fused = (
-        parallel.mode == "single"
+        parallel.mode != "fsdp"
         and not recipe.activation_checkpointing
         and fuse_encoders(method, hardware, micro_batch_size, log)
     )
     # A compiled method would trace into the fused kernels, which are compiled already.
-    forward = method if is_fused else hardware.maybe_compile(wrap_ddp(method, parallel))
+    forward = method if is_fused else hardware.maybe_compile(method)
     kernels = OptimizerKernels(
-        hardware, overlap_muon=is_fused and gradients_final_after_backward(recipe), overrides=set(), log=log
+        hardware, overlap_muon=is_fused and gradients_final_after_backward(recipe, parallel), overrides=set(), log=log
     )
-    return PretrainBackend(method, hardware, forward, kernels)
+    return PretrainBackend(method, hardware, forward, kernels, reducer)

@@ -5,6 +5,7 @@ If the output is not a terminal, one line every 30 s replaces the bar.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -72,9 +73,10 @@ class ProgressTable(Callback):
 
     def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
         self.last_output = time.monotonic()
+        remaining = "-" if math.isnan(seconds_left) else format_duration(seconds_left)
         self.console.print(
             f"{metrics['epoch']:>5}   {self.values(metrics)}   {metrics['images_per_second']:>9,.0f}   "
-            f"{format_duration(seconds_left):>9}" + self.mark(metrics),
+            f"{remaining:>9}" + self.mark(metrics),
             highlight=False,
             soft_wrap=True,
         )

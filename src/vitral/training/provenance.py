@@ -71,10 +71,10 @@ def precision_name(hardware: Hardware) -> str:
 
 
 def record_precision(run: Run, hardware: Hardware) -> None:
-    """Update the precision in environment.json after it changed during setup."""
+    """Update the precision and the reasons in environment.json after they changed during setup."""
     if environment := run.load_environment():
         saved = environment.get("reasons")
-        reasons = (saved if isinstance(saved, dict) else {}) | {"precision": hardware.reasons["precision"]}
+        reasons = (saved if isinstance(saved, dict) else {}) | hardware.reasons
         run.write_environment(environment | {"precision": precision_name(hardware), "reasons": reasons})
 
 

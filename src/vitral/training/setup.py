@@ -45,13 +45,20 @@ from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.run import resume_command
 from vitral.ssl.teacher import Teacher
+from vitral.training.head_init import fits_head
 from vitral.training.loggers import check_loggers
 from vitral.training.pixel_format import pretrained_spread, with_pixel_format
 from vitral.training.teachers import load_label_teacher
 from vitral.weights.adapt import adapt_weights
 from vitral.weights.adapter import BaseWeights
 
-REGULARISATION = ("dropout", "dropout_attention", "dropout_embedding", "drop_path")  # model fields a recipe decides
+REGULARISATION = (
+    "dropout",
+    "dropout_attention",
+    "dropout_embedding",
+    "patch_drop",
+    "drop_path",
+)  # model fields a recipe decides
 
 
 def resolve_recipe(
@@ -209,6 +216,8 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         checkpoint = weights.read(recipe.init_from, recipe.init_options)
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, dataset.classes)
         initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *adapted.notes)
+        if fits_head(recipe, initial_weights):
+            notes = (*notes, "new classes: least squares on the features of the training images (--head-init)")
         if recipe.tune != "full":
             base = BaseWeights(source=recipe.init_from, sha256=checkpoint.sha256())
     teacher: Teacher | None = None

@@ -166,13 +166,15 @@ def init_state(
             device=hardware.device,
             world_size=hardware.world.size,
             precision=hardware.precision,
+            reduce_dtype=recipe.reduce_dtype,
         )
     if not hardware.world.is_rank0:  # dropout and stochastic depth must differ between ranks
         torch.manual_seed(rank_seed(recipe.seed, hardware.world.rank))
     device = hardware.device
+    is_captured = hardware.cuda_graphs and parallel.mode != "fsdp"
     state = TrainState(
         model=model.train(),
-        optimizers=make_optimizers(model, recipe.optim, lr_device=device if hardware.cuda_graphs else None),
+        optimizers=make_optimizers(model, recipe.optim, lr_device=device if is_captured else None),
         ema=EMA(model, ema_fraction, total_steps, ema_model) if ema_fraction else None,
         augment_rng=Generator(device).manual_seed(recipe.seed),
         epoch_sums=torch.zeros(3, device=device, dtype=torch.float64),  # fp32 counts exactly only up to 2**24

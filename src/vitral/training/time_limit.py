@@ -19,6 +19,7 @@ from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.inference.forward import compute_logits
 from vitral.recipes.options import parse_duration
+from vitral.training.head_init import fits_head, sample_rows
 from vitral.training.setup import TrainingSetup
 from vitral.training.timing import WARMUP_STEPS, TimeBudget
 from vitral.training.trainer import Trainer
@@ -37,7 +38,7 @@ TEST_PASSES = 4  # evaluation, figures, report and calibration each compute pred
 class Speed:
     """Measured durations in seconds."""
 
-    startup: float  # until the first step is done at full speed
+    startup: float  # until the first step is done at full speed, after the fit of a new head
     step: float
     validation: float
     evaluation: float  # calibration, evaluation, figures and report after training; 0 for pretraining
@@ -89,6 +90,8 @@ def measure_speed(setup: TrainingSetup, hardware: Hardware, parallel: ParallelPl
     num_test = max(num_validation, len(setup.dataset.train) // 5)
     is_pretraining = setup.recipe.pretrain is not None
     report = REPORT_SECONDS * (waiting if hardware.gpu_memory_bytes is None else 1.0)
+    if setup.initial_weights is not None and fits_head(setup.recipe, setup.initial_weights):
+        startup += per_image * (len(sample_rows(len(setup.dataset.train))) + num_validation) / hardware.world.size
     speeds = Speed(
         startup=startup,
         step=step,

@@ -25,23 +25,24 @@ from vitral.data.variable_images import images_of_one_size
 from vitral.device.memory import is_out_of_memory
 from vitral.device.select import Hardware
 from vitral.distributed.dtensor import full_state
-from vitral.distributed.parallel import ParallelPlan
+from vitral.distributed.parallel import ParallelPlan, reshard
 from vitral.distributed.world import AsyncFlags
 from vitral.errors import Interrupted, VitralError, shell_quote
 from vitral.inference.forward import compute_logits, compute_logits_distributed
 from vitral.models.calibration import Calibration
 from vitral.models.lora import merge_lora
-from vitral.models.variants import VARIANTS
+from vitral.models.uninitialized import build_uninitialized
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights, weights_damage
 from vitral.runs.run import Run
 from vitral.ssl.teacher import Teacher
 from vitral.tasks import TASKS
-from vitral.tasks.losses import balanced_class_weights, logit_adjustment_offsets
+from vitral.tasks.losses import class_balance_terms
 from vitral.training import checkpoint
 from vitral.training.backend import Backend, make_backend
 from vitral.training.callbacks import Callback, CallbackList, MetricsFile
+from vitral.training.head_init import HeadFit, fit_new_head, fits_head
 from vitral.training.loggers import make_loggers
 from vitral.training.nan_debug import Diverged, RngSnapshot, describe_divergence, locate_nonfinite
 from vitral.training.out_of_memory import out_of_memory_error
@@ -130,11 +131,13 @@ class Trainer:
         init_images = None
         if "whitened_patches" in recipe.init_schemes:
             init_images = self.preprocessing.normalise(images_of_one_size(train.images, NUM_INIT_IMAGES))
+        self.head_fit = self.fit_head()
+        initial_weights = self.initial_weights if self.head_fit is None else self.head_fit.weights
         self.state = init_state(
             recipe,
             hardware,
             self.total_steps,
-            self.initial_weights,
+            initial_weights,
             init_images,
             self.parallel,
             self.preprocessing,
@@ -154,18 +157,26 @@ class Trainer:
         self.sync_every = 1 if hardware.device.type == "cpu" else SYNC_EVERY
         self.rng_snapshots: deque[RngSnapshot] = deque(maxlen=SYNC_EVERY)
 
+    def fit_head(self) -> HeadFit | None:
+        """Fit the head of a new run to the checkpoint's features; None if it stays as it is. All ranks take part."""
+        weights = self.initial_weights
+        if weights is None or not fits_head(self.recipe, weights):
+            return None
+        if self.parallel.mode == "fsdp":
+            self.callbacks.on_message("head_init: zeros, because least squares needs the whole model on each device")
+            return None
+        if self.world.broadcast_from_rank0(lambda: checkpoint.newest(self.run.checkpoint_dir)) is not None:
+            return None  # of a resumed run, the head is in the checkpoint
+        train = replace(self.dataset.train, labels=self.loader.labels.cpu())  # standardised
+        return fit_new_head(self.recipe, train, self.preprocessing, self.hardware, weights)
+
     def make_backend(self) -> Backend:
         """The backend of the step: with labels, the fastest one for this hardware."""
         recipe = self.recipe
         for model in {self.state.model, self.state.eval_model}:
             assert isinstance(model, ViT)
             model.accepts_any_grid = self.preprocessing.resize == "native"
-        class_weights_K = logit_offsets_K = None
-        labels, num_classes = self.loader.labels, recipe.model.num_classes
-        if recipe.class_weights == "balanced":
-            class_weights_K = balanced_class_weights(labels, num_classes)
-        if recipe.logit_adjustment:
-            logit_offsets_K = logit_adjustment_offsets(labels, num_classes, recipe.logit_adjustment)
+        class_weights_K, logit_offsets_K = class_balance_terms(recipe, self.loader.labels)
         return make_backend(
             self.state.vit,
             recipe,
@@ -236,7 +247,7 @@ class Trainer:
         )
 
     def start(self) -> None:
-        """Start the clock; save the initial state if a rollback may need it."""
+        """Validate a fitted head; start the clock; save the initial state if a rollback may need it."""
         recipe = self.recipe
         if recipe.optim.warmup >= self.total_steps:
             self.callbacks.on_message(
@@ -246,12 +257,33 @@ class Trainer:
             )
         if self.loader.steps_per_epoch == 1:
             self.callbacks.on_message(describe_single_step_epochs(recipe.batch_size, len(self.dataset.train)))
-        self.clock = TrainingClock(self.state, self.batch_size)
         budget = self.time_budget
         self.deadline = math.inf if budget is None else budget.deadline(self.state.elapsed_seconds)
+        if self.head_fit is not None and not self.resumed:
+            self.evaluate_head(self.head_fit)
+        self.callbacks.on_train_start()
+        self.clock = TrainingClock(self.state, self.batch_size)
         self.time_is_over = self.state.epoch > 0 and self.clock.is_after(self.deadline)
         if recipe.on_nan == "rollback" and not self.resumed:
             self.save_checkpoint()
+
+    def evaluate_head(self, fit: HeadFit) -> None:
+        """Validate and export the model with its fitted head as epoch 0, a linear probe that the best epoch must beat.
+
+        The training loss and score of this epoch are those of images that were left out of the fit. The run folder
+        holds a complete model from here on.
+        """
+        if not len(self.dataset.validation):
+            return
+        state, clock = self.state, TrainingClock(self.state, self.batch_size)
+        metrics = {"epoch": 0, "step": 0, "lr": 0.0, "train_loss": fit.loss, **self.training_score(fit.mean_score)}
+        metrics |= self.evaluate(epoch=0)
+        self.export_best_model()
+        state.model.train()
+        state.elapsed_seconds += fit.seconds
+        clock.stop(state)
+        metrics |= clock.metrics(state, fit.seconds) | {"images_per_second": round(fit.images_per_second, 1)}
+        self.callbacks.on_epoch_end(metrics, math.nan)
 
     def train_epoch(self) -> None:
         state = self.state
@@ -286,25 +318,29 @@ class Trainer:
 
         Returns the epoch's metrics. Without a validation set, the last epoch counts as the best.
         """
-        state, validation = self.state, self.dataset.validation
+        state = self.state
         self.hardware.synchronize()
         training_seconds = self.clock.training_seconds(state)
-        metrics = self.training_metrics()
-        best: dict[str, float] = {"epoch": state.epoch + 1}
+        metrics = self.training_metrics() | self.evaluate(epoch=state.epoch + 1)
+        return metrics | self.reset_epoch(training_seconds)
+
+    def evaluate(self, epoch: int) -> dict[str, Any]:
+        """Evaluate the validation set and save the weights if they are the best so far; returns the metrics."""
+        state, metrics = self.state, {}
+        best: dict[str, float] = {"epoch": epoch}
         state.eval_model.eval()
-        if len(validation):
+        if len(self.dataset.validation):
             validation_metrics = self._validation_metrics()
-            metrics |= {f"validation_{name}": value for name, value in validation_metrics.items()}
+            metrics = {f"validation_{name}": value for name, value in validation_metrics.items()}
             best |= {name: validation_metrics[name] for name in (self.task.metric, "loss")}
             is_best = not state.best or self._rank(best) > self._rank(state.best)
         else:
-            is_best = state.epoch + 1 == self.recipe.epochs or self.time_is_over
+            is_best = epoch == self.recipe.epochs or self.time_is_over
         if is_best:
             state.best = best
             weights = full_state(state.trained_state(state.eval_model.state_dict()))
             self.world.broadcast_from_rank0(lambda: save_weights(self.run.checkpoint_dir / "best.safetensors", weights))
-        metrics["best"] = is_best
-        return metrics | self.reset_epoch(training_seconds)
+        return {**metrics, "best": is_best}
 
     def training_metrics(self) -> dict[str, Any]:
         """Epoch, step, learning rate, mean training loss and running score of the epoch that ends."""
@@ -324,6 +360,8 @@ class Trainer:
     def reset_epoch(self, training_seconds: float) -> dict[str, Any]:
         """Return to training mode, begin the next epoch and stop the clock; returns the times of the epoch."""
         state = self.state
+        for model in {state.model, state.eval_model}:
+            reshard(model)
         state.model.train()
         state.epoch, state.batch_in_epoch = state.epoch + 1, 0
         state.epoch_sums.zero_()
@@ -463,7 +501,7 @@ class Trainer:
                 lora = recipe.lora if recipe.tune == "lora" else None
                 adapter = Adapter(tune=recipe.tune, lora=lora, base=self.base, config=config, tensors=trained)
                 save_adapter(self.run.model_dir, adapter)
-            model = VARIANTS[recipe.variant](recipe.model)
+            model = build_uninitialized(recipe.variant, recipe.model)
             model.load_state_dict(merge_lora({**frozen, **trained}, recipe.lora.scaling))
             save_model(self.run.model_dir, model, config)
 
@@ -487,7 +525,8 @@ class Trainer:
 
     @property
     def micro_batch_size(self) -> int:
-        return math.ceil(self.batch_size / self.recipe.grad_accum)
+        """Images of this rank per forward pass."""
+        return math.ceil(self.batch_size / (self.recipe.grad_accum * self.world.size))
 
     def report_early_stop(self) -> None:
         step, epoch, epochs = self.state.step, self.state.epoch, self.recipe.epochs

@@ -11,15 +11,21 @@ from torch import Tensor
 
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
+from vitral.recipes.options import HeadInit
 from vitral.runs.run import Run
 from vitral.training.pretrainer import make_trainer
 from vitral.training.setup import TrainingSetup
 from vitral.training.trainer import Trainer
 
 
-def trial_trainer(setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan | None = None) -> Trainer:
-    """A trainer in the state before the first step. The run seeds its own state, so trials do not change its result."""
-    recipe = replace(setup.recipe, tensorboard=False, wandb=False, mlflow=False)
+def trial_trainer(
+    setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan | None = None, head_init: HeadInit = "zeros"
+) -> Trainer:
+    """A trainer in the state before the first step. The run seeds its own state, so trials do not change its result.
+
+    Speed and memory do not depend on the values of the head, so it is not fitted unless `head_init` says so.
+    """
+    recipe = replace(setup.recipe, tensorboard=False, wandb=False, mlflow=False, head_init=head_init)
     trainer = make_trainer(replace(setup, recipe=recipe), Run(Path(os.devnull)), hardware, parallel=parallel)
     trainer.setup()
     return trainer

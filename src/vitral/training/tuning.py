@@ -6,6 +6,7 @@ import torch
 
 from vitral.errors import VitralError
 from vitral.models.lora import add_lora
+from vitral.models.uninitialized import SkipInit
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
@@ -24,7 +25,7 @@ def apply_tuning(model: ViT, recipe: Recipe) -> None:
 
 def count_trained(recipe: Recipe) -> tuple[int, int]:
     """The numbers of parameters that train and of all parameters, without the factors of LoRA."""
-    with torch.device("meta"):
+    with SkipInit(), torch.device("meta"):
         model = VARIANTS[recipe.variant](recipe.model)
         total = sum(parameter.numel() for parameter in model.parameters())
         apply_tuning(model, recipe)

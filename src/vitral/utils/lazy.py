@@ -1,9 +1,14 @@
-"""Lazy package attributes: names that are imported on first use, so that `import vitral` does not import torch."""
+"""Imports outside the usual order: names that are imported on first use, and modules that are imported in advance.
+
+`import vitral` does not import torch.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import NoReturn
@@ -42,3 +47,20 @@ def name_right_call(package: str, right_call: str) -> None:
             raise VitralError(f"{package} is a module, not a function", f"Use {right_call}")
 
     sys.modules[package].__class__ = UncallableModule
+
+
+@contextmanager
+def import_meanwhile(module: str) -> Iterator[None]:
+    """Import a module in another thread, for use after the context.
+
+    Saves time where the context waits for files or other processes. If importing fails, so will the later import.
+    """
+
+    def load() -> None:
+        with suppress(Exception):
+            import_module(module)
+
+    thread = threading.Thread(target=load, name=f"import {module}", daemon=True)
+    thread.start()
+    yield
+    thread.join()  # two threads that import parts of one package could see it half initialised

@@ -131,7 +131,7 @@ def adapt_heads(state: dict[str, Tensor], checkpoint: Checkpoint, classes: tuple
         for row, name in enumerate(classes):
             if name in old_rows:
                 state[key][row] = old[old_rows[name]]
-    return f"head: {num_kept} of {len(classes)} classes kept, the others zero" if num_kept else "head: new, zero"
+    return f"head: {num_kept} of {len(classes)} classes kept, the others new" if num_kept else "head: new"
 
 
 def adapt_channels(kernels_DE: Tensor, old: int, new: int) -> Tensor:

@@ -16,6 +16,7 @@ from vitral.cli.messages import (
     LABELS_HELP,
     MODEL_HELP,
     SPLIT_HELP,
+    TOME_HELP,
     announce_downloads,
     load_model,
     print_notes,
@@ -39,6 +40,7 @@ class EvaluateArgs:
     data: str | None = option(None, EVAL_DATA_HELP)
     split: SplitFlag | None = option(None, SPLIT_HELP)
     engine: EngineFlag = option("auto", ENGINE_HELP)
+    tome_r: int = option(0, TOME_HELP)
     full: bool = option(False, "also print per-class metrics and the confusion matrix, or the co-occurrence of labels")
     max_error: float | None = option(
         None, "find the confidence threshold above which at most this fraction of predictions is wrong, e.g. 0.01"
@@ -72,7 +74,7 @@ def evaluate(args: EvaluateArgs) -> int:
     from vitral.reporting.terminal.evaluation import print_evaluation
     from vitral.reporting.terminal.regression import print_regression
 
-    predictor = load_model(args.model, args.checkpoint, labels=args.labels, engine=args.engine)
+    predictor = load_model(args.model, args.checkpoint, labels=args.labels, engine=args.engine, tome_r=args.tome_r)
     if args.figures is not None:
         require_task(predictor, "--figures", "classification")
     announce_downloads(args.data or predictor.model_config.trained_on, args.ood)
@@ -90,6 +92,7 @@ def evaluate(args: EvaluateArgs) -> int:
             ood=args.ood,
             robustness=args.robustness,
             log=log,
+            note=log.note,
         )
     print_notes(report.notes)
     if args.json:

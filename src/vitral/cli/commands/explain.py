@@ -113,7 +113,7 @@ def explain_file(
         print(dump_json(heatmaps.explanation_to_dict(explanation, predictor, written)))
     else:
         values = ", ".join(map(str, explanation.values))
-        text = values or prediction_text(explanation.prediction[:3], explanation.is_ood)
+        text = values or prediction_text(explanation.prediction[:3], explanation.is_ood) if predictor.has_head else ""
         print("   ".join(filter(None, (pad(str(file), width), text, str(written[0])))))
     if inverted is not None:
         print_notes([f"{file}: with inverted brightness, as in the training set: {label_text(inverted)}"])

@@ -13,6 +13,7 @@ from vitral.cli.messages import (
     BUNDLED,
     ENGINE_HELP,
     LABELS_HELP,
+    TOME_HELP,
     find_image_files,
     load_model,
     missing_images_error,
@@ -36,6 +37,7 @@ class PredictArgs:
     json: bool = option(False, "print one JSON object per image")
     csv: bool = option(False, "print CSV")
     engine: EngineFlag = option("auto", ENGINE_HELP)
+    tome_r: int = option(0, TOME_HELP)
     threads: int | None = option(None, "number of CPU threads (default: measured if there are many images)")
     device: DeviceFlag = option("auto", "device to run on; CUDA_VISIBLE_DEVICES selects one of several GPUs")
     labels: Path | None = option(None, LABELS_HELP)
@@ -60,6 +62,7 @@ def predict(args: PredictArgs) -> int:
         labels=args.labels,
         engine=args.engine,
         threads=args.threads,
+        tome_r=args.tome_r,
     )
     predictor.require_head()
     if args.threads is None and (args.out or len(args.files) >= MANY_FILES or any(map(Path.is_dir, args.files))):
@@ -70,6 +73,11 @@ def predict(args: PredictArgs) -> int:
     if args.out is not None:
         from vitral.inference.batch_predict import predict_to_file
 
+        if args.engine == "auto" and not args.tome_r:
+            from vitral.api import bench_folder
+            from vitral.inference.gpu_calibration import calibrate_for_job
+
+            calibrate_for_job(predictor, args.files, bench_folder(predictor), lambda line: print(line, file=sys.stderr))
         return predict_to_file(predictor, args.files, args.out, top=args.top)
     return print_predictions(list(predictor.predict_many(find_image_files(args.files), top=args.top)), output_format)
 

@@ -57,6 +57,7 @@ def report(args: ReportArgs) -> int:
             fast=args.fast,
             allow_leak=args.allow_leak,
             log=log,
+            note=log.note,
         )
     print(f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)")
     return 0

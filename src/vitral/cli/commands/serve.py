@@ -12,7 +12,7 @@ from typing import Any, Literal
 from vitral import bundled
 from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import ConfigField, read_config_fields
-from vitral.cli.messages import BUNDLED, ENGINE_HELP, LABELS_HELP, print_notes
+from vitral.cli.messages import BUNDLED, ENGINE_HELP, LABELS_HELP, TOME_HELP, print_notes
 from vitral.cli.options import DeviceFlag, EngineFlag, checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, argument, config_options, option
 from vitral.errors import VitralError, error_reason
@@ -38,6 +38,7 @@ class ServeArgs:
         "auto", "/explorer/ runs the models in the browser, which publishes their weights; auto: on localhost only"
     )
     engine: EngineFlag = option("auto", ENGINE_HELP)
+    tome_r: int = option(0, TOME_HELP)
     device: DeviceFlag = option("auto", "device to run on; CUDA_VISIBLE_DEVICES selects one of several GPUs")
     threads: int | None = option(None, "CPU threads per batch; several batches run in parallel if cores allow")
     labels: Path | None = option(None, LABELS_HELP)
@@ -76,6 +77,7 @@ def serve(args: ServeArgs) -> int:
         limits=limits,
         device=args.device,
         engine=args.engine,
+        tome_r=args.tome_r,
         threads=args.threads,
         log=default_log if args.log == "auto" else args.log,
         explorer=args.explorer,
