@@ -1,6 +1,8 @@
 """Effect of lower precision on training: loss curves of the same training on real images at several precisions.
 
     python benchmarks/gpu_curve.py --settings autocast autocast-eager bf16 fp8 [--seeds 2] [--json gpu_curve.json]
+    python benchmarks/gpu_curve.py --settings autocast fp8 --seeds 4 --preset S/16
+    python benchmarks/gpu_curve.py --settings autocast fp8 --seeds 4 --fine-tune 500 --steps 400 --lr 2e-4
     python benchmarks/gpu_curve.py --draw gpu_curve.json gpu_curve.png
 
 A B/16 encoder (width 768, 12 blocks) at 112 px on CIFAR-10: 1,000 steps of 256 images with AdamW, warm-up and cosine
@@ -9,6 +11,9 @@ decay. The seed determines weights, order and augmentation, so that runs with th
 autocast        bf16 GEMMs, everything else and the weights in fp32, compiled: the common practice
 autocast-eager  the same without the compiler, which rounds differently
 bf16, fp8, ...  vitral's precisions, as in `vitral train --precision`
+
+With --fine-tune STEPS, a model is first trained in bf16 on half of the classes for that many steps. All runs then
+fine-tune it on the other classes, with a new head, drop path 0.1 and layer-wise learning rates (0.75).
 
 Noise is the effect of changing the seed only. A setting is within noise if its curve, averaged over seeds and over
 windows of 50 steps, is not farther from autocast's (root mean square) than autocast's seeds are from each other, and if
@@ -40,6 +45,8 @@ from peers import NO_GPU_NOTICE, VitralTraining, error_summary, has_gpu
 WINDOW = 50  # steps per average
 REFERENCE = "autocast"
 WORKER_ARGUMENTS = ("steps", "preset", "image_size", "batch_size", "lr", "data")
+PRETRAIN_LR = 5e-4
+PRETRAIN = "pretrain"  # the setting of the run that fine-tuning starts from
 
 Result = dict[str, Any]
 
@@ -58,6 +65,8 @@ def run_training(setting: str, seed: int, args: argparse.Namespace) -> Result:
     torch.set_float32_matmul_precision("high")
     hardware = hardware_for(setting)
     dataset = load_builtin_dataset(args.data, validation=0.0)
+    if args.init is not None:
+        dataset = half_of_the_classes(dataset, first=setting == PRETRAIN)
     mean, std = channel_stats(dataset.train.images)
     size, C = (args.image_size, args.image_size), dataset.train.images.shape[1]
     recipe = make_recipe(args, seed, C, len(dataset.classes), mean, std)
@@ -73,6 +82,10 @@ def run_training(setting: str, seed: int, args: argparse.Namespace) -> Result:
     labels = dataset.train.labels.to(hardware.device)
     loader = Loader(images=resize(dataset.train.images), labels=labels, batch_size=args.batch_size, seed=seed)
     training = VitralTraining(recipe, preprocessing, hardware, args.steps)
+    if args.init is not None and setting != PRETRAIN:
+        weights = torch.load(args.init, weights_only=True, map_location=hardware.device)
+        weights |= {name: value for name, value in training.state.model.state_dict().items() if name.startswith("head")}
+        training.state.model.load_state_dict(weights)
     loss_sums = torch.zeros(args.steps + 1, dtype=torch.float64, device=hardware.device)
     start, step, epoch = time.perf_counter(), 0, 0
     while step < args.steps:
@@ -84,6 +97,8 @@ def run_training(setting: str, seed: int, args: argparse.Namespace) -> Result:
             loss_sums[step].copy_(training.state.epoch_sums[0])  # stays on the device until the end
         epoch += 1
     losses = (loss_sums.diff() / args.batch_size).tolist()
+    if setting == PRETRAIN:
+        torch.save(training.state.model.state_dict(), args.init)
     fp32 = select_hardware(precision="fp32", compile="no")
     logits = compute_logits(training.state.model.eval(), resize(dataset.test.images), preprocessing, fp32)
     test_labels = dataset.test.labels.to(logits.device)
@@ -98,11 +113,27 @@ def run_training(setting: str, seed: int, args: argparse.Namespace) -> Result:
     }
 
 
+def half_of_the_classes(dataset: Any, first: bool) -> Any:
+    """The images of the first or of the other half of the classes, with labels from 0."""
+    from dataclasses import replace
+
+    num_classes = len(dataset.classes)
+    start, stop = (0, num_classes // 2) if first else (num_classes // 2, num_classes)
+
+    def select(split: Any) -> Any:
+        chosen = (split.labels >= start) & (split.labels < stop)
+        return replace(split, images=split.images[chosen], labels=split.labels[chosen] - start)
+
+    return replace(dataset, train=select(dataset.train), test=select(dataset.test), classes=dataset.classes[start:stop])
+
+
 def hardware_for(setting: str) -> Any:
     from dataclasses import replace
 
     from vitral.device.select import select_hardware
 
+    if setting == PRETRAIN:
+        return select_hardware(precision="bf16")
     if not setting.startswith(REFERENCE):
         return select_hardware(precision=setting)  # type: ignore[arg-type]
     hardware = select_hardware(precision="bf16", compile="no" if setting == "autocast-eager" else "auto")
@@ -117,13 +148,16 @@ def make_recipe(args: argparse.Namespace, seed: int, channels: int, num_classes:
     side = args.image_size
     tiny = {"width": 32, "depth": 2, "heads": 2, "patch_size": side // 2}
     overrides = {"image_size": (side, side), "channels": channels, "num_classes": num_classes}
+    is_fine_tuning = args.init is not None and args.worker[0] != PRETRAIN
+    if is_fine_tuning:
+        overrides["drop_path"] = 0.1
     model = preset("B/16", **overrides | tiny) if args.preset == "tiny" else preset(args.preset, **overrides)
     return Recipe(
         name="curve",
         data=DataConfig(name=args.data, validation=0.0, mean=mean, std=std),
         model=model,
         augment=AugmentConfig(shift=side // 14, flip=channels == 3),
-        optim=OptimConfig(lr=args.lr, weight_decay=0.05),
+        optim=OptimConfig(lr=args.lr, weight_decay=0.05, layer_decay=0.75 if is_fine_tuning else 1.0),
         batch_size=args.batch_size,
         seed=seed,
     )
@@ -262,6 +296,7 @@ def plot(content: Result, path: Path) -> None:
 
 def run_in_subprocess(setting: str, seed: int, args: argparse.Namespace, num_threads: int) -> Result:
     options = [word for name in WORKER_ARGUMENTS for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    options += [] if args.init is None else ["--init", str(args.init)]
     command = [sys.executable, "-W", "ignore", __file__, "--worker", setting, str(seed), *options]
     environment = {"OMP_NUM_THREADS": str(num_threads), **os.environ, "TORCHINDUCTOR_COMPILE_THREADS": str(num_threads)}
     failure: Result = {"setting": setting, "seed": seed}
@@ -286,6 +321,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--data", default="cifar10")
+    parser.add_argument(
+        "--fine-tune", type=int, metavar="STEPS", help="first train half of the classes for STEPS steps"
+    )
+    parser.add_argument("--init", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--parallel", type=int, default=8, help="number of runs at a time")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds per run")
     parser.add_argument("--draw", type=Path, nargs=2, metavar=("JSON", "PNG"), help="plot an earlier result")
@@ -315,10 +354,20 @@ def main() -> None:
         print(NO_GPU_NOTICE)
         args.preset, args.image_size, args.data, args.batch_size = "tiny", 8, "digits", 32
         args.steps, args.parallel = min(args.steps, 100), 1
+        args.fine_tune = min(args.fine_tune, 100) if args.fine_tune else None
     cases: list[tuple[str, int]] = [(setting, seed) for seed in range(args.seeds) for setting in args.settings]
     num_threads = max(1, (os.cpu_count() or 2) // min(args.parallel, len(cases)))
     with ThreadPoolExecutor(args.parallel) as pool, tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        if args.fine_tune:
+            args.init = Path(cache) / "pretrained.pt"
+            steps, lr = args.steps, args.lr
+            args.steps, args.lr = args.fine_tune, PRETRAIN_LR
+            pretrained = run_in_subprocess(PRETRAIN, 0, args, os.cpu_count() or 2)
+            args.steps, args.lr = steps, lr
+            if "failed" in pretrained:
+                raise SystemExit(f"{PRETRAIN}: {pretrained['failed']}")
+            print(f"{PRETRAIN}: top-1 {pretrained['test_top1']:.2%} on its classes", flush=True)
         runs = list(pool.map(lambda case: run_in_subprocess(case[0], case[1], args, num_threads), cases))
     comparison = compare_settings(runs)
     for run in runs:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from vitral.data.preprocess import Preprocessing
     from vitral.device.select import Hardware
+    from vitral.distributed.parallel import ParallelPlan
     from vitral.models.vit import ViTConfig
     from vitral.recipes.schema import Recipe
 
@@ -121,13 +122,20 @@ def make_step(case: Case, info: Info) -> StepFn:
 class VitralTraining:
     """The optimizer step of vitral.training, set up as Trainer does."""
 
-    def __init__(self, recipe: Recipe, preprocessing: Preprocessing, hardware: Hardware, total_steps: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        preprocessing: Preprocessing,
+        hardware: Hardware,
+        total_steps: int,
+        parallel: ParallelPlan | None = None,
+    ) -> None:
         from vitral.training.backend import make_backend
         from vitral.training.parallelism import parallel_plan
         from vitral.training.state import init_state
         from vitral.training.step import StepContext, StepRunner
 
-        parallel = parallel_plan(recipe, hardware)
+        parallel = parallel or parallel_plan(recipe, hardware)
         self.state = init_state(recipe, hardware, total_steps, parallel=parallel)
         self.backend = make_backend(
             self.state.vit,
@@ -135,7 +143,7 @@ class VitralTraining:
             preprocessing,
             hardware,
             parallel,
-            micro_batch_size=recipe.batch_size // recipe.grad_accum,
+            micro_batch_size=recipe.batch_size // (recipe.grad_accum * hardware.world.size),
             log=partial(print, file=sys.stderr),
         )
         self.runner = StepRunner(self.state, StepContext(recipe, self.backend), total_steps)
@@ -175,6 +183,7 @@ def make_vitral_inference(case: Case, info: Info) -> StepFn:
 
     from vitral.data.preprocess import Preprocessing
     from vitral.inference.engine_selection import select_cuda_engine
+    from vitral.models.token_merging import TokenMergingViT
     from vitral.models.vit import ViT
 
     config, hardware = select_vitral_hardware(case, info)
@@ -183,13 +192,17 @@ def make_vitral_inference(case: Case, info: Info) -> StepFn:
     torch.manual_seed(0)
     model: Any = ViT(config).eval()
     torch.nn.init.normal_(model.head.out.weight)  # the zero initialisation would hide errors
-    choice = select_cuda_engine(model, preprocessing, hardware)
-    if choice.engine is None:
-        raise RuntimeError(choice.reason)
-    info["hardware"] = str(choice)
-    engine = choice.engine
+    if r := number_option(case, "tome-"):
+        model = TokenMergingViT.from_model(model, int(r))
     shape = (case.batch_size, 3, *config.image_size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, device=hardware.device)
+    engine: Any
+    if percent := number_option(case, "recheck-"):
+        engine = make_cascade(model, preprocessing, images, percent, info)
+    else:
+        choice = select_cuda_engine(model, preprocessing, hardware)
+        info["hardware"] = str(choice)
+        engine = choice.engine
     with torch.inference_mode():
         expected = model.to(hardware.device)(preprocessing.normalise(images[:32])).cpu()
         info["relative_error"] = float((engine(images)[:32] - expected).norm() / expected.norm())
@@ -201,8 +214,36 @@ def make_vitral_inference(case: Case, info: Info) -> StepFn:
     return infer
 
 
+def number_option(case: Case, prefix: str) -> float | None:
+    """The number of an option such as recheck-5 or tome-8, or None."""
+    options = [option for option in case.option_list if option.startswith(prefix)]
+    return float(options[0].removeprefix(prefix)) if options else None
+
+
+def make_cascade(model: Any, preprocessing: Preprocessing, images: Tensor, percent: float, info: Info) -> Any:
+    """The engine fp8-cascade with the margin that makes it compute this percentage of the batch twice.
+
+    Random weights have no meaningful margins, so the percentage comes from a measurement of a trained model.
+    """
+    import torch
+
+    from vitral.device.select import select_hardware
+    from vitral.inference.cuda_cascade import build_fp8_cascade
+
+    hardware = select_hardware(device="gpu", precision="fp32", compile="no")
+    engine = build_fp8_cascade(model.to(hardware.device), preprocessing, hardware, margin=0.0)
+    top = engine.fast(images).topk(2, dim=1).values
+    gaps = (top[:, 0] - top[:, 1]).sort().values
+    count = round(percent / 100 * len(gaps))
+    engine.margin = float(gaps[count])
+    rechecked = int(engine.is_ambiguous(engine.fast(images)).sum())
+    info["hardware"] = f"fp8-cascade, {rechecked} of {len(gaps)} images computed again in fp16"
+    torch.cuda.empty_cache()
+    return engine
+
+
 def select_vitral_hardware(case: Case, info: Info) -> tuple[ViTConfig, Hardware]:
-    """Options: bf16, fp8, fp32 (precision), eager, unfused, tanh (GELU), mean (pooling)."""
+    """Options: bf16, fp8, fp32 (precision), recheck-PERCENT, tome-R, eager, unfused, tanh (GELU), mean (pooling)."""
     from vitral.device.select import select_hardware
 
     config, precision, compile_option = model_config(case.model), "auto", "auto"
@@ -213,7 +254,7 @@ def select_vitral_hardware(case: Case, info: Info) -> tuple[ViTConfig, Hardware]
             config = replace(config, pooling="mean")
         elif option == "eager":
             compile_option = "no"
-        elif option not in ("auto", "unfused"):
+        elif option not in ("auto", "unfused") and not option.startswith(("recheck-", "tome-")):
             precision = option
     settings: Any = {"precision": precision, "compile": compile_option, "from_scratch": case.mode == "train"}
     hardware = select_hardware(**settings, width=config.width)

@@ -3,9 +3,9 @@
     python benchmarks/pretraining.py --variant "pretrain-small epochs=80" --seeds 3 --save
     python benchmarks/pretraining.py --variant "pretrain-small pretrain.method=moco" --variant pretrain-small --epochs 9
 
-A variant is a recipe with changes FIELD=VALUE, as in benchmarks/speed_records.py. Pretraining uses the training images
-of the recipe's dataset without labels. Afterwards all labels train classifiers on the frozen features, and the test
-images measure them:
+A variant is a recipe (name or TOML file) with changes FIELD=VALUE, as in benchmarks/speed_records.py. Pretraining uses
+the training images of the recipe's dataset without labels. Afterwards all labels train classifiers on the frozen
+features, and the test images measure them:
 
 knn, linear    k nearest neighbours (k = 20, cosine) and logistic regression on the features, fp32
 linear_1pct    logistic regression on 1% of the labels (50 images per class of CIFAR-10), mean of three draws
@@ -42,7 +42,7 @@ from vitral.evaluation.feature_classifiers import (
 from vitral.inference.forward import compute_logits
 from vitral.pretraining import pretrain
 from vitral.recipes.builtin import get_recipe
-from vitral.recipes.schema import Recipe
+from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.model_io import load_model
 from vitral.runs.run import Run
 from vitral.utils.json_toml import parse_toml
@@ -54,7 +54,7 @@ INVERSE_PENALTIES = (0.003, 0.03, 0.3)  # C of the linear probe
 
 
 def parse_variant(text: str) -> Recipe:
-    """The recipe "NAME FIELD=VALUE ...", with values as in TOML; text needs no quotes."""
+    """The recipe "NAME FIELD=VALUE ..." or "FILE.toml ...", with values as in TOML; text needs no quotes."""
     name, *changes = text.split()
     overrides: dict[str, Any] = {}
     for change in changes:
@@ -63,7 +63,8 @@ def parse_variant(text: str) -> Recipe:
             overrides[field] = parse_toml(f"value = {value}")["value"]
         except ValueError:
             overrides[field] = value
-    return get_recipe(name).with_overrides(overrides)
+    recipe = read_recipe(Path(name)) if name.endswith(".toml") else get_recipe(name)
+    return recipe.with_overrides(overrides)
 
 
 def features_of(run: Path, split: Split) -> Tensor:

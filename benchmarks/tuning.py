@@ -56,7 +56,8 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31,
 
 def parse_setting(setting: str) -> dict[str, Any]:
     tune, *fields = setting.split(":")
-    return {"tune": tune} | {name: float(value) for name, value in (field.split("=") for field in fields)}
+    values = dict(field.split("=") for field in fields)
+    return {"tune": tune} | {name: float(value) if value[0].isdigit() else value for name, value in values.items()}
 
 
 def fine_tune(args: argparse.Namespace, setting: str, seed: int) -> dict[str, Any]:
