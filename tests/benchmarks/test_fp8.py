@@ -44,6 +44,7 @@ def test_curves_are_within_noise_if_they_differ_less_than_seeds() -> None:
     assert "NOT within noise" in "\n".join(gpu_curve.summary_lines(worse))
 
 
+@pytest.mark.slow
 @without_gpu
 def test_a_toy_curve_runs_without_a_gpu_and_is_plotted(tmp_path: Path, run_benchmark: Callable[..., str]) -> None:
     words: list[object] = ["--settings", "autocast", "--seeds", 1, "--steps", 60, "--json", tmp_path / "out.json"]

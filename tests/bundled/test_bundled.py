@@ -136,7 +136,13 @@ def test_digits_of_another_dataset_are_recognised():
 @pytest.mark.parametrize("name", bundled.model_names())
 @pytest.mark.parametrize(
     ("mode", "size"),
-    [("L", (28, 28)), ("RGB", (300, 224)), ("RGB", (4000, 3000)), ("RGBA", (64, 90)), ("I;16", (40, 40))],
+    [
+        ("L", (28, 28)),
+        ("RGB", (300, 224)),
+        pytest.param("RGB", (4000, 3000), marks=pytest.mark.slow),
+        ("RGBA", (64, 90)),
+        ("I;16", (40, 40)),
+    ],
 )
 def test_any_image_mode_and_size_is_accepted(name, mode, size):
     image = Image.effect_noise(size, 60).convert("L" if mode == "I;16" else mode)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from support.common import skip_figures
 from vitral.cli import main as cli
@@ -72,7 +73,7 @@ def run_shell_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
         Path(out).write_text(printed.out, encoding="utf-8")
 
 
-def write_example(run: Run, target: EvalTarget, evaluation: EvaluationReport) -> None:
+def write_example(run: Run, target: EvalTarget, evaluation: EvaluationReport, logits: Tensor) -> None:
     """The one figure of a run that the pages use as an input; a test of the README draws all of them."""
     name = example_name(target.predictor.model_config.preprocessing)
     save_image(target.split.images[0], run.figure_dir / name)

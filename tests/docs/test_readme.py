@@ -16,9 +16,13 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"`(vitral [^`]+)`", README)
 SLOW_COMMANDS = {  # these have other tests
+    "vitral evaluate runs/mine --max-error 0.01 --ood folder/ --robustness",
+    "vitral explain runs/mine --faithfulness digits --images 16",
     "vitral explorer --out site",
     "vitral export runs/mine --to onnx",
     "vitral figures runs/mine",
+    "vitral report runs/mine",
+    "vitral train digits --epochs 20 --optim.lr 3e-3 --model.depth 6",
     "vitral train photos/ --folds 3",
     "vitral train photos/ --init-from model.safetensors --compare --seeds 2",
     "vitral train photos/ --init-from model.safetensors --tune lora",
@@ -61,6 +65,7 @@ SKIPPED = [command for command in COMMANDS if "--resume" in command or command.s
 def test_the_command_works(reader_folder, monkeypatch, request, capsys, command):
     monkeypatch.chdir(reader_folder)
     monkeypatch.setattr("vitral.doctor.estimates.BENCHMARK_SECONDS", 0.0)
+    monkeypatch.setattr("vitral.doctor.estimates.CPU_BENCHMARK_BATCH", 2)
     if command != "vitral train mnist":  # one of the training commands writes its figures
         request.getfixturevalue("no_figures")
     with pytest.raises(SystemExit) as stop:

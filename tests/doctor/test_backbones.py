@@ -56,6 +56,7 @@ def test_a_budget_that_is_too_short_for_all_leaves_the_smallest(monkeypatch: pyt
     assert affordable(monkeypatch, FACTS, tiny_seconds=600, budget=5) == ["Ti/16 at 224 px"]
 
 
+@pytest.mark.slow
 def test_384_pixels_are_used_only_for_images_of_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
     large = DataFacts(num_train=400, num_images=460, num_classes=5, median_side=500)
     assert affordable(monkeypatch, large, tiny_seconds=60, budget=3600)[0] == "Ti/16 at 384 px"

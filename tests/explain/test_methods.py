@@ -22,10 +22,18 @@ from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig
 
+REPEATED_PASSES = ("integrated-gradients", "shapley", "smoothgrad")  # slow, and independent of the kind of model
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_supports_every_kind_of_vit(kind: str, method: str) -> None:
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        pytest.param(method, kind, marks=[pytest.mark.slow] * (method in REPEATED_PASSES and kind != "class"))
+        for method in METHODS
+        for kind in KINDS
+    ],
+)
+def test_every_method_supports_every_kind_of_vit(method: str, kind: str) -> None:
     variant, config = KINDS[kind]
     model = random_model(variant, config).requires_grad_(False)  # gradients do not depend on trainable weights
     image = torch.randn(config.channels, 8, 12)
@@ -103,7 +111,14 @@ def test_trace_of_attention_pooling_has_the_same_logits() -> None:
 # ── relevance ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", ["class", "mean, rotary", "attention pooling, sincos", "distilled", "class and mean"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mean, rotary",
+        "attention pooling, sincos",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("class", "distilled", "class and mean")),
+    ],
+)
 def test_relevance_equals_the_equations_of_the_paper(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """R = I; R ← R + Ā·R, Ā = E_h[(∇A ⊙ A)⁺], with finite differences for the gradient of each entry of A."""
     model = random_model(*KINDS[kind]).double()
