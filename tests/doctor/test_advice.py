@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -79,10 +81,11 @@ def test_estimate_is_within_a_factor_of_five_of_the_real_training(photos, fast_b
     overrides: dict[str, Any] = {"model.depth": 1, "model.image_size": (32, 32)}
     api.train(str(photos), epochs=1, out=checkpoint, **overrides)
     recommendation = recommend(diagnosis, init_from=checkpoint)
-    start = time.perf_counter()
-    api.train(str(photos), init_from=checkpoint, out=tmp_path / "fine-tuned")
-    assert recommendation.seconds < 5 * (time.perf_counter() - start)
     assert recommendation.command == f"vitral train {photos} --init-from {checkpoint}"
+    command = [sys.executable, "-m", *recommendation.command.split(), "--out", str(tmp_path / "fine-tuned")]
+    start = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    assert recommendation.seconds < 5 * (time.perf_counter() - start)
 
 
 @pytest.mark.slow

@@ -224,7 +224,9 @@ def test_version_changes_with_the_weights_and_the_configuration(predictor, tmp_p
 
 
 def test_model_description(client, predictor):
-    (model,) = client.get("/v1/models").json()["models"]
+    response = client.get("/v1/models").json()
+    assert schema.ModelList.model_validate(response).models[0].engine.backend == "pytorch"
+    (model,) = response["models"]
     assert model == client.get("/v1/models/insects").json()
     assert model["classes"] == ["ant", "bee", "<b>wasp</b>", "나비"]
     assert (model["image_size"], model["patch_size"], model["depth"], model["heads"]) == ([32, 32], 8, 3, 2)

@@ -152,6 +152,7 @@ class EngineInfo(StrictModel):
     precision: str = Field(description="precision of the matrix multiplications")
     device: str = Field(description="cpu or cuda")
     threads: int | None = Field(None, description="CPU threads per batch")
+    backend: str | None = Field(None, description="library that computes it, e.g. pytorch or openvino")
 
 
 class ModelInfo(StrictModel):
