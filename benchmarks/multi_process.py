@@ -18,8 +18,10 @@ Without a GPU a toy version shows that everything runs.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -310,8 +312,11 @@ WORKERS: list[subprocess.Popen[str]] = []
 
 
 def end_workers() -> None:
-    """End all workers when the time is over. What was measured until then is still reported."""
+    """End all workers when the time is over. They print their stacks; earlier measurements are still reported."""
     print("the time is over", file=sys.stderr)
+    for process in WORKERS:
+        process.terminate()
+    time.sleep(2)
     for process in WORKERS:
         process.kill()
 
@@ -338,7 +343,7 @@ class Worker:
     def messages(self) -> str:
         """The end of stderr: reasons for kernels that are not used, or a traceback."""
         self.stderr.seek(0)
-        return self.stderr.read()[-1500:]
+        return self.stderr.read()[-3000:]
 
     def ask(self, command: str) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -368,6 +373,8 @@ def measure_equal() -> list[dict[str, Any]]:
             if "failed" in (answer := worker.read()):
                 print(answer["failed"], file=sys.stderr)
             worker.end()
+            if worker.process.returncode:
+                print(f"a worker ended with status {worker.process.returncode}", file=sys.stderr)
         return compare_equal(folder)
 
 
@@ -442,6 +449,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.worker:
+        faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)  # where a worker hangs
         kind, _, case = args.worker.partition(":")
         if kind == "equal":
             rank, size = map(int, case.split(":"))
