@@ -12,10 +12,12 @@ SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = pytest.mark.timeout(2 * HANG_SECONDS)
 
 
+@pytest.mark.slow
 def test_gathered_tensors_and_averaged_gradients_are_complete() -> None:
     run_ranks(SUPPORT / "collective_checks.py", world_size=3)
 
 
+@pytest.mark.slow
 def test_gathered_weights_of_the_fused_encoder_are_those_of_an_unsharded_one() -> None:
     pytest.importorskip("triton")
     run_ranks(SUPPORT / "sharded_weights_checks.py", world_size=3)

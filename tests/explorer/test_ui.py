@@ -136,6 +136,7 @@ def test_every_panel_shows_every_kind_of_model(open_page, model):
         page.close()
 
 
+@pytest.mark.slow
 def test_attention_is_shown_beside_the_map_that_the_faithfulness_test_ranks_best(open_page):
     page = open_page("#explore/attention?image=5")
     expect(page.locator(".honest [aria-busy]")).to_have_count(0)
@@ -289,6 +290,7 @@ def test_changes_that_do_not_exist_are_refused(open_page):
     expect(page.locator("#changed-note")).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_language_switch_keeps_the_place(open_page):
     page = open_page("#tour/attention")
     page.click("#language")
@@ -303,6 +305,7 @@ def test_korean_visitors_start_in_korean(open_page):
     expect(open_page(locale="ko-KR").locator("#views")).to_contain_text("따라가기")
 
 
+@pytest.mark.slow
 def test_keyboard_walks_through_the_tour_and_zooms(open_page):
     page = open_page()
     page.keyboard.press("ArrowRight")
@@ -316,6 +319,7 @@ def test_keyboard_walks_through_the_tour_and_zooms(open_page):
     expect(page.locator("#step-title")).to_contain_text("Block 1, head 1")
 
 
+@pytest.mark.slow
 def test_keyboard_reaches_patches_and_numbers(open_page):
     page = open_page("#explore/attention?zoom=head")
     page.locator("#patches button").first.focus()
@@ -341,6 +345,7 @@ def test_every_control_has_a_name(open_page):
     assert unnamed == []
 
 
+@pytest.mark.slow
 def test_numbers_of_a_figure_open_as_a_table(open_page):
     page = open_page("#tour/logits")
     page.locator("figure .link").first.click()
@@ -361,6 +366,7 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, place, language):
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
+@pytest.mark.slow
 def test_theme_follows_the_system_and_the_button(open_page):
     page = open_page(color_scheme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
@@ -385,5 +391,6 @@ def test_slider_shows_earlier_epochs(open_page):
     expect(page.locator(".slider output")).to_have_text("epoch 9")
 
 
+@pytest.mark.slow
 def test_models_with_one_epoch_have_no_training_view(open_page):
     expect(open_page().locator("#views button")).to_have_count(3)

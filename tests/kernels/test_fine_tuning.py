@@ -168,6 +168,7 @@ def test_attention_dropout_drops_attention_weights_in_training_only() -> None:
     assert unsupported_architecture(model) == reason
 
 
+@pytest.mark.slow
 def test_dropout_masks_have_the_requested_rate_and_are_independent() -> None:
     seeds = draw_seeds(8, torch.device("cpu"))
     for p in (0.1, 0.5, 0.9):
@@ -216,6 +217,7 @@ def test_fp8_agrees_with_the_reference(case: str, monkeypatch: pytest.MonkeyPatc
         assert relative_difference(fused_grads, reference_grads) < 0.3, rank
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate_fp8_gemms(monkeypatch)
     model = make_model("last-1")

@@ -216,6 +216,7 @@ def test_pointing_at_a_patch_shows_its_attention(open_page, running):
     assert page.locator("[data-patch='5']").get_attribute("aria-pressed") == "true"
 
 
+@pytest.mark.slow
 def test_caption_equals_the_attention_of_the_server(open_page, running):
     page = open_page()
     content = find_image(running)
@@ -307,6 +308,7 @@ def test_text_file_named_png_shows_an_error(open_page, running):
     assert page.locator("#error").is_hidden()
 
 
+@pytest.mark.slow
 def test_unreachable_server_shows_an_error(open_page, running):
     page = open_page()
     page.route("**/explain?**", lambda route: route.abort())
@@ -344,6 +346,7 @@ def stroke(page, *points: tuple[int, int]) -> None:
     page.mouse.up()
 
 
+@pytest.mark.slow
 def test_drawing_is_light_on_dark_centred_and_classified_after_each_stroke(open_page, running):
     page = open_page()
     assert page.locator("#draw").is_hidden()  # only for greyscale models

@@ -373,6 +373,7 @@ def test_clicking_a_cell_shows_its_images(run: Path, open_page: Any) -> None:
     assert cell.get_attribute("aria-pressed") == "false"
 
 
+@pytest.mark.slow
 def test_cells_are_accessible_with_the_keyboard(run: Path, open_page: Any) -> None:
     tab = open_page(run / "report.html")
     tab.locator("#matrix td.correct button").first.focus()
