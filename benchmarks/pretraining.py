@@ -29,6 +29,7 @@ from torch import Tensor
 
 from _output import add_output_arguments, write_results
 from vitral import api
+from vitral.api import pretrain
 from vitral.data.datasets import Split, load_builtin_dataset
 from vitral.device.select import select_hardware
 from vitral.evaluation.feature_classifiers import (
@@ -40,7 +41,6 @@ from vitral.evaluation.feature_classifiers import (
     vote,
 )
 from vitral.inference.forward import compute_logits
-from vitral.pretraining import pretrain
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.model_io import load_model

@@ -21,7 +21,6 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # From top to bottom. A package may import from its own layer and from those below it.
 LAYERS = [
     ["__init__", "__main__", "cli"],
-    ["cross_validation", "distillation", "label_efficiency", "pretraining"],
     ["api"],
     ["serve"],
     ["explorer"],

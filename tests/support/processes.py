@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import NoReturn
 
 PRELOADED = (
-    "vitral.api",
+    "vitral.api.training",
+    "vitral.api.evaluation",
+    "vitral.api.deployment",
     "vitral.training.trainer",
     "vitral.serve.server",
     "uvicorn",

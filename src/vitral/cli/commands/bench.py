@@ -47,6 +47,7 @@ class BenchArgs:
 def bench(args: BenchArgs) -> int:
     check_inputs(args.model, data=args.data)
     from vitral import api
+    from vitral.api.inference import bench_folder
 
     predictor = load_model(args.model, args.checkpoint, device=args.device, engine="reference")
     on_gpu = predictor.hardware.is_gpu
@@ -82,7 +83,7 @@ def bench(args: BenchArgs) -> int:
     else:
         from vitral.reporting.terminal.bench import print_bench
 
-        is_stored = api.bench_folder(predictor) is not None
+        is_stored = bench_folder(predictor) is not None
         print_bench(result, args.model, is_stored=is_stored, device=device)
         if is_stored:
             print_calibration_hint(predictor, result.engine, args.model)

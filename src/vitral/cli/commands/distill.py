@@ -99,7 +99,7 @@ def distill(args: DistillArgs) -> int:
             raise VitralError(
                 "no teacher to learn from", "Name one with --teacher: a run, a checkpoint file, hf:owner/name"
             )
-    from vitral.distillation import distill as run_distillation
+    from vitral.api import distill as run_distillation
 
     run_distillation(
         list(args.images) or None,

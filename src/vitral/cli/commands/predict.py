@@ -74,7 +74,7 @@ def predict(args: PredictArgs) -> int:
         from vitral.inference.batch_predict import predict_to_file
 
         if args.engine == "auto" and not args.tome_r:
-            from vitral.api import bench_folder
+            from vitral.api.inference import bench_folder
             from vitral.inference.gpu_calibration import calibrate_for_job
 
             calibrate_for_job(predictor, args.files, bench_folder(predictor), lambda line: print(line, file=sys.stderr))

@@ -134,7 +134,7 @@ def pretrain(args: PretrainArgs) -> int:
         check_resume_flags("pretrain", args, ("images", "recipe", "preset", "exclude", "out"))
     elif not args.images and args.recipe is None:
         raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
-    from vitral.pretraining import pretrain as run_pretraining
+    from vitral.api import pretrain as run_pretraining
 
     result = run_pretraining(
         list(args.images) or None,

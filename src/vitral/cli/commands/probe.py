@@ -23,7 +23,7 @@ from vitral.cli.parsing import Command, argument, option, required_option
 from vitral.errors import VitralError
 from vitral.utils.json_toml import dump_json
 
-RANDOM = "random"  # that of vitral.label_efficiency, which imports torch
+RANDOM = "random"  # that of vitral.api.label_efficiency, which imports torch
 AGAINST = "Comparison of initial weights (--against)"
 
 
@@ -87,7 +87,7 @@ def probe(args: ProbeArgs) -> int:
 
 
 def compare(args: ProbeArgs, against: str) -> int:
-    from vitral.label_efficiency import compare_label_efficiency
+    from vitral.api import compare_label_efficiency
     from vitral.reporting.terminal.label_efficiency import print_label_efficiency
 
     names = ("fractions", "seeds", "epochs", "recipe", "fine_tuning", "results", "out")

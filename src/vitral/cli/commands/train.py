@@ -179,7 +179,7 @@ def check_fold_flags(args: TrainArgs) -> None:
 
 
 def print_cross_validation(args: TrainArgs, start: Mapping[str, Any]) -> int:
-    from vitral.cross_validation import cross_validate
+    from vitral.api import cross_validate
 
     result = cross_validate(args.data, quiet=args.json, **{"allow_leak": args.allow_leak, **start}, **args.overrides)
     if args.json:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vitral.api.pretraining import PretrainResult, train_without_labels
 from vitral.data.preprocess import Preprocessing
 from vitral.data.unlabelled import as_sources
 from vitral.errors import VitralError
 from vitral.inference.predictor import Predictor
-from vitral.pretraining import PretrainResult, train_without_labels
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.run import Run, resume_command

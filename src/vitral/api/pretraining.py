@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from vitral.api import join_process_group, run_lock, store_training_images
+from vitral.api.label_efficiency import RANDOM, compare_label_efficiency
+from vitral.api.runs import join_process_group, run_lock, store_training_images
 from vitral.data.probe_set import ProbeSet, load_probe_set
 from vitral.data.unlabelled import as_sources
 from vitral.device.threads import thread_count
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.label_efficiency import LabelEfficiency
 from vitral.inference.predictor import Predictor
-from vitral.label_efficiency import RANDOM, compare_label_efficiency
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.reporting.terminal import pretraining as terminal

@@ -200,7 +200,7 @@ def test_a_dataset_without_test_images_is_refused(workspace: Path, tmp_path: Pat
 
 
 def test_options_describe_checkpoints_of_other_libraries_only(workspace: Path, tmp_path: Path) -> None:
-    from vitral.label_efficiency import options_of
+    from vitral.api.label_efficiency import options_of
 
     foreign = tmp_path / "vit.safetensors"
     foreign.touch()

@@ -139,7 +139,7 @@ def test_the_demo_falls_back_to_digits_without_a_network(
             raise VitralError("cannot download mnist: no route to host", "Try again later")
         return load(name, **options)
 
-    monkeypatch.setattr("vitral.api.load_builtin_dataset", offline)
+    monkeypatch.setattr("vitral.api.training.load_builtin_dataset", offline)
     quick = get_recipe("digits").with_overrides(TINY)
     monkeypatch.setitem(RECIPES, "digits", lambda: quick)
     vitral.demo(out=tmp_path / "run", quiet=False)

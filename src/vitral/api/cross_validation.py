@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from vitral.api import _resolve_recipe as resolve_run_recipe
-from vitral.api import train
+from vitral.api.training import resolve_run_recipe, train
 from vitral.data.files.csv_list import read_csv_list
 from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
 from vitral.device.select import select_hardware

@@ -14,10 +14,10 @@ from support.common import identical
 from support.pretrain_runs import CENTER, METHODS, PRETRAIN_RECIPE, save_arrays, save_textures
 from support.training import final_weights, metrics_without_timing
 from vitral import api
+from vitral.api.pretraining import PretrainResult
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
-from vitral.pretraining import PretrainResult
 from vitral.runs.model_io import ModelConfig, save_model
 from vitral.runs.run import Run
 
