@@ -122,6 +122,14 @@ def test_overrides_change_only_their_fields(recipe: Recipe) -> None:
     assert recipe.with_overrides({}) == recipe
 
 
+def test_another_variant_drops_the_fields_it_does_not_have() -> None:
+    """A plain model has no convolutional stem; everything else stays."""
+    recipe = get_recipe("pretrain-small")
+    plain = recipe.with_overrides({"variant": "plain"})
+    assert (plain.variant, type(plain.model)) == ("plain", ViTConfig)
+    assert (plain.model.width, plain.model.patch_size) == (recipe.model.width, recipe.model.patch_size)
+
+
 def test_none_resets_optional_fields(recipe: Recipe) -> None:
     changed = recipe.with_overrides({"data.mean": (0.5,), "data.std": [0.25], "model.mlp_width": 24})
     assert (changed.data.mean, changed.data.std, changed.model.mlp_width) == ((0.5,), (0.25,), 24)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -302,8 +302,17 @@ class Recipe:
         return arrays_on_one_line(tomli_w.dumps(to_dict(self)))
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Recipe:
-        """A copy with some fields replaced; nested fields by dotted names: `{"optim.lr": 3e-4}`."""
+        """A copy with some fields replaced; nested fields by dotted names: `{"optim.lr": 3e-4}`.
+
+        Another `variant` drops the fields of the architecture that it does not have.
+        """
         values = to_dict(self)
+        if (model_class := config_class(overrides.get("variant", self.variant))) is not config_class(self.variant):
+            values["model"] = {
+                field.name: values["model"][field.name]
+                for field in fields(model_class)
+                if field.name in values["model"]
+            }
         for path, value in overrides.items():
             if path == "freeze":
                 raise VitralError(*FREEZE_REPLACED)

@@ -1,13 +1,15 @@
 """DINO (Caron et al., 2021, arXiv 2104.14294) with iBOT's masked patches (Zhou et al., 2022, arXiv 2111.07832).
 
-The student predicts the teacher's distribution over K prototypes, a softmax of cosine similarities:
+The student predicts the teacher's distribution over K prototypes, a softmax of cosine similarities z with them:
 
-    DINO, equations 1 to 3    for the pooled features: of each global view from the student's other views
-    iBOT, equation 3          for patches: of the teacher's patch where the student's patch is masked
+    P_s = softmax(z_s / τ_s)    P_t = balanced(z_t / τ_t)
+    DINO    -Σ P_t(x) log P_s(x')    pooled features: of each global view x from the student's other views x'
+    iBOT    -Σ P_t(u) log P_s(û)     patches: of the teacher's patch u where the student's patch û is masked
 
 The teacher is an EMA of the student. A constant output is prevented by balancing the teacher's outputs over the batch,
-either by Sinkhorn-Knopp (SwAV, arXiv 2006.09882, equation 3; used by DINOv2) or by subtracting a running mean (DINO,
-equation 4). Published results on ImageNet-1k, k-NN / linear, ViT-S/16: DINO 74.5 / 77.0%, iBOT 75.2 / 77.9%.
+either by Sinkhorn-Knopp (SwAV, arXiv 2006.09882; used by DINOv2), Diag(u) exp(z_t / τ_t) Diag(v) with equal totals for
+the prototypes, or by DINO's running mean c ← 0.9 c + 0.1 mean(z_t), softmax((z_t - c) / τ_t). Published results on
+ImageNet-1k, k-NN / linear, ViT-S/16: DINO 74.5 / 77.0%, iBOT 75.2 / 77.9%.
 
 Shapes:  B images   G global views   V views   N patches   M masked patches   K prototypes
 """
@@ -69,6 +71,7 @@ class DINOConfig:
 
 class DINO(PretrainMethod):
     score_name: ClassVar[str] = "teacher_entropy"
+    collapse_remedy: ClassVar[str] = "raise --dino.momentum"
     centers_2K: Tensor  # of pooled features and of patches
     batch_centers_2K: Tensor
 

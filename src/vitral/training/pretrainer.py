@@ -39,7 +39,6 @@ from vitral.training.trainer import Trainer
 from vitral.weights.checkpoint import NO_HEAD
 
 NUM_SAMPLE_IMAGES = 2048  # whose features are measured after each epoch
-NUM_NEIGHBOURS = 20  # k of the k-NN accuracy
 
 
 class PretrainTrainer(Trainer):
@@ -49,6 +48,7 @@ class PretrainTrainer(Trainer):
     """
 
     command = "pretrain"
+    min_batch_size = 32  # most methods compare the images of a batch
     probe_set: ProbeSet | None = None
 
     @property
@@ -92,7 +92,7 @@ class PretrainTrainer(Trainer):
         if self.probe_set is not None:
             features = self._forward(self.method.features, self.probe_set.images).cpu()
             labels, K = self.probe_set.labels, len(self.probe_set.classes)
-            metrics["knn_top1"] = leave_one_out_accuracy(features, labels, K, NUM_NEIGHBOURS)
+            metrics["knn_top1"] = leave_one_out_accuracy(features, labels, K, self.probe_set.num_neighbours)
         self.history = [*self.history[: state.epoch], checks]
         is_last = metrics["best"] = state.epoch + 1 == self.recipe.epochs or self.time_is_over
         if is_last:
@@ -106,7 +106,8 @@ class PretrainTrainer(Trainer):
 
     def check_collapse(self) -> None:
         """Stop a run whose features have collapsed. A resumed one stops at once."""
-        collapse = collapse_reason(self.history[: self.state.epoch]) if self.method.can_collapse else None
+        history = self.history[: self.state.epoch]
+        collapse = collapse_reason(history, self.method.collapse_remedy) if self.method.can_collapse else None
         if collapse is not None:
             self.save_checkpoint()
             raise VitralError(

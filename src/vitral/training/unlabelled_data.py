@@ -86,12 +86,15 @@ def resolve_pretrain_recipe(
     init_from: str | None = None,
     preset: str | None = None,
     options: CheckpointOptions = NO_OPTIONS,
+    method: str | None = None,
 ) -> Recipe:
     """Find the recipe for these images, and give it the architecture of `preset` or of the checkpoint `init_from`.
 
     Without a recipe, that is `pretrain-continue` for a checkpoint, `pretrain-small` for built-in datasets, and
-    `pretrain` for photographs. A recipe file names its images itself.
+    `pretrain` for photographs. A recipe file names its images itself. With the method "mae", the model of
+    `pretrain-small` embeds patches instead of having a convolutional stem.
     """
+    is_chosen = recipe is None
     if recipe is None:
         names = {*map(source_name, sources)}
         if not names:
@@ -99,6 +102,8 @@ def resolve_pretrain_recipe(
         recipe = "pretrain-continue" if init_from else "pretrain-small" if names <= {*BUILTIN_DATASETS} else "pretrain"
     resolved = resolve_recipe(None, recipe, init_from, preset, options)
     check_learns_without_labels(resolved)
+    if is_chosen and method == "mae" and resolved.name == "pretrain-small":
+        resolved = resolved.with_overrides({"variant": "plain"})
     if sources:
         resolved = with_sources(resolved, sources)
     return replace(resolved, model=replace(resolved.model, num_classes=1))
