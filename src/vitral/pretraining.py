@@ -111,8 +111,10 @@ def pretrain(
         if any((recipe, init_from, preset, out, exclude, options.given)) or any(isinstance(s, str) for s in sources):
             raise VitralError("a resumed run keeps its images, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
-        resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
-        check_learns_without_labels(resolved, resume)
+        started_with = read_recipe(Run.open(resume).recipe_file)
+        check_learns_without_labels(started_with, resume)
+        check_micro_batches(started_with, overrides)
+        resolved = started_with.with_overrides(overrides)
     else:
         resolved = resolve_pretrain_recipe(
             sources, recipe, str(init_from) if init_from else None, preset, options, overrides.get("pretrain.method")
@@ -196,6 +198,21 @@ def train_without_labels(
             world.broadcast_from_rank0(run.mark_finished)
     terminal.print_result(console, run, setup.recipe, probe_set)
     return run, setup.recipe
+
+
+def check_micro_batches(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
+    """Refuse other micro-batches for a run whose loss depends on them."""
+    config = recipe.pretrain
+    if (
+        config is not None
+        and config.compares_images
+        and overrides.get("grad_accum", recipe.grad_accum) != (recipe.grad_accum)
+    ):
+        raise VitralError(
+            f"grad_accum cannot be changed when a run with method {config.method} is resumed, because its loss "
+            "compares the images of a micro-batch",
+            "Save memory with --activation-checkpointing, which keeps the result",
+        )
 
 
 def check_judge(judge: str | Path | None, options: Mapping[str, Any] | None) -> None:

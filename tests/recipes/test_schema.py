@@ -272,6 +272,13 @@ def test_resumable_fields_and_read_options_are_not_result_fields(recipe: Recipe)
     assert not {"pack", "unreadable", "workers"} & set(fields["data"])
 
 
+@pytest.mark.parametrize(("method", "is_fixed"), [("lejepa", True), ("dino", True), ("mae", False)])
+def test_micro_batches_are_part_of_the_result_if_their_images_are_compared(method: str, is_fixed: bool) -> None:
+    recipe = get_recipe("pretrain").with_overrides({"pretrain.method": method})
+    changed = recipe.with_overrides({"grad_accum": 2})
+    assert (recipe.result_fields() != changed.result_fields()) == is_fixed
+
+
 def test_has_result_fields_compares_what_determines_the_result(recipe: Recipe) -> None:
     fields = recipe.result_fields()
     assert recipe.with_overrides({"grad_accum": 2, "data.workers": 3}).has_result_fields(fields)

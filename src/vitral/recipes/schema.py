@@ -53,7 +53,8 @@ FREEZE_REPLACED = (
 )
 MAX_NAME_BYTES = 200  # file systems limit names to 255, and a run folder adds date and id
 
-# Fields that may change when a run is resumed: computation and disk usage, not the result.
+# Fields that may change when a run is resumed: computation and disk usage, not the result. Pretraining methods that
+# compare the images of a micro-batch keep grad_accum.
 RESUMABLE_FIELDS = (
     "device", "threads", "precision", "compile", "parallel", "reduce_dtype", "grad_accum", "activation_checkpointing",
     "tta", "time_limit", "checkpoint_epochs", "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard",
@@ -284,7 +285,8 @@ class Recipe:
 
     def result_fields(self) -> dict[str, Any]:
         """The fields that determine the result, as plain values: a checkpoint only fits a recipe with equal ones."""
-        fields = {name: value for name, value in to_dict(self).items() if name not in RESUMABLE_FIELDS}
+        fixed = ("grad_accum",) if self.pretrain is not None and self.pretrain.compares_images else ()
+        fields = {name: value for name, value in to_dict(self).items() if name not in RESUMABLE_FIELDS or name in fixed}
         data = {name: value for name, value in fields["data"].items() if name not in to_dict(ReadOptions())}
         return {**fields, "data": data}
 

@@ -19,7 +19,7 @@ from vitral.data.lazy_images import Images, select_images
 from vitral.data.preprocess import to_model_input
 from vitral.data.probe_set import ProbeSet
 from vitral.device.select import Hardware
-from vitral.distributed.dtensor import full_state
+from vitral.distributed.dtensor import full_state, load_full_state_dict
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.feature_classifiers import leave_one_out_accuracy
@@ -45,11 +45,13 @@ class PretrainTrainer(Trainer):
     """Train the ViT inside a pretraining method. The last epoch's weights become the model.
 
     `probe_set`: labelled images, for the k-NN accuracy after each epoch. The labels are not used in training.
+    `method_state`: tensors of the method to start from, besides the weights of the ViT.
     """
 
     command = "pretrain"
     min_batch_size = 32  # most methods compare the images of a batch
     probe_set: ProbeSet | None = None
+    method_state: dict[str, Tensor] | None = None
 
     @property
     def method(self) -> PretrainMethod:
@@ -58,6 +60,9 @@ class PretrainTrainer(Trainer):
 
     def setup(self) -> None:
         super().setup()
+        if self.method_state is not None:
+            names = self.method.state_dict().keys()
+            load_full_state_dict(self.method, self.method_state, unchanged=names)
         self.history = [collapse_metrics(row) for row in self.run.load_metrics()]
         train = self.dataset.train
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(self.recipe.seed))
@@ -193,7 +198,7 @@ def make_trainer(
         teacher=setup.teacher,
     )
     if isinstance(trainer, PretrainTrainer):
-        trainer.probe_set = probe_set
+        trainer.probe_set, trainer.method_state = probe_set, setup.method_state
     return trainer
 
 
