@@ -46,7 +46,7 @@ class DINOConfig:
     student_temperature: float = 0.1  # of the student's softmax
     teacher_temperature: float = 0.05  # of the teacher's softmax
     balance: Balance = "sinkhorn"  # of the teacher's outputs: Sinkhorn-Knopp or a running mean
-    momentum: float = 0.99  # of the teacher at the start; it rises to 1 along a cosine
+    momentum: float | None = None  # of the teacher at the start, rising to 1; 0.99, or lower in short runs if omitted
     patch_weight: float = 1.0  # of the masked patch loss; 0: no masks, DINO without iBOT
     mask_ratio: float = 0.3  # fraction of the patches of a global view that the student does not see
     hidden_width: int = 2048  # of the head
@@ -58,7 +58,7 @@ class DINOConfig:
                 raise ValueError(f"dino.{name} must be above 0 and finite, got {getattr(self, name)}")
         if self.balance not in get_args(Balance):
             raise ValueError(f"dino.balance must be one of {', '.join(get_args(Balance))}, got {self.balance!r}")
-        if not 0 <= self.momentum < 1:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"dino.momentum must be at least 0 and below 1, got {self.momentum}")
         if not 0 <= self.patch_weight < math.inf:
             raise ValueError(f"dino.patch_weight must be at least 0 and finite, got {self.patch_weight}")

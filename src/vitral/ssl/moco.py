@@ -34,14 +34,14 @@ class MoCoConfig:
     """MoCo v3: contrast the views of an image with those of the other images of the batch."""
 
     temperature: float = 0.2  # of the similarities in the loss
-    momentum: float = 0.99  # of the teacher at the start; it rises to 1 along a cosine
+    momentum: float | None = None  # of the teacher at the start, rising to 1; 0.99, or lower in short runs if omitted
     hidden_width: int = 2048  # of projector and predictor
     width: int = 256  # of the embedding
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"moco.temperature must be above 0 and finite, got {self.temperature}")
-        if not 0 <= self.momentum < 1:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"moco.momentum must be at least 0 and below 1, got {self.momentum}")
         for name in ("hidden_width", "width"):
             if getattr(self, name) < 1:

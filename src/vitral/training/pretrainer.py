@@ -60,6 +60,7 @@ class PretrainTrainer(Trainer):
 
     def setup(self) -> None:
         super().setup()
+        self.method.set_total_steps(self.total_steps)
         if self.method_state is not None:
             names = self.method.state_dict().keys()
             load_full_state_dict(self.method, self.method_state, unchanged=names)
