@@ -12,7 +12,9 @@ linear_1pct    logistic regression on 1% of the labels (50 images per class of C
 training_s     time of the optimizer steps, as recorded in metrics.jsonl
 wall_clock_s   everything, with compilation and the measures of collapse after each epoch
 
-With --fine-tune EPOCHS, the model is also fine-tuned on all labels by the dataset's recipe.
+With --fine-tune EPOCHS, the model is also fine-tuned on all labels by the dataset's recipe. With --images N, the first
+N training images are used, for pretraining and for the classifiers. --random adds a row for the same architecture with
+random weights to each run.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,9 @@ from torch import Tensor
 from _output import add_output_arguments, write_results
 from vitral import api
 from vitral.api import pretrain
-from vitral.data.datasets import Split, load_builtin_dataset
+from vitral.api.pretraining import pretrain
+from vitral.data.datasets import Dataset, Split, load_builtin_dataset
+from vitral.data.preprocess import Preprocessing
 from vitral.device.select import select_hardware
 from vitral.evaluation.feature_classifiers import (
     LabelledFeatures,
@@ -41,6 +46,7 @@ from vitral.evaluation.feature_classifiers import (
     vote,
 )
 from vitral.inference.forward import compute_logits
+from vitral.models.vit import ViT
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.model_io import load_model
@@ -67,12 +73,11 @@ def parse_variant(text: str) -> Recipe:
     return recipe.with_overrides(overrides)
 
 
-def features_of(run: Path, split: Split) -> Tensor:
+def features_of(model: ViT, preprocessing: Preprocessing, split: Split) -> Tensor:
     """Pooled features in fp32, (N, D), on the device."""
-    model, config = load_model(run)
     hardware = select_hardware(precision="fp32", compile="no")
-    images = split.to_model_input(config.preprocessing).images
-    return compute_logits(model.to(hardware.device).features, images, config.preprocessing, hardware)
+    images = split.to_model_input(preprocessing).images
+    return compute_logits(model.to(hardware.device).features, images, preprocessing, hardware)
 
 
 def linear_accuracy(train: LabelledFeatures, test: LabelledFeatures, K: int) -> float:
@@ -93,9 +98,9 @@ def regression_accuracy(train: LabelledFeatures, test: LabelledFeatures, K: int,
     return ((x_MD @ weights[:-1] + weights[-1]).argmax(dim=1) == test[1]).float().mean().item()
 
 
-def measure_features(run: Path, train: Split, test: Split, K: int) -> dict[str, float]:
+def measure_features(model: ViT, preprocessing: Preprocessing, train: Split, test: Split, K: int) -> dict[str, float]:
     """Accuracies of classifiers on frozen features."""
-    x_train, x_test = features_of(run, train), features_of(run, test)
+    x_train, x_test = (features_of(model, preprocessing, split) for split in (train, test))
     y_train, y_test = train.labels.to(x_train.device), test.labels.to(x_train.device)
     similarity, index = neighbours(x_train, x_test, NUM_NEIGHBOURS)
     knn = (vote(similarity, y_train[index], K) == y_test).float().mean().item()
@@ -107,16 +112,34 @@ def measure_features(run: Path, train: Split, test: Split, K: int) -> dict[str, 
     return {"knn": knn, "linear": linear, "linear_1pct": statistics.fmean(few)}
 
 
-def run_once(recipe: Recipe, seed: int, folder: Path, fine_tune_epochs: int) -> dict[str, Any]:
+def measure_random(run: Path, seed: int, train: Split, test: Split, K: int) -> dict[str, float]:
+    """Accuracies of classifiers on the features of the run's architecture with random weights."""
+    trained, config = load_model(run)
+    torch.manual_seed(seed)
+    return measure_features(type(trained)(config.architecture), config.preprocessing, train, test, K)
+
+
+def load_dataset(name: str, max_images: int | None) -> Dataset:
+    """The built-in dataset without a validation split, with the first `max_images` training images."""
+    dataset = load_builtin_dataset(name, validation=0.0)
+    if max_images is None:
+        return dataset
+    images, labels = dataset.train.images[:max_images], dataset.train.labels[:max_images]
+    return replace(dataset, train=replace(dataset.train, images=images, labels=labels))
+
+
+def run_once(recipe: Recipe, seed: int, folder: Path, fine_tune_epochs: int, max_images: int | None) -> dict[str, Any]:
     """Pretrain once and measure the features."""
-    dataset = load_builtin_dataset(recipe.data.name, validation=0.0)
+    dataset = load_dataset(recipe.data.name, max_images)
+    images = None if max_images is None else list(dataset.train.images)
     started = time.perf_counter()
-    pretrain(recipe=recipe, seed=seed, out=folder, checkpoint_epochs=0)
+    pretrain(images, recipe=recipe, seed=seed, out=folder, checkpoint_epochs=0)
     row: dict[str, Any] = {"seed": seed, "wall_clock_s": round(time.perf_counter() - started, 1)}
     metrics = Run(folder).load_metrics()
     row["training_s"] = round(sum(line["training_seconds"] for line in metrics), 1)
     row["effective_rank"] = round(metrics[-1]["effective_rank"], 1)
-    row |= measure_features(folder, dataset.train, dataset.test, len(dataset.classes))
+    model, config = load_model(folder)
+    row |= measure_features(model, config.preprocessing, dataset.train, dataset.test, len(dataset.classes))
     if fine_tune_epochs:
         started = time.perf_counter()
         changes: dict[str, Any] = {"epochs": fine_tune_epochs, "checkpoint_epochs": 0, "data.validation": 0.0}
@@ -134,6 +157,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--fine-tune", type=int, default=0, metavar="EPOCHS", help="also fine-tune on all labels")
+    parser.add_argument("--images", type=int, metavar="N", help="use the first N training images (default: all)")
+    parser.add_argument("--random", action="store_true", help="also measure random weights")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run folders")
     add_output_arguments(parser)
     args = parser.parse_args()
@@ -145,8 +170,13 @@ def main() -> None:
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             with tempfile.TemporaryDirectory() as temporary:
                 folder = (args.keep or Path(temporary)) / f"run-{len(rows)}" / "pretrained"
-                rows.append({"variant": text, **run_once(recipe, seed, folder, args.fine_tune)})
-            print(rows[-1], flush=True)
+                rows.append({"variant": text, **run_once(recipe, seed, folder, args.fine_tune, args.images)})
+                print(rows[-1], flush=True)
+                if args.random:
+                    dataset = load_dataset(recipe.data.name, args.images)
+                    splits = dataset.train, dataset.test, len(dataset.classes)
+                    rows.append({"variant": "random", "seed": seed, **measure_random(folder, seed, *splits)})
+                    print(rows[-1], flush=True)
             write_results(args, rows)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

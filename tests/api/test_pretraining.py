@@ -12,14 +12,16 @@ import torch
 import vitral
 from support.common import identical
 from support.pretrain_runs import CENTER, METHODS, PRETRAIN_RECIPE, save_arrays, save_textures
-from support.training import final_weights, metrics_without_timing
+from support.training import final_weights, load_newest_checkpoint, metrics_without_timing
 from vitral import api
 from vitral.api.pretraining import PretrainResult
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
+from vitral.recipes.schema import read_recipe
 from vitral.runs.model_io import ModelConfig, save_model
 from vitral.runs.run import Run
+from vitral.training.unlabelled_data import setup_pretraining
 
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 2, "model.channels": 3}
 
@@ -152,6 +154,39 @@ def test_a_tiny_learning_rate_keeps_the_weights_of_the_checkpoint(tmp_path: Path
     assert all(torch.allclose(state[name], weights[name]) for name in state if not name.startswith("head."))
 
 
+def test_a_finished_run_is_continued_with_its_heads_and_its_centre(pretrain: Any, photos: Path, tmp_path: Path) -> None:
+    """Another run starts where the first one ended, and not only with its ViT. The method is that of the run."""
+    first = Run(pretrain("first", epochs=1, **CENTER).run)
+    second = vitral.pretrain(
+        str(photos), init_from=first.path, out=tmp_path / "second", epochs=1, batch_size=8, device="cpu", threads=1,
+        **dict[str, Any]({"optim.lr": 1e-12, "pretrain.dino.momentum": 0.0}),
+    )  # fmt: skip
+    saved, continued = (load_newest_checkpoint(run)["model"] for run in (first, Run(second.run)))
+    heads = [name for name in saved if name.startswith("student.") and ".vit." not in name]
+    assert {"student.prototypes.weight", "student.mask_token", "student.head.0.weight"} <= {*heads}
+    assert all(torch.allclose(saved[name], continued[name], atol=1e-6) for name in heads)
+
+
+def test_what_is_continued_depends_on_method_sizes_and_weights(pretrain: Any) -> None:
+    first = Run(pretrain("first", epochs=1, method="dino").run)
+    recipe = read_recipe(first.recipe_file).with_overrides({"init_from": str(first.path)})
+    setup = setup_pretraining(recipe)
+    saved = load_newest_checkpoint(first)["model"]
+    assert setup.method_state is not None
+    assert identical(setup.method_state, saved)
+    assert f"the heads of the method continue those of {first.path}" in setup.notes
+    larger = setup_pretraining(recipe.with_overrides({"model.image_size": (16, 24), "keep_image_size": True}))
+    assert larger.method_state is not None  # the positions are resampled, so both encoders start from them
+    assert {*larger.method_state} == {name for name in saved if ".vit." not in name}
+    for change, reason in (
+        ({"pretrain.dino.prototypes": 8}, "have other sizes"),
+        ({"pretrain.method": "moco"}, "was trained with dino"),
+    ):
+        other = setup_pretraining(recipe.with_overrides(change))
+        assert other.method_state is None
+        assert any(note.startswith("the heads of the method are new") and reason in note for note in other.notes)
+
+
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_labels(pretrain: Any, photos: Path, tmp_path: Path) -> None:
     run = Run(pretrain(labels=str(photos), **CENTER, keep_checkpoints=9, checkpoint_epochs=1).run)
@@ -188,6 +223,13 @@ def test_a_resumed_run_keeps_its_images_and_recipe(finished: PretrainResult, giv
         vitral.pretrain(resume=finished.run, **given)
     with pytest.raises(VitralError, match="epochs cannot be changed"):
         vitral.pretrain(resume=finished.run, epochs=9)
+
+
+def test_a_resumed_run_keeps_its_micro_batches(finished: PretrainResult) -> None:
+    """LeJEPA compares the images of a micro-batch."""
+    with pytest.raises(VitralError, match="grad_accum cannot be changed"):
+        vitral.pretrain(resume=finished.run, grad_accum=2)
+    assert vitral.pretrain(resume=finished.run, grad_accum=1).run == finished.run
 
 
 def test_files_can_be_left_out(pretrain: Any, photos: Path, tmp_path: Path) -> None:

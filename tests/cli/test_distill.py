@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,16 @@ def test_distill_then_resume_then_embed(photos: Path, command: Command) -> None:
     assert code == 0
     assert "run is finished" in out
     assert command("embed", "run", "photos/ants/0.png", "--out", "features.npy")[0] == 0
+
+
+def test_the_student_is_compared_with_its_initial_weights(photos: Path, command: Command) -> None:
+    """Also on the images that it learned from: the result names them as a leak, and is written."""
+    save_teacher(Path("teacher"))
+    words = ["distill", "photos", "--teacher", "teacher", "--out", "run", *SMALL, "--judge", "photos"]
+    code, out, err = command(*words, "--judge-seeds", "1", "--judge-fractions", "1", "--no-judge-fine-tuning")
+    assert code == 0, err
+    assert "Distillation on your" in out
+    assert json.loads(Path("run/judge/label_efficiency.json").read_text())["leaks"]
 
 
 def test_recipe_of_a_run_repeats_it(photos: Path, command: Command) -> None:

@@ -196,6 +196,8 @@ def test_a_resumed_run_keeps_its_recipe(command: Command, reference_run: Run, fl
         (["--heads", "3"], "--heads describes a checkpoint"),
         (["--init-from", "auto"], "--init-from auto chooses a checkpoint for labelled images"),
         (["--init-from", "missing"], "no run or model folder missing"),
+        (["--init-from", "missing.safetensors"], "no checkpoint file missing.safetensors"),
+        (["--judge-seeds", "3"], "--judge-seeds is an option of --judge"),
         (["--labels", "missing"], "missing"),
         (["--model.image-size", "20", "20"], "image height 20 is not divisible by the patch size 8; try 16 or 24"),
         (["--preset", "Ti/15"], "no preset named 'Ti/15'"),
@@ -248,6 +250,28 @@ def test_small_images_are_enlarged_for_the_default_model(command: Command, tmp_p
     recipe = resolve_pretrain_recipe(["digits"], None)
     assert recipe.model.image_size == (32, 32)
     check_method(recipe)
+
+
+def test_mae_of_a_built_in_dataset_gets_a_model_that_it_can_train() -> None:
+    from vitral.training.unlabelled_data import check_method, resolve_pretrain_recipe
+
+    recipe = resolve_pretrain_recipe(["digits"], None, method="mae").with_overrides({"pretrain.method": "mae"})
+    assert recipe.variant == "plain"
+    check_method(recipe)
+
+
+def test_images_that_cannot_judge_are_refused_before_the_training(
+    command: Command, photos: Path, tmp_path: Path
+) -> None:
+    """Not after hours of it."""
+    unlabelled = tmp_path / "unlabelled"
+    unlabelled.mkdir()
+    shutil.copy(next(photos.rglob("*.png")), unlabelled / "0.png")
+    flags = ("--out", tmp_path / "run", "--judge")
+    assert str(unlabelled) in refuse(command, "pretrain", photos, *TINY_FLAGS, *flags, unlabelled)[0]
+    what, _ = refuse(command, "pretrain", photos, *TINY_FLAGS, *flags, photos, "--judge-seeds", 0)
+    assert "must be at least 1, got 0" in what
+    assert not (tmp_path / "run").exists()
 
 
 # Options of a run

@@ -14,7 +14,7 @@ from support.photos import COLOURS, PREPROCESSING, noisy_image, save_class_folde
 from vitral.data.datasets import load_builtin_dataset
 from vitral.data.files.file_dataset import ReadOptions, list_images, read_listing
 from vitral.data.preprocess import to_model_input
-from vitral.data.probe_set import load_probe_set
+from vitral.data.probe_set import ProbeSet, check_labelled, load_probe_set
 from vitral.data.registry.cache import cache_dir
 from vitral.data.variable_images import VariableSizeImages
 from vitral.errors import VitralError
@@ -102,3 +102,23 @@ def test_data_without_one_class_per_image_is_an_error(photos: Path, rows: str, m
 def test_sources_that_do_not_exist_are_errors(source: Any) -> None:
     with pytest.raises(VitralError):
         load_probe_set(source, PREPROCESSING)
+
+
+@pytest.mark.parametrize(
+    ("counts", "k"), [((5, 5), 4), ((2, 2), 1), ((2, 1), 1), ((30, 40, 2), 20), ((0, 6, 6), 5), ((500,) * 10, 20)]
+)
+def test_few_labels_have_few_neighbours(counts: tuple[int, ...], k: int) -> None:
+    """With 5 images in each of 2 classes and k = 9, every image would be outvoted by the other class."""
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    names = tuple(map(str, range(len(counts))))
+    assert ProbeSet(name="few", classes=names, images=torch.zeros(len(labels)), labels=labels).num_neighbours == k
+
+
+def test_labels_are_checked_without_decoding(tmp_path: Path, photos: Path) -> None:
+    check_labelled(photos)
+    check_labelled("digits")
+    save_photo(tmp_path / "flat" / "0.jpg", COLOURS["ants"], 0)
+    with pytest.raises(VitralError, match="flat"):
+        check_labelled(tmp_path / "flat")
+    with pytest.raises(VitralError, match="no dataset or folder"):
+        check_labelled("nowhere")

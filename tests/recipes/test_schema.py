@@ -122,6 +122,14 @@ def test_overrides_change_only_their_fields(recipe: Recipe) -> None:
     assert recipe.with_overrides({}) == recipe
 
 
+def test_another_variant_drops_the_fields_it_does_not_have() -> None:
+    """A plain model has no convolutional stem; everything else stays."""
+    recipe = get_recipe("pretrain-small")
+    plain = recipe.with_overrides({"variant": "plain"})
+    assert (plain.variant, type(plain.model)) == ("plain", ViTConfig)
+    assert (plain.model.width, plain.model.patch_size) == (recipe.model.width, recipe.model.patch_size)
+
+
 def test_none_resets_optional_fields(recipe: Recipe) -> None:
     changed = recipe.with_overrides({"data.mean": (0.5,), "data.std": [0.25], "model.mlp_width": 24})
     assert (changed.data.mean, changed.data.std, changed.model.mlp_width) == ((0.5,), (0.25,), 24)
@@ -262,6 +270,13 @@ def test_resumable_fields_and_read_options_are_not_result_fields(recipe: Recipe)
     assert not set(RESUMABLE_FIELDS) & set(fields)
     assert set(RESUMABLE_FIELDS) <= {field.name for field in dataclasses.fields(Recipe)}
     assert not {"pack", "unreadable", "workers"} & set(fields["data"])
+
+
+@pytest.mark.parametrize(("method", "is_fixed"), [("lejepa", True), ("dino", True), ("mae", False)])
+def test_micro_batches_are_part_of_the_result_if_their_images_are_compared(method: str, is_fixed: bool) -> None:
+    recipe = get_recipe("pretrain").with_overrides({"pretrain.method": method})
+    changed = recipe.with_overrides({"grad_accum": 2})
+    assert (recipe.result_fields() != changed.result_fields()) == is_fixed
 
 
 def test_has_result_fields_compares_what_determines_the_result(recipe: Recipe) -> None:

@@ -204,3 +204,12 @@ def test_features_of_a_collapsing_encoder_are_reported() -> None:
             break
     assert 4 <= len(checks) < 10
     assert "collaps" in str(what(checks))
+
+
+def test_advice_names_what_helps_the_method() -> None:
+    collapsed = history("effective_rank", 1.0, 1.0, 1.0)
+    general, of_a_method = collapse_reason(collapsed), collapse_reason(collapsed, "raise --dino.momentum")
+    assert general is not None
+    assert general.hint == "Lower --optim.lr, or lengthen --optim.warmup"
+    assert of_a_method is not None
+    assert of_a_method.hint == "Lower --optim.lr, lengthen --optim.warmup, or raise --dino.momentum"

@@ -28,7 +28,7 @@ from vitral.errors import VitralError
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
 from vitral.ssl.config import MethodName, PretrainConfig
-from vitral.ssl.method import Branch, PretrainMethod
+from vitral.ssl.method import Branch, PretrainMethod, default_momentum
 from vitral.ssl.methods import make_method
 from vitral.ssl.views import ViewConfig
 
@@ -113,6 +113,18 @@ def test_the_loss_under_autocast_is_finite_and_near_that_in_fp32(name: MethodNam
     assert loss.item() == pytest.approx(expected.item(), rel=0.03)
     loss.backward()
     assert all(p.grad.dtype == torch.float32 for p in method.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(("total_steps", "momentum"), [(100_000, 0.99), (2500, 0.99), (250, 0.9), (3, 0.5)])
+def test_the_default_momentum_is_lower_in_short_runs(total_steps: int, momentum: float) -> None:
+    """Otherwise the teacher, which becomes the model, would mostly consist of its initial weights."""
+    assert default_momentum(total_steps) == pytest.approx(momentum)
+    method = tiny_method("moco", options={"momentum": None})
+    method.set_total_steps(total_steps)
+    assert method.teacher_momentum == pytest.approx(momentum)
+    given = tiny_method("dino", options={"momentum": 0.996})
+    given.set_total_steps(total_steps)
+    assert given.teacher_momentum == 0.996
 
 
 @methods_with_teacher

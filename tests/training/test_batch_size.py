@@ -110,6 +110,15 @@ def test_a_batch_that_cannot_be_divided_further_suggests_a_smaller_model(
     assert "--activation-checkpointing" in error.hint
 
 
+def test_losses_that_compare_images_are_not_split_to_save_memory(cpu: Hardware, tmp_path: Path) -> None:
+    recipe = get_recipe("pretrain")
+    hint = out_of_memory_error(recipe, cpu, Run(tmp_path)).hint
+    assert hint.startswith(f"Keep the result with less memory: vitral train --resume {tmp_path} --activation-check")
+    assert "--grad-accum" not in hint
+    assert "--batch-size 128" in out_of_memory_error(replace(recipe, activation_checkpointing=True), cpu).hint
+    assert "--grad-accum 2" in out_of_memory_error(recipe.with_overrides({"pretrain.method": "mae"}), cpu).hint
+
+
 @requires_gpu
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of torch.compile
 def test_the_measured_batch_size_needs_no_more_than_the_budget() -> None:

@@ -105,7 +105,7 @@ def test_collapsed_features_stop_the_run_with_advice(pretrain_tiny: Fit, tmp_pat
     with pytest.raises(VitralError) as error:
         pretrain_tiny(epochs=9)
     assert f"features have collapsed: their effective rank is 1.0, after epoch {PATIENCE}" in error.value.what
-    assert "Lower the learning rate" in error.value.hint
+    assert "Lower --optim.lr" in error.value.hint
     assert f"vitral pretrain --recipe {tmp_path / 'run' / 'recipe.toml'}" in error.value.hint
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == list(range(1, PATIENCE + 1))  # also the epoch in which it was noticed

@@ -8,15 +8,14 @@ model = vitral.train("labelled/", init_from=result.run)
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitral.api.pretraining import PretrainResult, train_without_labels
+from vitral.api.pretraining import PretrainResult, check_judge, finish, train_without_labels
 from vitral.data.preprocess import Preprocessing
 from vitral.data.unlabelled import as_sources
 from vitral.errors import VitralError
-from vitral.inference.predictor import Predictor
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.run import Run, resume_command
@@ -39,6 +38,8 @@ def distill(
     options: CheckpointOptions = NO_OPTIONS,
     labels: str | Path | None = None,
     exclude: str | Path | None = None,
+    judge: str | Path | None = None,
+    judge_options: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     quiet: bool = True,
@@ -62,6 +63,8 @@ def distill(
         options: What the files of the teacher do not contain.
         labels: Labelled images for the k-NN accuracy after each epoch. The labels are not used in training.
         exclude: List of files that are not used, such as the one that `vitral doctor --fix-list` writes.
+        judge: Labelled images to measure on whether it helped, as for `vitral.pretrain`: the student before and after.
+        judge_options: Arguments of that comparison, such as `{"seeds": 5, "fractions": (0.01, 1.0)}`.
         out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
         resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence and a callable must
             be passed again.
@@ -71,6 +74,7 @@ def distill(
             accepts only `vitral.recipes.schema.RESUMABLE_FIELDS`.
     """
     started = time.perf_counter()
+    check_judge(judge, judge_options)
     sources = [] if images is None else as_sources(images)
     if labels is not None:
         overrides = {"pretrain.labels": str(labels), **overrides}
@@ -97,10 +101,11 @@ def distill(
         quiet=quiet,
         callbacks=callbacks,
         overrides=overrides,
+        is_judged=judge is not None,
         command="distill",
         progress_class=DistillProgressTable,
     )
-    return PretrainResult(Predictor.load(run.path, device=resolved.device), run.path, None)
+    return finish(run, resolved, judge, judge_options, quiet)
 
 
 def check_is_distillation(recipe: Recipe, run: str | Path) -> None:

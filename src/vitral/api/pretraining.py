@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from vitral.api.label_efficiency import RANDOM, compare_label_efficiency
+from vitral.api.label_efficiency import RANDOM, check_arguments, compare_label_efficiency
 from vitral.api.runs import join_process_group, run_lock, store_training_images
-from vitral.data.probe_set import ProbeSet, load_probe_set
+from vitral.data.probe_set import ProbeSet, check_labelled, load_probe_set
 from vitral.data.unlabelled import as_sources
+from vitral.device.select import select_hardware
 from vitral.device.threads import thread_count
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.label_efficiency import LabelEfficiency
+from vitral.evaluation.label_subsets import DEFAULT_FRACTIONS
 from vitral.inference.predictor import Predictor
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe, read_recipe
@@ -99,6 +101,7 @@ def pretrain(
             only `vitral.recipes.schema.RESUMABLE_FIELDS`.
     """
     started = time.perf_counter()
+    check_judge(judge, judge_options)
     sources = [] if images is None else as_sources(images)
     if method is not None:
         overrides = {"pretrain.method": method, **overrides}
@@ -108,10 +111,14 @@ def pretrain(
         if any((recipe, init_from, preset, out, exclude, options.given)) or any(isinstance(s, str) for s in sources):
             raise VitralError("a resumed run keeps its images, recipe and folder", "Pass only the run folder")
         check_resumable(overrides)
-        resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
-        check_learns_without_labels(resolved, resume)
+        started_with = read_recipe(Run.open(resume).recipe_file)
+        check_learns_without_labels(started_with, resume)
+        check_micro_batches(started_with, overrides)
+        resolved = started_with.with_overrides(overrides)
     else:
-        resolved = resolve_pretrain_recipe(sources, recipe, str(init_from) if init_from else None, preset, options)
+        resolved = resolve_pretrain_recipe(
+            sources, recipe, str(init_from) if init_from else None, preset, options, overrides.get("pretrain.method")
+        )
         resolved = with_excluded_files(resolved.with_overrides(overrides), exclude)
     given = list(sources) if any(not isinstance(source, str) for source in sources) else None
     run, resolved = train_without_labels(
@@ -173,7 +180,7 @@ def train_without_labels(
             console.print(note, soft_wrap=True)
         run = create_or_update_run(world, run, setup, hardware, parallel, out)
         terminal.print_summary(console, setup, hardware, parallel, run, probe_set)
-        progress = progress_class(console, setup.steps_per_epoch)
+        progress = progress_class(console, setup.steps_per_epoch, has_labels=probe_set is not None)
         trainer = make_trainer(
             setup,
             run,
@@ -189,8 +196,34 @@ def train_without_labels(
                 trainer.fit()
             world.broadcast_from_rank0(partial(store_training_images, run, setup))  # `probe` recognises them
             world.broadcast_from_rank0(run.mark_finished)
-    terminal.print_result(console, run, setup.recipe)
+    terminal.print_result(console, run, setup.recipe, probe_set)
     return run, setup.recipe
+
+
+def check_micro_batches(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
+    """Refuse other micro-batches for a run whose loss depends on them."""
+    config = recipe.pretrain
+    if (
+        config is not None
+        and config.compares_images
+        and overrides.get("grad_accum", recipe.grad_accum) != (recipe.grad_accum)
+    ):
+        raise VitralError(
+            f"grad_accum cannot be changed when a run with method {config.method} is resumed, because its loss "
+            "compares the images of a micro-batch",
+            "Save memory with --activation-checkpointing, which keeps the result",
+        )
+
+
+def check_judge(judge: str | Path | None, options: Mapping[str, Any] | None) -> None:
+    """Refuse a comparison that would fail after the training."""
+    if judge is None:
+        return
+    options = options or {}
+    if select_hardware().world.size > 1:
+        raise VitralError("--judge runs in one process", "Omit it, and compare afterwards: vitral probe --against")
+    check_arguments(options.get("fractions", DEFAULT_FRACTIONS), options.get("seeds", 3))
+    check_labelled(judge)
 
 
 def load_probe_images(setup: TrainingSetup) -> ProbeSet | None:
@@ -202,18 +235,19 @@ def load_probe_images(setup: TrainingSetup) -> ProbeSet | None:
 def finish(
     run: Run, recipe: Recipe, judge: str | Path | None, judge_options: Mapping[str, Any] | None, quiet: bool
 ) -> PretrainResult:
-    """Load the model and, if requested, compare it with the weights before pretraining."""
+    """Load the model and, if requested, compare it with the weights before training."""
     model, comparison = Predictor.load(run.path, device=recipe.device), None
     if judge is not None:
         num_images = run.load_environment().get("data", {}).get("images")
         count = f"{num_images:,} " if isinstance(num_images, int) else ""
+        has_teacher = recipe.pretrain is not None and recipe.pretrain.method == "distill"
         comparison = compare_label_efficiency(
             str(judge),
             run.path,
             recipe.init_from or RANDOM,
             results=run.path / "judge",
             options=recipe.init_options,
-            subject=f"Pretraining on your {count}images",
+            subject=f"{'Distillation' if has_teacher else 'Pretraining'} on your {count}images",
             quiet=quiet,
             **(judge_options or {}),
         )

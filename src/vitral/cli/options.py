@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vitral.cli.config_fields import ConfigField, read_config_fields
+from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
 from vitral.cli.parsing import config_options
 from vitral.errors import VitralError
 
@@ -21,6 +21,17 @@ EngineFlag = Literal["auto", "reference", "fp32", "bf16", "int8", "bf16-cascade"
 DeviceFlag = Literal["auto", "cpu", "gpu", "cuda"]
 SplitFlag = Literal["test", "validation", "train"]
 ResizeFlag = Literal["crop", "pad", "stretch", "native"]
+
+JUDGE_FIELDS = tuple(
+    ConfigField(path, type, NO_DEFAULT, help)
+    for path, type, help in (
+        ("judge", str, "labelled images to measure on, before and after, whether it helped: k-NN, linear probe, "
+         "fine-tuning"),
+        ("judge_seeds", int, "repetitions with other labels and random numbers (default: 3)"),
+        ("judge_fractions", tuple[float, ...], "fractions of the labels to learn from (default: 0.01,0.1,1)"),
+        ("judge_fine_tuning", bool, "also fine-tune, which takes nearly all of the time"),
+    )
+)  # fmt: skip
 
 
 def vit_fields() -> Iterable[ConfigField]:
@@ -34,6 +45,20 @@ def checkpoint_flags() -> Mapping[str, Any]:
         lambda: read_config_fields("vitral.recipes.checkpoint_options", "CheckpointOptions"),
         group="Checkpoints of other libraries (defaults: from their files, or assumed and printed)",
     )
+
+
+def judge_flags() -> Mapping[str, Any]:
+    """The flags that compare the weights after training without labels with those before it."""
+    return config_options(lambda: JUDGE_FIELDS, group="Did it help?")
+
+
+def judge_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `judge_flags`, as arguments of `vitral.pretrain` and `vitral.distill`."""
+    options = {path.removeprefix("judge_"): value for path, value in values.items() if path != "judge"}
+    if options and "judge" not in values:
+        flag = f"--judge-{next(iter(options)).replace('_', '-')}"
+        raise VitralError(f"{flag} is an option of --judge", "Name labelled images with --judge LABELLED")
+    return {"judge": values.get("judge"), "judge_options": options}
 
 
 def check_checkpoint_flags(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

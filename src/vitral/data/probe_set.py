@@ -25,6 +25,7 @@ from vitral.data.variable_images import VariableSizeImages, select_rows
 from vitral.errors import VitralError
 
 MAX_IMAGES = 5000  # their features are computed after every epoch
+MAX_NEIGHBOURS = 20  # the usual number in papers on self-supervised learning
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +39,16 @@ class ProbeSet:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def num_neighbours(self) -> int:
+        """k of k-NN: at most the other images of a class of median size.
+
+        With more, other classes outvote the right one: of two classes with five images each, all images have more
+        neighbours in the other class.
+        """
+        counts = self.labels.bincount()
+        return min(MAX_NEIGHBOURS, max(int(counts[counts > 0].median()) - 1, 1))
 
 
 def load_probe_set(
@@ -73,6 +84,15 @@ def load_probe_set(
         return _from_dataset(load_file_dataset(name, preprocessing), preprocessing, max_images)
     listing = list_images(name, 0.0, label_options=label_options)
     return _from_listing(listing, preprocessing, max_images, options)
+
+
+def check_labelled(source: str | Path) -> None:
+    """Raise VitralError if the source does not exist or does not have one class per image. Decodes no image."""
+    name = str(source)
+    check_dataset_exists(name)
+    if is_file_dataset(name) and not is_packed(Path(name)):
+        listing = list_images(name, 0.0)
+        _check_task(listing.name, listing.task)
 
 
 def _from_dataset(dataset: Dataset, preprocessing: Preprocessing, max_images: int) -> ProbeSet:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,7 +53,8 @@ FREEZE_REPLACED = (
 )
 MAX_NAME_BYTES = 200  # file systems limit names to 255, and a run folder adds date and id
 
-# Fields that may change when a run is resumed: computation and disk usage, not the result.
+# Fields that may change when a run is resumed: computation and disk usage, not the result. Pretraining methods that
+# compare the images of a micro-batch keep grad_accum.
 RESUMABLE_FIELDS = (
     "device", "threads", "precision", "compile", "parallel", "reduce_dtype", "grad_accum", "activation_checkpointing",
     "tta", "time_limit", "checkpoint_epochs", "checkpoint_minutes", "keep_checkpoints", "on_nan", "tensorboard",
@@ -284,7 +285,8 @@ class Recipe:
 
     def result_fields(self) -> dict[str, Any]:
         """The fields that determine the result, as plain values: a checkpoint only fits a recipe with equal ones."""
-        fields = {name: value for name, value in to_dict(self).items() if name not in RESUMABLE_FIELDS}
+        fixed = ("grad_accum",) if self.pretrain is not None and self.pretrain.compares_images else ()
+        fields = {name: value for name, value in to_dict(self).items() if name not in RESUMABLE_FIELDS or name in fixed}
         data = {name: value for name, value in fields["data"].items() if name not in to_dict(ReadOptions())}
         return {**fields, "data": data}
 
@@ -302,8 +304,17 @@ class Recipe:
         return arrays_on_one_line(tomli_w.dumps(to_dict(self)))
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Recipe:
-        """A copy with some fields replaced; nested fields by dotted names: `{"optim.lr": 3e-4}`."""
+        """A copy with some fields replaced; nested fields by dotted names: `{"optim.lr": 3e-4}`.
+
+        Another `variant` drops the fields of the architecture that it does not have.
+        """
         values = to_dict(self)
+        if (model_class := config_class(overrides.get("variant", self.variant))) is not config_class(self.variant):
+            values["model"] = {
+                field.name: values["model"][field.name]
+                for field in fields(model_class)
+                if field.name in values["model"]
+            }
         for path, value in overrides.items():
             if path == "freeze":
                 raise VitralError(*FREEZE_REPLACED)

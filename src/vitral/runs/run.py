@@ -30,6 +30,7 @@ from vitral.utils.json_toml import dump_json, parse_json, read_bytes, read_json_
 from vitral.utils.locks import file_lock
 
 RUNS = Path("runs")  # default parent of new run folders
+CHECKPOINT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")  # those of vitral.weights.files
 RUN_FORMAT = 2  # of run and model folders; increased when files of older versions can no longer be read
 
 
@@ -171,7 +172,8 @@ def resume_command(path: Path) -> str:
 def find_model_dir(path: Path) -> Path:
     """The model folder: `path` itself, or model/ inside a run folder."""
     if not path.exists():
-        raise VitralError(f"no run or model folder {path}", bundled.missing_model_hint(path, newest_runs_hint(path)))
+        kind = "checkpoint file" if path.suffix in CHECKPOINT_SUFFIXES else "run or model folder"
+        raise VitralError(f"no {kind} {path}", bundled.missing_model_hint(path, newest_runs_hint(path)))
     folder = path / "model" if (path / "model").is_dir() or (path / "recipe.toml").is_file() else path
     if (folder / "config.json").is_file():
         return folder

@@ -23,7 +23,6 @@ MAX_COSINE = 0.999  # untrained: 0.4
 ENTROPY_TOLERANCE = 0.01  # in units of log K
 PATIENCE = 3  # consecutive checks, so that one unlucky check does not end a run
 RECOVERY = 1.1  # a value that grows by more than this factor over these checks is recovering
-FEATURE_ADVICE = "Lower the learning rate, lengthen the warm-up, or use a teacher momentum closer to 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +104,14 @@ def output_entropies(probs_NK: Tensor) -> tuple[float, float]:
     return float(entropy), float(torch.special.entr(probs.mean(dim=0)).sum())
 
 
-def collapse_reason(history: Sequence[CollapseMetrics]) -> Collapse | None:
+def collapse_reason(history: Sequence[CollapseMetrics], remedy: str | None = None) -> Collapse | None:
     """The collapse that the last checks agree on; None if there is none, or fewer than PATIENCE checks.
 
     `history` has the oldest check first. Features may lose rank for a while after the start of training, so that no
-    limit applies while the value recovers.
+    limit applies while the value recovers. `remedy`: what helps the method, besides a lower learning rate.
     """
     if history and not math.isfinite(history[-1].effective_rank):
-        return Collapse("features are not finite", "Lower the learning rate, or use --precision fp32")
+        return Collapse("features are not finite", "Lower --optim.lr, or use --precision fp32")
     recent = history[-PATIENCE:]
     if len(recent) < PATIENCE:
         return None
@@ -124,11 +123,19 @@ def collapse_reason(history: Sequence[CollapseMetrics]) -> Collapse | None:
     elif _stays_below(MIN_RANK_FRACTION * best_rank, ranks):
         what = f"features are collapsing: their effective rank fell from {best_rank:.1f} to {ranks[-1]:.1f}"
     else:
-        return _teacher_collapse(recent)
-    return Collapse(what, FEATURE_ADVICE)
+        return _teacher_collapse(recent, _advice(remedy))
+    return Collapse(what, _advice(remedy))
 
 
-def _teacher_collapse(recent: Sequence[CollapseMetrics]) -> Collapse | None:
+def _advice(remedy: str | None) -> str:
+    return (
+        f"Lower --optim.lr, lengthen --optim.warmup, or {remedy}"
+        if remedy
+        else ("Lower --optim.lr, or lengthen --optim.warmup")
+    )
+
+
+def _teacher_collapse(recent: Sequence[CollapseMetrics], advice: str) -> Collapse | None:
     """A teacher whose output is the same for every image: uniform, one constant dimension, or anything else."""
     entropies, marginals = [], []  # relative to log K
     for check in recent:
@@ -138,13 +145,13 @@ def _teacher_collapse(recent: Sequence[CollapseMetrics]) -> Collapse | None:
         marginals.append(check.teacher_marginal_entropy / math.log(max(check.num_outputs, 2)))
     if _stays_below(ENTROPY_TOLERANCE, [1 - entropy for entropy in entropies]):
         what = "the teacher has collapsed: its output is uniform for every image"
-        return Collapse(what, "Lower the teacher temperature, or lengthen the warm-up of the learning rate")
+        return Collapse(what, "Lower --dino.teacher-temperature, or lengthen --optim.warmup")
     if _stays_below(ENTROPY_TOLERANCE, marginals):
         what = "the teacher has collapsed: its output is the same single dimension for every image"
-        return Collapse(what, "Raise the teacher temperature, or update the centre faster")
+        return Collapse(what, "Raise --dino.teacher-temperature, or use --dino.balance sinkhorn")
     information = [marginal - entropy for entropy, marginal in zip(entropies, marginals, strict=True)]
     if _stays_below(ENTROPY_TOLERANCE, information):
-        return Collapse("the teacher has collapsed: its output is the same for every image", FEATURE_ADVICE)
+        return Collapse("the teacher has collapsed: its output is the same for every image", advice)
     return None
 
 

@@ -13,7 +13,7 @@ from vitral.ssl.moco import MoCoConfig
 from vitral.ssl.views import ViewConfig
 
 MethodName = Literal["lejepa", "moco", "dino", "mae", "distill"]
-SINGLE_VIEW_METHODS = ("mae", "distill")  # all others compare views of an image
+SINGLE_VIEW_METHODS = ("mae", "distill")  # all others compare views of an image, and the images of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,11 @@ class PretrainConfig:
     dino: DINOConfig = field(default_factory=DINOConfig)  # method dino
     mae: MAEConfig = field(default_factory=MAEConfig)  # method mae
     distill: FeatureDistillConfig = field(default_factory=FeatureDistillConfig)  # method distill, of vitral distill
+
+    @property
+    def compares_images(self) -> bool:
+        """Whether the loss of an image depends on the others of its micro-batch."""
+        return self.method not in SINGLE_VIEW_METHODS
 
     def __post_init__(self) -> None:
         if self.method not in get_args(MethodName):

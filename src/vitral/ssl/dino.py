@@ -1,13 +1,15 @@
 """DINO (Caron et al., 2021, arXiv 2104.14294) with iBOT's masked patches (Zhou et al., 2022, arXiv 2111.07832).
 
-The student predicts the teacher's distribution over K prototypes, a softmax of cosine similarities:
+The student predicts the teacher's distribution over K prototypes, a softmax of cosine similarities z with them:
 
-    DINO, equations 1 to 3    for the pooled features: of each global view from the student's other views
-    iBOT, equation 3          for patches: of the teacher's patch where the student's patch is masked
+    P_s = softmax(z_s / τ_s)    P_t = balanced(z_t / τ_t)
+    DINO    -Σ P_t(x) log P_s(x')    pooled features: of each global view x from the student's other views x'
+    iBOT    -Σ P_t(u) log P_s(û)     patches: of the teacher's patch u where the student's patch û is masked
 
 The teacher is an EMA of the student. A constant output is prevented by balancing the teacher's outputs over the batch,
-either by Sinkhorn-Knopp (SwAV, arXiv 2006.09882, equation 3; used by DINOv2) or by subtracting a running mean (DINO,
-equation 4). Published results on ImageNet-1k, k-NN / linear, ViT-S/16: DINO 74.5 / 77.0%, iBOT 75.2 / 77.9%.
+either by Sinkhorn-Knopp (SwAV, arXiv 2006.09882; used by DINOv2), Diag(u) exp(z_t / τ_t) Diag(v) with equal totals for
+the prototypes, or by DINO's running mean c ← 0.9 c + 0.1 mean(z_t), softmax((z_t - c) / τ_t). Published results on
+ImageNet-1k, k-NN / linear, ViT-S/16: DINO 74.5 / 77.0%, iBOT 75.2 / 77.9%.
 
 Shapes:  B images   G global views   V views   N patches   M masked patches   K prototypes
 """
@@ -44,7 +46,7 @@ class DINOConfig:
     student_temperature: float = 0.1  # of the student's softmax
     teacher_temperature: float = 0.05  # of the teacher's softmax
     balance: Balance = "sinkhorn"  # of the teacher's outputs: Sinkhorn-Knopp or a running mean
-    momentum: float = 0.99  # of the teacher at the start; it rises to 1 along a cosine
+    momentum: float | None = None  # of the teacher at the start, rising to 1; 0.99, or lower in short runs if omitted
     patch_weight: float = 1.0  # of the masked patch loss; 0: no masks, DINO without iBOT
     mask_ratio: float = 0.3  # fraction of the patches of a global view that the student does not see
     hidden_width: int = 2048  # of the head
@@ -56,7 +58,7 @@ class DINOConfig:
                 raise ValueError(f"dino.{name} must be above 0 and finite, got {getattr(self, name)}")
         if self.balance not in get_args(Balance):
             raise ValueError(f"dino.balance must be one of {', '.join(get_args(Balance))}, got {self.balance!r}")
-        if not 0 <= self.momentum < 1:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"dino.momentum must be at least 0 and below 1, got {self.momentum}")
         if not 0 <= self.patch_weight < math.inf:
             raise ValueError(f"dino.patch_weight must be at least 0 and finite, got {self.patch_weight}")
@@ -69,6 +71,7 @@ class DINOConfig:
 
 class DINO(PretrainMethod):
     score_name: ClassVar[str] = "teacher_entropy"
+    collapse_remedy: ClassVar[str] = "raise --dino.momentum"
     centers_2K: Tensor  # of pooled features and of patches
     batch_centers_2K: Tensor
 

@@ -7,10 +7,11 @@ projected features x and the teacher's standardised features y, the losses are t
     pooled features    L_cos(x, y) = 1 - x·y / (|x| |y|)
     patch features     L_match(x, y) = 0.9 L_cos(x, y) + 0.1 smooth-L1(x, y), averaged over the patches
 
-Teacher features are standardised with mean and standard deviation of each dimension over a sample of the images, as
-PHI-S (arXiv 2410.01680) recommends: cosines of features with a common offset hardly differ between images. Where the
-patch grids differ, the teacher's is resampled to the student's. Published result: a CLIP ViT-L whose features were
-distilled in a similar way reaches 89.0% on ImageNet-1k, fine-tuned (arXiv 2205.14141).
+Teacher features are standardised with mean and standard deviation of each dimension over a sample of the images,
+because cosines of features with a common offset hardly differ between images. PHI-S (arXiv 2410.01680) compares such
+normalisations for several teachers. Where the patch grids differ, the teacher's is resampled to the student's.
+Published result: a CLIP ViT-L whose features were distilled in a similar way reaches 89.0% on ImageNet-1k, fine-tuned
+(arXiv 2205.14141).
 
 Shapes:  B images   G views   N patches in a grid of h x w   E, F pooled and patch features of the teacher
 """

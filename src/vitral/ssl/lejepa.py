@@ -51,6 +51,7 @@ class LeJEPAConfig:
 
 class LeJEPA(PretrainMethod):
     score_name: ClassVar[str] = "invariance"
+    collapse_remedy: ClassVar[str] = "raise --lejepa.weight"
     directions_KM: Tensor
     points_Q: Tensor
     normal_Q: Tensor

@@ -94,7 +94,7 @@ class MAE(PretrainMethod):
         if isinstance(vit, HybridViT):
             raise VitralError(
                 "MAE needs a model that embeds each patch alone: a convolutional stem would see masked patches",
-                "Choose a preset without a stem, such as Ti/16, or another --method",
+                "Use --variant plain, a preset without a stem such as Ti/16, or another --method",
             )
         if vit.attention_pooling is not None:
             raise VitralError(

@@ -19,6 +19,9 @@ from vitral.distributed.world import World
 from vitral.models.vit import Grid, ViT
 from vitral.ssl.views import ViewConfig, Views, make_views, render_views
 
+MAX_MOMENTUM, MIN_MOMENTUM = 0.99, 0.5  # of a teacher whose momentum is not given
+NUM_TIME_CONSTANTS = 25  # of the teacher's average that a run has at least
+
 EncodeFn = Callable[[Tensor, Tensor | None], Tensor]  # images (B, C, H, W) and masks (B, N) -> tokens (B, T, D)
 
 
@@ -82,6 +85,7 @@ class PretrainMethod(nn.Module, ABC):
     score_name: ClassVar[str]  # of the running score in metrics.jsonl, after "train_"
     needs_patches: bool = False  # whether the loss uses patch tokens, and not only pooled features
     can_collapse: ClassVar[bool] = True  # whether equal features for all images would be a solution
+    collapse_remedy: ClassVar[str | None] = None  # what helps against collapse, besides a lower learning rate
     initial_loss: float  # about that of an untrained model; the scale on which a loss counts as diverged
 
     def __init__(self, student: Branch, preprocessing: Preprocessing, views: ViewConfig, world: World) -> None:
@@ -89,7 +93,7 @@ class PretrainMethod(nn.Module, ABC):
         self.student = student
         self.teacher: Branch | None = None
         self.preprocessing, self.views, self.world = preprocessing, views, world
-        self.teacher_momentum = 0.0
+        self.teacher_momentum, self.has_default_momentum = 0.0, False
         self.render_fn = render_views  # replaced by a compiled version on a GPU
 
     @abstractmethod
@@ -121,11 +125,20 @@ class PretrainMethod(nn.Module, ABC):
         """The teacher's distribution over its outputs for each of a sample of images, for the detection of collapse."""
         return logits_NK.softmax(dim=-1)
 
-    def add_teacher(self, momentum: float) -> None:
-        """A copy of the student whose weights are an exponential moving average of the student's."""
+    def add_teacher(self, momentum: float | None) -> None:
+        """A copy of the student whose weights are an exponential moving average of the student's.
+
+        `momentum`: at the start of the run; None: that of `default_momentum`, after `set_total_steps`.
+        """
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        self.teacher_momentum = momentum
+        self.has_default_momentum = momentum is None
+        self.teacher_momentum = MAX_MOMENTUM if momentum is None else momentum
         self.teacher.eval()
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Adapt what depends on the length of the run. Called before its first step."""
+        if self.has_default_momentum:
+            self.teacher_momentum = default_momentum(total_steps)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the student. The teacher stays in evaluation mode: only the student has dropout."""
@@ -159,6 +172,15 @@ class PretrainMethod(nn.Module, ABC):
             patch_size=self.student.vit.config.patch_size,
             render_fn=self.render_fn,
         )
+
+
+def default_momentum(total_steps: int) -> float:
+    """Momentum of the teacher at the start of a run: 0.99, or lower in runs of fewer than 2,500 steps.
+
+    The published values, 0.99 to 0.996, belong to about 100,000 steps and more. After 300 steps with 0.99, a fifth of
+    the teacher would still be its initial weights: the integral of 1 - momentum along the cosine is 1.5.
+    """
+    return min(MAX_MOMENTUM, max(MIN_MOMENTUM, 1 - NUM_TIME_CONSTANTS / total_steps))
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
 """MoCo v3 (Chen, Xie & He, 2021, arXiv 2104.02057): a view's query matches the key of another view of the same image.
 
-The loss (equation 1, InfoNCE) is the cross-entropy of choosing, among the keys of all images in the batch, the key of
-the same image by cosine similarity / τ. Queries come from the student, a projector and a predictor, keys from an EMA
-teacher and its projector (algorithm 1). Local views, which the paper does not have, are queries only, as in SwAV
-(arXiv 2006.09882). The patch embedding is trained, and hidden layers have GELU instead of ReLU. Published result:
-73.2% on ImageNet-1k, linear probe of a ViT-S/16 after 300 epochs (the authors' code).
+The loss is InfoNCE, -log (exp(q·k₊ / τ) / Σ exp(q·k / τ)): the cross-entropy of choosing the key k₊ of the same image
+among the keys k of all images in the batch, by cosine similarity / τ. Queries come from the student, a projector and a
+predictor, keys from an EMA teacher and its projector (algorithm 1). Local views, which the paper does not have, are
+queries only, as in SwAV (arXiv 2006.09882). The patch embedding is trained, and hidden layers have GELU instead of
+ReLU. Published result: 73.2% on ImageNet-1k, linear probe of a ViT-S/16 after 300 epochs (the authors' code).
 
 Shapes:  B images   G global views   V views   K embedding dimensions
 """
@@ -34,14 +34,14 @@ class MoCoConfig:
     """MoCo v3: contrast the views of an image with those of the other images of the batch."""
 
     temperature: float = 0.2  # of the similarities in the loss
-    momentum: float = 0.99  # of the teacher at the start; it rises to 1 along a cosine
+    momentum: float | None = None  # of the teacher at the start, rising to 1; 0.99, or lower in short runs if omitted
     hidden_width: int = 2048  # of projector and predictor
     width: int = 256  # of the embedding
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"moco.temperature must be above 0 and finite, got {self.temperature}")
-        if not 0 <= self.momentum < 1:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"moco.momentum must be at least 0 and below 1, got {self.momentum}")
         for name in ("hidden_width", "width"):
             if getattr(self, name) < 1:
@@ -50,6 +50,7 @@ class MoCoConfig:
 
 class MoCo(PretrainMethod):
     score_name: ClassVar[str] = "match_accuracy"
+    collapse_remedy: ClassVar[str] = "raise --moco.momentum"
 
     def __init__(
         self, config: MoCoConfig, vit: ViT, preprocessing: Preprocessing, views: ViewConfig, world: World

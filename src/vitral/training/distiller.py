@@ -28,6 +28,7 @@ class DistillTrainer(PretrainTrainer):
     """Train the student inside `FeatureDistillation`. The labels of the dataset are the rows of its images."""
 
     command = "distill"
+    min_batch_size = 1
 
     @property
     def distillation(self) -> FeatureDistillation:

@@ -15,6 +15,8 @@ def out_of_memory_error(recipe: Recipe, hardware: Hardware, run: Run | None = No
     total = hardware.gpu_memory_bytes
     kind = f"GPU memory ({hardware.name}, {total / GIB:.0f} GiB)" if total else "memory"
     what = f"out of {kind} with batch size {recipe.batch_size}"
+    if recipe.pretrain is not None and recipe.pretrain.compares_images:
+        return _out_of_memory_without_labels(what, recipe, run)
     if recipe.grad_accum >= recipe.batch_size:
         return VitralError(what, "Use --activation-checkpointing, a smaller --model.image-size or a smaller model")
     accumulate = f"--grad-accum {min(2 * recipe.grad_accum, recipe.batch_size)}"
@@ -22,4 +24,16 @@ def out_of_memory_error(recipe: Recipe, hardware: Hardware, run: Run | None = No
     return VitralError(
         what,
         f"Keep the result with less memory{resume}\nOr start again with --batch-size {max(recipe.batch_size // 2, 1)}",
+    )
+
+
+def _out_of_memory_without_labels(what: str, recipe: Recipe, run: Run | None) -> VitralError:
+    """Micro-batches would change the result of a loss that compares the images of a micro-batch."""
+    smaller = f"--batch-size {max(recipe.batch_size // 2, 1)}, fewer --views.local-views"
+    if recipe.activation_checkpointing:
+        return VitralError(what, f"Start again with {smaller} or a smaller model")
+    command = "" if run is None else f"{resume_command(run.path)} "
+    return VitralError(
+        what,
+        f"Keep the result with less memory: {command}--activation-checkpointing\nOr start again with {smaller}",
     )

@@ -19,7 +19,7 @@ from vitral.data.lazy_images import Images, select_images
 from vitral.data.preprocess import to_model_input
 from vitral.data.probe_set import ProbeSet
 from vitral.device.select import Hardware
-from vitral.distributed.dtensor import full_state
+from vitral.distributed.dtensor import full_state, load_full_state_dict
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.feature_classifiers import leave_one_out_accuracy
@@ -39,17 +39,19 @@ from vitral.training.trainer import Trainer
 from vitral.weights.checkpoint import NO_HEAD
 
 NUM_SAMPLE_IMAGES = 2048  # whose features are measured after each epoch
-NUM_NEIGHBOURS = 20  # k of the k-NN accuracy
 
 
 class PretrainTrainer(Trainer):
     """Train the ViT inside a pretraining method. The last epoch's weights become the model.
 
     `probe_set`: labelled images, for the k-NN accuracy after each epoch. The labels are not used in training.
+    `method_state`: tensors of the method to start from, besides the weights of the ViT.
     """
 
     command = "pretrain"
+    min_batch_size = 32  # most methods compare the images of a batch
     probe_set: ProbeSet | None = None
+    method_state: dict[str, Tensor] | None = None
 
     @property
     def method(self) -> PretrainMethod:
@@ -58,6 +60,10 @@ class PretrainTrainer(Trainer):
 
     def setup(self) -> None:
         super().setup()
+        self.method.set_total_steps(self.total_steps)
+        if self.method_state is not None:
+            names = self.method.state_dict().keys()
+            load_full_state_dict(self.method, self.method_state, unchanged=names)
         self.history = [collapse_metrics(row) for row in self.run.load_metrics()]
         train = self.dataset.train
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(self.recipe.seed))
@@ -92,7 +98,7 @@ class PretrainTrainer(Trainer):
         if self.probe_set is not None:
             features = self._forward(self.method.features, self.probe_set.images).cpu()
             labels, K = self.probe_set.labels, len(self.probe_set.classes)
-            metrics["knn_top1"] = leave_one_out_accuracy(features, labels, K, NUM_NEIGHBOURS)
+            metrics["knn_top1"] = leave_one_out_accuracy(features, labels, K, self.probe_set.num_neighbours)
         self.history = [*self.history[: state.epoch], checks]
         is_last = metrics["best"] = state.epoch + 1 == self.recipe.epochs or self.time_is_over
         if is_last:
@@ -106,7 +112,8 @@ class PretrainTrainer(Trainer):
 
     def check_collapse(self) -> None:
         """Stop a run whose features have collapsed. A resumed one stops at once."""
-        collapse = collapse_reason(self.history[: self.state.epoch]) if self.method.can_collapse else None
+        history = self.history[: self.state.epoch]
+        collapse = collapse_reason(history, self.method.collapse_remedy) if self.method.can_collapse else None
         if collapse is not None:
             self.save_checkpoint()
             raise VitralError(
@@ -192,7 +199,7 @@ def make_trainer(
         teacher=setup.teacher,
     )
     if isinstance(trainer, PretrainTrainer):
-        trainer.probe_set = probe_set
+        trainer.probe_set, trainer.method_state = probe_set, setup.method_state
     return trainer
 
 

@@ -101,12 +101,21 @@ class ProgressTable(Callback):
 class PretrainProgressTable(ProgressTable):
     """Loss, effective rank of the features (see vitral.ssl.collapse) and, with labels, k-NN accuracy per epoch."""
 
+    measure_title = "Eff. rank"
+
+    def __init__(self, console: Console, steps_per_epoch: int, *, has_labels: bool) -> None:
+        super().__init__(console, steps_per_epoch)
+        self.has_labels = has_labels
+
     def titles(self) -> str:
-        return f"{'Train loss':>10}   {'Eff. rank':>9}   {'k-NN acc.':>9}"
+        return f"{'Train loss':>10}   {self.measure_title:>9}" + (f"   {'k-NN acc.':>9}" if self.has_labels else "")
 
     def values(self, metrics: dict[str, Any]) -> str:
-        knn = f"{metrics['knn_top1']:.2%}" if "knn_top1" in metrics else "-"
-        return f"{metrics['train_loss']:>10.4f}   {metrics['effective_rank']:>9.1f}   {knn:>9}"
+        knn = f"   {metrics['knn_top1']:>9.2%}" if self.has_labels else ""
+        return f"{metrics['train_loss']:>10.4f}   {self.measure(metrics):>9}{knn}"
+
+    def measure(self, metrics: dict[str, Any]) -> str:
+        return f"{metrics['effective_rank']:.1f}"
 
     def mark(self, metrics: dict[str, Any]) -> str:
         return ""
@@ -115,12 +124,10 @@ class PretrainProgressTable(ProgressTable):
 class DistillProgressTable(PretrainProgressTable):
     """Loss, cosine similarity of the features of student and teacher and, with labels, k-NN accuracy per epoch."""
 
-    def titles(self) -> str:
-        return f"{'Train loss':>10}   {'Cosine':>9}   {'k-NN acc.':>9}"
+    measure_title = "Cosine"
 
-    def values(self, metrics: dict[str, Any]) -> str:
-        knn = f"{metrics['knn_top1']:.2%}" if "knn_top1" in metrics else "-"
-        return f"{metrics['train_loss']:>10.4f}   {metrics['train_cosine']:>9.4f}   {knn:>9}"
+    def measure(self, metrics: dict[str, Any]) -> str:
+        return f"{metrics['train_cosine']:.4f}"
 
 
 class StatusProgress(Callback):

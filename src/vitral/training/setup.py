@@ -190,6 +190,7 @@ class TrainingSetup:
     notes: tuple[str, ...]  # adaptations to the channels of the images and of the checkpoint's weights
     base: BaseWeights | None = None  # the checkpoint, if some of its weights stay frozen
     teacher: Teacher | None = None  # of a distillation
+    method_state: dict[str, Tensor] | None = None  # of a pretraining that is continued: heads, teacher, centre
 
     @property
     def steps_per_epoch(self) -> int:

@@ -69,6 +69,7 @@ class Trainer:
     """
 
     command = "train"  # of the command line, for hints
+    min_batch_size = 1  # that a hint suggests
 
     def __init__(
         self,
@@ -256,7 +257,9 @@ class Trainer:
                 "use --optim.warmup 0.1 for a tenth of the run"
             )
         if self.loader.steps_per_epoch == 1:
-            self.callbacks.on_message(describe_single_step_epochs(recipe.batch_size, len(self.dataset.train)))
+            self.callbacks.on_message(
+                describe_single_step_epochs(recipe.batch_size, len(self.dataset.train), self.min_batch_size)
+            )
         budget = self.time_budget
         self.deadline = math.inf if budget is None else budget.deadline(self.state.elapsed_seconds)
         if self.head_fit is not None and not self.resumed:
@@ -563,12 +566,14 @@ class Trainer:
         )
 
 
-def describe_single_step_epochs(batch_size: int, num_images: int) -> str:
+def describe_single_step_epochs(batch_size: int, num_images: int, min_batch_size: int) -> str:
     """Say that an epoch is a single step, and which smaller batch size gives several."""
-    smaller = max(num_images // 8, 1)
+    smaller = max(num_images // 8, min_batch_size)
+    steps = num_images // smaller
+    advice = f"use --batch-size {smaller} for {steps} steps per epoch" if steps > 1 else "use more --epochs"
     return (
         f"Each epoch is a single optimizer step: the batch size is {batch_size:,} and there are {num_images:,} "
-        f"training images; use --batch-size {smaller} for {num_images // smaller} steps per epoch"
+        f"training images; {advice}"
     )
 
 

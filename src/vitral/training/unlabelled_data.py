@@ -20,6 +20,7 @@ from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
 from vitral.runs.run import resume_command
 from vitral.ssl.methods import make_method
+from vitral.training.continued_method import ContinuedMethod, read_continued_method, with_method_of
 from vitral.training.loggers import check_loggers
 from vitral.training.pixel_format import with_pixel_format
 from vitral.training.setup import (
@@ -86,12 +87,16 @@ def resolve_pretrain_recipe(
     init_from: str | None = None,
     preset: str | None = None,
     options: CheckpointOptions = NO_OPTIONS,
+    method: str | None = None,
 ) -> Recipe:
     """Find the recipe for these images, and give it the architecture of `preset` or of the checkpoint `init_from`.
 
     Without a recipe, that is `pretrain-continue` for a checkpoint, `pretrain-small` for built-in datasets, and
-    `pretrain` for photographs. A recipe file names its images itself.
+    `pretrain` for photographs. A recipe file names its images itself. With the method "mae", the model of
+    `pretrain-small` embeds patches instead of having a convolutional stem. A pretraining run of vitral is continued
+    with its own method, unless `method` names another one.
     """
+    is_chosen = recipe is None
     if recipe is None:
         names = {*map(source_name, sources)}
         if not names:
@@ -99,6 +104,10 @@ def resolve_pretrain_recipe(
         recipe = "pretrain-continue" if init_from else "pretrain-small" if names <= {*BUILTIN_DATASETS} else "pretrain"
     resolved = resolve_recipe(None, recipe, init_from, preset, options)
     check_learns_without_labels(resolved)
+    if is_chosen:
+        resolved = with_method_of(resolved, init_from, method)
+    if is_chosen and method == "mae" and resolved.name == "pretrain-small":
+        resolved = resolved.with_overrides({"variant": "plain"})
     if sources:
         resolved = with_sources(resolved, sources)
     return replace(resolved, model=replace(resolved.model, num_classes=1))
@@ -150,12 +159,20 @@ def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[
     check_loggers(recipe)
     check_method(recipe)
     dataset, recipe, notes = load_unlabelled_data(recipe, progress, sources)
-    initial_weights = None
+    initial_weights, continued = None, ContinuedMethod(None, None)
     if recipe.init_from:
         checkpoint = weights.read(recipe.init_from, recipe.init_options)
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, (NO_HEAD,))
         head_notes = [note for note in adapted.notes if not note.startswith("head:")]
         initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *head_notes)
+        continued = read_continued_method(recipe, make_preprocessing(recipe), initial_weights)
+        notes += () if continued.note is None else (continued.note,)
+    if recipe.grad_accum > 1 and recipe.pretrain is not None and recipe.pretrain.compares_images:
+        size = math.ceil(recipe.batch_size / recipe.grad_accum)
+        notes = (
+            *notes,
+            f"with --grad-accum {recipe.grad_accum}, the loss compares {size:,} images, not the whole batch",
+        )
     return TrainingSetup(
         recipe=recipe,
         dataset=dataset,
@@ -163,4 +180,5 @@ def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[
         preprocessing=make_preprocessing(recipe),
         initial_weights=initial_weights,
         notes=notes,
+        method_state=continued.state,
     )

@@ -14,12 +14,14 @@ T = TypeVar("T")
 
 
 def to_dict(value: Any) -> Any:
-    """Convert dataclasses to dictionaries and tuples to lists. Fields that are None are left out."""
+    """Convert dataclasses to dictionaries and tuples to lists, at any depth. Fields that are None are left out."""
     if dataclasses.is_dataclass(value):
         items = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {name: to_dict(item) for name, item in items if item is not None}
     if isinstance(value, tuple):
         return [to_dict(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: to_dict(item) for name, item in value.items()}
     return value
 
 

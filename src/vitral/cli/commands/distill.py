@@ -14,11 +14,12 @@ from vitral.cli.commands.pretrain import (
     LABEL_FIELDS,
     PREFIX,
     check_resume_flags,
+    print_comparison,
     recipe_help_defaults,
     recipe_overrides,
 )
 from vitral.cli.config_fields import ConfigField, read_config_fields
-from vitral.cli.options import checkpoint_flags, checkpoint_options
+from vitral.cli.options import checkpoint_flags, checkpoint_options, judge_arguments, judge_flags
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
 from vitral.errors import VitralError
 
@@ -83,6 +84,7 @@ class DistillArgs:
         "list of files that are not used: a CSV file of vitral doctor --fix-list, or one path per line",
         group=GROUP_TITLES["data"],
     )
+    judgement: Mapping[str, Any] = judge_flags()
     checkpoint: Mapping[str, Any] = checkpoint_flags()
 
 
@@ -90,6 +92,8 @@ def distill(args: DistillArgs) -> int:
     overrides = recipe_overrides(args.overrides)
     models = (overrides.get("init_from") or None, args.teacher)
     check_inputs(*models, data=overrides.get("pretrain.labels"), sources=args.images, recipe=args.recipe)
+    judgement = judge_arguments(args.judgement)
+    check_inputs(data=judgement["judge"])
     if args.resume is not None:
         check_resume_flags("distill", args, ("images", "teacher", "recipe", "preset", "exclude", "out"))
     elif args.recipe is None:
@@ -101,18 +105,20 @@ def distill(args: DistillArgs) -> int:
             )
     from vitral.api import distill as run_distillation
 
-    run_distillation(
+    result = run_distillation(
         list(args.images) or None,
         teacher=args.teacher,
         recipe=args.recipe,
         preset=args.preset,
         options=checkpoint_options(args.checkpoint),
+        **judgement,
         exclude=args.exclude,
         out=args.out,
         resume=args.resume,
         quiet=False,
         **overrides,
     )
+    print_comparison(result)
     return 0
 
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vitral.cli.checks import check_inputs
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
-from vitral.cli.options import AUTO, check_checkpoint_flags, checkpoint_flags, checkpoint_options
+from vitral.cli.options import (
+    AUTO,
+    check_checkpoint_flags,
+    checkpoint_flags,
+    checkpoint_options,
+    judge_arguments,
+    judge_flags,
+)
 from vitral.cli.parsing import Command, HelpDefaults, argument, config_options, option
 from vitral.cli.recipe_values import recipe_values, varying_fields
 from vitral.errors import VitralError, shell_quote
 
+if TYPE_CHECKING:
+    from vitral.api.pretraining import PretrainResult
+
 COMMON = "Common flags"
-JUDGE = "Did it help?"
 DISTILL_METHOD = "distill"  # of vitral distill
 COMMON_FIELDS = (
     "pretrain.method", "init_from", "epochs", "batch_size", "optim.lr", "device", "precision", "seed",
@@ -32,6 +41,7 @@ LABEL_FIELDS = (  # of a recipe, that pretraining does not use
 HELP = {  # where the words of vitral train would mislead
     "init_from": "checkpoint whose pretraining is continued: file, folder, run or hf:owner/name; empty: from scratch",
     "epochs": "passes over the images",
+    "grad_accum": "micro-batches per optimizer step, to need less memory; views are compared within a micro-batch only",
     "data.mean": "per-channel mean in [0, 1]; computed from the images if omitted",
     "data.std": "per-channel standard deviation; computed from the images if omitted",
     "time_limit": "end in time, with as many epochs as fit: 30m, 1h30m, 90s",
@@ -91,16 +101,7 @@ class PretrainArgs:
     recipe: str | None = option(None, "recipe name (see vitral recipes) or TOML file", group=COMMON)
     preset: str | None = option(None, "model size instead of the recipe's: Ti/16, B/32, ...", group=COMMON)
     overrides: Mapping[str, Any] = config_options(pretrain_fields, group=group_title)
-    judge: str | None = option(
-        None,
-        "labelled images to measure on, before and after, whether pretraining helped: k-NN, linear probe, fine-tuning",
-        group=JUDGE,
-    )
-    judge_seeds: int | None = option(None, "repetitions with other labels and random numbers (default: 3)", group=JUDGE)
-    judge_fractions: tuple[float, ...] | None = option(
-        None, "fractions of the labels to learn from (default: 0.01,0.1,1)", group=JUDGE
-    )
-    judge_fine_tuning: bool | None = option(None, "also fine-tune, which takes nearly all of the time", group=JUDGE)
+    judgement: Mapping[str, Any] = judge_flags()
     out: Path | None = option(None, "run folder to create (default: runs/<recipe>-<date>-<id>)", group=COMMON)
     resume: Path | None = option(None, "run folder of an interrupted run to continue", group=COMMON)
     exclude: Path | None = option(
@@ -120,16 +121,9 @@ def pretrain(args: PretrainArgs) -> int:
             "Name one, such as hf:timm/vit_tiny_patch16_224.augreg_in21k",
         )
     check_inputs(init_from or None, data=overrides.get("pretrain.labels"), sources=args.images, recipe=args.recipe)
-    check_inputs(data=args.judge)
+    judgement = judge_arguments(args.judgement)
+    check_inputs(data=judgement["judge"])
     check_checkpoint_flags(args.checkpoint, overrides)
-    judge_options = {
-        name: value
-        for name in ("seeds", "fractions", "fine_tuning")
-        if (value := getattr(args, f"judge_{name}")) is not None
-    }
-    if judge_options and args.judge is None:
-        flag = f"--judge-{next(iter(judge_options)).replace('_', '-')}"
-        raise VitralError(f"{flag} is an option of --judge", "Name labelled images with --judge LABELLED")
     if args.resume is not None:
         check_resume_flags("pretrain", args, ("images", "recipe", "preset", "exclude", "out"))
     elif not args.images and args.recipe is None:
@@ -141,19 +135,23 @@ def pretrain(args: PretrainArgs) -> int:
         recipe=args.recipe,
         preset=args.preset,
         options=checkpoint_options(args.checkpoint),
-        judge=args.judge,
-        judge_options=judge_options,
+        **judgement,
         exclude=args.exclude,
         out=args.out,
         resume=args.resume,
         quiet=False,
         **overrides,
     )
+    print_comparison(result)
+    return 0
+
+
+def print_comparison(result: PretrainResult) -> None:
+    """Print what --judge has measured."""
     if result.comparison is not None:
         from vitral.reporting.terminal.label_efficiency import print_label_efficiency
 
         print_label_efficiency(result.comparison)
-    return 0
 
 
 def recipe_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from vitral.recipes.schema import Recipe
 from vitral.reporting.terminal.training import model_line, recipe_line, vitral_command
 from vitral.runs.run import Run
 from vitral.ssl.teacher import Teacher
-from vitral.training.pretrainer import NUM_NEIGHBOURS
 from vitral.training.setup import TrainingSetup
 
 METHOD_TITLES = {
@@ -80,17 +79,17 @@ def describe_teacher(teacher: Teacher) -> str:
     return text
 
 
-def print_result(console: Console, run: Run, recipe: Recipe) -> None:
+def print_result(console: Console, run: Run, recipe: Recipe, probe_set: ProbeSet | None) -> None:
     metrics = run.load_metrics()[-1]
     lines = [
         f"\nEffective rank    {metrics['effective_rank']:.1f} of the features, which have {recipe.model.width} channels"
     ]
     if "train_cosine" in metrics:
         lines.append(f"Agreement         mean cosine similarity {metrics['train_cosine']:.3f} with the teacher")
-    if "knn_top1" in metrics:
-        lines.append(
-            f"k-NN accuracy     {metrics['knn_top1']:.2%}, each labelled image by its {NUM_NEIGHBOURS} nearest"
-        )
+    if probe_set is not None:
+        k = probe_set.num_neighbours
+        neighbours = f"{k} nearest" if k > 1 else "nearest neighbour"
+        lines.append(f"k-NN accuracy     {metrics['knn_top1']:.2%}, each labelled image by its {neighbours}")
     lines += [f"Model             {run.model_dir}  (without a classifier)\n", "Next steps", *next_steps(run)]
     console.print("\n".join(lines), soft_wrap=True, markup=False)
 
