@@ -8,7 +8,8 @@ channel is copied, with noise that cancels between the copies, so that GEMM shap
 Agreement and accuracy are measured on test images. transformers gets the same weights; the architecture of vit-pytorch
 differs, so its weights are random. OpenVINO converts the same PyTorch model itself, with its preprocessing API for
 uint8 images, in every precision that the CPU has; for int8 its weights and activations are quantized by NNCF if that is
-installed. `vitral` rows name the backend that won on this machine; `--both` also measures the other one.
+installed. The fp32 rows of PyTorch also exist in bf16, if the CPU has it. `--both` also measures our fp32 engine on
+PyTorch. Our engines are called as `predict` calls them: a batch is shared among the threads.
 
 All implementations take turns, batch by batch. A ratio is the median time of the fastest other implementation divided
 by the median time of an engine. On a busy machine, `--clock cpu --threads 1` measures processor time.
@@ -17,6 +18,7 @@ by the median time of an engine. On a busy machine, `--clock cpu --threads 1` me
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import statistics
 import sys
@@ -35,10 +37,11 @@ from torch import Tensor
 from _output import add_output_arguments, write_results
 from vitral import data, weights
 from vitral.data.preprocess import to_model_input
-from vitral.device.cpu import cpu_name
+from vitral.device.cpu import cpu_has_bf16, cpu_name
 from vitral.inference.bench import CpuEngines, build_engines, run_batched
 from vitral.inference.cpu_engine import CpuEngine
-from vitral.inference.engine import CascadeEngine
+from vitral.inference.engine import CascadeEngine, Engine
+from vitral.inference.engine_selection import CPU_BATCH_SIZE, EngineChoice
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT
 from vitral.runs.model_io import ModelConfig
@@ -85,9 +88,9 @@ def main() -> None:
         peers = build_peers(model, model_config, args, calibration_images)
         print(f"\n{size}: {len(images)} test images, backends {built.backends}", flush=True)
         quality = measure_quality(built.engines, peers, images, labels)
-        engines: dict[str, ForwardFn] = {f"vitral {name}": engine for name, engine in built.engines.items()}
+        engines = {f"vitral {name}": as_predicted(engine) for name, engine in built.engines.items()}
         if args.both and built.backends["fp32"] == "openvino":
-            engines["vitral fp32, PyTorch"] = CpuEngine(model, model_config.preprocessing, "fp32")
+            engines["vitral fp32, PyTorch"] = as_predicted(CpuEngine(model, model_config.preprocessing, "fp32"))
         for batch_size in args.batch_sizes:
             speed = measure_speed(engines, peers, images, batch_size, args)
             rows += [
@@ -97,6 +100,13 @@ def main() -> None:
                 for name, values in speed.items()
             ]
             write_results(args, rows, packages=PACKAGES)
+
+
+def as_predicted(engine: Engine) -> ForwardFn:
+    """The engine as `Predictor` calls it."""
+    return EngineChoice(
+        name="", precision="", device="cpu", batch_size=CPU_BATCH_SIZE, reason="", engine=engine
+    ).logits  # fmt: skip
 
 
 def fit_cifar10_model(init_from: str, num_train: int, count: int) -> tuple[ViT, ModelConfig, Tensor, Tensor, Tensor]:
@@ -253,21 +263,27 @@ def build_peers(
         dim_head=config.width // config.heads,
     ).eval()
     forwards: dict[str, ForwardFn] = {"transformers": hf, "vit-pytorch": vp}
+    if cpu_has_bf16():
+        forwards["transformers, bf16"] = copy.deepcopy(hf).bfloat16()
+        forwards["vit-pytorch, bf16"] = copy.deepcopy(vp).bfloat16()
     if not args.no_compile:
         forwards |= {f"{name}, compiled": torch.compile(module) for name, module in forwards.items()}
     for name, module in (("transformers", hf), ("vit-pytorch", vp)):
         forwards[f"{name}, ONNX Runtime"] = onnx_forward(module, folder / f"{name}.onnx", args.threads)
     normalise = model_config.preprocessing.normalise
 
-    def from_uint8(forward: ForwardFn) -> ForwardFn:
+    def from_uint8(forward: ForwardFn, dtype: torch.dtype) -> ForwardFn:
         def run(images: Tensor) -> Any:
             with torch.inference_mode():
-                output = forward(normalise(images))
+                output = forward(normalise(images).to(dtype))
             return output if isinstance(output, Tensor) else output.logits
 
         return run
 
-    return openvino | {name: from_uint8(forward) for name, forward in forwards.items()}
+    return openvino | {
+        name: from_uint8(forward, torch.bfloat16 if "bf16" in name else torch.float32)
+        for name, forward in forwards.items()
+    }
 
 
 def openvino_peers(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vitral.data.variable_images import VariableSizeImages, map_batches
 from vitral.device.threads import thread_count
+from vitral.inference.engine_selection import EngineChoice
 from vitral.inference.parallel_batches import MAX_BATCH, MIN_BATCH, cache_batch_size, parallel_map
 from vitral.models.vit import ViTConfig
 
@@ -39,6 +40,12 @@ def test_each_worker_computes_with_one_thread_and_the_caller_keeps_its_own() -> 
     thread.start()
     thread.join()
     assert new_thread == [2]
+
+
+def test_a_single_item_is_computed_by_the_caller_with_all_threads() -> None:
+    assert list(parallel_map(lambda _: torch.get_num_threads(), [0])) == [2]
+    assert list(parallel_map(lambda _: threading.current_thread(), [0])) == [threading.current_thread()]
+    assert list(parallel_map(lambda n: n, [])) == []
 
 
 def test_a_call_within_a_worker_starts_no_more_threads() -> None:
@@ -77,6 +84,27 @@ def test_images_of_several_sizes_keep_their_order() -> None:
     result = map_batches(VariableSizeImages.stack(images), mean, 4, progress.append, parallel_map)
     assert result.tolist() == [float(n) for n in range(40)]
     assert progress == sorted(progress)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, [1]), (2, [1, 1]), (9, [4, 5]), (40, [8, 16, 16])])
+def test_every_thread_has_a_batch(count: int, expected: list[int]) -> None:
+    sizes: list[int] = []
+
+    class SizeEngine:
+        def __call__(self, images_BCHW: Tensor) -> Tensor:
+            sizes.append(len(images_BCHW))
+            return images_BCHW.float().mean(dim=(2, 3))
+
+        features = __call__
+
+    choice = EngineChoice(
+        name="fp32", precision="fp32", device="cpu", batch_size=16, reason="a test", engine=SizeEngine()
+    )
+    images = torch.arange(count, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 4, 4)
+    for method in (choice.logits, choice.features):
+        sizes.clear()
+        assert method(images).flatten().tolist() == list(range(count))
+        assert sorted(sizes) == expected
 
 
 def test_the_batch_of_a_small_model_is_larger() -> None:

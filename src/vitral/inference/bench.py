@@ -27,7 +27,7 @@ from vitral.inference.cpu_backends import (
     build_precision_engine,
 )
 from vitral.inference.cpu_engine import CPU_PRECISIONS, CpuPrecision, unsupported_reason
-from vitral.inference.engine import CascadeEngine, cascade_margin
+from vitral.inference.engine import CascadeEngine, margin_for_agreement
 from vitral.inference.engine_selection import BenchResult, BenchRow, check_threads, save_bench_result
 from vitral.inference.int8_calibration import ActivationRanges, collect_activation_ranges, save_activation_ranges
 from vitral.inference.openvino_engine import (
@@ -148,7 +148,7 @@ def build_engines(
         else:
             if fp32_logits is None:
                 fp32_logits = run_batched(engines["fp32"], images_NCHW)
-            margins[precision] = cascade_margin(run_batched(engines[precision], images_NCHW), fp32_logits)
+            margins[precision] = margin_for_agreement(run_batched(engines[precision], images_NCHW), fp32_logits)
     return BenchEngines(engines={**engines, **build_cascades(engines, margins)}, backends=backends, margins=margins)
 
 

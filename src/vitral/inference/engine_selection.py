@@ -153,17 +153,26 @@ class EngineChoice:
 
     def logits(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
         """Logits (N, K) of uint8 images of the model's input size, in batches; N must not be 0."""
-        return map_batches(images_NCHW, self.engine, self.batch_size, progress, self._map_fn)
+        return map_batches(images_NCHW, self.engine, self._batch_size(images_NCHW), progress, self._map_fn)
 
     def features(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
         """Pooled features (N, D), the input of the head."""
-        batch_size = min(self.batch_size, FEATURE_BATCH_SIZE)
+        batch_size = min(self._batch_size(images_NCHW), FEATURE_BATCH_SIZE)
         return map_batches(images_NCHW, self.engine.features, batch_size, progress, self._map_fn)
 
     @property
-    def _map_fn(self) -> MapFn:
+    def _is_parallel(self) -> bool:
         """Batches in parallel on a CPU. The reference engine computes one after the other, with all threads."""
-        return parallel_map if self.device == "cpu" and self.name != "reference" else map
+        return self.device == "cpu" and self.name != "reference"
+
+    @property
+    def _map_fn(self) -> MapFn:
+        return parallel_map if self._is_parallel else map
+
+    def _batch_size(self, images_NCHW: Images) -> int:
+        """The batch size of the engine, or less if there would not be a batch for each thread."""
+        threads = torch.get_num_threads() if self._is_parallel else 1
+        return max(min(self.batch_size, -(-len(images_NCHW) // threads)), 1)
 
 
 def reference_engine(model: ViT, preprocessing: Preprocessing, hardware: Hardware, reason: str) -> EngineChoice:

@@ -1,8 +1,8 @@
-"""A ViT as an OpenVINO graph: uint8 images (B, C, H, W) to the output tokens of the encoder (B, P, D).
+"""A ViT as an OpenVINO graph: patches with pixels from 0 to 255 (B, N, CPP) to the encoder's output tokens (B, P, D).
 
 The weights are those of the PyTorch CPU engine, with normalisation and scales folded in. P is the number of tokens that
-pooling reads: the last block computes only those. For int8, the inputs of the linear layers are quantized to the
-calibrated ranges. B is dynamic.
+pooling reads: the last block computes only those, and neither keys nor values. For int8, the inputs of the linear
+layers are quantized to the calibrated ranges. B is dynamic.
 
 Shapes as in vit.py.
 """
@@ -43,42 +43,44 @@ def build_graph(
     ranges: ActivationRanges | None = None,
 ) -> ov.Model:
     """Build the graph, in int8 if `ranges` are given; `num_outputs` is P, None for all tokens."""
-    config = model.config
-    images = ops.parameter([-1, config.channels, *config.image_size], ov.Type.u8, name="images")
-    z = embed(images, model, preprocessing)
+    patches = ops.parameter([-1, _num_patches(model), _patch_values(model)], ov.Type.f32, name="patches")
+    z = embed(patches, model, preprocessing)
     encoder = model.encoder
-    rope = None if encoder.rotary_position is None else encoder.rotary_position(config.grid)
+    rope = None if encoder.rotary_position is None else encoder.rotary_position(model.config.grid)
     last = len(encoder.blocks) - 1
-    for index, block in enumerate(encoder.blocks):
-        count = num_outputs if index == last else None
+    for index, module in enumerate(encoder.blocks):
+        block, count = cast(EncoderBlock, module), num_outputs if index == last else None
+        if count is not None and rope is None and isinstance(block.attention.norm_k, nn.Identity):
+            z = encode_outputs(z, block, count)
+            continue
         linears: FloatLinears | Int8Linears
-        if ranges is None:
-            linears = FloatLinears(cast(EncoderBlock, block))
-        else:
-            linears = Int8Linears(cast(EncoderBlock, block), f"blocks.{index}.", ranges)
-        z = encode(z, cast(EncoderBlock, block), linears, rope, count)
-    return ov.Model([layer_norm(z, _norm(encoder.norm))], [images], "vit")
+        linears = FloatLinears(block) if ranges is None else Int8Linears(block, f"blocks.{index}.", ranges)
+        z = encode(z, block, linears, rope, count)
+    return ov.Model([layer_norm(z, _norm(encoder.norm))], [patches], "vit")
 
 
-def embed(images: Node, model: ViT, preprocessing: Preprocessing) -> Node:
+def embed(patches: Node, model: ViT, preprocessing: Preprocessing) -> Node:
     """z0 (B, T, D)."""
-    config = model.config
-    P, (rows, columns) = config.patch_size, config.grid
-    num_patches = rows * columns
+    num_patches = _num_patches(model)
     base_TD = constant_tokens(model)
     assert base_TD is not None, "checked before a graph is built"
     weight, bias = fold_patch_embedding(model.patch_embedding, preprocessing)
-    # b c (y p) (x q) -> b (y x) (c p q), on uint8: a quarter of the memory traffic of fp32
-    patches = ops.reshape(images, _shape(0, config.channels, rows, P, columns, P), special_zero=True)
-    patches = ops.reshape(ops.transpose(patches, _shape(0, 2, 4, 1, 3, 5)), _shape(0, num_patches, -1), True)
-    patches = linear(ops.convert(patches, ov.Type.f32), (weight, torch.zeros_like(bias)))
-    tokens = ops.add(patches, _constant(base_TD[None, -num_patches:] + bias))
+    tokens = linear(patches, (weight, base_TD[None, -num_patches:] + bias))
     num_prefix = len(base_TD) - num_patches
     if num_prefix:
-        batch = ops.gather(ops.shape_of(images), _shape(0), _scalar(0))
-        shape = ops.concat([batch, _shape(num_prefix, config.width)], axis=0)
+        batch = ops.gather(ops.shape_of(patches), _shape(0), _scalar(0))
+        shape = ops.concat([batch, _shape(num_prefix, model.config.width)], axis=0)
         tokens = ops.concat([ops.broadcast(_constant(base_TD[None, :num_prefix]), shape), tokens], axis=1)
     return layer_norm(tokens, _norm(model.pre_norm))
+
+
+def _num_patches(model: ViT) -> int:
+    rows, columns = model.config.grid
+    return rows * columns
+
+
+def _patch_values(model: ViT) -> int:
+    return int(model.config.channels * model.config.patch_size**2)
 
 
 class _GivenTokens(nn.Module):
@@ -98,8 +100,7 @@ def constant_tokens(model: ViT) -> Tensor | None:
 
     Found by calling `embed` itself, without the final norm.
     """
-    config = model.config
-    num_patches = config.grid[0] * config.grid[1]
+    config, num_patches = model.config, _num_patches(model)
     images = torch.zeros(1, config.channels, *config.image_size)
 
     def embed_tokens(tokens_BND: Tensor) -> Tensor:
@@ -140,7 +141,29 @@ def encode(
     out = ops.transpose(ops.matmul(scores, v, False, False), _shape(0, 2, 1, 3))
     out = ops.reshape(out, _shape(0, 0, -1), True)  # b h t d -> b t (h d)
     z = ops.add(z, linears.project(linears.quantize(out)))
-    return linears.mlp(z, layer_norm(z, linears.norm2), ACTIVATIONS[activation_name(block.mlp.activation) or ""])
+    return linears.mlp(z, layer_norm(z, linears.norm2), _activation(block))
+
+
+def encode_outputs(z: Node, block: EncoderBlock, num_outputs: int) -> Node:
+    """The first `num_outputs` tokens of a block, computed without keys and values of the others.
+
+    Scores are q·(K·x) = (q·K)·x, and the attention output is A·(V·x) = V·(A·x): two matmuls for each output token
+    instead of two for each token. The bias of the keys adds the same to all scores of a query and has no effect. The
+    linear layers are not in int8: with few tokens they take hardly any time.
+    """
+    heads, linears = block.attention.heads, FloatLinears(block)
+    (weight, bias), D = linears.weights["qkv"], block.norm1.normalized_shape[0]
+    query, key_hdD, value_hdD = weight[:D], *(part.view(1, heads, -1, D) for part in weight[D:].chunk(2))
+    normed = layer_norm(z, linears.norm1)
+    q = ops.reshape(linear(_first(normed, num_outputs), (query, bias[:D])), _shape(0, 0, heads, -1), True)
+    q = ops.matmul(ops.transpose(q, _shape(0, 2, 1, 3)), _constant(key_hdD), False, False)  # b h p D
+    scores = ops.matmul(ops.reshape(q, _shape(0, -1, D), True), normed, False, True)  # b (h p) t
+    attended = ops.matmul(ops.softmax(scores, axis=-1), normed, False, False)
+    attended = ops.reshape(attended, _shape(0, heads, num_outputs, D), True)
+    out = ops.transpose(ops.matmul(attended, _constant(value_hdD), False, True), _shape(0, 2, 1, 3))  # b p h d
+    out = ops.add(ops.reshape(out, _shape(0, num_outputs, D), True), _constant(bias[2 * D :]))
+    z = ops.add(_first(z, num_outputs), linears.project(out))
+    return linears.mlp(z, layer_norm(z, linears.norm2), _activation(block))
 
 
 class FloatLinears:
@@ -257,6 +280,10 @@ def activation_name(activation: nn.Module) -> str | None:
     if isinstance(activation, nn.GELU):
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     return {QuickGELU: "quick_gelu", nn.ReLU: "relu", SwiGLU: "swiglu"}.get(type(activation))
+
+
+def _activation(block: EncoderBlock) -> Callable[[Node], Node]:
+    return ACTIVATIONS[activation_name(block.mlp.activation) or ""]
 
 
 def _norm(norm: nn.Module) -> Norm | None:

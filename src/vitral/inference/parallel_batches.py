@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
 from typing import TypeVar
 
 import torch
@@ -35,16 +36,18 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> I
     """Yield `function(item)` in the order of the items, computed by as many threads as this thread computes with.
 
     Each of them computes with one thread, and so does the caller until the last result, because the number of threads
-    is that of the process. Calls within `function` start no more of them. `items` are read a bounded number ahead.
+    is that of the process. Calls within `function` start no more of them. `items` are read a bounded number ahead. A
+    single item is computed by this thread, with all of its threads.
     """
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield from map(function, items)
+    threads, remaining = torch.get_num_threads(), iter(items)
+    first = list(islice(remaining, 2))
+    if threads == 1 or len(first) < 2:
+        yield from map(function, chain(first, remaining))
         return
     pending: deque[Future[Result]] = deque()
     with thread_count(1), ThreadPoolExecutor(threads, "batch", torch.set_num_threads, (1,)) as pool:
         try:
-            for item in items:
+            for item in chain(first, remaining):
                 pending.append(pool.submit(function, item))
                 if len(pending) > AHEAD * threads:
                     yield pending.popleft().result()
