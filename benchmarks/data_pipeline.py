@@ -251,7 +251,7 @@ def write_images(args: argparse.Namespace, target: Path) -> dict[str, Any]:
         images: dict[str, Any] = json.loads(description.read_text())
         return images
     sizes, num_bytes = list[tuple[int, int]](), list[int]()
-    for file in sorted(find_images([args.images]))[:: args.every]:
+    for file in sorted(find_images([args.images]))[:: args.every][: args.max_images]:
         try:
             image = decode_image(file).convert("RGB")
         except ImageDecodeError:
@@ -319,6 +319,7 @@ def main() -> None:
     parser.add_argument("--megapixels", type=float)
     parser.add_argument("--grain", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, help="use every n-th image")
+    parser.add_argument("--max-images", type=int, help="use at most this many distinct images")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="skip the augmented and the streamed epoch")
@@ -336,29 +337,26 @@ def main() -> None:
         if args.write_only:
             return
         pipelines = [name for name in PIPELINES if name != "simplejpeg" or importlib.util.find_spec(name)]
-        rounds: list[dict[str, Any]] = []
+        packages = ("torch", "pillow", "simplejpeg")
+        size = {"mean_size": images["mean_size"], "mean_kb": images["mean_kb"]}
+        rounds, rows = list[dict[str, Any]](), list[dict[str, Any]]()
         for _ in range(args.rounds):
             rounds.append({})
             for pipeline in pipelines:
                 results = run_process(pipeline, folder, args.quick)
                 rounds[-1] |= results
                 for name, figures in results.items():
+                    rows.append({"round": len(rounds), "pipeline": name, **size, **figures})
                     speed = f"{figures['images_per_second']:,.0f} images/s"
                     print(
                         f"round {len(rounds)}: {name} {speed}, {figures['seconds']:.1f} s", file=sys.stderr, flush=True
                     )
-    packages = ("torch", "pillow", "simplejpeg")
+                write_results(args, rows, {"data": images}, packages=packages)
     header = environment(packages)
     distinct = f"{images['distinct_images']} distinct, mean size {images['mean_size']}, {images['mean_kb']} kB"
     print(f"{images['images']} images ({distinct})")
     print(f"{header['cpu']}, {NUM_WORKERS} workers, batch size {BATCH_SIZE}, {header['versions']}")
     print_summary(rounds)
-    rows = [
-        {"round": number, "pipeline": name, "mean_size": images["mean_size"], "mean_kb": images["mean_kb"], **figures}
-        for number, results in enumerate(rounds, start=1)
-        for name, figures in results.items()
-    ]
-    write_results(args, rows, {"data": images}, packages=packages)
 
 
 if __name__ == "__main__":
