@@ -7,8 +7,8 @@
     → {"errors": {"8": "shard.tar at byte 1536: corrupt or truncated (…)"}, "checksums": {"7": 2768625435}}
 
 One thread serves each socket: decoding and resizing release the GIL. The process ends when its sockets are closed, so a
-killed training run leaves no workers behind. It imports torch only to resize training images (`torch_resize`), so that
-it starts quickly otherwise.
+killed training run leaves no workers behind. It imports torch only to resize large training images (`torch_resize`), so
+that it starts quickly otherwise.
 """
 
 from __future__ import annotations

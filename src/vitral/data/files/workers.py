@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import socket
@@ -29,6 +30,7 @@ from vitral.data.files.worker import Decoded, DecodeOptions, RowFile, decode_int
 from vitral.data.geometry import Size
 from vitral.data.pixels import PixelType
 from vitral.data.preprocess import Preprocessing
+from vitral.data.resize_crop import TORCH_MIN_PIXELS
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
 
@@ -43,11 +45,12 @@ def decode_options(split: str, stored: Preprocessing) -> DecodeOptions:
     Pillow: every reported number is measured on the pixels that `Predictor` computes from the same files.
     """
     is_train = split == "train"
+    max_pixels = 4 * math.prod(stored.image_size)  # of JPEGs: larger ones are decoded at reduced size
     return DecodeOptions(
         interpolation=stored.interpolation,
         crop=stored.crop,
         resize=stored.resize,
-        torch_resize=is_train,
+        torch_resize=is_train and max_pixels >= TORCH_MIN_PIXELS,
         allow_reduced_jpeg=is_train,
         dtype=stored.dtype,
         layout=stored.layout,
