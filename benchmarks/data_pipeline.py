@@ -6,6 +6,8 @@ dataloader   A DataLoader with two workers. Each image is opened with Pillow, cr
              and normalised one at a time, with torchvision's operations on Pillow images written out.
 draft        The same DataLoader with Pillow's draft mode: the JPEG decoder reduces the image by 2, 4 or 8, as long as
              the image still covers 248 pixels.
+simplejpeg   A DataLoader tuned by hand, if simplejpeg is installed: decoded at the reduced size, the crop
+             resized by torch and delivered as uint8, not normalised.
 first_epoch  vitral decodes with two workers into a packed file, then yields every image once, as uint8.
 overlapped   The same while it packs, as for sets of at least 2 GiB: batches are yielded as soon as they are decoded.
              Ends when the pack is complete.
@@ -24,6 +26,7 @@ runs in its own process, alternating. Memory is the peak over the process and it
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import json
 import math
@@ -43,7 +46,7 @@ from _output import add_output_arguments, environment, write_results
 
 BATCH_SIZE, IMAGE_SIZE, NUM_WORKERS = 64, 224, 2
 STORED_SIZE = 248  # shorter side of stored training images
-PIPELINES = ("dataloader", "draft", "vitral", "overlapped")
+PIPELINES = ("dataloader", "draft", "simplejpeg", "vitral", "overlapped")
 MEAN = STD = (0.5, 0.5, 0.5)
 
 
@@ -103,9 +106,10 @@ def time_epoch(make_batches: Callable[[], Iterable[Any]]) -> dict[str, float]:
     }
 
 
-def run_dataloader(folder: Path, use_draft: bool = False) -> dict[str, Any]:
+def run_dataloader(folder: Path, pipeline: str) -> dict[str, Any]:
     import numpy as np
     import torch
+    import torch.nn.functional as F
     from PIL import Image
     from torch.utils.data import DataLoader, Dataset
 
@@ -118,30 +122,46 @@ def run_dataloader(folder: Path, use_draft: bool = False) -> dict[str, Any]:
             return len(files)
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            with Image.open(files[index]) as opened:
-                if use_draft:
-                    short = min(opened.size)
-                    opened.draft("RGB", (opened.width * STORED_SIZE // short, opened.height * STORED_SIZE // short))
-                image = opened.convert("RGB")
-            image = random_resized_crop(image)
-            if random.random() < 0.5:
-                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().float().div(255)
-            return pixels.sub_(mean).div_(std), classes.index(files[index].parent.name)
+            load = load_with_simplejpeg if pipeline == "simplejpeg" else load_with_pillow
+            return load(files[index]), classes.index(files[index].parent.name)
 
-    def random_resized_crop(image: Image.Image) -> Image.Image:
+    def load_with_pillow(file: Path) -> torch.Tensor:
+        with Image.open(file) as opened:
+            if pipeline == "draft":
+                short = min(opened.size)
+                opened.draft("RGB", (opened.width * STORED_SIZE // short, opened.height * STORED_SIZE // short))
+            image = opened.convert("RGB")
+        left, top, width, height = random_box(image.width, image.height)
+        image = image.crop((left, top, left + width, top + height))
+        image = image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
+        if random.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().float().div(255)
+        return pixels.sub_(mean).div_(std)
+
+    def load_with_simplejpeg(file: Path) -> torch.Tensor:
+        import simplejpeg
+
+        content = file.read_bytes()
+        size = {"min_height": STORED_SIZE, "min_width": STORED_SIZE}
+        array = simplejpeg.decode_jpeg(content, "RGB", fastdct=True, fastupsample=True, min_factor=1, **size)
+        left, top, width, height = random_box(array.shape[1], array.shape[0])
+        image = torch.from_numpy(array[top : top + height, left : left + width]).permute(2, 0, 1)[None]
+        image = F.interpolate(image, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)[0]
+        return image.flip(2) if random.random() < 0.5 else image.contiguous()
+
+    def random_box(image_width: int, image_height: int) -> tuple[int, int, int, int]:
+        """Left, top, width and height."""
         for _ in range(10):
-            area = image.width * image.height * random.uniform(0.08, 1)
+            area = image_width * image_height * random.uniform(0.08, 1)
             ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
             width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < width <= image.width and 0 < height <= image.height:
-                left, top = random.randint(0, image.width - width), random.randint(0, image.height - height)
-                image = image.crop((left, top, left + width, top + height))
-                break
-        return image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
+            if 0 < width <= image_width and 0 < height <= image_height:
+                return random.randint(0, image_width - width), random.randint(0, image_height - height), width, height
+        return 0, 0, image_width, image_height
 
     loader = DataLoader(Images(), batch_size=BATCH_SIZE, shuffle=True, num_workers=NUM_WORKERS, drop_last=True)
-    return {"draft" if use_draft else "dataloader": time_epoch(lambda: loader)}
+    return {pipeline: time_epoch(lambda: loader)}
 
 
 def run_vitral(folder: Path, quick: bool) -> dict[str, Any]:
@@ -231,7 +251,7 @@ def write_images(args: argparse.Namespace, target: Path) -> dict[str, Any]:
         images: dict[str, Any] = json.loads(description.read_text())
         return images
     sizes, num_bytes = list[tuple[int, int]](), list[int]()
-    for file in sorted(find_images([args.images]))[:: args.every]:
+    for file in sorted(find_images([args.images]))[:: args.every][: args.max_images]:
         try:
             image = decode_image(file).convert("RGB")
         except ImageDecodeError:
@@ -276,19 +296,18 @@ def print_summary(rounds: list[dict[str, dict[str, float]]]) -> None:
         ratios = [
             speed / results["dataloader"]["images_per_second"] for speed, results in zip(speeds, rounds, strict=True)
         ]
-        spread = statistics.stdev(speeds) if len(speeds) > 1 else 0.0
         print(
-            f"{name:<12}{statistics.mean(speeds):8,.0f} ± {spread:4,.0f} images/s   "
-            f"{statistics.mean(ratios):6.2f}x DataLoader ({min(ratios):.2f} - {max(ratios):.2f})   "
-            f"{statistics.mean(results[name]['cpu_ms_per_image'] for results in rounds):5.2f} ms CPU per image   "
+            f"{name:<12}{statistics.median(speeds):8,.1f} ({min(speeds):,.1f} - {max(speeds):,.1f}) images/s   "
+            f"{statistics.median(ratios):6.2f}x DataLoader ({min(ratios):.2f} - {max(ratios):.2f})   "
+            f"{statistics.median(results[name]['cpu_ms_per_image'] for results in rounds):5.2f} ms CPU per image   "
             f"peak {max(results[name]['peak_mib'] for results in rounds):,.0f} MiB   "
-            f"first batch after {statistics.mean(results[name]['first_batch_seconds'] for results in rounds):.2f} s"
+            f"first batch after {statistics.median(results[name]['first_batch_seconds'] for results in rounds):.2f} s"
         )
 
 
 def run_pipeline(pipeline: str, folder: Path, quick: bool) -> dict[str, Any]:
-    if pipeline in ("dataloader", "draft"):
-        return run_dataloader(folder / "train", use_draft=pipeline == "draft")
+    if pipeline in ("dataloader", "draft", "simplejpeg"):
+        return run_dataloader(folder / "train", pipeline)
     return run_vitral(folder, quick) if pipeline == "vitral" else run_overlapped(folder)
 
 
@@ -300,6 +319,7 @@ def main() -> None:
     parser.add_argument("--megapixels", type=float)
     parser.add_argument("--grain", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, help="use every n-th image")
+    parser.add_argument("--max-images", type=int, help="use at most this many distinct images")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="skip the augmented and the streamed epoch")
@@ -316,29 +336,27 @@ def main() -> None:
         images = write_images(args, folder)
         if args.write_only:
             return
-        rounds: list[dict[str, Any]] = []
+        pipelines = [name for name in PIPELINES if name != "simplejpeg" or importlib.util.find_spec(name)]
+        packages = ("torch", "pillow", "simplejpeg")
+        size = {"mean_size": images["mean_size"], "mean_kb": images["mean_kb"]}
+        rounds, rows = list[dict[str, Any]](), list[dict[str, Any]]()
         for _ in range(args.rounds):
             rounds.append({})
-            for pipeline in PIPELINES:
+            for pipeline in pipelines:
                 results = run_process(pipeline, folder, args.quick)
                 rounds[-1] |= results
                 for name, figures in results.items():
+                    rows.append({"round": len(rounds), "pipeline": name, **size, **figures})
                     speed = f"{figures['images_per_second']:,.0f} images/s"
                     print(
                         f"round {len(rounds)}: {name} {speed}, {figures['seconds']:.1f} s", file=sys.stderr, flush=True
                     )
-    packages = ("torch", "pillow")
+                write_results(args, rows, {"data": images}, packages=packages)
     header = environment(packages)
     distinct = f"{images['distinct_images']} distinct, mean size {images['mean_size']}, {images['mean_kb']} kB"
     print(f"{images['images']} images ({distinct})")
     print(f"{header['cpu']}, {NUM_WORKERS} workers, batch size {BATCH_SIZE}, {header['versions']}")
     print_summary(rounds)
-    rows = [
-        {"round": number, "pipeline": name, "mean_size": images["mean_size"], "mean_kb": images["mean_kb"], **figures}
-        for number, results in enumerate(rounds, start=1)
-        for name, figures in results.items()
-    ]
-    write_results(args, rows, {"data": images}, packages=packages)
 
 
 if __name__ == "__main__":

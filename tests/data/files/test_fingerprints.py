@@ -64,6 +64,20 @@ def test_exported_tensors_are_recognised_by_their_pixels(tmp_path: Path) -> None
     assert not find_copies(exported, fingerprint_tensor(images[3:], with_thumbnails=False)).any.any()
 
 
+def test_one_coloured_pixel_tells_a_colour_image_from_the_grey_one() -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (20, 30), dtype=np.uint8)
+    colour = np.stack([grey] * 3, axis=2)
+    images = [grey, colour, colour.copy(), colour.copy()]
+    images[2][1, 1, 1] ^= 1
+    images[3][8, 8, 1] ^= 1
+    fingerprints = module.empty_fingerprints(4)
+    for row, image in enumerate(images):
+        module.fingerprint_image(fingerprints, row, Image.fromarray(image))
+    hashes = fingerprints.pixel_hashes.tolist()
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
+
+
 def test_images_similar_by_nature_are_not_copies() -> None:
     digits = load_builtin_dataset("digits")
     train, test = fingerprint_tensor(digits.train.images[:]), fingerprint_tensor(digits.test.images[:])

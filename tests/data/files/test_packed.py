@@ -65,7 +65,6 @@ def forbid_decoding(monkeypatch):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_bar_is_shown_on_a_terminal_while_decoding(photos, monkeypatch, capsys, is_terminal):
-    monkeypatch.setattr(pack_writer, "MIN_FILES_FOR_WORKERS", 10)
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat a pipe as a terminal
     load_file_dataset(photos, PREPROCESSING, progress=True)
@@ -89,6 +88,20 @@ def test_packed_pixels_equal_decoded_images_and_are_decoded_once(photos, forbid_
     assert first.fingerprint == again.fingerprint
     with pytest.raises(pytest.fail.Exception, match="decoded again"):
         _ = again.test, "decoded on first access"
+
+
+def test_large_training_images_are_resized_by_torch_in_sets_of_any_size(photos):
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8))
+    for split in ("train", "val"):
+        coarse.resize((500, 375), Image.Resampling.BICUBIC).save(photos / split / "ants" / "00.jpg")
+    preprocessing = replace(PREPROCESSING, image_size=(248, 248), crop=1.0)
+    data = load_file_dataset(photos, preprocessing)
+    image = decode_image(photos / "train" / "ants" / "00.jpg")
+    geometry = preprocessing.geometry(image.height, image.width)
+    expected = resize_and_crop(image, geometry, 3, preprocessing.interpolation, use_torch=True)
+    assert np.array_equal(data.train.images[0].numpy(), expected)
+    assert torch.equal(data.validation.images[0], preprocessing.resize_and_crop(image)), "as in a prediction"
 
 
 def change_file(root: Path) -> None:
@@ -326,7 +339,7 @@ from vitral.data.files import pack_writer, workers
 from vitral.data.files.file_dataset import load_file_dataset
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
-pack_writer.MIN_FILES_FOR_WORKERS = 0
+pack_writer.MIN_FILES_FOR_WORKERS = pack_writer.MAX_THREADS = 0
 start = workers.DecodeWorkers.__init__
 def start_and_print_pids(self, *args, **kwargs):
     start(self, *args, **kwargs)

@@ -27,9 +27,9 @@ from vitral.data.files.image_sizes import read_stored_sizes
 from vitral.data.files.packed import DamagedPackError, PackedSplit, PackIndex, read_split, write_split_metadata
 from vitral.data.files.row_checksums import join_checksums, row_checksum
 from vitral.data.files.unreadable import check_unreadable_fraction, replace_or_drop_unreadable
+from vitral.data.files.worker import Decoded, RowFile
 from vitral.data.files.workers import (
-    FILES_PER_MESSAGE,
-    DecodeErrors,
+    THREADS_PER_PROCESS,
     DecodeThreads,
     DecodeWorkers,
     ImageLocation,
@@ -45,7 +45,8 @@ from vitral.utils.locks import file_lock
 from vitral.utils.serialization import to_dict
 
 SUBMIT_FILES = 4096  # files submitted to the workers at a time
-MIN_FILES_FOR_WORKERS = 256  # fewer files are decoded before workers would have started
+MAX_THREADS = THREADS_PER_PROCESS  # of this process, while it waits for the images
+MIN_FILES_FOR_WORKERS = 256  # fewer files are decoded before worker processes would have started
 SYNC_SECONDS = 1.0  # between writes to the disk, so that little is left to write at the end
 
 
@@ -87,7 +88,7 @@ def pack_split(job: PackJob, *, progress: bool = False) -> PackedSplit:
     with file_lock(job.lock_file):
         if (packed := job.read()) is not None:
             return packed
-        writer = PackWriter(job)
+        writer = PackWriter(job, max_threads=MAX_THREADS)
         try:
             with progress_bars(progress, "images") as report_progress:
                 writer.decode_all(partial(report_progress, f"decoding {job.split}"))
@@ -97,13 +98,16 @@ def pack_split(job: PackJob, *, progress: bool = False) -> PackedSplit:
 
 
 class PackWriter:
-    """Decodes images into the rows of the temporary file. The caller holds the lock of the job."""
+    """Decodes images into the rows of the temporary file. The caller holds the lock of the job.
 
-    def __init__(self, job: PackJob) -> None:
-        self.job = job
-        self.options = decode_options(job.split, job.stored, len(job.locations))
+    `max_threads` limits the threads of this process that decode more than a few images; with more, processes do.
+    """
+
+    def __init__(self, job: PackJob, *, max_threads: int) -> None:
+        self.job, self.max_threads = job, max_threads
+        self.options = decode_options(job.split, job.stored)._replace(checksums=True)
         self.sizes = read_stored_sizes(job.locations, job.stored, is_train=job.is_train)  # if they differ
-        self.errors: DecodeErrors = {}  # of unreadable images
+        self.errors: dict[int, str] = {}  # row → error message of an unreadable image
         self.file, self.checksums_file, self.part_file = _temporary_files(job.folder, job.split)
         try:
             self.images, self.checksums = self._open() or self._create()
@@ -121,26 +125,20 @@ class PackWriter:
     def workers(self) -> DecodeWorkers | DecodeThreads:
         """What decodes; started on first use."""
         missing = len(self.job.locations) - np.count_nonzero(self.checksums)
-        if missing <= MIN_FILES_FOR_WORKERS:
-            return DecodeThreads(self.images, self.options, count=self.job.workers, on_decoded=self._record)
-        return DecodeWorkers(
-            self.fd,
-            self.images,
-            self.options,
-            count=self.job.workers,
-            offset=self.images.offset,
-            on_decoded=self._record,
-        )
+        count = self.job.workers or available_cpus()
+        use_threads = missing <= MIN_FILES_FOR_WORKERS or count <= self.max_threads
+        target = RowFile(self.fd, self.job.stored.shape, self.images.offset)
+        decoder = DecodeThreads if use_threads else DecodeWorkers
+        return decoder(target, self.options, count=count, on_decoded=self._record)
 
-    def decode(self, rows: Sequence[int]) -> list[Future[DecodeErrors]]:
-        """Start decoding images into their rows. Each future is for `FILES_PER_MESSAGE` of them, in order."""
+    def decode(self, rows: Sequence[int]) -> list[Future[Decoded]]:
+        """Start decoding images into their rows. Returns the future of each row."""
         locations = [self.job.locations[row] for row in rows]
         return self.workers.decode(rows, locations, None if self.sizes is None else [self.sizes[row] for row in rows])
 
-    def _record(self, rows: Sequence[int], errors: DecodeErrors) -> None:
-        for row in rows:
-            if row not in errors:
-                self.checksums[row] = row_checksum(self.images[row]) or 1
+    def _record(self, decoded: Decoded) -> None:
+        for row, checksum in decoded.checksums.items():
+            self.checksums[row] = checksum or 1
 
     def decode_all(self, report_progress: Callable[[int, int], None]) -> None:
         """Decode the rows that are missing."""
@@ -149,9 +147,8 @@ class PackWriter:
         for start in range(0, len(missing), SUBMIT_FILES):
             rows = missing[start : start + SUBMIT_FILES]
             for number, future in enumerate(self.decode(rows), start=1):
-                self.errors.update(future.result())
-                completed = num_done + start + min(number * FILES_PER_MESSAGE, len(rows))
-                report_progress(completed, len(self.job.locations))
+                self.errors.update(future.result().errors)
+                report_progress(num_done + start + number, len(self.job.locations))
 
     def finish(self) -> PackedSplit:
         """Replace or drop unreadable images, and move the file into place when it is on the disk."""

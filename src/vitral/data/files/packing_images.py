@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vitral.data.files.pack_writer import PackJob, PackWriter
 from vitral.data.files.unreadable import check_unreadable_fraction, replacement_for, warn_unreadable
-from vitral.data.files.workers import FILES_PER_MESSAGE, DecodeErrors
+from vitral.data.files.worker import Decoded
 from vitral.data.lazy_images import Images, LazyImages, iter_batches
 from vitral.errors import VitralError
 from vitral.utils.locks import file_lock
@@ -46,10 +46,10 @@ class PackingImages(LazyImages):
         self.shape, self.dtype = (len(job.locations), *job.stored.shape), job.stored.torch_dtype
         self.packed: Images | None = None  # when all are decoded
         self._mutex = threading.RLock()
-        self._pending: dict[int, Future[DecodeErrors]] = {}  # by row
+        self._pending: dict[int, Future[Decoded]] = {}  # by row
         with ExitStack() as stack:
             stack.enter_context(file_lock(job.lock_file, timeout=0))
-            self.writer = PackWriter(job)
+            self.writer = PackWriter(job, max_threads=0)  # threads would compete with training for the GIL
             stack.callback(self.writer.close)
             self._finalizer = weakref.finalize(self, stack.pop_all().close)  # releases the lock
         self._is_filled = self.writer.checksums[: len(self)] > 0  # rows that can be read
@@ -84,15 +84,14 @@ class PackingImages(LazyImages):
             missing = [row for row in missing if row not in self.writer.errors]
             if not missing or self.packed is not None:
                 return
-            futures = self.writer.decode(missing)
-            self._pending |= {row: futures[index // FILES_PER_MESSAGE] for index, row in enumerate(missing)}
+            self._pending |= zip(missing, self.writer.decode(missing), strict=True)
 
     def _collect(self, rows: Tensor) -> Tensor:
         with self._mutex:
             if self.packed is None:
                 for row in rows.tolist():
                     self._wait_for(row)
-            return torch.from_numpy(self.writer.images[rows.numpy()])
+            return next(iter_batches(torch.from_numpy(self.writer.images), [rows]))
 
     def _wait_for(self, row: int) -> None:
         """Return when a row is filled: with its image, or with the one that replaces an unreadable image."""
@@ -101,17 +100,17 @@ class PackingImages(LazyImages):
             return
         if row not in errors:
             self._request([row])
-            self._record(row, self._pending.pop(row).result())
+            self._record(row, self._pending.pop(row).result().errors)
         while row in errors and not self._is_filled[row]:
             source = replacement_for(row, self.job.labels, errors)
             if not self._is_filled[source]:
                 self._request([source])
-                self._record(source, self._pending.pop(source).result())
+                self._record(source, self._pending.pop(source).result().errors)
             if source not in errors:
                 self.writer.images[row] = self.writer.images[source]
                 self._is_filled[row] = True
 
-    def _record(self, row: int, errors: DecodeErrors) -> None:
+    def _record(self, row: int, errors: dict[int, str]) -> None:
         if row not in errors:
             self._is_filled[row] = True
             return

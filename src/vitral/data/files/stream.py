@@ -19,7 +19,8 @@ from torch import Tensor
 
 from vitral.data.files.image_sizes import read_stored_sizes
 from vitral.data.files.unreadable import check_unreadable_fraction, replacement_for, warn_unreadable
-from vitral.data.files.workers import DecodeErrors, DecodeWorkers, ImageLocation, decode_options, shared_buffer
+from vitral.data.files.worker import Decoded, RowFile
+from vitral.data.files.workers import DecodeWorkers, ImageLocation, decode_options, shared_buffer
 from vitral.data.lazy_images import LazyImages
 from vitral.data.preprocess import Preprocessing
 from vitral.data.targets import Labels
@@ -36,7 +37,7 @@ class PendingChunk:
     slot: int
     requested: list[int]  # indices of the requested images
     decoded: list[int]  # indices of the decoded images: the same, or replacements of unreadable ones
-    futures: list[Future[DecodeErrors]]
+    futures: list[Future[Decoded]]  # of each row
     ends_batch: bool
 
 
@@ -58,7 +59,7 @@ class StreamedImages(LazyImages):
         self.shape, self.dtype = (len(locations), *stored.shape), stored.torch_dtype
         self.unreadable: dict[int, str] = {}  # index → error message; each is reported once
         self.max_unreadable, self.workers, self.warn = max_unreadable, workers or available_cpus(), warn
-        self.options = decode_options(split, stored, len(locations))
+        self.options = decode_options(split, stored)
         self.sizes = read_stored_sizes(locations, stored, is_train=split == "train")  # if they differ
         self.slot_rows = max(min(1024, MAX_BUFFER_BYTES // stored.num_bytes) // NUM_SLOTS, 1)
         self._idle: SlotBuffer | None = None
@@ -128,7 +129,7 @@ class StreamedImages(LazyImages):
     def _finish_decoding(self, buffer: SlotBuffer, chunk: PendingChunk) -> Tensor:
         first = chunk.slot * self.slot_rows
         futures = chunk.futures
-        while errors := {row: message for future in futures for row, message in future.result().items()}:
+        while errors := {row: message for future in futures for row, message in future.result().errors.items()}:
             for row, message in errors.items():
                 self._record_unreadable(chunk.decoded[row - first], message)
             futures = []
@@ -156,7 +157,8 @@ class SlotBuffer:
         shape = (NUM_SLOTS * images.slot_rows, *images.stored.shape)
         self.fd, self.array = shared_buffer(shape, images.stored.dtype)
         self._finalizer = weakref.finalize(self, os.close, self.fd)
-        self.workers = DecodeWorkers(self.fd, self.array, images.options, count=images.workers)
+        target = RowFile(self.fd, images.stored.shape)
+        self.workers = DecodeWorkers(target, images.options, count=images.workers)
 
     def close(self) -> None:
         self.workers.close()

@@ -1,20 +1,20 @@
-"""A decoding worker process: reads requests from sockets, decodes images into a shared buffer, replies with the errors.
+"""A decoding worker process: reads requests from sockets, decodes images into a shared file, replies with the errors.
 
-    python -m vitral.data.files.worker FD OFFSET N C H W OPTIONS SOCKET [SOCKET ...]
+    python -m vitral.data.files.worker FD OFFSET C H W OPTIONS SOCKET [SOCKET ...]
 
     → ready
     ← {"rows": [7, 8], "locations": [["a.jpg", 0, -1], ["shard.tar", 1536, 20481]], "sizes": null}
-    → {"errors": {"8": "shard.tar at byte 1536: corrupt or truncated (…)"}}
+    → {"errors": {"8": "shard.tar at byte 1536: corrupt or truncated (…)"}, "checksums": {"7": 2768625435}}
 
 One thread serves each socket: decoding and resizing release the GIL. The process ends when its sockets are closed, so a
-killed training run leaves no workers behind. It imports torch only to resize many large images (`torch_resize`), so
+killed training run leaves no workers behind. It imports torch only to resize large training images (`torch_resize`), so
 that it starts quickly otherwise.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
+import os
 import socket
 import sys
 import threading
@@ -26,6 +26,7 @@ import numpy as np
 
 from vitral.data.decode import decode_pixels
 from vitral.data.files.remote import is_url, read_range
+from vitral.data.files.row_checksums import row_checksum
 from vitral.data.geometry import Geometry, Resize, Size, input_geometry
 from vitral.data.pixels import ArrayLayout, PixelFormat, PixelType
 from vitral.data.resize_crop import resize_and_crop, write_row
@@ -43,6 +44,32 @@ class DecodeOptions(NamedTuple):
     dtype: PixelType = "uint8"
     layout: ArrayLayout = "auto"
     channel_names: tuple[str, ...] = ()
+    checksums: bool = False  # whether to compute those of the decoded rows
+
+
+class RowFile(NamedTuple):
+    """A file that holds images of one shape, one after the other.
+
+    Rows are written with a system call: 0.03 ms per 248x248 image, compared with 0.13 ms for the page faults of writing
+    to a new mapped file.
+    """
+
+    fd: int
+    shape: tuple[int, int, int]  # (C, H, W)
+    offset: int = 0  # of the first image
+
+    def write(self, row: int, pixels: np.ndarray[Any, Any]) -> None:
+        content, position = memoryview(pixels).cast("B"), self.offset + row * pixels.nbytes
+        while content:  # a write may be partial
+            written = os.pwrite(self.fd, content, position)
+            content, position = content[written:], position + written
+
+
+class Decoded(NamedTuple):
+    """The result of decoding some rows."""
+
+    errors: dict[int, str]  # row → error message
+    checksums: dict[int, int]  # of the other rows
 
 
 def read_location(path: str, offset: int, size: int) -> Path | bytes:
@@ -57,65 +84,75 @@ def read_location(path: str, offset: int, size: int) -> Path | bytes:
 
 
 def decode_into(
-    target: np.ndarray[Any, Any],
+    target: RowFile,
     rows: Sequence[int],
     locations: Sequence[tuple[str, int, int]],
     options: DecodeOptions,
     sizes: Sequence[Size] | None = None,
-) -> dict[int, str]:
-    """Decode each image into its row of `target` (N, C, H, W). Returns the error messages, by row.
+) -> Decoded:
+    """Decode each image into its row of `target`.
 
     `sizes` are those that the images are resized to, if they differ (variable_images.py).
     """
-    channels, height, width = target.shape[1:]
-    pixel_format = PixelFormat(channels, options.dtype, options.layout, tuple(options.channel_names))
-    errors: dict[int, str] = {}
+    decoded = Decoded({}, {})
     for position, (row, (path, offset, length)) in enumerate(zip(rows, locations, strict=True)):
         name = path if length < 0 else f"{path} at byte {offset}"
         try:
-            image = decode_pixels(
-                read_location(path, offset, length),
-                pixel_format,
-                min_size=(height, width),
-                allow_reduced_jpeg=options.allow_reduced_jpeg,
-                name=name,
-            )
-            if sizes is None:
-                geometry = input_geometry(
-                    image.height, image.width, (height, width), options.resize, crop=options.crop, patch_size=1
-                )
-            else:
-                size = sizes[position][0], sizes[position][1]
-                geometry = Geometry(size, 0, 0, size)
-            pixels = resize_and_crop(image, geometry, channels, options.interpolation, use_torch=options.torch_resize)
-            if sizes is None:
-                target[row] = pixels
-            else:
-                write_row(target[row], pixels)
+            source = read_location(path, offset, length)
+            pixels = _decode_row(source, name, target.shape, options, None if sizes is None else sizes[position])
+            target.write(row, pixels)
+            if options.checksums:
+                decoded.checksums[row] = row_checksum(pixels)
         except VitralError as error:
-            errors[row] = error.what
+            decoded.errors[row] = error.what
         except OSError as error:
-            errors[row] = f"{name}: {error.strerror or error}"
-    return errors
+            decoded.errors[row] = f"{name}: {error.strerror or error}"
+    return decoded
 
 
-def serve_requests(connection: socket.socket, target: np.ndarray[Any, Any], options: DecodeOptions) -> None:
+def _decode_row(
+    source: Path | bytes, name: str, shape: tuple[int, int, int], options: DecodeOptions, size: Size | None
+) -> np.ndarray[Any, Any]:
+    """The pixels of an image as a contiguous row (C, H, W)."""
+    channels, height, width = shape
+    image = decode_pixels(
+        source,
+        PixelFormat(channels, options.dtype, options.layout, tuple(options.channel_names)),
+        min_size=(height, width),
+        allow_reduced_jpeg=options.allow_reduced_jpeg,
+        name=name,
+    )
+    if size is None:
+        geometry = input_geometry(
+            image.height, image.width, (height, width), options.resize, crop=options.crop, patch_size=1
+        )
+    else:
+        geometry = Geometry((size[0], size[1]), 0, 0, (size[0], size[1]))
+    pixels = resize_and_crop(image, geometry, channels, options.interpolation, use_torch=options.torch_resize)
+    if size is None:
+        return np.ascontiguousarray(pixels, dtype=options.dtype)
+    row = np.zeros(shape, dtype=options.dtype)
+    write_row(row, pixels)
+    return row
+
+
+def serve_requests(connection: socket.socket, target: RowFile, options: DecodeOptions) -> None:
     """Decode what one socket requests, until it is closed."""
     with connection, connection.makefile("rw") as stream:
         stream.write("ready\n")
         stream.flush()
         for line in stream:
             request = json.loads(line)
-            errors = decode_into(target, request["rows"], request["locations"], options, request["sizes"])
-            stream.write(json.dumps({"errors": errors}) + "\n")
+            decoded = decode_into(target, request["rows"], request["locations"], options, request["sizes"])
+            stream.write(json.dumps(decoded._asdict()) + "\n")
             stream.flush()
 
 
 def main(args: Sequence[str]) -> None:
-    fd, offset, *shape = map(int, args[:6])
-    options = DecodeOptions(**json.loads(args[6]))
-    target = np.frombuffer(mmap.mmap(fd, 0), dtype=options.dtype, offset=offset).reshape(shape)
-    connections = [socket.socket(fileno=int(number)) for number in args[7:]]
+    fd, offset, channels, height, width = map(int, args[:5])
+    options = DecodeOptions(**json.loads(args[5]))
+    target = RowFile(fd, (channels, height, width), offset)
+    connections = [socket.socket(fileno=int(number)) for number in args[6:]]
     if options.torch_resize:
         import torch.nn.functional  # noqa: F401
     for connection in connections:

@@ -1,15 +1,16 @@
-"""Worker processes that decode images into one shared buffer. If a worker dies, the run ends with the reason.
+"""Threads or processes that decode images into one shared file. If a process dies, the run ends with the reason.
 
 Uses plain child processes instead of `multiprocessing`: scripts that call `vitral.train` need no `__main__` guard,
-nothing is forked while GPU threads are running, and nothing is pickled. Pixels are written directly into the buffer;
-only paths are sent. A process decodes in a few threads, which share its imports and memory. Until the first process is
-ready, threads of the calling process decode.
+nothing is forked while GPU threads are running, and nothing is pickled. Pixels are written into the file; only paths
+are sent. A process decodes in a few threads, which share its imports and memory. Until the first process is ready,
+threads of the calling process decode.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import socket
@@ -25,30 +26,31 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from vitral.data.files.worker import DecodeOptions, decode_into
+from vitral.data.files.worker import Decoded, DecodeOptions, RowFile, decode_into
 from vitral.data.geometry import Size
 from vitral.data.pixels import PixelType
 from vitral.data.preprocess import Preprocessing
+from vitral.data.resize_crop import TORCH_MIN_PIXELS
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
 
-TORCH_RESIZE_MIN_FILES = 5000  # from here on, faster resizing outweighs the import of torch in every worker
 THREADS_PER_PROCESS = 4  # an image holds the GIL for about a tenth of its time
-FILES_PER_MESSAGE = 8  # hides the latency of the pipe; few enough that all workers finish at about the same time
+MAX_FILES_PER_CALL = 8  # hides the latency of a call; the last calls have fewer, so that all threads finish together
 
 
-def decode_options(split: str, stored: Preprocessing, count: int) -> DecodeOptions:
-    """Options for decoding `count` images of a split at the size and crop of `stored`.
+def decode_options(split: str, stored: Preprocessing) -> DecodeOptions:
+    """Options for decoding images of a split at the size and crop of `stored`.
 
     Training images are decoded as fast as possible. Validation and test images are decoded in full and resized with
     Pillow: every reported number is measured on the pixels that `Predictor` computes from the same files.
     """
     is_train = split == "train"
+    max_pixels = 4 * math.prod(stored.image_size)  # of JPEGs: larger ones are decoded at reduced size
     return DecodeOptions(
         interpolation=stored.interpolation,
         crop=stored.crop,
         resize=stored.resize,
-        torch_resize=is_train and count >= TORCH_RESIZE_MIN_FILES,
+        torch_resize=is_train and max_pixels >= TORCH_MIN_PIXELS,
         allow_reduced_jpeg=is_train,
         dtype=stored.dtype,
         layout=stored.layout,
@@ -67,8 +69,7 @@ class ImageLocation(NamedTuple):
         return self.path if self.size < 0 else f"{self.path} at byte {self.offset}"
 
 
-DecodeErrors = dict[int, str]  # row → error message
-OnDecoded = Callable[[Sequence[int], DecodeErrors], None]  # called with rows that have been decoded, in any thread
+OnDecoded = Callable[[Decoded], None]  # called in any thread
 
 
 class Connection(NamedTuple):
@@ -79,29 +80,22 @@ class Connection(NamedTuple):
 
 
 class DecodeWorkers:
-    """Processes that decode images into `target` (N, C, H, W), which maps the file `fd` from byte `offset` on.
+    """Processes that decode images into rows of `target`.
 
     `count` is the number of images that are decoded at a time; 0: one per CPU.
     """
 
     def __init__(
-        self,
-        fd: int,
-        target: np.ndarray[Any, Any],
-        options: DecodeOptions,
-        *,
-        count: int = 0,
-        offset: int = 0,
-        on_decoded: OnDecoded | None = None,
+        self, target: RowFile, options: DecodeOptions, *, count: int = 0, on_decoded: OnDecoded | None = None
     ) -> None:
         self.count, self._on_decoded = count or available_cpus(), on_decoded
         self._target, self._options = target, options
-        args = [str(fd), str(offset), *map(str, target.shape), json.dumps(options._asdict())]
+        args = [str(target.fd), str(target.offset), *map(str, target.shape), json.dumps(options._asdict())]
         self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: decode in this process
         self._is_ready = threading.Event()
         self._connections: list[Connection] = []
         for first in range(0, self.count, THREADS_PER_PROCESS):
-            self._connections += _start_process(args, fd, min(THREADS_PER_PROCESS, self.count - first))
+            self._connections += _start_process(args, target.fd, min(THREADS_PER_PROCESS, self.count - first))
         for connection in self._connections:
             self._idle.put(None)
             args_ready = (connection, self._idle, self._is_ready)
@@ -120,30 +114,30 @@ class DecodeWorkers:
 
     def decode(
         self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None = None
-    ) -> list[Future[DecodeErrors]]:
-        """Start decoding `locations` into `rows`, at `sizes` if they differ. The results are the errors, by row."""
-        return [
-            self._threads.submit(self._request, rows[chunk], locations[chunk], None if sizes is None else sizes[chunk])
-            for chunk in message_slices(len(rows))
-        ]
+    ) -> list[Future[Decoded]]:
+        """Start decoding `locations` into `rows`, at `sizes` if they differ. Returns one future per row.
+
+        A future may be shared by several rows.
+        """
+        return _submit(self._threads, self._request, rows, locations, sizes, self.count)
 
     def _request(
         self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None
-    ) -> DecodeErrors:
+    ) -> Decoded:
         connection = self._idle.get()
         while connection is None and self._is_ready.is_set():
             connection = self._idle.get()
         if connection is None:
             try:
-                errors = decode_into(self._target, rows, locations, self._options, sizes)
+                decoded = decode_into(self._target, rows, locations, self._options, sizes)
             finally:
                 if not self._is_ready.is_set():
                     self._idle.put(None)
         else:
-            errors = self._send(connection, rows, locations, sizes)
+            decoded = self._send(connection, rows, locations, sizes)
         if self._on_decoded is not None:
-            self._on_decoded(rows, errors)
-        return errors
+            self._on_decoded(decoded)
+        return decoded
 
     def _send(
         self,
@@ -151,7 +145,7 @@ class DecodeWorkers:
         rows: Sequence[int],
         locations: Sequence[ImageLocation],
         sizes: Sequence[Size] | None,
-    ) -> DecodeErrors:
+    ) -> Decoded:
         try:
             request = {"rows": list(rows), "locations": list(locations), "sizes": sizes}
             connection.stream.write(json.dumps(request) + "\n")
@@ -163,50 +157,59 @@ class DecodeWorkers:
             self._idle.put(connection)
         if not reply:
             raise _worker_died_error(connection.process, locations)
-        return {int(row): message for row, message in json.loads(reply)["errors"].items()}
+        return Decoded(
+            **{field: {int(row): value for row, value in values.items()} for field, values in json.loads(reply).items()}
+        )
 
     def close(self) -> None:
         self._finalizer()
 
 
 class DecodeThreads:
-    """Threads of this process that decode images into `target` (N, C, H, W). For few images, as they start at once."""
+    """Threads of this process that decode images into rows of `target`.
+
+    They start at once and share the imports of this process, but more than a few compete for the GIL.
+    """
 
     def __init__(
-        self,
-        target: np.ndarray[Any, Any],
-        options: DecodeOptions,
-        *,
-        count: int = 0,
-        on_decoded: OnDecoded | None = None,
+        self, target: RowFile, options: DecodeOptions, *, count: int = 0, on_decoded: OnDecoded | None = None
     ) -> None:
         self.target, self.options, self._on_decoded = target, options, on_decoded
-        self._threads = ThreadPoolExecutor(count or available_cpus(), thread_name_prefix="decode")
+        self.count = count or available_cpus()
+        self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="decode")
 
     def decode(
         self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None = None
-    ) -> list[Future[DecodeErrors]]:
+    ) -> list[Future[Decoded]]:
         """As `DecodeWorkers.decode`."""
-        return [
-            self._threads.submit(self._decode, rows[chunk], locations[chunk], None if sizes is None else sizes[chunk])
-            for chunk in message_slices(len(rows))
-        ]
+        return _submit(self._threads, self._decode, rows, locations, sizes, self.count)
 
-    def _decode(
-        self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None
-    ) -> DecodeErrors:
-        errors = decode_into(self.target, rows, locations, self.options, sizes)
+    def _decode(self, rows: Sequence[int], locations: Sequence[ImageLocation], sizes: Sequence[Size] | None) -> Decoded:
+        decoded = decode_into(self.target, rows, locations, self.options, sizes)
         if self._on_decoded is not None:
-            self._on_decoded(rows, errors)
-        return errors
+            self._on_decoded(decoded)
+        return decoded
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
 
-def message_slices(count: int) -> list[slice]:
-    """The parts in which `count` images are sent to the workers."""
-    return [slice(start, start + FILES_PER_MESSAGE) for start in range(0, count, FILES_PER_MESSAGE)]
+def _submit(
+    threads: ThreadPoolExecutor,
+    decode: Callable[..., Decoded],
+    rows: Sequence[int],
+    locations: Sequence[ImageLocation],
+    sizes: Sequence[Size] | None,
+    num_parallel: int,
+) -> list[Future[Decoded]]:
+    """Call `decode` in threads with a few rows at a time. Returns the future of each row."""
+    futures: list[Future[Decoded]] = []
+    while len(futures) < len(rows):
+        share = (len(rows) - len(futures)) // (2 * num_parallel)
+        part = slice(len(futures), len(futures) + min(max(share, 1), MAX_FILES_PER_CALL))
+        future = threads.submit(decode, rows[part], locations[part], None if sizes is None else sizes[part])
+        futures += [future] * len(rows[part])
+    return futures
 
 
 def _start_process(args: Sequence[str], fd: int, num_threads: int) -> list[Connection]:
