@@ -97,7 +97,8 @@ def evaluate(
         check_corruptible(predictor)
         corruption_engine = class_engine(predictor, target.split.images)
     if note is not None:
-        note(f"{message}: {expected_duration(target, corrupted_images, corruption_engine)}")
+        kinds = f", clean and under {len(CORRUPTIONS)} corruptions" if corrupted_images else ""
+        note(f"{message}{kinds}: {expected_duration(target, corrupted_images, corruption_engine)}")
 
     def forward(images: Images) -> Tensor:
         return predictor.logits_distributed(images, lambda completed: log(f"{message}: {completed:,} done"))
