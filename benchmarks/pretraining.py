@@ -33,7 +33,6 @@ from torch import Tensor
 from _output import add_output_arguments, write_results
 from vitral import api
 from vitral.api import pretrain
-from vitral.api.pretraining import pretrain
 from vitral.data.datasets import Dataset, Split, load_builtin_dataset
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import select_hardware

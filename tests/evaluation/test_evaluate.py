@@ -68,7 +68,7 @@ def test_all_measurements_are_in_the_json_output(run: Path, command: Command, no
         f"left out 1 unreadable file: {noise_images}/broken.png: not an image",
     ]
     assert all(f"  {note}\n" in err for note in report["notes"])
-    assert re.search(r"Evaluating on \d+ test images: about \d+ s on \d+ core", err)
+    assert re.search(r"Evaluating on \d+ test images, clean and under 25 corruptions: about \d+ s on \d+ core", err)
     assert report["ood"]["id_images"] == report["images"]
     assert {score["name"] for score in report["ood"]["scores"]} == {"max-logit", "energy", "mahalanobis"}
     assert len(report["robustness"]["corruptions"]) == 5

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitral.device.threads import thread_count
 from vitral.evaluation.corruptions import CORRUPTIONS
-from vitral.evaluation.time_estimate import duration_text, estimate_seconds
+from vitral.evaluation.time_estimate import duration_text, estimate_corrupted_seconds, estimate_seconds
 
 SECONDS_PER_IMAGE = 0.002
 
@@ -24,14 +24,15 @@ def predict_slowly(images: Tensor) -> Tensor:
 def test_the_estimate_scales_a_measurement_to_all_images(in_parallel: bool) -> None:
     images = torch.zeros(200, 1, 8, 8, dtype=torch.uint8)
     with thread_count(2):
-        seconds = estimate_seconds(images, predict_slowly, num_clean=200, num_corrupted=100, in_parallel=in_parallel)
+        seconds = estimate_seconds(images, predict_slowly, count=200, in_parallel=in_parallel)
+        seconds += estimate_corrupted_seconds(images, predict_slowly, count=100, in_parallel=in_parallel)
     slept = SECONDS_PER_IMAGE * (200 + 100 * len(CORRUPTIONS)) / (2 if in_parallel else 1)
     assert 0.9 * slept < seconds < 10 * slept  # a busy machine takes longer
 
 
 def test_the_estimate_of_fewer_images_than_a_sample() -> None:
     images = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
-    seconds = estimate_seconds(images, predict_slowly, num_clean=3, num_corrupted=0)
+    seconds = estimate_seconds(images, predict_slowly, count=3)
     assert seconds >= 3 * SECONDS_PER_IMAGE / torch.get_num_threads()
 
 

@@ -27,6 +27,7 @@ from vitral.evaluation.leaks import (
 )
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
+from vitral.evaluation.time_estimate import duration_text, estimate_feature_seconds
 from vitral.inference.engine_selection import (
     EngineName,
 )
@@ -202,6 +203,8 @@ def probe(
     out: str | Path | None = None,
     options: CheckpointOptions = NO_OPTIONS,
     engine: EngineName = "auto",
+    log: LogFn = no_log,
+    note: LogFn | None = None,
 ) -> ProbeResult:
     """Measure how well frozen features separate classes: nearest neighbours, linear probe, few-shot regression.
 
@@ -214,18 +217,24 @@ def probe(
         out: Also write a plot to this file.
         options: What the files of a checkpoint of another library do not contain.
         engine: Inference engine; ignored if `init_from` is a Predictor.
+        log: Called with one line per phase.
+        note: Called first with the expected duration, which is measured on a few images.
     """
     predictor = as_predictor(init_from, engine, options)
     require_task(predictor, "vitral probe", "classification")
     dataset = load_dataset_for(data, predictor, None)
-    notes = list(dataset.notes)
+    notes, has_test = list(dataset.notes), len(dataset.test) > 0
+    count = sum(len(split) for split in (dataset.train, dataset.validation, dataset.test))
+    if note is not None and len(dataset.train):
+        seconds = estimate_feature_seconds(dataset.train, predictor, count=count)
+        note(f"Probing features of {count:,} images: {duration_text(seconds, predictor.hardware.device.type)}")
 
     def features(split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+        log(f"Computing features of {len(split):,} images")
         loaded = load_split(split, predictor, notes=notes)
         return predictor.features(loaded.images), loaded.labels
 
     validation = features(dataset.validation)
-    has_test = len(dataset.test) > 0
     result = probe_features(
         features(dataset.train),
         validation if has_test else None,

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from vitral import __version__, bundled
 from vitral.cli.parsing import add_suggestion
+from vitral.device.malloc import keep_freed_memory
 from vitral.errors import Interrupted, VitralError, did_you_mean, one_line
 from vitral.utils.json_toml import dump_json
 
@@ -117,6 +118,7 @@ def run_command(words: Sequence[str]) -> int:
         raise VitralError(message, f"Commands: {', '.join(COMMANDS)}")
     if any(re.fullmatch(r"(--[\w.-]+=)?", word) for word in words):
         raise VitralError("an argument is empty", "Check whether a shell variable in the command is unset")
+    keep_freed_memory()
     return int(load_command(words[0])(words[1:]))
 
 

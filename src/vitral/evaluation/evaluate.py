@@ -21,6 +21,7 @@ from vitral.data.variable_images import select_rows, stack_images
 from vitral.errors import VitralError, truncate_list
 from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, fit_calibration
+from vitral.evaluation.class_engine import class_engine
 from vitral.evaluation.compare import PairedComparison, compare_predictions
 from vitral.evaluation.conformal import (
     DEFAULT_COVERAGE,
@@ -44,8 +45,9 @@ from vitral.evaluation.ood import Mahalanobis, OODResult, evaluate_score
 from vitral.evaluation.report import EvaluationReport, build_report
 from vitral.evaluation.robustness import Robustness, measure_robustness
 from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate_threshold, proportion_interval
-from vitral.evaluation.time_estimate import duration_text, estimate_seconds
+from vitral.evaluation.time_estimate import duration_text, estimate_corrupted_seconds, estimate_seconds
 from vitral.evaluation.tta import tta_logits
+from vitral.inference.engine_selection import EngineChoice
 from vitral.inference.predictor import Predictor
 from vitral.inference.task_support import require_task
 from vitral.models.calibration import Calibration, LogitScore, id_score
@@ -90,8 +92,13 @@ def evaluate(
         check_image_count(len(target.validation_split), coverage)
     message = f"Evaluating on {len(target.split):,} {target.split_name} images"
     log(message)
+    corruption_engine = None
+    if corrupted_images:
+        check_corruptible(predictor)
+        corruption_engine = class_engine(predictor, target.split.images)
     if note is not None:
-        note(f"{message}: {expected_duration(target, corrupted_images)}")
+        kinds = f", clean and under {len(CORRUPTIONS)} corruptions" if corrupted_images else ""
+        note(f"{message}{kinds}: {expected_duration(target, corrupted_images, corruption_engine)}")
 
     def forward(images: Images) -> Tensor:
         return predictor.logits_distributed(images, lambda completed: log(f"{message}: {completed:,} done"))
@@ -109,7 +116,9 @@ def evaluate(
         confidence_threshold=None if max_error is None else choose_threshold(target, logits, max_error),
         prediction_sets=measure_prediction_sets(target, plain_logits, coverage),
         ood=None if ood_data is None else evaluate_ood(target, logits, ood_data, log, notes),
-        robustness=corruption_robustness(target, plain_logits, corrupted_images, log) if corrupted_images else None,
+        robustness=None
+        if corruption_engine is None
+        else corruption_robustness(target, plain_logits, corrupted_images, corruption_engine, log),
         split=target.split_name,
         leak=_leak_report(target, logits),
     )
@@ -268,25 +277,21 @@ def load_ood_images(name: str, predictor: Predictor, notes: list[str] | None = N
     return stack_images(images)
 
 
-def expected_duration(target: EvalTarget, corrupted_images: int) -> str:
+def expected_duration(target: EvalTarget, corrupted_images: int, corruption_engine: EngineChoice | None) -> str:
     """`about 40 s on 2 cores`, on the images of the target and on some of them under corruption."""
     device, images = target.predictor.hardware.device.type, target.split.images
-    num_corrupted = min(corrupted_images, len(images))
-    if num_corrupted:
-        check_corruptible(target.predictor)
-    seconds = estimate_seconds(
-        images,
-        partial(predict_classes, target.predictor),
-        num_clean=len(images),
-        num_corrupted=num_corrupted,
-        in_parallel=device == "cpu",
-    )
+    in_parallel = device == "cpu"
+    seconds = estimate_seconds(images, target.predictor.logits, count=len(images), in_parallel=in_parallel)
+    if corruption_engine is not None:
+        predict, count = partial(predict_classes, corruption_engine), min(corrupted_images, len(images))
+        seconds += estimate_corrupted_seconds(images, predict, count=count, in_parallel=in_parallel)
     return duration_text(seconds, device)
 
 
-def corruption_robustness(target: EvalTarget, logits: Tensor, max_images: int, log: LogFn) -> Robustness:
+def corruption_robustness(
+    target: EvalTarget, logits: Tensor, max_images: int, engine: EngineChoice, log: LogFn
+) -> Robustness:
     """Accuracy under corruption on evenly spaced images of the target, whose own logits are given."""
-    check_corruptible(target.predictor)
     indices = evenly_spaced_indices(len(target.split), max_images)
     total, started = len(indices) * len(CORRUPTIONS), time.perf_counter()
 
@@ -300,7 +305,7 @@ def corruption_robustness(target: EvalTarget, logits: Tensor, max_images: int, l
     return measure_robustness(
         select_rows(target.split.images, indices),
         target.split.labels[indices],
-        partial(predict_classes, target.predictor),
+        partial(predict_classes, engine),
         clean_N=logits[indices].argmax(dim=1),
         in_parallel=target.predictor.hardware.device.type == "cpu",
         progress=show_progress,
@@ -316,8 +321,9 @@ def check_corruptible(predictor: Predictor) -> None:
         )
 
 
-def predict_classes(predictor: Predictor, images: Tensor) -> Tensor:
-    return predictor.logits(images).argmax(dim=1)
+@torch.inference_mode()
+def predict_classes(engine: EngineChoice, images: Tensor) -> Tensor:
+    return engine.logits(images).argmax(dim=1)
 
 
 def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:

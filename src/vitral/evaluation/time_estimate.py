@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from vitral.data.datasets import Split
 from vitral.data.lazy_images import Images
 from vitral.data.variable_images import images_of_one_size
 from vitral.evaluation.corruptions import (
@@ -17,27 +18,58 @@ from vitral.evaluation.corruptions import (
     corruption_batch_size,
     corruption_inputs,
 )
+from vitral.evaluation.data import FileImages, evenly_spaced_indices, load_split
 from vitral.evaluation.robustness import PredictFn
 from vitral.inference.parallel_batches import Item, parallel_map
+from vitral.inference.predictor import Predictor
 
 SMALL_SAMPLE, LARGE_SAMPLE = 64, 4  # images per thread
+FEATURE_SAMPLE = 16  # images per thread, decoded and computed as all others
 
 
 def estimate_seconds(
-    images_NCHW: Images, predict: PredictFn, *, num_clean: int, num_corrupted: int, in_parallel: bool = True
+    images_NCHW: Images, predict: Callable[[Tensor], object], *, count: int, in_parallel: bool = True
 ) -> float:
-    """Expected duration of `predict` on clean images, and on `num_corrupted` images under all corruptions."""
+    """Expected duration of `predict` on `count` such images."""
+    sample, per_thread = _sample(images_NCHW)
+    predict(sample[:per_thread])  # the first call with a shape takes longer
+    return _seconds(predict, sample.split(per_thread), in_parallel) * count / len(sample)
+
+
+def estimate_corrupted_seconds(
+    images_NCHW: Images, predict: PredictFn, *, count: int, in_parallel: bool = True
+) -> float:
+    """Expected duration of `predict` on `count` such images under all corruptions."""
+    sample, per_thread = _sample(images_NCHW)
+    inputs = list(corruption_inputs(sample, per_thread))
+    predict(inputs[0].images)
+    seconds = 0.0
+    for kind, severities in SEVERITIES.items():
+        task = _corrupt_and_predict(kind, severities[len(severities) // 2], predict)
+        seconds += _seconds(task, inputs, in_parallel) * len(severities)
+    return seconds * count / len(sample)
+
+
+def estimate_feature_seconds(split: Split, predictor: Predictor, *, count: int) -> float:
+    """Expected time to decode `count` images such as those of a split and to compute their features."""
+    indices = evenly_spaced_indices(len(split), FEATURE_SAMPLE * torch.get_num_threads())
+    started = time.perf_counter()
+    if isinstance(split.images, FileImages):
+        images, _ = split.images.decode(indices)
+    else:
+        images = load_split(split, predictor, indices=indices).images
+    seconds = time.perf_counter() - started
+    predictor.features(images)  # the first call takes longer
+    started = time.perf_counter()
+    predictor.features(images)
+    return (seconds + time.perf_counter() - started) * count / len(indices)
+
+
+def _sample(images_NCHW: Images) -> tuple[Tensor, int]:
+    """A few images, and how many of them each thread computes."""
     is_small = corruption_batch_size(*images_NCHW.shape[2:]) > LARGE_IMAGE_BATCH
     per_thread = SMALL_SAMPLE if is_small else LARGE_SAMPLE
-    sample = images_of_one_size(images_NCHW, per_thread * torch.get_num_threads())
-    predict(sample[:per_thread])  # the first call with a shape takes longer
-    seconds = _seconds(predict, sample.split(per_thread), in_parallel) * num_clean
-    if num_corrupted:
-        inputs = list(corruption_inputs(sample, per_thread))
-        for kind, severities in SEVERITIES.items():
-            task = _corrupt_and_predict(kind, severities[len(severities) // 2], predict)
-            seconds += _seconds(task, inputs, in_parallel) * num_corrupted * len(severities)
-    return seconds / len(sample)
+    return images_of_one_size(images_NCHW, per_thread * torch.get_num_threads()), per_thread
 
 
 def _corrupt_and_predict(kind: str, severity: float, predict: PredictFn) -> Callable[[CorruptionInput], Tensor]:

@@ -37,6 +37,7 @@ from vitral.inference.openvino_engine import (
     openvino_unsupported_reason,
     openvino_version,
 )
+from vitral.inference.parallel_batches import parallel_map
 from vitral.models.vit import ViT
 from vitral.utils.intervals import images_to_show
 from vitral.utils.progress import LogFn, format_duration, no_log
@@ -197,7 +198,8 @@ def build_cascades(engines: Mapping[str, PrecisionEngine], margins: Margins) -> 
 
 
 def run_batched(engine: Callable[[Tensor], Tensor], images_NCHW: Tensor) -> Tensor:
-    return torch.cat([engine(images) for images in images_NCHW.split(CALIBRATION_BATCH_SIZE)])
+    """Logits (N, K), one batch per core at a time."""
+    return torch.cat(list(parallel_map(engine, images_NCHW.split(CALIBRATION_BATCH_SIZE))))
 
 
 def run_bench(

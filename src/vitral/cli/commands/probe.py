@@ -76,8 +76,8 @@ def probe(args: ProbeArgs) -> int:
     from vitral.reporting.terminal import tables
 
     predictor = load_model(args.init_from, args.checkpoint, engine=args.engine)
-    with status_line("Computing features and fitting classifiers"):
-        result = api.probe(args.data, predictor, out=args.out)
+    with status_line("Reading images") as log:
+        result = api.probe(args.data, predictor, out=args.out, log=log, note=log.note)
     print_notes(result.data_notes)
     if args.json:
         print(dump_json(result.as_dict()))

@@ -16,6 +16,7 @@ from vitral import bundled
 from vitral.data.classes import to_model_labels
 from vitral.data.datasets import Split
 from vitral.doctor import diagnose
+from vitral.doctor.issue import Issue
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.data import EvalTarget
 from vitral.inference.predictor import Predictor
@@ -181,9 +182,14 @@ def check_data(target: EvalTarget, counts: dict[str, tuple[int, ...]], thorough:
         except VitralError as error:
             return (*lines, f"{error.what}; {error.hint}")
         issues = [issue for issue in diagnosis.issues if issue.kind != "class-imbalance"]  # described above
-        lines += [f"{issue.message}: {issue.fix}" for issue in issues] or ["No problems found in the images"]
+        lines += [issue_text(issue) for issue in issues] or ["No problems found in the images"]
         lines += [line for line in (diagnosis.image_sizes, diagnosis.image_modes) if line]
     return tuple(lines)
+
+
+def issue_text(issue: Issue) -> str:
+    """The message, whose files are set apart by spaces in a terminal, and what to do."""
+    return f"{issue.message.replace('   ', ': ', 1)}. {issue.fix}"
 
 
 def class_counts(target: EvalTarget) -> tuple[tuple[str, tuple[int, ...]], ...]:
