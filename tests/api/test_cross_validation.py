@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ import torch
 
 import vitral
 from support.common import Command, skip_figures
+from support.interruption import Moment, run_interrupted
 from support.photos import COLOURS, noisy_image, save_class_folders
-from support.processes import Process
 from support.training import run_vitral, weight_bytes
 from vitral.errors import VitralError
 from vitral.evaluation.cross_validation import CrossValidation
@@ -177,17 +175,8 @@ def test_a_killed_cross_validation_continues_to_the_same_models(
 ) -> None:
     flags = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", *str_values(value))]
     out = tmp_path / "out"
-    process = Process("train", photos, "--folds", "2", *flags, "--out", out)
-    deadline = time.monotonic() + 600
-    try:
-        while not any((out / "fold-2" / "checkpoints").glob("step-*.pt")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    moment = Moment("after", "fold-2/checkpoints/step-*.pt")
+    run_interrupted(moment, "train", photos, "--folds", "2", *flags, "--out", out)
     assert not (out / "cross_validation.json").exists()
     skip_figures(monkeypatch)
     run_vitral("train", "--resume", out)

@@ -14,7 +14,14 @@ from torch import nn
 import vitral
 from support.common import identical
 from support.distillation import TEACHER, TINY_RUN, save_photos, save_teacher
-from support.training import RaiseSigint, final_weights, load_newest_checkpoint, metrics_without_timing, weight_bytes
+from support.training import (
+    RaiseSigint,
+    RecordMessages,
+    final_weights,
+    load_newest_checkpoint,
+    metrics_without_timing,
+    weight_bytes,
+)
 from vitral.data.preprocess import Preprocessing
 from vitral.data.registry.cache import cache_dir
 from vitral.errors import Interrupted, VitralError
@@ -40,14 +47,6 @@ def photos(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITRAL_HOME", str(tmp_path / "cache"))
-
-
-class Messages(Callback):
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def on_message(self, message: str) -> None:
-        self.messages.append(message)
 
 
 def distill(photos: Any, out: Path, teacher: Any, callback: Callback | None = None, **overrides: Any) -> Run:
@@ -112,10 +111,10 @@ def test_interrupted_distillation_resumes_bit_for_bit(
 
 def test_cached_features_give_the_bits_of_computed_ones(tmp_path: Path, photos: Path, teacher: Path) -> None:
     """Computed and stored, read from the cache, and computed again for a damaged file."""
-    messages = Messages()
+    messages = RecordMessages()
     first = distill(photos, tmp_path / "first", teacher, messages, **CENTRAL)
     assert messages.messages == ["Computing the teacher's features of 16 images"]
-    messages = Messages()
+    messages = RecordMessages()
     second = distill(photos, tmp_path / "second", teacher, messages, **CENTRAL)
     assert messages.messages == []
     (file,) = (cache_dir() / FOLDER).iterdir()
@@ -138,7 +137,7 @@ def test_features_of_every_step_are_the_cached_ones_up_to_rounding(tmp_path: Pat
 
 
 def test_features_that_exceed_the_limit_are_computed_in_every_step(tmp_path: Path, photos: Path, teacher: Path) -> None:
-    messages = Messages()
+    messages = RecordMessages()
     distill(photos, tmp_path / "run", teacher, messages, **CENTRAL, **{"pretrain.distill.cache": 1e-9})
     assert messages.messages[0].startswith("Teacher features are computed in every step: all of them need")
     assert not (cache_dir() / FOLDER).exists()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from support.common import Command
+from support.interruption import Moment, run_interrupted
 from support.pretrain_runs import CENTER, METHODS, TINY_FLAGS, save_arrays, save_textures
-from support.processes import Process
 from support.training import metrics_without_timing, run_vitral, weight_bytes
 from vitral import weights
 from vitral.cli import completion
@@ -75,24 +74,24 @@ def test_the_recipe_of_a_run_repeats_it(reference_run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", [".step-*", "step-*02.pt", "step-*05.pt"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        (Moment("before", "step-000000001.pt"), signal.SIGKILL),
+        (Moment("after", "step-000000002.pt"), signal.SIGTERM),
+        (Moment("after", "step-000000005.pt"), signal.SIGKILL),
+        (Moment("after", "step-000000005.pt"), signal.SIGINT),
+    ],
+)
 def test_resume_is_bit_exact_after_a_signal(
-    photos: Path, tmp_path: Path, reference_run: Run, number: signal.Signals, moment: str
+    photos: Path, tmp_path: Path, reference_run: Run, moment: Moment, number: signal.Signals
 ) -> None:
     """While a checkpoint is written, in the middle of the first epoch and of the second."""
     path = tmp_path / "run"
-    process = Process("pretrain", photos, *TINY_FLAGS, *CENTER_FLAGS, "--labels", photos, "--out", path)
-    try:
-        while process.poll() is None and not any((path / "checkpoints").glob(moment)):
-            time.sleep(0.001)
-        process.send_signal(number)
-        _, err = process.communicate()
-    finally:
-        process.kill()
-    if number != signal.SIGKILL and process.returncode:
-        assert process.returncode == 130
-        assert err.splitlines()[1].strip() == f"Resume it with: vitral pretrain --resume {path}"
+    words = ("pretrain", photos, *TINY_FLAGS, *CENTER_FLAGS, "--labels", photos, "--out", path)
+    stderr = run_interrupted(moment, *words, number=number)
+    if number != signal.SIGKILL:
+        assert stderr.splitlines()[1].strip() == f"Resume it with: vitral pretrain --resume {path}"
     run_vitral("pretrain", "--resume", path)
     assert weight_bytes(path) == weight_bytes(reference_run.path)
     assert metrics_without_timing(Run(path)) == metrics_without_timing(reference_run)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.clock import FakeClock
 from vitral.device import threads
 from vitral.device.threads import (
     MAX_GEMM_FLOPS,
@@ -20,19 +21,6 @@ from vitral.device.threads import (
 from vitral.errors import VitralError
 
 SMALL: dict[str, Any] = {"width": 64, "rows": 1024}
-
-
-class FakeClock:
-    """Stands for the module `time`, so that the measurement does not depend on other programs."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.distributed_jobs import train
-from support.processes import HANG_SECONDS, run_ranks
+from support.processes import HANG_SECONDS
+from support.rank_jobs import Job, Outcomes, SingleProcess, run_jobs
 from support.triton_interpreter import requires_interpreter
 from vitral.runs.model_io import load_weights
 from vitral.runs.run import Run
 
-pytestmark = [requires_interpreter, pytest.mark.slow, pytest.mark.timeout(2 * HANG_SECONDS)]
-SCRIPT = Path(__file__).parents[1] / "support" / "distributed_jobs.py"
+pytestmark = [
+    requires_interpreter,
+    pytest.mark.slow,
+    pytest.mark.timeout(2 * HANG_SECONDS),
+    pytest.mark.usefixtures("outcomes"),
+]
 SIZE = {"epochs": 1, "batch_size": 8}  # 3 steps
 KINDS: dict[str, dict[str, Any]] = {  # overrides by the name of a run
     "default": {},  # AdamW, clipping, EMA
@@ -27,8 +29,11 @@ KINDS: dict[str, dict[str, Any]] = {  # overrides by the name of a run
     "accumulated": {"grad_accum": 2},
 }
 DDP, FSDP = {"parallel": "ddp"}, {"parallel": "fsdp"}
-FP8 = {"kernels": "fp8", "num_images": 64}  # 80 tokens per rank: FP8 weight gradients need a multiple of 16
-JOBS: list[dict[str, Any]] = [
+FP8: dict[str, Any] = {
+    "kernels": "fp8",
+    "num_images": 64,
+}  # 80 tokens per rank: FP8 weight gradients need a multiple of 16
+JOBS: list[Job] = [
     *(
         {"name": f"{name}-{mode}", "overrides": {**overrides, "parallel": mode}}
         for name, overrides in KINDS.items()
@@ -42,39 +47,21 @@ JOBS: list[dict[str, Any]] = [
     {"name": "resumed-fsdp", "overrides": FSDP, "resume_from": "stopped-fsdp"},
     {"name": "resumed-ddp", "overrides": DDP, "resume_from": "stopped-fsdp"},
 ]
-TrainSingle = Callable[..., dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The parent of the run folders of all jobs."""
-    folder = tmp_path_factory.mktemp("jobs")
+def outcomes(folder: Path) -> Outcomes:
     jobs = [{"kernels": "bf16", "num_images": 24, **job, "overrides": SIZE | job["overrides"]} for job in JOBS]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_ranks(SCRIPT, folder)
-    return folder
+    return run_jobs(jobs, folder)
 
 
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The outcomes of both ranks, by the name of the job."""
-    by_rank = [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in (0, 1)]
-    return {str(job["name"]): [rank[i] for rank in by_rank] for i, job in enumerate(JOBS)}
-
-
-@pytest.fixture(scope="module")
-def train_single(tmp_path_factory: pytest.TempPathFactory) -> TrainSingle:
-    """The final weights of one process with the same kernels; each name is trained once."""
-    parent = tmp_path_factory.mktemp("single")
-
-    def run(name: str, kernels: str = "bf16", num_images: int = 24, **overrides: Any) -> dict[str, Tensor]:
-        if not (parent / name).exists():
-            outcome = train(parent, name, SIZE | overrides, kernels=kernels, num_images=num_images)
-            assert outcome["error"] is None
-            assert "forward" in outcome["overrides"]
-        return final_weights(parent / name)
-
-    return run
+def reference_weights(
+    single_process: SingleProcess, name: str, kernels: str = "bf16", num_images: int = 24, **overrides: Any
+) -> dict[str, Tensor]:
+    """The final weights of one process with the same kernels."""
+    run = single_process.train(name, SIZE | overrides, kernels=kernels, num_images=num_images)
+    assert "forward" in single_process.outcomes[name]["overrides"]
+    return final_weights(run.path)
 
 
 def final_weights(run: Path) -> dict[str, Tensor]:
@@ -87,7 +74,7 @@ def relative_difference(weights: dict[str, Tensor], reference: dict[str, Tensor]
     return float((difference / sum(float(tensor.square().sum()) for tensor in reference.values())) ** 0.5)
 
 
-def test_every_job_ran_with_the_fused_forward_pass_on_both_ranks(outcomes: dict[str, list[dict[str, Any]]]) -> None:
+def test_every_job_ran_with_the_fused_forward_pass_on_both_ranks(outcomes: Outcomes) -> None:
     for name, ranks in outcomes.items():
         for outcome in ranks:
             assert name.startswith("stopped") or outcome["error"] is None, (name, outcome["error"])
@@ -95,31 +82,32 @@ def test_every_job_ran_with_the_fused_forward_pass_on_both_ranks(outcomes: dict[
 
 
 def test_ddp_is_bit_for_bit_one_process_that_accumulates_the_same_halves(
-    folder: Path, train_single: TrainSingle
+    folder: Path, single_process: SingleProcess
 ) -> None:
-    weights, reference = final_weights(folder / "default-ddp"), train_single("halves", grad_accum=2)
+    weights = final_weights(folder / "default-ddp")
+    reference = reference_weights(single_process, "halves", grad_accum=2)
     assert all(torch.equal(weights[name], tensor) for name, tensor in reference.items())
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_have_the_weights_of_one_process(
-    folder: Path, train_single: TrainSingle, name: str, mode: str
+    folder: Path, single_process: SingleProcess, name: str, mode: str
 ) -> None:
     """Up to rounding of bf16 GEMMs, which depends on the number of rows; steps are about 1e-2 long."""
-    reference = train_single(name, **KINDS[name])
+    reference = reference_weights(single_process, name, **KINDS[name])
     assert relative_difference(final_weights(folder / f"{name}-{mode}"), reference) < 2e-3
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_fp8_on_two_ranks_has_the_scales_of_one_process(folder: Path, train_single: TrainSingle, mode: str) -> None:
-    reference = train_single("fp8", **FP8, grad_accum=2, batch_size=32)
+def test_fp8_on_two_ranks_has_the_scales_of_one_process(folder: Path, single_process: SingleProcess, mode: str) -> None:
+    reference = reference_weights(single_process, "fp8", **FP8, grad_accum=2, batch_size=32)
     assert relative_difference(final_weights(folder / f"fp8-{mode}"), reference) < (1e-6 if mode == "ddp" else 5e-3)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_reduction_in_bf16_rounds_gradients_only(folder: Path, train_single: TrainSingle, mode: str) -> None:
-    reference = train_single("halves", grad_accum=2)
+def test_reduction_in_bf16_rounds_gradients_only(folder: Path, single_process: SingleProcess, mode: str) -> None:
+    reference = reference_weights(single_process, "halves", grad_accum=2)
     difference = relative_difference(final_weights(folder / f"bf16-reduction-{mode}"), reference)
     assert 0 < difference < 1e-2
 

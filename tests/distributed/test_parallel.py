@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from support.common import identical
-from support.distributed_jobs import RECIPE, train
-from support.processes import HANG_SECONDS, run_ranks
+from support.distributed_jobs import RECIPE
+from support.processes import HANG_SECONDS
+from support.rank_jobs import Job, Outcomes, SingleProcess, errors, run_jobs
 from vitral.analysis.cost import ddp_memory
 from vitral.distributed.parallel import choose_parallelism
 from vitral.errors import VitralError
@@ -29,7 +30,6 @@ from vitral.runs.run import Run
 from vitral.training import checkpoint, provenance
 
 pytestmark = pytest.mark.timeout(2 * HANG_SECONDS)  # on a busy machine the ranks take minutes
-SCRIPT = Path(__file__).parents[1] / "support" / "distributed_jobs.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 DDP, FSDP = {"parallel": "ddp"}, {"parallel": "fsdp"}
 UNEVEN = {  # micro-batches of 7 and 8 images
@@ -41,8 +41,7 @@ UNEVEN = {  # micro-batches of 7 and 8 images
 }
 LORA = {"tune": "lora", "lora.rank": 2, "ema": 0.3, "optim.layer_decay": 0.8}
 FITTED_HEAD = {"head_init": "least_squares"}
-Jobs = tuple[dict[str, Any], ...]
-JOBS: Jobs = (
+JOBS: tuple[Job, ...] = (
     {"name": "ddp", "overrides": DDP},
     {"name": "fsdp", "overrides": FSDP},
     {"name": "ddp-head", "overrides": DDP | FITTED_HEAD},
@@ -50,7 +49,7 @@ JOBS: Jobs = (
     {"name": "fsdp-stopped", "overrides": FSDP, "stop_at": 8},
     {"name": "fsdp-ddp", "overrides": DDP, "resume_from": "fsdp-stopped"},
 )
-SLOW_JOBS: Jobs = (
+SLOW_JOBS: tuple[Job, ...] = (
     {"name": "ddp-uneven", "overrides": DDP | UNEVEN},
     {"name": "fsdp-uneven", "overrides": FSDP | UNEVEN},
     {"name": "fsdp-bf16", "overrides": FSDP | {"precision": "bf16", "activation_checkpointing": True}},
@@ -69,22 +68,6 @@ SLOW_JOBS: Jobs = (
     {"name": "single-ddp", "overrides": DDP, "resume_from": "single-stopped"},
     {"name": "single-fsdp", "overrides": FSDP, "resume_from": "single-stopped"},
 )
-Outcomes = dict[str, list[dict[str, Any]]]
-TrainSingle = Callable[..., Run]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The parent of the run folders of all jobs."""
-    return tmp_path_factory.mktemp("jobs")
-
-
-def run_jobs(jobs: Jobs, folder: Path) -> Outcomes:
-    """The outcomes of both ranks, by the name of the job."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_ranks(SCRIPT, folder)
-    by_rank = [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in (0, 1)]
-    return {job["name"]: [rank_outcomes[i] for rank_outcomes in by_rank] for i, job in enumerate(jobs)}
 
 
 @pytest.fixture(scope="module")
@@ -95,19 +78,6 @@ def outcomes(folder: Path) -> Outcomes:
 @pytest.fixture(scope="module")
 def slow_outcomes(folder: Path, outcomes: Outcomes) -> Outcomes:
     return outcomes | run_jobs(SLOW_JOBS, folder)
-
-
-@pytest.fixture(scope="module")
-def train_single(tmp_path_factory: pytest.TempPathFactory) -> TrainSingle:
-    """Train with overrides in this process; each name is trained once."""
-    parent = tmp_path_factory.mktemp("single")
-
-    def run(name: str, **overrides: Any) -> Run:
-        if not (parent / name).exists():
-            train(parent, name, overrides)
-        return Run(parent / name)
-
-    return run
 
 
 def metric_rows(run: Run) -> list[tuple[float, ...]]:
@@ -122,27 +92,27 @@ def assert_same_metrics(run: Run, reference: Run, rel: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_two_ranks_have_the_losses_of_one_process(
-    folder: Path, outcomes: Outcomes, train_single: TrainSingle, mode: str
+    folder: Path, outcomes: Outcomes, single_process: SingleProcess, mode: str
 ) -> None:
-    assert [outcome["error"] for outcome in outcomes[mode]] == [None, None]
+    assert errors(outcomes, mode) == [None, None]
     assert len(metric_rows(Run(folder / mode))) == 3
-    assert_same_metrics(Run(folder / mode), train_single("default"))
+    assert_same_metrics(Run(folder / mode), single_process.train("default", {}))
 
 
 def test_a_fitted_head_on_two_ranks_is_that_of_one_process(
-    folder: Path, outcomes: Outcomes, train_single: TrainSingle
+    folder: Path, outcomes: Outcomes, single_process: SingleProcess
 ) -> None:
-    assert [outcome["error"] for outcome in outcomes["ddp-head"]] == [None, None]
-    assert_same_metrics(Run(folder / "ddp-head"), train_single("head", **FITTED_HEAD), rel=1e-4)
+    assert errors(outcomes, "ddp-head") == [None, None]
+    assert_same_metrics(Run(folder / "ddp-head"), single_process.train("head", FITTED_HEAD), rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp-uneven", "fsdp-uneven"])
 def test_uneven_shards_with_muon_cutmix_and_grad_accum_match_one_process(
-    folder: Path, slow_outcomes: Outcomes, train_single: TrainSingle, mode: str
+    folder: Path, slow_outcomes: Outcomes, single_process: SingleProcess, mode: str
 ) -> None:
     """Augmentation draws for the global batch, each image counts once, Muon orthogonalises full matrices."""
-    reference = train_single("uneven", **UNEVEN)
+    reference = single_process.train("uneven", UNEVEN)
     assert_same_metrics(Run(folder / mode), reference)
     expected, actual = (load_weights(run.model_dir / "weights.safetensors") for run in (reference, Run(folder / mode)))
     for name, tensor in expected.items():
@@ -153,17 +123,17 @@ def test_uneven_shards_with_muon_cutmix_and_grad_accum_match_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp-lora", "fsdp-lora"])
 def test_lora_on_two_ranks_matches_one_process(
-    folder: Path, slow_outcomes: Outcomes, train_single: TrainSingle, mode: str
+    folder: Path, slow_outcomes: Outcomes, single_process: SingleProcess, mode: str
 ) -> None:
-    assert [outcome["error"] for outcome in slow_outcomes[mode]] == [None, None]
-    assert_same_metrics(Run(folder / mode), train_single("lora", **LORA))
+    assert errors(slow_outcomes, mode) == [None, None]
+    assert_same_metrics(Run(folder / mode), single_process.train("lora", LORA))
 
 
 @pytest.mark.slow
 def test_fsdp_with_bf16_weights_matches_bf16_on_one_process(
-    folder: Path, slow_outcomes: Outcomes, train_single: TrainSingle
+    folder: Path, slow_outcomes: Outcomes, single_process: SingleProcess
 ) -> None:
-    assert_same_metrics(Run(folder / "fsdp-bf16"), train_single("bf16", precision="bf16"), rel=0.01)
+    assert_same_metrics(Run(folder / "fsdp-bf16"), single_process.train("bf16", {"precision": "bf16"}), rel=0.01)
 
 
 def test_signal_to_one_rank_stops_all_at_the_same_step(folder: Path, outcomes: Outcomes) -> None:
@@ -242,19 +212,19 @@ def test_flipped_bit_in_any_file_of_a_sharded_checkpoint_is_recognised(
         assert messages[0].endswith("using step-000000006.sharded")
 
 
-def test_checkpoint_of_fsdp_resumes_with_ddp(folder: Path, outcomes: Outcomes, train_single: TrainSingle) -> None:
-    assert [outcome["error"] for outcome in outcomes["fsdp-ddp"]] == [None, None]
-    assert_same_metrics(Run(folder / "fsdp-ddp"), train_single("default"))
+def test_checkpoint_of_fsdp_resumes_with_ddp(folder: Path, outcomes: Outcomes, single_process: SingleProcess) -> None:
+    assert errors(outcomes, "fsdp-ddp") == [None, None]
+    assert_same_metrics(Run(folder / "fsdp-ddp"), single_process.train("default", {}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [job["name"] for job in SLOW_JOBS if "resume_from" in job and "stop_at" not in job])
 def test_checkpoint_resumes_with_another_world_size_and_strategy(
-    folder: Path, slow_outcomes: Outcomes, train_single: TrainSingle, name: str
+    folder: Path, slow_outcomes: Outcomes, single_process: SingleProcess, name: str
 ) -> None:
     """Between one process, DDP and FSDP in any order, the metrics are those of an uninterrupted run."""
-    assert [outcome["error"] for outcome in slow_outcomes[name]] == [None, None]
-    assert_same_metrics(Run(folder / name), train_single("default"))
+    assert errors(slow_outcomes, name) == [None, None]
+    assert_same_metrics(Run(folder / name), single_process.train("default", {}))
 
 
 @pytest.mark.slow
@@ -352,8 +322,8 @@ def test_parallelism_is_not_a_result_field() -> None:
     assert RECIPE.result_fields() == RECIPE.with_overrides({"parallel": "fsdp", "grad_accum": 2}).result_fields()
 
 
-def test_exported_weights_are_the_best_checkpoint_bit_for_bit(train_single: TrainSingle) -> None:
-    run = train_single("default")
+def test_exported_weights_are_the_best_checkpoint_bit_for_bit(single_process: SingleProcess) -> None:
+    run = single_process.train("default", {})
     best, exported = run.checkpoint_dir / "best.safetensors", run.model_dir / "weights.safetensors"
     assert identical(load_weights(best), load_weights(exported))
 

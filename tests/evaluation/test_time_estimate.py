@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
-import time
+from threading import Barrier, current_thread, main_thread
 
 import pytest
 import torch
 from torch import Tensor
 
+from support.clock import FakeClock
 from vitral.device.threads import thread_count
+from vitral.evaluation import time_estimate
 from vitral.evaluation.corruptions import CORRUPTIONS
-from vitral.evaluation.time_estimate import duration_text, estimate_corrupted_seconds, estimate_seconds
+from vitral.evaluation.time_estimate import (
+    SMALL_SAMPLE,
+    duration_text,
+    estimate_corrupted_seconds,
+    estimate_seconds,
+)
 
 SECONDS_PER_IMAGE = 0.002
 
 
-def predict_slowly(images: Tensor) -> Tensor:
-    time.sleep(SECONDS_PER_IMAGE * len(images))
-    return torch.zeros(len(images), dtype=torch.long)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(time_estimate, "time", clock)
+    return clock
 
 
 @pytest.mark.parametrize("in_parallel", [True, False])
-def test_the_estimate_scales_a_measurement_to_all_images(in_parallel: bool) -> None:
+def test_the_estimate_scales_a_measurement_to_all_images(in_parallel: bool, clock: FakeClock) -> None:
+    """In parallel, two threads predict 64 images each in the time that one thread takes for its own."""
+    both_threads = Barrier(2, lambda: clock.sleep(SECONDS_PER_IMAGE * SMALL_SAMPLE), timeout=60)
+
+    def predict(images: Tensor) -> Tensor:
+        if in_parallel and current_thread() is not main_thread():
+            both_threads.wait()
+        else:
+            clock.sleep(SECONDS_PER_IMAGE * len(images))
+        return images.new_zeros(len(images))
+
     images = torch.zeros(200, 1, 8, 8, dtype=torch.uint8)
     with thread_count(2):
-        seconds = estimate_seconds(images, predict_slowly, count=200, in_parallel=in_parallel)
-        seconds += estimate_corrupted_seconds(images, predict_slowly, count=100, in_parallel=in_parallel)
-    slept = SECONDS_PER_IMAGE * (200 + 100 * len(CORRUPTIONS)) / (2 if in_parallel else 1)
-    assert 0.9 * slept < seconds < 10 * slept  # a busy machine takes longer
+        seconds = estimate_seconds(images, predict, count=200, in_parallel=in_parallel)
+        seconds += estimate_corrupted_seconds(images, predict, count=100, in_parallel=in_parallel)
+    slept = SECONDS_PER_IMAGE * (200 + 100 * len(CORRUPTIONS))
+    assert seconds == pytest.approx(slept / 2 if in_parallel else slept)
 
 
-def test_the_estimate_of_fewer_images_than_a_sample() -> None:
+def test_the_estimate_of_fewer_images_than_a_sample(clock: FakeClock) -> None:
     images = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
-    seconds = estimate_seconds(images, predict_slowly, count=3)
-    assert seconds >= 3 * SECONDS_PER_IMAGE / torch.get_num_threads()
+
+    def predict(images: Tensor) -> Tensor:
+        clock.sleep(SECONDS_PER_IMAGE * len(images))
+        return images.new_zeros(len(images))
+
+    assert estimate_seconds(images, predict, count=3) == pytest.approx(3 * SECONDS_PER_IMAGE)
 
 
 @pytest.mark.parametrize(

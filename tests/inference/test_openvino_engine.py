@@ -224,27 +224,28 @@ def test_without_openvino_the_pytorch_engine_is_used_and_the_install_command_nam
     assert automatic.reason.startswith("int8 was fastest, but int8 engine unavailable")
 
 
+def run_bench(folder: Path) -> tuple[BenchResult, list[str]]:
+    """The result and the logged lines of a short benchmark."""
+    model, preprocessing = build_model("class")
+    lines: list[str] = []
+    result = bench.run_bench(
+        model, preprocessing, smooth_images(16), smooth_images(16, seed=1), folder, threads=(1,), batch_sizes=(1,),
+        seconds=0.001, log=lines.append,
+    )  # fmt: skip
+    return result, lines
+
+
 def test_bench_names_the_install_command_if_openvino_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide_openvino(monkeypatch)
-    model, preprocessing = build_model("class")
-    lines: list[str] = []
-    result = bench.run_bench(
-        model, preprocessing, smooth_images(16), smooth_images(16, seed=1), tmp_path, threads=(1,), batch_sizes=(1,),
-        seconds=0.001, log=lines.append,
-    )  # fmt: skip
+    result, lines = run_bench(tmp_path)
     assert set(result.backends.values()) == {"pytorch"}
     assert any("pip install 'vitral[openvino]'" in line for line in lines)
 
 
 def test_bench_races_the_backends_and_estimates_its_duration(tmp_path: Path) -> None:
-    model, preprocessing = build_model("class")
-    lines: list[str] = []
-    result = bench.run_bench(
-        model, preprocessing, smooth_images(16), smooth_images(16, seed=1), tmp_path, threads=(1,), batch_sizes=(1,),
-        seconds=0.001, log=lines.append,
-    )  # fmt: skip
+    result, lines = run_bench(tmp_path)
     assert "OpenVINO" in result.versions
     assert any(line.startswith("fp32: ") and "PyTorch" in line and "OpenVINO" in line for line in lines)
     assert sum(line.startswith("Estimated time: ") for line in lines) == 1

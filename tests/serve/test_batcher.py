@@ -73,6 +73,14 @@ async def submit_after(event, batcher, item):
         return await ticket.submit(item)
 
 
+async def start_batch(batcher, model, item):
+    """Submit an item and wait until the model runs; returns the task that waits for the result."""
+    task = asyncio.create_task(submit(batcher, item))
+    while not model.batches:
+        await asyncio.sleep(0.005)
+    return task
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 99), st.sampled_from([0, 0.001, 0.004])), min_size=1, max_size=40),
@@ -141,9 +149,7 @@ def test_next_batch_collects_while_the_model_runs():
     model = SquaringModel(gate=gate)
 
     async def body(batcher):
-        first = asyncio.create_task(submit(batcher, 1))
-        while not model.batches:
-            await asyncio.sleep(0.005)
+        first = await start_batch(batcher, model, 1)
         others = [asyncio.create_task(submit(batcher, n)) for n in (2, 3, 4)]
         await asyncio.sleep(0.05)
         gate.set()
@@ -189,9 +195,7 @@ def test_item_that_waits_too_long_is_refused_and_not_processed():
     model = SquaringModel(gate=gate)
 
     async def body(batcher):
-        first = asyncio.create_task(submit(batcher, 1))
-        while not model.batches:
-            await asyncio.sleep(0.005)
+        first = await start_batch(batcher, model, 1)
         with pytest.raises(RequestError, match=r"still queued after 0.1 seconds") as error:
             await submit(batcher, 2)
         assert (error.value.status, error.value.code) == (503, "timeout")
@@ -222,9 +226,7 @@ def test_cancelled_item_is_not_processed():
     model = SquaringModel(gate=gate)
 
     async def body(batcher):
-        first = asyncio.create_task(submit(batcher, 1))
-        while not model.batches:
-            await asyncio.sleep(0.005)
+        first = await start_batch(batcher, model, 1)
         cancelled, kept = asyncio.create_task(submit(batcher, 2)), asyncio.create_task(submit(batcher, 3))
         await asyncio.sleep(0.02)
         cancelled.cancel()

@@ -83,6 +83,16 @@ class RaiseSigint(Callback):
                 signal.raise_signal(signal.SIGINT)
 
 
+class RecordMessages(Callback):
+    """Keep the messages of a run."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def on_message(self, message: str) -> None:
+        self.messages.append(message)
+
+
 def final_weights(run: Run) -> dict[str, Tensor]:
     return load_weights(run.model_dir / "weights.safetensors")
 

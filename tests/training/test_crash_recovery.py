@@ -8,7 +8,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from support.common import Fit, identical
+from support.interruption import Moment, run_interrupted
 from support.processes import Process
 from support.training import TRAIN_COMMAND, error_lines, metrics_without_timing, run_vitral, weight_bytes
 from vitral.errors import VitralError
@@ -44,47 +45,20 @@ def test_the_reference_run_learns_and_exports_its_best_epoch(reference_run: Run)
     )
 
 
-def wait_until(process: Process, condition: Callable[[], bool]) -> None:
-    """Poll often: the condition may hold for only a few milliseconds."""
-    deadline = time.monotonic() + 240
-    while True:
-        for _ in range(50):
-            if condition():
-                return
-            time.sleep(0.001)
-        assert process.poll() is None, f"the process ended early: {process.communicate()}"
-        assert time.monotonic() < deadline, "the condition never held"
-
-
-KILL_WHEN: dict[str, Callable[[Path], bool]] = {
-    "before the first checkpoint": lambda path: (path / "recipe.toml").exists(),
-    "while a checkpoint is written": lambda path: any((path / "checkpoints").glob(".step-*")),
-    "after the last step": lambda path: (path / "checkpoints" / "step-000000015.pt").exists(),
-}
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param("before the first checkpoint", marks=pytest.mark.slow),
-        "while a checkpoint is written",
-        pytest.param("after the last step", marks=pytest.mark.slow),
-    ],
-)
-def test_resume_is_bit_exact_after_sigkill(tmp_path: Path, reference_run: Run, moment: str) -> None:
+def test_resume_is_bit_exact_after_sigkill_while_a_checkpoint_is_written(tmp_path: Path, reference_run: Run) -> None:
+    """test_finishing.py kills at thirty moments."""
     path = tmp_path / "run"
-    process = Process(*TRAIN_COMMAND, "--out", path)
-    try:
-        wait_until(process, lambda: KILL_WHEN[moment](path))
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    if not (path / "test.json").exists():  # on a busy machine the run may have finished before the kill
-        run_vitral("train", "--resume", path)
+    run_interrupted(Moment("before", "step-000000007.pt"), *TRAIN_COMMAND, "--out", path)
+    assert list((path / "checkpoints").glob(".step-000000007.pt.*"))
+    run_vitral("train", "--resume", path)
     assert_equals_reference(path, reference_run)
-    if moment != "after the last step":  # the next checkpoint deletes temporary files
-        assert list((path / "checkpoints").glob(".*")) == []
+    assert list((path / "checkpoints").glob(".*")) == []
+
+
+def num_steps(path: Path) -> int:
+    """Steps until the newest checkpoint of a run."""
+    newest = checkpoint.newest(path / "checkpoints")
+    return int(newest.stem.removeprefix("step-")) if newest else 0
 
 
 @pytest.mark.slow
@@ -92,11 +66,11 @@ def test_resume_is_bit_exact_after_kills_at_random_moments(tmp_path: Path, refer
     path, rng = tmp_path / "run", random.Random()
     for words in ([*TRAIN_COMMAND, "--out", path], ["train", "--resume", path]):
         process = Process(*words)
-        newest = checkpoint.newest(path / "checkpoints")
-        steps_done = int(newest.stem.removeprefix("step-")) if newest else 0
-        target = min(steps_done + rng.randint(1, 6), 15)
+        target = min(num_steps(path) + rng.randint(1, 6), 15)
         try:
-            wait_until(process, lambda target=target: any((path / "checkpoints").glob(f"step-*{target:02}.pt")))  # type: ignore[misc]
+            while num_steps(path) < target:
+                assert process.poll() is None or num_steps(path) >= target, process.communicate()
+                time.sleep(0.001)
             time.sleep(rng.random() * 0.02)
         finally:
             process.kill()
@@ -107,23 +81,12 @@ def test_resume_is_bit_exact_after_kills_at_random_moments(tmp_path: Path, refer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGINT, id="SIGINT"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_prints_the_command_that_resumes_it(
     tmp_path: Path, reference_run: Run, number: signal.Signals
 ) -> None:
     path = tmp_path / "run"
-    metrics_file = path / "metrics.jsonl"
-    process = Process(*TRAIN_COMMAND, "--out", path)
-    try:
-        wait_until(process, lambda: metrics_file.exists() and metrics_file.read_bytes().count(b"\n") >= 1)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == 130
+    stderr = run_interrupted(Moment("after", "step-000000007.pt"), *TRAIN_COMMAND, "--out", path, number=number)
     assert "Traceback" not in stderr
     first, second = stderr.splitlines()
     assert "training stopped after step" in first

@@ -16,6 +16,7 @@ from support.common import Fit, identical
 from support.training import (
     TRAIN_COMMAND,
     RaiseSigint,
+    RecordMessages,
     error_lines,
     metrics_without_timing,
     run_vitral,
@@ -45,14 +46,6 @@ def diverge_above(monkeypatch: pytest.MonkeyPatch, index: int, max_lr: float) ->
     monkeypatch.setattr(
         step, "set_learning_rate", lambda optimizers, lr: apply(optimizers, 1e30 if lr > max_lr else min(lr, 1e-2))
     )
-
-
-class Messages(Callback):
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def on_message(self, message: str) -> None:
-        self.messages.append(message)
 
 
 # Stopping
@@ -205,7 +198,7 @@ def test_a_rollback_continues_from_the_last_checkpoint_at_half_the_learning_rate
     train_tiny: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diverge_above(monkeypatch, index=8, max_lr=0.6)
-    callback = Messages()
+    callback = RecordMessages()
     run = train_tiny("run", callback, on_nan="rollback")
     (message,) = callback.messages
     assert "the loss is not finite at step 10, first in " in message
@@ -220,7 +213,7 @@ def test_a_rollback_works_in_the_first_epoch_and_after_a_bad_validation(
     train_tiny: Fit, monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
     diverge_above(monkeypatch, index, max_lr=0.3)
-    callback = Messages()
+    callback = RecordMessages()
     run = train_tiny("run", callback, on_nan="rollback", keep_checkpoints=1)
     assert len(callback.messages) == 2
     assert f"rolled back to step {0 if index < 6 else 6} with 1/4 of" in callback.messages[1]
@@ -237,7 +230,7 @@ def test_a_second_rollback_goes_to_an_older_checkpoint(train_tiny: Fit, monkeypa
         return save(folder, step, *args) if step == 9 or step % 6 == 0 else folder
 
     monkeypatch.setattr(checkpoint, "save", save_some)
-    callback = Messages()
+    callback = RecordMessages()
     run = train_tiny("run", callback, on_nan="rollback", keep_checkpoints=5, checkpoint_minutes=0.0)
     assert run.has_model
     targets = [message.split("rolled back to ")[1].split(" with")[0] for message in callback.messages]
@@ -245,7 +238,7 @@ def test_a_second_rollback_goes_to_an_older_checkpoint(train_tiny: Fit, monkeypa
 
 
 def test_training_stops_after_too_many_rollbacks(train_tiny: Fit, preprocessing: Preprocessing) -> None:
-    callback = Messages()
+    callback = RecordMessages()
     with pytest.raises(VitralError, match="first in the images") as error:
         train_tiny("run", callback, on_nan="rollback", preprocessing=replace(preprocessing, mean=(1e39,)))
     assert len(callback.messages) == MAX_ROLLBACKS

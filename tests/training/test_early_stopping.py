@@ -9,22 +9,19 @@ from pathlib import Path
 import pytest
 
 from support.common import Fit, identical
-from support.training import final_weights, interrupt_and_resume, metrics_without_timing, set_epoch_learning_rates
+from support.training import (
+    RecordMessages,
+    final_weights,
+    interrupt_and_resume,
+    metrics_without_timing,
+    set_epoch_learning_rates,
+)
 from vitral.data.datasets import Dataset
 from vitral.errors import VitralError
 from vitral.runs.model_io import load_model
-from vitral.training.callbacks import Callback
 
 # The learning rate is 0 after the second epoch, so that validation no longer improves.
 RATES = (1e-2, 1e-2, *[0.0] * 8)
-
-
-class RecordMessages(Callback):
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def on_message(self, message: str) -> None:
-        self.messages.append(message)
 
 
 @pytest.fixture

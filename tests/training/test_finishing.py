@@ -5,43 +5,18 @@ from __future__ import annotations
 import re
 import resource
 import shutil
-import signal
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from support.common import identical
-from support.processes import Process
+from support.interruption import Moment, run_interrupted
 from support.training import TRAIN_COMMAND, error_lines, metrics_without_timing, run_vitral
 from vitral.runs.run import Run
 from vitral.training import checkpoint
 from vitral.utils.atomic import is_temporary
 
-# Runs a vitral command and kills it before or after the Nth time that it replaces the file with this name.
-KILLED_COMMAND = """
-import os, signal, sys
-from pathlib import Path
-from vitral.cli import main
-
-moment, name, occurrence, *words = sys.argv[1:]
-real_replace, remaining = Path.replace, int(occurrence)
-
-def replace(self, target):
-    global remaining
-    remaining -= Path(target).name == name
-    is_due = remaining == 0 and Path(target).name == name
-    if is_due and moment == "before":
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = real_replace(self, target)
-    if is_due:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-
-Path.replace = replace
-main.main(words)
-"""
 EXACT_FILES = (
     "recipe.toml", "test.json", "model/config.json", "model/weights.safetensors", "checkpoints/best.safetensors",
     "figures/curves.png", "figures/confusion.png", "figures/attention.png", "figures/attention_overview.png",
@@ -49,31 +24,14 @@ EXACT_FILES = (
 )  # fmt: skip
 
 
-class KillPoint(NamedTuple):
-    """Kill when a file is replaced for the Nth time by the process."""
-
-    name: str
-    occurrence: int = 1
-
-
-FIRST_WRITES = [
-    KillPoint("recipe.toml"), KillPoint("environment.json"), KillPoint("augmented.png"), KillPoint("metrics.jsonl", 2),
-]  # fmt: skip
-STEPS = [KillPoint(f"step-{step:09d}.pt") for step in range(1, 16)]
+# Files, and how many times the process replaces them until it is killed.
+FIRST_WRITES = [("recipe.toml", 1), ("environment.json", 1), ("augmented.png", 1), ("metrics.jsonl", 2)]
+STEPS = [(f"step-{step:09d}.pt", 1) for step in range(1, 16)]
 RESULTS = [
-    KillPoint("weights.safetensors"), KillPoint("config.json"), KillPoint("config.json", 2), KillPoint("test.json"),
-    *(KillPoint(f"{name}.png") for name in ("curves", "confusion", "attention", "attention_overview", "example")),
-    KillPoint("report.html"), KillPoint("environment.json"),
+    ("weights.safetensors", 1), ("config.json", 1), ("config.json", 2), ("test.json", 1),
+    *((f"{name}.png", 1) for name in ("curves", "confusion", "attention", "attention_overview", "example")),
+    ("report.html", 1), ("environment.json", 1),
 ]  # fmt: skip
-
-
-def kill_command(folder: Path, point: KillPoint, moment: str, *words: str | Path) -> None:
-    """Run a vitral command that kills itself with SIGKILL."""
-    script = folder / "killed.py"
-    script.write_text(KILLED_COMMAND)
-    process = Process(moment, point.name, point.occurrence, *words, script=script)
-    output = process.communicate()
-    assert process.returncode == -signal.SIGKILL, (point, moment, *output)
 
 
 def continue_command(path: Path) -> list[str | Path]:
@@ -128,7 +86,7 @@ def trained_run(tmp_path: Path, finished_run: Path) -> Path:
 
 @pytest.mark.slow
 def test_run_killed_while_its_results_are_written_is_completed_by_resume(trained_run: Path, finished_run: Path) -> None:
-    kill_command(trained_run.parent, KillPoint("report.html"), "before", "train", "--resume", trained_run)
+    run_interrupted(Moment("before", "report.html"), "train", "--resume", trained_run)
     assert not Run(trained_run).is_finished
     assert [path for path in trained_run.rglob("*") if is_temporary(path)], "the killed process was writing"
     run_vitral("train", "--resume", trained_run)
@@ -185,9 +143,9 @@ def test_resume_is_bit_exact_after_thirty_kills_over_the_whole_run(
     assert len(points) == 30
     path = tmp_path / "run"
     for number in range(chain, len(points), 5):
-        moment = "before" if (number + chain) % 2 else "after"
-        if points[number].name == "environment.json" and number > 3:
-            moment = "before"  # afterwards the run is finished
-        kill_command(tmp_path, points[number], moment, *continue_command(path))
+        when = "before" if (number + chain) % 2 else "after"
+        if points[number] == RESULTS[-1]:
+            when = "before"  # afterwards the run is finished
+        run_interrupted(Moment(when, *points[number]), *continue_command(path))
     run_vitral(*continue_command(path))
     assert_same_run(path, finished_run)

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from support.common import Command, Fit, identical
-from support.training import RaiseSigint, final_weights
+from support.training import RaiseSigint, RecordMessages, final_weights
 from vitral.errors import Interrupted, VitralError
-from vitral.training.callbacks import Callback
 from vitral.training.loggers import make_loggers
 
 SMALL_DIGITS = (
@@ -93,14 +92,6 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMLflow:
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
     return module
-
-
-class RecordMessages(Callback):
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def on_message(self, message: str) -> None:
-        self.messages.append(message)
 
 
 def test_a_run_logs_recipe_epochs_and_test_metrics_to_wandb_and_mlflow(

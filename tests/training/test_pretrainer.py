@@ -14,27 +14,18 @@ from torch import Tensor
 
 from support.common import Fit, identical, textures
 from support.pretrain_runs import CENTER, METHODS, PRETRAIN_RECIPE, unlabelled_textures
-from support.training import RaiseSigint, final_weights, load_newest_checkpoint
+from support.training import RaiseSigint, RecordMessages, final_weights, load_newest_checkpoint
 from vitral.data.probe_set import ProbeSet
 from vitral.errors import Interrupted, VitralError
 from vitral.runs.model_io import load_model
 from vitral.ssl.collapse import PATIENCE
 from vitral.ssl.method import Branch
 from vitral.training import step
-from vitral.training.callbacks import Callback
 from vitral.training.optim.schedule import set_learning_rate
 from vitral.training.pretrainer import PretrainTrainer
 from vitral.weights.checkpoint import NO_HEAD
 
 SCORES = {"lejepa": "invariance", "moco": "match_accuracy", "dino": "teacher_entropy", "mae": "explained_variance"}
-
-
-class Messages(Callback):
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def on_message(self, message: str) -> None:
-        self.messages.append(message)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -160,7 +151,7 @@ def test_rollback_continues_with_half_of_the_learning_rate(
     pretrain_tiny: Fit, monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
     diverge_at(monkeypatch, index)
-    messages = Messages()
+    messages = RecordMessages()
     run = pretrain_tiny(callback=messages, on_nan="rollback", **CENTER)
     assert any("rolled back to step 3 with 1/2 of the learning rate" in text for text in messages.messages)
     assert [row["epoch"] for row in run.load_metrics()] == [1, 2, 3]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.common import Command, Fit, identical
-from support.training import RaiseSigint, final_weights
+from support.training import RaiseSigint, RecordMessages, final_weights
 from vitral.data.datasets import Dataset
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
@@ -19,20 +19,11 @@ from vitral.recipes.options import parse_duration
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.model_io import load_model
 from vitral.training import time_limit
-from vitral.training.callbacks import Callback
 from vitral.training.parallelism import parallel_plan
 from vitral.training.setup import TrainingSetup
 from vitral.training.time_limit import Speed, fit_to_time_limit, measure_speed
 from vitral.training.timing import TimeBudget
 from vitral.training.trainer import Trainer
-
-
-class RecordMessages(Callback):
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def on_message(self, message: str) -> None:
-        self.messages.append(message)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from support.clock import FakeClock
 from vitral.data.progress_bars import progress_bars
 from vitral.utils.progress import (
     DEFAULT_INTERVAL,
@@ -59,14 +60,16 @@ def test_progress_bars_print_lines_without_a_terminal(capsys, monkeypatch):
     with progress_bars(True, "images") as update:
         update("decoding", 10, 2_000)
     assert capsys.readouterr().err == ""
-    monkeypatch.setenv(INTERVAL_VARIABLE, "0.01")
+    clock = FakeClock()
+    monkeypatch.setattr("vitral.data.progress_bars.time", clock)
     with progress_bars(True, "images") as update:
-        time.sleep(0.02)
+        clock.sleep(DEFAULT_INTERVAL)
         update("decoding", 1_024, 2_000)
+        clock.sleep(DEFAULT_INTERVAL / 2)
         update("decoding", 1_025, 2_000)
     assert capsys.readouterr().err == "decoding: 1,024 of 2,000 images\n"
     with progress_bars(True) as update:
-        time.sleep(0.02)
+        clock.sleep(DEFAULT_INTERVAL)
         update("mnist", 5_400_000, None)
     assert capsys.readouterr().err == "mnist: 5 MB\n"
 
