@@ -22,7 +22,7 @@ from vitral.models.vit import EncoderBlock, PatchEmbedding, QKVLinear
 MAX_OUTLIERS = 8  # hidden columns that stay in fp32
 OUTLIER_RATIO = 1.5  # they stay in fp32 if the largest exceeds the next column by this factor
 HIDDEN_CLIP = 0.8  # share of the largest hidden value that int8 covers: finer steps reduce the error by a sixth (Ti/16)
-SMOOTHING = 0.65  # exponent of the column magnitudes that move into W; errors of Ti/16 are a tenth smaller than with 0.5
+SMOOTHING = 0.65  # exponent of the column magnitudes that move into W: errors a tenth smaller than with 0.5 (Ti/16)
 Linear = tuple[Tensor, Tensor]  # weight (N, K) and bias (N,)
 Norm = tuple[Tensor, Tensor, float]  # weight (D,), bias (D,) and epsilon of a layer norm
 
