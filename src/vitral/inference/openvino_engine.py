@@ -107,7 +107,7 @@ class OpenVinoEngine:
         self.model, self.preprocessing, self.precision = model, preprocessing, precision
         self.ranges = ranges if precision == "int8" else None
         self.num_pooled_tokens = num_pooled_tokens(model)
-        self._compiled: dict[int, ov.CompiledModel] = {}  # by number of threads
+        self._compiled: dict[tuple[int, int | None], ov.CompiledModel] = {}  # by number of threads and batch size
         self._compile_lock, self._requests = threading.Lock(), threading.local()
 
     @torch.inference_mode()
@@ -116,7 +116,8 @@ class OpenVinoEngine:
 
     @torch.inference_mode()
     def features(self, images_BCHW: Tensor) -> Tensor:
-        request = self._request(torch.get_num_threads())
+        # Only single images, where it matters, have a graph of their own: it holds another copy of the weights.
+        request = self._request(torch.get_num_threads(), 1 if len(images_BCHW) == 1 else None)
         # The request is this thread's own: its output buffer is valid until the next call.
         patches = patchify(images_BCHW, self.model.config.patch_size).float()  # several times as fast as in the graph
         tokens = request.infer([patches.numpy()], share_inputs=True, share_outputs=True)[0]
@@ -131,22 +132,21 @@ class OpenVinoEngine:
         """Size of the encoder's weights in bytes."""
         return encoder_nbytes(self.model, self.precision)
 
-    def _request(self, threads: int) -> Any:
+    def _request(self, threads: int, batch_size: int | None) -> Any:
         """Inference request of the calling Python thread."""
-        requests, key = self._requests.__dict__, str(threads)
+        requests, key = self._requests.__dict__, f"{threads}, {batch_size}"
         if key not in requests:
-            requests[key] = self._compile(threads).create_infer_request()
+            requests[key] = self._compile(threads, batch_size).create_infer_request()
         return requests[key]
 
-    def _compile(self, threads: int) -> ov.CompiledModel:
+    def _compile(self, threads: int, batch_size: int | None) -> ov.CompiledModel:
         from vitral.inference.openvino_graph import build_graph
 
         with self._compile_lock:
-            if threads not in self._compiled:
-                graph = build_graph(self.model, self.preprocessing, self.num_pooled_tokens, self.ranges)
-                options = compile_options(self.precision, threads)
-                self._compiled[threads] = _core().compile_model(graph, "CPU", options)
-            return self._compiled[threads]
+            if (key := (threads, batch_size)) not in self._compiled:
+                graph = build_graph(self.model, self.preprocessing, self.num_pooled_tokens, self.ranges, batch_size)
+                self._compiled[key] = _core().compile_model(graph, "CPU", compile_options(self.precision, threads))
+            return self._compiled[key]
 
 
 def compile_options(precision: CpuPrecision, threads: int) -> dict[str, Any]:
