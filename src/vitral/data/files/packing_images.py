@@ -91,7 +91,7 @@ class PackingImages(LazyImages):
             if self.packed is None:
                 for row in rows.tolist():
                     self._wait_for(row)
-            return next(iter_batches(torch.from_numpy(self.writer.images), [rows]))
+            return torch.from_numpy(self.writer.images[rows.numpy()])  # torch's aligned copies would fragment the heap
 
     def _wait_for(self, row: int) -> None:
         """Return when a row is filled: with its image, or with the one that replaces an unreadable image."""

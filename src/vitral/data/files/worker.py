@@ -59,7 +59,7 @@ class RowFile(NamedTuple):
     offset: int = 0  # of the first image
 
     def write(self, row: int, pixels: np.ndarray[Any, Any]) -> None:
-        content, position = memoryview(pixels).cast("B"), self.offset + row * pixels.nbytes
+        content, position = pixels.data.cast("B"), self.offset + row * pixels.nbytes
         while content:  # a write may be partial
             written = os.pwrite(self.fd, content, position)
             content, position = content[written:], position + written
