@@ -76,6 +76,8 @@ def test_every_command_prints_how_it_interpreted_a_checkpoint(
         assert f"  {note}\n" in err or f"{note}\n" in out
     if "--json" in words:
         json.loads(out)
+    if words.startswith("probe"):
+        assert re.search(r"Probing features of 24 images: about \d+ s on \d+ core", err)
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -21,7 +21,7 @@ from vitral.data.datasets import load_builtin_dataset, stratified_holdout
 from vitral.data.registry import sources
 from vitral.data.registry.checksums import ChecksummedFile
 from vitral.data.registry.fetchers import DatasetFiles
-from vitral.data.registry.formats import read_cifar, read_idx
+from vitral.data.registry.formats import load_digits, read_cifar, read_idx
 from vitral.data.registry.sources import CLASS_NAMES
 from vitral.errors import VitralError
 
@@ -154,6 +154,16 @@ def test_digits_needs_no_network_and_no_cache(monkeypatch, cache):
     assert digits.source == "from scikit-learn"
     assert torch.bincount(digits.test.labels).min() >= 34
     assert not cache.exists()
+
+
+@pytest.mark.slow
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits as load_reference
+
+    expected = load_reference()
+    images, labels = load_digits()
+    assert np.array_equal(images[:, 0], np.rint(expected.images * (255 / 16)))
+    assert np.array_equal(labels, expected.target)
 
 
 def test_class_names_are_complete():

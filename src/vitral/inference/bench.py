@@ -227,6 +227,7 @@ def run_bench(
         seconds=seconds,
     )
     plan.check()
+    log(f"Comparing engines on {plan.num_images:,} images, calibrated on {plan.num_calibration:,} others")
     start, threads_before = time.perf_counter(), torch.get_num_threads()
 
     def log_estimate(fp32: PrecisionEngine) -> None:

@@ -16,7 +16,10 @@ INIT_FUNCTIONS = ("uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", 
 
 
 class SkipInit(TorchFunctionMode):
-    """Skip random initialization: it takes a second for B/16, and on the meta device it loads a compiler."""
+    """Skip random initialization: it takes a second for B/16, and on the meta device it loads a compiler.
+
+    So does torch.arange, of the positions, which is computed on the CPU instead of the meta device.
+    """
 
     def __torch_function__(
         self,
@@ -28,6 +31,8 @@ class SkipInit(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in INIT_FUNCTIONS:
             return args[0] if args else kwargs["tensor"]
+        if func is torch.arange and torch.device(kwargs.get("device") or torch.get_default_device()).type == "meta":
+            kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)
 
 

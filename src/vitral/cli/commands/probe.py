@@ -30,7 +30,8 @@ AGAINST = "Comparison of initial weights (--against)"
 @dataclass(frozen=True, kw_only=True)
 class ProbeArgs:
     """Measure how well a model's frozen features separate your classes, without training the model: nearest
-    neighbours, linear probe and few-shot regression. Takes minutes on a CPU.
+    neighbours, linear probe and few-shot regression. The expected time is printed first: about half a minute for 2,500
+    photographs and a Ti/16 on two CPU cores.
 
     With --against, compare two sets of initial weights, such as those before and after pretraining: nearest neighbours,
     linear probe, and fine-tuning with 1%, 10% and all of the labels, over several seeds. The last line says whether the
