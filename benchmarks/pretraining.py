@@ -143,8 +143,8 @@ def run_once(recipe: Recipe, seed: int, folder: Path, fine_tune_epochs: int, max
         started = time.perf_counter()
         changes: dict[str, Any] = {"epochs": fine_tune_epochs, "checkpoint_epochs": 0, "data.validation": 0.0}
         out = folder.parent / "fine-tuned"
-        model = api.train(recipe.data.name, recipe=recipe.data.name, init_from=folder, out=out, **changes)
-        row["fine_tuned"] = api.evaluate(model).top1
+        predictor = api.train(recipe.data.name, recipe=recipe.data.name, init_from=folder, out=out, **changes)
+        row["fine_tuned"] = api.evaluate(predictor).top1
         row["fine_tuning_s"] = round(sum(line["training_seconds"] for line in Run(out).load_metrics()), 1)
     return row
 

@@ -156,7 +156,7 @@ def test_a_tiny_learning_rate_keeps_the_weights_of_the_checkpoint(tmp_path: Path
 
 def test_a_finished_run_is_continued_with_its_heads_and_its_centre(pretrain: Any, photos: Path, tmp_path: Path) -> None:
     """Another run starts where the first one ended, and not only with its ViT. The method is that of the run."""
-    first = Run(pretrain("first", epochs=1, **CENTER).run)
+    first = Run(pretrain("first", epochs=1, **CENTER, checkpoint_epochs=5).run)
     second = vitral.pretrain(
         str(photos), init_from=first.path, out=tmp_path / "second", epochs=1, batch_size=8, device="cpu", threads=1,
         **dict[str, Any]({"optim.lr": 1e-12, "pretrain.dino.momentum": 0.0}),

@@ -90,7 +90,7 @@ def test_neighbours_are_those_of_scikit_learn() -> None:
 def test_fewer_than_twenty_labels_leave_k_20_out() -> None:
     small = features(2.0, 0, labelled=12)
     rows, notes = compare_features([small], small, CLASSES, (1.0,), seeds=2)
-    assert notes == ["nearest neighbours with k = 20: left out, there are 12 labelled images"]
+    assert notes == ["nearest neighbours with k = 20: left out, there are 12 labelled images of 3 classes"]
     assert "nearest neighbours (k = 20)" not in {row.name for row in rows}
 
 

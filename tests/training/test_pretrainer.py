@@ -18,7 +18,7 @@ from support.training import RaiseSigint, RecordMessages, final_weights, load_ne
 from vitral.data.probe_set import ProbeSet
 from vitral.errors import Interrupted, VitralError
 from vitral.runs.model_io import load_model
-from vitral.ssl.collapse import PATIENCE
+from vitral.ssl.collapse import PATIENCE, CollapseMetrics
 from vitral.ssl.method import Branch
 from vitral.training import step
 from vitral.training.optim.schedule import set_learning_rate
@@ -74,6 +74,20 @@ def test_labels_add_the_nearest_neighbour_accuracy_and_change_nothing_else(pretr
     assert all(0 <= row["knn_top1"] <= 1 for row in labelled.load_metrics())
     assert all("knn_top1" not in row for row in plain.load_metrics())
     assert identical(final_weights(labelled), final_weights(plain))
+
+
+def test_a_deadline_that_passes_between_epochs_leaves_a_model(pretrain_tiny: Fit) -> None:
+    """The weights of the first epoch were not kept: it was not the last one when its features were measured."""
+
+    class Late(PretrainTrainer):
+        def measure_features(self) -> CollapseMetrics:
+            metrics = super().measure_features()
+            self.deadline = 0.0
+            return metrics
+
+    run = pretrain_tiny(trainer_class=Late)
+    assert [(row["epoch"], row["step"], row["best"]) for row in run.load_metrics()] == [(1, 3, False), (2, 4, True)]
+    assert final_weights(run)
 
 
 # Collapse

@@ -66,12 +66,15 @@ def compare_features(
         return before_SM, np.repeat(correct(after)[None], len(before), axis=0)
 
     log("nearest neighbours")
-    if images > NUM_NEIGHBOURS:
+    if images > NUM_NEIGHBOURS * num_classes:  # otherwise the other classes outvote the right one
         results = with_all_labels(lambda features: knn_correct(features, NUM_NEIGHBOURS, num_classes))
         setting = f"k = {NUM_NEIGHBOURS}"
         rows.append(make_row("nearest neighbours", 1.0, images, *results, setting=setting, varies=is_random))
     else:
-        notes.append(f"nearest neighbours with k = {NUM_NEIGHBOURS}: left out, there are {images} labelled images")
+        notes.append(
+            f"nearest neighbours with k = {NUM_NEIGHBOURS}: left out, there are {images} labelled images of "
+            f"{num_classes} classes"
+        )
     results = with_all_labels(lambda features: knn_correct(features, select_k(features, num_classes), num_classes))
     rows.append(make_row("nearest neighbours", 1.0, images, *results, setting="tuned k", varies=is_random))
     for fraction in fractions:

@@ -128,11 +128,8 @@ def collapse_reason(history: Sequence[CollapseMetrics], remedy: str | None = Non
 
 
 def _advice(remedy: str | None) -> str:
-    return (
-        f"Lower --optim.lr, lengthen --optim.warmup, or {remedy}"
-        if remedy
-        else ("Lower --optim.lr, or lengthen --optim.warmup")
-    )
+    last = f"lengthen --optim.warmup, or {remedy}" if remedy else "or lengthen --optim.warmup"
+    return f"Lower --optim.lr, {last}"
 
 
 def _teacher_collapse(recent: Sequence[CollapseMetrics], advice: str) -> Collapse | None:

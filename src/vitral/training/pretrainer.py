@@ -108,6 +108,9 @@ class PretrainTrainer(Trainer):
 
     def end_epoch(self, metrics: dict[str, Any]) -> None:
         super().end_epoch(metrics)
+        every = self.recipe.checkpoint_epochs
+        if metrics["best"] and every and self.state.epoch % every:
+            self.save_checkpoint()  # heads and teacher, with which another run can continue
         self.check_collapse()
 
     def check_collapse(self) -> None:

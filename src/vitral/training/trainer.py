@@ -266,7 +266,7 @@ class Trainer:
             self.evaluate_head(self.head_fit)
         self.callbacks.on_train_start()
         self.clock = TrainingClock(self.state, self.batch_size)
-        self.time_is_over = self.state.epoch > 0 and self.clock.is_after(self.deadline)
+        self.time_is_over = self.may_end_late()
         if recipe.on_nan == "rollback" and not self.resumed:
             self.save_checkpoint()
 
@@ -395,12 +395,17 @@ class Trainer:
         state, every = self.state, self.recipe.checkpoint_epochs
         self.callbacks.on_epoch_end(metrics, self.clock.seconds_left(state, self.total_steps))
         should_stop, _, self.time_is_over = self.flags.flush(
-            self.interrupt.is_set(), False, self.time_is_over or self.clock.is_after(self.deadline)
+            self.interrupt.is_set(), False, self.time_is_over or self.may_end_late()
         )
         if should_stop or (every and state.epoch % every == 0):
             self.save_checkpoint()
         if should_stop:
             raise self.interrupted()
+
+    def may_end_late(self) -> bool:
+        """Whether the time is over between epochs. Until weights are kept, training goes on to the next step and ends
+        there, so that there is a model."""
+        return bool(self.state.best) and self.clock.is_after(self.deadline)
 
     def handle_divergence(self, error: Diverged) -> None:
         """Locate the first non-finite value; then stop, or roll back and halve the learning rate.

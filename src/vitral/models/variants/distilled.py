@@ -43,7 +43,9 @@ class DistilledViT(ViT):
     def check_config(config: ViTConfig) -> None:
         if (config.pooling, config.positions, config.registers, config.pre_norm) != ("class", "learned", 0, False):
             requirements = "pooling 'class', positions 'learned' and registers 0, without pre_norm"
-            raise ValueError(f"variant 'distilled' requires {requirements}")
+            actual = f"pooling {config.pooling!r}, positions {config.positions!r} and registers {config.registers}"
+            pre_norm = "with" if config.pre_norm else "without"
+            raise ValueError(f"variant 'distilled' requires {requirements}; got {actual}, {pre_norm} pre_norm")
 
     def embed(self, images_BCHW: Tensor, grid: Grid) -> Tensor:
         """[x_class; x_distillation; x1·E; …; xN·E] + E_pos."""
