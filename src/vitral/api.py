@@ -5,6 +5,8 @@
     model.predict("bottle.jpg").best
     vitral.evaluate(model).top1
 
+What imports matplotlib is imported on use: it takes 0.6 s, before a training run can begin.
+
 Wherever a function takes a model, it accepts a run folder, a model folder, a checkpoint file of another library,
 `hf:owner/name`, the name of a bundled model, or a `Predictor`.
 """
@@ -13,10 +15,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -54,9 +56,6 @@ from vitral.evaluation.leaks import (
 )
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
-from vitral.explorer.build import ExplorerOptions, model_names, site_model
-from vitral.explorer.weights import Precision as WeightPrecision
-from vitral.explorer.write import write_site
 from vitral.export.export import SUFFIX_BY_TARGET, Target, check_exportable, export_model
 from vitral.export.onnx_file import require_onnx
 from vitral.export.parity import MIN_AGREEMENT, ParityReport, check_image_count
@@ -78,15 +77,8 @@ from vitral.models.calibration import Calibration, LogitScore
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import AUTO
 from vitral.recipes.schema import Recipe, read_recipe
-from vitral.reporting.demo import compare_with_bundled, print_bundled_comparison
 from vitral.reporting.feature_files import check_features_path, write_features
-from vitral.reporting.figures.comparison import plot_probe, plot_strategy_comparison
-from vitral.reporting.figures.lr_finder import plot_lr_sweep
-from vitral.reporting.html.regression_report import write_regression_report
-from vitral.reporting.html.report import write_report
-from vitral.reporting.html.report_data import collect_report_data
 from vitral.reporting.hub.publish import push as push
-from vitral.reporting.run_report import write_augmented_figure, write_regression_run_report, write_run_report
 from vitral.reporting.terminal import training as terminal
 from vitral.reporting.terminal.regression import print_regression_result
 from vitral.runs.run import RUNS, Run, find_model_dir, is_checkpoint, new_run_path
@@ -119,6 +111,9 @@ from vitral.training.timing import TimeBudget
 from vitral.training.trainer import check_splits
 from vitral.utils.lazy import import_meanwhile
 from vitral.utils.progress import LogFn, no_log
+
+if TYPE_CHECKING:
+    from vitral.explorer.weights import Precision as WeightPrecision
 
 REPORT_CORRUPTED_IMAGES = 2_000  # images on which a report measures robustness
 
@@ -179,7 +174,8 @@ def train(
     if (unfinished := open_unfinished_run(world, resume, out, overrides)) is not None:
         run, resolved = unfinished
     terminal.print_version(console)
-    with import_meanwhile("torch._dynamo"):  # by optimizers, which takes 2 s; reading images leaves a core idle
+    # Optimizers import it, which takes 2 s. Reading images leaves a core idle, unless there are only two.
+    with import_meanwhile("torch._dynamo") if available_cpus() > 2 else nullcontext():
         setup = world.run_on_all(lambda: setup_training(resolved, not console.quiet, items))
         world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
         leaks = world.broadcast_from_rank0(lambda: check_splits_for_leaks(setup.loaded_dataset))
@@ -227,6 +223,8 @@ class _AugmentedFigure(Callback):
         self.run, self.setup, self.world = run, setup, world
 
     def on_train_start(self) -> None:
+        from vitral.reporting.run_report import write_augmented_figure
+
         self.world.broadcast_from_rank0(lambda: write_augmented_figure(self.run, self.setup))
 
 
@@ -285,6 +283,8 @@ def find_lr(
     with thread_count(threads):
         sweep = sweep_lr(setup, hardware)
     if out is not None:
+        from vitral.reporting.figures.lr_finder import plot_lr_sweep
+
         figures = Path(out) / "figures"
         figures.mkdir(parents=True, exist_ok=True)
         plot_lr_sweep(sweep, figures / "lr_finder.png")
@@ -343,12 +343,16 @@ def _evaluate_run(
         return predictor
     target = load_eval_target(predictor, dataset=dataset)
     if len(dataset.validation):
-        world.broadcast_from_rank0(lambda: calibrate_model(predictor, target.validation_split))
+        world.broadcast_from_rank0(
+            lambda: calibrate_model(predictor, target.validation_split, logits=target.validation_logits)
+        )
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
     evaluation, logits = evaluate_model(target, tta=setup.recipe.tta)
     callbacks.on_evaluation(evaluation.scalars())
     if setup.recipe.data.parsed_fold not in (None, ALL_FOLDS) and evaluation.split == "test":
         world.broadcast_from_rank0(lambda: fold_predictions(target, logits).save(run.path / PREDICTIONS_FILE))
+    from vitral.reporting.run_report import write_run_report
+
     world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, logits, allow_leak))
     if world.is_rank0:
         is_multilabel = setup.recipe.task_name == "multilabel"
@@ -377,6 +381,8 @@ def _evaluate_regression_run(
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
     evaluation, predicted = evaluate_regression(target)
     callbacks.on_evaluation(evaluation.scalars())
+    from vitral.reporting.run_report import write_regression_run_report
+
     world.broadcast_from_rank0(lambda: write_regression_run_report(run, target, evaluation, predicted, allow_leak))
     if world.is_rank0:
         print_regression_result(console, run, dataset.name, setup.recipe.epochs, evaluation, allow_leak)
@@ -434,6 +440,8 @@ def compare(
             on_part=progress.set_label,
             callbacks=[progress],
         )
+    from vitral.reporting.figures.comparison import plot_strategy_comparison
+
     plot_strategy_comparison(result, folder / "comparison.png")
     return result
 
@@ -456,6 +464,8 @@ def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:
     except VitralError as error:
         console.print(f"{error.what}\nUsing scikit-learn's digits instead, which need no download.\n")
         recipe = "digits"
+    from vitral.reporting.demo import compare_with_bundled, print_bundled_comparison
+
     predictor = train(recipe=recipe, out=out, quiet=quiet)
     assert predictor.path is not None
     figure = Run(predictor.path).figure_dir / "bundled.png"
@@ -613,6 +623,8 @@ def report(
         errors, predicted = evaluate_regression(target, log=log)
         errors = replace(errors, leak=None) if allow_leak else errors
         path = Path(out) if out else default_report_path(model_path)
+        from vitral.reporting.html.regression_report import write_regression_report
+
         return write_regression_report(target, errors, predicted, model_path, path)
     is_classification = target.predictor.model_config.task == "classification"
     corrupted_images = 0 if fast or not is_classification else REPORT_CORRUPTED_IMAGES
@@ -620,6 +632,9 @@ def report(
     if allow_leak:
         evaluation = replace(evaluation, leak=None)
     log("Rendering the report")
+    from vitral.reporting.html.report import write_report
+    from vitral.reporting.html.report_data import collect_report_data
+
     report_data = collect_report_data(target, evaluation, logits, model_path, thorough=not fast)
     return write_report(report_data, Path(out) if out else default_report_path(model_path))
 
@@ -680,6 +695,8 @@ def probe(
         data_notes=tuple(notes),
     )
     if out is not None:
+        from vitral.reporting.figures.comparison import plot_probe
+
         plot_probe(result, Path(out))
     return result
 
@@ -917,6 +934,9 @@ def explorer(
         raise VitralError(
             f"expected at least 0 epochs and 1 image, got {epochs} and {faithfulness_images}", "Omit them for 8 and 32"
         )
+    from vitral.explorer.build import ExplorerOptions, model_names, site_model
+    from vitral.explorer.write import write_site
+
     sources = list(models) or [bundled.PREFIX + name for name in ("mnist", "cifar10")]
     names = model_names(sources)
     settings = ExplorerOptions(
