@@ -168,6 +168,11 @@ def test_import_vitral_does_not_import_torch_or_numpy() -> None:
     assert heavy.split() == []
 
 
+def test_the_api_does_not_import_what_only_figures_and_compilation_need() -> None:
+    late = run_python("import sys, vitral.api; print(*{'matplotlib', 'scipy', 'torch._dynamo'} & {*sys.modules})")
+    assert late.split() == []
+
+
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys\n"

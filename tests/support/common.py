@@ -33,7 +33,7 @@ def skip_figures(patched: pytest.MonkeyPatch) -> None:
     patched.setattr("vitral.reporting.run_report.write_figures", lambda *_: None)
     patched.setattr("vitral.reporting.run_report.write_html", lambda *_: None)
     patched.setattr("vitral.reporting.run_report.write_regression_figures", lambda *_: None)
-    patched.setattr("vitral.api.training.write_augmented_figure", lambda *_: None)
+    patched.setattr("vitral.reporting.run_report.write_augmented_figure", lambda *_: None)
 
 
 def identical(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

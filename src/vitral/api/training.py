@@ -1,9 +1,13 @@
-"""Training with labels: `vitral.train`, `find_lr`, `compare` and `demo`."""
+"""Training with labels: `vitral.train`, `find_lr`, `compare` and `demo`.
+
+Figures and reports are imported on use: matplotlib takes 0.6 s, before which a training run can begin.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from vitral.api.runs import join_process_group, run_lock, store_training_images
 from vitral.data.datasets import load_builtin_dataset
 from vitral.data.folds import ALL_FOLDS
 from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
+from vitral.device.cpu import available_cpus
 from vitral.device.select import Hardware
 from vitral.device.threads import thread_count
 from vitral.distributed.parallel import ParallelPlan
@@ -34,10 +39,6 @@ from vitral.inference.predictor import Predictor
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import AUTO
 from vitral.recipes.schema import Recipe, read_recipe
-from vitral.reporting.demo import compare_with_bundled, print_bundled_comparison
-from vitral.reporting.figures.comparison import plot_strategy_comparison
-from vitral.reporting.figures.lr_finder import plot_lr_sweep
-from vitral.reporting.run_report import write_augmented_figure, write_regression_run_report, write_run_report
 from vitral.reporting.terminal import training as terminal
 from vitral.reporting.terminal.regression import print_regression_result
 from vitral.runs.run import RUNS, Run, new_run_path
@@ -126,7 +127,8 @@ def train(
     if (unfinished := open_unfinished_run(world, resume, out, overrides)) is not None:
         run, resolved = unfinished
     terminal.print_version(console)
-    with import_meanwhile("torch._dynamo"):  # by optimizers, which takes 2 s; reading images leaves a core idle
+    # Optimizers import it, which takes 2 s. Reading images leaves a core idle, unless there are only two.
+    with import_meanwhile("torch._dynamo") if available_cpus() > 2 else nullcontext():
         setup = world.run_on_all(lambda: setup_training(resolved, not console.quiet, items))
         world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
         leaks = world.broadcast_from_rank0(lambda: check_splits_for_leaks(setup.loaded_dataset))
@@ -174,6 +176,8 @@ class _AugmentedFigure(Callback):
         self.run, self.setup, self.world = run, setup, world
 
     def on_train_start(self) -> None:
+        from vitral.reporting.run_report import write_augmented_figure
+
         self.world.broadcast_from_rank0(lambda: write_augmented_figure(self.run, self.setup))
 
 
@@ -237,12 +241,16 @@ def _evaluate_run(
         return predictor
     target = load_eval_target(predictor, dataset=dataset)
     if len(dataset.validation):
-        world.broadcast_from_rank0(lambda: calibrate_model(predictor, target.validation_split))
+        world.broadcast_from_rank0(
+            lambda: calibrate_model(predictor, target.validation_split, logits=target.validation_logits)
+        )
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
     evaluation, logits = evaluate_model(target, tta=setup.recipe.tta)
     callbacks.on_evaluation(evaluation.scalars())
     if setup.recipe.data.parsed_fold not in (None, ALL_FOLDS) and evaluation.split == "test":
         world.broadcast_from_rank0(lambda: fold_predictions(target, logits).save(run.path / PREDICTIONS_FILE))
+    from vitral.reporting.run_report import write_run_report
+
     world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, logits, allow_leak))
     if world.is_rank0:
         is_multilabel = setup.recipe.task_name == "multilabel"
@@ -271,6 +279,8 @@ def _evaluate_regression_run(
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
     evaluation, predicted = evaluate_regression(target)
     callbacks.on_evaluation(evaluation.scalars())
+    from vitral.reporting.run_report import write_regression_run_report
+
     world.broadcast_from_rank0(lambda: write_regression_run_report(run, target, evaluation, predicted, allow_leak))
     if world.is_rank0:
         print_regression_result(console, run, dataset.name, setup.recipe.epochs, evaluation, allow_leak)
@@ -304,6 +314,8 @@ def find_lr(
     with thread_count(threads):
         sweep = sweep_lr(setup, hardware)
     if out is not None:
+        from vitral.reporting.figures.lr_finder import plot_lr_sweep
+
         figures = Path(out) / "figures"
         figures.mkdir(parents=True, exist_ok=True)
         plot_lr_sweep(sweep, figures / "lr_finder.png")
@@ -361,6 +373,8 @@ def compare(
             on_part=progress.set_label,
             callbacks=[progress],
         )
+    from vitral.reporting.figures.comparison import plot_strategy_comparison
+
     plot_strategy_comparison(result, folder / "comparison.png")
     return result
 
@@ -383,6 +397,8 @@ def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:
     except VitralError as error:
         console.print(f"{error.what}\nUsing scikit-learn's digits instead, which need no download.\n")
         recipe = "digits"
+    from vitral.reporting.demo import compare_with_bundled, print_bundled_comparison
+
     predictor = train(recipe=recipe, out=out, quiet=quiet)
     assert predictor.path is not None
     figure = Run(predictor.path).figure_dir / "bundled.png"

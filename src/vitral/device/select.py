@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from vitral.device.cpu import available_cpus, cpu_has_bf16
+from vitral.device.cpu_attention import bf16_autocast
 from vitral.device.cuda_graphs import GraphedStep
 from vitral.device.memory import gpu_memory_bytes
 from vitral.distributed.world import SINGLE_PROCESS, World, world_from_env
@@ -51,7 +52,9 @@ class Hardware:
     world: World = SINGLE_PROCESS
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Autocast to bf16 if `precision` is bf16: weights, norms, softmax and loss stay in fp32."""
+        """Autocast to bf16 if `precision` is bf16: weights, norms and loss stay in fp32."""
+        if self.device.type == "cpu" and self.precision == "bf16" and not self.compile and cpu_has_bf16():
+            return bf16_autocast()
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def maybe_compile(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -111,6 +111,8 @@ class EvalTarget:
     def validation_split(self) -> Split:
         """Validation images of the training dataset; may be empty. Thresholds are chosen on them."""
         name = training_dataset_name(self.predictor, "Thresholds are chosen on its validation images")
+        if self.dataset.name == name and self.source_splits and self.source_splits[0] is self.dataset.validation:
+            return self.split
         dataset = self.dataset if self.dataset.name == name else load_dataset_for(name, self.predictor, self.recipe)
         return load_split(dataset.validation, self.predictor, classes=dataset.classes)
 
@@ -120,6 +122,11 @@ class EvalTarget:
         if not len(self.validation_split):
             return torch.empty(0, len(self.predictor.classes))
         return self.predictor.logits(self.validation_split.images)
+
+    def known_logits(self, images: Images) -> Tensor | None:
+        """The logits of the validation images if these are the images, and their logits have been computed."""
+        is_computed = "validation_logits" in vars(self) and images is self.validation_split.images
+        return self.validation_logits if is_computed else None
 
 
 def load_eval_target(

@@ -22,13 +22,11 @@ from vitral.reporting.figures.regression import plot_scatter
 from vitral.reporting.html.regression_report import write_regression_report
 from vitral.reporting.html.report import write_report
 from vitral.reporting.html.report_data import AUGMENTED, collect_report_data
-from vitral.runs.run import Run
+from vitral.runs.run import ARRAY_EXAMPLE, EXAMPLE, Run
 from vitral.training.augmented_examples import augmented_examples
 from vitral.training.setup import TrainingSetup
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
-
-EXAMPLE, ARRAY_EXAMPLE = "example.png", "example.npy"  # a photograph, or an image with other channels
 
 
 def write_augmented_figure(run: Run, setup: TrainingSetup) -> None:

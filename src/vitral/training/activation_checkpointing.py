@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from vitral.device.cpu_attention import recompute_contexts
 from vitral.models.vit import ViT
 
 
@@ -27,6 +28,8 @@ def _checkpoint_block(block: nn.Module) -> None:
     def forward(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return original_forward(*args)
-        return checkpoint(original_forward, *args, use_reentrant=False)
+        contexts = recompute_contexts()
+        options: dict[str, Any] = {} if contexts is None else {"context_fn": lambda: contexts}
+        return checkpoint(original_forward, *args, use_reentrant=False, **options)
 
     block.forward = forward

@@ -30,6 +30,7 @@ from vitral.models.vit import ClassificationHead
 from vitral.recipes.schema import Recipe
 from vitral.tasks import TASKS
 from vitral.tasks.losses import balanced_class_weights, class_balance_terms, per_image_losses
+from vitral.utils.bfgs import minimize
 
 MAX_IMAGES = 10_000  # of a larger training set, evenly spaced ones
 BATCH_SIZE = 32
@@ -162,21 +163,19 @@ def scale_logits(predictions_NK: Tensor, loss: LossFn) -> tuple[float, Tensor]:
 
     Small penalties keep both finite, also if all predictions are right or a class has no images.
     """
-    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-    shift_K = torch.zeros(predictions_NK.shape[1], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([scale, shift_K], max_iter=100, line_search_fn="strong_wolfe")
 
-    def closure() -> float:
-        with torch.enable_grad():
-            penalty = SCALE_PENALTY * scale.square() + SHIFT_PENALTY * shift_K.square().sum()
-            value = loss(scale * predictions_NK + shift_K) + penalty
-            scale.grad, shift_K.grad = torch.autograd.grad(value, [scale, shift_K])
-        return value.item()
+    def penalised_loss(parameters: Tensor) -> Tensor:
+        scale, shift_K = parameters[0], parameters[1:]
+        penalty = SCALE_PENALTY * scale.square() + SHIFT_PENALTY * shift_K.square().sum()
+        return loss(scale * predictions_NK + shift_K) + penalty
 
-    optimizer.step(closure)
+    start = torch.zeros(1 + predictions_NK.shape[1], dtype=torch.float64)
+    start[0] = 1.0
+    fitted = minimize(penalised_loss, start)
+    scale, shift_K = fitted[0], fitted[1:]
     if not (scale > 0 and shift_K.isfinite().all()):
-        return 0.0, torch.zeros_like(shift_K.detach())
-    return scale.item(), shift_K.detach()
+        return 0.0, torch.zeros_like(shift_K)
+    return scale.item(), shift_K
 
 
 def head_tensors(initial_weights: dict[str, Tensor], weight_KD: Tensor, bias_K: Tensor) -> dict[str, Tensor]:

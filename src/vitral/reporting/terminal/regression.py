@@ -9,10 +9,9 @@ from vitral.errors import shell_quote
 from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, evaluation_warning
 from vitral.evaluation.regression import RegressionReport, TargetMetrics
-from vitral.reporting.run_report import EXAMPLE
 from vitral.reporting.terminal.evaluation import percent, print_leak
 from vitral.reporting.terminal.training import vitral_command
-from vitral.runs.run import Run
+from vitral.runs.run import EXAMPLE, Run
 
 
 def print_regression(report: RegressionReport, allow_leak: bool = False) -> None:

@@ -20,9 +20,8 @@ from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warn
 from vitral.evaluation.multilabel import MultiLabelReport
 from vitral.evaluation.report import EvaluationReport
 from vitral.recipes.schema import Recipe
-from vitral.reporting.run_report import ARRAY_EXAMPLE, EXAMPLE
 from vitral.reporting.terminal.multilabel import interval_text, pairs_text
-from vitral.runs.run import Run
+from vitral.runs.run import ARRAY_EXAMPLE, EXAMPLE, Run
 from vitral.training.class_balance import describe_class_balance, training_imbalance
 from vitral.training.setup import TrainingSetup
 from vitral.training.tuning import count_trained
