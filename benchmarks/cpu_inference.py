@@ -49,7 +49,7 @@ from vitral.runs.model_io import ModelConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 NUM_CLASSES = 10
-CALIBRATION_IMAGES = 128  # of int8, for us and for NNCF, and of the margins of the cascades
+CALIBRATION_IMAGES = 64  # of int8, for us and for NNCF, and of the margins of the cascades
 WIDTH_FACTORS = {"Ti/16": 1, "S/16": 2, "B/16": 4}
 PACKAGES = ("torch", "openvino", "transformers", "vit-pytorch", "onnxruntime")
 ForwardFn = Callable[[Tensor], Any]  # uint8 images to logits

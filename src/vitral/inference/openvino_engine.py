@@ -6,6 +6,9 @@ Pooling is that of the model, in PyTorch.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -110,7 +113,8 @@ class OpenVinoEngine:
         self.ranges = ranges if precision == "int8" else None
         self.num_pooled_tokens = num_pooled_tokens(model)
         self._compiled: dict[tuple[GraphName, int], ov.CompiledModel] = {}  # by graph and number of threads
-        self._compile_lock, self._requests = threading.Lock(), threading.local()
+        self._idle_requests: dict[tuple[GraphName, int], list[ov.InferRequest]] = defaultdict(list)
+        self._compile_lock = threading.Lock()
 
     @torch.inference_mode()
     def __call__(self, images_BCHW: Tensor) -> Tensor:
@@ -122,20 +126,29 @@ class OpenVinoEngine:
 
         # Only single images, where it matters, have a graph of their own: it holds another copy of the weights.
         graph: GraphName = "one image" if len(images_BCHW) == 1 else "images"
-        return self.model.pool(self._infer(graph, cut_patches(images_BCHW, self.model.config.patch_size))).clone()
+        with self._request(graph) as request:
+            return self.model.pool(_infer(request, cut_patches(images_BCHW, self.model.config.patch_size))).clone()
 
     @torch.inference_mode()
     def head(self, features_BD: Tensor) -> Tensor:
         if type(self.model.head) is not ClassificationHead:
             return cast(Tensor, self.model.head(features_BD))
-        return self._infer("head", features_BD.numpy()).clone()
+        with self._request("head") as request:
+            return _infer(request, features_BD.numpy()).clone()
 
-    def _infer(self, graph: GraphName, values: np.ndarray) -> Tensor:
-        """The output of a graph, valid until this Python thread calls it again: each thread has its own requests."""
-        requests, threads = self._requests.__dict__, torch.get_num_threads()
-        if (key := f"{graph}, {threads}") not in requests:
-            requests[key] = self._compile(graph, threads).create_infer_request()
-        return torch.from_numpy(requests[key].infer([values], share_inputs=True, share_outputs=True)[0])
+    @contextmanager
+    def _request(self, graph: GraphName) -> Iterator[ov.InferRequest]:
+        """An inference request that is not in use, for this number of threads."""
+        key = graph, torch.get_num_threads()
+        idle = self._idle_requests[key]
+        try:
+            request = idle.pop()
+        except IndexError:
+            request = self._compile(*key).create_infer_request()
+        try:
+            yield request
+        finally:
+            idle.append(request)
 
     @property
     def nbytes(self) -> int:
@@ -155,6 +168,11 @@ class OpenVinoEngine:
                     built, precision = build_graph(*arguments), self.precision
                 self._compiled[key] = _core().compile_model(built, "CPU", compile_options(precision, threads))
             return self._compiled[key]
+
+
+def _infer(request: ov.InferRequest, values: np.ndarray) -> Tensor:
+    """The output of the graph, valid until the next call of this request."""
+    return torch.from_numpy(request.infer([values], share_inputs=True, share_outputs=True)[0])
 
 
 def compile_options(precision: CpuPrecision, threads: int) -> dict[str, Any]:
