@@ -39,7 +39,7 @@ from _output import add_output_arguments, write_results
 from vitral import data, weights
 from vitral.data.preprocess import to_model_input
 from vitral.device.cpu import cpu_has_bf16, cpu_name
-from vitral.inference.bench import CpuEngines, build_engines, run_batched
+from vitral.inference.bench import SETTLE_SECONDS, CpuEngines, build_engines, run_batched
 from vitral.inference.cpu_engine import CpuEngine
 from vitral.inference.engine import CascadeEngine, Engine
 from vitral.inference.engine_selection import CPU_BATCH_SIZE, EngineChoice
@@ -49,7 +49,7 @@ from vitral.runs.model_io import ModelConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 NUM_CLASSES = 10
-CALIBRATION_IMAGES = 128  # of int8, for us and for NNCF, and of the margins of the cascades
+CALIBRATION_IMAGES = 64  # of int8, for us and for NNCF, and of the margins of the cascades
 WIDTH_FACTORS = {"Ti/16": 1, "S/16": 2, "B/16": 4}
 PACKAGES = ("torch", "openvino", "transformers", "vit-pytorch", "onnxruntime")
 ForwardFn = Callable[[Tensor], Any]  # uint8 images to logits
@@ -362,6 +362,8 @@ def time_in_turns(
     for index in range(rounds):
         batch = images[index * batch_size % (len(images) - batch_size) :][:batch_size]
         for name, forward in forwards.items():
+            if torch.get_num_threads() > 1:
+                time.sleep(SETTLE_SECONDS)
             start = clock()
             forward(batch)
             times[name].append(clock() - start)

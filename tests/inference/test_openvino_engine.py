@@ -37,7 +37,7 @@ from vitral.inference.openvino_engine import (
     openvino_unsupported_reason,
 )
 from vitral.inference.predictor import Predictor
-from vitral.models.vit import Grid, ViT, ViTConfig, patchify
+from vitral.models.vit import Grid, ViT, ViTConfig
 
 ov = pytest.importorskip("openvino")
 pytestmark = pytest.mark.skipif(not cpu_info.cpu_has_packed_linear(), reason="this build of PyTorch has no oneDNN")
@@ -69,14 +69,14 @@ def test_logits_and_features_agree_with_the_model(kind: str, precision: CpuPreci
 
 def int8_graph_logits(model: ViT, preprocessing: Preprocessing, images: Tensor) -> Tensor:
     """Logits of the int8 graph in fp32 with rounded values, which needs no 8-bit dot products."""
-    from vitral.inference.openvino_graph import build_graph
+    from vitral.inference.openvino_graph import build_graph, cut_patches
 
     ranges = collect_activation_ranges(model, [smooth_images(32, images.shape[1], seed=1)], preprocessing)
     options = compile_options("fp32", 1) | {"LP_TRANSFORMS_MODE": False}
     compiled = ov.Core().compile_model(build_graph(model, preprocessing, None, ranges), "CPU", options)
-    patches = patchify(images, model.config.patch_size).float()
+    patches = cut_patches(images, model.config.patch_size)
     with torch.inference_mode():
-        return model.head(model.pool(torch.from_numpy(compiled([patches.numpy()])[0])))
+        return model.head(model.pool(torch.from_numpy(compiled([patches])[0])))
 
 
 @pytest.mark.parametrize("kind", SUPPORTED_KINDS)

@@ -27,7 +27,7 @@ from vitral.inference.cpu_backends import (
     build_precision_engine,
 )
 from vitral.inference.cpu_engine import CPU_PRECISIONS, CpuPrecision, unsupported_reason
-from vitral.inference.engine import CascadeEngine, margin_for_agreement
+from vitral.inference.engine import CascadeEngine, cascade_margin
 from vitral.inference.engine_selection import BenchResult, BenchRow, check_threads, save_bench_result
 from vitral.inference.int8_calibration import ActivationRanges, collect_activation_ranges, save_activation_ranges
 from vitral.inference.openvino_engine import (
@@ -52,6 +52,7 @@ CALIBRATION_STRIDE = 4  # without training images, every fourth image calibrates
 MAX_CALIBRATION_IMAGES = 128  # of which activation ranges and margins are computed
 MIN_ROUNDS = 3
 RACE_BATCH_SIZES, RACE_SECONDS = (1, 8), 0.2  # of the comparison of two backends
+SETTLE_SECONDS = 0.01  # PyTorch's threads wait actively after a call, which would slow the next engine down
 FP32_TOLERANCE = 1e-3  # largest difference of the logits of two backends, relative to their standard deviation
 RELATIVE_COST = 0.6  # estimated time of bf16 and int8 relative to fp32
 Name = TypeVar("Name", bound=str)
@@ -149,7 +150,7 @@ def build_engines(
         else:
             if fp32_logits is None:
                 fp32_logits = run_batched(engines["fp32"], images_NCHW)
-            margins[precision] = margin_for_agreement(run_batched(engines[precision], images_NCHW), fp32_logits)
+            margins[precision] = cascade_margin(run_batched(engines[precision], images_NCHW), fp32_logits)
     return BenchEngines(engines={**engines, **build_cascades(engines, margins)}, backends=backends, margins=margins)
 
 
@@ -350,6 +351,8 @@ def time_in_turns(
         # Other images in each round: the time of a cascade depends on how many of them are ambiguous.
         images = images_NCHW[starts[round_index % len(starts)] :][:batch_size]
         for name, engine in engines.items():
+            if torch.get_num_threads() > 1:
+                time.sleep(SETTLE_SECONDS)
             start = time.perf_counter()
             engine(images)
             times[name].append(time.perf_counter() - start)

@@ -1,15 +1,18 @@
-"""CPU engine on OpenVINO: the graph of openvino_graph.py, compiled for the number of threads in use.
+"""CPU engine on OpenVINO: the graphs of openvino_graph.py, compiled for the number of threads in use.
 
-Pooling and head are those of the model, in PyTorch.
+Pooling is that of the model, in PyTorch.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +28,13 @@ from vitral.inference.cpu_engine import (
     unsupported_reason,
 )
 from vitral.inference.int8_calibration import ActivationRanges
-from vitral.models.vit import EncoderBlock, PatchEmbedding, ViT, patchify
+from vitral.models.vit import ClassificationHead, EncoderBlock, PatchEmbedding, ViT
 
 if TYPE_CHECKING:
+    import numpy as np
     import openvino as ov
 
+GraphName = Literal["images", "one image", "head"]
 INSTALL_COMMAND = "pip install 'vitral[openvino]'"
 NOT_INSTALLED = f"OpenVINO is not installed; {INSTALL_COMMAND}"
 
@@ -107,8 +112,9 @@ class OpenVinoEngine:
         self.model, self.preprocessing, self.precision = model, preprocessing, precision
         self.ranges = ranges if precision == "int8" else None
         self.num_pooled_tokens = num_pooled_tokens(model)
-        self._compiled: dict[tuple[int, int | None], ov.CompiledModel] = {}  # by number of threads and batch size
-        self._compile_lock, self._requests = threading.Lock(), threading.local()
+        self._compiled: dict[tuple[GraphName, int], ov.CompiledModel] = {}  # by graph and number of threads
+        self._idle_requests: dict[tuple[GraphName, int], list[ov.InferRequest]] = defaultdict(list)
+        self._compile_lock = threading.Lock()
 
     @torch.inference_mode()
     def __call__(self, images_BCHW: Tensor) -> Tensor:
@@ -116,37 +122,57 @@ class OpenVinoEngine:
 
     @torch.inference_mode()
     def features(self, images_BCHW: Tensor) -> Tensor:
+        from vitral.inference.openvino_graph import cut_patches
+
         # Only single images, where it matters, have a graph of their own: it holds another copy of the weights.
-        request = self._request(torch.get_num_threads(), 1 if len(images_BCHW) == 1 else None)
-        # The request is this thread's own: its output buffer is valid until the next call.
-        patches = patchify(images_BCHW, self.model.config.patch_size).float()  # several times as fast as in the graph
-        tokens = request.infer([patches.numpy()], share_inputs=True, share_outputs=True)[0]
-        return self.model.pool(torch.from_numpy(tokens)).clone()
+        graph: GraphName = "one image" if len(images_BCHW) == 1 else "images"
+        with self._request(graph) as request:
+            return self.model.pool(_infer(request, cut_patches(images_BCHW, self.model.config.patch_size))).clone()
 
     @torch.inference_mode()
     def head(self, features_BD: Tensor) -> Tensor:
-        return cast(Tensor, self.model.head(features_BD))
+        if type(self.model.head) is not ClassificationHead:
+            return cast(Tensor, self.model.head(features_BD))
+        with self._request("head") as request:
+            return _infer(request, features_BD.numpy()).clone()
+
+    @contextmanager
+    def _request(self, graph: GraphName) -> Iterator[ov.InferRequest]:
+        """An inference request that is not in use, for this number of threads."""
+        key = graph, torch.get_num_threads()
+        idle = self._idle_requests[key]
+        try:
+            request = idle.pop()
+        except IndexError:
+            request = self._compile(*key).create_infer_request()
+        try:
+            yield request
+        finally:
+            idle.append(request)
 
     @property
     def nbytes(self) -> int:
         """Size of the encoder's weights in bytes."""
         return encoder_nbytes(self.model, self.precision)
 
-    def _request(self, threads: int, batch_size: int | None) -> Any:
-        """Inference request of the calling Python thread."""
-        requests, key = self._requests.__dict__, f"{threads}, {batch_size}"
-        if key not in requests:
-            requests[key] = self._compile(threads, batch_size).create_infer_request()
-        return requests[key]
-
-    def _compile(self, threads: int, batch_size: int | None) -> ov.CompiledModel:
-        from vitral.inference.openvino_graph import build_graph
+    def _compile(self, graph: GraphName, threads: int) -> ov.CompiledModel:
+        from vitral.inference.openvino_graph import build_graph, build_head
 
         with self._compile_lock:
-            if (key := (threads, batch_size)) not in self._compiled:
-                graph = build_graph(self.model, self.preprocessing, self.num_pooled_tokens, self.ranges, batch_size)
-                self._compiled[key] = _core().compile_model(graph, "CPU", compile_options(self.precision, threads))
+            if (key := (graph, threads)) not in self._compiled:
+                if graph == "head":
+                    built, precision = build_head(self.model.head), "fp32"
+                else:
+                    batch_size = 1 if graph == "one image" else None
+                    arguments = self.model, self.preprocessing, self.num_pooled_tokens, self.ranges, batch_size
+                    built, precision = build_graph(*arguments), self.precision
+                self._compiled[key] = _core().compile_model(built, "CPU", compile_options(precision, threads))
             return self._compiled[key]
+
+
+def _infer(request: ov.InferRequest, values: np.ndarray) -> Tensor:
+    """The output of the graph, valid until the next call of this request."""
+    return torch.from_numpy(request.infer([values], share_inputs=True, share_outputs=True)[0])
 
 
 def compile_options(precision: CpuPrecision, threads: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from vitral.inference.folded_weights import (
     fold_weights,
 )
 from vitral.inference.int8_calibration import ActivationRanges
-from vitral.models.vit import EncoderBlock, PatchEmbedding, QuickGELU, RopeTable, SwiGLU, ViT
+from vitral.models.vit import ClassificationHead, EncoderBlock, PatchEmbedding, QuickGELU, RopeTable, SwiGLU, ViT
 
 Node = Any  # ov.Node
 ZERO_POINT = 128  # of layer norms and attention outputs, whose scale is 1
@@ -62,6 +62,21 @@ def build_graph(
         linears = FloatLinears(block) if ranges is None else Int8Linears(block, f"blocks.{index}.", ranges)
         z = encode(z, block, linears, rope, count)
     return ov.Model([layer_norm(z, _norm(encoder.norm))], [patches], "vit")
+
+
+def build_head(head: ClassificationHead) -> ov.Model:
+    """Features (B, D) to logits (B, K)."""
+    features = ops.parameter([-1, head.out.in_features], ov.Type.f32, name="features")
+    hidden = features if head.hidden is None else ops.tanh(linear(features, (head.hidden.weight, head.hidden.bias)))
+    return ov.Model([linear(hidden, (head.out.weight, head.out.bias))], [features], "head")
+
+
+def cut_patches(images_BCHW: Tensor, patch_size: int) -> np.ndarray:
+    """Patches (B, N, CPP) in fp32. In numpy, which starts no threads that would keep the cores from OpenVINO's."""
+    B, C, H, W = images_BCHW.shape
+    P = patch_size
+    patches = images_BCHW.numpy().reshape(B, C, H // P, P, W // P, P).transpose(0, 2, 4, 1, 3, 5)
+    return patches.astype(np.float32, order="C").reshape(B, -1, C * P * P)
 
 
 def embed(patches: Node, model: ViT, preprocessing: Preprocessing) -> Node:
