@@ -40,7 +40,7 @@ from vitral.models.vit import ViT, ViTConfig
 from vitral.reporting.html.charts import Chart, nice_ticks, padded_range
 from vitral.reporting.html.confusion_matrix import spectral_order
 from vitral.reporting.html.report import render_report, write_report
-from vitral.reporting.html.report_data import ReportData, collect_report_data
+from vitral.reporting.html.report_data import ReportData, collect_report_data, issue_text
 from vitral.reporting.html.run_sections import summary_section
 from vitral.runs.model_io import ModelConfig
 
@@ -310,7 +310,7 @@ def test_full_report_of_a_folder_has_the_findings_of_the_doctor(
     diagnosis = diagnose(tmp_path / "photos")
     assert diagnosis.image_sizes not in (tmp_path / "run" / "report.html").read_text()
     source = api.report(tmp_path / "run").read_text()
-    for line in (diagnosis.image_sizes, diagnosis.issues[0].message, diagnosis.issues[0].fix, "validation images of"):
+    for line in (diagnosis.image_sizes, issue_text(diagnosis.issues[0]), "validation images of"):
         assert escape(line) in source
 
 
