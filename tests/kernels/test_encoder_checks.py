@@ -215,14 +215,14 @@ def test_precompilation_covers_every_kernel_of_training_and_inference() -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("arguments", ["90", "89 --sample", "80 --sample"])
-def test_every_kernel_compiles_without_a_gpu(arguments: str) -> None:
+def test_every_kernel_compiles_without_a_gpu() -> None:
     """Every specialisation for an H100; for older GPUs, one per kernel and argument types."""
-    assert int(run_support_script("compile_kernels.py", *arguments.split())) > 50
+    for count in run_support_script("compile_kernels.py").split():
+        assert int(count) > 50
 
 
-def run_support_script(name: str, *args: str) -> str:
+def run_support_script(name: str) -> str:
     """Output of a script in its own process. Compiling takes a minute, and several on a busy machine."""
-    done = subprocess.run([sys.executable, str(SUPPORT / name), *args], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(SUPPORT / name)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,10 +1,10 @@
-"""Compile every kernel that training and inference launch, for a GPU that need not exist: `compile_kernels.py 90`.
+"""Compile every kernel that training and inference launch, for GPUs that need not exist.
 
 Training steps and forward passes run on the CPU with launches that are only recorded. Then each recorded
-specialisation is compiled. With `--sample`, one specialisation is compiled per kernel and argument types: types decide
-which instructions a GPU must have. Kernels of Muon, attention and the stem must not spill registers, unless they limit
-them.
-Prints the number of specialisations.
+specialisation is compiled for an H100. One per kernel and argument types is also compiled for the oldest GPU that has
+these types: types decide which instructions a GPU must have. Kernels of Muon, attention and the stem must not spill
+registers, unless they limit them.
+Prints both numbers of specialisations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import pkgutil
 import re
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -56,6 +55,7 @@ POINTER_TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
+AMPERE, ADA, H100 = 80, 89, 90  # compute capabilities; FP8 needs Ada
 NO_SPILL_PACKAGES = ("muon", "attention", "conv_stem")
 FP8_PACKAGES = ("fp8_wgrad",)  # some of its kernels convert to FP8 without an FP8 argument
 AUGMENTATIONS = [
@@ -275,18 +275,19 @@ class Specialisation:
             assert spilled_bytes(binary.asm["cubin"]) == 0, self.name
 
 
-def main(capability: int, sample: bool) -> None:
+def main() -> None:
     launches = record_launches()
     assert {kernel.__name__ for kernel, _, _ in launches} == all_kernels()
-    found = [Specialisation(*launch) for launch in launches]
-    distinct = {
-        one.argument_types if sample else one.name: one for one in found if capability >= 89 or not one.needs_fp8
-    }
+    recorded = [Specialisation(*launch) for launch in launches]
+    distinct = list({each.name: each for each in recorded}.values())
+    sample = list({each.argument_types: each for each in recorded}.values())
+    compilations = [(each, H100) for each in distinct]
+    compilations += [(each, ADA if each.needs_fp8 else AMPERE) for each in sample]
     with ThreadPoolExecutor(available_cpus()) as threads:
-        for _ in threads.map(lambda one: one.compile(capability), distinct.values()):
+        for _ in threads.map(lambda pair: pair[0].compile(pair[1]), compilations):
             pass
-    print(len(distinct))
+    print(len(distinct), len(sample))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sample="--sample" in sys.argv)
+    main()
