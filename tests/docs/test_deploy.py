@@ -339,6 +339,7 @@ def build_container(root: Path, home: Path) -> Container:
     """Run the instructions in order with every path below `root`; no container engine is needed."""
     folder, environment = root, {"PATH": os.environ["PATH"], "HOME": str(home)}
     environment |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_"))}
+    environment["PIP_COMPILE"] = "0"  # most modules are never imported
     last: dict[str, str] = {}  # the last instruction of a kind counts
     for kind, argument in instructions():
         last[kind] = argument
