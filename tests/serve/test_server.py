@@ -211,10 +211,14 @@ def test_incomplete_bodies_give_way_when_memory_runs_out(model):
 @pytest.mark.slow
 def test_slow_body_flood_delays_nobody(model):
     """More slow bodies than slots, one byte per second each, until the server has ended all of them."""
-    with server(model) as running, slow_bodies(running, 300) as connections, ThreadPoolExecutor(1) as pool:
+    with (
+        server(model, "--stall-timeout-s", 4) as running,
+        slow_bodies(running, 300) as connections,
+        ThreadPoolExecutor(1) as pool,
+    ):
 
         def drip() -> None:
-            for _ in range(20):
+            for _ in range(8):
                 time.sleep(1)
                 for connection in connections:
                     with suppress(ConnectionError):
