@@ -39,6 +39,16 @@ def pytest_configure() -> None:
     gc.disable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the tests that have the longest timeouts, so that no worker is left with one of them at the end."""
+
+    def timeout(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return marker.args[0] if marker else 0.0
+
+    items.sort(key=timeout, reverse=True)  # other tests stay in order
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # imported modules are never collected
     gc.enable()
