@@ -18,14 +18,13 @@ import pytest
 import torch
 
 from support.browser import launch_browser
-from support.common import Command, Fit, skip_figures, textures
+from support.common import TINY_RECIPE, Command, Fit, skip_figures, texture_dataset
 from support.pretrain_runs import PRETRAIN_RECIPE, preprocessing_for, unlabelled_textures
 from vitral.cli import main as cli
 from vitral.data.datasets import Dataset, Split
 from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.device.select import Hardware
-from vitral.models.vit import ViTConfig
-from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
+from vitral.recipes.schema import Recipe
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
 from vitral.training.pretrainer import PretrainTrainer
@@ -38,6 +37,16 @@ torch.set_num_threads(1)
 def pytest_configure() -> None:
     """Disable garbage collection while test modules are imported, which saves a third of the time."""
     gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the tests that have the longest timeouts, so that no worker is left with one of them at the end."""
+
+    def timeout(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return marker.args[0] if marker else 0.0
+
+    items.sort(key=timeout, reverse=True)  # other tests stay in order
 
 
 def pytest_collection_finish() -> None:
@@ -94,31 +103,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def dataset() -> Dataset:
-    return Dataset(
-        name="textures",
-        classes=("rows", "columns", "chequerboard", "plain"),
-        train=textures(96, seed=1),
-        validation=textures(40, seed=2),
-        source="synthetic",
-        fingerprint="0123456789abcdef",
-        load_test=lambda: textures(40, seed=3),
-    )
+    return texture_dataset()
 
 
 @pytest.fixture
 def recipe() -> Recipe:
-    """Six steps per epoch, four epochs, a fraction of a second."""
-    return Recipe(
-        name="tiny",
-        data=DataConfig(name="textures"),
-        model=ViTConfig(image_size=(8, 8), patch_size=4, channels=1, num_classes=4, width=16, depth=2, heads=2),
-        optim=OptimConfig(lr=1e-2),
-        epochs=4,
-        batch_size=16,
-        device="cpu",
-        precision="fp32",
-        compile="no",
-    )
+    return TINY_RECIPE
 
 
 @pytest.fixture

@@ -47,11 +47,14 @@ def parse_strictly(line: str) -> Any:
         "explain RUN PHOTO --json --out OUT",
         pytest.param("probe digits --init-from RUN --json", marks=pytest.mark.slow),
         "bench RUN --json --seconds 0.01 --images 16 --batch-sizes 1 --threads 1",
-        pytest.param("doctor PHOTOS --json", marks=pytest.mark.slow),
+        "doctor PHOTOS --json",
         "plan B/16 --json",
     ],
 )
-def test_output_is_strict_json(words: str, folder: Path, tmp_path: Path, command: Command) -> None:
+def test_output_is_strict_json(
+    words: str, folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitral.doctor.estimates.BENCHMARK_SECONDS", 0.0)
     paths = {
         "RUN": folder / "run",
         "PHOTO": folder / "photos" / "ants" / "0.png",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from support.processes import Process
 from vitral.cli import main as cli
 
 TIMEOUT_S = 300.0
@@ -88,14 +87,18 @@ def test_every_command_lists_the_same_images_and_names_what_it_skips(name, digit
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], pytest.param(["--out", "predictions.csv"], marks=pytest.mark.slow)])
-def test_predict_does_not_wait_for_a_named_pipe(arguments, digits, tmp_path):
+def test_predict_does_not_wait_for_a_named_pipe(arguments, digits, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     pipe = digits / "1" / "pipe.jpg"
-    command = [sys.executable, "-m", "vitral", "predict", "mnist", str(pipe), str(digits / "1" / "a.png"), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=tmp_path)
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
+    process = Process("predict", "mnist", pipe, digits / "1" / "a.png", *arguments)
+    try:
+        _, err = process.communicate(TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert "Traceback" not in err
     if not arguments:
-        assert f"error: {pipe}: a named pipe, not a file" in result.stderr
+        assert f"error: {pipe}: a named pipe, not a file" in err
 
 
 def test_folder_without_images_says_what_it_contains(tmp_path, capsys):

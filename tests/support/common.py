@@ -9,13 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitral.data.datasets import Split
+from vitral.data.datasets import Dataset, Split
+from vitral.models.vit import ViTConfig
+from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 from vitral.runs.run import Run
 
 Fit = Callable[..., Run]
 Command = Callable[..., tuple[int, str, str]]
 # Recipe overrides for training that should take a second.
 TINY_MODEL: dict[str, Any] = {"model.depth": 1, "model.width": 32}
+# For `texture_dataset`: six steps per epoch, four epochs, a fraction of a second.
+TINY_RECIPE = Recipe(
+    name="tiny",
+    data=DataConfig(name="textures"),
+    model=ViTConfig(image_size=(8, 8), patch_size=4, channels=1, num_classes=4, width=16, depth=2, heads=2),
+    optim=OptimConfig(lr=1e-2),
+    epochs=4,
+    batch_size=16,
+    device="cpu",
+    precision="fp32",
+    compile="no",
+)
 
 
 def textures(count: int, seed: int, size: int = 8, channels: int = 1) -> Split:
@@ -26,6 +40,18 @@ def textures(count: int, seed: int, size: int = 8, channels: int = 1) -> Split:
     y, x = torch.arange(size)[:, None] // 2, torch.arange(size)[None, :] // 2
     patterns = torch.stack([(y + 0 * x) % 2, (x + 0 * y) % 2, (x + y) % 2, 0 * (x + y)])
     return Split(images=images + 100 * patterns[labels][:, None].to(torch.uint8), labels=labels)
+
+
+def texture_dataset(num_validation: int = 40) -> Dataset:
+    return Dataset(
+        name="textures",
+        classes=("rows", "columns", "chequerboard", "plain"),
+        train=textures(96, seed=1),
+        validation=textures(num_validation, seed=2),
+        source="synthetic",
+        fingerprint="0123456789abcdef",
+        load_test=lambda: textures(40, seed=3),
+    )
 
 
 def skip_figures(patched: pytest.MonkeyPatch) -> None:

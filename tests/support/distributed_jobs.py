@@ -21,17 +21,15 @@ from typing import Any
 import pytest
 import torch
 
-from support.common import textures
+from support.common import TINY_RECIPE, texture_dataset, textures
 from support.models import randomize_weights
 from support.pretrain_runs import PRETRAIN_RECIPE, preprocessing_for, unlabelled_textures
 from support.triton_interpreter import emulate_fp8_gemms, fake_gpu, use_pytorch_attention
-from vitral.data.datasets import Dataset
 from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.device.select import select_hardware
 from vitral.distributed.world import SINGLE_PROCESS, init_distributed
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
-from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 from vitral.runs.run import Run
 from vitral.ssl.teacher import Teacher
 from vitral.training.callbacks import Callback
@@ -40,27 +38,8 @@ from vitral.training.pretrainer import PretrainTrainer
 from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
 
-RECIPE = Recipe(
-    name="tiny",
-    data=DataConfig(name="textures"),
-    model=ViTConfig(image_size=(8, 8), patch_size=4, channels=1, num_classes=4, width=16, depth=2, heads=2),
-    optim=OptimConfig(lr=1e-2),
-    epochs=3,
-    batch_size=16,
-    ema=0.2,
-    device="cpu",
-    precision="fp32",
-    compile="no",
-)
-DATASET = Dataset(
-    name="textures",
-    classes=("rows", "columns", "chequerboard", "plain"),
-    train=textures(96, seed=1),
-    validation=textures(41, seed=2),
-    source="generated",
-    fingerprint="0123456789abcdef",
-    load_test=lambda: textures(40, seed=3),
-)
+RECIPE = TINY_RECIPE.with_overrides({"epochs": 3, "ema": 0.2})
+DATASET = texture_dataset(num_validation=41)
 MEAN, STD = channel_stats(DATASET.train.images)
 PREPROCESSING = Preprocessing(image_size=(8, 8), channels=1, mean=MEAN, std=STD)
 # Without dropout, whose masks differ between ranks.

