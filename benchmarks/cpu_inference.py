@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,10 @@ from _output import add_output_arguments, write_results
 from vitral import data, weights
 from vitral.data.preprocess import to_model_input
 from vitral.device.cpu import cpu_has_bf16, cpu_name
-from vitral.inference.bench import SETTLE_SECONDS, CpuEngines, build_engines, run_batched
+from vitral.inference.bench import SETTLE_SECONDS, CpuEngines, build_engines, run_batched, shared
 from vitral.inference.cpu_engine import CpuEngine
-from vitral.inference.engine import CascadeEngine, Engine
-from vitral.inference.engine_selection import CPU_BATCH_SIZE, EngineChoice
+from vitral.inference.engine import CascadeEngine
+from vitral.inference.parallel_batches import share_batch
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT
 from vitral.runs.model_io import ModelConfig
@@ -90,9 +90,9 @@ def main() -> None:
         peers = build_peers(model, model_config, args, calibration_images)
         print(f"\n{size}: {len(images)} test images, backends {built.backends}", flush=True)
         quality = measure_quality(built.engines, peers, images, labels)
-        engines = {f"vitral {name}": as_predicted(engine) for name, engine in built.engines.items()}
+        engines: dict[str, ForwardFn] = {f"vitral {name}": engine for name, engine in shared(built.engines).items()}
         if args.both and built.backends["fp32"] == "openvino":
-            engines["vitral fp32, PyTorch"] = as_predicted(CpuEngine(model, model_config.preprocessing, "fp32"))
+            engines["vitral fp32, PyTorch"] = partial(share_batch, CpuEngine(model, model_config.preprocessing, "fp32"))
         for batch_size in args.batch_sizes:
             speed = measure_speed(engines, peers, images, batch_size, args)
             rows += [
@@ -102,13 +102,6 @@ def main() -> None:
                 for name, values in speed.items()
             ]
             write_results(args, rows, packages=PACKAGES)
-
-
-def as_predicted(engine: Engine) -> ForwardFn:
-    """The engine as `Predictor` calls it."""
-    return EngineChoice(
-        name="", precision="", device="cpu", batch_size=CPU_BATCH_SIZE, reason="", engine=engine
-    ).logits  # fmt: skip
 
 
 def fit_cifar10_model(init_from: str, num_train: int, count: int) -> tuple[ViT, ModelConfig, Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitral.data.variable_images import VariableSizeImages, map_batches
 from vitral.device.threads import thread_count
 from vitral.inference.engine_selection import EngineChoice
-from vitral.inference.parallel_batches import MAX_BATCH, MIN_BATCH, cache_batch_size, parallel_map
+from vitral.inference.parallel_batches import MAX_BATCH, MIN_BATCH, cache_batch_size, parallel_map, share_batch
 from vitral.models.vit import ViTConfig
 
 
@@ -105,6 +105,18 @@ def test_every_thread_has_a_batch(count: int, expected: list[int]) -> None:
         sizes.clear()
         assert method(images).flatten().tolist() == list(range(count))
         assert sorted(sizes) == expected
+
+
+def test_the_shares_of_a_batch_keep_their_order() -> None:
+    sizes: list[int] = []
+
+    def mean(batch: Tensor) -> Tensor:
+        sizes.append(len(batch))
+        return batch.float().mean(dim=(1, 2, 3))
+
+    images = torch.arange(9, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 4, 4)
+    assert share_batch(mean, images).tolist() == list(range(9))
+    assert sorted(sizes) == [4, 5]
 
 
 def test_the_batch_of_a_small_model_is_larger() -> None:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,7 +38,7 @@ from vitral.inference.openvino_engine import (
     openvino_unsupported_reason,
     openvino_version,
 )
-from vitral.inference.parallel_batches import parallel_map
+from vitral.inference.parallel_batches import parallel_map, share_batch
 from vitral.models.vit import ViT
 from vitral.utils.intervals import images_to_show
 from vitral.utils.progress import LogFn, format_duration, no_log
@@ -180,7 +181,7 @@ def fastest_backend(
         return next(iter(candidates))
     per_image = dict.fromkeys(candidates, 0.0)
     for batch_size in RACE_BATCH_SIZES:
-        times = time_in_turns(candidates, repeat_to(images_NCHW, batch_size), batch_size, RACE_SECONDS)
+        times = time_in_turns(shared(candidates), repeat_to(images_NCHW, batch_size), batch_size, RACE_SECONDS)
         for backend, seconds in times.items():
             per_image[backend] += statistics.median(seconds) / batch_size
     best = min(per_image, key=lambda backend: per_image[backend])
@@ -299,7 +300,7 @@ def measure_speeds(
         torch.set_num_threads(num_threads)
         for batch_size in plan.batch_sizes:
             log(f"{num_threads} thread{'s' if num_threads > 1 else ''}, batch size {batch_size}")
-            times = time_in_turns(engines, repeat_to(images_NCHW, batch_size), batch_size, plan.seconds)
+            times = time_in_turns(shared(engines), repeat_to(images_NCHW, batch_size), batch_size, plan.seconds)
             for name in engines:
                 speeds[num_threads, batch_size, name] = speed_columns(batch_size, times[name])
     return speeds
@@ -332,6 +333,11 @@ def measure_agreement(engines: CpuEngines, images_NCHW: Tensor) -> tuple[dict[st
         else:
             logits[name] = run_batched(engine, images_NCHW)
     return {name: top1_agreement(logits["fp32"], values) for name, values in logits.items()}, recheck_rate
+
+
+def shared(engines: Mapping[Name, Callable[[Tensor], Tensor]]) -> dict[Name, Callable[[Tensor], Tensor]]:
+    """The engines as predictions call them: every thread computes a share of a batch."""
+    return {name: partial(share_batch, engine) for name, engine in engines.items()}
 
 
 def repeat_to(images_NCHW: Tensor, min_count: int) -> Tensor:

@@ -13,6 +13,7 @@ from itertools import chain, islice
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from vitral.device.threads import thread_count
 from vitral.models.vit import ViTConfig
@@ -30,6 +31,12 @@ def cache_batch_size(config: ViTConfig) -> int:
     tokens = config.grid[0] * config.grid[1] + config.num_prefix_tokens
     image_bytes = 4 * tokens * max(3 * config.width, config.hidden_width)
     return min(max(CACHE_BYTES // image_bytes // 8 * 8, MIN_BATCH), MAX_BATCH)
+
+
+def share_batch(function: Callable[[Tensor], Tensor], images_BCHW: Tensor) -> Tensor:
+    """The results of `function` for one batch, of which each thread computes a share."""
+    share = -(-len(images_BCHW) // torch.get_num_threads())
+    return torch.cat(list(parallel_map(function, images_BCHW.split(share))))
 
 
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
