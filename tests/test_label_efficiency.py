@@ -180,7 +180,7 @@ def test_an_ensemble_has_features_but_cannot_be_fine_tuned(workspace: Path, tmp_
     result = vitral.compare_label_efficiency(
         photos, tmp_path / "ensemble", seeds=1, fractions=(1.0,), fine_tuning=False
     )
-    assert len(result.rows) == 3
+    assert len(result.rows) == 2
 
 
 def test_other_tasks_are_refused(workspace: Path, tmp_path: Path) -> None:
