@@ -42,7 +42,7 @@ def test_logistic_regression_agrees_with_torch() -> None:
         value.backward()
         return value
 
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    optimizer.step(closure)
     assert torch.allclose(minimize(loss, torch.zeros(24, dtype=torch.float64)), expected, atol=1e-6)
 
 
