@@ -228,9 +228,8 @@ def measure_speed(
         }
         print(
             "    {:<26} {median_ms:8.1f} ms (mean {mean_ms:.1f}, min {min_ms:.1f})  {images_per_second:7.1f} images/s  "
-            "{ratio:.2f}x fastest peer; per round {ratio_per_round:.2f}x ({ratio_per_round_q1:.2f}-{ratio_per_round_q3:.2f})".format(
-                name, **speed[name]
-            ),
+            "{ratio:.2f}x fastest peer; per round {ratio_per_round:.2f}x "
+            "({ratio_per_round_q1:.2f}-{ratio_per_round_q3:.2f})".format(name, **speed[name]),
             flush=True,
         )
     return speed
