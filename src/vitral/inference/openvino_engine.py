@@ -156,21 +156,23 @@ class OpenVinoEngine:
         return encoder_nbytes(self.model, self.precision)
 
     def _compile(self, graph: GraphName, threads: int) -> ov.CompiledModel:
-        from vitral.inference.openvino_graph import build_graph, build_head
+        from vitral.inference.openvino_graph import build_head
 
         with self._compile_lock:
             if (key := (graph, threads)) not in self._compiled:
-                if graph == "head":
-                    built, precision = build_head(self.model.head), "fp32"
-                else:
-                    batch_size = 1 if graph == "one image" else None
-                    arguments = self.model, self.preprocessing, self.num_pooled_tokens, self.ranges, batch_size
-                    built, precision = build_graph(*arguments), self.precision
+                precision: CpuPrecision = "fp32" if graph == "head" else self.precision
+                built = build_head(cast(ClassificationHead, self.model.head)) if graph == "head" else self._build(graph)
                 self._compiled[key] = _core().compile_model(built, "CPU", compile_options(precision, threads))
             return self._compiled[key]
 
+    def _build(self, graph: GraphName) -> ov.Model:
+        from vitral.inference.openvino_graph import build_graph
 
-def _infer(request: ov.InferRequest, values: np.ndarray) -> Tensor:
+        batch_size = 1 if graph == "one image" else None
+        return build_graph(self.model, self.preprocessing, self.num_pooled_tokens, self.ranges, batch_size)
+
+
+def _infer(request: ov.InferRequest, values: np.ndarray[Any, Any]) -> Tensor:
     """The output of the graph, valid until the next call of this request."""
     return torch.from_numpy(request.infer([values], share_inputs=True, share_outputs=True)[0])
 

@@ -71,7 +71,7 @@ def build_head(head: ClassificationHead) -> ov.Model:
     return ov.Model([linear(hidden, (head.out.weight, head.out.bias))], [features], "head")
 
 
-def cut_patches(images_BCHW: Tensor, patch_size: int) -> np.ndarray:
+def cut_patches(images_BCHW: Tensor, patch_size: int) -> np.ndarray[Any, Any]:
     """Patches (B, N, CPP) in fp32. In numpy, which starts no threads that would keep the cores from OpenVINO's."""
     B, C, H, W = images_BCHW.shape
     P = patch_size
@@ -173,7 +173,11 @@ def encode_outputs(z: Node, block: EncoderBlock, num_outputs: int) -> Node:
     """
     heads, linears = block.attention.heads, FloatLinears(block)
     (weight, bias), D = linears.weights["qkv"], block.norm1.normalized_shape[0]
-    query, key_hdD, value_hdD = weight[:D], *(part.view(1, heads, -1, D) for part in weight[D:].chunk(2))
+    query, key_hdD, value_hdD = (
+        weight[:D],
+        weight[D : 2 * D].view(1, heads, -1, D),
+        weight[2 * D :].view(1, heads, -1, D),
+    )
     normed = layer_norm(z, linears.norm1)
     q = ops.reshape(linear(_first(normed, num_outputs), (query, bias[:D])), _shape(0, 0, heads, -1), True)
     q = ops.matmul(ops.transpose(q, _shape(0, 2, 1, 3)), _constant(key_hdD), False, False)  # b h p D
