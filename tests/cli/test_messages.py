@@ -118,7 +118,7 @@ def test_bench_stores_nothing_next_to_a_checkpoint(
 
 def test_report_logs_its_progress(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(api, "REPORT_CORRUPTED_IMAGES", 4)
+    monkeypatch.setattr("vitral.api.evaluation.REPORT_CORRUPTED_IMAGES", 4)
     checkpoint = folder / "checkpoint"
     api.report(checkpoint, data="digits", out=folder / "report.html", log=lines.append)
     assert re.search(r"\d+ test images", lines[0])

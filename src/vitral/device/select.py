@@ -53,7 +53,8 @@ class Hardware:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Autocast to bf16 if `precision` is bf16: weights, norms and loss stay in fp32."""
-        if self.device.type == "cpu" and self.precision == "bf16" and not self.compile and cpu_has_bf16():
+        is_eager_bf16 = self.precision == "bf16" and not self.compile and not self.use_triton
+        if self.device.type == "cpu" and is_eager_bf16 and cpu_has_bf16():
             return bf16_autocast()
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 

@@ -281,7 +281,7 @@ def test_quick_report_takes_less_than_two_seconds(run: Path, tmp_path: Path) -> 
 def test_command_writes_to_the_given_path(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "REPORT_CORRUPTED_IMAGES", 30)
+    monkeypatch.setattr("vitral.api.evaluation.REPORT_CORRUPTED_IMAGES", 30)
     with pytest.raises(SystemExit):
         cli.main(["report", str(run / "model"), "--out", str(tmp_path / "a.html")])
     assert "Wrote " in capsys.readouterr().out
@@ -300,7 +300,7 @@ def test_full_report_of_a_folder_has_the_findings_of_the_doctor(
 ) -> None:
     from support.photos import save_photo
 
-    monkeypatch.setattr(api, "REPORT_CORRUPTED_IMAGES", 10)
+    monkeypatch.setattr("vitral.api.evaluation.REPORT_CORRUPTED_IMAGES", 10)
     for index in range(24):
         save_photo(tmp_path / "photos" / ("a", "b")[index % 2] / f"{index}.jpg", (index % 2 * 200, 90, 90), index)
     (tmp_path / "photos" / "a" / "broken.jpg").write_text("not an image")
