@@ -108,7 +108,7 @@ def collapse_reason(history: Sequence[CollapseMetrics], remedy: str | None = Non
     """The collapse that the last checks agree on; None if there is none, or fewer than PATIENCE checks.
 
     `history` has the oldest check first. Features may lose rank for a while after the start of training, so that no
-    limit applies while the value recovers. `remedy`: what helps the method, besides a lower learning rate.
+    limit applies while the value recovers. `remedy`: what helps the method, in addition to a lower learning rate.
     """
     if history and not math.isfinite(history[-1].effective_rank):
         return Collapse("features are not finite", "Lower --optim.lr, or use --precision fp32")

@@ -85,7 +85,7 @@ class PretrainMethod(nn.Module, ABC):
     score_name: ClassVar[str]  # of the running score in metrics.jsonl, after "train_"
     needs_patches: bool = False  # whether the loss uses patch tokens, and not only pooled features
     can_collapse: ClassVar[bool] = True  # whether equal features for all images would be a solution
-    collapse_remedy: ClassVar[str | None] = None  # what helps against collapse, besides a lower learning rate
+    collapse_remedy: ClassVar[str | None] = None  # what helps against collapse, in addition to a lower learning rate
     initial_loss: float  # about that of an untrained model; the scale on which a loss counts as diverged
 
     def __init__(self, student: Branch, preprocessing: Preprocessing, views: ViewConfig, world: World) -> None:

@@ -45,7 +45,7 @@ class PretrainTrainer(Trainer):
     """Train the ViT inside a pretraining method. The last epoch's weights become the model.
 
     `probe_set`: labelled images, for the k-NN accuracy after each epoch. The labels are not used in training.
-    `method_state`: tensors of the method to start from, besides the weights of the ViT.
+    `method_state`: tensors of the method to start from, in addition to the weights of the ViT.
     """
 
     command = "pretrain"
