@@ -32,7 +32,7 @@ class TorchEncoderViT(nn.Module):
     ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, D, 8, 8)
-        self.cls = nn.Parameter(torch.empty(D))
+        self.cls = nn.Parameter(torch.zeros(D))
         self.pos = nn.Embedding(17, D)
         layer = nn.TransformerEncoderLayer(
             D, HEADS, HIDDEN, batch_first=True, norm_first=norm_first, activation=activation
@@ -82,7 +82,7 @@ class HomeMadeViT(nn.Module):
     def __init__(self, *, layout: str = "qkv h d", bias: bool = True) -> None:
         super().__init__()
         self.embed = nn.Linear(4 * 4 * 3, D, bias=bias)
-        self.positions = nn.Parameter(torch.empty(1, 4 * 6, D))
+        self.positions = nn.Parameter(torch.zeros(1, 4 * 6, D))
         self.body = nn.ModuleList(HomeMadeBlock(layout, bias) for _ in range(2))
         self.head = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 5))
 

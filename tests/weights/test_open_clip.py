@@ -42,12 +42,12 @@ class Tower(nn.Module):
     def __init__(self, quick: bool = False) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, WIDTH, 8, 8, bias=False)
-        self.class_embedding = nn.Parameter(torch.empty(WIDTH))
-        self.positional_embedding = nn.Parameter(torch.empty(17, WIDTH))
+        self.class_embedding = nn.Parameter(torch.zeros(WIDTH))
+        self.positional_embedding = nn.Parameter(torch.zeros(17, WIDTH))
         self.ln_pre, self.ln_post = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         blocks = nn.ModuleList(ResBlock(quick) for _ in range(2))
         self.transformer = nn.ModuleDict({"resblocks": blocks})
-        self.proj = nn.Parameter(torch.empty(WIDTH, 24))
+        self.proj = nn.Parameter(torch.zeros(WIDTH, 24))
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.conv1(images)
