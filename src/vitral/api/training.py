@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from vitral.api.runs import join_process_group, run_lock, store_training_images
@@ -127,8 +128,8 @@ def train(
     if (unfinished := open_unfinished_run(world, resume, out, overrides)) is not None:
         run, resolved = unfinished
     terminal.print_version(console)
-    # Optimizers import it, which takes 2 s. Reading images leaves a core idle, unless there are only two.
-    with import_meanwhile("torch._dynamo") if available_cpus() > 2 else nullcontext():
+    # Compilation, on a GPU only, needs it 2 s later. Reading images leaves a core idle, unless there are only two.
+    with import_meanwhile("torch._dynamo") if may_compile(resolved) else nullcontext():
         setup = world.run_on_all(lambda: setup_training(resolved, not console.quiet, items))
         world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
         leaks = world.broadcast_from_rank0(lambda: check_splits_for_leaks(setup.loaded_dataset))
@@ -145,6 +146,10 @@ def train(
         run = create_or_update_run(world, run, setup, hardware, parallel, out)
         terminal.print_run_summary(console, setup, hardware, parallel, run)
         return _train_and_evaluate(run, setup, hardware, parallel, console, allow_leak, budget, callbacks)
+
+
+def may_compile(recipe: Recipe) -> bool:
+    return recipe.device != "cpu" and torch.cuda.is_available() and available_cpus() > 2
 
 
 def resolve_run_recipe(
