@@ -92,6 +92,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             hub.repositories[backbone.repository] = dict(files)
             hub.licenses[backbone.repository] = "apache-2.0"
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         yield hub
 
