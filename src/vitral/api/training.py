@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from vitral.api.runs import join_process_group, run_lock, store_training_images
@@ -19,7 +18,7 @@ from vitral.data.datasets import load_builtin_dataset
 from vitral.data.folds import ALL_FOLDS
 from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
 from vitral.device.cpu import available_cpus
-from vitral.device.select import Hardware
+from vitral.device.select import Hardware, gpu_is_available
 from vitral.device.threads import thread_count
 from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import World
@@ -129,7 +128,8 @@ def train(
         run, resolved = unfinished
     terminal.print_version(console)
     # Compilation, on a GPU only, needs it 2 s later. Reading images leaves a core idle, unless there are only two.
-    with import_meanwhile("torch._dynamo") if may_compile(resolved) else nullcontext():
+    may_compile = resolved.device != "cpu" and gpu_is_available() and available_cpus() > 2
+    with import_meanwhile("torch._dynamo") if may_compile else nullcontext():
         setup = world.run_on_all(lambda: setup_training(resolved, not console.quiet, items))
         world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
         leaks = world.broadcast_from_rank0(lambda: check_splits_for_leaks(setup.loaded_dataset))
@@ -146,10 +146,6 @@ def train(
         run = create_or_update_run(world, run, setup, hardware, parallel, out)
         terminal.print_run_summary(console, setup, hardware, parallel, run)
         return _train_and_evaluate(run, setup, hardware, parallel, console, allow_leak, budget, callbacks)
-
-
-def may_compile(recipe: Recipe) -> bool:
-    return recipe.device != "cpu" and torch.cuda.is_available() and available_cpus() > 2
 
 
 def resolve_run_recipe(

@@ -175,13 +175,17 @@ def select_hardware(
     )
 
 
+def gpu_is_available() -> bool:
+    return torch.cuda.is_available()
+
+
 def _select_device(option: DeviceOption, world: World) -> tuple[torch.device, str]:
     if option not in get_args(DeviceOption):
         raise VitralError(
             f"no device named {option!r}; expected one of {', '.join(get_args(DeviceOption))}",
             "CUDA_VISIBLE_DEVICES=1 in front of the command selects the second GPU",
         )
-    available = torch.cuda.is_available()
+    available = gpu_is_available()
     if option in ("gpu", "cuda") and not available:
         raise VitralError("no GPU found that PyTorch can use", "Use --device cpu or auto")
     if option == "cpu":
