@@ -18,6 +18,7 @@ from torch import Tensor
 from vitral.data.lazy_images import Images, select_images
 from vitral.data.preprocess import to_model_input
 from vitral.data.probe_set import ProbeSet
+from vitral.data.variable_images import images_of_one_size, select_rows
 from vitral.device.select import Hardware
 from vitral.distributed.dtensor import full_state, load_full_state_dict
 from vitral.distributed.parallel import ParallelPlan
@@ -27,7 +28,13 @@ from vitral.inference.forward import compute_logits_distributed
 from vitral.models.variants import VARIANTS
 from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights
 from vitral.runs.run import Run
-from vitral.ssl.collapse import CollapseMetrics, collapse_reason, measure_collapse
+from vitral.ssl.collapse import (
+    CollapseMetrics,
+    advice_for_similar_images,
+    collapse_reason,
+    image_deviation,
+    measure_collapse,
+)
 from vitral.ssl.method import PretrainMethod
 from vitral.training.backend import Backend
 from vitral.training.callbacks import Callback
@@ -39,6 +46,7 @@ from vitral.training.trainer import Trainer
 from vitral.weights.checkpoint import NO_HEAD
 
 NUM_SAMPLE_IMAGES = 2048  # whose features are measured after each epoch
+NUM_COMPARED_IMAGES = 64  # of them, whose pixels are compared after a collapse
 
 
 class PretrainTrainer(Trainer):
@@ -119,11 +127,19 @@ class PretrainTrainer(Trainer):
         collapse = collapse_reason(history, self.method.collapse_remedy) if self.method.can_collapse else None
         if collapse is not None:
             self.save_checkpoint()
+            hint = collapse.hint
+            if (first := advice_for_similar_images(self.image_deviation())) is not None:
+                hint = f"{first}. If they are right, {hint[0].lower()}{hint[1:]}"
             raise VitralError(
                 f"{collapse.what}, after epoch {self.state.epoch}",
-                f"{collapse.hint}. Start again with: "
-                f"vitral {self.command} --recipe {shell_quote(self.run.recipe_file)} ...",
+                f"{hint}. Start again with: vitral {self.command} --recipe {shell_quote(self.run.recipe_file)} ...",
             )
+
+    def image_deviation(self) -> float:
+        """How much a few training images differ, as a fraction of the pixel range."""
+        rows = torch.linspace(0, len(self.sample_images) - 1, NUM_COMPARED_IMAGES).long().unique()
+        images = images_of_one_size(select_rows(self.sample_images, rows), NUM_COMPARED_IMAGES)
+        return image_deviation(images) / self.preprocessing.pixel_scale
 
     def training_score(self, mean_score: float) -> dict[str, float]:
         return {f"train_{self.method.score_name}": mean_score}
