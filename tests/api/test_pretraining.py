@@ -217,7 +217,10 @@ def test_train_and_pretrain_refuse_runs_and_recipes_of_each_other(finished: Pret
         vitral.pretrain(str(photos), recipe="digits")
 
 
-@pytest.mark.parametrize("given", [{"images": "photos"}, {"preset": "Ti/16"}, {"recipe": "pretrain"}, {"out": "x"}])
+@pytest.mark.parametrize(
+    "given",
+    [{"images": "photos"}, {"images": Path("photos")}, {"preset": "Ti/16"}, {"recipe": "pretrain"}, {"out": "x"}],
+)
 def test_a_resumed_run_keeps_its_images_and_recipe(finished: PretrainResult, given: dict[str, Any]) -> None:
     with pytest.raises(VitralError, match="a resumed run keeps its images, recipe and folder"):
         vitral.pretrain(resume=finished.run, **given)

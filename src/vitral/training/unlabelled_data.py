@@ -56,7 +56,7 @@ def with_sources(recipe: Recipe, sources: Sequence[Source]) -> Recipe:
 
 
 def load_unlabelled_data(
-    recipe: Recipe, progress: bool = False, sources: Sequence[Source] | None = None
+    recipe: Recipe, progress: bool = False, sources: Sequence[Source] = ()
 ) -> tuple[Dataset, Recipe, tuple[str, ...]]:
     """Load the images of `recipe.data.sources` and complete the recipe with the pixel format, mean and std.
 
@@ -71,7 +71,7 @@ def load_unlabelled_data(
             or there are fewer images than a batch.
     """
     data = recipe.data
-    found = find_unlabelled(data.sources if sources is None else sources, exclude=data.exclude, layout=data.layout)
+    found = find_unlabelled(sources or data.sources, exclude=data.exclude, layout=data.layout)
     recipe, notes = with_pixel_format(recipe, found.pixels.format)
     preprocessing = make_preprocessing(with_placeholder_stats(recipe))
     dataset = found.load(preprocessing, read_options=data.read_options, progress=progress)
@@ -154,7 +154,7 @@ def check_method(recipe: Recipe) -> None:
         )
 
 
-def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[Source] | None = None) -> TrainingSetup:
+def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[Source] = ()) -> TrainingSetup:
     """Load the images, complete the recipe from them, and adapt the weights of `init_from` to the model."""
     check_loggers(recipe)
     check_method(recipe)
