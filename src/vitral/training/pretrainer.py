@@ -20,7 +20,7 @@ from vitral.data.preprocess import to_model_input
 from vitral.data.probe_set import ProbeSet
 from vitral.data.variable_images import images_of_one_size, select_rows
 from vitral.device.select import Hardware
-from vitral.distributed.dtensor import full_state, load_full_state_dict
+from vitral.distributed.dtensor import full_state, load_full_state_dict, shard_optimizer_state
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.feature_classifiers import leave_one_out_accuracy
@@ -39,6 +39,7 @@ from vitral.ssl.method import PretrainMethod
 from vitral.training.backend import Backend
 from vitral.training.callbacks import Callback
 from vitral.training.nan_debug import Diverged
+from vitral.training.optim.builder import restore_moments
 from vitral.training.pretrain_backend import make_pretrain_backend
 from vitral.training.setup import TrainingSetup
 from vitral.training.timing import TimeBudget
@@ -54,12 +55,14 @@ class PretrainTrainer(Trainer):
 
     `probe_set`: labelled images, for the k-NN accuracy after each epoch. The labels are not used in training.
     `method_state`: tensors of the method to start from, in addition to the weights of the ViT.
+    `optimizer_states`: of the run that is continued.
     """
 
     command = "pretrain"
     min_batch_size = 32  # most methods compare the images of a batch
     probe_set: ProbeSet | None = None
     method_state: dict[str, Tensor] | None = None
+    optimizer_states: list[dict[str, Any]] | None = None
 
     @property
     def method(self) -> PretrainMethod:
@@ -80,6 +83,9 @@ class PretrainTrainer(Trainer):
         self.sample_images = to_model_input(select_images(train.images, is_sampled), self.preprocessing)
 
     def start(self) -> None:
+        if self.optimizer_states is not None and not self.resumed:
+            for optimizer, saved in zip(self.state.optimizers, self.optimizer_states, strict=True):
+                restore_moments(optimizer, shard_optimizer_state(optimizer, saved))
         super().start()
         self.check_collapse()
 
@@ -218,7 +224,8 @@ def make_trainer(
         teacher=setup.teacher,
     )
     if isinstance(trainer, PretrainTrainer):
-        trainer.probe_set, trainer.method_state = probe_set, setup.method_state
+        trainer.probe_set = probe_set
+        trainer.method_state, trainer.optimizer_states = setup.method_state, setup.optimizer_states
     return trainer
 
 

@@ -159,14 +159,14 @@ def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[
     check_loggers(recipe)
     check_method(recipe)
     dataset, recipe, notes = load_unlabelled_data(recipe, progress, sources)
-    initial_weights, continued = None, ContinuedMethod(None, None)
+    initial_weights, continued = None, ContinuedMethod()
     if recipe.init_from:
         checkpoint = weights.read(recipe.init_from, recipe.init_options)
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, (NO_HEAD,))
         head_notes = [note for note in adapted.notes if not note.startswith("head:")]
         initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *head_notes)
         continued = read_continued_method(recipe, make_preprocessing(recipe), initial_weights)
-        notes += () if continued.note is None else (continued.note,)
+        notes += continued.notes
     if recipe.grad_accum > 1 and recipe.pretrain is not None and recipe.pretrain.compares_images:
         size = math.ceil(recipe.batch_size / recipe.grad_accum)
         notes = (
@@ -181,4 +181,5 @@ def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[
         initial_weights=initial_weights,
         notes=notes,
         method_state=continued.state,
+        optimizer_states=continued.optimizers,
     )
