@@ -183,6 +183,13 @@ def test_a_resumed_run_keeps_its_recipe(command: Command, reference_run: Run, fl
     assert f"vitral pretrain --recipe {reference_run}/recipe.toml" in hint
 
 
+def test_other_images_continue_a_run_instead_of_resuming_it(command: Command, reference_run: Run) -> None:
+    what, hint = refuse(command, "pretrain", "more", "my photos", "--resume", reference_run)
+    assert what == "error: a resumed run keeps its images, so more cannot be used"
+    assert f"vitral pretrain --resume {reference_run}; or" in hint
+    assert f"in a new run: vitral pretrain more 'my photos' --init-from {reference_run}" in hint
+
+
 # Bad input
 
 

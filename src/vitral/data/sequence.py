@@ -89,6 +89,14 @@ def sequence_name(data: ItemSequence) -> str:
     return SEQUENCE_PREFIX + type(data).__name__
 
 
+def split_data_argument(data: str | Path | ItemSequence | None) -> tuple[str | None, ItemSequence | None]:
+    """The name of the data in a recipe, and the items if it is a sequence."""
+    check_data_argument(data)
+    if is_sequence(data):
+        return sequence_name(data), data
+    return None if data is None else str(data), None
+
+
 def detect_sequence_pixels(data: ItemSequence, layout: ArrayLayout = "auto") -> DetectedPixels:
     """The pixel format of a sequence, by evenly spaced items. Others that differ are reported when they are read."""
     rows = np.linspace(0, len(data) - 1, min(len(data), MAX_FORMAT_SAMPLE)).round().astype(int)

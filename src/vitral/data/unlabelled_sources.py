@@ -182,6 +182,11 @@ def item_image(item: Any, index: int) -> Any:
     return image
 
 
+def named_sources(sources: Sequence[Source]) -> list[str]:
+    """The names and paths among the sources; the others are Python sequences."""
+    return [str(source) for source in sources if isinstance(source, str | Path)]
+
+
 def source_name(source: Source) -> str:
     """How a recipe names a source."""
     return str(source) if isinstance(source, str | Path) else sequence_name(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -25,14 +25,20 @@ def incomplete_since(connection: Any) -> float:
     return math.inf if in_progress or connection.transport.is_closing() else float(connection.waiting_since)
 
 
+def make_protocol(limits: Limits, metrics: ServerMetrics) -> type[H11Protocol]:
+    """A protocol class with these limits, which uvicorn instantiates for each connection."""
+    return type("TimeoutProtocol", (TimeoutProtocol,), {"limits": limits, "metrics": metrics})
+
+
 class TimeoutProtocol(H11Protocol):
     """Closes connections whose headers never complete or whose response is never read.
 
     When there are too many connections, the one that has waited the longest for a complete request is closed.
     """
 
-    limits: Limits
-    metrics: ServerMetrics
+    limits: ClassVar[Limits]
+    metrics: ClassVar[ServerMetrics]
+
     header_timer: asyncio.TimerHandle | None = None  # running while request headers are incomplete
     write_timer: asyncio.TimerHandle | None = None  # running while the client does not read the response
     close_timer: asyncio.TimerHandle | None = None  # running while a closing connection has unread data
@@ -116,8 +122,3 @@ class TimeoutProtocol(H11Protocol):
                 timer.cancel()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
-
-
-def make_protocol(limits: Limits, metrics: ServerMetrics) -> type[TimeoutProtocol]:
-    """The protocol class of one server: uvicorn instantiates it per connection."""
-    return type("TimeoutProtocol", (TimeoutProtocol,), {"limits": limits, "metrics": metrics})

@@ -191,6 +191,7 @@ class TrainingSetup:
     base: BaseWeights | None = None  # the checkpoint, if some of its weights stay frozen
     teacher: Teacher | None = None  # of a distillation
     method_state: dict[str, Tensor] | None = None  # of a pretraining that is continued: heads, teacher, centre
+    optimizer_states: list[dict[str, Any]] | None = None  # of the same pretraining: moments of each optimizer
 
     @property
     def steps_per_epoch(self) -> int:
