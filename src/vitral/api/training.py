@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from vitral.api.runs import Launch, OpenedRun, PreparedRun, join_process_group, store_training_images
@@ -110,11 +111,15 @@ def train(
 def _load_data(opened: OpenedRun, items: ItemSequence | None) -> tuple[TrainingSetup, Mapping[str, LeakReport]]:
     """The complete setup, and the validation and test images that are copies of training images."""
     world = opened.world
-    # Optimizers import it, which takes 2 s. Reading images leaves a core idle, unless there are only two.
-    with import_meanwhile("torch._dynamo") if available_cpus() > 2 else nullcontext():
+    # Compilation, on a GPU only, needs it 2 s later. Reading images leaves a core idle, unless there are only two.
+    with import_meanwhile("torch._dynamo") if may_compile(opened.recipe) else nullcontext():
         setup = world.run_on_all(lambda: setup_training(opened.recipe, not opened.console.quiet, items))
         world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
         return setup, world.broadcast_from_rank0(lambda: check_splits_for_leaks(setup.loaded_dataset))
+
+
+def may_compile(recipe: Recipe) -> bool:
+    return recipe.device != "cpu" and torch.cuda.is_available() and available_cpus() > 2
 
 
 def resolve_run_recipe(

@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ SEVERITIES: dict[str, tuple[float, ...]] = {
 CORRUPTIONS = tuple((kind, severity) for kind, severities in SEVERITIES.items() for severity in severities)
 MOSAIC_SIDE = 16  # small images are compressed as mosaics of 16 × 16
 MOSAIC_MAX_PIXELS = 128**2
+CHUNK_VALUES = 2**19  # of the images that are corrupted at a time: 2 MiB, which a core's caches hold
+BLUR_BLOCK = 56  # rows of a matrix
 LARGE_IMAGE_BATCH = 16  # that the caches hold; a multiple of 16, because torch draws normal numbers in groups of 16
 SEED = 0
 
@@ -47,19 +50,25 @@ class CorruptionInput:
         """The images (B, C, H, W) under a corruption, uint8."""
         if kind == "jpeg":
             return jpeg_roundtrip(self.images, int(severity))
-        x = self.images.float()
-        if kind == "noise":
-            x = x + 255 * severity * self.noise
-        elif kind == "blur":
-            x = blur(x, severity * min(x.shape[2:]))
-        elif kind == "contrast":
-            mean = x.mean(dim=(1, 2, 3), keepdim=True)
-            x = mean + severity * (x - mean)
-        elif kind == "rotation":
-            x = rotate(x, self.direction * math.radians(severity))
-        else:
-            raise ValueError(f"unknown corruption {kind!r}")
-        return x.round().clamp(0, 255).to(torch.uint8)
+        size = max(CHUNK_VALUES // self.images[0].numel(), 1)
+        chunks = zip(*(tensor.split(size) for tensor in (self.images, self.noise, self.direction)), strict=True)
+        return torch.cat([_corrupt(kind, severity, *chunk) for chunk in chunks])
+
+
+def _corrupt(kind: str, severity: float, images: Tensor, noise: Tensor, direction: Tensor) -> Tensor:
+    x = images.float()
+    if kind == "noise":
+        x += 255 * severity * noise
+    elif kind == "blur":
+        x = blur(x, severity * min(x.shape[2:]))
+    elif kind == "contrast":
+        mean = x.mean(dim=(1, 2, 3), keepdim=True)
+        x = x.sub_(mean).mul_(severity).add_(mean)
+    elif kind == "rotation":
+        x = rotate(x, direction * math.radians(severity))
+    else:
+        raise ValueError(f"unknown corruption {kind!r}")
+    return x.round_().clamp_(0, 255).to(torch.uint8)
 
 
 def corruption_batch_size(height: int, width: int) -> int:
@@ -85,9 +94,22 @@ def corrupt(images_NCHW: Tensor, kind: str, severity: float) -> Tensor:
 
 
 def blur(images_NCHW: Tensor, std: float) -> Tensor:
-    """Gaussian blur with edge padding, as one matrix per axis."""
-    rows, columns = (blur_matrix(side, std).to(images_NCHW) for side in images_NCHW.shape[2:])
-    return rows @ images_NCHW @ columns.T
+    """Gaussian blur with edge padding, along one axis after the other."""
+    rows, columns = (blur_blocks(side, std) for side in images_NCHW.shape[2:])
+    x = torch.cat([weights.to(images_NCHW) @ images_NCHW[:, :, sources] for sources, weights in rows], dim=2)
+    return torch.cat([x[..., sources] @ weights.T.to(x) for sources, weights in columns], dim=3)
+
+
+@lru_cache(maxsize=16)
+def blur_blocks(side: int, std: float) -> tuple[tuple[slice, Tensor], ...]:
+    """Rows of `blur_matrix`, a few at a time, with the input pixels that they depend on: the others have no weight."""
+    matrix = blur_matrix(side, std)
+    blocks = []
+    for rows in matrix.split(BLUR_BLOCK):
+        sources = rows.any(dim=0).nonzero()
+        used = slice(int(sources[0]), int(sources[-1]) + 1)
+        blocks.append((used, rows[:, used]))
+    return tuple(blocks)
 
 
 def blur_matrix(side: int, std: float) -> Tensor:
@@ -101,12 +123,18 @@ def blur_matrix(side: int, std: float) -> Tensor:
 
 def rotate(images_NCHW: Tensor, angles_N: Tensor) -> Tensor:
     """Rotate counter-clockwise about the centre, bilinear, with edge padding."""
-    _, _, H, W = images_NCHW.shape
-    cos, sin, zero = angles_N.cos(), angles_N.sin(), torch.zeros_like(angles_N)
-    x_row = torch.stack([cos, -sin * H / W, zero], dim=1)  # grid_sample coordinates run from -1 to 1 on both axes
-    y_row = torch.stack([sin * W / H, cos, zero], dim=1)
-    grid = F.affine_grid(torch.stack([x_row, y_row], dim=1), list(images_NCHW.shape), align_corners=False)
+    size = (*images_NCHW.shape[2:], images_NCHW.dtype)
+    grid = torch.stack([rotation_grid(angle, *size) for angle in angles_N.tolist()]).to(images_NCHW.device)
     return F.grid_sample(images_NCHW, grid, padding_mode="border", align_corners=False)
+
+
+@lru_cache(maxsize=16)
+def rotation_grid(angle: float, height: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Coordinates (H, W, 2) from -1 to 1 of the source of each pixel."""
+    cos, sin = (function(torch.tensor(angle, dtype=dtype)) for function in (torch.cos, torch.sin))
+    zero = torch.zeros_like(cos)
+    x_row, y_row = torch.stack([cos, -sin * height / width, zero]), torch.stack([sin * width / height, cos, zero])
+    return F.affine_grid(torch.stack([x_row, y_row])[None], [1, 1, height, width], align_corners=False)[0]
 
 
 def jpeg_roundtrip(images_NCHW: Tensor, quality: int) -> Tensor:
@@ -120,7 +148,9 @@ def jpeg_roundtrip(images_NCHW: Tensor, quality: int) -> Tensor:
         planes = jpeg_roundtrip(images_NCHW.reshape(N * C, 1, H, W), quality)
         return planes.reshape(N, C, H, W)
     pad_H, pad_W = -H % 8, -W % 8
-    padded = F.pad(images_NCHW.cpu().float(), (0, pad_W, 0, pad_H), mode="replicate").to(torch.uint8)
+    padded = images_NCHW.cpu()
+    if pad_H or pad_W:
+        padded = F.pad(padded.float(), (0, pad_W, 0, pad_H), mode="replicate").to(torch.uint8)
     columns = MOSAIC_SIDE if H * W < MOSAIC_MAX_PIXELS else 1
 
     def roundtrip(tiles: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitral.utils.eager_optimizer import LBFGS
+
 LabelledFeatures = tuple[Tensor, Tensor]  # features (N, D), labels (N,)
 ScaleFn = Callable[..., tuple[Tensor, ...]]  # features to fit on, and others: both scaled by the former
 Fold = tuple[Tensor, Tensor]  # indices of the images to fit on, and of those to evaluate on
@@ -159,7 +161,7 @@ def fit_logistic_regression(x_ND: Tensor, labels_N: Tensor, K: int, C: float, st
     # As (K, D), autograd computes the gradient as Gᵀ·X, which a CPU does 8 times as fast as Xᵀ·G for few classes.
     weight, bias = initial[:-1].T.clone(memory_format=torch.contiguous_format), initial[-1].clone()
     parameters = [weight.requires_grad_(), bias.requires_grad_()]
-    optimizer = torch.optim.LBFGS(
+    optimizer = LBFGS(
         parameters, max_iter=1000, tolerance_grad=1e-5, tolerance_change=1e-9, line_search_fn="strong_wolfe"
     )
 

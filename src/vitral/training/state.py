@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,7 +33,7 @@ class TrainState:
     """Everything that changes during training."""
 
     model: ViT | PretrainMethod
-    make_optimizers: Callable[[], list[Optimizer]]
+    optimizers: list[Optimizer]
     ema: EMA | None
     augment_rng: Generator  # dropout and stochastic depth draw from the device's default generator instead
     epoch_sums: Tensor  # (3,) of the current epoch: loss, running score (correct predictions), images
@@ -49,14 +47,6 @@ class TrainState:
     best: dict[str, float] = field(default_factory=dict)  # epoch, loss and the task's metric (top1)
     rollbacks: int = 0  # each one has halved the learning rate
     last_rollback_step: int = -1
-
-    @cached_property
-    def optimizers(self) -> list[Optimizer]:
-        """Built on first use, after a fitted head has been validated: they import torch._dynamo, which takes 2 s."""
-        optimizers = self.make_optimizers()
-        for optimizer in optimizers:
-            optimizer.found_inf = self.found_nonfinite  # type: ignore[attr-defined]
-        return optimizers
 
     @property
     def eval_model(self) -> ViT | PretrainMethod:
@@ -182,14 +172,18 @@ def init_state(
         torch.manual_seed(rank_seed(recipe.seed, hardware.world.rank))
     device = hardware.device
     is_captured = hardware.cuda_graphs and parallel.mode != "fsdp"
+    optimizers = make_optimizers(model, recipe.optim, lr_device=device if is_captured else None)
+    found_nonfinite = torch.zeros((), device=device)
+    for optimizer in optimizers:
+        optimizer.found_inf = found_nonfinite  # type: ignore[attr-defined]
     return TrainState(
         model=model.train(),
-        make_optimizers=partial(make_optimizers, model, recipe.optim, lr_device=device if is_captured else None),
+        optimizers=optimizers,
         ema=EMA(model, ema_fraction, total_steps, ema_model) if ema_fraction else None,
         augment_rng=Generator(device).manual_seed(recipe.seed),
         epoch_sums=torch.zeros(3, device=device, dtype=torch.float64),  # fp32 counts exactly only up to 2**24
         first_nonfinite_step=torch.full((), -1, device=device),
-        found_nonfinite=torch.zeros((), device=device),
+        found_nonfinite=found_nonfinite,
         step_tensor=torch.zeros((), device=device, dtype=torch.int64),
     )
 

@@ -265,7 +265,6 @@ class Trainer:
         if self.head_fit is not None and not self.resumed:
             self.evaluate_head(self.head_fit)
         self.callbacks.on_train_start()
-        _ = self.state.optimizers  # built now, so that it does not count as training time
         self.clock = TrainingClock(self.state, self.batch_size)
         self.time_is_over = self.may_end_late()
         if recipe.on_nan == "rollback" and not self.resumed:

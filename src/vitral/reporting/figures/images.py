@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from PIL import Image
 from torch import Tensor
 
@@ -16,6 +16,10 @@ from vitral.explain import METHODS, rescale_for_display
 from vitral.inference.predictor import Predictor
 from vitral.reporting.figures.style import Array
 from vitral.utils.atomic import atomic_writer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 ROLLOUT_BATCH = 64  # images
 MIN_MOSAIC_SIDE = 420  # small images are enlarged to this, so that a gap can be thinner than an image pixel

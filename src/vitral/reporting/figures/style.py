@@ -1,17 +1,22 @@
-"""Colours and helpers shared by all figures."""
+"""Colours and helpers shared by all figures.
+
+Reports use them without a figure, so the slow parts of matplotlib (0.2 s) are imported on use.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.figure import Figure
 
-from vitral.reporting.figures.fonts import add_fallback_fonts, suppress_font_warnings
 from vitral.utils.atomic import atomic_writer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 # Distinguishable with all common forms of colour blindness (Okabe and Ito).
 BLUE, ORANGE, GREEN, PINK, YELLOW = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
@@ -22,6 +27,8 @@ Array = np.ndarray[Any, Any]
 
 
 def save(figure: Figure, path: Path) -> Path:
+    from vitral.reporting.figures.fonts import add_fallback_fonts, suppress_font_warnings
+
     add_fallback_fonts(figure)
     with suppress_font_warnings(), atomic_writer(path) as file:
         figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=130, bbox_inches="tight")

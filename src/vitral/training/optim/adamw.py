@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vitral.distributed.dtensor import is_sharded
+from vitral.utils.eager_optimizer import EagerOptimizer, eager_step
 
 MAX_KERNEL_ELEMENTS = 2**22  # with more, PyTorch's step occupies the GPU
 
@@ -37,17 +38,18 @@ class AdamWKernels(Protocol):
     ) -> None: ...
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(EagerOptimizer, torch.optim.AdamW):
     kernel_name: ClassVar[str] = "adamw"
     kernels: AdamWKernels | None = None  # set by the training backend after its self-check
     found_inf: Tensor | None = None  # as in PyTorch's fused step: weights stay unchanged where it is 1
+    torch_step = eager_step(torch.optim.AdamW)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """The first step is always PyTorch's, which creates the state."""
         if self.kernels is not None and fits_kernels(updates := self.updates()):
             return self.fused_step(updates, self.kernels)
-        return super().step(closure)
+        return self.torch_step(closure)
 
     def fused_step(self, updates: list[AdamWUpdate], kernels: AdamWKernels) -> None:
         steps = [update.step for update in updates]

@@ -13,6 +13,7 @@ from vitral.recipes.schema import OptimConfig
 from vitral.training.optim.adamw import AdamW
 from vitral.training.optim.muon import Muon
 from vitral.training.optim.param_groups import ParamSettings, num_blocks, param_settings
+from vitral.utils.eager_optimizer import SGD
 
 
 def make_optimizers(model: nn.Module, optim: OptimConfig, lr_device: torch.device | None = None) -> list[Optimizer]:
@@ -42,7 +43,7 @@ def make_optimizers(model: nn.Module, optim: OptimConfig, lr_device: torch.devic
         muon_decay = next(settings.weight_decay for settings in grouped if settings.use_muon)
         optimizers.append(Muon(muon_groups, lr=lr, weight_decay=muon_decay))
     if optim.name == "sgd":
-        optimizers.append(torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=True))
+        optimizers.append(SGD(groups, lr=lr, momentum=optim.momentum, fused=True))
     else:
         optimizers.append(AdamW(groups, lr=lr, betas=optim.betas, fused=True, capturable=lr_device is not None))
     if lr_device is not None:

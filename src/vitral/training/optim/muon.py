@@ -16,11 +16,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from vitral.device.select import bf16_is_faster
 from vitral.device.streams import CudaEvent, side_streams
 from vitral.distributed.dtensor import full_tensor, is_sharded, shard_like
+from vitral.utils.eager_optimizer import EagerOptimizer
 
 ActiveGroups = list[tuple[dict[str, Any], list[Tensor]]]  # parameter groups with their matrices that have a gradient
 
@@ -69,7 +69,7 @@ class GradientReadyHook:
         self.last_event = CudaEvent()
 
 
-class Muon(Optimizer):
+class Muon(EagerOptimizer):
     """For matrices only. Updates have the RMS of AdamW's (arXiv 2502.16982), so both can share a learning rate.
 
     `num_matrices` of a group is the number of matrices stacked in each of its parameters: 3 for a fused qkv. Each is
