@@ -86,7 +86,7 @@ class FilesPart:
         return self.listing.name
 
     def load(self, preprocessing: Preprocessing, options: ReadOptions, progress: bool) -> LoadedPart:
-        dataset = read_listing(self.listing, preprocessing, options, progress=progress)
+        dataset = read_listing(self.listing, preprocessing, options, fingerprints=True, progress=progress)
         return LoadedPart(dataset.train, dataset.source, dataset.fingerprint, dataset.notes)
 
 

@@ -352,7 +352,7 @@ def _load_images(recipe: Recipe, progress: bool, items: ItemSequence | None) -> 
     else:
         listing = list_recipe_images(recipe, progress)
         detected = detect_listing_pixels(listing, data.layout)
-        load_images = partial(read_listing, listing, read_options=data.read_options)
+        load_images = partial(read_listing, listing, read_options=data.read_options, fingerprints=True)
     recipe, notes = with_pixel_format(recipe, detected.format)
     dataset = load_images(make_preprocessing(with_placeholder_stats(recipe)), progress=progress)
     return dataset, recipe, notes if detected.note is None else (detected.note, *notes)

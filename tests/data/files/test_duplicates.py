@@ -23,8 +23,8 @@ from vitral.data.files.duplicates import (
     near_duplicate_pairs,
     signatures,
 )
-from vitral.data.files.fingerprints import thumbnail
 from vitral.data.files.folders import list_folder
+from vitral.data.files.image_fingerprint import thumbnail
 
 
 def scene(seed: int, width: int = 240, height: int = 180) -> Image.Image:

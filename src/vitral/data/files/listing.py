@@ -42,6 +42,11 @@ class DatasetListing:
     held_out: tuple[str, ...] = ()  # splits that were taken out of the training images
     task: TaskName = "classification"
 
+    @property
+    def locations(self) -> list[ImageLocation]:
+        """Those of all images."""
+        return [location for items in self.splits.values() for location, _ in items]
+
     def labels(self, split: str) -> np.ndarray[Any, Any]:
         """The labels of a split: int64 (N,), multi-hot or real values (N, K) (`vitral.data.targets`)."""
         return labels_array([label for _, label in self.splits[split]], self.task, len(self.classes))
