@@ -40,7 +40,7 @@ def measure(method: str, seed: int, images: int, epochs: int, folder: Path) -> l
     vitral.pretrain(halves[0], out=folder / "first", **start)
     rows = []
     for carried in (False, True):
-        changes = {} if carried else {"optim.momentum": 0.5}
+        changes: dict[str, Any] = {} if carried else {"optim.momentum": 0.5}
         out = folder / f"second-{carried}"
         model = vitral.pretrain(halves[1], init_from=folder / "first", out=out, **start, **changes).model
         features = model.features(dataset.test.images[:NUM_TEST_IMAGES])

@@ -172,6 +172,7 @@ def test_a_finished_run_says_what_to_do_with_it(command: Command, reference_run:
     assert code == 0
     assert f"{reference_run} is finished; nothing was changed." in out
     assert f"vitral pretrain --recipe {reference_run}/recipe.toml --epochs 6" in out
+    assert f"Continue it on other images: vitral pretrain IMAGES --init-from {reference_run}" in out
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,6 @@ def optimizer_difference(recipe: Recipe, source: str) -> str | None:
     """The first setting of the optimizer that differs from that of the run `source`; None if there is none."""
     previous = read_recipe(Run(Path(source)).recipe_file).optim
     for name in OPTIMIZER_FIELDS:
-        if (value := getattr(previous, name)) != getattr(recipe.optim, name):
-            return f"optim.{name} was {value}"
+        if (value := getattr(previous, name)) != (new := getattr(recipe.optim, name)):
+            return f"optim.{name} was {value}, and is {new} now"
     return None
