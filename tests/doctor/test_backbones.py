@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 from huggingface_hub import constants
 from PIL import Image
 
+from support.common import Command, skip_figures
 from support.fake_hub import COMMIT, Hub, fake_hub
-from support.processes import Process
 from support.random_classes import save_random_classes
 from support.references import as_checkpoint, randomize_weights
 from vitral import api, weights
@@ -20,6 +19,7 @@ from vitral.device.select import select_hardware
 from vitral.doctor import backbones
 from vitral.doctor.backbones import BACKBONES, AffordableBackbone, Backbone, DataFacts
 from vitral.doctor.estimates import OVERHEAD_SECONDS, TimeEstimate
+from vitral.doctor.time_estimate import StepTimes
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
 from vitral.recipes.builtin import get_recipe
@@ -92,6 +92,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             hub.repositories[backbone.repository] = dict(files)
             hub.licenses[backbone.repository] = "apache-2.0"
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         yield hub
 
@@ -146,18 +148,18 @@ def test_without_the_hub_the_cache_is_used_or_the_error_names_what_is_possible(
     assert "--init-from FILE" in error.value.hint
 
 
-@pytest.mark.slow
-def test_train_and_doctor_choose_the_same_checkpoint(hub: Hub, tmp_path: Path) -> None:
+def test_train_and_doctor_choose_the_same_checkpoint(
+    hub: Hub, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = StepTimes(seconds=(0.1,) * 5)  # on the machine that both measure
+    monkeypatch.setattr("vitral.doctor.estimates.time_steps", lambda *_, **__: steps)
+    skip_figures(monkeypatch)
     photos = save_random_classes(tmp_path / "photos", {"ants": 14, "bees": 12})
-    environment = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
-    train = ["train", photos, "--init-from", "auto", "--epochs", "1", "--out", tmp_path / "run"]
-    outputs = []
-    for words in (train, ["doctor", photos]):
-        process = Process(*map(str, words), environment=environment)
-        out, err = process.communicate(240)
-        assert process.returncode == 0, err
-        outputs.append(out)
-    assert f"Checkpoint {TINY.repository}: Ti/16 at 224 px, 6 M parameters, Apache-2.0, " in outputs[0]
-    assert f"--init-from hf:{TINY.repository}" in outputs[1]
+    code, out, err = command("train", photos, "--init-from", "auto", "--epochs", 1, "--out", tmp_path / "run")
+    assert code == 0, err
+    assert f"Checkpoint {TINY.repository}: Ti/16 at 224 px, 6 M parameters, Apache-2.0, " in out
     assert api.load(tmp_path / "run").model.config.width == 48
     assert f"hf:{TINY.repository}@{COMMIT}" in (tmp_path / "run" / "recipe.toml").read_text()
+    code, out, err = command("doctor", photos)
+    assert code == 0, err
+    assert f"--init-from hf:{TINY.repository}" in out

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,13 @@ def test_a_tiny_model_learns_two_targets_of_different_scales(run: Path) -> None:
         assert row.r2.value > 0.7
         assert row.interval.coverage.high > 0.9
     assert json.loads((run / "test.json").read_text()) == report.as_dict()
+
+
+def test_the_evaluation_announces_its_duration(run: Path) -> None:
+    notes: list[str] = []
+    vitral.evaluate(run, note=notes.append)
+    assert len(notes) == 1
+    assert re.match(r"Evaluating on 52 test images: about \d+ s on \d+ core", notes[0])
 
 
 def test_metrics_of_the_run_equal_scikit_learns_on_its_predictions(run: Path, listing: Path) -> None:

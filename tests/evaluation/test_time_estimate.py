@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Barrier, current_thread, main_thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from support.clock import FakeClock
+from vitral.data.datasets import Split
 from vitral.device.threads import thread_count
 from vitral.evaluation import time_estimate
 from vitral.evaluation.corruptions import CORRUPTIONS
+from vitral.evaluation.target_logits import compute_target_logits
 from vitral.evaluation.time_estimate import (
     SMALL_SAMPLE,
     duration_text,
@@ -57,6 +62,28 @@ def test_the_estimate_of_fewer_images_than_a_sample(clock: FakeClock) -> None:
         return images.new_zeros(len(images))
 
     assert estimate_seconds(images, predict, count=3) == pytest.approx(3 * SECONDS_PER_IMAGE)
+
+
+def test_the_duration_is_announced_before_the_logits_are_computed(clock: FakeClock) -> None:
+    events: list[str] = []
+
+    def logits(images: Tensor) -> Tensor:
+        clock.sleep(SECONDS_PER_IMAGE * len(images))
+        return images.new_zeros(len(images), 3)
+
+    def logits_distributed(images: Tensor, progress: Callable[[int], None]) -> Tensor:
+        progress(len(images))
+        return logits(images)
+
+    predictor = SimpleNamespace(
+        hardware=SimpleNamespace(device=torch.device("cpu")), logits=logits, logits_distributed=logits_distributed
+    )
+    split = Split(images=torch.zeros(2000, 1, 8, 8, dtype=torch.uint8), labels=torch.zeros(2000, dtype=torch.long))
+    target: Any = SimpleNamespace(predictor=predictor, split=split, split_name="test")
+    with thread_count(1):
+        assert compute_target_logits(target, events.append, events.append).shape == (2000, 3)
+    message = "Evaluating on 2,000 test images"
+    assert events == [message, f"{message}: about 4 s on 1 core", f"{message}: 2,000 done"]
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,13 @@ def evaluate(
         robustness: Also measure accuracy under image corruptions.
         engine: Inference engine, recorded in the result; ignored if `model` is a Predictor.
         log: Called with one line per phase.
-        note: Called first with the expected duration if `robustness` is measured.
+        note: Called first with the expected duration; of a classifier only if `robustness` is measured.
     """
     target = load_eval_target(model, data, split, engine=engine)
     if target.predictor.is_regression:
         refuse_for_regression(**{"--max-error": max_error, "--ood": ood, "--robustness": robustness})
-        return evaluate_regression(target, coverage=coverage, log=log)[0]
+        return evaluate_regression(target, coverage=coverage, log=log, note=note)[0]
+    is_classification = target.predictor.model_config.task == "classification"
     corrupted_images = MAX_IMAGES if robustness else 0
     evaluation, _ = evaluate_model(
         target,
@@ -90,7 +91,7 @@ def evaluate(
         ood_data=ood,
         corrupted_images=corrupted_images,
         log=log,
-        note=note if robustness else None,
+        note=note if robustness or not is_classification else None,
     )
     return evaluation
 
@@ -176,7 +177,7 @@ def report(
     model_path = target.predictor.path or Path()
     if target.predictor.is_regression:
         refuse_for_regression(**{"--ood": ood})
-        errors, predicted = evaluate_regression(target, log=log)
+        errors, predicted = evaluate_regression(target, log=log, note=note)
         errors = replace(errors, leak=None) if allow_leak else errors
         path = Path(out) if out else default_report_path(model_path)
         return write_regression_report(target, errors, predicted, model_path, path)

@@ -32,5 +32,5 @@ def evaluate_model(
             f"Omit --{flag}",
         )
     if task == "multilabel":
-        return evaluate_multilabel(target, log=log)
+        return evaluate_multilabel(target, log=log, note=note)
     raise VitralError(f"{task} models cannot be evaluated yet", "Their validation metrics are in metrics.jsonl")

@@ -45,7 +45,7 @@ from vitral.evaluation.ood import Mahalanobis, OODResult, evaluate_score
 from vitral.evaluation.report import EvaluationReport, build_report
 from vitral.evaluation.robustness import Robustness, measure_robustness
 from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate_threshold, proportion_interval
-from vitral.evaluation.time_estimate import duration_text, estimate_corrupted_seconds, estimate_seconds
+from vitral.evaluation.time_estimate import duration_text, estimate_corrupted_seconds, estimate_logit_seconds
 from vitral.evaluation.tta import tta_logits
 from vitral.inference.engine_selection import EngineChoice
 from vitral.inference.predictor import Predictor
@@ -285,11 +285,10 @@ def load_ood_images(name: str, predictor: Predictor, notes: list[str] | None = N
 def expected_duration(target: EvalTarget, corrupted_images: int, corruption_engine: EngineChoice | None) -> str:
     """`about 40 s on 2 cores`, on the images of the target and on some of them under corruption."""
     device, images = target.predictor.hardware.device.type, target.split.images
-    in_parallel = device == "cpu"
-    seconds = estimate_seconds(images, target.predictor.logits, count=len(images), in_parallel=in_parallel)
+    seconds = estimate_logit_seconds(target.split, target.predictor)
     if corruption_engine is not None:
         predict, count = partial(predict_classes, corruption_engine), min(corrupted_images, len(images))
-        seconds += estimate_corrupted_seconds(images, predict, count=count, in_parallel=in_parallel)
+        seconds += estimate_corrupted_seconds(images, predict, count=count, in_parallel=device == "cpu")
     return duration_text(seconds, device)
 
 

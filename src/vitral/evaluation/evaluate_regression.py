@@ -14,6 +14,7 @@ from vitral.evaluation.data import EvalTarget, training_dataset_name
 from vitral.evaluation.evaluate import check_can_store_calibration
 from vitral.evaluation.leaks import find_leaks, leak_report
 from vitral.evaluation.regression import RegressionReport, fit_prediction_intervals, regression_metrics
+from vitral.evaluation.target_logits import compute_target_logits
 from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration
 from vitral.models.conformal import ConformalIntervals
@@ -23,19 +24,17 @@ from vitral.utils.progress import LogFn, no_log
 
 
 def evaluate_regression(
-    target: EvalTarget, *, coverage: float | None = None, log: LogFn = no_log
+    target: EvalTarget, *, coverage: float | None = None, log: LogFn = no_log, note: LogFn | None = None
 ) -> tuple[RegressionReport, Tensor]:
     """Errors and coverage of the prediction intervals. Returns the report and the predicted values (N, T).
 
     Args:
         coverage: fit prediction intervals for this coverage on the validation images. Default: those stored with the
             model, if any.
+        note: called first with the expected duration.
     """
     predictor = target.predictor
-    message = f"Evaluating on {len(target.split):,} {target.split_name} images"
-    log(message)
-    outputs = predictor.logits_distributed(target.split.images, lambda completed: log(f"{message}: {completed:,} done"))
-    predicted = predictor.to_units(outputs)
+    predicted = predictor.to_units(compute_target_logits(target, log, note))
     conformal = intervals_for(target, coverage)
     matches = find_leaks(target)
     report = RegressionReport(

@@ -18,6 +18,7 @@ from vitral.evaluation.bootstrap import NUM_RESAMPLES, Interval, bootstrap, inte
 from vitral.evaluation.data import EvalTarget
 from vitral.evaluation.leaks import LeakReport, find_leaks, leak_report
 from vitral.evaluation.multilabel_metrics import average_precisions
+from vitral.evaluation.target_logits import compute_target_logits
 from vitral.models.calibration import Calibration
 from vitral.utils.progress import LogFn, no_log
 from vitral.utils.serialization import to_dict
@@ -95,21 +96,17 @@ class MultiLabelReport:
         return sorted(pairs, key=lambda pair: -max(pair[2], pair[3]))[:limit]
 
 
-def evaluate_multilabel(target: EvalTarget, *, log: LogFn = no_log) -> tuple[MultiLabelReport, Tensor]:
-    """Evaluate a multi-label model. Returns the report and the logits (N, K)."""
-    predictor = target.predictor
-    message = f"Evaluating on {len(target.split):,} {target.split_name} images"
-    log(message)
-    logits = predictor.logits_distributed(
-        target.split.images, lambda completed: log(f"{message}: {completed:,} done")
-    ).cpu()
-    config = predictor.model_config
+def evaluate_multilabel(
+    target: EvalTarget, *, log: LogFn = no_log, note: LogFn | None = None
+) -> tuple[MultiLabelReport, Tensor]:
+    """Evaluate a multi-label model. Returns the report and the logits (N, K). `note` receives the expected duration."""
+    logits, config = compute_target_logits(target, log, note).cpu(), target.predictor.model_config
     report = build_multilabel_report(
         logits, target.split.labels, config.classes, config.calibration, config.thresholds, split=target.split_name
     )
     matches = find_leaks(target)
     leak = None if matches is None else leak_report(matches, target.split)
-    return replace(report, engine=predictor.engine.info(), notes=target.notes, leak=leak), logits
+    return replace(report, engine=target.predictor.engine.info(), notes=target.notes, leak=leak), logits
 
 
 def build_multilabel_report(

@@ -50,6 +50,12 @@ def estimate_corrupted_seconds(
     return seconds * count / len(sample)
 
 
+def estimate_logit_seconds(split: Split, predictor: Predictor) -> float:
+    """Expected duration of computing the logits of all images of a split."""
+    is_cpu = predictor.hardware.device.type == "cpu"
+    return estimate_seconds(split.images, predictor.logits, count=len(split), in_parallel=is_cpu)
+
+
 def estimate_feature_seconds(split: Split, predictor: Predictor, *, count: int) -> float:
     """Expected time to decode `count` images such as those of a split and to compute their features."""
     indices = evenly_spaced_indices(len(split), FEATURE_SAMPLE * torch.get_num_threads())

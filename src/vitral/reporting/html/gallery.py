@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -30,25 +31,29 @@ def gallery_section(data: ReportData) -> str:
     errors = (predicted != data.split.labels).nonzero().flatten()
     confident_errors = errors[confidence[errors].argsort(descending=True)][:GALLERY_SIZE]
     least_confident = confidence.argsort()[:GALLERY_SIZE]
+    indices = torch.cat([confident_errors, least_confident]).unique()  # many are in both lists
+    relevance = relevance_heatmaps(data.predictor, data.split.images[indices], predicted[indices])
+    heatmaps = dict(zip(indices.tolist(), relevance, strict=True))
     content = ""
     for title, indices in (
         ("Most confident errors", confident_errors),
         ("Least confident predictions", least_confident),
     ):
         if len(indices):
-            content += f'<h3>{title}</h3><ul class="images">{"".join(gallery_items(data, indices, p_NK))}</ul>'
+            content += (
+                f'<h3>{title}</h3><ul class="images">{"".join(gallery_items(data, indices, p_NK, heatmaps))}</ul>'
+            )
     preprocessing = data.predictor.model_config.preprocessing
     shown = display_note(preprocessing.channels, preprocessing.dtype)
     text_shown = f" The pictures show {shown}." if shown else ""
     return content + note(f"Right of each image: evidence for the predicted class (class relevance).{text_shown}")
 
 
-def gallery_items(data: ReportData, indices: Tensor, p_NK: Tensor) -> Iterator[str]:
+def gallery_items(data: ReportData, indices: Tensor, p_NK: Tensor, heatmaps: Mapping[int, Array]) -> Iterator[str]:
     images, names = data.split.images[indices], data.predictor.classes
     predicted = p_NK[indices].argmax(dim=1)
-    heatmaps = relevance_heatmaps(data.predictor, images, predicted)
     style = " class=pixels" if is_pixelated(images) else ""
-    for image, heatmap, prediction, index in zip(images, heatmaps, predicted.tolist(), indices.tolist(), strict=True):
+    for image, prediction, index in zip(images, predicted.tolist(), indices.tolist(), strict=True):
         true = int(data.split.labels[index])
         correct = prediction == true
         label = f"{names[prediction]} ({percent(p_NK[index, prediction].item(), 1)})"
@@ -56,7 +61,7 @@ def gallery_items(data: ReportData, indices: Tensor, p_NK: Tensor) -> Iterator[s
         rgb = to_rgb(image)
         yield (
             f'<li class="two"><img{style} src="{image_data_uri(rgb)}" alt="{text(f"image of class {names[true]}")}"> '
-            f'<img{style} src="{image_data_uri(overlay_heatmap(rgb, heatmap))}" alt="class relevance">'
+            f'<img{style} src="{image_data_uri(overlay_heatmap(rgb, heatmaps[index]))}" alt="class relevance">'
             f'<div>{text(label)}, <span class="{"soft" if correct else "wrong"}">{text(verdict)}</span></div></li>'
         )
 
