@@ -166,7 +166,8 @@ def augment_batch(
     resize = preprocessing.resize
     size = None if resize == "native" else preprocessing.image_size
     pad_color = preprocessing.pad_color if resize == "pad" else None
-    images = preprocessing.normalise(augment.transform(images_BCHW, generator, size, apply_fn, pad_color))
+    images = augment.transform(images_BCHW, generator, size, apply_fn, pad_color)
+    images = preprocessing.normalise(images, in_place=images is not images_BCHW)
     return augment.erase_and_mix(images, targets_BK, generator, mix_enabled)
 
 
