@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from PIL import Image
@@ -51,7 +52,8 @@ def write_copies(files: Sequence[Path], name: str, folder: Path) -> list[Path]:
         copies.append(folder / name.replace(" ", "-") / file.parent.name / f"{seed}{suffix}")
         copies[-1].parent.mkdir(parents=True, exist_ok=True)
         with Image.open(file) as image:
-            change(image.convert("RGB"), seed).save(copies[-1], **({"quality": quality} if quality else {}))
+            options: dict[str, Any] = {"quality": quality} if quality else {}
+            change(image.convert("RGB"), seed).save(copies[-1], **options)
     return copies
 
 
@@ -72,11 +74,8 @@ def fingerprint_while_packing(folder: Path, files: Sequence[Path], home: Path) -
     half = (0.5, 0.5, 0.5)
     preprocessing = Preprocessing(image_size=(224, 224), channels=3, mean=half, std=half, crop=224 / 248)
     read_listing(list_images(folder, 0.0), preprocessing, ReadOptions(), fingerprints=True)
-    read, fingerprints._read_fingerprint = fingerprints._read_fingerprint, lambda _: None  # only those in the cache
-    try:
+    with patch.object(fingerprints, "_read_fingerprint", lambda _: None):  # only those in the cache
         return fingerprint(files)
-    finally:
-        fingerprints._read_fingerprint = read
 
 
 def num_different(first: Any, second: Any) -> int:

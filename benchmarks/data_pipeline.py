@@ -202,7 +202,7 @@ def make_preprocessing() -> Any:
 def run_vitral(folder: Path, quick: bool) -> dict[str, Any]:
     import torch
 
-    from vitral.data.augment import AugmentConfig
+    from vitral.data.augment import AugmentConfig, augment_batch
     from vitral.data.files.file_dataset import ReadOptions, list_images, read_listing
 
     preprocessing = make_preprocessing()
@@ -223,7 +223,7 @@ def run_vitral(folder: Path, quick: bool) -> dict[str, Any]:
 
     def augmented() -> Iterable[Any]:
         for images, labels in packed.epoch(2):
-            yield preprocessing.normalise(augment.transform(images, rng, preprocessing.image_size)), labels
+            yield augment_batch(augment, preprocessing, 2, images, labels, rng)
 
     results["augmented"] = time_epoch(augmented)
     streamed = load_training_images(folder, pack=0.0)

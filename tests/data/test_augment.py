@@ -18,7 +18,8 @@ from PIL import Image
 from scipy import stats
 from torch import Generator, Tensor
 
-from vitral.data.augment import AugmentConfig, _sample_beta, cutmix, erase, mixup
+from vitral.data.augment import AugmentConfig, _sample_beta, augment_batch, cutmix, erase, mixup
+from vitral.data.preprocess import Preprocessing
 
 BORDERS = ("edge", "black")
 
@@ -150,6 +151,20 @@ def test_crops_are_flipped_and_resized_as_one_image_at_a_time(count: int, size: 
     crops = AugmentConfig(crop=0.2, flip=True).transform(images, seeded(7), size)
     assert crops.dtype == torch.float32
     assert (crops - reference_crops(images, 0.2, size, seeded(7))).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"crop": 0.3, "flip": True}, {"shift": 1}, {"rotate": 5.0}])
+def test_augmentation_normalises_and_leaves_its_input_unchanged(options: Any, dtype: torch.dtype) -> None:
+    images = noise(5, 3, 16, 16).to(dtype)
+    before = images.clone()
+    preprocessing = Preprocessing(image_size=(16, 16), channels=3, mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3))
+    augment = AugmentConfig(**options)
+    normalised, _ = augment_batch(augment, preprocessing, 2, images, torch.zeros(5, dtype=torch.int64), seeded(3))
+    assert torch.equal(images, before)
+    mean, std = (255 * torch.tensor(values).view(3, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+    expected = (augment.transform(images, seeded(3)).float() - mean) / std
+    assert torch.allclose(normalised, expected, atol=1e-5)
 
 
 def test_crops_followed_by_a_shift_are_flipped_afterwards() -> None:

@@ -79,14 +79,16 @@ class AugmentConfig:
         is_16_bit = images_BCHW.dtype == torch.uint16
         if is_16_bit:
             images_BCHW = images_BCHW.float()  # exact; torch.uint16 has neither gather nor flip
+        is_flipped = False
         if self.crop and pad_color is not None:
             images_BCHW = random_crop_inside_padding(images_BCHW, self.crop, pad_color, generator)
         elif self.crop:
             size = size or (images_BCHW.shape[2], images_BCHW.shape[3])
-            images_BCHW = random_crop(images_BCHW, self.crop, size, generator, flip=self.flips_crops)
+            is_flipped = self.flip and not (self.shift or self.rotate or self.scale)  # nothing comes in between
+            images_BCHW = random_crop(images_BCHW, self.crop, size, generator, flip=is_flipped)
         if self.rotate or self.scale:
             images_BCHW = affine(images_BCHW.float(), self, generator)
-        elif self.shift or (self.flip and not (self.flips_crops and pad_color is None)):
+        elif self.shift or (self.flip and not is_flipped):
             images_BCHW = shift_and_flip(images_BCHW, self, generator)
         if not self.has_color_ops:
             return images_BCHW
@@ -99,11 +101,6 @@ class AugmentConfig:
         if images_BCHW.dtype != torch.uint8:
             images_BCHW = images_BCHW.round().clamp(0, 255).to(torch.uint8)
         return self.color_transform(images_BCHW, generator, apply_fn)
-
-    @property
-    def flips_crops(self) -> bool:
-        """Whether images are flipped when their crops are resized, because nothing moves them in between."""
-        return self.crop > 0 and self.flip and not (self.shift or self.rotate or self.scale)
 
     @property
     def has_color_ops(self) -> bool:
@@ -166,7 +163,8 @@ def augment_batch(
     resize = preprocessing.resize
     size = None if resize == "native" else preprocessing.image_size
     pad_color = preprocessing.pad_color if resize == "pad" else None
-    images = preprocessing.normalise(augment.transform(images_BCHW, generator, size, apply_fn, pad_color))
+    images = augment.transform(images_BCHW, generator, size, apply_fn, pad_color)
+    images = preprocessing.normalise(images, in_place=images is not images_BCHW)
     return augment.erase_and_mix(images, targets_BK, generator, mix_enabled)
 
 

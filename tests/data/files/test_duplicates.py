@@ -204,6 +204,15 @@ def test_duplicate_search_is_cached_until_a_file_changes(scenes, tmp_path, monke
     assert searches == [8, 8]
 
 
+def test_duplicates_are_not_searched_if_nothing_is_held_out(scenes, tmp_path, monkeypatch):
+    for index, image in enumerate(scenes[:4]):
+        (tmp_path / "ab"[index % 2]).mkdir(exist_ok=True)
+        image.save(tmp_path / "ab"[index % 2] / f"{index}.png")
+    monkeypatch.setattr("vitral.data.files.folders.duplicate_groups", lambda *_: pytest.fail("searched"))
+    listing = list_folder(tmp_path, validation=0.0)
+    assert (len(listing.splits["train"]), len(listing.splits["validation"])) == (4, 0)
+
+
 def test_ten_thousand_images_are_compared_in_seconds():
     random = torch.nn.functional.normalize(torch.randn(10_000, 128, generator=torch.Generator().manual_seed(0)))
     start = time.process_time()

@@ -116,6 +116,11 @@ def needs_holdout(listing: DatasetListing, test_split: float) -> bool:
     return not listing.splits["validation"] or test_split > 0
 
 
+def divides_images(validation: float, test_split: float, fold: Fold | None) -> bool:
+    """Whether holding out moves any images, so that copies of one image must be found first."""
+    return validation > 0 or test_split > 0 or fold is not None
+
+
 def merge_validation(listing: DatasetListing) -> DatasetListing:
     """Make the validation images training images, before all of them are divided into folds."""
     merged = [*listing.splits["train"], *listing.splits["validation"]]
