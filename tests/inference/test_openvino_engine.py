@@ -27,7 +27,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device import cpu as cpu_info
 from vitral.errors import VitralError
 from vitral.inference import bench
-from vitral.inference.cpu_backends import CpuBackend, PrecisionEngine
+from vitral.inference.cpu_backends import CpuBackend, PrecisionEngine, throughput_backend
 from vitral.inference.cpu_engine import CpuEngine, CpuPrecision, num_pooled_tokens
 from vitral.inference.engine_selection import BenchResult, BenchRow, save_bench_result, select_engine
 from vitral.inference.int8_calibration import collect_activation_ranges
@@ -229,6 +229,27 @@ def test_the_measured_backend_is_used_and_recorded(model_dir: Path) -> None:
         info = predictor.engine.info()
         assert (info["name"], info["backend"]) == ("fp32", "openvino")
         torch.testing.assert_close(predictor.logits(images), reference.logits(images), atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_benchmark_a_server_computes_fp32_with_openvino(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, images = save_random_model(tmp_path / "model"), smooth_images(8)
+    few = Predictor.load(folder, device="cpu")
+    many = Predictor.load(folder, device="cpu", throughput=True)
+    assert (few.engine.backend, many.engine.backend) == ("pytorch", "openvino")
+    assert str(many.engine) == "fp32 (OpenVINO, no benchmark on this CPU; run vitral bench)"
+    torch.testing.assert_close(many.logits(images), few.logits(images), atol=1e-4, rtol=1e-4)
+    hide_openvino(monkeypatch)
+    assert Predictor.load(folder, device="cpu", throughput=True).engine.backend == "pytorch"
+
+
+def test_openvino_with_other_fp32_logits_is_not_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, preprocessing = build_model("class")
+    assert throughput_backend(model, preprocessing) == "openvino"
+    exact = OpenVinoEngine.__call__
+    monkeypatch.setattr(OpenVinoEngine, "__call__", lambda engine, images: exact(engine, images) * 1.01)
+    assert throughput_backend(model, preprocessing) == "pytorch"
 
 
 def test_without_openvino_the_pytorch_engine_is_used_and_the_install_command_named(
