@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -239,7 +239,7 @@ def build_peers(
     model: ViT, model_config: ModelConfig, args: argparse.Namespace, calibration_images: Tensor
 ) -> dict[str, ForwardFn]:
     """The other libraries. Normalisation is included in their time."""
-    openvino = openvino_peers(model, model_config, args, calibration_images)
+    openvino = openvino_peers(openvino_graphs(model, model_config, calibration_images), args.threads, args.batch_sizes)
     if args.openvino_only:
         return openvino
     from support.references import transformers, vit_pytorch
@@ -281,13 +281,11 @@ def build_peers(
     }
 
 
-def openvino_peers(
-    model: ViT, model_config: ModelConfig, args: argparse.Namespace, calibration_images: Tensor
-) -> dict[str, ForwardFn]:
-    """OpenVINO's own conversion of the model, with a fixed batch size for the timed batches."""
+def openvino_graphs(model: ViT, model_config: ModelConfig, calibration_images: Tensor) -> dict[str, tuple[Any, str]]:
+    """OpenVINO's own conversion of the model by name, with the precision to compile it for."""
     import openvino as ov
 
-    core, preprocessing = ov.Core(), model_config.preprocessing
+    preprocessing = model_config.preprocessing
     (H, W), C = preprocessing.image_size, preprocessing.channels
     shape = ov.PartialShape([-1, C, H, W])
     graph = ov.convert_model(model, example_input=torch.zeros(2, C, H, W), input=[shape])
@@ -297,7 +295,7 @@ def openvino_peers(
     mean, std = ([255 * value for value in values] for values in (preprocessing.mean, preprocessing.std))
     steps.input().preprocess().convert_element_type(ov.Type.f32).mean(mean).scale(std)
     graph = steps.build()
-    capabilities = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    capabilities = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     graphs = {"OpenVINO fp32": (graph, "f32")}
     if "BF16" in capabilities:
         graphs["OpenVINO bf16"] = (graph, "bf16")
@@ -307,24 +305,42 @@ def openvino_peers(
         samples = nncf.Dataset([image.numpy() for image in calibration_images.split(1)])
         quantized = nncf.quantize(graph, samples, model_type=nncf.ModelType.TRANSFORMER)
         graphs["OpenVINO int8"] = (quantized, "bf16" if "BF16" in capabilities else "f32")
-    options = {"INFERENCE_NUM_THREADS": args.threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
+    return graphs
+
+
+def openvino_peers(
+    graphs: Mapping[str, tuple[Any, str]], threads: int, batch_sizes: Sequence[int], per_core: bool = False
+) -> dict[str, ForwardFn]:
+    """OpenVINO's graphs with a fixed batch size for the timed batches. `per_core`: a share of a batch on each core."""
+    import openvino as ov
+
+    core, parts = ov.Core(), threads if per_core else 1
+    options = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": parts, "PERFORMANCE_HINT": "LATENCY"}
 
     def forward(graph: Any, precision: str) -> ForwardFn:
         @cache
-        def request(batch_size: int) -> Any:
+        def requests(batch_size: int) -> list[Any]:
             sized = graph.clone()
-            sized.reshape([batch_size, C, H, W])
-            return core.compile_model(
-                sized, "CPU", options | {"INFERENCE_PRECISION_HINT": precision}
-            ).create_infer_request()
+            sized.reshape([batch_size, *list(graph.input().get_partial_shape())[1:]])
+            compiled = core.compile_model(sized, "CPU", options | {"INFERENCE_PRECISION_HINT": precision})
+            return [compiled.create_infer_request() for _ in range(parts)]
 
         def run(x: Tensor) -> Tensor:
-            batch_size = len(x) if len(x) in args.batch_sizes else -1
-            return torch.from_numpy(request(batch_size).infer([x.numpy()], share_inputs=True)[0])
+            shares = x.split(-(-len(x) // parts))
+            is_timed = len(x) in batch_sizes and len(x) % parts == 0
+            used = requests(len(shares[0]) if is_timed else -1)[: len(shares)]
+            if parts == 1:
+                return torch.from_numpy(used[0].infer([x.numpy()], share_inputs=True)[0])
+            for request, share in zip(used, shares, strict=True):
+                request.start_async([share.numpy()], share_inputs=True)
+            for request in used:
+                request.wait()
+            return torch.cat([torch.from_numpy(request.get_output_tensor().data) for request in used])
 
         return run
 
-    return {name: forward(*graph) for name, graph in graphs.items()}
+    suffix = ", per core" if per_core else ""
+    return {name + suffix: forward(*graph) for name, graph in graphs.items()}
 
 
 def onnx_forward(module: torch.nn.Module, file: Path, threads: int) -> ForwardFn:

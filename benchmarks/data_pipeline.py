@@ -6,12 +6,15 @@ dataloader   A DataLoader with two workers. Each image is opened with Pillow, cr
              and normalised one at a time, with torchvision's operations on Pillow images written out.
 draft        The same DataLoader with Pillow's draft mode: the JPEG decoder reduces the image by 2, 4 or 8, as long as
              the image still covers 248 pixels.
-simplejpeg   A DataLoader tuned by hand, if simplejpeg is installed: decoded at the reduced size, the crop
-             resized by torch and delivered as uint8, not normalised.
-first_epoch  vitral decodes with two workers into a packed file, then yields every image once, as uint8.
-overlapped   The same while it packs, as for sets of at least 2 GiB: batches are yielded as soon as they are decoded.
+kept_memory  The first DataLoader with the settings of glibc that vitral's command line makes (`vitral.device.malloc`).
+simplejpeg   A DataLoader tuned by hand, if simplejpeg is installed: decoded at the reduced size, the crop resized by
+             torch and delivered as uint8, not normalised; with the same settings of glibc.
+first_epoch  vitral decodes with two threads into a packed file, then yields every image once, as uint8.
+fingerprints The same, and computes the fingerprints that recognise copies of training images, as `vitral train` does.
+overlapped   first_epoch while it packs, as for sets of at least 2 GiB: batches are yielded as soon as they are decoded.
              Ends when the pack is complete.
 packed       An epoch from the memory-mapped packed file.
+validation   Reads the validation images, decoded in full, as `predict` decodes them.
 augmented    The packed epoch including random crop, flip and normalisation of whole batches on the CPU.
 streamed     An epoch without a packed file.
 
@@ -19,8 +22,8 @@ streamed     An epoch without a packed file.
 FOLDER are first written to a temporary folder (or to `--folder`, which is reused if it exists) as JPEGs (quality 90) at
 `--scale` times their size, `--repeat` times. With `--megapixels` they are enlarged to that size at 4:3, and `--grain`
 adds uniform noise of that amplitude, because enlarged photographs are smoother than those of a camera. Each pipeline
-runs in its own process, alternating. Memory is the peak over the process and its workers, without file caches (Pss_Anon
-+ Pss_Shmem), sampled every 50 ms.
+runs in its own process, alternating. Those of vitral keep freed memory, as its command line does. Memory is the peak
+over the process and its workers, without file caches (Pss_Anon + Pss_Shmem), sampled every 0.5 s.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +51,14 @@ from _output import add_output_arguments, environment, write_results
 
 BATCH_SIZE, IMAGE_SIZE, NUM_WORKERS = 64, 224, 2
 STORED_SIZE = 248  # shorter side of stored training images
-PIPELINES = ("dataloader", "draft", "simplejpeg", "vitral", "overlapped")
+PIPELINES = ("dataloader", "draft", "kept_memory", "simplejpeg", "vitral", "fingerprints", "overlapped")
+SAMPLE_SECONDS = 0.5  # sampling every 50 ms slowed a process with mapped files by a third
 MEAN = STD = (0.5, 0.5, 0.5)
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+}
 
 
 class PeakMemory:
@@ -65,7 +75,7 @@ class PeakMemory:
         self.thread.join()
 
     def _sample(self) -> None:
-        while not self.stopped.wait(0.05):
+        while not self.stopped.wait(SAMPLE_SECONDS):
             self.peak = max(self.peak, sum(map(memory_mib, process_tree(os.getpid()))))
 
 
@@ -164,35 +174,59 @@ def run_dataloader(folder: Path, pipeline: str) -> dict[str, Any]:
     return {pipeline: time_epoch(lambda: loader)}
 
 
+def load_training_images(folder: Path, *, pack: float = 64.0, fingerprints: bool = False) -> Any:
+    """A loader of the training images: those of the DataLoader."""
+    from vitral.data.files.file_dataset import ReadOptions, list_images, read_listing
+    from vitral.data.loader import Loader
+
+    listing, options = list_images(folder, 0.0), ReadOptions(pack=pack, workers=NUM_WORKERS)
+    listing = replace(listing, splits={**listing.splits, "validation": []})
+    train = read_listing(listing, make_preprocessing(), options, fingerprints=fingerprints).train
+    return Loader(images=train.images, labels=train.labels, batch_size=BATCH_SIZE, seed=0)
+
+
+def make_preprocessing() -> Any:
+    import torch
+
+    for name in ("files.file_dataset", "loader"):
+        importlib.import_module(f"vitral.data.{name}")  # imports are not timed
+    from vitral.data.preprocess import Preprocessing
+    from vitral.device.malloc import keep_freed_memory
+
+    keep_freed_memory()
+    torch.set_num_threads(NUM_WORKERS)
+    crop = IMAGE_SIZE / STORED_SIZE
+    return Preprocessing(image_size=(IMAGE_SIZE, IMAGE_SIZE), channels=3, mean=MEAN, std=STD, crop=crop)
+
+
 def run_vitral(folder: Path, quick: bool) -> dict[str, Any]:
     import torch
 
-    from vitral.data.augment import AugmentConfig
-    from vitral.data.files.file_dataset import ReadOptions, load_file_dataset
-    from vitral.data.loader import Loader
-    from vitral.data.preprocess import Preprocessing
+    from vitral.data.augment import AugmentConfig, augment_batch
+    from vitral.data.files.file_dataset import ReadOptions, list_images, read_listing
 
-    torch.set_num_threads(NUM_WORKERS)
-    crop = IMAGE_SIZE / STORED_SIZE
-    preprocessing = Preprocessing(image_size=(IMAGE_SIZE, IMAGE_SIZE), channels=3, mean=MEAN, std=STD, crop=crop)
-
-    def loader(pack: float) -> Loader:
-        train = load_file_dataset(folder, preprocessing, read_options=ReadOptions(pack=pack, workers=NUM_WORKERS)).train
-        return Loader(images=train.images, labels=train.labels, batch_size=BATCH_SIZE, seed=0)
-
-    results = {"first_epoch": time_epoch(lambda: loader(64.0).epoch(0))}  # includes writing the packed file
-    packed = loader(64.0)
+    preprocessing = make_preprocessing()
+    results = {"first_epoch": time_epoch(lambda: load_training_images(folder).epoch(0))}  # writes the packed file
+    packed = load_training_images(folder)
     results["packed"] = time_epoch(lambda: packed.epoch(1))
+
+    def validation_images() -> Iterable[Any]:
+        listing = list_images(folder, 0.0)
+        listing = replace(listing, splits={**listing.splits, "train": []})
+        validation = read_listing(listing, preprocessing, ReadOptions(workers=NUM_WORKERS)).validation
+        yield validation.images, validation.labels
+
+    results["validation"] = time_epoch(validation_images)
     if quick:
         return results
     rng, augment = torch.Generator().manual_seed(0), AugmentConfig(crop=0.4, flip=True)
 
     def augmented() -> Iterable[Any]:
         for images, labels in packed.epoch(2):
-            yield preprocessing.normalise(augment.transform(images, rng, preprocessing.image_size)), labels
+            yield augment_batch(augment, preprocessing, 2, images, labels, rng)
 
     results["augmented"] = time_epoch(augmented)
-    streamed = loader(0.0)
+    streamed = load_training_images(folder, pack=0.0)
 
     def streamed_epoch() -> Iterable[Any]:
         yield from streamed.epoch(0)
@@ -203,25 +237,23 @@ def run_vitral(folder: Path, quick: bool) -> dict[str, Any]:
     return results
 
 
-def run_overlapped(folder: Path) -> dict[str, Any]:
-    import torch
+def run_fingerprints(folder: Path) -> dict[str, Any]:
+    make_preprocessing()
+    return {"fingerprints": time_epoch(lambda: load_training_images(folder, fingerprints=True).epoch(0))}
 
+
+def run_overlapped(folder: Path) -> dict[str, Any]:
     from vitral.data.files import file_dataset
     from vitral.data.files.packing_images import PackingImages
-    from vitral.data.loader import Loader
-    from vitral.data.preprocess import Preprocessing
 
-    torch.set_num_threads(NUM_WORKERS)
+    make_preprocessing()
     file_dataset.MIN_BYTES_TO_DEFER = 0
-    options = file_dataset.ReadOptions(workers=NUM_WORKERS)
-    crop = IMAGE_SIZE / STORED_SIZE
-    preprocessing = Preprocessing(image_size=(IMAGE_SIZE, IMAGE_SIZE), channels=3, mean=MEAN, std=STD, crop=crop)
 
     def epoch() -> Iterable[Any]:
-        train = file_dataset.load_file_dataset(folder, preprocessing, read_options=options).train
-        yield from Loader(images=train.images, labels=train.labels, batch_size=BATCH_SIZE, seed=0).epoch(0)
-        assert isinstance(train.images, PackingImages)
-        assert train.images.packed is not None
+        loader = load_training_images(folder)
+        yield from loader.epoch(0)
+        assert isinstance(loader.images, PackingImages)
+        assert loader.images.packed is not None
 
     return {"overlapped": time_epoch(epoch)}
 
@@ -284,6 +316,7 @@ def write_images(args: argparse.Namespace, target: Path) -> dict[str, Any]:
 def run_process(pipeline: str, folder: Path, quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as home:
         env = {**os.environ, "VITRAL_HOME": home, "OMP_NUM_THREADS": str(NUM_WORKERS)}
+        env |= KEEP_MEMORY if pipeline in ("kept_memory", "simplejpeg") else {}
         command = [sys.executable, __file__, str(folder), "--pipeline", pipeline, *["--quick"] * quick]
         output = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
         results: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -306,9 +339,11 @@ def print_summary(rounds: list[dict[str, dict[str, float]]]) -> None:
 
 
 def run_pipeline(pipeline: str, folder: Path, quick: bool) -> dict[str, Any]:
-    if pipeline in ("dataloader", "draft", "simplejpeg"):
+    if pipeline in ("dataloader", "draft", "kept_memory", "simplejpeg"):
         return run_dataloader(folder / "train", pipeline)
-    return run_vitral(folder, quick) if pipeline == "vitral" else run_overlapped(folder)
+    if pipeline == "vitral":
+        return run_vitral(folder, quick)
+    return run_fingerprints(folder) if pipeline == "fingerprints" else run_overlapped(folder)
 
 
 def main() -> None:

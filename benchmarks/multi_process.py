@@ -121,8 +121,6 @@ def leave_process_group() -> None:
 def run_equal_worker(rank: int, size: int, folder: Path) -> None:
     import torch
 
-    from vitral.distributed.dtensor import full_state
-
     if size > 1:
         join("gloo", rank, size, folder)
     modes = ("ddp", "fsdp") if size > 1 else ("single", "accumulated")
@@ -138,16 +136,32 @@ def run_equal_worker(rank: int, size: int, folder: Path) -> None:
                 before = training.state.epoch_sums.clone()
                 training.step(images.roll(step, 0), labels.roll(step, 0))
                 losses.append(((training.state.epoch_sums - before)[0] / len(labels)).item())
-            weights = full_state(training.state.model.state_dict())
+            weights = full_weights(training)
             overrides = sorted(getattr(training.backend, "overrides", ()))
             if rank == 0:
                 content = {
                     "losses": losses,
                     "overrides": overrides,
-                    "weights": {k: v.cpu() for k, v in weights.items()},
+                    "weights": weights,
                 }
                 torch.save(content, folder / f"{precision}-{mode}.pt")
     print(json.dumps({"done": True}), flush=True)
+
+
+def full_weights(training: VitralTraining) -> dict[str, Any]:
+    """All weights on the CPU. `DTensor.full_tensor` gathers with a collective that gloo offers only for CPU tensors:
+    with CUDA tensors the process ends with a segmentation fault (pytorch/pytorch#132471)."""
+    import torch
+
+    from vitral.distributed.dtensor import is_sharded
+
+    state = training.state.model.state_dict()
+    local = {name: (tensor.to_local() if is_sharded(tensor) else tensor).cpu() for name, tensor in state.items()}
+    ranks = training.backend.hardware.world.all_gather_objects([local])
+    return {
+        name: torch.cat([rank[name] for rank in ranks]) if is_sharded(tensor) else local[name]
+        for name, tensor in state.items()
+    }
 
 
 def compare_equal(folder: Path) -> list[dict[str, Any]]:
@@ -449,6 +463,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.worker:
+        faulthandler.enable()  # a crash in a library prints its stack
         faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)  # where a worker hangs
         kind, _, case = args.worker.partition(":")
         if kind == "equal":

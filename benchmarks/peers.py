@@ -129,6 +129,7 @@ class VitralTraining:
         hardware: Hardware,
         total_steps: int,
         parallel: ParallelPlan | None = None,
+        initial_weights: dict[str, Tensor] | None = None,
     ) -> None:
         from vitral.training.backend import make_backend
         from vitral.training.parallelism import parallel_plan
@@ -136,7 +137,7 @@ class VitralTraining:
         from vitral.training.step import StepContext, StepRunner
 
         parallel = parallel or parallel_plan(recipe, hardware)
-        self.state = init_state(recipe, hardware, total_steps, parallel=parallel)
+        self.state = init_state(recipe, hardware, total_steps, initial_weights, parallel=parallel)
         self.backend = make_backend(
             self.state.vit,
             recipe,

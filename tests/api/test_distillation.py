@@ -22,10 +22,12 @@ from support.training import (
     metrics_without_timing,
     weight_bytes,
 )
+from vitral import weights
 from vitral.data.preprocess import Preprocessing
 from vitral.data.registry.cache import cache_dir
 from vitral.errors import Interrupted, VitralError
 from vitral.recipes.builtin import get_recipe
+from vitral.recipes.checkpoint_options import CheckpointOptions
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
 from vitral.training.teacher_cache import FOLDER
@@ -166,6 +168,20 @@ def test_cnn_is_a_teacher(tmp_path: Path, photos: Path) -> None:
     assert len(run.load_metrics()) == 3
 
 
+def test_predictor_is_a_teacher(tmp_path: Path, photos: Path, teacher: Path) -> None:
+    """By the name of its folder; or its network, if a checkpoint of another library was read."""
+    named = distill(photos, tmp_path / "named", teacher, epochs=1)
+    loaded = distill(photos, tmp_path / "loaded", vitral.load(teacher), epochs=1)
+    assert f'teacher = "{teacher}"' in loaded.recipe_file.read_text()
+    weights.convert(teacher, tmp_path / "timm.safetensors", "timm")
+    preprocessing = vitral.load(teacher).model_config.preprocessing
+    options = CheckpointOptions(heads=TEACHER.heads, mean=preprocessing.mean, std=preprocessing.std, crop=1.0)
+    predictor = vitral.load(tmp_path / "timm.safetensors", options=options)
+    converted = distill(photos, tmp_path / "converted", predictor, epochs=1)
+    assert 'teacher = "python:ViT"' in converted.recipe_file.read_text()
+    assert weight_bytes(named.path) == weight_bytes(loaded.path) == weight_bytes(converted.path)
+
+
 def test_function_with_a_feature_map_is_a_teacher_and_is_passed_again_to_resume(tmp_path: Path, photos: Path) -> None:
     def blocks(images: torch.Tensor) -> torch.Tensor:
         assert images.shape[1:] == (1, 8, 8)
@@ -235,6 +251,7 @@ def test_teacher_that_returns_nan_is_refused(tmp_path: Path, photos: Path, overr
         ({"images": None}, "no images to learn from"),
         ({"teacher": None}, "no teacher to learn from"),
         ({"teacher": "nowhere"}, "nowhere"),
+        ({"teacher": 3}, "a teacher of type int cannot be called"),
         ({"recipe": "pretrain-small"}, "the recipe pretrain-small has no teacher"),
         ({"recipe": "folder-scratch"}, "the recipe folder-scratch has no teacher"),
         ({"batch_size": 17}, "has 16 images, fewer than the batch size of 17"),

@@ -12,11 +12,11 @@ import torch
 import vitral
 from support.common import identical
 from support.pretrain_runs import CENTER, METHODS, PRETRAIN_RECIPE, save_arrays, save_textures
-from support.training import final_weights, load_newest_checkpoint, metrics_without_timing
+from support.training import RaiseSigint, final_weights, load_newest_checkpoint, metrics_without_timing
 from vitral import api
 from vitral.api.pretraining import PretrainResult
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError
+from vitral.errors import Interrupted, VitralError
 from vitral.models.vit import ViT, ViTConfig
 from vitral.recipes.schema import read_recipe
 from vitral.runs.model_io import ModelConfig, save_model
@@ -167,6 +167,35 @@ def test_a_finished_run_is_continued_with_its_heads_and_its_centre(pretrain: Any
     assert all(torch.allclose(saved[name], continued[name], atol=1e-6) for name in heads)
 
 
+@pytest.mark.parametrize(
+    ("changes", "steps_before", "note"),
+    [
+        ({"optim.lr": 1e-5, "optim.warmup": 0.5}, 3, "the optimizer continues with its moments"),
+        ({"optim.layer_decay": 0.9}, 0, "the optimizer starts again: optim.layer_decay was 1.0"),
+        ({"optim.weight_decay": 0.2}, 0, "the optimizer starts again: optim.weight_decay was"),
+        ({"model.image_size": (16, 24), "keep_image_size": True}, 0, None),
+    ],
+)
+def test_the_optimizer_continues_if_its_settings_are_those_of_the_run(
+    pretrain: Any, tmp_path: Path, changes: dict[str, Any], steps_before: int, note: str | None
+) -> None:
+    """AdamW counts its steps; the learning rate is that of the new run. A resumed run continues its own moments."""
+    first = Run(pretrain("first", epochs=1, checkpoint_epochs=1).run)
+    recipe = read_recipe(first.recipe_file).with_overrides({"init_from": str(first.path), **changes})
+    notes = setup_pretraining(recipe).notes
+    about_optimizer = [line for line in notes if line.startswith("the optimizer")]
+    assert [line.startswith(note or "?") for line in about_optimizer] == [True] * (note is not None)
+    with pytest.raises(Interrupted):
+        vitral.pretrain(recipe=recipe, out=tmp_path / "second", callbacks=[RaiseSigint(1)])
+    second = Run(tmp_path / "second")
+    state = load_newest_checkpoint(second)["optimizers"][-1]
+    assert {int(values["step"]) for values in state["state"].values()} == {steps_before + 1}
+    assert {group["weight_decay"] for group in state["param_groups"]} <= {0.0, recipe.optim.weight_decay}
+    vitral.pretrain(resume=second.path)
+    state = load_newest_checkpoint(second)["optimizers"][-1]
+    assert {int(values["step"]) for values in state["state"].values()} == {steps_before + 3}
+
+
 def test_what_is_continued_depends_on_method_sizes_and_weights(pretrain: Any) -> None:
     first = Run(pretrain("first", epochs=1, method="dino").run)
     recipe = read_recipe(first.recipe_file).with_overrides({"init_from": str(first.path)})
@@ -217,7 +246,10 @@ def test_train_and_pretrain_refuse_runs_and_recipes_of_each_other(finished: Pret
         vitral.pretrain(str(photos), recipe="digits")
 
 
-@pytest.mark.parametrize("given", [{"images": "photos"}, {"preset": "Ti/16"}, {"recipe": "pretrain"}, {"out": "x"}])
+@pytest.mark.parametrize(
+    "given",
+    [{"images": "photos"}, {"images": Path("photos")}, {"preset": "Ti/16"}, {"recipe": "pretrain"}, {"out": "x"}],
+)
 def test_a_resumed_run_keeps_its_images_and_recipe(finished: PretrainResult, given: dict[str, Any]) -> None:
     with pytest.raises(VitralError, match="a resumed run keeps its images, recipe and folder"):
         vitral.pretrain(resume=finished.run, **given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import _fp8_training
 import fp8_gradients
 import fp8_predictions
 import gpu_curve
 from support.served import make_image
+from support.triton_interpreter import emulate_fp8_gemms, requires_interpreter, small_model
+from vitral.kernels.encoder import FusedEncoder
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs the full benchmark on a GPU")
 
@@ -86,3 +90,42 @@ def test_one_scale_per_tensor_is_as_accurate_as_one_per_token(
 def test_fp8_rounds_to_four_significant_bits() -> None:
     x = torch.tensor([1.0, 1.06, 1.07, -3.9, 448.0, 2.0**-9])
     assert fp8_predictions.round_to_fp8(x, torch.tensor(448.0)).tolist() == [1.0, 1.0, 1.125, -4.0, 448.0, 2.0**-9]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e3])
+def test_emulated_rounding_is_that_of_a_cast_to_e4m3(scale: float) -> None:
+    x = (scale * torch.randn(4000)).clamp(-448, 448)
+    assert torch.equal(_fp8_training.round_to_fp8(x).float(), x.to(torch.float8_e4m3fn).float())
+
+
+@requires_interpreter
+@pytest.mark.parametrize(
+    ("fp8_wgrad", "pooling"), [(False, "class"), (True, "class"), pytest.param(True, "mean", marks=pytest.mark.slow)]
+)
+def test_emulated_fp8_training_is_close_to_the_kernels(
+    fp8_wgrad: bool, pooling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its errors have the size of those of the kernels, and are in part the same: bf16 changes which way FP8 rounds."""
+    emulate_fp8_gemms(monkeypatch)
+    model, tokens = small_model(32, depth=2, pooling=pooling)
+    model.train()
+    cls_only, grid = pooling == "class", model.config.grid
+    grad_out = torch.randn(2, 1 if cls_only else tokens.shape[1], model.config.width)
+
+    def gradients(encoder: Any) -> list[torch.Tensor]:
+        out = encoder(tokens, grid)[:, : grad_out.shape[1]].float()
+        parameters = [p for name, p in model.encoder.named_parameters() if "bias" not in name]
+        return [out.detach(), *torch.autograd.grad(out, parameters, grad_out)]
+
+    exact = gradients(model.encoder)
+    kernels = gradients(
+        FusedEncoder(model.encoder, fp8=True, dtype=torch.float32, cls_only=cls_only, fp8_wgrad=fp8_wgrad)
+    )
+    _fp8_training.emulate_fp8(model, fp8_wgrad)
+    emulated = gradients(model.encoder)
+    shared = []
+    for result, reference, expected in zip(emulated, kernels, exact, strict=True):
+        kernel_error = (reference - expected).norm()
+        assert (result - expected).norm() == pytest.approx(kernel_error, rel=0.25)
+        shared.append(float((result - reference).norm() / kernel_error))
+    assert statistics.median(shared) < 0.8  # independent errors of the same size: 1.4

@@ -78,6 +78,7 @@ def test_train_with_a_teacher(photos: Path, command: Command, no_figures: None) 
         (["distill", "photos"], "error: no teacher to learn from"),
         (["distill", "photos", "--teacher", "nowhere"], "error: no run or model folder nowhere"),
         (["distill", "nowhere", "--teacher", "teacher"], "error: no folder, list or dataset named 'nowhere'"),
+        (["distill", "more", "--resume", "run"], "error: a resumed run keeps its images, so more cannot be used"),
         (["distill", "--resume", "run", "--teacher", "teacher"], "error: --teacher cannot be changed when a run"),
         (["distill", "photos", "--teacher", "teacher", "--distill.cache", "-1"], "error: distill.cache must be at"),
         (["train", "photos", "--distill.kind", "soft"], "error: distill.teacher must name a model"),

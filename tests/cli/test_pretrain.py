@@ -172,6 +172,7 @@ def test_a_finished_run_says_what_to_do_with_it(command: Command, reference_run:
     assert code == 0
     assert f"{reference_run} is finished; nothing was changed." in out
     assert f"vitral pretrain --recipe {reference_run}/recipe.toml --epochs 6" in out
+    assert f"Continue it on other images: vitral pretrain IMAGES --init-from {reference_run}" in out
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,13 @@ def test_a_resumed_run_keeps_its_recipe(command: Command, reference_run: Run, fl
     what, hint = refuse(command, "pretrain", "--resume", reference_run, *flag)
     assert what == f"error: {flag[0]} cannot be changed when a run is resumed"
     assert f"vitral pretrain --recipe {reference_run}/recipe.toml" in hint
+
+
+def test_other_images_continue_a_run_instead_of_resuming_it(command: Command, reference_run: Run) -> None:
+    what, hint = refuse(command, "pretrain", "more", "my photos", "--resume", reference_run)
+    assert what == "error: a resumed run keeps its images, so more cannot be used"
+    assert f"vitral pretrain --resume {reference_run}; or" in hint
+    assert f"in a new run: vitral pretrain more 'my photos' --init-from {reference_run}" in hint
 
 
 # Bad input

@@ -18,7 +18,8 @@ from PIL import Image
 from scipy import stats
 from torch import Generator, Tensor
 
-from vitral.data.augment import AugmentConfig, _sample_beta, cutmix, erase, mixup
+from vitral.data.augment import AugmentConfig, _sample_beta, augment_batch, cutmix, erase, mixup
+from vitral.data.preprocess import Preprocessing
 
 BORDERS = ("edge", "black")
 
@@ -116,6 +117,61 @@ def test_half_of_the_images_are_flipped() -> None:
     images = coordinates(4000, 1, 5)[:, :1]
     flipped = AugmentConfig(flip=True).transform(images, seeded(2))[:, 0, 0, 0] == 4
     assert 0.47 < flipped.float().mean() < 0.53
+
+
+def reference_crops(images: Tensor, min_area: float, size: tuple[int, int], generator: Generator) -> Tensor:
+    """Random resized crops, then flips, one image at a time, with the random draws in the order of the transforms."""
+    area, ratio, down, right = torch.rand(4, len(images), generator=generator)
+    torch.randint(0, 1, (2, len(images), 1), generator=generator)  # shifts by zero pixels
+    flipped = torch.rand(len(images), 1, generator=generator) < 0.5
+    area, ratio = min_area + area * (1 - min_area), (4 / 3) ** (ratio * 2 - 1)
+    crops = []
+    for index, image in enumerate(images):
+        height, width = min((area[index] * ratio[index]) ** 0.5, 1.0), min((area[index] / ratio[index]) ** 0.5, 1.0)
+        top, left = (1 - height) * down[index], (1 - width) * right[index]
+        rows = (top + height * (torch.arange(size[0]) + 0.5) / size[0]) * image.shape[1] - 0.5
+        columns = (left + width * (torch.arange(size[1]) + 0.5) / size[1]) * image.shape[2] - 0.5
+        crop = interpolate_rows(interpolate_rows(image.double(), rows).transpose(1, 2), columns).transpose(1, 2)
+        crops.append(crop.flip(2) if flipped[index] else crop)
+    return torch.stack(crops)
+
+
+def interpolate_rows(image: Tensor, rows: Tensor) -> Tensor:
+    """The image (C, H, W) at fractional rows; outside of it, its first or last row."""
+    rows = rows.double().clamp(0, image.shape[1] - 1)
+    first = rows.floor().long()
+    second = (first + 1).clamp(max=image.shape[1] - 1)
+    return torch.lerp(image[:, first], image[:, second], (rows - first)[None, :, None])
+
+
+@pytest.mark.parametrize("size", [(24, 24), (12, 30), (40, 20)])
+@pytest.mark.parametrize("count", [1, 4, 11])
+def test_crops_are_flipped_and_resized_as_one_image_at_a_time(count: int, size: tuple[int, int]) -> None:
+    images = noise(count, 3, 30, 26)
+    crops = AugmentConfig(crop=0.2, flip=True).transform(images, seeded(7), size)
+    assert crops.dtype == torch.float32
+    assert (crops - reference_crops(images, 0.2, size, seeded(7))).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"crop": 0.3, "flip": True}, {"shift": 1}, {"rotate": 5.0}])
+def test_augmentation_normalises_and_leaves_its_input_unchanged(options: Any, dtype: torch.dtype) -> None:
+    images = noise(5, 3, 16, 16).to(dtype)
+    before = images.clone()
+    preprocessing = Preprocessing(image_size=(16, 16), channels=3, mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3))
+    augment = AugmentConfig(**options)
+    normalised, _ = augment_batch(augment, preprocessing, 2, images, torch.zeros(5, dtype=torch.int64), seeded(3))
+    assert torch.equal(images, before)
+    mean, std = (255 * torch.tensor(values).view(3, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+    expected = (augment.transform(images, seeded(3)).float() - mean) / std
+    assert torch.allclose(normalised, expected, atol=1e-5)
+
+
+def test_crops_followed_by_a_shift_are_flipped_afterwards() -> None:
+    images = noise(6, 3, 30, 26)
+    shifted = AugmentConfig(crop=0.2, flip=True, shift=1).transform(images, seeded(7))
+    crops = AugmentConfig(crop=0.2).transform(images, generator := seeded(7))
+    assert torch.equal(shifted, AugmentConfig(flip=True, shift=1).transform(crops, generator))
 
 
 @pytest.mark.parametrize(("H", "W"), [(24, 24), (16, 40), (40, 16)])

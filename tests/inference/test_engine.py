@@ -219,7 +219,7 @@ def test_the_margin_for_an_agreement_leaves_that_share_of_wrong_labels() -> None
     accurate = torch.randn(60_000, 10, generator=generator)
     fast = accurate + 0.1 * torch.randn(60_000, 10, generator=generator)
     margins = []
-    for target in (0.01, 0.001):
+    for target in (0.002, 0.0005):
         margins.append(margin_for_agreement(fast[:10_000], accurate[:10_000], target))
         top2 = fast[10_000:].topk(2).values
         again = top2[:, 0] - top2[:, 1] < margins[-1]
@@ -229,6 +229,24 @@ def test_the_margin_for_an_agreement_leaves_that_share_of_wrong_labels() -> None
     assert margins[0] < margins[1] < cascade_margin(fast, accurate)
     assert margin_for_agreement(accurate, accurate) == 0
     assert margin_for_agreement(fast[:, :1], accurate[:, :1]) == 0
+
+
+def test_images_that_a_model_is_certain_of_do_not_make_the_margin_vanish() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def predict(count: int, certainty: float) -> tuple[Tensor, Tensor]:
+        """fp32 logits of two classes, and those with errors of standard deviation 0.1."""
+        accurate = torch.randn(count, 2, generator=generator)
+        accurate[:, 0] += certainty
+        return accurate, accurate + 0.1 * torch.randn(count, 2, generator=generator)
+
+    accurate, fast = predict(256, certainty=12.0)  # such as images that it was trained on
+    margin = margin_for_agreement(fast, accurate)
+    assert 1.5 * 0.1 * 2**0.5 < margin < cascade_margin(fast, accurate)
+    accurate, fast = predict(100_000, certainty=2.0)  # 9% of them differ by less than 0.5
+    is_kept = (fast[:, 0] - fast[:, 1]).abs() >= margin
+    wrong = (fast.argmax(1) != accurate.argmax(1)) & is_kept
+    assert float(wrong.double().mean()) < 0.001
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device import cpu as cpu_info
 from vitral.errors import VitralError
 from vitral.inference import bench
-from vitral.inference.cpu_backends import CpuBackend, PrecisionEngine
-from vitral.inference.cpu_engine import CpuEngine, CpuPrecision
+from vitral.inference.cpu_backends import CpuBackend, PrecisionEngine, throughput_backend
+from vitral.inference.cpu_engine import CpuEngine, CpuPrecision, num_pooled_tokens
 from vitral.inference.engine_selection import BenchResult, BenchRow, save_bench_result, select_engine
 from vitral.inference.int8_calibration import collect_activation_ranges
 from vitral.inference.openvino_engine import (
@@ -65,6 +65,27 @@ def test_logits_and_features_agree_with_the_model(kind: str, precision: CpuPreci
     torch.testing.assert_close(engine.head(features), logits, rtol=1e-5, atol=1e-5)
     varying = torch.cat([engine(part) for part in images.split([1, 2, 16, 5])])
     assert relative_error(varying, logits) < tolerance
+
+
+@pytest.mark.parametrize("kind", SUPPORTED_KINDS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_padding_rows_do_not_change_the_output(kind: str, batch_size: int) -> None:
+    from vitral.inference.openvino_graph import build_graph, cut_patches
+
+    model, preprocessing = build_model(kind)
+    patches = cut_patches(smooth_images(batch_size, model.config.channels), model.config.patch_size)
+    ranges = collect_activation_ranges(model, [smooth_images(32, model.config.channels, seed=1)], preprocessing)
+    options = compile_options("fp32", 1) | {"LP_TRANSFORMS_MODE": False}
+    count = num_pooled_tokens(model)
+    for its_ranges in (None, ranges):
+        plain, padded = (
+            ov.Core().compile_model(
+                build_graph(model, preprocessing, count, its_ranges, batch_size, multiple), "CPU", options
+            )
+            for multiple in (1, 4)
+        )
+        expected = torch.from_numpy(plain([patches])[0])
+        torch.testing.assert_close(torch.from_numpy(padded([patches])[0]), expected, atol=1e-4, rtol=1e-4)
 
 
 def int8_graph_logits(model: ViT, preprocessing: Preprocessing, images: Tensor) -> Tensor:
@@ -208,6 +229,27 @@ def test_the_measured_backend_is_used_and_recorded(model_dir: Path) -> None:
         info = predictor.engine.info()
         assert (info["name"], info["backend"]) == ("fp32", "openvino")
         torch.testing.assert_close(predictor.logits(images), reference.logits(images), atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_benchmark_a_server_computes_fp32_with_openvino(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, images = save_random_model(tmp_path / "model"), smooth_images(8)
+    few = Predictor.load(folder, device="cpu")
+    many = Predictor.load(folder, device="cpu", throughput=True)
+    assert (few.engine.backend, many.engine.backend) == ("pytorch", "openvino")
+    assert str(many.engine) == "fp32 (OpenVINO, no benchmark on this CPU; run vitral bench)"
+    torch.testing.assert_close(many.logits(images), few.logits(images), atol=1e-4, rtol=1e-4)
+    hide_openvino(monkeypatch)
+    assert Predictor.load(folder, device="cpu", throughput=True).engine.backend == "pytorch"
+
+
+def test_openvino_with_other_fp32_logits_is_not_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, preprocessing = build_model("class")
+    assert throughput_backend(model, preprocessing) == "openvino"
+    exact = OpenVinoEngine.__call__
+    monkeypatch.setattr(OpenVinoEngine, "__call__", lambda engine, images: exact(engine, images) * 1.01)
+    assert throughput_backend(model, preprocessing) == "pytorch"
 
 
 def test_without_openvino_the_pytorch_engine_is_used_and_the_install_command_named(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from support.triton_interpreter import fake_gpu, requires_interpreter, use_pytorch_attention
+from support.triton_interpreter import fake_gpu, requires_interpreter
 from vitral.data.augment import AugmentConfig
 from vitral.data.autoaugment import AutoAugmentPolicy
 from vitral.data.preprocess import Preprocessing
@@ -240,10 +240,7 @@ def test_automatic_fp8_falls_back_to_bf16_and_requested_fp8_raises() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tune", ["lora", "last-1", "bias", "head"])
-def test_partial_tuning_uses_the_fused_forward_pass_and_has_the_reference_gradients(
-    tune: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_pytorch_attention(monkeypatch)
+def test_partial_tuning_uses_the_fused_forward_pass_and_has_the_reference_gradients(tune: str) -> None:
     recipe = replace(RECIPE, tune=tune, model=replace(MODEL, depth=2), optim=OptimConfig(grad_clip=0.0))
     torch.manual_seed(0)
     model = ViT(recipe.model)
@@ -273,10 +270,7 @@ def test_partial_tuning_uses_the_fused_forward_pass_and_has_the_reference_gradie
     ],
     ids=str,
 )
-def test_settings_of_fine_tuning_train_with_the_fused_forward_pass(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_pytorch_attention(monkeypatch)
+def test_settings_of_fine_tuning_train_with_the_fused_forward_pass(fields: dict[str, Any]) -> None:
     recipe = RECIPE.with_overrides({"model.depth": 2, "optim.name": "adamw", "optim.warmup": 0.0} | fields)
     preprocessing = Preprocessing(image_size=(8, 8), channels=3, mean=(0.5,) * 3, std=(0.2,) * 3)
     single, results, num_classes = ParallelPlan(mode="single", reason="one process"), [], recipe.model.num_classes

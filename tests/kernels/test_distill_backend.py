@@ -9,7 +9,7 @@ import torch
 
 from support.distillation import STUDENT, VIEWS, tiny_distillation
 from support.models import randomize_weights
-from support.triton_interpreter import fake_gpu, requires_interpreter, use_pytorch_attention
+from support.triton_interpreter import fake_gpu, requires_interpreter
 from vitral.data.preprocess import Preprocessing
 from vitral.kernels.backend import TritonBackend
 from vitral.models.variants import VARIANTS
@@ -32,7 +32,6 @@ PREPROCESSING = Preprocessing(image_size=(8, 8), channels=3, mean=(0.5,) * 3, st
 def test_fused_forward_pass_gives_the_loss_and_gradients_of_the_reference(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_pytorch_attention(monkeypatch)
     recipe = Recipe(
         name="tiny", data=DataConfig(name="none"), model=MODEL, variant=variant, optim=OptimConfig(grad_clip=0.0),
         batch_size=16, distill=DistillConfig(teacher="tiny", kind="soft"),
@@ -70,7 +69,6 @@ def test_fused_forward_pass_gives_the_loss_and_gradients_of_the_reference(
 def test_feature_distillation_with_a_fused_student_has_the_loss_of_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    use_pytorch_attention(monkeypatch)
     monkeypatch.setattr("vitral.kernels.encoder_checks.check_batch_size", lambda _: 2)
     monkeypatch.setattr("vitral.training.pretrain_backend.can_run_triton", lambda _: True)
     recipe = Recipe(

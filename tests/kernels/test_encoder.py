@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.triton_interpreter import relative_difference, requires_interpreter, use_pytorch_attention
+from support.triton_interpreter import relative_difference, requires_interpreter
 from vitral.kernels.encoder import MAX_WIDTH, FusedEncoder, unsupported_architecture
 from vitral.models.lora import LoRAConfig, add_lora, lora_layers
 from vitral.models.vit import ViT, ViTConfig
@@ -235,7 +235,6 @@ def test_frozen_weights_have_no_weight_gradient_gemm(
 
     for module in ("encoder_backward", "linear"):
         monkeypatch.setattr(f"vitral.kernels.{module}.weight_gradient", count)
-    use_pytorch_attention(monkeypatch)
     model = tuned_model(tune)
     tokens = embed_random_images(model)
     forward_backward(FusedEncoder(model.encoder, dtype=torch.float32), model, tokens, torch.randn_like(tokens))

@@ -17,7 +17,6 @@ from support.triton_interpreter import (
     requires_interpreter,
     small_model,
     spy_on,
-    use_pytorch_attention,
 )
 from vitral.kernels import encoder_checks
 from vitral.kernels.block.op import MIN_BLOCK_TOKENS, MIN_EXPAND_TOKENS
@@ -36,8 +35,7 @@ def fail(*args: Any, **kwargs: Any) -> None:
     raise KeyError("out of shared memory")
 
 
-def test_a_supported_model_has_no_reason_and_is_left_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_pytorch_attention(monkeypatch)
+def test_a_supported_model_has_no_reason_and_is_left_unchanged() -> None:
     model, rng_state = small_model(8, drop_path=0.5, depth=2)[0].train(), torch.get_rng_state()
     assert unsupported_reason(model, fake_gpu()) is None
     assert model.training
@@ -93,8 +91,6 @@ def test_a_dry_run_requests_kernels_without_launching_them(
 
 
 def test_an_error_in_a_dry_run_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_pytorch_attention(monkeypatch)
-
     def broken_dry_run(model: ViT, *args: object) -> None:
         model.eval()
         raise RuntimeError("out of memory")

@@ -16,7 +16,6 @@ from support.triton_interpreter import (
     emulate_fp8_gemms,
     relative_difference,
     requires_interpreter,
-    use_pytorch_attention,
 )
 from vitral.kernels.dropout.op import Dropout, apply_dropout, draw_seeds
 from vitral.kernels.dropout.reference import same_dropout
@@ -29,12 +28,6 @@ from vitral.training.optim.param_groups import set_trainable
 pytestmark = requires_interpreter
 GRID = (2, 2)
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def _pytorch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attention kernels have their own tests and are slow in the interpreter."""
-    use_pytorch_attention(monkeypatch)
 
 
 def make_model(tune: str = "full", lora_dropout: float = 0.0, noise: float = 0.1, **overrides: Any) -> ViT:

@@ -16,7 +16,6 @@ from support.triton_interpreter import (
     fake_gpu,
     relative_difference,
     requires_interpreter,
-    use_pytorch_attention,
 )
 from vitral.distributed.parallel import ParallelPlan
 from vitral.kernels import encoder_checks, pretraining
@@ -38,8 +37,7 @@ POOLING: dict[str, ViTConfig] = {"class": MODEL, "mean": replace(MODEL, pooling=
 
 @pytest.fixture(autouse=True)
 def fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few images per self-check: the interpreter is slow. It cannot multiply bf16 matrices in attention."""
-    use_pytorch_attention(monkeypatch)
+    """Few images per self-check: the interpreter is slow."""
     monkeypatch.setattr(encoder_checks, "check_batch_size", lambda _: 2)
     monkeypatch.setattr(pretraining, "CHECK_IMAGES", 2)
 

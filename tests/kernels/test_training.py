@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.triton_interpreter import break_kernel, fake_gpu, requires_interpreter, use_pytorch_attention
+from support.triton_interpreter import break_kernel, fake_gpu, requires_interpreter
 from vitral.kernels.training import make_training_forward
 from vitral.models.variants.hybrid import ConvStemConfig, HybridConfig, HybridViT
 from vitral.models.vit import ViT
@@ -28,7 +28,6 @@ def test_models_of_one_shape_share_the_compiled_embedding_and_are_freed(monkeypa
 
     counter, compile_fn = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compile_fn(function, backend=counter))
-    use_pytorch_attention(monkeypatch)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the stem's kernel does not work here")

@@ -544,9 +544,17 @@ def test_distilled_model_averages_the_logits_of_both_heads() -> None:
     torch.testing.assert_close(trace.logits, expected)
 
 
-@pytest.mark.parametrize("settings", [{"pooling": "mean"}, {"positions": "sincos"}, {"registers": 1}])
-def test_unsupported_distilled_configurations_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="'distilled' requires pooling 'class', positions 'learned' and registers 0"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pooling": "mean"}, "model.pooling 'class', got 'mean'"),
+        ({"positions": "learned+rotary"}, "model.positions 'learned', got 'learned\\+rotary'"),
+        ({"registers": 1}, "model.registers 0, got 1"),
+        ({"pre_norm": True}, "model.pre_norm False, got True"),
+    ],
+)
+def test_unsupported_distilled_configurations_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"'distilled' requires {message}"):
         random_model(DistilledViT, **settings)
 
 

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from vitral.ssl.collapse import (
     CollapseMetrics,
+    advice_for_similar_images,
     collapse_reason,
     effective_rank,
     feature_std,
+    image_deviation,
     mean_cosine,
     measure_collapse,
     output_entropies,
@@ -204,6 +206,22 @@ def test_features_of_a_collapsing_encoder_are_reported() -> None:
             break
     assert 4 <= len(checks) < 10
     assert "collaps" in str(what(checks))
+
+
+def test_deviation_of_images_by_hand() -> None:
+    """Two images that differ by 0.5 in half of their values are 0.25 from their mean there, and 0 elsewhere."""
+    images = torch.zeros(2, 3, 4, 4)
+    images[1, :, :2] = 0.5
+    assert image_deviation(images) == pytest.approx(0.125)
+    assert image_deviation(images[1:].expand(5, -1, -1, -1)) == 0
+
+
+def test_advice_for_equal_images_is_to_look_at_them_first() -> None:
+    assert advice_for_similar_images(0.1) is None
+    assert advice_for_similar_images(0.0) == "The images are all the same: look at them first"
+    advice = advice_for_similar_images(0.004)
+    assert advice is not None
+    assert advice.startswith("The images are nearly the same, 0.4% of the pixel range from their mean")
 
 
 def test_advice_names_what_helps_the_method() -> None:

@@ -24,7 +24,7 @@ import torch
 from support.common import TINY_RECIPE, texture_dataset, textures
 from support.models import randomize_weights
 from support.pretrain_runs import PRETRAIN_RECIPE, preprocessing_for, unlabelled_textures
-from support.triton_interpreter import emulate_fp8_gemms, fake_gpu, use_pytorch_attention
+from support.triton_interpreter import emulate_fp8_gemms, fake_gpu
 from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.device.select import select_hardware
 from vitral.distributed.world import SINGLE_PROCESS, init_distributed
@@ -132,7 +132,6 @@ def fused_kernels(kernels: str | None) -> Iterator[None]:
         if kernels is not None:
             patch.setattr("vitral.training.backend.can_run_triton", lambda _: True)
             patch.setattr("vitral.training.pretrain_backend.can_run_triton", lambda _: True)
-            use_pytorch_attention(patch)
         if kernels == "fp8":
             emulate_fp8_gemms(patch, torch.bfloat16)
             patch.setattr("vitral.kernels.encoder_checks.FP8_WGRAD_MIN_WIDTH", 16)

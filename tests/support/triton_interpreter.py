@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +44,34 @@ def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
 
 interpreter._patch_builtin = patch_builtins
 
+ROUNDED_WITH_TORCH = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+convert_float = interpreter._convert_float
+
+
+def convert_float_as_on_a_gpu(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    """Round fp32 to the nearest FP8 or bf16 value. The interpreter truncates to bf16 unless told otherwise, and halves
+    every second value whose rounding carries into the exponent: 125 becomes 64 instead of 128 in FP8."""
+    dtype = ROUNDED_WITH_TORCH.get(target.name)
+    if source.name != "fp32" or dtype is None:
+        return convert_float(values, source, target, rounding_mode)
+    tensor = torch.from_numpy(np.ascontiguousarray(values).view(np.float32)).to(dtype)
+    bits = tensor.view(torch.uint8).numpy() if dtype.itemsize == 1 else tensor.view(torch.uint16).numpy()
+    return bits.reshape(values.shape)
+
+
+interpreter._convert_float = convert_float_as_on_a_gpu
+create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def create_dot_of_bf16(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    """Multiply bf16 matrices in fp32. The interpreter multiplies the integers that their bits represent."""
+    if a.dtype == interpreter.tl.bfloat16:
+        a, b = (builder.cast_impl(operand, interpreter.tl.float32) for operand in (a, b))
+    return create_dot(builder, a, b, d, *options)
+
+
+interpreter.InterpreterBuilder.create_dot = create_dot_of_bf16
+
 
 def fake_gpu(**overrides: Any) -> Hardware:
     """Hardware on the CPU that uses Triton kernels."""
@@ -67,12 +96,6 @@ def small_model(image_size: int, **overrides: Any) -> tuple[ViT, Tensor]:
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp_min(1e-4)).item()
-
-
-def use_pytorch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For bf16: the interpreter cannot multiply bf16 matrices."""
-    monkeypatch.setattr("vitral.kernels.short_attention.op.MAX_SHORT_TOKENS", 1)
-    monkeypatch.setattr("vitral.kernels.attention.op.MAX_TOKENS", 1)
 
 
 def emulate_fp8_gemms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> list[tuple[int, ...]]:

@@ -212,6 +212,14 @@ def test_destination_must_fit_the_format(name: str, to: str, reason: str, tmp_pa
         weights.write(as_checkpoint(ViT(ViTConfig(**SIZES))), tmp_path / name, to=to)
 
 
+def test_the_folder_that_a_hint_suggests_does_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(VitralError) as error:
+        weights.write(as_checkpoint(ViT(ViTConfig(**SIZES))), tmp_path / "model.safetensors", to="vitral")
+    assert error.value.hint.startswith(f"Name it {tmp_path / 'model-vitral'}, or choose a format")
+    assert "timm" in error.value.hint
+
+
 def test_half_precision_is_preserved_and_built_in_fp32(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     half = {name: tensor.half() for name, tensor in tensors.items()}
     save_file(half, tmp_path / "half.safetensors")

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vitral.api.training import resolve_run_recipe, train
 from vitral.data.files.csv_list import read_csv_list
-from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
+from vitral.data.sequence import ItemSequence, split_data_argument
 from vitral.device.select import select_hardware
 from vitral.errors import Interrupted, VitralError, shell_quote
 from vitral.evaluation.cross_validation import (
@@ -90,9 +90,7 @@ def cross_validate(
         quiet: Print nothing.
         overrides: Recipe fields. A time limit is for all runs together.
     """
-    check_data_argument(data)
-    items = data if is_sequence(data) else None
-    name = sequence_name(items) if items is not None else None if data is None else str(data)
+    name, items = split_data_argument(data)
     if select_hardware().world.size > 1:
         raise VitralError("a cross-validation runs in one process", "Start it without torchrun")
     if resume is not None:

@@ -7,22 +7,24 @@ model = vitral.train("labelled/", init_from=result.run)
 
 from __future__ import annotations
 
-import time
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitral.api.pretraining import PretrainResult, check_judge, finish, train_without_labels
+from vitral.api.pretraining import PretrainResult, check_judge, finish, given_fields, train_without_labels
+from vitral.api.runs import Launch
 from vitral.data.preprocess import Preprocessing
 from vitral.data.unlabelled import as_sources
+from vitral.data.unlabelled_sources import named_sources
 from vitral.errors import VitralError
+from vitral.inference.predictor import Predictor
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
-from vitral.recipes.schema import Recipe, read_recipe
-from vitral.runs.run import Run, resume_command
+from vitral.recipes.schema import Recipe
+from vitral.runs.run import is_checkpoint, resume_command
 from vitral.training.callbacks import Callback
 from vitral.training.distill_data import resolve_distill_recipe, setup_distillation
 from vitral.training.progress import DistillProgressTable
-from vitral.training.provenance import check_resumable
 from vitral.training.setup import with_excluded_files
 from vitral.training.teachers import TeacherFn
 
@@ -30,7 +32,7 @@ from vitral.training.teachers import TeacherFn
 def distill(
     images: str | Path | Sequence[Any] | None = None,
     *,
-    teacher: str | Path | TeacherFn | None = None,
+    teacher: str | Path | TeacherFn | Predictor | None = None,
     teacher_preprocessing: Preprocessing | None = None,
     recipe: Recipe | str | Path | None = None,
     init_from: str | Path | None = None,
@@ -53,9 +55,9 @@ def distill(
 
     Args:
         images: As for `vitral.pretrain`: folders, lists, shards, built-in datasets or a sequence of images.
-        teacher: A run, model folder, checkpoint file, "hf:owner/name" or bundled model. Or a callable from normalised
-            images (B, C, H, W) to features (B, E), a feature map (B, E, h, w), or a pair or dictionary of "pooled" and
-            "patches"; a module is set to evaluation mode.
+        teacher: A run, model folder, checkpoint file, "hf:owner/name", bundled model or `Predictor`. Or a callable from
+            normalised images (B, C, H, W) to features (B, E), a feature map (B, E, h, w), or a pair or dictionary of
+            "pooled" and "patches"; a module is set to evaluation mode.
         teacher_preprocessing: Input that a callable expects. Default: the student's.
         recipe: Name, TOML file or Recipe. Default: "distill", or "distill-small" for built-in datasets.
         init_from: Checkpoint whose weights the student starts from. It determines the architecture.
@@ -73,39 +75,50 @@ def distill(
         overrides: Recipe fields, such as `epochs=3` or `**{"pretrain.distill.patch_weight": 0.5}`. A resumed run
             accepts only `vitral.recipes.schema.RESUMABLE_FIELDS`.
     """
-    started = time.perf_counter()
     check_judge(judge, judge_options)
+    overrides = {**given_fields({"pretrain.labels": labels}), **overrides}
+    launch = Launch(out=out, resume=resume, quiet=quiet, callbacks=callbacks, overrides=overrides)
     sources = [] if images is None else as_sources(images)
-    if labels is not None:
-        overrides = {"pretrain.labels": str(labels), **overrides}
-    name = str(teacher) if isinstance(teacher, Path) else teacher
-    network = None if name is None or isinstance(name, str) else name
+    name, network, expected = split_teacher(teacher)
     if resume is not None:
-        is_named = isinstance(name, str) or any(isinstance(source, str) for source in sources)
-        if is_named or any((recipe, init_from, preset, out, exclude, options.given)):
-            raise VitralError("a resumed run keeps its images, teacher, recipe and folder", "Pass only the run folder")
-        check_resumable(overrides)
-        resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
+        arguments = (named_sources(sources), name, recipe, init_from, preset, exclude, options.given)
+        recorded = launch.recorded_recipe(*arguments, kept="images, teacher, recipe and folder")
+        resolved = recorded.with_overrides(overrides)
         check_is_distillation(resolved, resume)
     else:
-        init = str(init_from) if init_from else None
-        resolved = resolve_distill_recipe(sources, name, recipe, init, preset, options).with_overrides(overrides)
-        resolved = with_excluded_files(resolved, exclude)
-    given = list(sources) if any(not isinstance(source, str) for source in sources) else None
+        source = str(init_from) if init_from else None
+        resolved = resolve_distill_recipe(sources, name or network, recipe, source, preset, options, expected)
+        resolved = with_excluded_files(resolved.with_overrides(overrides), exclude)
+    expected = teacher_preprocessing or expected
     run, resolved = train_without_labels(
+        launch,
         resolved,
-        lambda recipe, progress: setup_distillation(recipe, progress, given, network, teacher_preprocessing),
-        started=started,
-        out=out,
-        resume=resume,
-        quiet=quiet,
-        callbacks=callbacks,
-        overrides=overrides,
+        lambda recipe, progress: setup_distillation(recipe, progress, sources, network, expected),
         is_judged=judge is not None,
-        command="distill",
         progress_class=DistillProgressTable,
     )
     return finish(run, resolved, judge, judge_options, quiet)
+
+
+def split_teacher(
+    teacher: str | Path | TeacherFn | Predictor | None,
+) -> tuple[str | None, TeacherFn | None, Preprocessing | None]:
+    """The name of a teacher, or a callable and, if it is known, the input that the callable expects.
+
+    A predictor has a name unless it was loaded from another library's checkpoint, perhaps with options.
+    """
+    if isinstance(teacher, Predictor):
+        if teacher.path is not None and not is_checkpoint(str(teacher.path)):
+            return str(teacher.path), None, None
+        return None, copy.deepcopy(teacher.model), teacher.model_config.preprocessing
+    if teacher is None or isinstance(teacher, str | Path):
+        return None if teacher is None else str(teacher), None, None
+    if not callable(teacher):
+        raise VitralError(
+            f"a teacher of type {type(teacher).__name__} cannot be called",
+            "Pass the name of a model, or a callable from normalised images (B, C, H, W) to features (B, E)",
+        )
+    return None, teacher, None
 
 
 def check_is_distillation(recipe: Recipe, run: str | Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -111,40 +111,74 @@ def compare_label_efficiency(
     terminal.print_notes(console, [note for model in models.values() if model is not None for note in model.notes])
     recipes = make_recipes(data, sources, models, recipe, options, overrides, fine_tuning)
     folder = Path(results) if results else new_run_path(RUNS, "label-efficiency") if fine_tuning else None
+    tuning_folder = folder if fine_tuning else None
+    measured = measure(models, recipes, fractions, seeds, tuning_folder, console, allow_leak)
+    result = replace(
+        make_result(data, sources, models, measured, seeds, subject),
+        seconds=round(time.perf_counter() - started, 1),
+        folder="" if folder is None else str(folder),
+    )
+    write_results(result, folder, out)
+    return result
+
+
+class Measured(NamedTuple):
+    """What is measured of both models."""
+
+    images: dict[Side, LabelledImages]
+    rows: list[LabelEfficiencyRow]
+    tuning: FineTuning | None  # None without fine-tuning
+    leaks: dict[str, LeakReport]
+    notes: list[str]
+
+
+def measure(
+    models: Models,
+    recipes: Mapping[Side, Recipe],
+    fractions: Sequence[float],
+    seeds: int,
+    folder: Path | None,
+    console: Console,
+    allow_leak: bool,
+) -> Measured:
+    """Load the images and compare the models by classifiers on their features and, with a folder, by fine-tuning."""
     with console.status("Loading the images") as status:
         progress = StatusProgress(status)
         images = load_images(models, recipes)
-        labels = images["after"].labelled.labels
-        kept, notes = distinct_fractions(labels, fractions)
+        kept, notes = distinct_fractions(images["after"].labelled.labels, fractions)
         leaks = find_leaks(models, images)
-        tuning = None if not fine_tuning or folder is None else prepare_fine_tuning(recipes, kept, seeds, folder)
+        tuning = None if folder is None else prepare_fine_tuning(recipes, kept, seeds, folder)
         if tuning is not None:
             terminal.print_leaks(console, {} if allow_leak else leaks)
             terminal.print_plan(console, tuning, estimate_time(tuning, images["after"]))
         rows, feature_notes = feature_rows(models, images, kept, seeds, progress.set_label)
         if tuning is not None:
             rows += fine_tuning_rows(tuning, console, progress)
+    return Measured(images, rows, tuning, leaks, [*notes, *feature_notes])
+
+
+def make_result(
+    data: str, sources: Mapping[Side, str], models: Models, measured: Measured, seeds: int, subject: str | None
+) -> LabelEfficiency:
     names = {side: display_name(sources[side]) for side in SIDES}
-    result = LabelEfficiency(
-        summary=summarise(rows, subject or f"Starting from {names['after']} instead of {names['before']}", len(labels)),
-        rows=tuple(rows),
+    subject = subject or f"Starting from {names['after']} instead of {names['before']}"
+    images, num_labels = measured.images["after"], len(measured.images["after"].labelled.labels)
+    return LabelEfficiency(
+        summary=summarise(measured.rows, subject, num_labels),
+        rows=tuple(measured.rows),
         data=data,
         before_name=names["before"],
         after_name=names["after"],
-        classes=images["after"].dataset.classes,
-        labelled_images=len(labels),
-        test_images=len(images["after"].test),
-        evaluated_on=images["after"].evaluated_on,
+        classes=images.dataset.classes,
+        labelled_images=num_labels,
+        test_images=len(images.test),
+        evaluated_on=images.evaluated_on,
         seeds=seeds,
-        recipes={} if tuning is None else describe_recipes(tuning),
+        recipes={} if measured.tuning is None else describe_recipes(measured.tuning),
         engine=after_model(models).engine.info(),
-        seconds=round(time.perf_counter() - started, 1),
-        folder="" if folder is None else str(folder),
-        leaks=leaks,
-        notes=(*images["after"].notes, *notes, *feature_notes, *model_notes(models, images)),
+        leaks=measured.leaks,
+        notes=(*images.notes, *measured.notes, *model_notes(models, measured.images)),
     )
-    write_results(result, folder, out)
-    return result
 
 
 def check_arguments(fractions: Sequence[float], seeds: int) -> None:

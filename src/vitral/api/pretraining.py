@@ -10,42 +10,29 @@ The command is `vitral pretrain photos/ --init-from vit.safetensors --judge labe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from vitral.api.label_efficiency import RANDOM, check_arguments, compare_label_efficiency
-from vitral.api.runs import join_process_group, run_lock, store_training_images
+from vitral.api.runs import Launch, store_training_images
 from vitral.data.probe_set import ProbeSet, check_labelled, load_probe_set
 from vitral.data.unlabelled import as_sources
+from vitral.data.unlabelled_sources import named_sources
 from vitral.device.select import select_hardware
-from vitral.device.threads import thread_count
-from vitral.errors import VitralError, shell_quote
+from vitral.errors import VitralError
 from vitral.evaluation.label_efficiency import LabelEfficiency
 from vitral.evaluation.label_subsets import DEFAULT_FRACTIONS
 from vitral.inference.predictor import Predictor
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
-from vitral.recipes.schema import Recipe, read_recipe
+from vitral.recipes.schema import Recipe
 from vitral.reporting.terminal import pretraining as terminal
 from vitral.reporting.terminal.training import print_version
 from vitral.runs.run import Run
-from vitral.training.batch_size import resolve_batch_size
 from vitral.training.callbacks import Callback
-from vitral.training.parallelism import parallel_plan
-from vitral.training.pretrainer import make_trainer
 from vitral.training.progress import PretrainProgressTable
-from vitral.training.provenance import (
-    check_resumable,
-    create_or_update_run,
-    open_unfinished_run,
-    recorded_threads,
-)
-from vitral.training.setup import TrainingSetup, training_hardware, with_excluded_files, with_threads
-from vitral.training.time_limit import fit_to_time_limit
+from vitral.training.setup import TrainingSetup, with_excluded_files
 from vitral.training.unlabelled_data import check_learns_without_labels, resolve_pretrain_recipe, setup_pretraining
 
 
@@ -100,114 +87,75 @@ def pretrain(
         overrides: Recipe fields, such as `epochs=3` or `**{"pretrain.views.local_views": 4}`. A resumed run accepts
             only `vitral.recipes.schema.RESUMABLE_FIELDS`.
     """
-    started = time.perf_counter()
     check_judge(judge, judge_options)
+    overrides = {**given_fields({"pretrain.method": method, "pretrain.labels": labels}), **overrides}
+    launch = Launch(out=out, resume=resume, quiet=quiet, callbacks=callbacks, overrides=overrides)
     sources = [] if images is None else as_sources(images)
-    if method is not None:
-        overrides = {"pretrain.method": method, **overrides}
-    if labels is not None:
-        overrides = {"pretrain.labels": str(labels), **overrides}
     if resume is not None:
-        if any((recipe, init_from, preset, out, exclude, options.given)) or any(isinstance(s, str) for s in sources):
-            raise VitralError("a resumed run keeps its images, recipe and folder", "Pass only the run folder")
-        check_resumable(overrides)
-        started_with = read_recipe(Run.open(resume).recipe_file)
-        check_learns_without_labels(started_with, resume)
-        check_micro_batches(started_with, overrides)
-        resolved = started_with.with_overrides(overrides)
+        arguments = (named_sources(sources), recipe, init_from, preset, exclude, options.given)
+        recorded = launch.recorded_recipe(*arguments, kept="images, recipe and folder")
+        check_learns_without_labels(recorded, resume)
+        check_micro_batches(recorded, overrides)
+        resolved = recorded.with_overrides(overrides)
     else:
-        resolved = resolve_pretrain_recipe(
-            sources, recipe, str(init_from) if init_from else None, preset, options, overrides.get("pretrain.method")
-        )
+        source = str(init_from) if init_from else None
+        resolved = resolve_pretrain_recipe(sources, recipe, source, preset, options, overrides.get("pretrain.method"))
         resolved = with_excluded_files(resolved.with_overrides(overrides), exclude)
-    given = list(sources) if any(not isinstance(source, str) for source in sources) else None
     run, resolved = train_without_labels(
+        launch,
         resolved,
-        lambda recipe, progress: setup_pretraining(recipe, progress, given),
-        started=started,
-        out=out,
-        resume=resume,
-        quiet=quiet,
-        callbacks=callbacks,
-        overrides=overrides,
+        lambda recipe, progress: setup_pretraining(recipe, progress, sources),
         is_judged=judge is not None,
     )
     return finish(run, resolved, judge, judge_options, quiet)
 
 
 def train_without_labels(
+    launch: Launch,
     resolved: Recipe,
     make_setup: Callable[[Recipe, bool], TrainingSetup],
     *,
-    started: float,
-    out: str | Path | None,
-    resume: str | Path | None,
-    quiet: bool,
-    callbacks: Sequence[Callback],
-    overrides: Mapping[str, Any],
     is_judged: bool = False,
-    command: str = "pretrain",
     progress_class: type[PretrainProgressTable] = PretrainProgressTable,
 ) -> tuple[Run, Recipe]:
     """Train in a new run folder, or continue in that of an interrupted run. Returns the run and its complete recipe.
 
     Args:
+        launch: Arguments of the caller.
         resolved: The recipe, without what is completed from the images.
         make_setup: Loads the images of a recipe; the second argument is whether to print progress.
-        started: Time at which the time limit begins.
-        out, resume, quiet, callbacks, overrides: As for `pretrain`.
         is_judged: Whether a finished run was resumed to compare it with the weights before.
-        command: Of the command line, for messages.
         progress_class: Prints one line per epoch.
     """
-    world = join_process_group(resolved.device)
-    console = Console(quiet=quiet or not world.is_rank0, highlight=False)
-    run = None
-    if (unfinished := open_unfinished_run(world, resume, out, dict(overrides))) is not None:
-        run, resolved = unfinished
-        if run.is_finished:
-            terminal.print_finished(console, run, resolved, is_judged=is_judged)
-            return run, resolved
+    opened = launch.open(resolved)
+    world, console, recipe, run = opened
+    if run is not None and run.is_finished:
+        terminal.print_finished(console, run, recipe, is_judged=is_judged)
+        return run, recipe
     print_version(console)
-    setup = world.run_on_all(lambda: make_setup(resolved, not console.quiet))
+    setup = world.run_on_all(lambda: make_setup(recipe, not console.quiet))
     probe_set = world.run_on_all(lambda: load_probe_images(setup))
-    hardware, threads = with_threads(setup, training_hardware(setup), recorded_threads(run))
-    parallel = parallel_plan(setup.recipe, hardware)
-    with thread_count(threads):
-        setup, batch_note = resolve_batch_size(setup, hardware, parallel)
-        setup, budget, time_note = fit_to_time_limit(setup, hardware, parallel, started, is_new=run is None)
-        for note in filter(None, (batch_note, time_note)):
-            console.print(note, soft_wrap=True)
-        run = create_or_update_run(world, run, setup, hardware, parallel, out)
-        terminal.print_summary(console, setup, hardware, parallel, run, probe_set)
+    with launch.prepare(opened, setup) as prepared:
+        run, setup = prepared.run, prepared.setup
+        terminal.print_summary(console, setup, prepared.hardware, prepared.parallel, run, probe_set)
         progress = progress_class(console, setup.steps_per_epoch, has_labels=probe_set is not None)
-        trainer = make_trainer(
-            setup,
-            run,
-            hardware,
-            parallel=parallel,
-            callbacks=[progress, *callbacks],
-            time_budget=budget,
-            probe_set=probe_set,
-        )
-        resume_command = f"vitral {command} --resume {shell_quote(run)}"
-        with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():
-            with progress:
-                trainer.fit()
+        with prepared.fit(progress, probe_set=probe_set):
             world.broadcast_from_rank0(partial(store_training_images, run, setup))  # `probe` recognises them
             world.broadcast_from_rank0(run.mark_finished)
     terminal.print_result(console, run, setup.recipe, probe_set)
     return run, setup.recipe
 
 
+def given_fields(values: Mapping[str, str | Path | None]) -> dict[str, str]:
+    """Recipe fields that have arguments of their own, as overrides."""
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
 def check_micro_batches(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
     """Refuse other micro-batches for a run whose loss depends on them."""
     config = recipe.pretrain
-    if (
-        config is not None
-        and config.compares_images
-        and overrides.get("grad_accum", recipe.grad_accum) != (recipe.grad_accum)
-    ):
+    is_other = overrides.get("grad_accum", recipe.grad_accum) != recipe.grad_accum
+    if config is not None and config.compares_images and is_other:
         raise VitralError(
             f"grad_accum cannot be changed when a run with method {config.method} is resumed, because its loss "
             "compares the images of a micro-batch",

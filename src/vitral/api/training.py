@@ -5,7 +5,6 @@ Figures and reports are imported on use: matplotlib takes 0.6 s, before which a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,14 +12,13 @@ from typing import Any
 
 from rich.console import Console
 
-from vitral.api.runs import join_process_group, run_lock, store_training_images
+from vitral.api.runs import Launch, OpenedRun, PreparedRun, join_process_group, store_training_images
 from vitral.data.datasets import load_builtin_dataset
 from vitral.data.folds import ALL_FOLDS
-from vitral.data.sequence import ItemSequence, check_data_argument, is_sequence, sequence_name
+from vitral.data.sequence import ItemSequence, split_data_argument
 from vitral.device.cpu import available_cpus
-from vitral.device.select import Hardware, gpu_is_available
+from vitral.device.select import gpu_is_available
 from vitral.device.threads import thread_count
-from vitral.distributed.parallel import ParallelPlan
 from vitral.distributed.world import World
 from vitral.doctor.backbones import choose_checkpoint
 from vitral.errors import Interrupted, VitralError, shell_quote
@@ -28,34 +26,19 @@ from vitral.evaluation.by_task import evaluate_model
 from vitral.evaluation.cross_validation import PREDICTIONS_FILE, fold_predictions
 from vitral.evaluation.data import load_eval_target
 from vitral.evaluation.evaluate import calibrate_model
-from vitral.evaluation.evaluate_regression import (
-    calibrate_regression,
-    evaluate_regression,
-)
-from vitral.evaluation.leaks import (
-    check_splits_for_leaks,
-)
+from vitral.evaluation.evaluate_regression import calibrate_regression, evaluate_regression
+from vitral.evaluation.leaks import LeakReport, check_splits_for_leaks
 from vitral.inference.predictor import Predictor
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import AUTO
-from vitral.recipes.schema import Recipe, read_recipe
+from vitral.recipes.schema import Recipe
 from vitral.reporting.terminal import training as terminal
 from vitral.reporting.terminal.regression import print_regression_result
 from vitral.runs.run import RUNS, Run, new_run_path
-from vitral.training.batch_size import resolve_batch_size
 from vitral.training.callbacks import Callback
 from vitral.training.compare_strategies import StrategyComparison, check_comparison, compare_strategies
 from vitral.training.lr_finder import LRSweep, sweep_lr
-from vitral.training.parallelism import parallel_plan
-from vitral.training.pretrainer import make_trainer
 from vitral.training.progress import ProgressTable, StatusProgress
-from vitral.training.provenance import (
-    check_resumable,
-    create_or_update_run,
-    open_unfinished_run,
-    recorded_threads,
-    started_in_fp8,
-)
 from vitral.training.setup import (
     TrainingSetup,
     check_learns_labels,
@@ -65,8 +48,6 @@ from vitral.training.setup import (
     with_excluded_files,
     with_threads,
 )
-from vitral.training.time_limit import fit_to_time_limit
-from vitral.training.timing import TimeBudget
 from vitral.training.trainer import check_splits
 from vitral.utils.lazy import import_meanwhile
 
@@ -105,47 +86,37 @@ def train(
         overrides: Recipe fields, such as `epochs=3` or `**{"optim.lr": 1e-3}`. A resumed run accepts only
             `vitral.recipes.schema.RESUMABLE_FIELDS`.
     """
-    started = time.perf_counter()
-    check_data_argument(data)
-    items = data if is_sequence(data) else None
-    name = sequence_name(items) if items is not None else None if data is None else str(data)
+    launch = Launch(out=out, resume=resume, quiet=quiet, callbacks=callbacks, overrides=overrides)
+    name, items = split_data_argument(data)
     if resume is not None:
-        given = (recipe, init_from, preset, out, exclude, options.given)
-        if (data is not None and items is None) or any(given):
-            raise VitralError("a resumed run keeps its data, recipe and folder", "Pass only the run folder")
-        check_resumable(overrides)
-        resolved = read_recipe(Run.open(resume).recipe_file).with_overrides(overrides)
+        named = None if items is not None else data
+        arguments = (named, recipe, init_from, preset, exclude, options.given)
+        resolved = launch.recorded_recipe(*arguments, kept="data, recipe and folder").with_overrides(overrides)
         check_learns_labels(resolved, resume)
-        if Run(Path(resume)).is_finished:
-            terminal.print_finished(Console(quiet=quiet, highlight=False), Run(Path(resume)), resolved)
-            return Predictor.load(resume, device=resolved.device)
     else:
         resolved = resolve_run_recipe(name, recipe, init_from, preset, options, exclude, quiet, overrides)
-    world = join_process_group(resolved.device)
-    console = Console(quiet=quiet or not world.is_rank0, highlight=False)
-    run = None
-    if (unfinished := open_unfinished_run(world, resume, out, overrides)) is not None:
-        run, resolved = unfinished
-    terminal.print_version(console)
-    # Compilation, on a GPU only, needs it 2 s later. Reading images leaves a core idle, unless there are only two.
-    may_compile = resolved.device != "cpu" and gpu_is_available() and available_cpus() > 2
-    with import_meanwhile("torch._dynamo") if may_compile else nullcontext():
-        setup = world.run_on_all(lambda: setup_training(resolved, not console.quiet, items))
-        world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
-        leaks = world.broadcast_from_rank0(lambda: check_splits_for_leaks(setup.loaded_dataset))
+    opened = launch.open(resolved)
+    if opened.run is not None and opened.run.is_finished:
+        terminal.print_finished(opened.console, opened.run, opened.recipe)
+        return Predictor.load(opened.run.path, device=resolved.device)
+    terminal.print_version(opened.console)
+    setup, leaks = _load_data(opened, items)
     if not allow_leak:
-        terminal.print_leaks(console, setup.dataset.name, leaks)
-    hardware = training_hardware(setup, continues_fp8=run is None or started_in_fp8(run))
-    hardware, threads = with_threads(setup, hardware, recorded_threads(run))
-    parallel = parallel_plan(setup.recipe, hardware)
-    with thread_count(threads):
-        setup, batch_note = resolve_batch_size(setup, hardware, parallel)
-        setup, budget, time_note = fit_to_time_limit(setup, hardware, parallel, started, is_new=run is None)
-        for note in filter(None, (batch_note, time_note)):
-            console.print(note, soft_wrap=True)
-        run = create_or_update_run(world, run, setup, hardware, parallel, out)
-        terminal.print_run_summary(console, setup, hardware, parallel, run)
-        return _train_and_evaluate(run, setup, hardware, parallel, console, allow_leak, budget, callbacks)
+        terminal.print_leaks(opened.console, setup.dataset.name, leaks)
+    with launch.prepare(opened, setup) as prepared:
+        terminal.print_run_summary(opened.console, prepared.setup, prepared.hardware, prepared.parallel, prepared.run)
+        return _train_and_evaluate(prepared, allow_leak)
+
+
+def _load_data(opened: OpenedRun, items: ItemSequence | None) -> tuple[TrainingSetup, Mapping[str, LeakReport]]:
+    """The complete setup, and the validation and test images that are copies of training images."""
+    world = opened.world
+    # Compilation, on a GPU only, needs it 2 s later. Reading images leaves a core idle, unless there are only two.
+    may_compile = opened.recipe.device != "cpu" and gpu_is_available() and available_cpus() > 2
+    with import_meanwhile("torch._dynamo") if may_compile else nullcontext():
+        setup = world.run_on_all(lambda: setup_training(opened.recipe, not opened.console.quiet, items))
+        world.run_on_all(lambda: check_splits(setup.recipe, setup.dataset))
+        return setup, world.broadcast_from_rank0(lambda: check_splits_for_leaks(setup.loaded_dataset))
 
 
 def resolve_run_recipe(
@@ -182,31 +153,11 @@ class _AugmentedFigure(Callback):
         self.world.broadcast_from_rank0(lambda: write_augmented_figure(self.run, self.setup))
 
 
-def _train_and_evaluate(
-    run: Run,
-    setup: TrainingSetup,
-    hardware: Hardware,
-    parallel: ParallelPlan,
-    console: Console,
-    allow_leak: bool,
-    time_budget: TimeBudget | None,
-    callbacks: Sequence[Callback],
-) -> Predictor:
+def _train_and_evaluate(prepared: PreparedRun, allow_leak: bool) -> Predictor:
     """Train in the run folder, or continue there, and evaluate the model."""
-    world = hardware.world
+    run, setup, world, console = prepared.run, prepared.setup, prepared.hardware.world, prepared.console
     progress = ProgressTable(console, setup.steps_per_epoch, setup.recipe.task_name)
-    trainer = make_trainer(
-        setup,
-        run,
-        hardware,
-        parallel=parallel,
-        callbacks=[progress, _AugmentedFigure(run, setup, world), *callbacks],
-        time_budget=time_budget,
-    )
-    resume_command = f"vitral train --resume {shell_quote(run)}"
-    with world.rank_failure_guard(resume_command), run_lock(run, world), trainer.callbacks.ending():
-        with progress:
-            trainer.fit()
+    with prepared.fit(progress, _AugmentedFigure(run, setup, world)) as trainer:
         return _finish_run(run, setup, world, console, trainer.callbacks, allow_leak)
 
 

@@ -22,6 +22,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 
 Border = Literal["edge", "black"]
+CROP_CHUNK = 4  # crops that a CPU resizes at a time, so that intermediates stay in its cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +79,16 @@ class AugmentConfig:
         is_16_bit = images_BCHW.dtype == torch.uint16
         if is_16_bit:
             images_BCHW = images_BCHW.float()  # exact; torch.uint16 has neither gather nor flip
+        is_flipped = False
         if self.crop and pad_color is not None:
             images_BCHW = random_crop_inside_padding(images_BCHW, self.crop, pad_color, generator)
         elif self.crop:
-            images_BCHW = random_crop(
-                images_BCHW, self.crop, size or (images_BCHW.shape[2], images_BCHW.shape[3]), generator
-            )
+            size = size or (images_BCHW.shape[2], images_BCHW.shape[3])
+            is_flipped = self.flip and not (self.shift or self.rotate or self.scale)  # nothing comes in between
+            images_BCHW = random_crop(images_BCHW, self.crop, size, generator, flip=is_flipped)
         if self.rotate or self.scale:
             images_BCHW = affine(images_BCHW.float(), self, generator)
-        elif self.shift or self.flip:
+        elif self.shift or (self.flip and not is_flipped):
             images_BCHW = shift_and_flip(images_BCHW, self, generator)
         if not self.has_color_ops:
             return images_BCHW
@@ -161,7 +163,8 @@ def augment_batch(
     resize = preprocessing.resize
     size = None if resize == "native" else preprocessing.image_size
     pad_color = preprocessing.pad_color if resize == "pad" else None
-    images = preprocessing.normalise(augment.transform(images_BCHW, generator, size, apply_fn, pad_color))
+    images = augment.transform(images_BCHW, generator, size, apply_fn, pad_color)
+    images = preprocessing.normalise(images, in_place=images is not images_BCHW)
     return augment.erase_and_mix(images, targets_BK, generator, mix_enabled)
 
 
@@ -171,9 +174,17 @@ def select_per_image(condition_B: Tensor, if_true: Batch, if_false: Batch) -> Ba
     return images, torch.where(condition_B[:, None], if_true[1], if_false[1])
 
 
-def random_crop(images_BCHW: Tensor, min_area: float, size: tuple[int, int], generator: Generator) -> Tensor:
-    """Random resized crop: `min_area` to all of the area, aspect ratio 3:4 to 4:3, bilinearly resized to `size`."""
+def random_crop(
+    images_BCHW: Tensor, min_area: float, size: tuple[int, int], generator: Generator, *, flip: bool = False
+) -> Tensor:
+    """Random resized crop: `min_area` to all of the area, aspect ratio 3:4 to 4:3, bilinearly resized to `size`.
+
+    With `flip`, crops are flipped horizontally with probability 0.5.
+    """
     height, width, down, right = _draw_crops(images_BCHW, min_area, generator)
+    if flip:
+        _, _, is_flipped = _draw_shifts_and_flips(images_BCHW, 0, generator)
+        width = torch.where(is_flipped[:, 0], -width, width)
     return _sample_boxes(images_BCHW, height, width, down, right, size)
 
 
@@ -231,24 +242,53 @@ def _draw_crops(images_BCHW: Tensor, min_area: float, generator: Generator) -> t
 def _sample_boxes(
     images_BCHW: Tensor, height: Tensor, width: Tensor, down: Tensor, right: Tensor, size: tuple[int, int]
 ) -> Tensor:
-    """Resize a box of each image bilinearly to `size`: its height and width, and its centre in [-1, 1]."""
-    zero = torch.zeros_like(height)
-    x_row, y_row = torch.stack([width, zero, right], dim=1), torch.stack([zero, height, down], dim=1)
-    shape = [*images_BCHW.shape[:2], *size]
-    grid = F.affine_grid(torch.stack([x_row, y_row], dim=1), shape, align_corners=False)
-    return F.grid_sample(images_BCHW.float(), grid, padding_mode="border", align_corners=False)
+    """Resize a box of each image bilinearly to `size`: its height and width, and its centre in [-1, 1].
+
+    Boxes of negative width are flipped.
+    """
+    H, W = size
+    y_BH, x_BW = _box_coordinates(height, down, H), _box_coordinates(width, right, W)
+
+    def sample(rows: slice) -> Tensor:
+        x, y = x_BW[rows, None].expand(-1, H, -1), y_BH[rows, :, None].expand(-1, -1, W)
+        grid = torch.stack([x, y], dim=3)
+        return F.grid_sample(images_BCHW[rows].float(), grid, padding_mode="border", align_corners=False)
+
+    B, C = images_BCHW.shape[:2]
+    if images_BCHW.device.type != "cpu" or B <= CROP_CHUNK:
+        return sample(slice(B))
+    crops = torch.empty(B, C, H, W)
+    for start in range(0, B, CROP_CHUNK):
+        rows = slice(start, start + CROP_CHUNK)
+        crops[rows] = sample(rows)
+    return crops
+
+
+def _box_coordinates(extent_B: Tensor, center_B: Tensor, count: int) -> Tensor:
+    """(B, count): the centres of `count` equal parts of a box along one axis, where the image spans [-1, 1]."""
+    parts = (2 * torch.arange(count, device=extent_B.device) + 1) / count - 1
+    return torch.addcmul(center_B[:, None], extent_B[:, None], parts)
+
+
+def _draw_shifts_and_flips(
+    images_BCHW: Tensor, max_shift: int, generator: Generator, *, flip: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shifts down and to the right in pixels, and whether images are flipped, (B, 1) each."""
+    B, device = len(images_BCHW), images_BCHW.device
+    down, right = torch.randint(-max_shift, max_shift + 1, (2, B, 1), generator=generator, device=device)
+    if not flip:
+        return down, right, torch.zeros(B, 1, dtype=torch.bool, device=device)
+    return down, right, torch.rand(B, 1, generator=generator, device=device) < 0.5
 
 
 def shift_and_flip(images_BCHW: Tensor, augment: AugmentConfig, generator: Generator) -> Tensor:
     """Shift by whole pixels and flip horizontally with probability 0.5, in one gather."""
-    B, C, H, W = images_BCHW.shape
+    C, H, W = images_BCHW.shape[1:]
     device = images_BCHW.device
-    down, right = torch.randint(-augment.shift, augment.shift + 1, (2, B, 1), generator=generator, device=device)
+    down, right, is_flipped = _draw_shifts_and_flips(images_BCHW, augment.shift, generator, flip=augment.flip)
     rows = torch.arange(H, device=device) - down  # (B, H): source row of each output row
     columns = torch.arange(W, device=device) - right
-    if augment.flip:
-        flipped = torch.rand(B, 1, generator=generator, device=device) < 0.5
-        columns = torch.where(flipped, W - 1 - columns, columns)
+    columns = torch.where(is_flipped, W - 1 - columns, columns)
     source_BN = (rows.clamp(0, H - 1)[:, :, None] * W + columns.clamp(0, W - 1)[:, None, :]).flatten(1)
     moved = images_BCHW.flatten(2).gather(2, source_BN[:, None].expand(-1, C, -1)).view_as(images_BCHW)
     if augment.border == "edge":

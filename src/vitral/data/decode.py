@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 
 from vitral.data import tiff
 from vitral.data.files.walk import IMAGE_SUFFIXES, irregular_file_kind, iter_images
@@ -185,6 +186,30 @@ def read_format(
             return FileFormat(image.width, image.height, 1 if is_grey else 3, "uint16" if is_16_bit else "uint8")
 
 
+def read_content(source: Path | str | bytes) -> bytes:
+    """The bytes of an image file. Refuses pipes and devices, from which reading would block."""
+    if isinstance(source, bytes):
+        return source
+    with _translate_errors(source, str(source)):
+        _check_is_file(Path(source))
+        return Path(source).read_bytes()
+
+
+def jpeg_reduction(content: bytes, min_side: int | None) -> int | None:
+    """By how much `decode_image` reduces a file that must cover `min_side`: 1, 2, 4 or 8; only JPEG files are reduced.
+
+    None if `decode_native` may return other pixels than `decode_image`: for TIFF, .npy and 16-bit PNG.
+    """
+    if content.startswith((NPY_MAGIC, *tiff.MAGIC)) or (content.startswith(PNG_MAGIC) and content[24] == 16):
+        return None
+    if min_side is None:
+        return 1
+    with _translate_errors(content, "the image"), _open(content) as image:
+        if not isinstance(image, JpegImageFile):
+            return 1
+        return next((factor for factor in (8, 4, 2) if min(image.size) >= factor * min_side), 1)
+
+
 def read_header(source: Path | str | bytes) -> ImageHeader:
     """Read size, mode and frame count without decoding pixels."""
     with _translate_errors(source, "the image" if isinstance(source, bytes) else str(source)):
@@ -258,9 +283,13 @@ def read_upright_size(source: Path | str | bytes, pixel_format: PixelFormat) -> 
 def _open(source: Path | str | bytes) -> Image.Image:
     if isinstance(source, bytes):
         return Image.open(io.BytesIO(source), formats=IMAGE_FORMATS)
-    if (kind := irregular_file_kind(Path(source).stat().st_mode)) is not None:  # opening a pipe would block
-        raise ImageDecodeError(f"{source}: {kind}, not a file", "Write the image to a file first")
+    _check_is_file(Path(source))
     return Image.open(source, formats=IMAGE_FORMATS)
+
+
+def _check_is_file(path: Path) -> None:
+    if (kind := irregular_file_kind(path.stat().st_mode)) is not None:  # opening a pipe would block
+        raise ImageDecodeError(f"{path}: {kind}, not a file", "Write the image to a file first")
 
 
 def _check_pixel_count(image: Image.Image, name: str) -> None:

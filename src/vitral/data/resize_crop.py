@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,6 +101,8 @@ def _resize_with_torch(image: Image.Image, size: Size, interpolation: str) -> np
     import torch
     import torch.nn.functional as F
 
-    array = np.array(image).reshape(image.height, image.width, -1)
-    images = torch.from_numpy(array).permute(2, 0, 1)[None]
+    array = np.asarray(image).reshape(image.height, image.width, -1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the array being read-only
+        images = torch.from_numpy(array).permute(2, 0, 1)[None]
     return F.interpolate(images, size=size, mode=interpolation, antialias=True)[0].numpy()

@@ -23,13 +23,8 @@ from vitral.data.datasets import Dataset, Split, fold_text, holdout_masks
 from vitral.data.decode import ImageDecodeError, decode_pixels
 from vitral.data.files.duplicates import connected_groups, near_duplicate_pairs
 from vitral.data.files.file_dataset import ReadOptions, storage_preprocessing
-from vitral.data.files.fingerprints import (
-    THUMBNAIL_SIZE,
-    ImageFingerprints,
-    empty_fingerprints,
-    fingerprint_image,
-    thumbnail,
-)
+from vitral.data.files.fingerprints import ImageFingerprints, empty_fingerprints, fingerprint_image
+from vitral.data.files.image_fingerprint import THUMBNAIL_SIZE, thumbnail
 from vitral.data.files.image_sizes import stored_size
 from vitral.data.files.listing import SPLIT_NAMES
 from vitral.data.files.pixel_formats import DetectedPixels, detect_item_pixels
@@ -87,6 +82,14 @@ def check_data_argument(data: object) -> None:
 
 def sequence_name(data: ItemSequence) -> str:
     return SEQUENCE_PREFIX + type(data).__name__
+
+
+def split_data_argument(data: str | Path | ItemSequence | None) -> tuple[str | None, ItemSequence | None]:
+    """The name of the data in a recipe, and the items if it is a sequence."""
+    check_data_argument(data)
+    if is_sequence(data):
+        return sequence_name(data), data
+    return None if data is None else str(data), None
 
 
 def detect_sequence_pixels(data: ItemSequence, layout: ArrayLayout = "auto") -> DetectedPixels:

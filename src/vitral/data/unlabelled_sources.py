@@ -86,7 +86,7 @@ class FilesPart:
         return self.listing.name
 
     def load(self, preprocessing: Preprocessing, options: ReadOptions, progress: bool) -> LoadedPart:
-        dataset = read_listing(self.listing, preprocessing, options, progress=progress)
+        dataset = read_listing(self.listing, preprocessing, options, fingerprints=True, progress=progress)
         return LoadedPart(dataset.train, dataset.source, dataset.fingerprint, dataset.notes)
 
 
@@ -180,6 +180,11 @@ def item_image(item: Any, index: int) -> Any:
     if not isinstance(image, str | Path) and not is_image(image):
         raise VitralError(f"item {index} is of type {type(image).__name__}, expected an image", ITEMS_HINT)
     return image
+
+
+def named_sources(sources: Sequence[Source]) -> list[str]:
+    """The names and paths among the sources; the others are Python sequences."""
+    return [str(source) for source in sources if isinstance(source, str | Path)]
 
 
 def source_name(source: Source) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from vitral.data.decode import ImageDecodeError, read_header
 from vitral.data.files.duplicates import connected_groups, exact_groups, near_duplicate_pairs
-from vitral.data.files.fingerprints import THUMBNAIL_SIZE, decode_small, thumbnail
+from vitral.data.files.image_fingerprint import THUMBNAIL_SIZE, decode_small, thumbnail
 from vitral.device.cpu import available_cpus
 from vitral.doctor.folder_checks import ListedImage
 from vitral.doctor.issue import Issue, file_issue

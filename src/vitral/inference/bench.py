@@ -26,6 +26,7 @@ from vitral.inference.cpu_backends import (
     PrecisionEngine,
     backend_unsupported_reason,
     build_precision_engine,
+    fp32_difference,
 )
 from vitral.inference.cpu_engine import CPU_PRECISIONS, CpuPrecision, unsupported_reason
 from vitral.inference.engine import CascadeEngine, cascade_margin
@@ -54,7 +55,6 @@ MAX_CALIBRATION_IMAGES = 128  # of which activation ranges and margins are compu
 MIN_ROUNDS = 3
 RACE_BATCH_SIZES, RACE_SECONDS = (1, 8), 0.2  # of the comparison of two backends
 SETTLE_SECONDS = 0.01  # PyTorch's threads wait actively after a call, which would slow the next engine down
-FP32_TOLERANCE = 1e-3  # largest difference of the logits of two backends, relative to their standard deviation
 RELATIVE_COST = 0.6  # estimated time of bf16 and int8 relative to fp32
 Name = TypeVar("Name", bound=str)
 CpuEngines = Mapping[str, PrecisionEngine | CascadeEngine]
@@ -167,9 +167,8 @@ def drop_inexact_backends(candidates: dict[CpuBackend, PrecisionEngine], images_
     """Remove fp32 engines whose logits differ from those of PyTorch by more than rounding."""
     expected_NK = candidates["pytorch"](images_NCHW)
     for backend in [name for name in candidates if name != "pytorch"]:
-        max_abs_diff = float((candidates[backend](images_NCHW) - expected_NK).abs().max())
-        if not max_abs_diff <= FP32_TOLERANCE * float(expected_NK.std()):
-            log(f"{BACKEND_TITLES[backend]} is not used: its fp32 logits differ by {max_abs_diff:.2g}")
+        if (difference := fp32_difference(candidates[backend](images_NCHW), expected_NK)) is not None:
+            log(f"{BACKEND_TITLES[backend]} is not used: its fp32 logits differ by {difference:.2g}")
             del candidates[backend]
 
 

@@ -24,6 +24,7 @@ from vitral.inference.cpu_backends import (
     backend_unsupported_reason,
     build_precision_engine,
     select_backend,
+    throughput_backend,
 )
 from vitral.inference.cpu_engine import CpuPrecision, unsupported_reason
 from vitral.inference.cuda_cascade import build_fp8_cascade
@@ -217,7 +218,7 @@ def select_engine(
             "Use auto for the engine that vitral bench recommends",
         )
     if hardware.device.type == "cpu":
-        return select_cpu_engine(model, preprocessing, hardware, folder, name, threads)
+        return select_cpu_engine(model, preprocessing, hardware, folder, name, threads, throughput)
     if name == "reference":
         return reference_engine(model, preprocessing, hardware, "requested")
     return select_gpu_engine(model, preprocessing, hardware, name, folder, compile, throughput)
@@ -237,11 +238,12 @@ def select_cpu_engine(
     folder: Path | None,
     name: EngineName = "auto",
     threads: int | None = None,
+    throughput: bool = False,
 ) -> EngineChoice:
     """The requested engine; for "auto" the one that `vitral bench` recommends on this CPU, or fp32.
 
-    `folder` holds the benchmark results and activation ranges. Sets the number of threads of the process to
-    `threads`, or to the recommended number unless OMP_NUM_THREADS is set.
+    `throughput` allows backends that take time to start. `folder` holds the benchmark results and activation ranges.
+    Sets the number of threads of the process to `threads`, or to the recommended number unless OMP_NUM_THREADS is set.
     """
     if name in ("fp8", "fp8-cascade"):
         raise VitralError(f"{name} engine unavailable: CPUs have no FP8 units", "Use --engine auto")
@@ -277,7 +279,9 @@ def select_cpu_engine(
         backends = bench.backends if bench is not None else {}
         return choice(name, "requested", usable_backends(model, preprocessing, backends))
     if bench is None:
-        return choice("fp32", "no benchmark on this CPU; run vitral bench", {})
+        backend: CpuBackend = throughput_backend(model, preprocessing) if throughput else "pytorch"
+        library = "OpenVINO, " if backend == "openvino" else ""
+        return choice("fp32", f"{library}no benchmark on this CPU; run vitral bench", {"fp32": backend})
     try:
         return choice(bench.engine, bench.reason, bench.backends)
     except VitralError as error:  # ranges were deleted, OpenVINO uninstalled, or this build of torch lacks an operator

@@ -43,24 +43,27 @@ def build_graph(
     num_outputs: int | None,
     ranges: ActivationRanges | None = None,
     batch_size: int | None = None,
+    row_multiple: int = 1,
 ) -> ov.Model:
     """Build the graph, in int8 if `ranges` are given; `num_outputs` is P, None for all tokens.
 
-    `batch_size` is B, None for any. A fixed one saves 0.3 ms per call, in which OpenVINO derives shapes.
+    `batch_size` is B, None for any. A fixed one saves 0.3 ms per call, in which OpenVINO derives shapes. Linear layers
+    compute a multiple of `row_multiple` rows per image: OpenVINO divides 198 rows among two threads, but hardly 197.
     """
-    patches = ops.parameter([batch_size or -1, _num_patches(model), _patch_values(model)], ov.Type.f32, name="patches")
-    z = embed(patches, model, preprocessing)
     encoder = model.encoder
     rope = None if encoder.rotary_position is None else encoder.rotary_position(model.config.grid)
+    patches = ops.parameter([batch_size or -1, _num_patches(model), _patch_values(model)], ov.Type.f32, name="patches")
+    z, num_tokens = embed(patches, model, preprocessing, row_multiple if rope is None else 1)
     last = len(encoder.blocks) - 1
     for index, module in enumerate(encoder.blocks):
         block, count = cast(EncoderBlock, module), num_outputs if index == last else None
         if count is not None and rope is None and isinstance(block.attention.norm_k, nn.Identity):
-            z = encode_outputs(z, block, count)
+            z = encode_outputs(_drop_padding(z, num_tokens), block, count)
             continue
         linears: FloatLinears | Int8Linears
         linears = FloatLinears(block) if ranges is None else Int8Linears(block, f"blocks.{index}.", ranges)
-        z = encode(z, block, linears, rope, count)
+        z = encode(z, block, linears, rope, count, num_tokens)
+    z = z if num_outputs is not None else _drop_padding(z, num_tokens)
     return ov.Model([layer_norm(z, _norm(encoder.norm))], [patches], "vit")
 
 
@@ -79,19 +82,25 @@ def cut_patches(images_BCHW: Tensor, patch_size: int) -> np.ndarray[Any, Any]:
     return patches.astype(np.float32, order="C").reshape(B, -1, C * P * P)
 
 
-def embed(patches: Node, model: ViT, preprocessing: Preprocessing) -> Node:
-    """z0 (B, T, D)."""
+def embed(patches: Node, model: ViT, preprocessing: Preprocessing, row_multiple: int) -> tuple[Node, int]:
+    """z0 (B, T, D), followed by rows of zeros up to a multiple of `row_multiple`; and T."""
     num_patches = _num_patches(model)
     base_TD = constant_tokens(model)
     assert base_TD is not None, "checked before a graph is built"
     weight, bias = fold_patch_embedding(model.patch_embedding, preprocessing)
     tokens = linear(patches, (weight, base_TD[None, -num_patches:] + bias))
-    num_prefix = len(base_TD) - num_patches
-    if num_prefix:
+
+    def repeat(rows_RD: Tensor) -> list[Node]:
+        """The same rows for each image of the batch."""
+        if not len(rows_RD):
+            return []
         batch = ops.gather(ops.shape_of(patches), _shape(0), _scalar(0))
-        shape = ops.concat([batch, _shape(num_prefix, model.config.width)], axis=0)
-        tokens = ops.concat([ops.broadcast(_constant(base_TD[None, :num_prefix]), shape), tokens], axis=1)
-    return layer_norm(tokens, _norm(model.pre_norm))
+        return [ops.broadcast(_constant(rows_RD[None]), ops.concat([batch, _shape(*rows_RD.shape)], axis=0))]
+
+    padding = base_TD.new_zeros(-len(base_TD) % row_multiple, model.config.width)
+    parts = [*repeat(base_TD[:-num_patches]), tokens, *repeat(padding)]
+    z = parts[0] if len(parts) == 1 else ops.concat(parts, axis=1)
+    return layer_norm(z, _norm(model.pre_norm)), len(base_TD)
 
 
 def _num_patches(model: ViT) -> int:
@@ -138,19 +147,32 @@ def constant_tokens(model: ViT) -> Tensor | None:
 
 
 def encode(
-    z: Node, block: EncoderBlock, linears: FloatLinears | Int8Linears, rope: RopeTable | None, num_outputs: int | None
+    z: Node,
+    block: EncoderBlock,
+    linears: FloatLinears | Int8Linears,
+    rope: RopeTable | None,
+    num_outputs: int | None,
+    num_tokens: int,
 ) -> Node:
-    """One encoder block; returns the first `num_outputs` tokens of each image, all if None."""
+    """One encoder block; returns the first `num_outputs` tokens of each image, all if None.
+
+    Rows after `num_tokens` are padding, which no token attends to.
+    """
     attention = block.attention
     normed = linears.quantize(layer_norm(z, linears.norm1))
     query_input = normed
     if num_outputs is not None:
         z, query_input = select_first(z, num_outputs), _first(normed, num_outputs)
 
-    def split_heads(x: Node) -> Node:  # b t (h d) -> b h t d
-        return ops.transpose(ops.reshape(x, _shape(0, 0, attention.heads, -1), True), _shape(0, 2, 1, 3))
+    def split_heads(x: Node, heads: int = attention.heads) -> Node:  # b t (h d) -> b h t d
+        return ops.transpose(ops.reshape(x, _shape(0, 0, heads, -1), True), _shape(0, 2, 1, 3))
 
-    q, k, v = (split_heads(linears.qkv(part, x)) for part, x in enumerate((query_input, normed, normed)))
+    q = split_heads(linears.qkv(query_input, 0))
+    if _num_rows(z) == num_tokens or num_outputs is not None:
+        k, v = (split_heads(_drop_padding(linears.qkv(normed, part), num_tokens)) for part in (1, 2))
+    else:  # one matmul for both: with several threads, each operation costs about 9 µs to start
+        kv = split_heads(_drop_padding(linears.qkv(normed, 1, 3), num_tokens), 2 * attention.heads)
+        k, v = ops.split(kv, _scalar(1), num_splits=2).outputs()
     if isinstance(attention.norm_q, nn.LayerNorm):
         d = attention.norm_q.normalized_shape[0]
         q, k = layer_norm(q, _norm(attention.norm_q)), layer_norm(k, _norm(attention.norm_k))
@@ -204,10 +226,9 @@ class FloatLinears:
     def quantize(self, x: Node) -> Node:
         return x
 
-    def qkv(self, part: int, x: Node) -> Node:
-        """Queries, keys or values."""
-        weight, bias = self.weights["qkv"]
-        return linear(x, (weight.chunk(3)[part], bias.chunk(3)[part]))
+    def qkv(self, x: Node, first: int, end: int | None = None) -> Node:
+        """Queries (part 0), keys (1) or values (2), or several of them up to part `end`."""
+        return linear(x, _select_parts(self.weights["qkv"], first, end))
 
     def project(self, x: Node) -> Node:
         return linear(x, self.weights["project"])
@@ -227,9 +248,8 @@ class Int8Linears:
     def quantize(self, x: Node) -> Node:
         return quantize_uint8(x, 1.0, ZERO_POINT)
 
-    def qkv(self, part: int, x: Node) -> Node:
-        weight, bias = self.weights.qkv
-        return int8_linear(x, (weight.chunk(3)[part], bias.chunk(3)[part]), 1.0, ZERO_POINT)
+    def qkv(self, x: Node, first: int, end: int | None = None) -> Node:
+        return int8_linear(x, _select_parts(self.weights.qkv, first, end), 1.0, ZERO_POINT)
 
     def project(self, x: Node) -> Node:
         return int8_linear(x, self.weights.project, 1.0, ZERO_POINT)
@@ -244,6 +264,11 @@ class Int8Linears:
             outliers = activation(linear(normed, (expand, bias)))
             z = ops.add(z, ops.matmul(outliers, _constant(contract_FD), False, False))
         return ops.add(z, int8_linear(hidden, weights.contract, *hidden_range))
+
+
+def _select_parts(qkv: Linear, first: int, end: int | None) -> Linear:
+    weight, bias = (torch.cat(values.chunk(3)[first : end or first + 1]) for values in qkv)
+    return weight, bias
 
 
 def linear(x: Node, layer: Linear) -> Node:
@@ -329,12 +354,21 @@ def select_first(z: Node, count: int) -> Node:
     OpenVINO keeps additions in fp32 that no matmul separates from the output. For the few tokens after this one that
     costs nothing, for all tokens of all blocks a twentieth of the time.
     """
-    num_tokens = z.output(0).partial_shape[1].get_length()
-    return ops.matmul(_constant(torch.eye(count, num_tokens)[None]), z, False, False)
+    return ops.matmul(_constant(torch.eye(count, _num_rows(z))[None]), z, False, False)
 
 
 def _first(x: Node, count: int) -> Node:
     return ops.slice(x, _shape(0), _shape(count), _shape(1), _shape(1))
+
+
+def _num_rows(z: Node) -> int:
+    return int((z if isinstance(z, ov.Output) else z.output(0)).get_partial_shape()[1].get_length())
+
+
+def _drop_padding(x: Node, num_tokens: int) -> Node:
+    """The first rows. Of one image they are a part of the same memory and are not copied."""
+    padding = _num_rows(x) - num_tokens
+    return ops.variadic_split(x, _scalar(1), _shape(num_tokens, padding)).output(0) if padding else x
 
 
 def _constant(values: Tensor) -> Node:

@@ -112,7 +112,8 @@ class Predictor:
                 why.
             threads: CPU threads of the process.
             compile: on a GPU, use torch.compile where there are no fused kernels; takes about a minute.
-            throughput: on a GPU, use the fused kernels, which take a few seconds to start.
+            throughput: for many images: on a GPU the fused kernels, which take a few seconds to start, on a CPU
+                OpenVINO if it is installed, which takes up to a second.
             tome_r: tokens that each block merges (ToMe): faster and less accurate. `model` is not affected.
         """
         source, notes = bundled.resolve(path), list(bundled.shadowing_notes(path))

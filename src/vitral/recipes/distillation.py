@@ -20,7 +20,7 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         if not self.teacher:
-            raise ValueError("distill.teacher must name a model")
+            raise ValueError("distill.teacher must name a model: a run, a checkpoint file, hf:owner/name")
         if self.kind not in get_args(DistillKind):
             raise ValueError(f"distill.kind must be one of {', '.join(get_args(DistillKind))}, got {self.kind!r}")
         if not 0 <= self.alpha <= 1:

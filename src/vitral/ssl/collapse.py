@@ -22,6 +22,7 @@ MIN_RANK_FRACTION = 0.1  # of the best effective rank so far
 MAX_COSINE = 0.999  # untrained: 0.4
 ENTROPY_TOLERANCE = 0.01  # in units of log K
 PATIENCE = 3  # consecutive checks, so that one unlucky check does not end a run
+MIN_DEVIATION = 0.01  # of images from their mean, as a fraction of the pixel range; photographs: 0.2
 RECOVERY = 1.1  # a value that grows by more than this factor over these checks is recovering
 
 
@@ -102,6 +103,24 @@ def output_entropies(probs_NK: Tensor) -> tuple[float, float]:
     probs = probs_NK.double()
     entropy = torch.special.entr(probs).sum(dim=1).mean()
     return float(entropy), float(torch.special.entr(probs.mean(dim=0)).sum())
+
+
+def image_deviation(images_NCHW: Tensor) -> float:
+    """Mean absolute difference of images from their mean image, in the units of the pixels."""
+    images = images_NCHW.float()
+    return float((images - images.mean(dim=0)).abs().mean())
+
+
+def advice_for_similar_images(deviation: float) -> str | None:
+    """What to do first if features of images collapse whose deviation is this fraction of the pixel range.
+
+    None if the images differ: then the training is to blame.
+    """
+    if deviation >= MIN_DEVIATION:
+        return None
+    if deviation == 0:
+        return "The images are all the same: look at them first"
+    return f"The images are nearly the same, {deviation:.1%} of the pixel range from their mean: look at them first"
 
 
 def collapse_reason(history: Sequence[CollapseMetrics], remedy: str | None = None) -> Collapse | None:

@@ -1,10 +1,10 @@
-"""Continue the pretraining of a run of vitral: not only its model, but also its heads, its teacher and their state."""
+"""Continue the pretraining of a run of vitral: its model, heads and teacher with their state, and the optimizer's."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,16 @@ from vitral.ssl.methods import METHODS, make_method
 from vitral.training import checkpoint
 
 NEW_HEADS = "the heads of the method are new"
+# Settings that decide what the optimizer stores of which parameter; moments belong to the strength of the decay, too.
+OPTIMIZER_FIELDS = ("name", "layer_decay", "weight_decay", "muon_weight_decay", "betas", "momentum")
 
 
 class ContinuedMethod(NamedTuple):
-    """Tensors of a method's state dict, and a line for the user."""
+    """Where a method starts."""
 
-    state: dict[str, Tensor] | None
-    note: str | None
+    state: dict[str, Tensor] | None = None  # tensors of its state dict
+    optimizers: list[dict[str, Any]] | None = None  # the optimizers' state dicts
+    notes: tuple[str, ...] = ()  # lines for the user
 
 
 def pretrain_config_of(source: str | None) -> PretrainConfig | None:
@@ -52,31 +55,45 @@ def read_continued_method(
     """The state of the run `recipe.init_from`, if it was trained with the same method and heads of the same sizes.
 
     Both encoders are part of it only if `initial_weights` are those of the checkpoint, unchanged. Otherwise student and
-    teacher start from `initial_weights`.
+    teacher start from `initial_weights`. The optimizer continues if its encoders do, and its settings are the same.
     """
     config, previous = recipe.pretrain, pretrain_config_of(recipe.init_from)
     if config is None or previous is None or config.method not in METHODS:
-        return ContinuedMethod(None, None)
+        return ContinuedMethod()
     if previous.method != config.method:
-        return ContinuedMethod(None, f"{NEW_HEADS}: {recipe.init_from} was trained with {previous.method}")
+        return ContinuedMethod(notes=(f"{NEW_HEADS}: {recipe.init_from} was trained with {previous.method}",))
     path = checkpoint.newest(Run(Path(recipe.init_from)).checkpoint_dir)
     try:
-        saved = checkpoint.load(path)["model"] if path is not None and path.is_file() else None
+        content = checkpoint.load(path) if path is not None and path.is_file() else None
     except VitralError as error:
-        return ContinuedMethod(None, f"{NEW_HEADS}: {error.what}")
-    if saved is None:
-        return ContinuedMethod(None, f"{NEW_HEADS}: {recipe.init_from} has no checkpoint in one file")
+        return ContinuedMethod(notes=(f"{NEW_HEADS}: {error.what}",))
+    if content is None:
+        return ContinuedMethod(notes=(f"{NEW_HEADS}: {recipe.init_from} has no checkpoint in one file",))
+    saved = content["model"]
     with torch.device("meta"):
         expected = make_method(config, VARIANTS[recipe.variant](recipe.model), preprocessing).state_dict()
     heads = {name: tensor for name, tensor in saved.items() if ".vit." not in name}
     if {name: tensor.shape for name, tensor in heads.items()} != {
         name: tensor.shape for name, tensor in expected.items() if ".vit." not in name
     }:
-        return ContinuedMethod(None, f"{NEW_HEADS}: those of {recipe.init_from} have other sizes")
+        return ContinuedMethod(notes=(f"{NEW_HEADS}: those of {recipe.init_from} have other sizes",))
     branch = "teacher" if any(name.startswith("teacher.") for name in saved) else "student"
     is_unchanged = all(
         name.startswith("head.") or torch.equal(saved.get(f"{branch}.vit.{name}", torch.empty(0)), tensor)
         for name, tensor in initial_weights.items()
     )
-    state = saved if is_unchanged else heads
-    return ContinuedMethod(state, f"the heads of the method continue those of {recipe.init_from}")
+    note = f"the heads of the method continue those of {recipe.init_from}"
+    if not is_unchanged:
+        return ContinuedMethod(heads, notes=(note,))
+    if (reason := optimizer_difference(recipe, recipe.init_from)) is not None:
+        return ContinuedMethod(saved, notes=(note, f"the optimizer starts again: {reason}"))
+    return ContinuedMethod(saved, content["optimizers"], (note, "the optimizer continues with its moments"))
+
+
+def optimizer_difference(recipe: Recipe, source: str) -> str | None:
+    """The first setting of the optimizer that differs from that of the run `source`; None if there is none."""
+    previous = read_recipe(Run(Path(source)).recipe_file).optim
+    for name in OPTIMIZER_FIELDS:
+        if (value := getattr(previous, name)) != (new := getattr(recipe.optim, name)):
+            return f"optim.{name} was {value}, and is {new} now"
+    return None

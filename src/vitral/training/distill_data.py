@@ -35,12 +35,13 @@ def resolve_distill_recipe(
     init_from: str | None = None,
     preset: str | None = None,
     options: CheckpointOptions = NO_OPTIONS,
+    preprocessing: Preprocessing | None = None,
 ) -> Recipe:
     """Find the recipe for these images and name the teacher in it.
 
     Without a recipe, that is `distill-small` for built-in datasets and `distill` for photographs, which get the image
     size and the normalisation of the teacher. A recipe file names its images and its teacher itself. `options` states
-    what the files of the teacher do not contain.
+    what the files of the teacher do not contain, `preprocessing` the input of one that has no files.
     """
     is_chosen = recipe is None
     if recipe is None:
@@ -67,12 +68,13 @@ def resolve_distill_recipe(
         resolved = with_sources(resolved, sources)
     resolved = replace(resolved, model=replace(resolved.model, num_classes=1))
     is_own_size = is_chosen and resolved.name == "distill" and not init_from
-    return with_teacher_input(resolved, teacher) if is_own_size and isinstance(teacher, str) else resolved
+    if is_own_size and isinstance(teacher, str):
+        preprocessing = weights.read(teacher, options).preprocessing
+    return with_teacher_input(resolved, preprocessing) if is_own_size and preprocessing is not None else resolved
 
 
-def with_teacher_input(recipe: Recipe, teacher: str) -> Recipe:
+def with_teacher_input(recipe: Recipe, preprocessing: Preprocessing) -> Recipe:
     """Give the student the image size of its teacher, in whole patches, and its normalisation."""
-    preprocessing = weights.read(teacher, recipe.teacher_options).preprocessing
     patch_size = recipe.model.patch_size
     height, width = (-(-side // patch_size) * patch_size for side in preprocessing.image_size)
     data = recipe.data
@@ -84,7 +86,7 @@ def with_teacher_input(recipe: Recipe, teacher: str) -> Recipe:
 def setup_distillation(
     recipe: Recipe,
     progress: bool = False,
-    sources: Sequence[Source] | None = None,
+    sources: Sequence[Source] = (),
     teacher: TeacherFn | None = None,
     teacher_preprocessing: Preprocessing | None = None,
 ) -> TrainingSetup:

@@ -18,8 +18,9 @@ from torch import Tensor
 from vitral.data.lazy_images import Images, select_images
 from vitral.data.preprocess import to_model_input
 from vitral.data.probe_set import ProbeSet
+from vitral.data.variable_images import images_of_one_size, select_rows
 from vitral.device.select import Hardware
-from vitral.distributed.dtensor import full_state, load_full_state_dict
+from vitral.distributed.dtensor import full_state, load_full_state_dict, shard_optimizer_state
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.feature_classifiers import leave_one_out_accuracy
@@ -27,11 +28,18 @@ from vitral.inference.forward import compute_logits_distributed
 from vitral.models.variants import VARIANTS
 from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights
 from vitral.runs.run import Run
-from vitral.ssl.collapse import CollapseMetrics, collapse_reason, measure_collapse
+from vitral.ssl.collapse import (
+    CollapseMetrics,
+    advice_for_similar_images,
+    collapse_reason,
+    image_deviation,
+    measure_collapse,
+)
 from vitral.ssl.method import PretrainMethod
 from vitral.training.backend import Backend
 from vitral.training.callbacks import Callback
 from vitral.training.nan_debug import Diverged
+from vitral.training.optim.builder import restore_moments
 from vitral.training.pretrain_backend import make_pretrain_backend
 from vitral.training.setup import TrainingSetup
 from vitral.training.timing import TimeBudget
@@ -39,6 +47,7 @@ from vitral.training.trainer import Trainer
 from vitral.weights.checkpoint import NO_HEAD
 
 NUM_SAMPLE_IMAGES = 2048  # whose features are measured after each epoch
+NUM_COMPARED_IMAGES = 64  # of them, whose pixels are compared after a collapse
 
 
 class PretrainTrainer(Trainer):
@@ -46,12 +55,14 @@ class PretrainTrainer(Trainer):
 
     `probe_set`: labelled images, for the k-NN accuracy after each epoch. The labels are not used in training.
     `method_state`: tensors of the method to start from, in addition to the weights of the ViT.
+    `optimizer_states`: of the run that is continued.
     """
 
     command = "pretrain"
     min_batch_size = 32  # most methods compare the images of a batch
     probe_set: ProbeSet | None = None
     method_state: dict[str, Tensor] | None = None
+    optimizer_states: list[dict[str, Any]] | None = None
 
     @property
     def method(self) -> PretrainMethod:
@@ -72,6 +83,9 @@ class PretrainTrainer(Trainer):
         self.sample_images = to_model_input(select_images(train.images, is_sampled), self.preprocessing)
 
     def start(self) -> None:
+        if self.optimizer_states is not None and not self.resumed:
+            for optimizer, saved in zip(self.state.optimizers, self.optimizer_states, strict=True):
+                restore_moments(optimizer, shard_optimizer_state(optimizer, saved))
         super().start()
         self.check_collapse()
 
@@ -119,11 +133,19 @@ class PretrainTrainer(Trainer):
         collapse = collapse_reason(history, self.method.collapse_remedy) if self.method.can_collapse else None
         if collapse is not None:
             self.save_checkpoint()
+            hint = collapse.hint
+            if (first := advice_for_similar_images(self.image_deviation())) is not None:
+                hint = f"{first}. If they are right, {hint[0].lower()}{hint[1:]}"
             raise VitralError(
                 f"{collapse.what}, after epoch {self.state.epoch}",
-                f"{collapse.hint}. Start again with: "
-                f"vitral {self.command} --recipe {shell_quote(self.run.recipe_file)} ...",
+                f"{hint}. Start again with: vitral {self.command} --recipe {shell_quote(self.run.recipe_file)} ...",
             )
+
+    def image_deviation(self) -> float:
+        """How much a few training images differ, as a fraction of the pixel range."""
+        rows = torch.linspace(0, len(self.sample_images) - 1, NUM_COMPARED_IMAGES).long().unique()
+        images = images_of_one_size(select_rows(self.sample_images, rows), NUM_COMPARED_IMAGES)
+        return image_deviation(images) / self.preprocessing.pixel_scale
 
     def training_score(self, mean_score: float) -> dict[str, float]:
         return {f"train_{self.method.score_name}": mean_score}
@@ -202,7 +224,8 @@ def make_trainer(
         teacher=setup.teacher,
     )
     if isinstance(trainer, PretrainTrainer):
-        trainer.probe_set, trainer.method_state = probe_set, setup.method_state
+        trainer.probe_set = probe_set
+        trainer.method_state, trainer.optimizer_states = setup.method_state, setup.optimizer_states
     return trainer
 
 

@@ -191,6 +191,7 @@ class TrainingSetup:
     base: BaseWeights | None = None  # the checkpoint, if some of its weights stay frozen
     teacher: Teacher | None = None  # of a distillation
     method_state: dict[str, Tensor] | None = None  # of a pretraining that is continued: heads, teacher, centre
+    optimizer_states: list[dict[str, Any]] | None = None  # of the same pretraining: moments of each optimizer
 
     @property
     def steps_per_epoch(self) -> int:
@@ -351,7 +352,7 @@ def _load_images(recipe: Recipe, progress: bool, items: ItemSequence | None) -> 
     else:
         listing = list_recipe_images(recipe, progress)
         detected = detect_listing_pixels(listing, data.layout)
-        load_images = partial(read_listing, listing, read_options=data.read_options)
+        load_images = partial(read_listing, listing, read_options=data.read_options, fingerprints=True)
     recipe, notes = with_pixel_format(recipe, detected.format)
     dataset = load_images(make_preprocessing(with_placeholder_stats(recipe)), progress=progress)
     return dataset, recipe, notes if detected.note is None else (detected.note, *notes)

@@ -56,7 +56,7 @@ def with_sources(recipe: Recipe, sources: Sequence[Source]) -> Recipe:
 
 
 def load_unlabelled_data(
-    recipe: Recipe, progress: bool = False, sources: Sequence[Source] | None = None
+    recipe: Recipe, progress: bool = False, sources: Sequence[Source] = ()
 ) -> tuple[Dataset, Recipe, tuple[str, ...]]:
     """Load the images of `recipe.data.sources` and complete the recipe with the pixel format, mean and std.
 
@@ -71,7 +71,7 @@ def load_unlabelled_data(
             or there are fewer images than a batch.
     """
     data = recipe.data
-    found = find_unlabelled(data.sources if sources is None else sources, exclude=data.exclude, layout=data.layout)
+    found = find_unlabelled(sources or data.sources, exclude=data.exclude, layout=data.layout)
     recipe, notes = with_pixel_format(recipe, found.pixels.format)
     preprocessing = make_preprocessing(with_placeholder_stats(recipe))
     dataset = found.load(preprocessing, read_options=data.read_options, progress=progress)
@@ -154,19 +154,19 @@ def check_method(recipe: Recipe) -> None:
         )
 
 
-def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[Source] | None = None) -> TrainingSetup:
+def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[Source] = ()) -> TrainingSetup:
     """Load the images, complete the recipe from them, and adapt the weights of `init_from` to the model."""
     check_loggers(recipe)
     check_method(recipe)
     dataset, recipe, notes = load_unlabelled_data(recipe, progress, sources)
-    initial_weights, continued = None, ContinuedMethod(None, None)
+    initial_weights, continued = None, ContinuedMethod()
     if recipe.init_from:
         checkpoint = weights.read(recipe.init_from, recipe.init_options)
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, (NO_HEAD,))
         head_notes = [note for note in adapted.notes if not note.startswith("head:")]
         initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *head_notes)
         continued = read_continued_method(recipe, make_preprocessing(recipe), initial_weights)
-        notes += () if continued.note is None else (continued.note,)
+        notes += continued.notes
     if recipe.grad_accum > 1 and recipe.pretrain is not None and recipe.pretrain.compares_images:
         size = math.ceil(recipe.batch_size / recipe.grad_accum)
         notes = (
@@ -181,4 +181,5 @@ def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[
         initial_weights=initial_weights,
         notes=notes,
         method_state=continued.state,
+        optimizer_states=continued.optimizers,
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vitral import bundled
-from vitral.errors import VitralError, shell_quote, unknown_name_error
+from vitral.errors import VitralError, shell_quote, truncate_list, unknown_name_error
 from vitral.models.vit import ViT
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.runs.model_io import (
@@ -175,7 +175,12 @@ def _is_file_destination(path: Path, to: str) -> bool:
     if "" not in suffixes:
         raise VitralError(f"{path}: a {to} checkpoint is a file", f"Name it {path}{suffixes[0]}")
     if path.suffix in {".bin", ".ckpt", *(suffix for options in DESTINATION_SUFFIXES.values() for suffix in options)}:
-        raise VitralError(f"{path}: a {to} model is a folder", f"Name it {path.with_suffix('')}")
+        folder = path.with_suffix("")
+        if folder.exists():
+            folder = folder.with_name(f"{folder.name}-{to}")
+        others = truncate_list([name for name, options in DESTINATION_SUFFIXES.items() if path.suffix in options])
+        formats = f", or choose a format that is such a file: {others}" if others else ""
+        raise VitralError(f"{path}: a {to} model is a folder", f"Name it {folder}{formats}")
     return False
 
 

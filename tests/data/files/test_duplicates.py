@@ -23,8 +23,8 @@ from vitral.data.files.duplicates import (
     near_duplicate_pairs,
     signatures,
 )
-from vitral.data.files.fingerprints import thumbnail
 from vitral.data.files.folders import list_folder
+from vitral.data.files.image_fingerprint import thumbnail
 
 
 def scene(seed: int, width: int = 240, height: int = 180) -> Image.Image:
@@ -202,6 +202,15 @@ def test_duplicate_search_is_cached_until_a_file_changes(scenes, tmp_path, monke
     scenes[9].save(tmp_path / "photos" / "a" / "0.png")
     list_folder(tmp_path / "photos", validation=0.25)
     assert searches == [8, 8]
+
+
+def test_duplicates_are_not_searched_if_nothing_is_held_out(scenes, tmp_path, monkeypatch):
+    for index, image in enumerate(scenes[:4]):
+        (tmp_path / "ab"[index % 2]).mkdir(exist_ok=True)
+        image.save(tmp_path / "ab"[index % 2] / f"{index}.png")
+    monkeypatch.setattr("vitral.data.files.folders.duplicate_groups", lambda *_: pytest.fail("searched"))
+    listing = list_folder(tmp_path, validation=0.0)
+    assert (len(listing.splits["train"]), len(listing.splits["validation"])) == (4, 0)
 
 
 def test_ten_thousand_images_are_compared_in_seconds():

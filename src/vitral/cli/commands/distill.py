@@ -89,14 +89,14 @@ class DistillArgs:
 
 
 def distill(args: DistillArgs) -> int:
+    if args.resume is not None:
+        check_resume_flags("distill", args, ("images", "teacher", "recipe", "preset", "exclude", "out"))
     overrides = recipe_overrides(args.overrides)
     models = (overrides.get("init_from") or None, args.teacher)
     check_inputs(*models, data=overrides.get("pretrain.labels"), sources=args.images, recipe=args.recipe)
     judgement = judge_arguments(args.judgement)
     check_inputs(data=judgement["judge"])
-    if args.resume is not None:
-        check_resume_flags("distill", args, ("images", "teacher", "recipe", "preset", "exclude", "out"))
-    elif args.recipe is None:
+    if args.resume is None and args.recipe is None:
         if not args.images:
             raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
         if args.teacher is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,6 +114,8 @@ class PretrainArgs:
 
 
 def pretrain(args: PretrainArgs) -> int:
+    if args.resume is not None:
+        check_resume_flags("pretrain", args, ("images", "recipe", "preset", "exclude", "out"))
     overrides = recipe_overrides(args.overrides)
     init_from = overrides.get("init_from")
     if init_from == AUTO:
@@ -124,9 +127,7 @@ def pretrain(args: PretrainArgs) -> int:
     judgement = judge_arguments(args.judgement)
     check_inputs(data=judgement["judge"])
     check_checkpoint_flags(args.checkpoint, overrides)
-    if args.resume is not None:
-        check_resume_flags("pretrain", args, ("images", "recipe", "preset", "exclude", "out"))
-    elif not args.images and args.recipe is None:
+    if args.resume is None and not args.images and args.recipe is None:
         raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
     from vitral.api import pretrain as run_pretraining
 
@@ -166,11 +167,19 @@ def check_resume_flags(command: str, args: Any, names: Sequence[str]) -> None:
 
     fixed = [name for name in names if getattr(args, name)]
     fixed += [path for path in args.overrides if path not in RESUMABLE_FIELDS]
+    run = shell_quote(args.resume)
+    if "images" in fixed:
+        start = "" if command == "pretrain" else f" --teacher {args.teacher or 'MODEL'}"
+        raise VitralError(
+            f"a resumed run keeps its images, so {args.images[0]} cannot be used",
+            f"Resume it without them: vitral {command} --resume {run}; or continue on other images in a new run: "
+            f"vitral {command} {shlex.join(args.images)}{start} --init-from {run}",
+        )
     if fixed:
-        flag = args.images[0] if fixed[0] == "images" else f"--{fixed[0].replace('_', '-')}"
+        flag = f"--{fixed[0].replace('_', '-')}"
         raise VitralError(
             f"{flag} cannot be changed when a run is resumed",
-            f"Start a new run instead: vitral {command} --recipe {shell_quote(args.resume)}/recipe.toml",
+            f"Start a new run instead: vitral {command} --recipe {run}/recipe.toml",
         )
 
 

@@ -25,14 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.data.decode import ImageDecodeError
-from vitral.data.files.fingerprints import (
-    THUMBNAIL_SIZE,
-    Array,
-    ImageFingerprints,
-    ReportProgress,
-    decode_small,
-    thumbnail,
-)
+from vitral.data.files.fingerprints import ImageFingerprints, ReportProgress
+from vitral.data.files.image_fingerprint import THUMBNAIL_SIZE, Array, decode_small, thumbnail
 from vitral.data.files.walk import irregular_file_kind
 from vitral.data.files.worker import read_location
 from vitral.data.files.workers import ImageLocation

@@ -32,6 +32,7 @@ from vitral.data.files.packed import (
     write_index,
 )
 from vitral.data.files.packing_images import packing_images
+from vitral.data.files.remote import is_url
 from vitral.data.files.shards import list_shards
 from vitral.data.files.stream import StreamedImages
 from vitral.data.files.workers import ImageLocation
@@ -137,7 +138,7 @@ def _without_normalisation(preprocessing: Preprocessing) -> Preprocessing:
 
 def pack_location(listing: DatasetListing, stored: Preprocessing) -> tuple[Path, PackIndex]:
     """Folder of the packed dataset in the cache, and its index. Changed files lead to another folder."""
-    locations = [location for items in listing.splits.values() for location, _ in items]
+    locations = listing.locations
     labels = {split: [label for _, label in items] for split, items in listing.splits.items()}
     parameters = [stored.image_size, stored.channels, stored.interpolation, listing.classes, labels, listing.state]
     parameters += [listing.task] * (listing.task != "classification")
@@ -164,9 +165,13 @@ def read_listing(
     read_options: ReadOptions,
     *,
     pack_folder: Path | None = None,
+    fingerprints: bool = False,
     progress: bool = False,
 ) -> Dataset:
-    """Load a listed dataset: packed in the cache or in `pack_folder`, or streamed. Test images are decoded lazily."""
+    """Load a listed dataset: packed in the cache or in `pack_folder`, or streamed. Test images are decoded lazily.
+
+    With `fingerprints`, those of the files are computed while they are packed, and cached (fingerprints.py).
+    """
     stored = storage_preprocessing(preprocessing)
     folder, index = pack_location(listing, stored)
     reader = _SplitReader(
@@ -176,6 +181,7 @@ def read_listing(
         folder=pack_folder or folder,
         index=index,
         must_pack=pack_folder is not None,
+        fingerprints=fingerprints and not any(is_url(location.path) for location in listing.locations),
         options=read_options,
         progress=progress,
     )
@@ -206,6 +212,7 @@ class _SplitReader:
     folder: Path
     index: PackIndex
     must_pack: bool
+    fingerprints: bool
     options: ReadOptions
     progress: bool
     notes: list[str] = field(default_factory=list)
@@ -263,6 +270,7 @@ class _SplitReader:
             index=self.index,
             task=self.listing.task,
             workers=self.options.workers,
+            fingerprints=self.fingerprints,
         )
 
     def _locations(self, split: str) -> tuple[ImageLocation, ...]:

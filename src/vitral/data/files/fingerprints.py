@@ -1,10 +1,8 @@
-"""Fingerprints of images: what is needed to recognise an image again, in about 270 bytes.
+"""Fingerprints of many images (image_fingerprint.py), and the cache of those of files.
 
-    file hash     of the bytes: the same file, under any name
-    pixel hash    of the decoded pixels: the same image, saved again without loss
-    thumbnail     16×16 grey pixels: resized, recompressed or slightly cropped copies (duplicates.py)
-
-Fingerprints of files are cached per folder and computed again when a file changes.
+Fingerprints of files are cached per folder and computed again when a file changes. Training on files computes them
+while it packs the images, because every file is decoded then (pack_writer.py); otherwise they are computed when they
+are needed.
 """
 
 from __future__ import annotations
@@ -18,29 +16,31 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from vitral.data.decode import ImageDecodeError, decode_native
+from vitral.data.decode import read_content
+from vitral.data.files.image_fingerprint import (
+    STORED_SIZE,
+    Array,
+    Fingerprint,
+    fingerprint_content,
+    fingerprint_pixels,
+    hash_bytes,
+)
 from vitral.data.files.worker import read_location
 from vitral.data.files.workers import ImageLocation
-from vitral.data.pixels import ChannelImage, PixelSource, to_display
+from vitral.data.pixels import ChannelImage, PixelSource
 from vitral.data.registry.cache import cache_dir
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
 from vitral.utils.atomic import atomic_write
 
-THUMBNAIL_SIZE = 32
-STORED_SIZE = THUMBNAIL_SIZE // 2  # of the grey thumbnail in a fingerprint
 MAX_THUMBNAILS = 100_000  # 26 MB; larger sets are recognised by their hashes only
-MAX_FULL_DECODE = 2**19  # bytes of a JPEG file; larger ones are decoded at reduced size
 MAX_FILE_BYTES = 2**30  # of decompressed arrays; larger files are refused
-LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 
-Array = np.ndarray[Any, Any]
 ReportProgress = Callable[[int, int], None]
 
 
@@ -126,18 +126,6 @@ def concatenate(parts: Sequence[ImageFingerprints]) -> ImageFingerprints:
     )
 
 
-def decode_small(content: Path | str | bytes, *, allow_reduced_jpeg: bool = True) -> PixelSource:
-    """Decode a file for its thumbnail: in its own pixel format, JPEG files at a reduced size."""
-    size = (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
-    return decode_native(content, min_size=size, allow_reduced_jpeg=allow_reduced_jpeg)
-
-
-def thumbnail(image: PixelSource) -> Array:
-    """The whole image resized to uint8 (32, 32, 3), regardless of its aspect ratio; the first channels of several."""
-    size = (THUMBNAIL_SIZE, THUMBNAIL_SIZE)
-    return np.asarray(to_display(image).convert("RGB").resize(size, Image.Resampling.BILINEAR, reducing_gap=3.0))
-
-
 def fingerprint_tensor(images_NCHW: Tensor, *, with_thumbnails: bool = True) -> ImageFingerprints:
     """Fingerprints of images in memory, which have no file."""
     fingerprints = empty_fingerprints(len(images_NCHW), with_thumbnails=with_thumbnails)
@@ -151,13 +139,10 @@ def fingerprint_tensor(images_NCHW: Tensor, *, with_thumbnails: bool = True) -> 
 
 
 def fingerprint_image(fingerprints: ImageFingerprints, row: int, image: PixelSource) -> None:
-    """Fill in the fingerprint of a decoded image: the hash of all channels, the thumbnail of those that are shown."""
-    if isinstance(image, ChannelImage):
-        fingerprints.pixel_hashes[row] = _hash(repr(image.pixels.shape).encode() + image.pixels.tobytes())
-    else:
-        fingerprints.pixel_hashes[row] = _pixel_hash(np.asarray(image))
+    """Fill in the fingerprint of a decoded image that has no file."""
+    fingerprints.pixel_hashes[row], thumbnail = fingerprint_pixels(image)
     if fingerprints.thumbnails is not None:
-        fingerprints.thumbnails[row] = _to_stored(thumbnail(image))
+        fingerprints.thumbnails[row] = thumbnail
 
 
 def fingerprint_files(
@@ -167,69 +152,78 @@ def fingerprint_files(
 
     More than `MAX_THUMBNAILS` files are hashed but not decoded.
     """
-    fingerprints, keys = empty_fingerprints(len(locations)), [_location_key(location) for location in locations]
-    decode = len(locations) <= MAX_THUMBNAILS
-    rows_by_folder: defaultdict[str, list[int]] = defaultdict(list)
-    for row, location in enumerate(locations):
-        rows_by_folder[_cache_folder(location)].append(row)
-    missing = list(range(len(locations)))
-    if decode:
-        missing = [
-            row for folder, rows in rows_by_folder.items() for row in _from_cache(folder, rows, keys, fingerprints)
-        ]
+    if len(locations) > MAX_THUMBNAILS:
+        hashes = empty_fingerprints(len(locations), with_thumbnails=False)
+        _for_all(range(len(locations)), lambda row: _hash_file(hashes, row, locations[row]), report_progress)
+        return hashes
+    cached = CachedFingerprints(locations)
+    _for_all(cached.missing, lambda row: cached.fill(row, _read_fingerprint(locations[row])), report_progress)
+    cached.save()
+    return cached.fingerprints
+
+
+def _for_all(rows: Sequence[int], fill: Callable[[int], None], report_progress: ReportProgress) -> None:
     with ThreadPoolExecutor(max_workers=available_cpus()) as pool:
-        filled = pool.map(lambda row: _fill_row(fingerprints, row, locations[row], decode), missing)
-        for num_done, _ in enumerate(filled, start=1):
-            report_progress(num_done, len(missing))
-    if not decode:
-        return fingerprints.without_thumbnails()
-    changed = set(missing)
-    for folder, rows in rows_by_folder.items():
-        if changed.intersection(rows):
-            _to_cache(folder, rows, keys, fingerprints)
-    return fingerprints
+        for num_done, _ in enumerate(pool.map(fill, rows), start=1):
+            report_progress(num_done, len(rows))
 
 
-def _fill_row(fingerprints: ImageFingerprints, row: int, location: ImageLocation, decode: bool) -> None:
-    """Compute one fingerprint; it stays zero if the file is unreadable."""
-    try:
-        content = read_location(*location)
-        content = content.read_bytes() if isinstance(content, Path) else content
-    except (OSError, VitralError):
-        return
-    if not decode:
-        fingerprints.file_hashes[row] = _hash(content)
-        return
-    is_large = len(content) > MAX_FULL_DECODE
-    try:
-        image = decode_small(content, allow_reduced_jpeg=is_large)
-    except ImageDecodeError:
-        return
-    fingerprints.file_hashes[row] = _hash(content)
-    fingerprint_image(fingerprints, row, image)
+def _hash_file(fingerprints: ImageFingerprints, row: int, location: ImageLocation) -> None:
+    with suppress(OSError, VitralError):
+        fingerprints.file_hashes[row] = hash_bytes(read_content(read_location(*location)))
 
 
-def _hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+def _read_fingerprint(location: ImageLocation) -> Fingerprint | None:
+    """The fingerprint of a file; None if it is unreadable."""
+    with suppress(OSError, VitralError):
+        return fingerprint_content(read_content(read_location(*location)))
+    return None
 
 
-def _pixel_hash(pixels: Array) -> int:
-    """Hash of uint8 pixels (H, W) or (H, W, C). A colour image without colour equals the grey one."""
-    if pixels.ndim == 3 and _is_grey(pixels[::8, ::8]) and _is_grey(pixels):  # the sample rules most images out
-        pixels = pixels[:, :, 0]
-    return _hash(repr(pixels.shape).encode() + pixels.tobytes())
+class CachedFingerprints:
+    """Fingerprints of files: those in the cache, and those that are filled in, which `save` adds to it.
 
+    A file's state is read here, so an object must exist before the file is read for its fingerprint.
+    """
 
-def _is_grey(pixels_HWC: Array) -> bool:
-    return bool((pixels_HWC == pixels_HWC[:, :, :1]).all())
+    def __init__(self, locations: Sequence[ImageLocation]) -> None:
+        self.fingerprints = empty_fingerprints(len(locations))
+        self._keys = [_location_key(location) for location in locations]
+        self._rows_by_folder: defaultdict[str, list[int]] = defaultdict(list)
+        for row, location in enumerate(locations):
+            self._rows_by_folder[_cache_folder(location)].append(row)
+        self._is_filled, self._is_saved = np.zeros((2, len(locations)), dtype=np.bool_)
+        self.read_cache()
 
+    @property
+    def missing(self) -> list[int]:
+        """Rows that are neither cached nor filled in."""
+        rows: list[int] = np.flatnonzero(~self._is_filled).tolist()
+        return rows
 
-def _to_stored(colour_HWC: Array) -> Array:
-    """Grey at half the size: each pixel is the mean of four."""
-    gray = colour_HWC.astype(np.float32) @ LUMA
-    means = gray.reshape(STORED_SIZE, 2, STORED_SIZE, 2).mean(axis=(1, 3))
-    stored: Array = means.round().astype(np.uint8)
-    return stored
+    def fill(self, row: int, fingerprint: Fingerprint | None) -> None:
+        """Set a fingerprint; None for an unreadable file. May be called in any thread."""
+        if fingerprint is not None:
+            assert self.fingerprints.thumbnails is not None
+            self.fingerprints.file_hashes[row] = fingerprint.file_hash
+            self.fingerprints.pixel_hashes[row] = fingerprint.pixel_hash
+            self.fingerprints.thumbnails[row] = fingerprint.thumbnail
+        self._is_filled[row] = True
+
+    def read_cache(self) -> None:
+        """Fill in the rows that are in the cache."""
+        for folder, rows in self._rows_by_folder.items():
+            missing = [row for row in rows if not self._is_filled[row]]
+            cached = _from_cache(folder, missing, self._keys, self.fingerprints) if missing else []
+            self._is_filled[cached] = self._is_saved[cached] = True
+
+    def save(self) -> None:
+        """Write the rows that have been filled in to the cache."""
+        is_filled = self._is_filled.copy()
+        for folder, rows in self._rows_by_folder.items():
+            if any(is_filled[row] and not self._is_saved[row] for row in rows):
+                _to_cache(folder, [row for row in rows if is_filled[row]], self._keys, self.fingerprints)
+        self._is_saved = is_filled
 
 
 # The cache: one .npz per folder or shard, with one row per file.
@@ -247,7 +241,7 @@ def _location_key(location: ImageLocation) -> int:
     except OSError:
         return 0
     state = f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0{location.offset}\0{location.size}"
-    return _hash(state.encode(errors="surrogateescape")) or 1
+    return hash_bytes(state.encode(errors="surrogateescape")) or 1
 
 
 def _cache_file(folder: str) -> Path:
@@ -256,7 +250,7 @@ def _cache_file(folder: str) -> Path:
 
 
 def _from_cache(folder: str, rows: list[int], keys: list[int], fingerprints: ImageFingerprints) -> list[int]:
-    """Fill in cached fingerprints; returns the rows that are not cached."""
+    """Fill in cached fingerprints; returns their rows."""
     try:
         arrays = _read_arrays(_cache_file(folder))
         cached_rows = {int(key): index for index, key in enumerate(arrays["keys"])}
@@ -267,9 +261,8 @@ def _from_cache(folder: str, rows: list[int], keys: list[int], fingerprints: Ima
         fingerprints.file_hashes[targets] = arrays["file_hashes"][sources]
         fingerprints.pixel_hashes[targets] = arrays["pixel_hashes"][sources]
     except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile):
-        return rows
-    rows_in_cache = set(targets)
-    return [row for row in rows if row not in rows_in_cache]
+        return []
+    return targets
 
 
 def _to_cache(folder: str, rows: list[int], keys: list[int], fingerprints: ImageFingerprints) -> None:

@@ -25,6 +25,7 @@ from vitral.data.files.exclude import exclude_files
 from vitral.data.files.listing import (
     SPLIT_NAMES,
     DatasetListing,
+    divides_images,
     hold_out_splits,
     make_listing,
     merge_validation,
@@ -82,6 +83,8 @@ def list_folder(
         listing = merge_validation(listing)
     if not needs_holdout(listing, test_split):
         return listing
+    if not divides_images(validation, test_split, fold):
+        return hold_out_splits(listing, validation, None, test_split, fold)
     groups = _cached_duplicate_groups([Path(location.path) for location, _ in listing.splits["train"]], progress)
     return hold_out_splits(listing, validation, groups, test_split, fold)
 

@@ -42,6 +42,11 @@ class DatasetListing:
     held_out: tuple[str, ...] = ()  # splits that were taken out of the training images
     task: TaskName = "classification"
 
+    @property
+    def locations(self) -> list[ImageLocation]:
+        """Those of all images."""
+        return [location for items in self.splits.values() for location, _ in items]
+
     def labels(self, split: str) -> np.ndarray[Any, Any]:
         """The labels of a split: int64 (N,), multi-hot or real values (N, K) (`vitral.data.targets`)."""
         return labels_array([label for _, label in self.splits[split]], self.task, len(self.classes))
@@ -109,6 +114,11 @@ def needs_holdout(listing: DatasetListing, test_split: float) -> bool:
             f"{listing.name} has a test split of {len(listing.splits['test']):,} images", "Omit --test-split"
         )
     return not listing.splits["validation"] or test_split > 0
+
+
+def divides_images(validation: float, test_split: float, fold: Fold | None) -> bool:
+    """Whether holding out moves any images, so that copies of one image must be found first."""
+    return validation > 0 or test_split > 0 or fold is not None
 
 
 def merge_validation(listing: DatasetListing) -> DatasetListing:

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from vitral.data.files.checked_json import read_checked_json, warn_rebuilt, write_checked_json
+from vitral.data.files.fingerprints import MAX_THUMBNAILS, CachedFingerprints
+from vitral.data.files.image_fingerprint import Fingerprint
 from vitral.data.files.image_sizes import read_stored_sizes
 from vitral.data.files.packed import DamagedPackError, PackedSplit, PackIndex, read_split, write_split_metadata
 from vitral.data.files.row_checksums import join_checksums, row_checksum
@@ -63,6 +65,7 @@ class PackJob:
     index: PackIndex  # of the whole dataset
     task: TaskName = "classification"
     workers: int = 0
+    fingerprints: bool = False  # whether to compute those of the files, for the cache
 
     @property
     def lock_file(self) -> Path:
@@ -108,6 +111,8 @@ class PackWriter:
         self.options = decode_options(job.split, job.stored)._replace(checksums=True)
         self.sizes = read_stored_sizes(job.locations, job.stored, is_train=job.is_train)  # if they differ
         self.errors: dict[int, str] = {}  # row → error message of an unreadable image
+        has_fingerprints = job.fingerprints and len(job.locations) <= MAX_THUMBNAILS
+        self.fingerprints = CachedFingerprints(job.locations) if has_fingerprints else None
         self.file, self.checksums_file, self.part_file = _temporary_files(job.folder, job.split)
         try:
             self.images, self.checksums = self._open() or self._create()
@@ -128,8 +133,16 @@ class PackWriter:
         count = self.job.workers or available_cpus()
         use_threads = missing <= MIN_FILES_FOR_WORKERS or count <= self.max_threads
         target = RowFile(self.fd, self.job.stored.shape, self.images.offset)
+        options = self.options._replace(fingerprints=self._needs_fingerprints())
         decoder = DecodeThreads if use_threads else DecodeWorkers
-        return decoder(target, self.options, count=count, on_decoded=self._record)
+        return decoder(target, options, count=count, on_decoded=self._record)
+
+    def _needs_fingerprints(self) -> bool:
+        """Whether some are missing. They may have been computed since the writer was created."""
+        if self.fingerprints is None:
+            return False
+        self.fingerprints.read_cache()
+        return bool(self.fingerprints.missing)
 
     def decode(self, rows: Sequence[int]) -> list[Future[Decoded]]:
         """Start decoding images into their rows. Returns the future of each row."""
@@ -137,6 +150,9 @@ class PackWriter:
         return self.workers.decode(rows, locations, None if self.sizes is None else [self.sizes[row] for row in rows])
 
     def _record(self, decoded: Decoded) -> None:
+        for row, text in decoded.fingerprints.items():
+            assert self.fingerprints is not None
+            self.fingerprints.fill(row, Fingerprint.from_hex(text))
         for row, checksum in decoded.checksums.items():
             self.checksums[row] = checksum or 1
 
@@ -198,6 +214,8 @@ class PackWriter:
         if "workers" in self.__dict__:
             self.workers.close()
             del self.workers
+            if self.fingerprints is not None:
+                self.fingerprints.save()
 
     def close(self) -> None:
         """Stop what decodes and close the file. Rows that have been decoded stay on the disk."""

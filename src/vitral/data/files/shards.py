@@ -27,6 +27,7 @@ from vitral.data.files.listing import (
     SPLIT_NAMES,
     DatasetListing,
     NamedLocation,
+    divides_images,
     hold_out_splits,
     make_listing,
     merge_validation,
@@ -70,6 +71,8 @@ def list_shards(pattern: str, validation: float, test_split: float = 0.0, fold: 
         listing = merge_validation(listing)
     if not needs_holdout(listing, test_split):
         return listing
+    if not divides_images(validation, test_split, fold):
+        return hold_out_splits(listing, validation, None, test_split, fold)
     if not any(map(is_url, shards.paths)):
         groups = _duplicate_groups([location for location, _ in listing.splits["train"]])
         return hold_out_splits(listing, validation, groups, test_split, fold)

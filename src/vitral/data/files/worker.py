@@ -4,7 +4,8 @@
 
     → ready
     ← {"rows": [7, 8], "locations": [["a.jpg", 0, -1], ["shard.tar", 1536, 20481]], "sizes": null}
-    → {"errors": {"8": "shard.tar at byte 1536: corrupt or truncated (…)"}, "checksums": {"7": 2768625435}}
+    → {"errors": {"8": "shard.tar at byte 1536: corrupt or truncated (…)"}, "checksums": {"7": 2768625435},
+       "fingerprints": {"7": "5f0c…"}}
 
 One thread serves each socket: decoding and resizing release the GIL. The process ends when its sockets are closed, so a
 killed training run leaves no workers behind. It imports torch only to resize large training images (`torch_resize`), so
@@ -19,16 +20,18 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitral.data.decode import decode_pixels
+from vitral.data.decode import ImageDecodeError, decode_pixels, read_content
+from vitral.data.files.image_fingerprint import fingerprint_decoded
 from vitral.data.files.remote import is_url, read_range
 from vitral.data.files.row_checksums import row_checksum
 from vitral.data.geometry import Geometry, Resize, Size, input_geometry
-from vitral.data.pixels import ArrayLayout, PixelFormat, PixelType
+from vitral.data.pixels import ArrayLayout, PixelFormat, PixelSource, PixelType
 from vitral.data.resize_crop import resize_and_crop, write_row
 from vitral.errors import VitralError
 
@@ -45,6 +48,7 @@ class DecodeOptions(NamedTuple):
     layout: ArrayLayout = "auto"
     channel_names: tuple[str, ...] = ()
     checksums: bool = False  # whether to compute those of the decoded rows
+    fingerprints: bool = False  # whether to compute those of the files
 
 
 class RowFile(NamedTuple):
@@ -70,6 +74,7 @@ class Decoded(NamedTuple):
 
     errors: dict[int, str]  # row → error message
     checksums: dict[int, int]  # of the other rows
+    fingerprints: dict[int, str]  # of their files, in hexadecimal; not of those that can only be decoded for the model
 
 
 def read_location(path: str, offset: int, size: int) -> Path | bytes:
@@ -94,15 +99,22 @@ def decode_into(
 
     `sizes` are those that the images are resized to, if they differ (variable_images.py).
     """
-    decoded = Decoded({}, {})
+    decoded = Decoded({}, {}, {})
     for position, (row, (path, offset, length)) in enumerate(zip(rows, locations, strict=True)):
         name = path if length < 0 else f"{path} at byte {offset}"
         try:
             source = read_location(path, offset, length)
-            pixels = _decode_row(source, name, target.shape, options, None if sizes is None else sizes[position])
+            if options.fingerprints:
+                source = read_content(source)
+            image = _decode(source, name, target.shape, options)
+            pixels = _to_row(image, target.shape, options, None if sizes is None else sizes[position])
             target.write(row, pixels)
             if options.checksums:
                 decoded.checksums[row] = row_checksum(pixels)
+            if isinstance(source, bytes) and options.fingerprints:
+                min_side = max(target.shape[1:]) if options.allow_reduced_jpeg else None
+                with suppress(ImageDecodeError):
+                    decoded.fingerprints[row] = fingerprint_decoded(source, image, min_side).to_hex()
         except VitralError as error:
             decoded.errors[row] = error.what
         except OSError as error:
@@ -110,18 +122,22 @@ def decode_into(
     return decoded
 
 
-def _decode_row(
-    source: Path | bytes, name: str, shape: tuple[int, int, int], options: DecodeOptions, size: Size | None
-) -> np.ndarray[Any, Any]:
-    """The pixels of an image as a contiguous row (C, H, W)."""
+def _decode(source: Path | bytes, name: str, shape: tuple[int, int, int], options: DecodeOptions) -> PixelSource:
     channels, height, width = shape
-    image = decode_pixels(
+    return decode_pixels(
         source,
         PixelFormat(channels, options.dtype, options.layout, tuple(options.channel_names)),
         min_size=(height, width),
         allow_reduced_jpeg=options.allow_reduced_jpeg,
         name=name,
     )
+
+
+def _to_row(
+    image: PixelSource, shape: tuple[int, int, int], options: DecodeOptions, size: Size | None
+) -> np.ndarray[Any, Any]:
+    """The resized pixels of an image as a contiguous row (C, H, W)."""
+    channels, height, width = shape
     if size is None:
         geometry = input_geometry(
             image.height, image.width, (height, width), options.resize, crop=options.crop, patch_size=1

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from vitral.models.vit import ClassificationHead, Grid, ViT, ViTConfig, initialise
 
+REQUIRED = {"pooling": "class", "positions": "learned", "registers": 0, "pre_norm": False}
+
 
 class DistilledHead(nn.Module):
     """B 2D, both tokens concatenated -> B K, the mean of the two heads' logits.
@@ -41,11 +43,9 @@ class DistilledViT(ViT):
 
     @staticmethod
     def check_config(config: ViTConfig) -> None:
-        if (config.pooling, config.positions, config.registers, config.pre_norm) != ("class", "learned", 0, False):
-            requirements = "pooling 'class', positions 'learned' and registers 0, without pre_norm"
-            actual = f"pooling {config.pooling!r}, positions {config.positions!r} and registers {config.registers}"
-            pre_norm = "with" if config.pre_norm else "without"
-            raise ValueError(f"variant 'distilled' requires {requirements}; got {actual}, {pre_norm} pre_norm")
+        for name, required in REQUIRED.items():
+            if (value := getattr(config, name)) != required:
+                raise ValueError(f"variant 'distilled' requires model.{name} {required!r}, got {value!r}")
 
     def embed(self, images_BCHW: Tensor, grid: Grid) -> Tensor:
         """[x_class; x_distillation; x1·E; …; xN·E] + E_pos."""

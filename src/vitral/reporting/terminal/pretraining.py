@@ -103,6 +103,8 @@ def print_finished(console: Console, run: Run, recipe: Recipe, *, is_judged: boo
     command = f"{vitral_command()} {'distill' if has_teacher else 'pretrain'}"
     longer = f"{command} --recipe {shell_quote(run.recipe_file)} --epochs {2 * recipe.epochs}"
     lines = [f"{run} is finished; nothing was changed.", *next_steps(run), f"Train for longer in a new run: {longer}"]
+    if not has_teacher:
+        lines.append(f"Continue it on other images: {command} IMAGES --init-from {shell_quote(run)}")
     console.print("\n".join(lines), soft_wrap=True, markup=False)
 
 

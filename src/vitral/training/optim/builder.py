@@ -69,3 +69,8 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         group["lr"] = lr.fill_(float(group["lr"])) if isinstance(lr, Tensor) else float(group["lr"])
         if capturable is not None:
             group["capturable"] = capturable
+
+
+def restore_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load the state of each parameter, as `restore_optimizer` does, and keep the settings of the groups."""
+    restore_optimizer(optimizer, {**saved, "param_groups": optimizer.state_dict()["param_groups"]})
