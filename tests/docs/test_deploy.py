@@ -28,6 +28,7 @@ from vitral.serve.limits import Limits
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs" / "deploy"
+FILES = [path for path in DEPLOY.rglob("*.*") if "__pycache__" not in path.parts]  # a test imports from there
 PAGE = (ROOT / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
 
 
@@ -40,7 +41,7 @@ def serve_flags() -> set[str]:
 
 def test_every_documented_flag_exists():
     documented = set()
-    for text in (PAGE, *(path.read_text() for path in DEPLOY.rglob("*") if path.is_file())):
+    for text in (PAGE, *(path.read_text() for path in FILES)):
         documented |= set(re.findall(r"`(--[a-z][a-z-]+)", text)) | set(re.findall(r'"(--[a-z][a-z-]+)"', text))
     assert documented - {"--cpus"} <= serve_flags()  # --cpus is docker's
     assert {"--keys", "--drain-s", "--max-body-mib"} <= documented
@@ -53,7 +54,7 @@ def test_documented_defaults_are_the_defaults():
 
 
 def test_every_deployment_file_is_mentioned_in_the_guide():
-    files = {str(path.relative_to(ROOT)) for path in DEPLOY.rglob("*.*") if "__pycache__" not in path.parts}
+    files = {str(path.relative_to(ROOT)) for path in FILES}
     assert {file for file in files if file not in PAGE} <= {"docs/deploy/ray/config.yaml"}
 
 

@@ -164,7 +164,7 @@ def augment_batch(
     size = None if resize == "native" else preprocessing.image_size
     pad_color = preprocessing.pad_color if resize == "pad" else None
     images = augment.transform(images_BCHW, generator, size, apply_fn, pad_color)
-    images = preprocessing.normalise(images, in_place=images is not images_BCHW)
+    images = preprocessing.normalise(images) if images is images_BCHW else preprocessing.normalise_(images)
     return augment.erase_and_mix(images, targets_BK, generator, mix_enabled)
 
 

@@ -158,15 +158,15 @@ class Preprocessing:
         padding = ((0, 0), (top, height - H - top), (left, width - W - left))
         return torch.from_numpy(np.pad(image_CHW.cpu().numpy(), padding, mode="symmetric"))
 
-    def normalise(self, images_BCHW: Tensor, *, in_place: bool = False) -> Tensor:
-        """Pixels (uint8 in [0, 255]) → fp32 with mean 0 and std 1 over the training set.
-
-        With `in_place`, fp32 images are overwritten: a batch in new memory costs as much as the arithmetic.
-        """
+    def normalise(self, images_BCHW: Tensor) -> Tensor:
+        """Pixels (uint8 in [0, 255]) → fp32 with mean 0 and std 1 over the training set."""
         mean, std = self.mean_and_std(images_BCHW.device)
-        values = images_BCHW.float()
-        is_copy = in_place or values is not images_BCHW
-        return (values.sub_(mean) if is_copy else values - mean).div_(std)
+        return (images_BCHW.float() - mean).div_(std)
+
+    def normalise_(self, images_BCHW: Tensor) -> Tensor:
+        """`normalise`, but fp32 images are overwritten: a batch in new memory costs as much as the arithmetic."""
+        mean, std = self.mean_and_std(images_BCHW.device)
+        return images_BCHW.float().sub_(mean).div_(std)
 
     def mean_and_std(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(1, C, 1, 1) each, in units of the pixels: the constants of `normalise`."""
