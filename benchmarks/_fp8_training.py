@@ -78,7 +78,7 @@ class Fp8Linear(torch.autograd.Function):
         return gemm(quantize_rows(x), quantize_weight(weight), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, x_scale = ctx.saved_tensors
         grad = quantize_rows(grad_out)
         grad_weight = weight_gradient(grad_out, x) if x_scale is None else weight_gradient_fp8(grad, x, x_scale)
@@ -97,7 +97,7 @@ class Fp8Mlp(torch.autograd.Function):
         return gemm(quantize(gelu, bound), quantize_weight(w2), b2)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, w1, b1, w2, x_scale = ctx.saved_tensors
         grad = quantize_rows(grad_out)
         grad_gelu = gemm(grad, quantize_weight(w2.t())).float()
@@ -135,7 +135,7 @@ class Fp8Block:
             B, T, D = z_BTD.shape
             z = z_BTD.bfloat16().float().reshape(B * T, D)
             scale1, scale2 = (norm_scale(n).detach() if self.fp8_wgrad else None for n in (block.norm1, block.norm2))
-            qkv = Fp8Linear.apply(block.norm1(z), attention.qkv.weight, attention.qkv.bias, scale1)
+            qkv = Fp8Linear.apply(block.norm1(z), attention.qkv.weight, attention.qkv.bias, scale1)  # type: ignore[no-untyped-call]
             q, k, v = qkv.view(B, T, 3, attention.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
             out = explicit_attention(q, k, v).transpose(1, 2).reshape(B * T, D)
             projected = F.linear(out, attention.project.weight.bfloat16(), attention.project.bias.bfloat16())
@@ -146,7 +146,7 @@ class Fp8Block:
                 branch = F.linear(F.gelu(F.linear(normed.bfloat16(), w1, b1)), w2, b2)
             else:
                 tensors = (t for layer in layers for t in (layer.weight, layer.bias))
-                branch = Fp8Mlp.apply(normed, *tensors, scale2)
+                branch = Fp8Mlp.apply(normed, *tensors, scale2)  # type: ignore[no-untyped-call]
             return block.residual2(z.view(B, T, D), branch.float().view(B, T, D)).bfloat16()
 
 
@@ -154,5 +154,6 @@ def emulate_fp8(model: ViT, fp8_wgrad: bool) -> None:
     """Train this model with the rounding of FP8. Evaluation stays as it is."""
     blocks = list(model.encoder.blocks)
     for block in blocks:
+        assert isinstance(block, EncoderBlock)
         cls_only = block is blocks[-1] and model.config.pooling == "class"
-        block.forward = Fp8Block(block, fp8_wgrad, cls_only)  # type: ignore[assignment, method-assign]
+        block.forward = Fp8Block(block, fp8_wgrad, cls_only)  # type: ignore[method-assign]

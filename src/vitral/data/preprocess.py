@@ -161,7 +161,7 @@ class Preprocessing:
     def normalise(self, images_BCHW: Tensor) -> Tensor:
         """Pixels (uint8 in [0, 255]) → fp32 with mean 0 and std 1 over the training set."""
         mean, std = self.mean_and_std(images_BCHW.device)
-        return (images_BCHW.float() - mean).div_(std)
+        return (images_BCHW.float() - mean) / std
 
     def normalise_(self, images_BCHW: Tensor) -> Tensor:
         """`normalise`, but fp32 images are overwritten: a batch in new memory costs as much as the arithmetic."""
