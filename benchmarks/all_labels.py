@@ -7,8 +7,9 @@ From scratch, the recipe (cifar10-97) is trained for its epochs, which takes T s
 pretraining uses the same images without labels and takes P seconds; each idea of fine-tuning starts from it and trains
 for as many epochs as fit into T - P seconds, judging by the duration of an epoch in a short run of its own. Times are
 those of the optimizer steps, as recorded in metrics.jsonl: without start-up and compilation, which pretraining has
-twice. With --validation, that fraction of the training images is held out and measured instead of the test images, so
-that ideas are not selected on the test images.
+twice. Runs side by side slow each other down: --durations then gives the times of undisturbed runs, from which the
+numbers of epochs are computed, and nothing is trained from scratch. With --validation, that fraction of the training
+images is held out and measured instead of the test images, so that ideas are not selected on the test images.
 
 Ideas (--idea, once or several times; default: all)
 base          the recipe with a lower learning rate, 2e-3
@@ -87,10 +88,14 @@ class Comparison:
         self.pretrained: dict[tuple[str, ...], tuple[Path, float]] = {}
 
     def rows(self, ideas: Sequence[str]) -> list[dict[str, Any]]:
-        scratch = self.train("scratch", self.recipe, {})
-        self.total = scratch["training_s"]
-        rows = [{"idea": SCRATCH, "seed": self.seed, **scratch, "pretraining_s": 0.0}]
-        print(rows[0], flush=True)
+        rows: list[dict[str, Any]] = []
+        if self.args.durations:
+            self.total = self.args.durations[0]
+        else:
+            scratch = self.train("scratch", self.recipe, {})
+            self.total = scratch["training_s"]
+            rows.append({"idea": SCRATCH, "seed": self.seed, **scratch, "pretraining_s": 0.0})
+            print(rows[0], flush=True)
         for name in ideas:
             rows.append({"idea": name, "seed": self.seed, **self.fine_tune(name, IDEAS[name])})
             print(rows[-1], flush=True)
@@ -103,8 +108,11 @@ class Comparison:
         if idea.resolution != 1:
             size = tuple(round(idea.resolution * side) for side in self.recipe.model.image_size)
             changes |= {"model.image_size": size, "keep_image_size": True}
-        self.train(f"{name}-speed", self.recipe, {**changes, "epochs": SPEED_EPOCHS})
-        epoch_seconds = Run(self.folder / f"{name}-speed").load_metrics()[-1]["training_seconds"]
+        if self.args.durations:
+            epoch_seconds = self.args.durations[2] * idea.resolution**2
+        else:
+            self.train(f"{name}-speed", self.recipe, {**changes, "epochs": SPEED_EPOCHS})
+            epoch_seconds = Run(self.folder / f"{name}-speed").load_metrics()[-1]["training_seconds"]
         epochs = max(int((self.total - seconds) / epoch_seconds), 1)
         row = self.train(name, self.recipe, {**changes, "epochs": epochs})
         return {**row, "pretraining_s": round(seconds, 1), "training_s": round(row["training_s"] + seconds, 1)}
@@ -118,7 +126,8 @@ class Comparison:
             changes = {**self.model, **idea.pretraining, "epochs": epochs, "seed": self.seed, "checkpoint_epochs": 0}
             images = list(self.training_split().images)
             api.pretrain(images, recipe=get_recipe("pretrain-small").with_overrides(changes), out=out)
-            self.pretrained[key] = out, training_seconds(out)
+            seconds = epochs * self.args.durations[1] if self.args.durations else training_seconds(out)
+            self.pretrained[key] = out, seconds
         return self.pretrained[key]
 
     def training_split(self) -> Split:
@@ -151,16 +160,19 @@ def training_seconds(run: Path) -> float:
 
 
 def print_summary(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Means, and differences from training from scratch in pairs of seeds."""
+    """Means, and differences from training from scratch in pairs of seeds, where it was measured."""
     scratch = {row["seed"]: row["accuracy"] for row in rows if row["idea"] == SCRATCH}
     for idea in dict.fromkeys(row["idea"] for row in rows):
         group = [row for row in rows if row["idea"] == idea]
         accuracy = statistics.fmean(row["accuracy"] for row in group)
-        differences = [100 * (row["accuracy"] - scratch[row["seed"]]) for row in group]
-        spread = f" ± {statistics.stdev(differences):.2f}" if len(group) > 1 else ""
+        tta = statistics.fmean(row["accuracy_tta"] for row in group)
         seconds = statistics.fmean(row["training_s"] for row in group)
-        difference = f"{statistics.fmean(differences):+.2f}{spread} points"
-        print(f"{idea:<14} {accuracy:.2%}  {difference}, {seconds:.0f} s, n = {len(group)}")
+        line = f"{idea:<14} {accuracy:.2%}, with TTA {tta:.2%}, {seconds:.0f} s, n = {len(group)}"
+        differences = [100 * (row["accuracy"] - scratch[row["seed"]]) for row in group if row["seed"] in scratch]
+        if differences:
+            spread = f" ± {statistics.stdev(differences):.2f}" if len(differences) > 1 else ""
+            line += f", {statistics.fmean(differences):+.2f}{spread} points"
+        print(line)
 
 
 def main() -> None:
@@ -169,6 +181,10 @@ def main() -> None:
     parser.add_argument("--pretrain-epochs", type=int, default=60)
     parser.add_argument("--idea", action="append", choices=[*IDEAS])
     parser.add_argument("--validation", type=float, default=0.0, help="fraction of the training images to measure on")
+    parser.add_argument(
+        "--durations", type=float, nargs=3, metavar="SECONDS",
+        help="training from scratch, one epoch of pretraining and one of fine-tuning, each alone on the GPU",
+    )  # fmt: skip
     parser.add_argument("--toy", action="store_true", help="digits and a tiny model")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run folders")
     add_seed_arguments(parser)

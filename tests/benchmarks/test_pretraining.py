@@ -64,3 +64,18 @@ def test_all_ideas_of_fine_tuning_run_on_a_toy(
     recipes = [read_recipe(tmp_path / "seed-0" / name / "recipe.toml") for name in ("base", "resolution")]
     assert [recipe.model.image_size for recipe in recipes] == [(16, 16), (20, 20)]
     assert "from scratch" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is for a CPU")
+def test_given_durations_determine_the_number_of_epochs(
+    tmp_path: Path, run_benchmark: Callable[..., str], no_figures: None
+) -> None:
+    path = tmp_path / "out.json"
+    options = ("--toy", "--idea", "base", "--idea", "short", "--pretrain-epochs", 4, "--durations", 20, 3, 2)
+    run_benchmark(all_labels, *options, "--json", path)
+    rows = {row["idea"]: row for row in json.loads(path.read_text())["rows"]}
+    assert {idea: (row["pretraining_s"], row["epochs"]) for idea, row in rows.items()} == {
+        "base": (12.0, 4),  # (20 s - 4 x 3 s) / 2 s
+        "short": (6.0, 7),
+    }
