@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,19 @@ def test_a_toy_curve_runs_without_a_gpu_and_is_plotted(tmp_path: Path, run_bench
     assert sum(run["losses"][-10:]) < sum(run["losses"][:10])
     gpu_curve.plot(content, tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+@without_gpu
+def test_a_toy_is_fine_tuned_on_the_other_half_of_the_classes(
+    tmp_path: Path, run_benchmark: Callable[..., str]
+) -> None:
+    words: list[object] = ["--settings", "autocast", "--seeds", 1, "--steps", 60, "--fine-tune", 40]
+    text = run_benchmark(gpu_curve, *words, "--json", tmp_path / "out.json")
+    assert "pretrain: top-1" in text
+    (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert run["losses"][0] == pytest.approx(math.log(5), abs=1e-3)  # a new head for five of the ten classes
+    assert sum(run["losses"][-10:]) < sum(run["losses"][:10])
 
 
 def write_images(folder: Path, count: int) -> None:
