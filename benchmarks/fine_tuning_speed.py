@@ -62,6 +62,7 @@ LIBRARIES = ("vitral bf16", "vitral fp8", "timm")
 # Each option is compared with the training without it: (precision, batch size, recipe fields, attention kernel's limit)
 PLAIN: tuple[str, int, dict[str, Any], int | None] = ("bf16", 128, {}, None)
 DINOV3: dict[str, Any] = {"model.layer_scale": 1e-5, "model.registers": 4, "model.positions": "rotary"}
+S16: dict[str, Any] = {"model.width": 384, "model.heads": 6, "model.mlp_width": 1536}
 OPTIONS: dict[str, tuple[str, int, dict[str, Any], int | None]] = {
     "layer scale": ("bf16", 128, {"model.layer_scale": 1e-5}, None),
     "dropout 0.1": ("bf16", 128, {"model.dropout": 0.1}, None),
@@ -76,6 +77,12 @@ OPTIONS: dict[str, tuple[str, int, dict[str, Any], int | None]] = {
     "layer-wise learning rates": ("bf16", 128, {"optim.layer_decay": 0.75}, None),
     "FP8": ("fp8", 128, {}, None),
     "FP8, batch size 125": ("fp8", 125, {}, None),
+    "batch size 32": ("bf16", 32, {}, None),
+    "FP8, batch size 32": ("fp8", 32, {}, None),
+    "S/16": ("bf16", 128, S16, None),
+    "FP8, S/16": ("fp8", 128, S16, None),
+    "S/16, batch size 32": ("bf16", 32, S16, None),
+    "FP8, S/16, batch size 32": ("fp8", 32, S16, None),
     "DINOv2 B/14": ("bf16", 128, DINOV2, None),
     "DINOv2 B/14, own attention": ("bf16", 128, DINOV2, 320),
     "FP8, layer scale": ("fp8", 128, {"model.layer_scale": 1e-5}, None),
