@@ -18,6 +18,7 @@ average       EMA of the weights over the last tenth of the run
 mixup         mixup and CutMix for all images
 resolution    images enlarged by a quarter, to 40x40 pixels
 short         half as many epochs of pretraining, and more of fine-tuning
+short-high-lr the same with the learning rate of training from scratch
 teacher       pretraining by MoCo v3, whose model is the EMA teacher (LeJEPA has none)
 
 accuracy_tta is that with the recipe's test-time augmentation. Without a GPU, --toy shows that everything runs: digits
@@ -65,6 +66,7 @@ IDEAS = {
     "mixup": Idea({"augment.mixup": 0.8, "augment.mix_prob": 1.0}),
     "resolution": Idea(resolution=1.25),
     "short": Idea(length=SHORT),
+    "short-high-lr": Idea({"optim.lr": 5e-3}, length=SHORT),
     "teacher": Idea(pretraining={"pretrain.method": "moco", "pretrain.views.local_views": 0}),
 }
 TOY_MODEL: dict[str, Any] = {
