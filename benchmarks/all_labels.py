@@ -8,8 +8,9 @@ pretraining uses the same images without labels and takes P seconds; each idea o
 for as many epochs as fit into T - P seconds, judging by the duration of an epoch in a short run of its own. Times are
 those of the optimizer steps, as recorded in metrics.jsonl: without start-up and compilation, which pretraining has
 twice. Runs side by side slow each other down: --durations then gives the times of undisturbed runs, from which the
-numbers of epochs are computed, and nothing is trained from scratch. With --validation, that fraction of the training
-images is held out and measured instead of the test images, so that ideas are not selected on the test images.
+numbers of epochs are computed, and nothing is trained from scratch. --pretrained takes a finished run as the
+pretraining. With --validation, that fraction of the training images is held out and measured instead of the test
+images, so that ideas are not selected on the test images.
 
 Ideas (--idea, once or several times; default: all)
 base          the recipe with a lower learning rate, 2e-3
@@ -17,6 +18,7 @@ regularised   more drop path (0.3), and a lower learning rate in earlier blocks 
 average       EMA of the weights over the last tenth of the run
 mixup         mixup and CutMix for all images
 resolution    images enlarged by a quarter, to 40x40 pixels
+gentle        a quarter of that learning rate, and a lower one in earlier blocks (layer decay 0.75)
 short         half as many epochs of pretraining, and more of fine-tuning
 short-high-lr the same with the learning rate of training from scratch
 teacher       pretraining by MoCo v3, whose model is the EMA teacher (LeJEPA has none)
@@ -61,6 +63,7 @@ class Idea(NamedTuple):
 
 IDEAS = {
     "base": Idea(),
+    "gentle": Idea({"optim.lr": 5e-4, "optim.layer_decay": 0.75}),
     "regularised": Idea({"model.drop_path": 0.3, "optim.layer_decay": 0.8}),
     "average": Idea({"ema": 0.1}),
     "mixup": Idea({"augment.mixup": 0.8, "augment.mix_prob": 1.0}),
@@ -121,6 +124,8 @@ class Comparison:
 
     def pretrain(self, idea: Idea) -> tuple[Path, float]:
         """The run folder and the seconds of its steps."""
+        if self.args.pretrained and idea.length == 1 and not idea.pretraining:
+            return self.args.pretrained, training_seconds(self.args.pretrained)
         epochs = max(round(idea.length * self.args.pretrain_epochs), 1)
         key = (str(epochs), *(f"{field}={value}" for field, value in idea.pretraining.items()))
         if key not in self.pretrained:
@@ -181,6 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="cifar10-97", help="of the training from scratch, and of the fine-tuning")
     parser.add_argument("--pretrain-epochs", type=int, default=60)
+    parser.add_argument("--pretrained", type=Path, metavar="RUN", help="pretraining of the ideas that do not change it")
     parser.add_argument("--idea", action="append", choices=[*IDEAS])
     parser.add_argument("--validation", type=float, default=0.0, help="fraction of the training images to measure on")
     parser.add_argument(
