@@ -15,7 +15,8 @@ vitral   The training step of vitral.training and the engine of vitral.inference
          Input is uint8, so its time includes normalisation.
 others   torch.compile, fused AdamW, TF32 for what remains in fp32. Input is float, normalised, on the GPU. Training
          under autocast, inference with bf16 weights. Options: eager, graphs (CUDA graphs through
-         mode="reduce-overhead"), channels-last, autocast, bf16-weights (loses small updates: shown, not compared).
+         mode="reduce-overhead"), channels-last, autocast, float8 and float8-rowwise (torchao's FP8 training, with one
+         scale per tensor or per row), bf16-weights (loses small updates: shown, not compared).
 
 Modes: train; infer, a large batch; latency-1, latency-8, latency-64: that many images, from pixels on the GPU to logits
 on the CPU.

@@ -342,14 +342,29 @@ def make_transformers_model(config: ViTConfig) -> Any:
     return LogitsOnly()
 
 
+FLOAT8_RECIPES = {"float8": "tensorwise", "float8-rowwise": "rowwise"}  # torchao's names
+
+
+def to_float8(model: Any, recipe: str) -> Any:
+    """The model with torchao's FP8 training in all linear layers whose sides FP8 GEMMs support: not in the head."""
+    import torch
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_supported(module: torch.nn.Module, name: str) -> bool:
+        return isinstance(module, torch.nn.Linear) and not (module.in_features % 16 or module.out_features % 16)
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(model, config=config, module_filter_fn=is_supported)
+
+
 def make_peer_step(case: Case, info: Info) -> StepFn:
-    """Options: eager, graphs (CUDA graphs), channels-last, autocast, bf16-weights."""
+    """Options: eager, graphs (CUDA graphs), channels-last, autocast, bf16-weights, float8, float8-rowwise (torchao)."""
     import torch
     import torch.nn.functional as F
 
     device = torch.device("cuda" if has_gpu() else "cpu")
     config, options = model_config(case.model), case.option_list
-    if unknown := set(options) - {"eager", "graphs", "channels-last", "autocast", "bf16-weights"}:
+    if unknown := set(options) - {"eager", "graphs", "channels-last", "autocast", "bf16-weights", *FLOAT8_RECIPES}:
         raise ValueError(f"unknown options for {case.library}: {', '.join(sorted(unknown))}")
     training = case.mode == "train"
     bf16_weights = has_gpu() and ("bf16-weights" in options or not (training or "autocast" in options))
@@ -363,6 +378,8 @@ def make_peer_step(case: Case, info: Info) -> StepFn:
     if "channels-last" in options:
         model = model.to(memory_format=torch.channels_last)
         images = images.contiguous(memory_format=torch.channels_last)
+    for option in FLOAT8_RECIPES.keys() & options:
+        model = to_float8(model, FLOAT8_RECIPES[option])
     autocast: Any = torch.autocast(device.type, torch.bfloat16) if has_gpu() and not bf16_weights else nullcontext()
     use_compile = has_gpu() and "eager" not in options
     mode = "reduce-overhead" if "graphs" in options else None
