@@ -14,6 +14,8 @@ features, and the test images measure them:
 
 knn, linear    k nearest neighbours (k = 20, cosine) and logistic regression on the features, fp32
 linear_1pct    logistic regression on 1% of the labels (50 images per class of CIFAR-10), mean of three draws
+linear_blocks  logistic regression on the pooled tokens of the last four blocks, as in DINO's evaluation of small ViTs
+               (arXiv 2104.14294, section 4.1), fitted on the training images and their mirror images
 training_s     time of the optimizer steps, as recorded in metrics.jsonl
 wall_clock_s   everything, with compilation and the measures of collapse after each epoch
 
@@ -30,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,7 @@ from vitral.utils.json_toml import parse_toml
 NUM_NEIGHBOURS = 20
 FEW_LABELS = 0.01
 NUM_DRAWS = 3
+NUM_BLOCKS = 4
 GOAL = "pretrain-small model.width=384 model.heads=6 model.mlp_width=1152 epochs=260"
 INVERSE_PENALTIES = (0.003, 0.03, 0.3)  # C of the linear probe
 
@@ -80,20 +84,35 @@ def parse_variant(text: str) -> Recipe:
     return recipe.with_overrides(overrides)
 
 
-def features_of(model: ViT, preprocessing: Preprocessing, split: Split) -> Tensor:
-    """Pooled features in fp32, (N, D), on the device."""
+def features_of(
+    model: ViT, preprocessing: Preprocessing, split: Split, *, num_blocks: int = 1, mirrored: bool = False
+) -> Tensor:
+    """Pooled features in fp32, (N, D), on the device; of several blocks side by side, (N, num_blocks·D)."""
     hardware = select_hardware(precision="fp32", compile="no")
     images = split.to_model_input(preprocessing).images
-    return compute_logits(model.to(hardware.device).features, images, preprocessing, hardware)
+    model = model.to(hardware.device)
+
+    def forward(images_BCHW: Tensor) -> Tensor:
+        images_BCHW = images_BCHW.flip(-1) if mirrored else images_BCHW
+        if num_blocks == 1:
+            return model.features(images_BCHW)
+        blocks = model.trace(images_BCHW).tokens[1:][-num_blocks:]
+        return torch.cat([model.pool(model.encoder.norm(tokens)) for tokens in blocks], dim=1)
+
+    return compute_logits(forward, images, preprocessing, hardware)
 
 
-def linear_accuracy(train: LabelledFeatures, test: LabelledFeatures, K: int) -> float:
-    """Accuracy of logistic regression, whose C is selected on a tenth of the training images."""
+def linear_accuracy(train: LabelledFeatures, test: LabelledFeatures, K: int, views: int = 1) -> float:
+    """Accuracy of logistic regression, whose C is selected on a tenth of the training images.
+
+    `train` holds all images, or, with several views, one block of rows per view.
+    """
     features, labels = train
-    held_out = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
-    held_out[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[: max(len(labels) // 10, 1)]] = (
-        True
-    )
+    num_images = len(labels) // views
+    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(0)).to(labels.device)
+    held_out = torch.zeros(num_images, dtype=torch.bool, device=labels.device)
+    held_out[order[: max(num_images // 10, 1)]] = True
+    held_out = held_out.repeat(views)
     selection = (features[~held_out], labels[~held_out]), (features[held_out], labels[held_out])
     C = max(INVERSE_PENALTIES, key=lambda C: regression_accuracy(*selection, K, C))
     return regression_accuracy(train, test, K, C)
@@ -116,7 +135,10 @@ def measure_features(model: ViT, preprocessing: Preprocessing, train: Split, tes
         drawn = sample_shots(y_train, max(round(FEW_LABELS * len(y_train) / K), 1), seed)
         few.append(linear_accuracy((x_train[drawn], y_train[drawn]), (x_test, y_test), K))
     linear = linear_accuracy((x_train, y_train), (x_test, y_test), K)
-    return {"knn": knn, "linear": linear, "linear_1pct": statistics.fmean(few)}
+    blocks = partial(features_of, model, preprocessing, num_blocks=NUM_BLOCKS)
+    views = torch.cat([blocks(train), blocks(train, mirrored=True)]), torch.cat([y_train, y_train])
+    linear_blocks = linear_accuracy(views, (blocks(test), y_test), K, views=2)
+    return {"knn": knn, "linear": linear, "linear_1pct": statistics.fmean(few), "linear_blocks": linear_blocks}
 
 
 def measure_random(run: Path, seed: int, train: Split, test: Split, K: int) -> dict[str, float]:
@@ -187,7 +209,7 @@ def measure_variants(args: argparse.Namespace, variants: Sequence[str]) -> list[
 def print_summary(rows: Sequence[dict[str, Any]]) -> None:
     for text in dict.fromkeys(row["variant"] for row in rows):
         print(text)
-        for name in ("knn", "linear", "linear_1pct", "fine_tuned", "training_s"):
+        for name in ("knn", "linear", "linear_1pct", "linear_blocks", "fine_tuned", "training_s"):
             values = [row[name] for row in rows if row["variant"] == text and name in row]
             if values:
                 spread = f" ± {statistics.stdev(values):.4f} (standard deviation)" if len(values) > 1 else ""
