@@ -83,7 +83,7 @@ def test_train_with_a_teacher(photos: Path, command: Command, no_figures: None) 
         (["distill", "photos", "--teacher", "teacher", "--distill.cache", "-1"], "error: distill.cache must be at"),
         (["train", "photos", "--distill.kind", "soft"], "error: distill.teacher must name a model"),
         (["train", "photos", "--distill.teacher", "headless"], "error: the teacher headless has no classifier with"),
-        (["train", "photos", "--distill.teacher", "wasps"], "error: the teacher wasps does not know the class 'bees'"),
+        (["train", "photos", "--distill.teacher", "wasps"], "error: the teacher wasps has no class 'bees'"),
         (["train", "photos", "--distill.teacher", "labels"], "error: the teacher labels is a model for multilabel"),
         (["train", "photos", "--distill.teacher", "teacher", "--loss", "sigmoid"], "error: photos: distill needs one"),
         (["train", "photos", "--distill.teacher", "bands"], "error: the teacher expects 5 channels, and the images"),

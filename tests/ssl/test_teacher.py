@@ -156,7 +156,7 @@ def test_logits_follow_the_order_of_the_students_classes() -> None:
     ("known", "message"),
     [
         (None, "has no classifier with named classes"),
-        (("ants", "wasps"), "does not know the class 'bees'"),
+        (("ants", "wasps"), "has no class 'bees'"),
         (("ants", "bees", "wasps"), "has a class that the images do not have, 'wasps'"),
     ],
 )

@@ -49,7 +49,7 @@ def checkpoint_flags() -> Mapping[str, Any]:
 
 def judge_flags() -> Mapping[str, Any]:
     """The flags that compare the weights after training without labels with those before it."""
-    return config_options(lambda: JUDGE_FIELDS, group="Did it help?")
+    return config_options(lambda: JUDGE_FIELDS, group="Measuring whether it helped (--judge)")
 
 
 def judge_arguments(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Teacher:
                 "Train one with vitral train --init-from, or learn its features with vitral distill",
             )
         if missing := [name for name in classes if name not in self.classes]:
-            raise self._classes_error(f"does not know the class {missing[0]!r}")
+            raise self._classes_error(f"has no class {missing[0]!r}")
         if extra := [name for name in self.classes if name not in classes]:
             raise self._classes_error(f"has a class that the images do not have, {extra[0]!r}")
         order = [self.classes.index(name) for name in classes]
