@@ -72,7 +72,7 @@ def evaluate(
         max_error: Also find the confidence threshold above which at most this fraction of predictions is wrong.
         coverage: Also fit prediction sets that contain the true class of this fraction of images, and measure their
             coverage. Default: measure the sets that are stored with the model.
-        ood: Also measure OOD detection on this dataset or folder of other things.
+        ood: Also measure OOD detection on this dataset or folder of unknown images.
         robustness: Also measure accuracy under image corruptions.
         engine: Inference engine, recorded in the result; ignored if `model` is a Predictor.
         log: Called with one line per phase.
@@ -162,7 +162,7 @@ def report(
         out: File to write. Default: report.html in the run or model folder, otherwise in the current folder.
         data: Dataset or folder with the model's classes. Default: the dataset it was trained on.
         split: Default: the test split, or the validation split if there are no test images.
-        ood: Also measure OOD detection on this dataset or folder of other things.
+        ood: Also measure OOD detection on this dataset or folder of unknown images.
         fast: Skip the robustness measurements.
         allow_leak: Do not warn about images that were used for training.
         engine: Inference engine; ignored if `model` is a Predictor.

@@ -41,7 +41,7 @@ COMMAND_GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "Predict": (
         ("predict", "MODEL FILES...", "predict labels for image files and folders"),
         ("embed", "MODEL FILES... --out FILE", "write feature vectors as .npy, .parquet or .csv"),
-        ("bench", "MODEL", "find the fastest inference engine for this CPU"),
+        ("bench", "MODEL", "find the fastest inference engine for this CPU or GPU"),
     ),
     "Evaluate": (
         ("evaluate", "MODEL", "measure accuracy, calibration, OOD detection and robustness"),

@@ -25,9 +25,8 @@ ResizeFlag = Literal["crop", "pad", "stretch", "native"]
 JUDGE_FIELDS = tuple(
     ConfigField(path, type, NO_DEFAULT, help)
     for path, type, help in (
-        ("judge", str, "labelled images to measure on, before and after, whether it helped: k-NN, linear probe, "
-         "fine-tuning"),
-        ("judge_seeds", int, "repetitions with other labels and random numbers (default: 3)"),
+        ("judge", str, "labelled images: compare the weights before and after by k-NN, linear probe and fine-tuning"),
+        ("judge_seeds", int, "repetitions with other labels and random seeds (default: 3)"),
         ("judge_fractions", tuple[float, ...], "fractions of the labels to learn from (default: 0.01,0.1,1)"),
         ("judge_fine_tuning", bool, "also fine-tune, which takes nearly all of the time"),
     )

@@ -27,7 +27,7 @@ class LoRAConfig:
     rank: int = 8  # rank of the update
     alpha: float = 16.0  # the update is B·A times alpha/rank
     targets: tuple[LoRATarget, ...] = ("qkv", "project", "expand", "contract")  # layers of each block to adapt
-    dropout: float = 0.0  # dropout rate of the input of A; above 0 it costs thin GEMMs in every layer
+    dropout: float = 0.0  # dropout rate of the input of A; above 0, every layer needs extra thin GEMMs
 
     def __post_init__(self) -> None:
         if self.rank < 1:

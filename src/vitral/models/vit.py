@@ -49,10 +49,10 @@ class ViTConfig:
     pooling: Pooling = "class"  # input of the head: class token, mean of the patches, or attention pooling
     class_token: bool | None = None  # whether there is a class token; if omitted, only if it is pooled
     positions: Positions = "learned"  # position embedding
-    position_resampling: Resampling = "bicubic-antialias"  # of learned positions, for images of another size
-    rope: Rope = "patch"  # coordinates and frequencies of rotary positions, see ROPE
+    position_resampling: Resampling = "bicubic-antialias"  # resampling of learned positions for images of another size
+    rope: Rope = "patch"  # convention for coordinates and frequencies of rotary positions, see ROPE
     rope_base: float = 100.0  # ratio of the largest to the smallest frequency of rotary positions
-    registers: int = 0  # extra tokens (arXiv 2309.16588)
+    registers: int = 0  # number of registers, extra learned tokens (arXiv 2309.16588)
     register_positions: bool = False  # learned positions of the registers; they have none by default
     dropout_embedding: float = 0.0  # dropout rate after the position embedding
     dropout_attention: float = 0.0  # dropout rate of the attention weights
@@ -62,11 +62,11 @@ class ViTConfig:
     layer_scale: float | None = None  # initial LayerScale value; no LayerScale if omitted (arXiv 2103.17239)
     qk_norm: bool = False  # layer norm of queries and keys (arXiv 2302.05442)
     qkv_bias: bool = True  # bias of the query, key and value projections
-    key_bias: bool = True  # False: no bias of the key projection, only of queries and values (BEiT, DINOv3)
+    key_bias: bool = True  # bias of the key projection; without it, queries and values still have one (BEiT, DINOv3)
     pre_norm: bool = False  # layer norm before the first block, and no bias of the patch embedding (CLIP)
     final_norm: bool = True  # layer norm after the last block
     head: Head = "linear"  # classification head: one linear layer, or a tanh layer before it
-    activation: Activation = "gelu"  # of the MLP: GELU, its tanh approximation, x·sigmoid(1.702x), ReLU, or SwiGLU
+    activation: Activation = "gelu"  # activation of the MLP; gelu_tanh approximates gelu, quick_gelu: x·sigmoid(1.702x)
     norm_eps: float = 1e-6  # epsilon of the layer norms
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ class DistillConfig:
     teacher: str = ""  # classifier of the same classes: run, model folder, checkpoint, hf:owner/name or bundled model
     kind: DistillKind = "hard"  # soft: its probabilities (KL divergence); hard: its decisions, as in DeiT
     alpha: float = 0.5  # weight of the teacher in the loss; the labels have 1 - alpha
-    temperature: float = 3.0  # of the softmax, with kind soft
+    temperature: float = 3.0  # temperature of the softmax, with kind soft
 
     def __post_init__(self) -> None:
         if not self.teacher:

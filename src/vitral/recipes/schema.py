@@ -82,13 +82,13 @@ class DataConfig:
     interpolation: Interpolation = "bilinear"  # how images are resized
     pack: float = ReadOptions.pack  # GiB of disk for decoded images; larger datasets are decoded in every epoch
     unreadable: float = ReadOptions.unreadable  # stop if more than this fraction of the files is unreadable
-    workers: int = ReadOptions.workers  # images decoded at a time; 0: one per CPU
+    workers: int = ReadOptions.workers  # images decoded in parallel; 0: one per CPU
     exclude: tuple[str, ...] = ()  # files that are not used, relative to the dataset; see --exclude
     targets: tuple[str, ...] = ()  # regression: columns of a CSV list to predict, for example age,weight
     label_separator: str = ""  # multilabel: what separates the labels in a CSV list; detected if omitted
-    dtype: PixelTypeOption = "auto"  # of the pixels; auto: that of the files, so that 16 bits are kept
-    layout: ArrayLayout = "auto"  # of .npy arrays: chw or hwc; auto: by their shape
-    channel_names: tuple[str, ...] = ()  # in order; read from the files if they have them
+    dtype: PixelTypeOption = "auto"  # data type of the pixels; auto: that of the files, so that 16 bits are kept
+    layout: ArrayLayout = "auto"  # axes of .npy arrays; auto: detected from their shape
+    channel_names: tuple[str, ...] = ()  # names of the channels, in order; read from the files if they have them
 
     def __post_init__(self) -> None:
         for name in ("validation", "test_split"):
@@ -123,10 +123,10 @@ class OptimConfig:
     name: Literal["adamw", "sgd", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for everything else
     lr: float = 1e-3  # peak learning rate
     lr_base_batch_size: int = 0  # scale lr by batch size / this number; 0: no scaling
-    weight_decay: float = 0.05  # of matrices; norms, biases, tokens and positions are not decayed
-    muon_weight_decay: float | None = None  # of the matrices that Muon updates; default: weight_decay
-    betas: tuple[float, float] = (0.9, 0.999)  # AdamW
-    momentum: float = 0.9  # SGD
+    weight_decay: float = 0.05  # weight decay of matrices; norms, biases, tokens and positions are not decayed
+    muon_weight_decay: float | None = None  # weight decay of the matrices that Muon updates; default: weight_decay
+    betas: tuple[float, float] = (0.9, 0.999)  # decay rates of the two moments of AdamW
+    momentum: float = 0.9  # momentum of SGD
     grad_clip: float = 1.0  # maximum gradient norm; 0: no clipping
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # learning rate after the warm-up
     warmup: float = 0.1  # fraction of the run if below 1, otherwise number of steps
@@ -164,14 +164,14 @@ class Recipe:
     init_options: CheckpointOptions = NO_OPTIONS  # what the files of init_from do not contain
     keep_image_size: bool = False  # with init_from: use the recipe's image size instead of the checkpoint's
     tune: str = "full"  # with init_from, what to train: full, head, lora, bias, or last-N for the last N blocks
-    head_init: HeadInit = "zeros"  # with init_from, a new head: zeros, or fitted to the checkpoint's features first
+    head_init: HeadInit = "zeros"  # with init_from: start a new head with zeros or fitted to the checkpoint's features
     lora: LoRAConfig = field(default_factory=LoRAConfig)  # rank and layers of tune "lora"
     pretrain: PretrainConfig | None = None  # learn without labels by a self-supervised method; None: learn the labels
     distill: DistillConfig | None = None  # learn the predictions of a teacher as well as the labels
     teacher_options: CheckpointOptions = NO_OPTIONS  # what the files of a teacher do not contain
     epochs: int = 10  # passes over the training set
     patience: int = 0  # stop after this many epochs without a better validation result; 0: train all epochs
-    time_limit: str = ""  # end in time, with as many epochs as fit, evaluation included: 30m, 1h30m, 90s
+    time_limit: str = ""  # end within this time, evaluation included, with as many epochs as fit: 30m, 1h30m, 90s
     batch_size: int = 128  # images per optimizer step, over all processes; auto: as many as the GPU's memory allows
     auto_batch_size: bool = False  # replace batch_size by a measured one; written as batch_size = "auto"
     grad_accum: int = 1  # micro-batches per optimizer step; more of them need less memory
@@ -180,16 +180,16 @@ class Recipe:
     loss: LossOption = "auto"  # auto: softmax for classification, sigmoid for multilabel, mse for regression
     class_weights: Literal["none", "balanced"] = "none"  # balanced: weight classes by inverse frequency in the loss
     logit_adjustment: float = 0.0  # tau: add tau x log class frequency to the logits in the loss (arXiv 2007.07314)
-    label_smoothing: float = 0.0  # probability mass spread over all classes; 0 for other tasks than classification
+    label_smoothing: float = 0.0  # probability mass spread over all classes; only for classification
     ema: float = 0.0  # window of the weight average, as a fraction of the run; 0: no averaging
-    ema_decay: float = 0.0  # the same as a decay per step: 0.99996 averages over 25,000 steps
+    ema_decay: float = 0.0  # instead of ema, decay per step: 0.99996 averages over 25,000 steps
     seed: int = 0  # seed of weights, batch order and augmentation
     device: DeviceOption = "auto"  # auto: a GPU if there is one; CUDA_VISIBLE_DEVICES selects among several
-    threads: int = 0  # CPU threads; 0: the fastest number, by a short measurement at the start
+    threads: int = 0  # CPU threads; 0: the fastest number, from a short measurement at the start
     precision: PrecisionOption = "auto"  # fp8: GEMMs in 8 bits, for wide models on recent GPUs
     compile: CompileOption = "auto"  # torch.compile and CUDA graphs
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # several processes: replicate or shard the model
-    reduce_dtype: ReduceDtype = "fp32"  # several processes: gradients are summed in it; bf16: half the bytes
+    reduce_dtype: ReduceDtype = "fp32"  # several processes: dtype of gradient sums; bf16: half the bytes
     tta: TTA = "none"  # test-time augmentation for the test accuracy
     checkpoint_epochs: int = 1  # epochs between checkpoints; 0: none, for runs of seconds
     checkpoint_minutes: float = 10.0  # minutes between checkpoints within an epoch

@@ -43,13 +43,13 @@ class DINOConfig:
     """DINO with iBOT's masked patches: the student predicts the teacher's distribution over prototypes."""
 
     prototypes: int = 4096  # outputs of the head
-    student_temperature: float = 0.1  # of the student's softmax
-    teacher_temperature: float = 0.05  # of the teacher's softmax
-    balance: Balance = "sinkhorn"  # of the teacher's outputs: Sinkhorn-Knopp or a running mean
-    momentum: float | None = None  # of the teacher at the start, rising to 1; 0.99, or lower in short runs if omitted
-    patch_weight: float = 1.0  # of the masked patch loss; 0: no masks, DINO without iBOT
+    student_temperature: float = 0.1  # temperature of the student's softmax
+    teacher_temperature: float = 0.05  # temperature of the teacher's softmax
+    balance: Balance = "sinkhorn"  # how the teacher's outputs are balanced: Sinkhorn-Knopp or a running mean
+    momentum: float | None = None  # initial EMA momentum of the teacher, rising to 1; default: 0.99, less in short runs
+    patch_weight: float = 1.0  # weight of the masked patch loss; 0: no masks, DINO without iBOT
     mask_ratio: float = 0.3  # fraction of the patches of a global view that the student does not see
-    hidden_width: int = 2048  # of the head
+    hidden_width: int = 2048  # hidden width of the head
     bottleneck: int = 256  # width before the prototypes
 
     def __post_init__(self) -> None:

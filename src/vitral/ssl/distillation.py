@@ -44,7 +44,7 @@ class FeatureDistillConfig:
     """Feature distillation: learn the features of a teacher."""
 
     teacher: str = ""  # checkpoint file, run, hf:owner/name or bundled model
-    patch_weight: float = 1.0  # of the patch features in the loss; 0: pooled features only
+    patch_weight: float = 1.0  # weight of the patch features in the loss; 0: pooled features only
     augment: bool = True  # random views; without them, teacher features are computed once and cached
     cache: float = 4.0  # GiB of disk for cached teacher features; 0: compute them in every step
 

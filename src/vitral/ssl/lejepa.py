@@ -36,10 +36,10 @@ MAX_FREQUENCY, NUM_POINTS = 4.0, 17  # of the characteristic function; it is eve
 class LeJEPAConfig:
     """LeJEPA: agreement of views and an isotropic Gaussian distribution of the embeddings."""
 
-    weight: float = 0.025  # of the Gaussian term (lambda); the rest is the weight of the agreement
+    weight: float = 0.025  # weight of the Gaussian term (lambda); the agreement has weight 1 - lambda
     directions: int = 256  # random projections per step
-    hidden_width: int = 2048  # of the projector
-    width: int = 64  # of the embedding
+    hidden_width: int = 2048  # hidden width of the projector
+    width: int = 64  # width of the embedding
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < 1:

@@ -38,7 +38,7 @@ class MAEConfig:
     """Masked autoencoding: reconstruct the pixels of masked patches."""
 
     mask_ratio: float = 0.75  # fraction of the patches that the encoder does not see
-    decoder_width: int = 192  # multiple of 32 channels per head
+    decoder_width: int = 192  # width of the decoder, a multiple of 32 (channels per head)
     decoder_depth: int = 2  # blocks of the decoder
 
     def __post_init__(self) -> None:

@@ -33,10 +33,10 @@ TYPICAL_BATCH_SIZE = 1024  # the loss of an untrained model grows with the logar
 class MoCoConfig:
     """MoCo v3: contrast the views of an image with those of the other images of the batch."""
 
-    temperature: float = 0.2  # of the similarities in the loss
-    momentum: float | None = None  # of the teacher at the start, rising to 1; 0.99, or lower in short runs if omitted
-    hidden_width: int = 2048  # of projector and predictor
-    width: int = 256  # of the embedding
+    temperature: float = 0.2  # temperature of the similarities in the loss
+    momentum: float | None = None  # initial EMA momentum of the teacher, rising to 1; default: 0.99, less in short runs
+    hidden_width: int = 2048  # hidden width of projector and predictor
+    width: int = 256  # width of the embedding
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:

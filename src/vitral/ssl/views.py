@@ -48,10 +48,10 @@ class ViewConfig:
     max_ratio: float = 4 / 3  # crops are stretched by up to this factor in either direction
     flip: float = 0.5  # probability of a horizontal flip
     jitter_prob: float = 0.8  # probability of colour jitter: brightness, contrast, saturation and hue together
-    brightness: float = 0.4  # jitter; 0.4: times 0.6 to 1.4
-    contrast: float = 0.4  # jitter; 0.4: times 0.6 to 1.4
-    saturation: float = 0.2  # jitter; 0.2: times 0.8 to 1.2
-    hue: float = 0.1  # jitter; 0.1: rotated by up to a tenth of a turn in either direction
+    brightness: float = 0.4  # brightness jitter; 0.4: times 0.6 to 1.4
+    contrast: float = 0.4  # contrast jitter; 0.4: times 0.6 to 1.4
+    saturation: float = 0.2  # saturation jitter; 0.2: times 0.8 to 1.2
+    hue: float = 0.1  # hue jitter; 0.1: rotated by up to a tenth of a turn in either direction
     grayscale: float = 0.2  # probability of greyscale
     blur_first: float = 1.0  # probability of Gaussian blur in the first global view
     blur_second: float = 0.1  # probability of Gaussian blur in the other global views

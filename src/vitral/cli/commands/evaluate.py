@@ -46,9 +46,9 @@ class EvaluateArgs:
         None, "find the confidence threshold above which at most this fraction of predictions is wrong, e.g. 0.01"
     )
     coverage: float | None = option(
-        None, "fit prediction sets that contain the true class of this fraction of images, e.g. 0.9, and measure them"
+        None, "fit and measure prediction sets that contain the true class for this fraction of images, e.g. 0.9"
     )
-    ood: str | None = option(None, "dataset or folder of other things: measure how many are detected as unknown")
+    ood: str | None = option(None, "dataset or folder of unknown images: measure how many of them are detected")
     robustness: bool = option(False, "measure accuracy under noise, blur, low contrast, JPEG artefacts and rotation")
     figures: Path | None = option(None, "folder to write figures to")
     calibrate: bool = option(False, "first refit temperature, OOD threshold and prediction sets on validation images")

@@ -77,7 +77,7 @@ def explain(args: ExplainArgs) -> int:
     predictor = load_explainable(args.model, args.labels, checkpoint_options(args.checkpoint))
     preprocessing = predictor.model_config.preprocessing
     shown = display_note(preprocessing.channels, preprocessing.dtype)
-    print_notes([*predictor.notes, *([f"the pictures show {shown}"] if shown else [])])
+    print_notes([*predictor.notes, *([f"the heatmaps show {shown}"] if shown else [])])
     files = find_image_files(args.files)
     width = max(display_width(str(file)) for file in files)
     names = heatmaps.unique_stems(files)

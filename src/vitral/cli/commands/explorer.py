@@ -26,7 +26,7 @@ class ExplorerArgs:
     out: Path = option(Path("site"), "folder to write")
     images: tuple[Path, ...] = option((), "example images for the page: files and folders")
     precision: Literal["auto", "fp32", "bf16", "int8"] = option(
-        "auto", "of the weights; auto: exact for bundled and small models, int8 above 4 million parameters"
+        "auto", "precision of the weights; auto: exact for bundled and small models, int8 above 4 million parameters"
     )
     faithfulness: str | None = option(
         None, "dataset or folder: rank the explanation methods on its images (default: the bundled models' ranking)"

@@ -45,7 +45,7 @@ HELP = {  # where the words of vitral train would mislead
     "grad_accum": "micro-batches per optimizer step, to need less memory; views are compared within a micro-batch only",
     "data.mean": "per-channel mean in [0, 1]; computed from the images if omitted",
     "data.std": "per-channel standard deviation; computed from the images if omitted",
-    "time_limit": "end in time, with as many epochs as fit: 30m, 1h30m, 90s",
+    "time_limit": "end within this time, with as many epochs as fit: 30m, 1h30m, 90s",
     "model.pooling": "the features: class token, mean of the patches, or attention pooling",
     "keep_image_size": "with --init-from: use the recipe's image size instead of the checkpoint's",
 }

@@ -50,9 +50,9 @@ class ProbeArgs:
     fractions: tuple[float, ...] | None = option(
         None, "fractions of the labels to learn from (default: 0.01,0.1,1)", group=AGAINST
     )
-    seeds: int | None = option(None, "repetitions with other labels and random numbers (default: 3)", group=AGAINST)
-    epochs: int | None = option(None, "of the fine-tuning with all labels (default: the recipe's)", group=AGAINST)
-    recipe: str | None = option(None, "of the fine-tuning: name or TOML file", group=AGAINST)
+    seeds: int | None = option(None, "repetitions with other labels and random seeds (default: 3)", group=AGAINST)
+    epochs: int | None = option(None, "epochs of fine-tuning with all labels (default: the recipe's)", group=AGAINST)
+    recipe: str | None = option(None, "recipe for fine-tuning: name or TOML file", group=AGAINST)
     fine_tuning: bool | None = option(None, "also fine-tune, which takes nearly all of the time", group=AGAINST)
     results: Path | None = option(
         None,

@@ -33,7 +33,7 @@ class ReportArgs:
     data: str | None = option(None, EVAL_DATA_HELP)
     split: SplitFlag | None = option(None, SPLIT_HELP)
     engine: EngineFlag = option("auto", ENGINE_HELP)
-    ood: str | None = option(None, "dataset or folder of other things: measure how many are detected as unknown")
+    ood: str | None = option(None, "dataset or folder of unknown images: measure how many of them are detected")
     fast: bool = option(False, "skip the robustness measurements")
     labels: Path | None = option(None, LABELS_HELP)
     allow_leak: bool = option(False, ALLOW_LEAK_HELP)

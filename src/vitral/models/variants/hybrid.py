@@ -154,7 +154,7 @@ class ConvStemConfig:
 
     widths: tuple[int, ...]  # channels per convolution
     strides: tuple[int, ...]  # stride per convolution
-    same_padding: bool = True  # false: no padding at bottom and right, so that stride 2 maps 32 to 15 pixels
+    same_padding: bool = True  # without it, no padding at bottom and right, so that stride 2 maps 32 to 15 pixels
 
     def __post_init__(self) -> None:
         for name, layers in (("widths", self.widths), ("strides", self.strides)):

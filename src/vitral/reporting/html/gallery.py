@@ -45,7 +45,7 @@ def gallery_section(data: ReportData) -> str:
             )
     preprocessing = data.predictor.model_config.preprocessing
     shown = display_note(preprocessing.channels, preprocessing.dtype)
-    text_shown = f" The pictures show {shown}." if shown else ""
+    text_shown = f" The images show {shown}." if shown else ""
     return content + note(f"Right of each image: evidence for the predicted class (class relevance).{text_shown}")
 
 
