@@ -111,7 +111,7 @@ def test_without_a_test_split_images_are_held_out(workspace: Path) -> None:
     result = vitral.compare_label_efficiency(photos, workspace / "model", seeds=1, fine_tuning=False)
     assert result.evaluated_on == "validation"
     assert result.labelled_images + result.test_images == 24
-    assert "cannot be judged by one seed" in result.summary
+    assert "cannot be judged from one seed" in result.summary
 
 
 @pytest.mark.slow

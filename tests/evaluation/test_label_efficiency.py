@@ -38,7 +38,7 @@ def test_it_did_not_help() -> None:
 def test_it_made_it_worse() -> None:
     summary = summarise([WORSE], SUBJECT, 50_000)
     assert WORSE.outcome == "worse"
-    assert "made it worse: accuracy with all labels fell from 95.1% to 90.1% (95% CI of the difference: -" in summary
+    assert "lowered accuracy with all labels from 95.1% to 90.1% (95% CI of the difference: -" in summary
     assert "raised" not in summary
 
 
@@ -60,7 +60,7 @@ def test_the_sentence_is_about_the_fewest_labels_and_mentions_other_outcomes() -
 def test_one_seed_gives_no_verdict() -> None:
     assert ONE_SEED.outcome == "unknown"
     summary = summarise([ONE_SEED], SUBJECT, 50_000)
-    assert "cannot be judged by one seed" in summary
+    assert "cannot be judged from one seed" in summary
     assert "raised" not in summary
 
 

@@ -164,7 +164,7 @@ def test_inference_matches_the_reference_and_drops_no_branch(pooling: str, atten
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ({"activation": "relu"}, "the activation is relu, not GELU"),
+        ({"activation": "relu"}, "the activation relu is not supported"),
         ({"final_norm": False}, "the final norm is not a LayerNorm"),
         ({"width": 36, "heads": 3}, "the head width 12 is not a multiple of 8"),
         ({"width": 24, "heads": 1}, "the widths are not multiples of 16, which FP8 GEMMs require"),

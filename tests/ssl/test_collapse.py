@@ -218,7 +218,7 @@ def test_deviation_of_images_by_hand() -> None:
 
 def test_advice_for_equal_images_is_to_look_at_them_first() -> None:
     assert advice_for_similar_images(0.1) is None
-    assert advice_for_similar_images(0.0) == "The images are all the same: look at them first"
+    assert advice_for_similar_images(0.0) == "All images are the same: check them first"
     advice = advice_for_similar_images(0.004)
     assert advice is not None
     assert advice.startswith("The images are nearly the same, 0.4% of the pixel range from their mean")

@@ -123,7 +123,7 @@ def test_equal_images_are_named_as_the_cause_of_the_collapse(pretrain_tiny: Fit)
     images = dataset.train.images[:1].expand(len(dataset.train), -1, -1, -1)
     with pytest.raises(VitralError, match="features have collapsed") as error:
         pretrain_tiny(dataset=replace(dataset, train=replace(dataset.train, images=images)), epochs=9)
-    assert error.value.hint.startswith("The images are all the same: look at them first. If they are right, lower")
+    assert error.value.hint.startswith("All images are the same: check them first. If they are right, lower")
 
 
 @pytest.mark.usefixtures("constant_features")

@@ -135,13 +135,13 @@ def _outcome_text(row: LabelEfficiencyRow, labels: str) -> str:
     difference = row.difference
     if difference.low is None:
         return (
-            f"cannot be judged by one seed: accuracy with {labels} went {accuracies}, and the interval of the "
+            f"cannot be judged from one seed: accuracy with {labels} went {accuracies}, and the interval of the "
             "difference is unknown"
         )
     if difference.is_positive:
         return f"raised accuracy with {labels} {accuracies} ({_interval_text(difference)})"
     if difference.is_negative:
-        return f"made it worse: accuracy with {labels} fell {accuracies} ({_interval_text(difference)})"
+        return f"lowered accuracy with {labels} {accuracies} ({_interval_text(difference)})"
     return (
         f"did not measurably help: accuracy with {labels} went {accuracies} ({_interval_text(difference)}, which "
         "includes zero)"

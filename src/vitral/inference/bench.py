@@ -123,7 +123,7 @@ def build_engines(
     engine.
     """
     if reason := unsupported_reason(model):
-        raise VitralError(f"there is only the reference engine for this model: {reason}", "No benchmark is needed")
+        raise VitralError(f"only the reference engine supports this model: {reason}", "No benchmark is needed")
     images_NCHW = images_NCHW[:: max(-(-len(images_NCHW) // MAX_CALIBRATION_IMAGES), 1)]
     engines: dict[str, PrecisionEngine] = {}
     backends: dict[str, CpuBackend] = {}

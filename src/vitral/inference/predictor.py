@@ -239,7 +239,7 @@ class Predictor:
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise VitralError(
-            "a Predictor is not called itself",
+            "a Predictor is not callable",
             "Use model.predict(image) for labels, or model.logits(batch) for the logits of image tensors",
         )
 

@@ -55,7 +55,7 @@ def unsupported_architecture(model: ViT, fp8: bool = False, training: bool = Tru
         if type(block) is not EncoderBlock:
             return f"the blocks are {type(block).__name__}, not EncoderBlock"
         if not isinstance(block.mlp.activation, (nn.GELU, *ACTIVATION_NAMES)):
-            return f"the activation is {model.config.activation}, not GELU"
+            return f"the activation {model.config.activation} is not supported"
         if training and block.attention.dropout_attention and encoder.activation_checkpointing:
             return "attention dropout cannot be recomputed with activation checkpointing"
         width = block.attention.qkv.in_features

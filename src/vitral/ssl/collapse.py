@@ -119,8 +119,8 @@ def advice_for_similar_images(deviation: float) -> str | None:
     if deviation >= MIN_DEVIATION:
         return None
     if deviation == 0:
-        return "The images are all the same: look at them first"
-    return f"The images are nearly the same, {deviation:.1%} of the pixel range from their mean: look at them first"
+        return "All images are the same: check them first"
+    return f"The images are nearly the same, {deviation:.1%} of the pixel range from their mean: check them first"
 
 
 def collapse_reason(history: Sequence[CollapseMetrics], remedy: str | None = None) -> Collapse | None:

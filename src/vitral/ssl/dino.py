@@ -82,7 +82,7 @@ class DINO(PretrainMethod):
         self.needs_patches = config.patch_weight > 0
         if self.needs_patches and vit.config.width != D:
             raise VitralError(
-                f"DINO has one head for pooled features and patches, here of {D} and {vit.config.width} channels",
+                f"DINO needs pooled features and patches of equal width, got {D} and {vit.config.width} channels",
                 "Set the weight of the patch loss, dino.patch_weight, to 0, or use another --method",
             )
         head = MLP([D, H, H, config.bottleneck], world, batch_norm=False)

@@ -96,7 +96,7 @@ def read(
     except OSError as error:
         raise VitralError(f"cannot read {path}: {error.strerror or error}", "Check its permissions") from error
     except MemoryError as error:
-        raise VitralError(f"{source} needs more memory than there is", "Check that the file is not damaged") from error
+        raise VitralError(f"not enough memory to read {source}", "Check that the file is not damaged") from error
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         # A config.json of unknown origin can contain anything, such as a number in place of a list.
         raise VitralError(

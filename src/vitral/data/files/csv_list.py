@@ -158,7 +158,7 @@ def _find_separator(path: Path, rows: Sequence[_Row], column: str, options: Labe
     if len(found) > 1:
         raise VitralError(
             f"{path} separates labels by | (line {lines['|']}) and by ; (line {lines[';']})",
-            "Say which one separates labels: --data.label-separator '|'",
+            "Choose one of them: --data.label-separator '|'",
         )
     return found[0] if found else SEPARATORS[0]
 
