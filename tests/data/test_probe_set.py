@@ -62,7 +62,7 @@ def test_drawn_files_are_decoded_and_no_others(photos: Path) -> None:
     (photos / "ants" / "00.jpg").write_bytes(b"corrupt")
     for seed in range(20):
         save_photo(photos / "bees" / f"more-{seed}.jpg", COLOURS["bees"], seed)
-    with pytest.raises(VitralError, match="1 of 32 images are unreadable"):
+    with pytest.raises(VitralError, match="1 of 32 images is unreadable"):
         load_probe_set(photos, PREPROCESSING)
     before = {*(cache_dir() / "packed").glob("*")}
     assert len(load_probe_set(photos, PREPROCESSING, max_images=3)) == 3

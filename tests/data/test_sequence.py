@@ -135,7 +135,7 @@ def test_unreadable_items_are_replaced_and_too_many_are_an_error(monkeypatch, ca
     read = [*dataset.train.images.split(8), *dataset.validation.images.split(8)]
     assert sum(map(len, read)) == 40
     assert ("1 unreadable replaced" in dataset.source) if in_memory else ("item 4: " in capsys.readouterr().err)
-    with pytest.raises(VitralError, match="1 of 40 images are unreadable"):
+    with pytest.raises(VitralError, match="1 of 40 images is unreadable"):
         list(load(data, unreadable=0.01).train.images.split(8))
 
 

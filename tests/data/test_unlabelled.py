@@ -460,7 +460,7 @@ def test_folder_of_unreadable_files_is_an_error(tmp_path: Path, pack: float) -> 
 
 def test_corrupt_files_are_replaced_up_to_the_limit(photos: Path) -> None:
     (photos / "ants" / "02.jpg").write_bytes(b"corrupt")
-    assert "1 of 12 images are unreadable, more than 1.0%" in error_of(photos).what
+    assert "1 of 12 images is unreadable, more than 1.0%" in error_of(photos).what
     dataset = load(photos, unreadable=0.1)
     assert torch.equal(dataset.train.images[2], dataset.train.images[3])
     assert "1 unreadable train image replaced by others: " in dataset.source
@@ -472,7 +472,7 @@ def test_streamed_corrupt_files_are_replaced_up_to_the_limit(photos: Path, capsy
     images = load(photos, unreadable=0.1, pack=0.0).train.images[:]
     assert torch.equal(images[2], expected[3])
     assert "02.jpg: not an image" in capsys.readouterr().err
-    with pytest.raises(VitralError, match="1 of 12 images are unreadable"):
+    with pytest.raises(VitralError, match="1 of 12 images is unreadable"):
         _ = load(photos, pack=0.0).train.images[:]
 
 
@@ -484,7 +484,7 @@ def test_streamed_corrupt_files_are_replaced_up_to_the_limit(photos: Path, capsy
         ([*IMAGES, None], "item 5 is of type NoneType, expected an image"),
         ([(*IMAGES[:1], 0), ()], "item 1 is of type NoneType, expected an image"),
         ([{"picture": IMAGES[0]}], "item 0 has the fields picture"),
-        ([*IMAGES, "missing.jpg"], "1 of 6 images are unreadable, more than 1.0%: item 5: missing.jpg"),
+        ([*IMAGES, "missing.jpg"], "1 of 6 images is unreadable, more than 1.0%: item 5: missing.jpg"),
         ([*IMAGES, np.zeros((2, 2, 2, 2))], "item 5: an array of shape 2×2×2×2"),
     ],
     ids=["empty", "number", "none", "empty pair", "other field", "missing path", "wrong shape"],
@@ -607,5 +607,5 @@ def test_truncated_shard_is_an_error(tmp_path: Path) -> None:
 def test_a_file_that_disappears_after_listing_is_unreadable(photos: Path) -> None:
     sources = find_unlabelled([photos])
     (photos / "ants" / "04.jpg").unlink()
-    with pytest.raises(VitralError, match=r"1 of 12 images are unreadable, more than 1\.0%: .*04\.jpg: no such file"):
+    with pytest.raises(VitralError, match=r"1 of 12 images is unreadable, more than 1\.0%: .*04\.jpg: no such file"):
         sources.load(PREPROCESSING)

@@ -111,7 +111,7 @@ def explorer(
         images: Example images for the page.
         labels: Text file with one class name per line, for a checkpoint without class names.
         options: What the files of a checkpoint of another library do not contain.
-        precision: Of the weights. "auto": exact for bundled and small models, int8 for those above 4 million
+        precision: Precision of the weights. "auto": exact for bundled and small models, int8 for those above 4 million
             parameters.
         faithfulness: Dataset or folder with the model's classes: rank the explanation methods on its images. Default:
             the recorded ranking of a bundled model, otherwise none.

@@ -115,7 +115,7 @@ def bench(
         images: Maximum number of images to compare with fp32. int8 is calibrated on training images or, if those are
             not available, on every fourth image.
         threads: Numbers of threads of a CPU. Default: one, and all CPUs.
-        batch_sizes: Batch sizes. Default: 1, 8 and 32; on a GPU 1, 64 and 256.
+        batch_sizes: Batch sizes. Default: 1 and 8; on a GPU 1, 64 and 256.
         seconds: Duration of each measurement.
         device: "auto" is the GPU, if there is one.
         log: Called with one line per phase.

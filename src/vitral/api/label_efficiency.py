@@ -79,7 +79,7 @@ def compare_label_efficiency(
     quiet: bool = True,
     **overrides: Any,
 ) -> LabelEfficiency:
-    """Compare two sets of initial weights: how accurate does a model become with few labels, and with all of them?
+    """Compare two sets of initial weights by the accuracy that is reached from them with few labels and with all.
 
     Both are measured on the same test images (the validation images if there are none) by nearest neighbours, a linear
     classifier and fine-tuning. Each seed draws its own labels and random numbers, the same for both, and the interval

@@ -37,7 +37,7 @@ from vitral.training.unlabelled_data import check_learns_without_labels, resolve
 
 
 class PretrainResult(NamedTuple):
-    """A finished pretraining."""
+    """A finished pretraining run."""
 
     model: Predictor  # without a classifier
     run: Path  # the run folder

@@ -58,12 +58,13 @@ def inspect_images(listing: Sequence[ListedImage]) -> tuple[list[InspectedImage]
 def unreadable_issues(images: Sequence[InspectedImage]) -> Iterator[Issue]:
     unreadable = [image for image in images if image.error is not None]
     if unreadable:
+        pronoun = "it" if len(unreadable) == 1 else "them"
         yield file_issue(
             "unreadable",
             "error",
             "unreadable file(s)",
             [str(image.path) for image in unreadable],
-            "Remove or copy again",
+            f"Delete {pronoun}, or copy {pronoun} again",
             details=[str(image.error) for image in unreadable],
         )
 
@@ -129,7 +130,7 @@ def _duplicate_group_issues(similarity: str, groups: Sequence[Sequence[Inspected
             "error",
             f"{name}(s) across {' and '.join(splits)}",
             _paths(leaking),
-            "Remove one side, as --clean does; they inflate the measured accuracy",
+            "Keep one side only, as --clean does: copies inflate the measured accuracy",
             details=_group_details(leaking, lambda image: f"in {image.split}; "),
         )
     if harmless:

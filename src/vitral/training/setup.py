@@ -219,7 +219,7 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, dataset.classes)
         initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *adapted.notes)
         if fits_head(recipe, initial_weights):
-            notes = (*notes, "new classes: least squares on the features of the training images (--head-init)")
+            notes = (*notes, "the new head is fitted to features of the training images by least squares (--head-init)")
         if recipe.tune != "full":
             base = BaseWeights(source=recipe.init_from, sha256=checkpoint.sha256())
     teacher: Teacher | None = None

@@ -29,8 +29,9 @@ def check_unreadable_fraction(errors: Iterable[str], count: int, max_fraction: f
     if len(messages) > max_fraction * count:
         fraction = math.ceil(100 * len(messages) / count) / 100
         files = "; ".join(message.split(": ")[0] for message in messages[:5])
+        verb = "is" if len(messages) == 1 else "are"
         raise VitralError(
-            f"{len(messages):,} of {count:,} images are unreadable, more than {max_fraction:.1%}: {messages[0]}",
+            f"{len(messages):,} of {count:,} images {verb} unreadable, more than {max_fraction:.1%}: {messages[0]}",
             f"{HINT} {fraction}. Unreadable: {files}",
         )
 

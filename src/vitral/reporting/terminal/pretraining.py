@@ -81,9 +81,7 @@ def describe_teacher(teacher: Teacher) -> str:
 
 def print_result(console: Console, run: Run, recipe: Recipe, probe_set: ProbeSet | None) -> None:
     metrics = run.load_metrics()[-1]
-    lines = [
-        f"\nEffective rank    {metrics['effective_rank']:.1f} of the features, which have {recipe.model.width} channels"
-    ]
+    lines = [f"\nEffective rank    {metrics['effective_rank']:.1f} of {recipe.model.width} feature dimensions"]
     if "train_cosine" in metrics:
         lines.append(f"Agreement         mean cosine similarity {metrics['train_cosine']:.3f} with the teacher")
     if probe_set is not None:
