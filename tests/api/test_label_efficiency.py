@@ -123,7 +123,7 @@ def test_fractions_that_repeat_another_are_noted(workspace: Path) -> None:
 def test_models_that_read_images_differently_are_compared_with_a_note(workspace: Path) -> None:
     result = compare(workspace, "other")
     notes = " ".join(result.notes)
-    assert "the models read images differently (8x8 pixels" in notes
+    assert "the models preprocess images differently (8x8 pixels" in notes
     assert "the models differ in size" in notes
     assert result.rows[0].seeds == 1  # nothing is random
 

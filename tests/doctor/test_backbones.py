@@ -123,8 +123,8 @@ def test_gated_restricted_and_missing_models_are_passed_over(hub: Hub) -> None:
     hub.licenses[SMALL.repository] = "cc-by-nc-4.0"
     choice = find(TINY_384, SMALL, TINY)
     assert choice.backbone == TINY
-    assert choice.notes[0].startswith(f"Passed over hf:{TINY_384.repository}: ")
-    assert choice.notes[1] == f"Passed over {SMALL.repository}, which is now under the license cc-by-nc-4.0"
+    assert choice.notes[0].startswith(f"Skipped hf:{TINY_384.repository}: ")
+    assert choice.notes[1] == f"Skipped {SMALL.repository}, which is now under the license cc-by-nc-4.0"
     del hub.licenses[TINY.repository]
     with pytest.raises(VitralError, match="no checkpoint for --init-from auto"):
         find(SMALL, TINY)

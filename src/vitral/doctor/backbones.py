@@ -192,11 +192,11 @@ def find_checkpoint(candidates: Sequence[AffordableBackbone], data: DataFacts, b
         except HubUnreachable as error:
             return _cached_checkpoint(candidates, data, budget, error)
         except VitralError as error:
-            notes.append(f"Passed over {error.what}")
+            notes.append(f"Skipped {error.what}")
             continue
         if info.is_gated or info.license not in PERMISSIVE_LICENSES:
             obstacle = "gated" if info.is_gated else f"under the license {info.license or 'unknown'}"
-            notes.append(f"Passed over {backbone.repository}, which is now {obstacle}")
+            notes.append(f"Skipped {backbone.repository}, which is now {obstacle}")
             continue
         return BackboneChoice(
             backbone=backbone,

@@ -123,13 +123,13 @@ def comparability_notes(before: Predictor | None, after: Predictor, dataset: Dat
     if abs(sizes[0] - sizes[1]) > 0.05 * max(sizes):
         notes.append(
             f"the models differ in size, {sizes[0] / 1e6:.1f} M parameters before and {sizes[1] / 1e6:.1f} M after, so "
-            "the difference is not that of their weights alone"
+            "the difference is not due to the weights alone"
         )
     if before.model_config.preprocessing != after.model_config.preprocessing:
         texts = [_preprocessing_text(predictor) for predictor in (before, after)]
         notes.append(
-            f"the models read images differently ({texts[0]} before, {texts[1]} after), so the difference is not that "
-            "of their weights alone"
+            f"the models preprocess images differently ({texts[0]} before, {texts[1]} after), so the difference is not "
+            "due to the weights alone"
         )
     return notes
 
