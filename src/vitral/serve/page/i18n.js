@@ -45,7 +45,7 @@ export const TEXTS = {
     "show-evidence": "{label}, {share}. Show the evidence.",
     calibrated: "Calibrated: of predictions made with 80% confidence, about 80% are correct.",
     uncalibrated: "Not calibrated: the model may be overconfident.",
-    "multilabel-more": "An image may have any number of labels. A label is predicted from its threshold on; the others are grey.",
+    "multilabel-more": "An image may have any number of labels. A label is predicted if it reaches its threshold; the others are grey.",
     "label-threshold": "{share} (threshold {threshold})",
     "no-label": "no label",
     "interval-title": "Prediction interval",
