@@ -42,6 +42,7 @@ from vitral.device.cpu import cpu_has_bf16, cpu_name
 from vitral.inference.bench import SETTLE_SECONDS, CpuEngines, build_engines, run_batched, shared
 from vitral.inference.cpu_engine import CpuEngine
 from vitral.inference.engine import CascadeEngine
+from vitral.inference.openvino_engine import openvino_core
 from vitral.inference.parallel_batches import share_batch
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT
@@ -295,7 +296,7 @@ def openvino_graphs(model: ViT, model_config: ModelConfig, calibration_images: T
     mean, std = ([255 * value for value in values] for values in (preprocessing.mean, preprocessing.std))
     steps.input().preprocess().convert_element_type(ov.Type.f32).mean(mean).scale(std)
     graph = steps.build()
-    capabilities = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    capabilities = openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     graphs = {"OpenVINO fp32": (graph, "f32")}
     if "BF16" in capabilities:
         graphs["OpenVINO bf16"] = (graph, "bf16")
@@ -312,9 +313,7 @@ def openvino_peers(
     graphs: Mapping[str, tuple[Any, str]], threads: int, batch_sizes: Sequence[int], per_core: bool = False
 ) -> dict[str, ForwardFn]:
     """OpenVINO's graphs with a fixed batch size for the timed batches. `per_core`: a share of a batch on each core."""
-    import openvino as ov
-
-    core, parts = ov.Core(), threads if per_core else 1
+    core, parts = openvino_core(), threads if per_core else 1
     options = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": parts, "PERFORMANCE_HINT": "LATENCY"}
 
     def forward(graph: Any, precision: str) -> ForwardFn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -34,12 +35,13 @@ from vitral.inference.int8_calibration import collect_activation_ranges
 from vitral.inference.openvino_engine import (
     OpenVinoEngine,
     compile_options,
+    openvino_core,
     openvino_unsupported_reason,
 )
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import Grid, ViT, ViTConfig
 
-ov = pytest.importorskip("openvino")
+pytest.importorskip("openvino")
 pytestmark = pytest.mark.skipif(not cpu_info.cpu_has_packed_linear(), reason="this build of PyTorch has no oneDNN")
 SUPPORTED_KINDS = sorted(MODEL_KINDS.keys() - {"patch norm"})
 needs_bf16 = pytest.mark.skipif(not cpu_info.cpu_has_bf16(), reason="this CPU has no bf16 instructions")
@@ -79,7 +81,7 @@ def test_padding_rows_do_not_change_the_output(kind: str, batch_size: int) -> No
     count = num_pooled_tokens(model)
     for its_ranges in (None, ranges):
         plain, padded = (
-            ov.Core().compile_model(
+            openvino_core().compile_model(
                 build_graph(model, preprocessing, count, its_ranges, batch_size, multiple), "CPU", options
             )
             for multiple in (1, 4)
@@ -94,7 +96,7 @@ def int8_graph_logits(model: ViT, preprocessing: Preprocessing, images: Tensor) 
 
     ranges = collect_activation_ranges(model, [smooth_images(32, images.shape[1], seed=1)], preprocessing)
     options = compile_options("fp32", 1) | {"LP_TRANSFORMS_MODE": False}
-    compiled = ov.Core().compile_model(build_graph(model, preprocessing, None, ranges), "CPU", options)
+    compiled = openvino_core().compile_model(build_graph(model, preprocessing, None, ranges), "CPU", options)
     patches = cut_patches(images, model.config.patch_size)
     with torch.inference_mode():
         return model.head(model.pool(torch.from_numpy(compiled([patches])[0])))
@@ -163,6 +165,22 @@ def test_the_number_of_threads_can_change_between_calls() -> None:
             torch.testing.assert_close(engine(images), expected, atol=1e-4, rtol=1e-4)
     finally:
         torch.set_num_threads(before)
+
+
+def test_ctrl_c_is_an_exception_after_engines_are_released() -> None:
+    """It would be a segmentation fault if each engine had a core."""
+    engines = [OpenVinoEngine(*build_model("class"), "fp32") for _ in range(3)]
+    for engine in engines:
+        engine(smooth_images(2))
+    del engine
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
+    try:
+        while engines:
+            del engines[0]
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 class ScaledEmbedding(ViT):

@@ -81,7 +81,12 @@ def openvino_version() -> str:
 
 
 @cache
-def _core() -> ov.Core:
+def openvino_core() -> ov.Core:
+    """The only core of this process.
+
+    On Linux, each core replaces the signal stack of the thread that creates it. After two cores are destroyed in the
+    order in which they were created, that stack is unmapped memory and the next Ctrl-C a segmentation fault.
+    """
     import openvino as ov
 
     return ov.Core()
@@ -89,7 +94,7 @@ def _core() -> ov.Core:
 
 @cache
 def _capabilities() -> frozenset[str]:
-    return frozenset(_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+    return frozenset(openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
 
 
 class OpenVinoEngine:
@@ -166,7 +171,7 @@ class OpenVinoEngine:
                     if graph == "head"
                     else self._build(graph, threads)
                 )
-                self._compiled[key] = _core().compile_model(built, "CPU", compile_options(precision, threads))
+                self._compiled[key] = openvino_core().compile_model(built, "CPU", compile_options(precision, threads))
             return self._compiled[key]
 
     def _build(self, graph: GraphName, threads: int) -> ov.Model:
