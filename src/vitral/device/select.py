@@ -30,7 +30,7 @@ CompileOption = Literal["auto", "yes", "no"]
 MIN_WIDTH_BF16 = 192
 
 # On an H200, FP8 training was 1.26x as fast as bf16 at width 768, 1.28x at 1024, 1.09x at 384 and, with earlier
-# kernels, 0.96x at 192. Equal accuracy was shown for width 768 (docs/explanation/results.md).
+# kernels, 0.96x at 192. Equal accuracy was shown for width 768 (docs/explanation/results/fp8.md).
 MIN_WIDTH_FP8 = 512
 
 # Compilation takes about a minute, more than it saves in a shorter run.
