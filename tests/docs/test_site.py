@@ -35,19 +35,36 @@ class LoadedFiles(HTMLParser):
         self.addresses += re.findall(r"url\(['\"]?([^)'\"]+)", values.get("style") or "")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site as `make docs` does."""
+    (flags,) = re.findall(r"mkdocs build(.*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", *flags.split(), "--config-file", str(config), "--site-dir", str(site)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT / "mkdocs.yml", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("link", "works"), [("#page", True), ("#no-such-heading", False), ("none.md", False)])
+def test_a_broken_link_fails_the_build(tmp_path: Path, link: str, works: bool) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n[link]({link})\n", encoding="utf-8")
+    config = tmp_path / "mkdocs.yml"
+    config.write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: docs\nhooks: []\nnav: [index.md]\n", encoding="utf-8")
+    done = build(config, tmp_path / "site")
+    assert (done.returncode == 0) is works, done.stdout + done.stderr
 
 
 @pytest.mark.slow
