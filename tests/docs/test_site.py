@@ -39,7 +39,7 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     """Build the site as `make docs` does."""
     (flags,) = re.findall(r"mkdocs build(.*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", *flags.split(), "--config-file", str(config), "--site-dir", str(site)],
+        [sys.executable, "-m", "mkdocs", "build", *flags.split(), "-f", str(config), "--site-dir", str(site)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
