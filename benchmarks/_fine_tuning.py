@@ -14,7 +14,8 @@ from vitral.device.select import select_hardware
 from vitral.inference.forward import compute_logits
 from vitral.runs.model_io import load_model
 from vitral.runs.run import Run
-from vitral.training.setup import TrainingSetup, training_hardware
+from vitral.training.hardware import training_hardware
+from vitral.training.setup import TrainingSetup
 from vitral.training.trainer import Trainer
 
 

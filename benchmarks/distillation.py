@@ -34,9 +34,10 @@ from vitral.models.uninitialized import meta_state_dict
 from vitral.models.vit import ViTConfig
 from vitral.recipes.schema import Recipe
 from vitral.runs.run import Run
-from vitral.training.distill_data import resolve_distill_recipe, setup_distillation
-from vitral.training.pretrainer import make_trainer
-from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware
+from vitral.training.distillation.setup import resolve_distill_recipe, setup_distillation
+from vitral.training.hardware import training_hardware
+from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training
+from vitral.training.trainer_factory import make_trainer
 
 METHODS = ("scratch", "features", "soft", "hard", "features+soft")
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # by the number of seeds

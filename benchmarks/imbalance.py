@@ -31,7 +31,8 @@ from vitral.inference.forward import compute_logits
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import load_model
 from vitral.runs.run import Run
-from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware
+from vitral.training.hardware import training_hardware
+from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training
 from vitral.training.trainer import Trainer
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -132,7 +132,7 @@ class VitralTraining:
         initial_weights: dict[str, Tensor] | None = None,
     ) -> None:
         from vitral.training.backend import make_backend
-        from vitral.training.parallelism import parallel_plan
+        from vitral.training.hardware import parallel_plan
         from vitral.training.state import init_state
         from vitral.training.step import StepContext, StepRunner
 

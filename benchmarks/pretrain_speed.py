@@ -39,7 +39,7 @@ from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
 from vitral.ssl.dino import DINOConfig
 from vitral.training.setup import TrainingSetup, make_preprocessing
-from vitral.training.trial import endless_batches, trial_trainer
+from vitral.training.trials.trainer import endless_batches, trial_trainer
 
 MODEL = ViTConfig(
     image_size=(32, 32), patch_size=4, width=256, depth=6, heads=4, num_classes=1, pooling="class", positions="learned"

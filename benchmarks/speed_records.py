@@ -108,9 +108,8 @@ def train_and_evaluate(recipe: Recipe, folder: Path) -> dict[str, Any]:
     from vitral.inference.predictor import Predictor
     from vitral.runs.run import Run
     from vitral.training.callbacks import Callback
-    from vitral.training.parallelism import parallel_plan
+    from vitral.training.hardware import parallel_plan, training_hardware
     from vitral.training.provenance import create_run
-    from vitral.training.setup import training_hardware
     from vitral.training.trainer import Trainer
 
     class EndOfTraining(Callback):

@@ -38,8 +38,8 @@ from vitral.models.presets import preset
 from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 from vitral.runs.run import Run
 from vitral.training.backend import make_backend
-from vitral.training.parallelism import parallel_plan
-from vitral.training.setup import resolve_recipe, setup_training, training_hardware
+from vitral.training.hardware import parallel_plan, training_hardware
+from vitral.training.setup import resolve_recipe, setup_training
 from vitral.training.state import init_state
 from vitral.training.step import StepContext, StepRunner
 from vitral.training.trainer import Trainer

@@ -27,7 +27,7 @@ from vitral.device.select import Hardware
 from vitral.recipes.schema import Recipe
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
-from vitral.training.pretrainer import PretrainTrainer
+from vitral.training.pretraining.trainer import PretrainTrainer
 from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
 

@@ -30,7 +30,7 @@ from vitral.recipes.builtin import get_recipe
 from vitral.recipes.checkpoint_options import CheckpointOptions
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
-from vitral.training.teacher_cache import FOLDER
+from vitral.training.distillation.feature_cache import FOLDER
 from vitral.utils.atomic import atomic_write
 
 CENTRAL: dict[str, Any] = {"pretrain.distill.augment": False}

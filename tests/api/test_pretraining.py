@@ -21,7 +21,7 @@ from vitral.models.vit import ViT, ViTConfig
 from vitral.recipes.schema import read_recipe
 from vitral.runs.model_io import ModelConfig, save_model
 from vitral.runs.run import Run
-from vitral.training.unlabelled_data import setup_pretraining
+from vitral.training.pretraining.setup import setup_pretraining
 
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 2, "model.channels": 3}
 

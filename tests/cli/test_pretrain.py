@@ -252,7 +252,7 @@ def test_replaced_images_are_mentioned(command: Command, photos: Path, tmp_path:
 
 def test_small_images_are_enlarged_for_the_default_model(command: Command, tmp_path: Path) -> None:
     """Local views of 8x8 digits would not have a patch."""
-    from vitral.training.unlabelled_data import check_method, resolve_pretrain_recipe
+    from vitral.training.pretraining.setup import check_method, resolve_pretrain_recipe
 
     recipe = resolve_pretrain_recipe(["digits"], None)
     assert recipe.model.image_size == (32, 32)
@@ -260,7 +260,7 @@ def test_small_images_are_enlarged_for_the_default_model(command: Command, tmp_p
 
 
 def test_mae_of_a_built_in_dataset_gets_a_model_that_it_can_train() -> None:
-    from vitral.training.unlabelled_data import check_method, resolve_pretrain_recipe
+    from vitral.training.pretraining.setup import check_method, resolve_pretrain_recipe
 
     recipe = resolve_pretrain_recipe(["digits"], None, method="mae").with_overrides({"pretrain.method": "mae"})
     assert recipe.variant == "plain"

@@ -19,9 +19,9 @@ from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 from vitral.ssl.config import PretrainConfig
 from vitral.ssl.teacher import Teacher
 from vitral.training.backend import make_backend
-from vitral.training.distill_backend import DistillBackend
-from vitral.training.parallelism import parallel_plan
-from vitral.training.pretrain_backend import make_pretrain_backend
+from vitral.training.distillation.backend import DistillBackend
+from vitral.training.hardware import parallel_plan
+from vitral.training.pretraining.backend import make_pretrain_backend
 
 pytestmark = [requires_interpreter, pytest.mark.slow]
 MODEL = ViTConfig(image_size=(8, 8), patch_size=4, num_classes=5, width=16, depth=1, heads=2)
@@ -70,7 +70,7 @@ def test_feature_distillation_with_a_fused_student_has_the_loss_of_the_reference
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vitral.kernels.encoder_checks.check_batch_size", lambda _: 2)
-    monkeypatch.setattr("vitral.training.pretrain_backend.can_run_triton", lambda _: True)
+    monkeypatch.setattr("vitral.training.pretraining.backend.can_run_triton", lambda _: True)
     recipe = Recipe(
         name="tiny", data=DataConfig(name="none", validation=0.0), model=STUDENT, batch_size=6,
         pretrain=PretrainConfig(method="distill", views=VIEWS),

@@ -24,7 +24,7 @@ from vitral.models.vit import ViTConfig
 from vitral.recipes.schema import DataConfig, Recipe
 from vitral.ssl.config import MethodName
 from vitral.ssl.method import PretrainMethod
-from vitral.training.pretrain_backend import make_pretrain_backend
+from vitral.training.pretraining.backend import make_pretrain_backend
 
 pytestmark = requires_interpreter
 GPU = fake_gpu()
@@ -159,7 +159,7 @@ def test_a_broken_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lejepa", "moco", "dino"])
 def test_a_step_of_the_backend_has_the_loss_of_the_reference(name: MethodName, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitral.training.pretrain_backend.can_run_triton", lambda _: True)
+    monkeypatch.setattr("vitral.training.pretraining.backend.can_run_triton", lambda _: True)
     single = ParallelPlan(mode="single", reason="one process")
     recipe = Recipe(name="tiny", data=DataConfig(name="none", validation=0.0), model=MODEL, pretrain=TINY, batch_size=6)
     losses = []

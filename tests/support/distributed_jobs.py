@@ -33,8 +33,8 @@ from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.run import Run
 from vitral.ssl.teacher import Teacher
 from vitral.training.callbacks import Callback
-from vitral.training.distiller import DistillTrainer
-from vitral.training.pretrainer import PretrainTrainer
+from vitral.training.distillation.trainer import DistillTrainer
+from vitral.training.pretraining.trainer import PretrainTrainer
 from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
 
@@ -131,7 +131,7 @@ def fused_kernels(kernels: str | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if kernels is not None:
             patch.setattr("vitral.training.backend.can_run_triton", lambda _: True)
-            patch.setattr("vitral.training.pretrain_backend.can_run_triton", lambda _: True)
+            patch.setattr("vitral.training.pretraining.backend.can_run_triton", lambda _: True)
         if kernels == "fp8":
             emulate_fp8_gemms(patch, torch.bfloat16)
             patch.setattr("vitral.kernels.encoder_checks.FP8_WGRAD_MIN_WIDTH", 16)

@@ -19,7 +19,7 @@ from vitral.recipes.schema import Recipe
 from vitral.tasks.classification import Classification
 from vitral.tasks.losses import loss_and_score
 from vitral.training.backend import ReferenceBackend, make_backend
-from vitral.training.parallelism import parallel_plan
+from vitral.training.hardware import parallel_plan
 
 
 @pytest.fixture

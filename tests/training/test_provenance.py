@@ -10,7 +10,7 @@ from vitral.data.datasets import Dataset
 from vitral.device.select import Hardware, select_hardware
 from vitral.recipes.schema import Recipe
 from vitral.runs.run import Run
-from vitral.training.parallelism import parallel_plan
+from vitral.training.hardware import parallel_plan
 from vitral.training.provenance import (
     create_run,
     find_interrupted_run,

@@ -18,7 +18,7 @@ from vitral.models.vit import ViT
 from vitral.recipes.schema import Recipe
 from vitral.tasks.losses import balanced_class_weights
 from vitral.training.backend import ReferenceBackend, make_backend
-from vitral.training.parallelism import parallel_plan
+from vitral.training.hardware import parallel_plan
 from vitral.training.state import TrainState, init_state
 from vitral.training.step import StepContext, StepRunner, train_step
 

@@ -23,10 +23,10 @@ from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
 from vitral.runs.run import is_checkpoint, resume_command
 from vitral.training.callbacks import Callback
-from vitral.training.distill_data import resolve_distill_recipe, setup_distillation
+from vitral.training.distillation.setup import resolve_distill_recipe, setup_distillation
+from vitral.training.distillation.teachers import TeacherFn
 from vitral.training.progress import DistillProgressTable
 from vitral.training.setup import with_excluded_files
-from vitral.training.teachers import TeacherFn
 
 
 def distill(

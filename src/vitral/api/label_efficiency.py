@@ -38,9 +38,7 @@ from vitral.recipes.schema import Recipe
 from vitral.reporting.figures.label_efficiency import plot_label_efficiency
 from vitral.reporting.terminal import label_efficiency as terminal
 from vitral.runs.run import RUNS, is_checkpoint, new_run_path
-from vitral.training.compare_strategies import describe_strategy
-from vitral.training.comparison_parts import write_settings
-from vitral.training.label_efficiency import (
+from vitral.training.comparison.label_efficiency import (
     SIDES,
     FineTuning,
     Side,
@@ -50,6 +48,8 @@ from vitral.training.label_efficiency import (
     load_setups,
     random_weights_recipe,
 )
+from vitral.training.comparison.parts import write_settings
+from vitral.training.comparison.strategies import describe_strategy
 from vitral.training.progress import StatusProgress
 from vitral.training.setup import resolve_recipe
 from vitral.utils.atomic import atomic_write

@@ -31,9 +31,9 @@ from vitral.reporting.terminal import pretraining as terminal
 from vitral.reporting.terminal.training import print_version
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
+from vitral.training.pretraining.setup import check_learns_without_labels, resolve_pretrain_recipe, setup_pretraining
 from vitral.training.progress import PretrainProgressTable
 from vitral.training.setup import TrainingSetup, with_excluded_files
-from vitral.training.unlabelled_data import check_learns_without_labels, resolve_pretrain_recipe, setup_pretraining
 
 
 class PretrainResult(NamedTuple):

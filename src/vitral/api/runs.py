@@ -27,10 +27,8 @@ from vitral.errors import VitralError
 from vitral.evaluation.leaks import fingerprint_training_images, save_training_images
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.run import Run, resume_command
-from vitral.training.batch_size import resolve_batch_size
 from vitral.training.callbacks import Callback
-from vitral.training.parallelism import parallel_plan
-from vitral.training.pretrainer import make_trainer
+from vitral.training.hardware import parallel_plan, training_hardware, with_threads
 from vitral.training.progress import ProgressTable
 from vitral.training.provenance import (
     check_resumable,
@@ -39,10 +37,12 @@ from vitral.training.provenance import (
     recorded_threads,
     started_in_fp8,
 )
-from vitral.training.setup import TrainingSetup, training_hardware, with_threads
-from vitral.training.time_limit import fit_to_time_limit
+from vitral.training.setup import TrainingSetup
 from vitral.training.timing import TimeBudget
 from vitral.training.trainer import Trainer
+from vitral.training.trainer_factory import make_trainer
+from vitral.training.trials.batch_size import resolve_batch_size
+from vitral.training.trials.time_limit import fit_to_time_limit
 
 
 class OpenedRun(NamedTuple):

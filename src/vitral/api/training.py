@@ -36,19 +36,18 @@ from vitral.reporting.terminal import training as terminal
 from vitral.reporting.terminal.regression import print_regression_result
 from vitral.runs.run import RUNS, Run, new_run_path
 from vitral.training.callbacks import Callback
-from vitral.training.compare_strategies import StrategyComparison, check_comparison, compare_strategies
-from vitral.training.lr_finder import LRSweep, sweep_lr
+from vitral.training.comparison.strategies import StrategyComparison, check_comparison, compare_strategies
+from vitral.training.hardware import training_hardware, with_threads
 from vitral.training.progress import ProgressTable, StatusProgress
 from vitral.training.setup import (
     TrainingSetup,
     check_learns_labels,
     resolve_recipe,
     setup_training,
-    training_hardware,
     with_excluded_files,
-    with_threads,
 )
 from vitral.training.trainer import check_splits
+from vitral.training.trials.lr_finder import LRSweep, sweep_lr
 from vitral.utils.lazy import import_meanwhile
 
 

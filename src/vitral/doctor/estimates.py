@@ -13,7 +13,7 @@ from vitral.device.threads import select_threads, thread_count
 from vitral.doctor.time_estimate import time_steps
 from vitral.recipes.schema import Recipe
 from vitral.training.backend import make_backend
-from vitral.training.parallelism import parallel_plan
+from vitral.training.hardware import parallel_plan
 from vitral.training.setup import make_preprocessing
 from vitral.training.state import init_state
 from vitral.training.step import StepContext, StepRunner

@@ -29,8 +29,8 @@ from vitral.ssl.teacher import Teacher
 from vitral.tasks import TASKS
 from vitral.tasks.losses import loss_and_score
 from vitral.training.activation_checkpointing import checkpoint_activations
-from vitral.training.distill_backend import DistillBackend, LabelBackend
-from vitral.training.parallelism import check_cuda_graphs
+from vitral.training.distillation.backend import DistillBackend, LabelBackend
+from vitral.training.hardware import check_cuda_graphs
 from vitral.utils.progress import LogFn, no_log
 
 

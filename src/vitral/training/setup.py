@@ -2,7 +2,6 @@
 
 resolve_recipe    name, file or Recipe + data + checkpoint -> Recipe
 setup_training    Recipe -> complete Recipe, dataset, preprocessing, initial weights
-training_hardware Recipe -> device, precision and compilation
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vitral import weights
@@ -35,8 +33,7 @@ from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset
 from vitral.data.preprocess import Preprocessing, channel_stats
 from vitral.data.registry.fetch import check_dataset_name
 from vitral.data.sequence import ItemSequence, detect_sequence_pixels, load_sequence
-from vitral.device.select import Hardware, select_hardware
-from vitral.device.threads import select_threads
+from vitral.device.select import Hardware
 from vitral.errors import VitralError
 from vitral.models.variants import resolve_preset
 from vitral.recipes.builtin import RECIPES, get_recipe
@@ -45,10 +42,10 @@ from vitral.recipes.options import init_scheme_unsupported_reason
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.run import resume_command
 from vitral.ssl.teacher import Teacher
+from vitral.training.distillation.teachers import load_label_teacher
 from vitral.training.head_init import fits_head
 from vitral.training.loggers import check_loggers
 from vitral.training.pixel_format import pretrained_spread, with_pixel_format
-from vitral.training.teachers import load_label_teacher
 from vitral.weights.adapt import adapt_weights
 from vitral.weights.adapter import BaseWeights
 
@@ -242,24 +239,6 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
     )
 
 
-def training_hardware(setup: TrainingSetup, continues_fp8: bool = True) -> Hardware:
-    """Select the hardware for a run. FP8 may only be selected automatically for training from scratch, and not for a
-    resumed run that started without it (`continues_fp8=False`)."""
-    recipe = setup.recipe
-    hardware = select_hardware(
-        device=recipe.device,
-        precision=recipe.precision,
-        compile=recipe.compile,
-        width=recipe.model.width,
-        steps=setup.steps_per_epoch * recipe.epochs,
-        from_scratch=not recipe.init_from and continues_fp8,
-    )
-    if recipe.data.resize == "native" and recipe.compile == "auto" and hardware.compile:
-        reason = "native resizing has several patch grids, and each would be compiled"
-        return replace(hardware, compile=False, reasons=hardware.reasons | {"compile": reason})
-    return hardware
-
-
 def make_loader(recipe: Recipe, train: Split, hardware: Hardware | None = None) -> Loader:
     """The training batches, on the device of `hardware` if given."""
     images, labels = training_images(train.images, recipe.batch_size), train.labels
@@ -273,21 +252,6 @@ def make_loader(recipe: Recipe, train: Split, hardware: Hardware | None = None) 
         sampling=recipe.sampling,
         repeat=recipe.augment.repeat,
     )
-
-
-def with_threads(setup: TrainingSetup, hardware: Hardware, recorded: int | None = None) -> tuple[Hardware, int]:
-    """The number of CPU threads for a run, and the hardware with the reason. Sets nothing.
-
-    `recorded` is the number that a resumed run was started with. On a GPU, and in each of several processes, it is the
-    current number unless the recipe sets one.
-    """
-    recipe, model = setup.recipe, setup.recipe.model
-    if not recipe.threads and (hardware.device.type != "cpu" or hardware.world.size > 1):
-        return hardware, torch.get_num_threads()
-    num_tokens = model.grid[0] * model.grid[1] + model.num_prefix_tokens
-    rows = min(recipe.batch_size, len(setup.dataset.train)) * num_tokens // recipe.grad_accum
-    choice = select_threads(recipe.threads, width=model.width, rows=rows, recorded=recorded)
-    return replace(hardware, reasons=hardware.reasons | {"threads": str(choice)}), choice.threads
 
 
 def load_training_data(

@@ -21,10 +21,10 @@ from vitral.recipes.schema import Recipe
 from vitral.ssl.method import PretrainMethod
 from vitral.ssl.methods import make_method
 from vitral.ssl.teacher import Teacher
+from vitral.training.hardware import parallel_plan
 from vitral.training.init_schemes import apply_init_schemes, init_sigmoid_head_bias
 from vitral.training.optim.builder import make_optimizers, restore_optimizer
 from vitral.training.optim.ema import EMA
-from vitral.training.parallelism import parallel_plan
 from vitral.training.tuning import apply_tuning
 
 

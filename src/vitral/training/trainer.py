@@ -42,11 +42,11 @@ from vitral.tasks.losses import class_balance_terms
 from vitral.training import checkpoint
 from vitral.training.backend import Backend, make_backend
 from vitral.training.callbacks import Callback, CallbackList, MetricsFile
+from vitral.training.hardware import parallel_plan
 from vitral.training.head_init import HeadFit, fit_new_head, fits_head
 from vitral.training.loggers import make_loggers
 from vitral.training.nan_debug import Diverged, RngSnapshot, describe_divergence, locate_nonfinite
 from vitral.training.out_of_memory import out_of_memory_error
-from vitral.training.parallelism import parallel_plan
 from vitral.training.provenance import record_precision
 from vitral.training.setup import make_loader
 from vitral.training.signals import defer_signals

@@ -13,7 +13,7 @@ from matplotlib.ticker import PercentFormatter
 from vitral.evaluation.probe import ProbeResult, ProbeRow
 from vitral.evaluation.strategy_comparison import StrategyResult
 from vitral.reporting.figures.style import BLUE, GREEN, ORANGE, Array, save, style_axes
-from vitral.training.compare_strategies import StrategyComparison
+from vitral.training.comparison.strategies import StrategyComparison
 
 
 def plot_probe(result: ProbeResult, path: Path) -> Path:

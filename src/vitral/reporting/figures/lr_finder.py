@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from vitral.reporting.figures.style import BLUE, ORANGE, save, style_axes
-from vitral.training.lr_finder import LRSweep
+from vitral.training.trials.lr_finder import LRSweep
 
 
 def plot_lr_sweep(sweep: LRSweep, path: Path) -> Path:

@@ -13,7 +13,7 @@ from vitral.evaluation.label_efficiency import LabelEfficiency, LabelEfficiencyR
 from vitral.evaluation.label_subsets import fraction_text
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning
 from vitral.reporting.terminal.tables import duration_range, make_table
-from vitral.training.label_efficiency import FineTuning
+from vitral.training.comparison.label_efficiency import FineTuning
 
 COLUMNS = ("classifier", "labels", "before", "after", "difference (95% CI)", "verdict")
 SHORT_NAMES = {"nearest neighbours": "k-NN", "linear": "linear", "fine-tuning": "fine-tuning"}

@@ -15,7 +15,7 @@ from vitral.errors import shell_quote
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, evaluation_warning
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
-from vitral.training.compare_strategies import StrategyComparison
+from vitral.training.comparison.strategies import StrategyComparison
 
 MAX_CLASSES = 20  # a larger confusion matrix does not fit a terminal
 

@@ -17,8 +17,8 @@ from vitral.data.variable_images import VariableSizeImages, select_rows
 from vitral.device.memory import dataset_budget_bytes
 from vitral.ssl.distillation import FeatureDistillation, check_features, patch_moments
 from vitral.ssl.teacher import Teacher, TeacherFeatures
-from vitral.training.pretrainer import PretrainTrainer
-from vitral.training.teacher_cache import cached_features, features_fingerprint
+from vitral.training.distillation.feature_cache import cached_features, features_fingerprint
+from vitral.training.pretraining.trainer import PretrainTrainer
 
 NUM_STATISTICS_IMAGES = 512  # with which the features of the teacher are standardised
 GIB = 2**30

@@ -22,7 +22,7 @@ from vitral.ssl.collapse import PATIENCE, CollapseMetrics
 from vitral.ssl.method import Branch
 from vitral.training import step
 from vitral.training.optim.schedule import set_learning_rate
-from vitral.training.pretrainer import PretrainTrainer
+from vitral.training.pretraining.trainer import PretrainTrainer
 from vitral.weights.checkpoint import NO_HEAD
 
 SCORES = {"lejepa": "invariance", "moco": "match_accuracy", "dino": "teacher_entropy", "mae": "explained_variance"}

@@ -16,8 +16,7 @@ from vitral.device.select import select_hardware
 from vitral.errors import VitralError
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
-from vitral.training.setup import TrainingSetup, resolve_recipe
-from vitral.training.teachers import (
+from vitral.training.distillation.teachers import (
     CALLABLE_PREFIX,
     TeacherFn,
     callable_name,
@@ -25,7 +24,8 @@ from vitral.training.teachers import (
     load_teacher,
     wrap_teacher,
 )
-from vitral.training.unlabelled_data import setup_pretraining, with_sources
+from vitral.training.pretraining.setup import setup_pretraining, with_sources
+from vitral.training.setup import TrainingSetup, resolve_recipe
 
 
 def resolve_distill_recipe(

@@ -18,12 +18,12 @@ from vitral.errors import Interrupted, VitralError
 from vitral.recipes.options import parse_duration
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.model_io import load_model
-from vitral.training import time_limit
-from vitral.training.parallelism import parallel_plan
+from vitral.training.hardware import parallel_plan
 from vitral.training.setup import TrainingSetup
-from vitral.training.time_limit import Speed, fit_to_time_limit, measure_speed
 from vitral.training.timing import TimeBudget
 from vitral.training.trainer import Trainer
+from vitral.training.trials import time_limit
+from vitral.training.trials.time_limit import Speed, fit_to_time_limit, measure_speed
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from vitral.recipes.distillation import DistillConfig
 from vitral.recipes.schema import Recipe
 from vitral.ssl.teacher import Teacher
 from vitral.training.backend import make_backend
-from vitral.training.distill_backend import DistillBackend
-from vitral.training.parallelism import parallel_plan
+from vitral.training.distillation.backend import DistillBackend
+from vitral.training.hardware import parallel_plan
 from vitral.training.trainer import Trainer
 
 CLASSES = ("rows", "columns", "chequerboard", "plain")

@@ -12,7 +12,7 @@ import torch
 from support.distillation import STUDENT, TEACHER, preprocessing_of
 from vitral.data.registry.cache import cache_dir
 from vitral.ssl.teacher import TeacherFeatures
-from vitral.training.teacher_cache import FOLDER, cached_features, features_fingerprint
+from vitral.training.distillation.feature_cache import FOLDER, cached_features, features_fingerprint
 
 FEATURES = TeacherFeatures(torch.randn(8, 4), torch.randn(8, 4, 2, 2))
 NUM_BYTES = 8 * 4 * 4 * 5

@@ -21,7 +21,8 @@ from vitral.models.vit import ViT
 from vitral.runs.model_io import load_model
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
-from vitral.training.setup import TrainingSetup, training_hardware
+from vitral.training.hardware import training_hardware
+from vitral.training.setup import TrainingSetup
 from vitral.training.trainer import Trainer
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json, read_json

@@ -43,7 +43,7 @@ from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import ModelConfig, save_model
 from vitral.training.callbacks import Callback
-from vitral.training.comparison_parts import (
+from vitral.training.comparison.parts import (
     EvaluationSplit,
     PartResult,
     evaluate_part,

@@ -20,7 +20,7 @@ from vitral.models.vit import ViT, ViTConfig
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import ModelConfig, load_model, save_model
-from vitral.training.compare_strategies import (
+from vitral.training.comparison.strategies import (
     StrategyComparison,
     default_scratch_recipe,
     split_for_evaluation,

@@ -23,7 +23,7 @@ from vitral.training.head_init import fits_head, sample_rows
 from vitral.training.setup import TrainingSetup
 from vitral.training.timing import WARMUP_STEPS, TimeBudget
 from vitral.training.trainer import Trainer
-from vitral.training.trial import endless_batches, trial_trainer
+from vitral.training.trials.trainer import endless_batches, trial_trainer
 from vitral.utils.progress import format_duration
 
 MEASURED_FRACTION = 0.02  # of the time limit, at most, for timed steps

@@ -12,8 +12,8 @@ from support.photos import COLOURS, noisy_image, save_class_folders
 from vitral.data.preprocess import channel_stats
 from vitral.errors import VitralError
 from vitral.recipes.schema import Recipe, read_recipe
+from vitral.training.pretraining.setup import load_unlabelled_data, with_sources
 from vitral.training.setup import load_training_data, make_loader, with_dataset
-from vitral.training.unlabelled_data import load_unlabelled_data, with_sources
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
 from vitral.runs.run import resume_command
 from vitral.ssl.methods import make_method
-from vitral.training.continued_method import ContinuedMethod, read_continued_method, with_method_of
 from vitral.training.loggers import check_loggers
 from vitral.training.pixel_format import with_pixel_format
+from vitral.training.pretraining.continuation import ContinuedMethod, read_continued_method, with_method_of
 from vitral.training.setup import (
     TrainingSetup,
     make_preprocessing,

@@ -9,7 +9,7 @@ from itertools import islice
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
 from vitral.training.setup import TrainingSetup
-from vitral.training.trial import endless_batches, trial_trainer
+from vitral.training.trials.trainer import endless_batches, trial_trainer
 from vitral.utils.progress import ProgressFn, no_progress
 
 STEPS = 120

@@ -14,7 +14,7 @@ from vitral.distributed.parallel import ParallelPlan
 from vitral.training.out_of_memory import GIB, out_of_memory_error
 from vitral.training.setup import TrainingSetup
 from vitral.training.trainer import Trainer
-from vitral.training.trial import trial_trainer
+from vitral.training.trials.trainer import trial_trainer
 
 MEMORY_FRACTION = 0.8  # of the free GPU memory; the rest is for validation, captured graphs and fragmentation
 MIN_STEPS_PER_EPOCH = 16  # larger batches leave too few updates

@@ -13,9 +13,9 @@ from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.recipes.options import HeadInit
 from vitral.runs.run import Run
-from vitral.training.pretrainer import make_trainer
 from vitral.training.setup import TrainingSetup
 from vitral.training.trainer import Trainer
+from vitral.training.trainer_factory import make_trainer
 
 
 def trial_trainer(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.common import Command
-from vitral.training.lr_finder import LRSweep
+from vitral.training.trials.lr_finder import LRSweep
 
 SMALL_DIGITS = (
     "train", "digits", "--model.depth", 1, "--model.width", 16, "--batch-size", 64, "--device", "cpu", "--find-lr",

@@ -32,8 +32,9 @@ from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import tensors_digest
 from vitral.training.callbacks import Callback
-from vitral.training.comparison_parts import EvaluationSplit, PartResult, evaluate_part, read_result, train_part
-from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training, training_hardware, with_threads
+from vitral.training.comparison.parts import EvaluationSplit, PartResult, evaluate_part, read_result, train_part
+from vitral.training.hardware import training_hardware, with_threads
+from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training
 from vitral.utils.progress import LogFn, no_log
 
 Side = Literal["before", "after"]

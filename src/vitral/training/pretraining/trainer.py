@@ -9,7 +9,7 @@ sample of images, which reveal a collapse, and with a few labels their k-NN accu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,15 +19,12 @@ from vitral.data.lazy_images import Images, select_images
 from vitral.data.preprocess import to_model_input
 from vitral.data.probe_set import ProbeSet
 from vitral.data.variable_images import images_of_one_size, select_rows
-from vitral.device.select import Hardware
 from vitral.distributed.dtensor import full_state, load_full_state_dict, shard_optimizer_state
-from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import VitralError, shell_quote
 from vitral.evaluation.feature_classifiers import leave_one_out_accuracy
 from vitral.inference.forward import compute_logits_distributed
 from vitral.models.variants import VARIANTS
 from vitral.runs.model_io import ModelConfig, load_weights, save_model, save_weights
-from vitral.runs.run import Run
 from vitral.ssl.collapse import (
     CollapseMetrics,
     advice_for_similar_images,
@@ -37,12 +34,9 @@ from vitral.ssl.collapse import (
 )
 from vitral.ssl.method import PretrainMethod
 from vitral.training.backend import Backend
-from vitral.training.callbacks import Callback
 from vitral.training.nan_debug import Diverged
 from vitral.training.optim.builder import restore_moments
-from vitral.training.pretrain_backend import make_pretrain_backend
-from vitral.training.setup import TrainingSetup
-from vitral.training.timing import TimeBudget
+from vitral.training.pretraining.backend import make_pretrain_backend
 from vitral.training.trainer import Trainer
 from vitral.weights.checkpoint import NO_HEAD
 
@@ -192,41 +186,6 @@ class PretrainTrainer(Trainer):
             save_model(self.run.model_dir, model, config)
 
         self.world.broadcast_from_rank0(export)
-
-
-def make_trainer(
-    setup: TrainingSetup,
-    run: Run,
-    hardware: Hardware,
-    *,
-    parallel: ParallelPlan | None = None,
-    callbacks: Sequence[Callback] = (),
-    time_budget: TimeBudget | None = None,
-    probe_set: ProbeSet | None = None,
-) -> Trainer:
-    """The trainer for a setup: with labels or, for a pretraining recipe, without. `probe_set` is for pretraining."""
-    from vitral.training.distiller import DistillTrainer  # imported here: distiller.py imports this module
-
-    trainer_class: type[Trainer] = Trainer
-    if setup.recipe.pretrain is not None:
-        trainer_class = DistillTrainer if setup.recipe.pretrain.method == "distill" else PretrainTrainer
-    trainer = trainer_class(
-        setup.recipe,
-        setup.dataset,
-        setup.preprocessing,
-        run,
-        hardware,
-        parallel=parallel,
-        callbacks=callbacks,
-        initial_weights=setup.initial_weights,
-        base=setup.base,
-        time_budget=time_budget,
-        teacher=setup.teacher,
-    )
-    if isinstance(trainer, PretrainTrainer):
-        trainer.probe_set = probe_set
-        trainer.method_state, trainer.optimizer_states = setup.method_state, setup.optimizer_states
-    return trainer
 
 
 def collapse_metrics(row: dict[str, Any]) -> CollapseMetrics:

@@ -14,11 +14,11 @@ from vitral.errors import VitralError
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.run import Run
-from vitral.training.batch_size import measure_sizes, resolve_batch_size, step_peak_bytes
+from vitral.training.hardware import parallel_plan
 from vitral.training.out_of_memory import out_of_memory_error
-from vitral.training.parallelism import parallel_plan
 from vitral.training.setup import setup_training
-from vitral.training.trial import trial_trainer
+from vitral.training.trials.batch_size import measure_sizes, resolve_batch_size, step_peak_bytes
+from vitral.training.trials.trainer import trial_trainer
 
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -17,7 +17,7 @@ from vitral.evaluation.label_subsets import draw_label_subset
 from vitral.models.vit import ViT
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
-from vitral.training.label_efficiency import (
+from vitral.training.comparison.label_efficiency import (
     SIDES,
     FineTuning,
     Side,

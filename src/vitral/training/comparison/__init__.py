@@ -1,0 +1,1 @@
+"""Comparisons that train and evaluate several models on the same images."""

@@ -1,0 +1,1 @@
+"""Training without labels: its trainer, its backend, and the images and recipe of a run."""
