@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from support.common import unpatchify
 from vitral.models.variants.distilled import DistilledViT
 from vitral.models.vit import (
     EncoderBlock,
@@ -35,7 +36,6 @@ from vitral.models.vit import (
     patch_coordinates,
     patchify,
     resample_positions,
-    unpatchify,
 )
 
 TINY: dict[str, Any] = {"image_size": (12, 8), "patch_size": 4, "num_classes": 5, "width": 16, "depth": 2, "heads": 2}

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.common import unpatchify
 from vitral.errors import VitralError
 from vitral.models.vit import (
     Activation,
@@ -25,7 +26,6 @@ from vitral.models.vit import (
     apply_rope,
     patchify,
     resample_positions,
-    unpatchify,
 )
 from vitral.utils.serialization import from_dict, to_dict
 

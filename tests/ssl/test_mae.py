@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
+from support.common import unpatchify
 from support.pretraining import TINY, VIT, draw_batch, preprocessing_of, random_images, tiny_method
 from vitral.distributed.world import SINGLE_PROCESS
 from vitral.errors import VitralError
 from vitral.models.variants.hybrid import ConvStemConfig, HybridConfig, HybridViT
-from vitral.models.vit import ViT, ViTConfig, unpatchify
+from vitral.models.vit import ViT, ViTConfig
 from vitral.ssl.mae import MAE, MAEConfig, encode_seen, masked_mse, patch_targets
 from vitral.ssl.masking import split_patches
 

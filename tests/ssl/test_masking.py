@@ -16,7 +16,6 @@ from torch import Generator, Tensor
 from vitral.ssl.masking import (
     block_masks,
     num_masked_patches,
-    random_masks,
     split_patches,
 )
 
@@ -40,13 +39,12 @@ def test_every_image_has_exactly_the_given_number_of_masked_patches(
     num_patches = grid[0] * grid[1]
     count = round(ratio * num_patches)
     counts = torch.full((num_images,), count)
-    assert torch.equal(random_masks(num_images, num_patches, count, seeded(seed), CPU).sum(dim=1), counts)
     assert torch.equal(block_masks(num_images, grid, count, seeded(seed), CPU).sum(dim=1), counts)
     assert torch.equal(split_patches(num_images, num_patches, count, seeded(seed), CPU).mask.sum(dim=1), counts)
 
 
-def test_random_masks_are_uniform_over_positions_and_pairs() -> None:
-    masks = random_masks(8000, 8, 3, seeded(), CPU)
+def test_masks_of_split_patches_are_uniform_over_positions_and_pairs() -> None:
+    masks = split_patches(8000, 8, 3, seeded(), CPU).mask
     assert stats.chisquare(masks.sum(dim=0)).pvalue > 0.01
     sets, frequencies = torch.unique(masks, dim=0, return_counts=True)
     assert len(sets) == 56  # 8 over 3
@@ -55,8 +53,8 @@ def test_random_masks_are_uniform_over_positions_and_pairs() -> None:
 
 def test_masks_depend_on_the_generator_only() -> None:
     draws: list[Callable[[Generator], Tensor]] = [
-        lambda rng: random_masks(4, 36, 12, rng, CPU),
         lambda rng: block_masks(4, (6, 6), 12, rng, CPU),
+        lambda rng: split_patches(4, 36, 12, rng, CPU).mask,
         lambda rng: split_patches(4, 36, 12, rng, CPU).visible_indices,
     ]
     for draw in draws:
@@ -71,7 +69,7 @@ def mean_components(masks_BN: Tensor, side: int) -> float:
 
 
 def test_block_masks_have_few_connected_regions() -> None:
-    blocks, scattered = block_masks(100, (14, 14), 78, seeded(), CPU), random_masks(100, 196, 78, seeded(), CPU)
+    blocks, scattered = block_masks(100, (14, 14), 78, seeded(), CPU), split_patches(100, 196, 78, seeded(), CPU).mask
     assert mean_components(blocks, 14) < 4
     assert mean_components(scattered, 14) > 15
 
@@ -142,6 +140,7 @@ def test_at_least_one_patch_is_masked_and_one_is_visible(ratio: float, expected:
 def test_masks_neither_synchronise_with_the_host_nor_depend_on_data_for_their_shape() -> None:
     """Tensors on the meta device have no values that could be read."""
     meta, generator = torch.device("meta"), seeded()
-    assert random_masks(2, 16, 3, generator, meta).shape == (2, 16)
     assert block_masks(2, (4, 4), 3, generator, meta).shape == (2, 16)
-    assert split_patches(2, 16, 3, generator, meta).visible_indices.shape == (2, 13)
+    split = split_patches(2, 16, 3, generator, meta)
+    assert split.visible_indices.shape == (2, 13)
+    assert split.mask.shape == (2, 16)

@@ -65,3 +65,10 @@ def skip_figures(patched: pytest.MonkeyPatch) -> None:
 def identical(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Whether two state dicts have the same names and bit-identical tensors."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def unpatchify(patches_BNE: Tensor, grid: tuple[int, int], patch_size: int) -> Tensor:
+    """The inverse of `patchify`: B N CPP -> B C H W."""
+    P = patch_size
+    patches = patches_BNE.unflatten(2, (-1, P, P)).unflatten(1, grid)
+    return patches.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)

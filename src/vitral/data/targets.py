@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 
 TaskName = Literal["classification", "multilabel", "regression"]
-TASK_NAMES: tuple[TaskName, ...] = ("classification", "multilabel", "regression")
 LabelValue = int | tuple[int, ...] | tuple[float, ...]  # of one image
 Labels = np.ndarray[Any, Any]  # of a split
 

@@ -144,14 +144,6 @@ def patchify(images_BCHW: Tensor, patch_size: int) -> Tensor:
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, C * P * P)  # b c (y p) (x q) -> b (y x) (c p q)
 
 
-def unpatchify(patches_BNE: Tensor, grid: Grid, patch_size: int) -> Tensor:
-    """The inverse of `patchify`: B N CPP -> B C H W."""
-    B, _, E = patches_BNE.shape
-    P = patch_size
-    patches = patches_BNE.reshape(B, *grid, E // P**2, P, P)
-    return patches.permute(0, 3, 1, 4, 2, 5).reshape(B, -1, grid[0] * P, grid[1] * P)
-
-
 class PatchEmbedding(nn.Module):
     """x_p·E (equation 1): a linear projection of each flattened patch, equivalent to a P×P convolution of stride P."""
 

@@ -36,17 +36,10 @@ def split_patches(
     num_images: int, num_patches: int, num_masked: int, generator: Generator, device: torch.device
 ) -> PatchSplit:
     """Draw which patches each image keeps: a random permutation whose last `num_masked` patches are masked."""
-    order = _random_order(num_images, num_patches, generator, device)
+    order = torch.rand(num_images, num_patches, generator=generator, device=device).argsort(dim=1)
     restore_indices = order.argsort(dim=1)
     num_visible = num_patches - num_masked
     return PatchSplit(order[:, :num_visible], restore_indices, restore_indices >= num_visible)
-
-
-def random_masks(
-    num_images: int, num_patches: int, num_masked: int, generator: Generator, device: torch.device
-) -> Tensor:
-    """(B, N) bool: uniformly random masks with exactly `num_masked` true values per image."""
-    return _random_order(num_images, num_patches, generator, device) < num_masked
 
 
 def block_masks(
@@ -81,8 +74,3 @@ def _depth_in_block(length: Tensor, position: Tensor, side: Tensor, num_patches:
     offset = torch.arange(num_patches, device=position.device) - first
     depth = torch.where(side < 0.5, offset, length - 1 - offset) / length
     return torch.where((offset >= 0) & (offset < length), depth, 1.0)
-
-
-def _random_order(num_images: int, num_patches: int, generator: Generator, device: torch.device) -> Tensor:
-    """(B, N): a random permutation of the patches for each image."""
-    return torch.rand(num_images, num_patches, generator=generator, device=device).argsort(dim=1)

@@ -49,10 +49,10 @@ def activation_name(mlp: Any) -> str:
     return ACTIVATION_NAMES[type(activation)]
 
 
-def row_blocks(num_cols: int, block_size: int = 1024) -> dict[str, int]:
+def row_blocks(num_cols: int) -> dict[str, int]:
     """Launch parameters for blocks of whole rows. One warp, where it can hold a row, needs no synchronisation."""
     block_cols = triton.next_power_of_2(num_cols)
-    block_rows, num_warps = max(1, block_size // block_cols), max(1, block_cols // 1024)
+    block_rows, num_warps = max(1, 1024 // block_cols), max(1, block_cols // 1024)
     return {"BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols, "num_warps": num_warps}
 
 

@@ -10,7 +10,6 @@ from vitral.device.select import Hardware
 from vitral.errors import VitralError
 from vitral.training.setup import TrainingSetup
 from vitral.training.trials.trainer import endless_batches, trial_trainer
-from vitral.utils.progress import ProgressFn, no_progress
 
 STEPS = 120
 FIRST_LR, LAST_LR = 1e-6, 1.0
@@ -46,17 +45,15 @@ class LRSweep:
         return float(f"{min(self.steepest, self.tenth_of_lowest):.0e}")
 
 
-def sweep_lr(
-    setup: TrainingSetup, hardware: Hardware, *, steps: int = STEPS, progress: ProgressFn = no_progress
-) -> LRSweep:
+def sweep_lr(setup: TrainingSetup, hardware: Hardware) -> LRSweep:
     """Sweep the learning rate from FIRST_LR to LAST_LR on a model that is then discarded."""
     trainer = trial_trainer(setup, hardware, head_init=setup.recipe.head_init)
     state = trainer.state
     rates: list[float] = []
     losses: list[float] = []
     average, best = 0.0, math.inf
-    for index, (images, labels) in enumerate(islice(endless_batches(trainer), steps)):
-        lr = FIRST_LR * (LAST_LR / FIRST_LR) ** (index / (steps - 1))
+    for index, (images, labels) in enumerate(islice(endless_batches(trainer), STEPS)):
+        lr = FIRST_LR * (LAST_LR / FIRST_LR) ** (index / (STEPS - 1))
         state.epoch_sums.zero_()
         trainer.step_runner.run(images, labels, lr=lr * setup.recipe.lr_scale)
         state.step += 1
@@ -68,9 +65,8 @@ def sweep_lr(
         rates.append(lr)
         losses.append(smoothed)
         best = min(best, smoothed)
-        progress(index + 1)
     if len(rates) < 3:
         raise VitralError(
             f"the loss is not finite from a learning rate of {FIRST_LR:g} on", "Check the data and the initial weights"
         )
-    return LRSweep(rates=tuple(rates), losses=tuple(losses), diverged=len(rates) < steps)
+    return LRSweep(rates=tuple(rates), losses=tuple(losses), diverged=len(rates) < STEPS)
