@@ -29,7 +29,7 @@ from vitral.ssl.teacher import Teacher
 from vitral.tasks import TASKS
 from vitral.tasks.losses import loss_and_score
 from vitral.training.activation_checkpointing import checkpoint_activations
-from vitral.training.distillation.backend import DistillBackend, LabelBackend
+from vitral.training.distillation.backend import DistillBackend
 from vitral.training.hardware import check_cuda_graphs
 from vitral.utils.progress import LogFn, no_log
 
@@ -38,7 +38,7 @@ class Backend(Protocol):
     """The computations of a training step. `ReferenceBackend` defines the correct results."""
 
     hardware: Hardware  # in use: without FP8 if FP8 was selected automatically but is unavailable
-    initial_loss: float  # of a model that has learned nothing
+    initial_loss: float  # of an untrained model
 
     def augment(
         self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None
@@ -65,6 +65,20 @@ class Backend(Protocol):
     def eager(self) -> Backend:
         """The reference without compilation and wrappers, for module hooks that look for non-finite values."""
         ...
+
+
+class LabelBackend(Backend, Protocol):
+    """A backend for labels, whose forward pass and loss can be called separately."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalised images (B, C, H, W) to logits (B, K)."""
+        ...
+
+    def loss(self, logits: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of `loss_and_score`, from logits."""
+        ...
+
+    def eager(self) -> LabelBackend: ...
 
 
 class ReferenceBackend:
@@ -107,7 +121,6 @@ class ReferenceBackend:
         return self.loss(self.forward(images), targets, labels)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalised images (B, C, H, W) to logits (B, K)."""
         with self.hardware.autocast():
             return self._forward(images)
 
@@ -134,7 +147,7 @@ def step_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def gradients_final_after_backward(recipe: Recipe, parallel: ParallelPlan) -> bool:
-    """Whether gradients are neither accumulated, clipped nor reduced: they can be used before the backward pass ends"""
+    """Whether a gradient can be used before the backward pass ends: it is not accumulated, clipped or reduced."""
     return recipe.grad_accum == 1 and not recipe.optim.grad_clip and parallel.mode == "single"
 
 
@@ -176,64 +189,40 @@ def make_backend(
 ) -> Backend:
     """The fastest backend for this hardware. `log` receives the reason for each kernel that cannot be used.
 
-    `teacher`: of `recipe.distill`.
+    `teacher` is required if the recipe has `distill`.
     """
-    backend = _make_label_backend(
-        model,
-        recipe,
-        preprocessing,
-        hardware,
-        parallel,
-        micro_batch_size=micro_batch_size,
-        class_weights_K=class_weights_K,
-        logit_offsets_K=logit_offsets_K,
-        log=log,
-    )
-    if recipe.distill is None:
-        return backend
-    if teacher is None:
-        raise ValueError("recipe.distill needs a teacher")
-    return DistillBackend(backend, model, recipe.distill, teacher, preprocessing)
-
-
-def _make_label_backend(
-    model: ViT,
-    recipe: Recipe,
-    preprocessing: Preprocessing,
-    hardware: Hardware,
-    parallel: ParallelPlan,
-    *,
-    micro_batch_size: int,
-    class_weights_K: Tensor | None,
-    logit_offsets_K: Tensor | None,
-    log: LogFn,
-) -> LabelBackend:
     hardware = check_cuda_graphs(hardware, parallel, log)
     reference = ReferenceBackend(model, recipe, preprocessing, hardware, parallel, class_weights_K, logit_offsets_K)
+    backend: LabelBackend = reference
     forward_unsupported: str | None = None
     if parallel.mode == "fsdp" and recipe.distill is not None:
         forward_unsupported = "distillation with FSDP"
     if recipe.data.resize == "native":
         forward_unsupported = "native resizing has several patch grids"
-    if not can_run_triton(hardware.device):
-        reference.hardware = fallback_from_fp8(hardware, forward_unsupported or "FP8 needs Triton kernels", log)
-        return reference
-    from vitral.kernels.backend import TritonBackend
+    if can_run_triton(hardware.device):
+        from vitral.kernels.backend import TritonBackend
 
-    is_plain_softmax = recipe.loss_name == "softmax" and class_weights_K is None and recipe.distill is None
-    if recipe.distill is not None:
-        log("loss in PyTorch: kernels support labels only, and this run learns from a teacher too")
-    return TritonBackend(
-        reference,
-        model=model,
-        augment=recipe.augment,
-        preprocessing=preprocessing,
-        num_classes=recipe.model.num_classes,
-        micro_batch_size=micro_batch_size,
-        label_smoothing=recipe.label_smoothing if is_plain_softmax else None,
-        logit_offsets_K=logit_offsets_K,
-        hardware=hardware,
-        forward_unsupported=forward_unsupported,
-        sharded_reduce_dtype=recipe.reduce_dtype if parallel.mode == "fsdp" else None,
-        log=log,
-    )
+        is_plain_softmax = recipe.loss_name == "softmax" and class_weights_K is None and recipe.distill is None
+        if recipe.distill is not None:
+            log("loss in PyTorch: kernels support labels only, and this run learns from a teacher too")
+        backend = TritonBackend(
+            reference,
+            model=model,
+            augment=recipe.augment,
+            preprocessing=preprocessing,
+            num_classes=recipe.model.num_classes,
+            micro_batch_size=micro_batch_size,
+            label_smoothing=recipe.label_smoothing if is_plain_softmax else None,
+            logit_offsets_K=logit_offsets_K,
+            hardware=hardware,
+            forward_unsupported=forward_unsupported,
+            sharded_reduce_dtype=recipe.reduce_dtype if parallel.mode == "fsdp" else None,
+            log=log,
+        )
+    else:
+        reference.hardware = fallback_from_fp8(hardware, forward_unsupported or "FP8 needs Triton kernels", log)
+    if recipe.distill is None:
+        return backend
+    if teacher is None:
+        raise ValueError("recipe.distill needs a teacher")
+    return DistillBackend(backend, model, recipe.distill, teacher, preprocessing)

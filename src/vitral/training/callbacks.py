@@ -28,8 +28,8 @@ class Callback:
     def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
         """An epoch has been trained and validated. `metrics` is its line in metrics.jsonl.
 
-        Epoch 0 is the model with a head that was fitted before training (`Recipe.head_init`); how long training takes
-        is not known by then, and `seconds_left` is NaN.
+        Epoch 0 is the model with a head that was fitted before training (`Recipe.head_init`). Its `seconds_left` is
+        NaN, because no step has been timed yet.
         """
 
     def on_evaluation(self, metrics: Mapping[str, float]) -> None:

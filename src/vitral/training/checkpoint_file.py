@@ -1,7 +1,7 @@
-"""A file of torch.save that ends with its own SHA-256, so that a damaged file is recognised before it is used.
+"""Files of torch.save that end with their own SHA-256, so that damage is detected before a file is used.
 
-torch.save writes a zip archive. The digest of everything that it wrote is stored as the comment of the archive, which
-is its last field: the digest cannot be separated from the file, and torch.load and zip tools read the file as before.
+torch.save writes a zip archive. The digest of its content is stored as the comment of the archive, its last field: it
+cannot be separated from the file, and torch.load and zip tools read the file as before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HashingWriter:
 
 
 def write_checkpoint_file(content: dict[str, Any], file: BinaryIO) -> None:
-    """Like torch.save, and append the digest, which is computed while writing."""
+    """Write like torch.save and append the digest, which is computed while writing."""
     writer = HashingWriter(file)
     torch.save(content, writer)  # type: ignore[arg-type]
     file.seek(-COMMENT_LENGTH.size, os.SEEK_END)
@@ -71,7 +71,7 @@ def file_damage(path: Path) -> str | None:
 
 def file_format(path: Path) -> Any:
     """The format number in a file of another version, which may have no digest; None if there is none."""
-    with suppress(Exception):  # anything may be wrong with the file
+    with suppress(Exception):  # the file may be damaged in any way
         content = read_checkpoint_file(path)
         return content.get("format") if isinstance(content, dict) else None
     return None

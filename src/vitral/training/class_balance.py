@@ -1,4 +1,4 @@
-"""What `vitral train` says about rare classes: which they are, what the recipe does about them and what one can do."""
+"""Describe the rare classes of a training set, and what the recipe does about them or could do."""
 
 from __future__ import annotations
 

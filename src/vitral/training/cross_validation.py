@@ -38,7 +38,7 @@ MAX_FOLDS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class FoldSettings:
-    """What a cross-validation computes."""
+    """The settings of a cross-validation, stored in folds.json."""
 
     recipe: Recipe
     folds: int
@@ -129,8 +129,8 @@ def make_ensemble(folders: Sequence[Path], epoch: int) -> tuple[EnsembleViT, Mod
         [(config.preprocessing.mean, config.preprocessing.std) for config in configs],
     )
     thresholds = [config.calibration.ood_threshold for config in configs]
-    known = [threshold for threshold in thresholds if threshold is not None]
-    threshold = sum(known) / len(known) if len(known) == len(thresholds) else None
+    fitted = [threshold for threshold in thresholds if threshold is not None]
+    threshold = sum(fitted) / len(fitted) if len(fitted) == len(thresholds) else None
     config = replace(
         first,
         architecture=ensemble.config,

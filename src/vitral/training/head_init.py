@@ -57,7 +57,7 @@ class HeadFit:
 
 
 def fits_head(recipe: Recipe, initial_weights: dict[str, Tensor]) -> bool:
-    """Whether a run begins with a fit: the recipe says so, and the checkpoint's head lacks some of the classes."""
+    """Whether the head is fitted before training: the recipe enables it, and the checkpoint's head lacks a class."""
     if recipe.head_init != "least_squares" or recipe.pretrain is not None:
         return False
     heads = [tensor for name, tensor in initial_weights.items() if HEAD_OUT.fullmatch(name.removesuffix(".weight"))]
@@ -144,7 +144,7 @@ def fit_linear_layer(
 
     Labels are class indices (N,), multi-hot (N, K), or standardised targets (N, K) of a regression. Least squares
     predicts ±1 per class. These predictions become logits with one scale for all classes and a bias per class, which
-    minimise `loss` for images that were left out. If the predictions are no better than chance, all is zero.
+    minimise `loss` for images that were left out. If the predictions are no better than chance, all three are zero.
     """
     if recipe.task_name == "regression":
         fit = fit_ridge(features_ND, labels)
@@ -161,7 +161,7 @@ def fit_linear_layer(
 def scale_logits(predictions_NK: Tensor, loss: LossFn) -> tuple[float, Tensor]:
     """The scale, at least 0, and the biases (K,) that minimise the loss of the scaled and shifted predictions.
 
-    Small penalties keep both finite, also if all predictions are right or a class has no images.
+    Small penalties keep both finite even if all predictions are right or a class has no images.
     """
 
     def penalised_loss(parameters: Tensor) -> Tensor:

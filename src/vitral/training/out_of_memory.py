@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 def out_of_memory_error(recipe: Recipe, hardware: Hardware, run: Run | None = None) -> VitralError:
-    """What ran out of memory, and the flags that need less. Only --grad-accum can be changed for a run that exists."""
+    """The error, with flags that need less memory: to resume the run with the same result, or to start again."""
     total = hardware.gpu_memory_bytes
     kind = f"GPU memory ({hardware.name}, {total / GIB:.0f} GiB)" if total else "memory"
     what = f"out of {kind} with batch size {recipe.batch_size}"
@@ -28,7 +28,7 @@ def out_of_memory_error(recipe: Recipe, hardware: Hardware, run: Run | None = No
 
 
 def _out_of_memory_without_labels(what: str, recipe: Recipe, run: Run | None) -> VitralError:
-    """Micro-batches would change the result of a loss that compares the images of a micro-batch."""
+    """Does not suggest --grad-accum: a loss that compares images would only compare those of a micro-batch."""
     smaller = f"--batch-size {max(recipe.batch_size // 2, 1)}, fewer --views.local-views"
     if recipe.activation_checkpointing:
         return VitralError(what, f"Start again with {smaller} or a smaller model")

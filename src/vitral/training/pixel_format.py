@@ -1,4 +1,4 @@
-"""Adapt a recipe to the channels and the type of the images."""
+"""Adapt a recipe to the channels and the dtype of the images."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_pixel_format(recipe: Recipe, detected: PixelFormat) -> tuple[Recipe, tu
 
 
 def pretrained_spread(std: tuple[float, ...], pretrained_std: tuple[float, ...]) -> tuple[float, ...]:
-    """The standard deviation to divide by, so that inputs vary as much as those of the checkpoint did in pretraining.
+    """The divisor that gives inputs the standard deviation they had when the checkpoint was pretrained.
 
     A checkpoint that divides by 0.5 has seen inputs with a standard deviation of 0.45, not 1.
     """

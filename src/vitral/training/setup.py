@@ -1,4 +1,4 @@
-"""From a recipe and a dataset name to everything the Trainer needs.
+"""Everything the Trainer needs, from a recipe and a dataset name.
 
 resolve_recipe    name, file or Recipe + data + checkpoint -> Recipe
 setup_training    Recipe -> complete Recipe, dataset, preprocessing, initial weights
@@ -49,13 +49,8 @@ from vitral.training.pixel_format import pretrained_spread, with_pixel_format
 from vitral.weights.adapt import adapt_weights
 from vitral.weights.adapter import BaseWeights
 
-REGULARISATION = (
-    "dropout",
-    "dropout_attention",
-    "dropout_embedding",
-    "patch_drop",
-    "drop_path",
-)  # model fields a recipe decides
+# Model fields that a checkpoint or preset does not replace.
+REGULARISATION = ("dropout", "dropout_attention", "dropout_embedding", "patch_drop", "drop_path")
 
 
 def resolve_recipe(
@@ -92,7 +87,7 @@ def resolve_recipe(
 
 
 def check_learns_labels(recipe: Recipe, run: str | Path | None = None) -> None:
-    """Refuse a recipe without labels, or the run that has it."""
+    """Refuse a recipe that learns without labels, or a run with such a recipe."""
     if recipe.pretrain is None:
         return
     has_teacher = recipe.pretrain.method == "distill"
@@ -107,7 +102,7 @@ def check_learns_labels(recipe: Recipe, run: str | Path | None = None) -> None:
 
 
 def with_dataset(recipe: Recipe, data: str) -> Recipe:
-    """Use a recipe for another dataset. A built-in one sets channels and, if patches divide it, the image size."""
+    """Use a recipe for another dataset. A built-in one sets channels and, if it is divisible into patches, the size."""
     recipe = replace(
         recipe, data=replace(recipe.data, name=data, more=(), fold="", mean=None, std=None, exclude=(), dtype="auto")
     )
@@ -259,7 +254,7 @@ def load_training_data(
 ) -> tuple[Dataset, Recipe, tuple[str, ...]]:
     """Load the dataset and complete the recipe with the task, pixel format, number of classes, mean and std.
 
-    The notes tell what the pixel format changes in the recipe.
+    The notes state what the pixel format changed in the recipe.
     """
     data = recipe.data
     if data.more:

@@ -81,7 +81,7 @@ class TrainState:
         return {name: tensor for name, tensor in state.items() if name not in frozen}
 
     def frozen_names(self) -> set[str]:
-        """Parameters that stay as they are. Those of a teacher have no gradients, but change."""
+        """Names of frozen parameters. An EMA teacher is not frozen, although its parameters have no gradients."""
         if isinstance(self.model, PretrainMethod):
             return set()
         return {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}

@@ -46,9 +46,7 @@ def train_step(
     grad_norm = full_tensor(nn.utils.get_total_norm(gradients))
     if recipe.optim.grad_clip:
         nn.utils.clip_grads_with_norm_(state.model.parameters(), recipe.optim.grad_clip, grad_norm)
-    is_good = (grad_norm < math.inf) & (
-        loss < context.max_loss
-    )  # comparisons with NaN are false, so it counts as diverged
+    is_good = (grad_norm < math.inf) & (loss < context.max_loss)  # false for NaN
     is_first = (state.first_nonfinite_step < 0) & ~is_good
     state.first_nonfinite_step.copy_(torch.where(is_first, state.step_tensor, state.first_nonfinite_step))
     state.found_nonfinite.copy_(state.first_nonfinite_step >= 0)

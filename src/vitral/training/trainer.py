@@ -68,8 +68,8 @@ class Trainer:
     The run folder holds everything needed to continue: `fit()` resumes from its newest checkpoint, bit for bit.
     """
 
-    command = "train"  # of the command line, for hints
-    min_batch_size = 1  # that a hint suggests
+    command = "train"  # of vitral, to resume the run
+    min_batch_size = 1  # smallest batch size that a hint suggests
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Trainer:
             self.callbacks.on_message("head_init: zeros, because least squares needs the whole model on each device")
             return None
         if self.world.broadcast_from_rank0(lambda: checkpoint.newest(self.run.checkpoint_dir)) is not None:
-            return None  # of a resumed run, the head is in the checkpoint
+            return None  # the checkpoint of a resumed run has the head
         train = replace(self.dataset.train, labels=self.loader.labels.cpu())  # standardised
         return fit_new_head(self.recipe, train, self.preprocessing, self.hardware, weights)
 
@@ -196,7 +196,7 @@ class Trainer:
         self.resumed = False
         if (loaded := self._load_newest_checkpoint()) is not None:
             path, saved = loaded
-            self._check_base(saved)
+            self._check_frozen_weights(saved)
             try:
                 if not self.recipe.has_result_fields(saved["recipe"]):
                     raise ValueError("the recipe has changed")
@@ -210,11 +210,8 @@ class Trainer:
             self.callbacks.on_message(f"Resuming after step {self.state.step:,} of {self.total_steps:,}")
         self.callbacks.on_restore(self.state.epoch)
 
-    def _check_base(self, saved: dict[str, Any]) -> None:
-        """Refuse frozen weights, of the model or a teacher, that differ from those at the start.
-
-        The checkpoint holds only what trains.
-        """
+    def _check_frozen_weights(self, saved: dict[str, Any]) -> None:
+        """Refuse frozen weights, which are not in checkpoints, if they differ from those at the start of the run."""
         if self.base is not None and saved.get("base_sha256", self.base.sha256) != self.base.sha256:
             raise VitralError(
                 f"the weights of {self.base.source} have changed since this run started",
@@ -228,7 +225,7 @@ class Trainer:
             )
 
     def _load_newest_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that is intact. If the best weights are damaged, one from before their epoch."""
+        """The newest intact checkpoint. If best.safetensors is damaged, the newest one from before its epoch."""
         best_file = self.run.checkpoint_dir / "best.safetensors"
         damage = self.world.broadcast_from_rank0(lambda: weights_damage(best_file))
         best_epochs: list[float] = []
@@ -266,7 +263,7 @@ class Trainer:
             self.evaluate_head(self.head_fit)
         self.callbacks.on_train_start()
         self.clock = TrainingClock(self.state, self.batch_size)
-        self.time_is_over = self.may_end_late()
+        self.time_is_over = self.deadline_has_passed()
         if recipe.on_nan == "rollback" and not self.resumed:
             self.save_checkpoint()
 
@@ -395,16 +392,18 @@ class Trainer:
         state, every = self.state, self.recipe.checkpoint_epochs
         self.callbacks.on_epoch_end(metrics, self.clock.seconds_left(state, self.total_steps))
         should_stop, _, self.time_is_over = self.flags.flush(
-            self.interrupt.is_set(), False, self.time_is_over or self.may_end_late()
+            self.interrupt.is_set(), False, self.time_is_over or self.deadline_has_passed()
         )
         if should_stop or (every and state.epoch % every == 0):
             self.save_checkpoint()
         if should_stop:
             raise self.interrupted()
 
-    def may_end_late(self) -> bool:
-        """Whether the time is over between epochs. Until weights are kept, training goes on to the next step and ends
-        there, so that there is a model."""
+    def deadline_has_passed(self) -> bool:
+        """Whether to stop between two epochs.
+
+        As long as no weights are saved, training continues for one more step, so that the run has a model.
+        """
         return bool(self.state.best) and self.clock.is_after(self.deadline)
 
     def handle_divergence(self, error: Diverged) -> None:
@@ -486,11 +485,9 @@ class Trainer:
         saved alone, as an adapter.
         """
         recipe = self.recipe
-        frozen = (
-            {}
-            if recipe.tune == "full"
-            else {name: tensor.cpu() for name, tensor in full_state(self.state.model.state_dict()).items()}
-        )
+        frozen: dict[str, Tensor] = {}
+        if recipe.tune != "full":
+            frozen = {name: tensor.cpu() for name, tensor in full_state(self.state.model.state_dict()).items()}
 
         def export() -> None:
             trained = load_weights(self.run.checkpoint_dir / "best.safetensors")
@@ -518,7 +515,7 @@ class Trainer:
     # Helpers.
 
     def patience_is_over(self) -> bool:
-        """Whether validation has not improved for `patience` epochs, from the state alone: a resume is exact."""
+        """Whether validation has not improved for `patience` epochs. Depends on the state alone: a resume is exact."""
         state, patience = self.state, self.recipe.patience
         return bool(patience and state.best) and state.epoch - state.best["epoch"] >= patience
 
@@ -572,7 +569,7 @@ class Trainer:
 
 
 def describe_single_step_epochs(batch_size: int, num_images: int, min_batch_size: int) -> str:
-    """Say that an epoch is a single step, and which smaller batch size gives several."""
+    """A message that an epoch is a single step, and which smaller batch size gives several."""
     smaller = max(num_images // 8, min_batch_size)
     steps = num_images // smaller
     advice = f"use --batch-size {smaller} for {steps} steps per epoch" if steps > 1 else "use more --epochs"

@@ -1,4 +1,4 @@
-"""What a run trains, as `Recipe.tune` says: all weights, the head, low-rank updates, biases or the last blocks."""
+"""Apply `Recipe.tune`: train all weights, the head, low-rank updates, biases or the last blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def apply_tuning(model: ViT, recipe: Recipe) -> None:
 
 
 def count_trained(recipe: Recipe) -> tuple[int, int]:
-    """The numbers of parameters that train and of all parameters, without the factors of LoRA."""
+    """Number of trainable parameters, and of all parameters of the model without LoRA."""
     with SkipInit(), torch.device("meta"):
         model = VARIANTS[recipe.variant](recipe.model)
         total = sum(parameter.numel() for parameter in model.parameters())

@@ -1,16 +1,15 @@
 """Fine-tune two sets of initial weights with parts of the labels, over several seeds.
 
     folder/label_efficiency.json             recipes and weights that are compared, written first
-    folder/after-500-labels-0/ ...           evaluation.json of one run each: labels and seed; not repeated
+    folder/after-500-labels-0/ ...           evaluation.json of the run with 500 labels and seed 0; not repeated
 
-A run has no validation images: with 1% of the labels, there are no others to select an epoch with. It therefore trains
-for a fixed number of steps, and its last weights (their EMA, if the recipe has one) are evaluated.
+With 1% of the labels, none can be held out to select an epoch. A run therefore has no validation images: it trains for
+a fixed number of steps, and its last weights (or their EMA) are evaluated.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from vitral.runs.model_io import tensors_digest
 from vitral.training.callbacks import Callback
 from vitral.training.comparison.parts import EvaluationSplit, PartResult, evaluate_part, read_result, train_part
 from vitral.training.hardware import training_hardware, with_threads
+from vitral.training.head_init import HEAD_OUT
 from vitral.training.setup import TrainingSetup, resolve_recipe, setup_training
 from vitral.utils.progress import LogFn, no_log
 
@@ -51,10 +51,9 @@ def fine_tuning_recipe(
     options: CheckpointOptions = NO_OPTIONS,
     overrides: Mapping[str, Any],
 ) -> Recipe:
-    """The recipe that vitral fine-tunes with.
+    """The recipe for fine-tuning on `data`.
 
-    For a built-in dataset, its augmentation and batch size, and the optimizer, epochs, EMA and fitted head of
-    folder-finetune.
+    For a built-in dataset, this is its own recipe with the optimizer, epochs, EMA and fitted head of folder-finetune.
     """
     if recipe is None and not is_file_dataset(data):
         finetune = get_recipe("folder-finetune")
@@ -85,7 +84,7 @@ def random_weights_recipe(recipe: Recipe) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FineTuning:
-    """What is fine-tuned: two setups for the same images, fractions of their labels and seeds."""
+    """Two setups for the same images, each fine-tuned with these fractions of the labels and seeds."""
 
     setups: Mapping[Side, TrainingSetup]
     fractions: Sequence[float]
@@ -97,7 +96,7 @@ class FineTuning:
         return self.setups["after"].dataset.train.labels
 
     def runs(self) -> Iterator[FineTuningRun]:
-        """Those with few labels first; both sides of a seed one after the other."""
+        """All runs, those with few labels first; the two sides of a seed follow each other."""
         for fraction in self.fractions:
             for seed in range(self.seeds):
                 for side in SIDES:
@@ -107,7 +106,7 @@ class FineTuning:
         return num_epochs(self.setups[run.side].recipe, run.images, len(self.labels))
 
     def image_passes(self, side: Side) -> int:
-        """Images of all steps of the runs of one side."""
+        """Images over all steps and runs of one side."""
         recipe, passes = self.setups[side].recipe, 0
         for run in self.runs():
             if run.side == side:
@@ -136,10 +135,10 @@ def steps_per_epoch(recipe: Recipe, images: int) -> int:
 
 
 def num_epochs(recipe: Recipe, images: int, all_images: int) -> int:
-    """Epochs with some of the labels.
+    """Epochs for a subset of the images.
 
-    A share f of the images is trained for √f times as many steps as all of them, and for at least MIN_STEPS: the epochs
-    of the recipe would be a few steps, and as many steps as with all images would be a hundred times as many epochs.
+    A fraction f is trained for √f times as many steps as all images, and for at least MIN_STEPS. The recipe's epochs
+    would be too few steps, and as many steps as with all images would be up to a hundred times as many epochs.
     """
     all_steps = recipe.epochs * steps_per_epoch(recipe, all_images)
     steps = max(math.sqrt(images / all_images) * all_steps, min(MIN_STEPS, all_steps))
@@ -147,8 +146,10 @@ def num_epochs(recipe: Recipe, images: int, all_images: int) -> int:
 
 
 def load_setups(recipes: Mapping[Side, Recipe]) -> dict[Side, TrainingSetup]:
-    """Load images and initial weights of both sides. All heads are new, also those of the same classes: they were
-    fitted to labels that the comparison leaves out."""
+    """Load images and initial weights of both sides.
+
+    All heads are new: a head for the same classes was fitted to labels that the comparison leaves out.
+    """
     setups: dict[Side, TrainingSetup] = {"after": setup_training(recipes["after"])}
     if recipes["before"].init_from:
         setups["before"] = setup_training(recipes["before"])
@@ -176,15 +177,15 @@ def check_classification(recipe: Recipe) -> None:
 def with_new_head(setup: TrainingSetup) -> TrainingSetup:
     if setup.initial_weights is None:
         return setup
-    is_head = re.compile(r"head\.(\w+\.)?out\.(weight|bias)").fullmatch
     weights = {
-        name: torch.zeros_like(tensor) if is_head(name) else tensor for name, tensor in setup.initial_weights.items()
+        name: torch.zeros_like(tensor) if HEAD_OUT.fullmatch(name.rpartition(".")[0]) else tensor
+        for name, tensor in setup.initial_weights.items()
     }
     return replace(setup, initial_weights=weights)
 
 
 def comparison_settings(setups: Mapping[Side, TrainingSetup]) -> dict[str, Any]:
-    """What a folder of finished runs belongs to: the recipes, and images and initial weights, whose files may change"""
+    """What determines the results: the recipes, and digests of images and weights, whose files may change."""
     return {
         side: {
             "recipe": setups[side].recipe.result_fields(),
@@ -202,10 +203,10 @@ def fine_tune(
     on_run: Callable[[str], None] = no_log,
     callbacks: Sequence[Callback] = (),
 ) -> dict[float, tuple[Array, Array]]:
-    """Fine-tune and evaluate everything. Returns, by fraction, which test images are correct: (S, M) before and after.
+    """Fine-tune and evaluate everything. Returns which test images are correct by fraction: (S, M) before and after.
 
-    Runs that the folder already holds are not repeated. `on_run` receives the label of each run before it starts,
-    `log` its result, `callbacks` its training.
+    Runs that are finished in the folder are not repeated. `on_run` receives the label of each run before it starts,
+    `log` its result, `callbacks` its training events.
     """
     results: dict[tuple[float, Side], list[Array]] = {}
     _, threads = with_threads(fine_tuning.setups["after"], training_hardware(fine_tuning.setups["after"]))
@@ -237,7 +238,7 @@ def evaluation_split(setup: TrainingSetup) -> Split:
 
 
 def run_split(fine_tuning: FineTuning, run: FineTuningRun, evaluation: Split) -> EvaluationSplit:
-    """The setup of a run, with the images whose labels it uses."""
+    """The setup of a run with its labelled images."""
     setup = fine_tuning.setups[run.side]
     recipe = replace(
         setup.recipe, epochs=fine_tuning.epochs(run), seed=run.seed, data=replace(setup.recipe.data, validation=0.0)
@@ -258,8 +259,8 @@ def take_rows(split: Split, rows: Tensor) -> Split:
 
 
 def train_and_evaluate(split: EvaluationSplit, folder: Path, seed: int, callbacks: Sequence[Callback]) -> PartResult:
-    """Train in a run folder, and keep only the result: dozens of models would fill the disk."""
-    (folder / "evaluation.json").unlink(missing_ok=True)  # damaged, or it would have been read
+    """Train in a run folder and delete all but the result, because dozens of models would fill the disk."""
+    (folder / "evaluation.json").unlink(missing_ok=True)  # `read_result` could not use it
     model, seconds = train_part(split, folder, seed, callbacks)
     result = evaluate_part(model, split, folder, seconds)
     for path in folder.iterdir():

@@ -1,4 +1,6 @@
-"""One model of a comparison: trained in its own folder, evaluated on images that no model of it was trained on.
+"""Train and evaluate one model (part) of a comparison in its own folder.
+
+No model of a comparison is trained on the evaluation images.
 
 out/PART/                   run folder of the part
 out/PART/evaluation.json    which evaluation images were classified correctly; a part that has it is not repeated
@@ -30,7 +32,7 @@ from vitral.utils.json_toml import dump_json, read_json
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSplit:
-    """A training setup with the images for the evaluation set apart."""
+    """A training setup whose evaluation images are held out."""
 
     setup: TrainingSetup
     dataset: Dataset  # without the evaluation images
@@ -45,7 +47,7 @@ class PartResult:
 
 
 def write_settings(file: Path, settings: Mapping[str, Any], flag: str = "--out") -> None:
-    """Write what a comparison computes into its folder, or check that an existing file has the same settings."""
+    """Write the settings of a comparison into its folder, or check that an existing file has the same ones."""
     out = file.parent
     try:
         if file.is_file() and read_json(file) != settings:

@@ -60,7 +60,7 @@ from vitral.utils.serialization import to_dict
 
 StrategyName = Literal["scratch", "probe", "fine-tune"]
 DISPLAY_NAMES = {"scratch": "training from scratch", "probe": "the linear probe", "fine-tune": "fine-tuning"}
-HOLDOUT = 0.1  # fraction of the training set that selects the epoch where the validation set is used for evaluation
+HOLDOUT = 0.1  # fraction of the training set that selects the epoch if the validation set is the evaluation set
 SAME_FIELDS = ("device", "precision", "compile", "keep_checkpoints", "checkpoint_minutes")
 
 
@@ -104,10 +104,10 @@ def compare_strategies(
     on_part: Callable[[str], None] = no_log,
     callbacks: Sequence[Callback] = (),
 ) -> StrategyComparison:
-    """Train and evaluate all strategies. Parts that `out` already holds are not repeated.
+    """Train and evaluate all strategies. Parts that are finished in `out` are not repeated.
 
-    `scratch_recipe`: by default the recipe that would be used for this data without a checkpoint. `on_part` receives
-    the label of each part before it starts, `log` its result, `callbacks` its training.
+    `scratch_recipe` defaults to the recipe for this data without a checkpoint. `on_part` receives the label of each
+    part before it starts, `log` its result, `callbacks` its training events.
     """
     check_comparison(finetune_recipe, seeds)
     recipes: dict[str, Recipe] = {

@@ -8,42 +8,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Generator, Tensor
 from torch.optim import Optimizer
 
 from vitral.data.preprocess import Preprocessing
-from vitral.device.select import Hardware
 from vitral.models.variants.distilled import DistilledHead
 from vitral.models.vit import ViT
 from vitral.recipes.distillation import DistillConfig
 from vitral.ssl.teacher import Teacher
 from vitral.tasks.distillation import hard_distillation_losses, soft_distillation_losses
 
-
-class LabelBackend(Protocol):
-    """The backend without a teacher, as far as DistillBackend uses it."""
-
-    hardware: Hardware
-    initial_loss: float
-
-    def augment(
-        self, images: Tensor, labels: Tensor, rng: Generator, mix_enabled: Tensor | None = None
-    ) -> tuple[Tensor, ...]: ...
-
-    def loss_and_score(self, batch: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def forward(self, images: Tensor) -> Tensor: ...
-
-    def loss(self, logits: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def gradient_sync(self, is_last: bool) -> AbstractContextManager[None]: ...
-
-    def optimizer_step(self, optimizers: Sequence[Optimizer]) -> None: ...
-
-    def eager(self) -> Any: ...
+if TYPE_CHECKING:
+    from vitral.training.backend import LabelBackend
 
 
 class DistillBackend:

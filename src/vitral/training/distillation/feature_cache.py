@@ -1,10 +1,10 @@
-"""Teacher features on disk: computed once for a set of images, and read again by every later run.
+"""Teacher features on disk: computed once for a set of images and read by every later run.
 
     <cache>/teacher-features/<fingerprint>.safetensors     pooled (N, E), patches (N, F, h, w)
 
-The fingerprint covers the weights of the teacher, the images, both preprocessings and the number format. Files are
-written atomically and verified by their SHA-256; a damaged file is computed again. The least recently used files are
-deleted when all together exceed the limit.
+The fingerprint covers the weights of the teacher, the images, both preprocessings and the dtype. Files are written
+atomically and verified by their SHA-256; a damaged file is computed again. When their total size exceeds the limit, the
+least recently used files are deleted.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def cached_features(
     """Read the features from the cache, or compute and store them.
 
     Args:
-        fingerprint: Of the features; None: they are kept in memory only.
-        max_bytes: Of all files of the cache.
+        fingerprint: Of the features; None: do not cache them.
+        max_bytes: Maximum total size of the cache.
         compute: Called on all ranks or on none.
-        is_writer: Whether this process writes the file; one of several does.
-        agree: Whether all ranks have found the file, from whether this one has.
+        is_writer: Whether this process writes the file; true on one rank.
+        agree: Maps whether this rank has read the file to whether all ranks have.
         log: Receives one line if the cache cannot be used.
     """
     path = None if fingerprint is None else cache_dir() / FOLDER / f"{fingerprint}.safetensors"
@@ -87,7 +87,7 @@ def _read(path: Path, log: LogFn) -> dict[str, Tensor] | None:
         log(f"cached teacher features are computed again: {error.what}")
         return None
     with suppress(OSError):
-        os.utime(path)  # used now: deleted last
+        os.utime(path)  # most recently used
     return tensors if "pooled" in tensors else None
 
 
@@ -96,15 +96,15 @@ def _write(path: Path, features: TeacherFeatures, max_bytes: float, log: LogFn) 
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _make_room(path.parent, max_bytes - num_bytes)
+        _evict(path.parent, max_bytes - num_bytes)
         save_weights(path, tensors)
     except (OSError, VitralError) as error:
         reason = error.what if isinstance(error, VitralError) else f"cannot write {path}: {error.strerror or error}"
         log(f"teacher features are not cached: {reason}")
 
 
-def _make_room(folder: Path, max_bytes: float) -> None:
-    """Delete the least recently used files until the others have at most `max_bytes`."""
+def _evict(folder: Path, max_bytes: float) -> None:
+    """Delete the least recently used files until at most `max_bytes` remain."""
     files = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True)
     total = 0
     for file in files:

@@ -1,4 +1,4 @@
-"""The recipe and the images of a distillation without labels."""
+"""Recipe, images and teacher of a distillation without labels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from vitral import weights
 from vitral.data.preprocess import Preprocessing
-from vitral.data.registry.sources import BUILTIN_DATASETS
-from vitral.data.unlabelled_sources import Source, source_name
+from vitral.data.unlabelled_sources import Source
 from vitral.device.select import select_hardware
 from vitral.errors import VitralError
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
@@ -24,7 +23,7 @@ from vitral.training.distillation.teachers import (
     load_teacher,
     wrap_teacher,
 )
-from vitral.training.pretraining.setup import setup_pretraining, with_sources
+from vitral.training.pretraining.setup import are_builtin, setup_pretraining, with_sources
 from vitral.training.setup import TrainingSetup, resolve_recipe
 
 
@@ -41,14 +40,11 @@ def resolve_distill_recipe(
 
     Without a recipe, that is `distill-small` for built-in datasets and `distill` for photographs, which get the image
     size and the normalisation of the teacher. A recipe file names its images and its teacher itself. `options` states
-    what the files of the teacher do not contain, `preprocessing` the input of one that has no files.
+    what the teacher's files do not contain, `preprocessing` the input of a teacher that is a callable.
     """
-    is_chosen = recipe is None
+    is_default = recipe is None
     if recipe is None:
-        names = {*map(source_name, sources)}
-        if not names:
-            raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
-        recipe = "distill-small" if names <= {*BUILTIN_DATASETS} else "distill"
+        recipe = "distill-small" if are_builtin(sources) else "distill"
     resolved = resolve_recipe(None, recipe, init_from, preset)
     if resolved.pretrain is None or resolved.pretrain.method != "distill":
         raise VitralError(
@@ -67,10 +63,11 @@ def resolve_distill_recipe(
     if sources:
         resolved = with_sources(resolved, sources)
     resolved = replace(resolved, model=replace(resolved.model, num_classes=1))
-    is_own_size = is_chosen and resolved.name == "distill" and not init_from
-    if is_own_size and isinstance(teacher, str):
+    if not (is_default and resolved.name == "distill" and not init_from):
+        return resolved
+    if isinstance(teacher, str):
         preprocessing = weights.read(teacher, options).preprocessing
-    return with_teacher_input(resolved, preprocessing) if is_own_size and preprocessing is not None else resolved
+    return resolved if preprocessing is None else with_teacher_input(resolved, preprocessing)
 
 
 def with_teacher_input(recipe: Recipe, preprocessing: Preprocessing) -> Recipe:
@@ -90,9 +87,9 @@ def setup_distillation(
     teacher: TeacherFn | None = None,
     teacher_preprocessing: Preprocessing | None = None,
 ) -> TrainingSetup:
-    """Load the images, and the teacher unless it is a callable. The label of each image is its row.
+    """Load the images, and the teacher unless it is a callable. The label of each image is its row index.
 
-    `teacher_preprocessing`: what a callable expects; the student's by default.
+    `teacher_preprocessing` is the input of a callable, by default the student's.
     """
     assert recipe.pretrain is not None
     setup = setup_pretraining(recipe, progress, sources)

@@ -1,4 +1,4 @@
-"""Teachers for distillation: from the name of a model, or from a callable."""
+"""Load teachers for distillation: a model by its name, or a callable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALLABLE_PREFIX = "python:"  # of the name of a callable in a recipe
 def load_teacher(source: str, options: CheckpointOptions = NO_OPTIONS) -> Teacher:
     """Read a teacher from a file, folder, run, the hub or the bundled models.
 
-    Its classes are known only if it is a classifier whose files name them.
+    `Teacher.classes` is None unless it is a classifier whose files name the classes.
     """
     if source.startswith(CALLABLE_PREFIX):
         raise VitralError(
@@ -44,7 +44,7 @@ def load_teacher(source: str, options: CheckpointOptions = NO_OPTIONS) -> Teache
 
 
 def wrap_teacher(network: TeacherFn, preprocessing: Preprocessing) -> Teacher:
-    """A callable as a teacher. Only the weights of a module have a digest, which a resumed run compares."""
+    """Wrap a callable as a teacher. For a module, a resumed run checks the digest of its weights."""
     sha256 = tensors_digest(dict(network.state_dict())) if isinstance(network, nn.Module) else None
     return Teacher(network, preprocessing, name=callable_name(network), sha256=sha256)
 
@@ -55,7 +55,7 @@ def callable_name(network: TeacherFn) -> str:
 
 
 def fit_to_student(teacher: Teacher, model: ViTConfig, preprocessing: Preprocessing) -> tuple[str, ...]:
-    """Choose the size of the teacher's input for these views; returns notes about the pair, one line each."""
+    """Set the size of the teacher's input for the student's views; returns notes, one line each."""
     patch_size = teacher.network.config.patch_size if isinstance(teacher.network, ViT) else 1
     teacher.preprocessing = for_views(teacher.preprocessing, preprocessing, patch_size)
     notes = [*teacher.notes]
@@ -74,7 +74,7 @@ def load_label_teacher(
     model: ViTConfig,
     preprocessing: Preprocessing,
 ) -> tuple[Teacher, tuple[str, ...]]:
-    """A teacher whose predictions are learned together with labels of these classes; and notes about it.
+    """Load a teacher whose predictions are learned together with labels; returns the teacher and notes.
 
     Raises VitralError if it is not a classifier of the same classes.
     """
@@ -90,7 +90,7 @@ def load_label_teacher(
 
 
 def model_task(source: str) -> str | None:
-    """The task of a model folder of vitral; None for other files."""
+    """The task of a model in vitral's format; None for other formats."""
     folder = Path(bundled.resolve(source))
     if not folder.is_dir() or not any((folder / name).exists() for name in ("recipe.toml", "model", "config.json")):
         return None

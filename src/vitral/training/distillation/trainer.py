@@ -2,8 +2,8 @@
 
     uint8 batch -> views -> teacher and student -> loss -> gradients -> optimizer
 
-Without augmentation, the features of the teacher are the same in every epoch: they are computed once, before the first
-step, and cached on disk.
+Without augmentation, the teacher's features are the same in every epoch. They are computed once, before the first step,
+and cached on disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vitral.ssl.teacher import Teacher, TeacherFeatures
 from vitral.training.distillation.feature_cache import cached_features, features_fingerprint
 from vitral.training.pretraining.trainer import PretrainTrainer
 
-NUM_STATISTICS_IMAGES = 512  # with which the features of the teacher are standardised
+NUM_STATISTICS_IMAGES = 512  # for the mean and standard deviation of the teacher's features
 GIB = 2**30
 
 
@@ -41,12 +41,12 @@ class DistillTrainer(PretrainTrainer):
             self.distillation.targets = self.compute_targets()
 
     def start(self) -> None:
-        if not self.resumed:  # otherwise they are part of the checkpoint
+        if not self.resumed:  # a checkpoint contains them
             self.distillation.set_statistics(self.feature_sums())
         super().start()
 
     def feature_sums(self) -> Tensor:
-        """Moments of the teacher's features, of all images if they are known, otherwise of a fixed sample."""
+        """Moments of the teacher's features: of all images if they are cached, otherwise of a fixed sample."""
         method = self.distillation
         if method.targets is None:
             rows = torch.arange(min(NUM_STATISTICS_IMAGES, len(self.sample_images)))
@@ -56,7 +56,7 @@ class DistillTrainer(PretrainTrainer):
         return pooled if patches is None else torch.cat([pooled, *patch_moments(patches)], dim=1)
 
     def compute_targets(self) -> TeacherFeatures | None:
-        """Teacher features of all images, on the device; None if they are too large or differ in size."""
+        """Teacher features of all images, on the device; None if they are too large or the images differ in size."""
         teacher, method, images = self.distillation.frozen_teacher, self.distillation, self.dataset.train.images
         if isinstance(images, VariableSizeImages):
             return None
@@ -77,7 +77,7 @@ class DistillTrainer(PretrainTrainer):
             method.config.cache * GIB,
             partial(self._compute_features, dtype),
             is_writer=self.world.is_rank0,
-            agree=lambda found: all(self.world.all_gather_objects([found])),
+            agree=lambda is_cached: all(self.world.all_gather_objects([is_cached])),
             log=self.callbacks.on_message,
         )
         check_features(features.pooled, teacher.name)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vitral.recipes.schema import OptimConfig
 
 STUDENT = "student.vit."  # prefix of the ViT in a pretraining method
-HEAD = "head."  # prefix of the parameters that every way of tuning trains
+HEAD = "head."  # prefix of the parameters that train with any `Recipe.tune`
 AFTER_BLOCKS = ("encoder.norm", "head", "attention_pooling", "pooled_norm")  # prefixes of layer L + 1
 PRETRAINING_HEADS = ("student.", "predictor.", "decoder.")  # after STUDENT has been removed
 
@@ -82,7 +82,7 @@ def _block_index(name: str) -> int:
 
 
 def set_trainable(model: nn.Module, tune: str) -> None:
-    """Set `requires_grad` as `Recipe.tune` says. The head always trains."""
+    """Set `requires_grad` according to `Recipe.tune`. The head always trains."""
     depth = num_blocks(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trainable(name, tune, depth))

@@ -1,4 +1,4 @@
-"""Continue the pretraining of a run of vitral: its model, heads and teacher with their state, and the optimizer's."""
+"""Continue a pretraining run in a new run: with its model, heads and teacher, and the state of its optimizers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from vitral.ssl.methods import METHODS, make_method
 from vitral.training import checkpoint
 
 NEW_HEADS = "the heads of the method are new"
-# Settings that decide what the optimizer stores of which parameter; moments belong to the strength of the decay, too.
+# The saved state of an optimizer is only used with the same values of these settings.
 OPTIMIZER_FIELDS = ("name", "layer_decay", "weight_decay", "muon_weight_decay", "betas", "momentum")
 
 
 class ContinuedMethod(NamedTuple):
-    """Where a method starts."""
+    """The state from which a method starts."""
 
     state: dict[str, Tensor] | None = None  # tensors of its state dict
     optimizers: list[dict[str, Any]] | None = None  # the optimizers' state dicts
     notes: tuple[str, ...] = ()  # lines for the user
 
 
-def pretrain_config_of(source: str | None) -> PretrainConfig | None:
-    """The method of the pretraining run in this folder; None for anything else."""
+def read_pretrain_config(source: str | None) -> PretrainConfig | None:
+    """The method and options of a pretraining run; None if `source` is anything else."""
     recipe_file = Run(Path(source)).recipe_file if source else None
     if recipe_file is None or not recipe_file.is_file():
         return None
@@ -41,8 +41,8 @@ def pretrain_config_of(source: str | None) -> PretrainConfig | None:
 
 
 def with_method_of(recipe: Recipe, source: str | None, method: str | None) -> Recipe:
-    """Give the recipe the method and its options of the pretraining run `source`, unless another method is named."""
-    config = pretrain_config_of(source)
+    """Use the method and options of the pretraining run `source`, unless `method` is another one."""
+    config = read_pretrain_config(source)
     if config is None or recipe.pretrain is None or method not in (None, config.method):
         return recipe
     options = {"method": config.method, config.method: getattr(config, config.method)}
@@ -54,10 +54,10 @@ def read_continued_method(
 ) -> ContinuedMethod:
     """The state of the run `recipe.init_from`, if it was trained with the same method and heads of the same sizes.
 
-    Both encoders are part of it only if `initial_weights` are those of the checkpoint, unchanged. Otherwise student and
-    teacher start from `initial_weights`. The optimizer continues if its encoders do, and its settings are the same.
+    If `initial_weights` were adapted to the model, they replace the encoders of student and teacher, and the optimizers
+    start again. They also start again with other OPTIMIZER_FIELDS.
     """
-    config, previous = recipe.pretrain, pretrain_config_of(recipe.init_from)
+    config, previous = recipe.pretrain, read_pretrain_config(recipe.init_from)
     if config is None or previous is None or config.method not in METHODS:
         return ContinuedMethod()
     if previous.method != config.method:

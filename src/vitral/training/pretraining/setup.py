@@ -1,4 +1,4 @@
-"""The images of a pretraining run: the sources of its recipe, and the recipe completed from them."""
+"""Recipe and images of a pretraining run."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ from vitral.weights.checkpoint import NO_HEAD
 MIN_SIDE = 16  # pixels; smaller images, such as digits, are enlarged, so that local views have a few patches
 
 
+def are_builtin(sources: Sequence[Source]) -> bool:
+    """Whether all images are those of built-in datasets. Raises VitralError if there are no sources."""
+    if not sources:
+        raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
+    return {*map(source_name, sources)} <= {*BUILTIN_DATASETS}
+
+
 def with_image_size(recipe: Recipe, image_size: tuple[int, int]) -> Recipe:
     return replace(recipe, model=replace(recipe.model, image_size=image_size))
 
@@ -47,7 +54,7 @@ def with_sources(recipe: Recipe, sources: Sequence[Source]) -> Recipe:
     Images smaller than MIN_SIDE are enlarged to the recipe's image size.
     """
     name, *more = map(source_name, sources)
-    if {name, *more} <= {*BUILTIN_DATASETS}:
+    if are_builtin(sources):
         adapted = with_dataset(recipe, name)
         has_patches = all(side >= MIN_SIDE for side in adapted.model.image_size)
         recipe = adapted if has_patches else with_image_size(adapted, recipe.model.image_size)
@@ -61,24 +68,24 @@ def load_unlabelled_data(
     """Load the images of `recipe.data.sources` and complete the recipe with the pixel format, mean and std.
 
     The dataset has no classes, and all images are in its training split (`vitral.data.unlabelled`). The output size of
-    the model stays that of the recipe. The notes tell what the pixel format changes in the recipe.
+    the model stays that of the recipe. The notes state what the pixel format changed in the recipe.
 
     Args:
-        sources: Sources to use instead of those of the recipe, which names Python sequences only.
+        sources: Used instead of the recipe's, which cannot hold Python sequences.
 
     Raises:
         VitralError: A source does not exist or has no readable images, the sources have different channels or types,
             or there are fewer images than a batch.
     """
     data = recipe.data
-    found = find_unlabelled(sources or data.sources, exclude=data.exclude, layout=data.layout)
-    recipe, notes = with_pixel_format(recipe, found.pixels.format)
+    unlabelled = find_unlabelled(sources or data.sources, exclude=data.exclude, layout=data.layout)
+    recipe, notes = with_pixel_format(recipe, unlabelled.pixels.format)
     preprocessing = make_preprocessing(with_placeholder_stats(recipe))
-    dataset = found.load(preprocessing, read_options=data.read_options, progress=progress)
+    dataset = unlabelled.load(preprocessing, read_options=data.read_options, progress=progress)
     if not recipe.auto_batch_size:
         check_batch_size(dataset, recipe.batch_size)
     recipe = with_channel_stats(recipe, dataset, pretrained_std=data.std)
-    return dataset, recipe, notes if found.pixels.note is None else (found.pixels.note, *notes)
+    return dataset, recipe, notes if unlabelled.pixels.note is None else (unlabelled.pixels.note, *notes)
 
 
 def resolve_pretrain_recipe(
@@ -96,17 +103,15 @@ def resolve_pretrain_recipe(
     `pretrain-small` embeds patches instead of having a convolutional stem. A pretraining run of vitral is continued
     with its own method, unless `method` names another one.
     """
-    is_chosen = recipe is None
+    is_default = recipe is None
     if recipe is None:
-        names = {*map(source_name, sources)}
-        if not names:
-            raise VitralError("no images to learn from", "Name a folder of images, or a dataset such as cifar10")
-        recipe = "pretrain-continue" if init_from else "pretrain-small" if names <= {*BUILTIN_DATASETS} else "pretrain"
+        builtin = are_builtin(sources)
+        recipe = "pretrain-continue" if init_from else "pretrain-small" if builtin else "pretrain"
     resolved = resolve_recipe(None, recipe, init_from, preset, options)
     check_learns_without_labels(resolved)
-    if is_chosen:
+    if is_default:
         resolved = with_method_of(resolved, init_from, method)
-    if is_chosen and method == "mae" and resolved.name == "pretrain-small":
+    if is_default and method == "mae" and resolved.name == "pretrain-small":
         resolved = resolved.with_overrides({"variant": "plain"})
     if sources:
         resolved = with_sources(resolved, sources)
@@ -114,7 +119,7 @@ def resolve_pretrain_recipe(
 
 
 def check_learns_without_labels(recipe: Recipe, run: str | Path | None = None) -> None:
-    """Refuse a recipe with labels or a teacher, or the run that has it."""
+    """Refuse a recipe with labels or a teacher, or a run with such a recipe."""
     if recipe.pretrain is None and run is not None:
         raise VitralError(f"{run} is a run of vitral train", f"Resume it with: {resume_command(Path(run))}")
     if recipe.pretrain is None:

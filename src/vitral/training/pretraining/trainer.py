@@ -40,16 +40,15 @@ from vitral.training.pretraining.backend import make_pretrain_backend
 from vitral.training.trainer import Trainer
 from vitral.weights.checkpoint import NO_HEAD
 
-NUM_SAMPLE_IMAGES = 2048  # whose features are measured after each epoch
-NUM_COMPARED_IMAGES = 64  # of them, whose pixels are compared after a collapse
+NUM_SAMPLE_IMAGES = 2048  # to measure features on after each epoch
+NUM_COMPARED_IMAGES = 64  # of these, to compare pixels of after a collapse
 
 
 class PretrainTrainer(Trainer):
     """Train the ViT inside a pretraining method. The last epoch's weights become the model.
 
-    `probe_set`: labelled images, for the k-NN accuracy after each epoch. The labels are not used in training.
-    `method_state`: tensors of the method to start from, in addition to the weights of the ViT.
-    `optimizer_states`: of the run that is continued.
+    `probe_set` holds labelled images for the k-NN accuracy after each epoch, not for training. `method_state` and
+    `optimizer_states` are those of a run that is continued.
     """
 
     command = "pretrain"
@@ -118,7 +117,7 @@ class PretrainTrainer(Trainer):
         super().end_epoch(metrics)
         every = self.recipe.checkpoint_epochs
         if metrics["best"] and every and self.state.epoch % every:
-            self.save_checkpoint()  # heads and teacher, with which another run can continue
+            self.save_checkpoint()  # another run can continue with its heads and teacher
         self.check_collapse()
 
     def check_collapse(self) -> None:

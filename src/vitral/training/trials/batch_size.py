@@ -23,9 +23,9 @@ MIN_STEPS_PER_EPOCH = 16  # larger batches leave too few updates
 def resolve_batch_size(
     setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan
 ) -> tuple[TrainingSetup, str | None]:
-    """Replace an automatic batch size by a number, so that the recipe is complete; and a message about the choice.
+    """Replace `--batch-size auto` by a number, so that the recipe is complete; returns a message about the choice too.
 
-    On a CPU and with several processes it is the recipe's own batch size.
+    On a CPU or with several processes, it is the recipe's own batch size.
     """
     recipe = setup.recipe
     if not recipe.auto_batch_size:
@@ -39,7 +39,7 @@ def resolve_batch_size(
     occupied = allocated_bytes(hardware.device)  # by tensors of the calling program, for example in a notebook
     budget = occupied + int(free * MEMORY_FRACTION)
     maximum = max(len(setup.dataset.train) // MIN_STEPS_PER_EPOCH, recipe.batch_size)
-    # Eager steps start at once and need at least as much memory as captured and fused ones.
+    # Eager steps need no compilation, and at least as much memory as captured and fused ones.
     eager = replace(hardware, compile=False, cuda_graphs=False, use_triton=False, fp8=False, fp8_is_auto=False)
     measure = partial(step_peak_bytes, trial_trainer(setup, eager, parallel))
     sizes = measure_sizes(measure, recipe.batch_size, maximum, budget)
@@ -59,9 +59,10 @@ def resolve_batch_size(
 
 
 def measure_sizes(peak_bytes: Callable[[int], int | None], start: int, maximum: int, budget: int) -> dict[int, int]:
-    """Peak memory of the batch sizes that fit into `budget`: doubled from `start` up to `maximum`, or halved.
+    """Peak memory by batch size, of sizes that fit into `budget`.
 
-    `peak_bytes` returns None if a batch does not fit at all.
+    The size is doubled from `start` up to `maximum`, or halved until one fits. `peak_bytes` returns None if a batch
+    does not fit into the GPU's memory.
     """
     fitting: dict[int, int] = {}
     size = start
@@ -79,7 +80,7 @@ def measure_sizes(peak_bytes: Callable[[int], int | None], start: int, maximum: 
 
 
 def step_peak_bytes(trainer: Trainer, batch_size: int) -> int | None:
-    """Peak GPU memory of a training step on images of noise; None if there is not enough memory."""
+    """Peak GPU memory of a training step on random images; None if there is not enough memory."""
     device = trainer.hardware.device
 
     def two_steps() -> None:  # the first one allocates the optimizer's state

@@ -47,7 +47,7 @@ class Speed:
 def fit_to_time_limit(
     setup: TrainingSetup, hardware: Hardware, parallel: ParallelPlan, started: float, *, is_new: bool
 ) -> tuple[TrainingSetup, TimeBudget | None, str | None]:
-    """Reduce the number of epochs of a new run to those that fit; the budget for stopping in time; and a message."""
+    """Reduce the epochs of a new run to those that fit; returns the setup, the budget of the run and a message."""
     recipe = setup.recipe
     if not recipe.time_limit:
         return setup, None, None

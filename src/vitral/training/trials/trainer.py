@@ -1,4 +1,4 @@
-"""A trainer to measure with before a run: speed, memory, learning rates. It writes nothing."""
+"""A trainer that writes nothing, to measure speed, memory or learning rates before a run."""
 
 from __future__ import annotations
 
