@@ -173,7 +173,8 @@ def print_choice(rows: list[dict[str, Any]]) -> None:
                     engine=row["implementation"].removeprefix("vitral "), threads=row["threads"],
                     batch_size=row["batch_size"], p50_ms=row["median_ms"], p95_ms=row["p95_ms"], p99_ms=row["p95_ms"],
                     images_per_second=row["batch_size"] / row["mean_ms"] * 1e3, memory_mb=0, agreement=agreement.value,
-                    agreement_low=agreement.low, agreement_high=agreement.high, recheck_rate=row["recheck_rate"],
+                    agreement_low=agreement.interval.low, agreement_high=agreement.interval.high,
+                    recheck_rate=row["recheck_rate"],
                 )
             )  # fmt: skip
     best, reason = recommend(bench_rows, rows[0]["images"])

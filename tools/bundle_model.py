@@ -24,7 +24,7 @@ from vitral import __version__, bundled
 from vitral.errors import VitralError, unknown_name_error
 from vitral.evaluation.calibration import fit_calibration
 from vitral.evaluation.data import load_eval_target
-from vitral.evaluation.evaluate import load_ood_images
+from vitral.evaluation.ood import load_ood_images
 from vitral.evaluation.report import build_report
 from vitral.evaluation.tta import TTA_DESCRIPTIONS
 from vitral.recipes.schema import read_recipe

@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy import stats
 
-from vitral.evaluation.bootstrap import Interval, bootstrap, mean_intervals, resamples
+from vitral.evaluation.bootstrap import bootstrap, mean_intervals, resamples
+from vitral.utils.intervals import Interval
 
 
 def test_resamples_are_drawn_with_replacement() -> None:
@@ -40,4 +41,6 @@ def test_a_statistic_is_evaluated_on_every_resample() -> None:
 
 
 def test_an_interval_is_printed_with_its_bounds() -> None:
-    assert str(Interval(value=0.5, low=0.25, high=0.75)) == "0.5000 (0.2500-0.7500)"
+    interval = Interval(value=0.5, low=0.25, high=0.75)
+    assert interval.percent() == "50.00% (95% CI 25.00-75.00%)"
+    assert interval.percent_range(1) == "25.0-75.0%"

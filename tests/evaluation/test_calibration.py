@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import vitral
 from support.common import Command, skip_figures
 from support.logits import calibrated_logits
 from vitral.errors import VitralError
+from vitral.evaluation.by_task import calibrate_model
 from vitral.evaluation.calibration import fit_calibration, fit_ood_threshold, fit_temperature
 from vitral.models.calibration import Calibration, id_score
 from vitral.runs.model_io import load_model_config
@@ -110,11 +112,6 @@ def test_scores_are_the_maximum_logit_and_the_negative_energy() -> None:
     assert id_score(logits, "energy").tolist() == pytest.approx([math.log(math.e**9 + 1), math.log(math.e + 1)])
 
 
-def test_calibrating_without_images_is_refused() -> None:
-    with pytest.raises(VitralError, match="no validation images"):
-        fit_calibration(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "digits"
@@ -135,6 +132,13 @@ def test_training_stores_a_calibration(run: Path) -> None:
     assert stored.ood_threshold == pytest.approx(expected.ood_threshold)
     assert stored.engine == model.engine.name
     assert model.model_config.calibration.is_ood(logits).float().mean() <= 0.01
+
+
+def test_calibrating_without_images_is_refused(run: Path) -> None:
+    validation = vitral.data.load("digits").validation
+    empty = replace(validation, images=validation.images[:0], labels=validation.labels[:0])
+    with pytest.raises(VitralError, match="no validation images"):
+        calibrate_model(vitral.load(run), empty)
 
 
 def test_evaluate_calibrate_restores_a_missing_calibration(run: Path, command: Command) -> None:

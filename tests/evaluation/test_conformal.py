@@ -17,6 +17,7 @@ from support.logits import calibrated_logits, class_names, noisy_logits
 from support.models import save_random_model
 from vitral.data.datasets import load_builtin_dataset
 from vitral.errors import VitralError
+from vitral.evaluation.by_task import calibrate_model
 from vitral.evaluation.calibration import fit_calibration
 from vitral.evaluation.conformal import (
     check_image_count,
@@ -27,7 +28,7 @@ from vitral.evaluation.conformal import (
     quantile_rank,
 )
 from vitral.evaluation.data import load_eval_target
-from vitral.evaluation.evaluate import calibrate_model, evaluate
+from vitral.evaluation.evaluate import evaluate
 from vitral.inference.predictor import Predictor
 from vitral.models.conformal import ConformalSets
 from vitral.runs.model_io import load_model_config

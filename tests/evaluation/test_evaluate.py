@@ -18,8 +18,10 @@ from support.common import Command, skip_figures
 from support.photos import noisy_image, save_class_folders
 from vitral.data.datasets import Split
 from vitral.errors import VitralError
+from vitral.evaluation.by_task import calibrate_model
+from vitral.evaluation.compare import compare_models
 from vitral.evaluation.data import FileImages, load_eval_target, load_split
-from vitral.evaluation.evaluate import calibrate_model, compare_models, evaluate
+from vitral.evaluation.evaluate import evaluate
 from vitral.inference.predictor import Predictor
 
 TINY_MODEL: dict[str, Any] = {"model.depth": 1, "model.width": 32}

@@ -235,14 +235,13 @@ def test_evaluate_measures_and_calibrate_stores_another_coverage(run: Path, comm
 
 
 def test_report_has_a_scatter_plot_per_target_and_the_largest_errors(run: Path) -> None:
-    page = (run / "report.html").read_text()
+    page = vitral.report(run).read_text()
     assert "vitral bench" not in page  # which compares the labels of classifiers
     assert page.count('aria-label="predicted and true values of') == 2
     assert page.count("<circle") >= 2 * 52
     assert "Largest errors" in page
     assert "RMSE per epoch" in page
-    again = vitral.report(run, out=run / "again.html")
-    assert 'id="scatter"' in again.read_text()
+    assert 'id="scatter"' in page
 
 
 def test_explain_draws_the_evidence_for_a_target(run: Path, listing: Path, command: Command, tmp_path: Path) -> None:
@@ -312,9 +311,9 @@ def test_export_that_disagrees_is_refused_in_units_of_the_target() -> None:
             ["explain", "RUN", "--faithfulness", "LIST"],
             "explain --faithfulness supports models that predict one class per image",
         ),
-        (["evaluate", "RUN", "--robustness"], "--robustness is for classifiers"),
-        (["evaluate", "RUN", "--max-error", "0.1"], "--max-error is for classifiers"),
-        (["evaluate", "RUN", "--ood", "digits"], "--ood is for classifiers"),
+        (["evaluate", "RUN", "--robustness"], "--robustness supports models that predict one class per image"),
+        (["evaluate", "RUN", "--max-error", "0.1"], "--max-error supports models that predict one class per image"),
+        (["evaluate", "RUN", "--ood", "digits"], "--ood supports models that predict one class per image"),
         (["evaluate", "RUN", "--coverage", "0.999"], "0.999 needs at least 999 validation images, got 52"),
     ],
 )

@@ -19,9 +19,9 @@ from support.training import run_vitral
 from vitral.data.datasets import Dataset
 from vitral.device import cpu as cpu_info
 from vitral.errors import VitralError
+from vitral.evaluation.by_task import calibrate_model
 from vitral.evaluation.comparison_images import load_comparison_images
 from vitral.evaluation.data import evenly_spaced_indices
-from vitral.evaluation.evaluate import calibrate_model
 from vitral.inference.agreement import Agreement, top1_agreement
 from vitral.inference.bench import measure_agreement, recommend
 from vitral.inference.cpu_engine import CpuEngine, supported_precisions
@@ -38,8 +38,8 @@ def bench_row(engine: str, images_per_second: float, same: int = 1000, images: i
     agreement = Agreement(same=same, images=images)
     return BenchRow(
         engine=engine, threads=2, batch_size=8, p50_ms=1, p95_ms=1, p99_ms=1, images_per_second=images_per_second,
-        memory_mb=1, agreement=agreement.value, agreement_low=agreement.low, agreement_high=agreement.high,
-        recheck_rate=0,
+        memory_mb=1, agreement=agreement.value, agreement_low=agreement.interval.low,
+        agreement_high=agreement.interval.high, recheck_rate=0,
     )  # fmt: skip
 
 
@@ -71,10 +71,11 @@ def test_few_images_cannot_recommend_a_faster_engine() -> None:
 def test_the_number_of_images_needed_for_a_claim_is_exact() -> None:
     needed = images_to_show(0.99)
     assert needed == 381
-    assert Agreement(same=needed, images=needed).low >= 0.99 > Agreement(same=needed - 1, images=needed - 1).low
+    lows = [Agreement(same=count, images=count).interval.low for count in (needed, needed - 1)]
+    assert lows[0] >= 0.99 > lows[1]
     expected = stats.binomtest(380, 381).proportion_ci(method="wilson")
     agreement = Agreement(same=380, images=381)
-    assert (agreement.low, agreement.high) == pytest.approx((expected.low, expected.high), abs=1e-4)
+    assert (agreement.interval.low, agreement.interval.high) == pytest.approx((expected.low, expected.high), abs=1e-4)
 
 
 def test_the_agreement_of_a_cascade_is_that_of_its_logits() -> None:

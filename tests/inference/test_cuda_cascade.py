@@ -150,7 +150,8 @@ def bench_row(engine: str, images_per_second: float, different: int = 0, images:
     agreement = Agreement(same=images - different, images=images)
     return BenchRow(
         engine=engine, threads=1, batch_size=256, p50_ms=1, p95_ms=2, p99_ms=3, images_per_second=images_per_second,
-        memory_mb=1, agreement=agreement.value, agreement_low=agreement.low, agreement_high=agreement.high,
+        memory_mb=1, agreement=agreement.value, agreement_low=agreement.interval.low,
+        agreement_high=agreement.interval.high,
         recheck_rate=0.03,
     )  # fmt: skip
 

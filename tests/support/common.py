@@ -57,8 +57,7 @@ def texture_dataset(num_validation: int = 40) -> Dataset:
 def skip_figures(patched: pytest.MonkeyPatch) -> None:
     """Skip the slow output before and after training. Commands that write figures or reports themselves still do."""
     patched.setattr("vitral.reporting.run_report.write_figures", lambda *_: None)
-    patched.setattr("vitral.reporting.run_report.write_html", lambda *_: None)
-    patched.setattr("vitral.reporting.run_report.write_regression_figures", lambda *_: None)
+    patched.setattr("vitral.reporting.run_report.write_report", lambda *_: None)
     patched.setattr("vitral.reporting.run_report.write_augmented_figure", lambda *_: None)
 
 

@@ -14,26 +14,16 @@ import torch
 from vitral import bundled
 from vitral.api.inference import as_predictor
 from vitral.data.datasets import Split
-from vitral.evaluation.by_task import evaluate_model
+from vitral.evaluation.by_task import calibrate_model, evaluate_model
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE
 from vitral.evaluation.compare import PairedComparison
+from vitral.evaluation.compare import compare_models as compare_targets
 from vitral.evaluation.data import SplitName, load_dataset_for, load_eval_target, load_split
-from vitral.evaluation.evaluate import MAX_IMAGES, calibrate_model
-from vitral.evaluation.evaluate import compare_models as compare_targets
-from vitral.evaluation.evaluate_regression import (
-    calibrate_regression,
-    evaluate_regression,
-    refuse_for_regression,
-)
-from vitral.evaluation.leaks import (
-    probe_leak,
-)
+from vitral.evaluation.leaks import probe_leak
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
 from vitral.evaluation.time_estimate import duration_text, estimate_feature_seconds
-from vitral.inference.engine_selection import (
-    EngineName,
-)
+from vitral.inference.engine_selection import EngineName
 from vitral.inference.predictor import Predictor
 from vitral.inference.task_support import require_task
 from vitral.models.calibration import Calibration, LogitScore
@@ -42,7 +32,8 @@ from vitral.runs.run import is_checkpoint
 from vitral.training.cross_validation import is_cross_validation
 from vitral.utils.progress import LogFn, no_log
 
-REPORT_CORRUPTED_IMAGES = 2_000  # images on which a report measures robustness
+EVALUATE_CORRUPTED_IMAGES = 10_000  # images on which `evaluate` measures robustness
+REPORT_CORRUPTED_IMAGES = 2_000  # in a report
 
 
 def evaluate(
@@ -79,17 +70,13 @@ def evaluate(
         note: Called first with the expected duration; of a classifier only if `robustness` is measured.
     """
     target = load_eval_target(model, data, split, engine=engine)
-    if target.predictor.is_regression:
-        refuse_for_regression(**{"--max-error": max_error, "--ood": ood, "--robustness": robustness})
-        return evaluate_regression(target, coverage=coverage, log=log, note=note)[0]
     is_classification = target.predictor.model_config.task == "classification"
-    corrupted_images = MAX_IMAGES if robustness else 0
     evaluation, _ = evaluate_model(
         target,
         max_error=max_error,
         coverage=coverage,
         ood_data=ood,
-        corrupted_images=corrupted_images,
+        corrupted_images=EVALUATE_CORRUPTED_IMAGES if robustness else 0,
         log=log,
         note=note if robustness or not is_classification else None,
     )
@@ -137,8 +124,6 @@ def calibrate(
         engine: Inference engine; ignored if `model` is a Predictor.
     """
     target = load_eval_target(model, engine=engine)
-    if target.predictor.is_regression:
-        return calibrate_regression(target.predictor, target.validation_split, coverage)
     return calibrate_model(target.predictor, target.validation_split, score, false_positive_rate, coverage)
 
 
@@ -169,26 +154,18 @@ def report(
         log: Called with one line per phase.
         note: Called first with the expected duration of the evaluation.
     """
-    from vitral.reporting.html.regression_report import write_regression_report
     from vitral.reporting.html.report import write_report
-    from vitral.reporting.html.report_data import collect_report_data
 
     target = load_eval_target(model, data, split, engine=engine)
     model_path = target.predictor.path or Path()
-    if target.predictor.is_regression:
-        refuse_for_regression(**{"--ood": ood})
-        errors, predicted = evaluate_regression(target, log=log, note=note)
-        errors = replace(errors, leak=None) if allow_leak else errors
-        path = Path(out) if out else default_report_path(model_path)
-        return write_regression_report(target, errors, predicted, model_path, path)
+    path = Path(out) if out else default_report_path(model_path)
     is_classification = target.predictor.model_config.task == "classification"
     corrupted_images = 0 if fast or not is_classification else REPORT_CORRUPTED_IMAGES
-    evaluation, logits = evaluate_model(target, ood_data=ood, corrupted_images=corrupted_images, log=log, note=note)
+    evaluation, outputs = evaluate_model(target, ood_data=ood, corrupted_images=corrupted_images, log=log, note=note)
     if allow_leak:
         evaluation = replace(evaluation, leak=None)
     log("Rendering the report")
-    report_data = collect_report_data(target, evaluation, logits, model_path, thorough=not fast)
-    return write_report(report_data, Path(out) if out else default_report_path(model_path))
+    return write_report(target, evaluation, outputs, model_path, path, thorough=not fast)
 
 
 def default_report_path(model_path: Path) -> Path:

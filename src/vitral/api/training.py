@@ -22,18 +22,16 @@ from vitral.device.threads import thread_count
 from vitral.distributed.world import World
 from vitral.doctor.backbones import choose_checkpoint
 from vitral.errors import Interrupted, VitralError, shell_quote
-from vitral.evaluation.by_task import evaluate_model
+from vitral.evaluation.by_task import calibrate_model, evaluate_model
 from vitral.evaluation.cross_validation import PREDICTIONS_FILE, fold_predictions
 from vitral.evaluation.data import load_eval_target
-from vitral.evaluation.evaluate import calibrate_model
-from vitral.evaluation.evaluate_regression import calibrate_regression, evaluate_regression
 from vitral.evaluation.leaks import LeakReport, check_splits_for_leaks
 from vitral.inference.predictor import Predictor
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.options import AUTO
 from vitral.recipes.schema import Recipe
 from vitral.reporting.terminal import training as terminal
-from vitral.reporting.terminal.regression import print_regression_result
+from vitral.reporting.terminal.result import print_result
 from vitral.runs.run import RUNS, Run, new_run_path
 from vitral.training.callbacks import Callback
 from vitral.training.comparison.strategies import StrategyComparison, check_comparison, compare_strategies
@@ -184,11 +182,10 @@ def _evaluate_run(
 ) -> Predictor:
     """Calibrate the trained model, evaluate it on the test set and write the report."""
     predictor = Predictor.load(run.path, device=setup.recipe.device)
-    dataset = setup.dataset
-    if setup.recipe.task_name == "regression":
-        return _evaluate_regression_run(predictor, run, setup, world, console, callbacks, allow_leak)
+    dataset, task = setup.dataset, setup.recipe.task_name
     if not len(dataset.test) and not len(dataset.validation):
-        console.print("\nThere are neither test nor validation images, so the accuracy is unknown.")
+        unknown = "error" if task == "regression" else "accuracy"
+        console.print(f"\nThere are neither test nor validation images, so the {unknown} is unknown.")
         return predictor
     target = load_eval_target(predictor, dataset=dataset)
     if len(dataset.validation):
@@ -196,45 +193,15 @@ def _evaluate_run(
             lambda: calibrate_model(predictor, target.validation_split, logits=target.validation_logits)
         )
         predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
-    evaluation, logits = evaluate_model(target, tta=setup.recipe.tta)
+    evaluation, outputs = evaluate_model(target, tta=setup.recipe.tta)
     callbacks.on_evaluation(evaluation.scalars())
     if setup.recipe.data.parsed_fold not in (None, ALL_FOLDS) and evaluation.split == "test":
-        world.broadcast_from_rank0(lambda: fold_predictions(target, logits).save(run.path / PREDICTIONS_FILE))
+        world.broadcast_from_rank0(lambda: fold_predictions(target, outputs).save(run.path / PREDICTIONS_FILE))
     from vitral.reporting.run_report import write_run_report
 
-    world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, logits, allow_leak))
+    world.broadcast_from_rank0(lambda: write_run_report(run, target, evaluation, outputs, allow_leak))
     if world.is_rank0:
-        is_multilabel = setup.recipe.task_name == "multilabel"
-        print_result = terminal.print_multilabel_result if is_multilabel else terminal.print_result
         print_result(console, run, setup.recipe, dataset, evaluation, allow_leak)
-    return predictor
-
-
-def _evaluate_regression_run(
-    predictor: Predictor,
-    run: Run,
-    setup: TrainingSetup,
-    world: World,
-    console: Console,
-    callbacks: Callback,
-    allow_leak: bool,
-) -> Predictor:
-    """Fit the prediction intervals of a regression, evaluate it on the test set and write the report."""
-    dataset = setup.dataset
-    if not len(dataset.test) and not len(dataset.validation):
-        console.print("\nThere are neither test nor validation images, so the error is unknown.")
-        return predictor
-    target = load_eval_target(predictor, dataset=dataset)
-    if len(dataset.validation):
-        world.broadcast_from_rank0(lambda: calibrate_regression(predictor, target.validation_split))
-        predictor.model_config = world.broadcast_from_rank0(lambda: predictor.model_config)
-    evaluation, predicted = evaluate_regression(target)
-    callbacks.on_evaluation(evaluation.scalars())
-    from vitral.reporting.run_report import write_regression_run_report
-
-    world.broadcast_from_rank0(lambda: write_regression_run_report(run, target, evaluation, predicted, allow_leak))
-    if world.is_rank0:
-        print_regression_result(console, run, dataset.name, setup.recipe.epochs, evaluation, allow_leak)
     return predictor
 
 

@@ -8,26 +8,15 @@ Shapes:  N images   R resamples   V values
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from vitral.utils.intervals import Interval
+
 NUM_RESAMPLES = 1000
 SEED = 1979
 MAX_COUNTS = 2_000_000  # elements of a block of resamples
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A value and its 95% confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.4f} ({self.low:.4f}-{self.high:.4f})"
 
 
 def resamples(*sizes: int, count: int = NUM_RESAMPLES, seed: int = SEED) -> Iterator[tuple[Tensor, ...]]:

@@ -34,10 +34,6 @@ def fit_calibration(
     With few images the temperature stays 1, and there is no OOD threshold and no prediction set. `engine` names the
     engine of the logits.
     """
-    if not len(logits_NK):
-        raise VitralError(
-            "no validation images to calibrate on", "Hold some out: vitral train DATA --data.validation 0.1"
-        )
     logits_NK, labels_N = logits_NK.detach().double().cpu(), labels_N.cpu()
     calibration = Calibration(
         temperature=fit_temperature(logits_NK, labels_N) if len(logits_NK) >= MIN_IMAGES else 1.0,

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from vitral.errors import VitralError
-from vitral.evaluation.bootstrap import Interval, mean_intervals
-from vitral.evaluation.leaks import LeakReport
-from vitral.evaluation.selective_prediction import proportion_interval
+from vitral.data.classes import class_indices
+from vitral.errors import VitralError, truncate_list
+from vitral.evaluation.bootstrap import mean_intervals
+from vitral.evaluation.data import EvalTarget
+from vitral.evaluation.leaks import LeakReport, find_leaks
+from vitral.inference.task_support import require_task
+from vitral.utils.intervals import Interval, proportion_interval
 from vitral.utils.serialization import to_dict
 
 
@@ -64,6 +68,42 @@ class PairedComparison:
             f"No significant difference on these {self.images:,} images: {lead} "
             f"(p = {self.p_value:.2g}, McNemar's test)."
         )
+
+
+def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:
+    """Compare two classifiers on the same images. Raises VitralError if classes or images differ."""
+    for target in (first, second):
+        require_task(target.predictor, "vitral compare", "classification")
+    if set(first.predictor.classes) != set(second.predictor.classes):
+        differing = set(first.predictor.classes) ^ set(second.predictor.classes)
+        raise VitralError(
+            f"the models have different classes: {truncate_list(sorted(differing))} in only one of them",
+            "Only models with the same classes can be compared",
+        )
+    if len(first.split) != len(second.split):
+        raise VitralError(
+            f"the models would be evaluated on different images: {len(first.split):,} of {first.dataset.name}, "
+            f"{len(second.split):,} of {second.dataset.name}",
+            "Choose the images for both with --data and --split",
+        )
+    classes = first.predictor.classes
+    to_first = class_indices(second.predictor.classes, classes)
+    labels = first.split.labels
+    if not torch.equal(to_first[second.split.labels], labels):
+        raise VitralError(
+            f"the models were trained on different data: {first.dataset.name} and {second.dataset.name}",
+            "Choose the images for both with --data",
+        )
+    first_predicted, second_predicted = (
+        target.predictor.logits(target.split.images).argmax(dim=1) for target in (first, second)
+    )
+    comparison = compare_predictions(first_predicted, to_first[second_predicted], labels, classes)
+    return replace(
+        comparison,
+        engines=(first.predictor.engine.info(), second.predictor.engine.info()),
+        leaks=(find_leaks(first), find_leaks(second)),
+        notes=tuple(dict.fromkeys(first.notes + second.notes)),
+    )
 
 
 def compare_predictions(

@@ -16,9 +16,8 @@ from fractions import Fraction
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.evaluation.bootstrap import Interval
-from vitral.evaluation.selective_prediction import proportion_interval
 from vitral.models.conformal import ConformalSets
+from vitral.utils.intervals import Interval, proportion_interval
 
 DEFAULT_COVERAGE = 0.9
 MAX_LISTED_CLASSES = 5  # classes with a low coverage that are named in a text

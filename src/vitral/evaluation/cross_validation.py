@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.data import EvalTarget
 from vitral.evaluation.report import EvaluationReport, build_report
 from vitral.models.calibration import Calibration
 from vitral.utils.atomic import atomic_write
+from vitral.utils.intervals import Interval, student_quantile
 from vitral.utils.serialization import to_dict
 
 FoldModel = Literal["refit", "ensemble"]
@@ -120,10 +120,8 @@ class CrossValidation:
 
 def student_interval(values: Sequence[float]) -> Interval:
     """Mean and 95% interval of Student's t distribution, within [0, 1]."""
-    from scipy.special import stdtrit
-
     mean, count = float(np.mean(values)), len(values)
-    half = float(stdtrit(count - 1, 0.975)) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    half = student_quantile(count - 1) * float(np.std(values, ddof=1)) / math.sqrt(count)
     return Interval(value=mean, low=max(mean - half, 0.0), high=min(mean + half, 1.0))
 
 

@@ -123,6 +123,14 @@ class EvalTarget:
             return torch.empty(0, len(self.predictor.classes))
         return self.predictor.logits(self.validation_split.images)
 
+    def require_validation_images(self, flag: str) -> None:
+        """Raise VitralError if there are no images to choose what `flag` requests on."""
+        if not len(self.validation_split):
+            raise VitralError(
+                f"{flag} needs validation images, and {training_dataset_name(self.predictor)} has none",
+                "Hold some out: vitral train DATA --data.validation 0.1",
+            )
+
     def known_logits(self, images: Images) -> Tensor | None:
         """The logits of the validation images if these are the images, and their logits have been computed."""
         is_computed = "validation_logits" in vars(self) and images is self.validation_split.images

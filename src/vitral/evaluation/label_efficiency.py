@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.label_subsets import fraction_text
 from vitral.evaluation.leaks import LeakReport
 from vitral.evaluation.paired_difference import PairedDifference, accuracy_interval, paired_difference
+from vitral.utils.intervals import Interval
 from vitral.utils.serialization import to_dict
 
 Method = Literal["nearest neighbours", "linear", "fine-tuning"]

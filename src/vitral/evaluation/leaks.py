@@ -1,4 +1,4 @@
-"""Which evaluated images were used for training? An accuracy on training images says nothing about new images.
+"""Evaluated images that were used for training, whose accuracy says nothing about new images.
 
 A model folder contains training_images.npz, the fingerprints of its training images. Evaluation compares the evaluated
 images with them, and training compares the given validation and test splits with its training split.
@@ -27,12 +27,11 @@ from vitral.data.files.remote import is_url
 from vitral.data.names import is_file_dataset
 from vitral.data.registry.fetch import local_files
 from vitral.data.registry.sources import BUILTIN_DATASETS
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.data import EvalTarget, load_dataset_for, run_recipe
-from vitral.evaluation.selective_prediction import proportion_interval
 from vitral.inference.predictor import Predictor
 from vitral.runs.model_io import TRAINING_IMAGES_FILE
 from vitral.runs.run import find_model_dir, is_checkpoint
+from vitral.utils.intervals import Interval, proportion_interval
 
 ALLOW_LEAK_NOTE = "--allow-leak hides this note"
 MAX_EXAMPLES = 5
@@ -98,8 +97,11 @@ def load_training_images(predictor: Predictor) -> ImageFingerprints | None:
     return fingerprint_training_images(load_dataset_for(name, predictor, run_recipe(predictor)))
 
 
-def find_leaks(target: EvalTarget) -> CopyMatches | None:
-    """Which images of the target were used for training; None if that is unknown or certain not to be the case."""
+def find_leaks(target: EvalTarget, correct_N: Tensor | None = None) -> LeakReport | None:
+    """Images of the target that were used for training; None if that is unknown or certain not to be the case.
+
+    `correct_N` states which predictions are correct, for the accuracy on the other images.
+    """
     is_own_data = target.dataset.name == target.predictor.model_config.trained_on
     if is_own_data and target.dataset.name in BUILTIN_DATASETS and target.split_name != "train":
         return None  # an official split, or one that was held out
@@ -111,7 +113,7 @@ def find_leaks(target: EvalTarget) -> CopyMatches | None:
     if is_own_data and target.split_name in target.dataset.held_out:
         # Near duplicates were kept in one split, by a search in all images at once. Do not contradict it.
         matches = replace(matches, near=np.zeros_like(matches.near))
-    return matches
+    return leak_report(matches, target.split, correct_N)
 
 
 def fingerprint_target(target: EvalTarget) -> ImageFingerprints | None:
@@ -204,11 +206,7 @@ def new_images_text(leak: LeakReport) -> str | None:
     """The accuracy on the images that were not used for training; None if there are too few."""
     if leak.new_accuracy is None:
         return None
-    accuracy = leak.new_accuracy
-    return (
-        f"Accuracy on the other {leak.num_new:,} images: {accuracy.value:.2%} "
-        f"(95% interval {100 * accuracy.low:.2f}-{accuracy.high:.2%})"
-    )
+    return f"Accuracy on the other {leak.num_new:,} images: {leak.new_accuracy.percent()}"
 
 
 def _all_or_count(leak: LeakReport) -> str:

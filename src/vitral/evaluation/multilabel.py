@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.evaluation.bootstrap import NUM_RESAMPLES, Interval, bootstrap, intervals
+from vitral.evaluation.bootstrap import NUM_RESAMPLES, bootstrap, intervals
 from vitral.evaluation.data import EvalTarget
-from vitral.evaluation.leaks import LeakReport, find_leaks, leak_report
+from vitral.evaluation.leaks import LeakReport, find_leaks
 from vitral.evaluation.multilabel_metrics import average_precisions
 from vitral.evaluation.target_logits import compute_target_logits
 from vitral.models.calibration import Calibration
+from vitral.utils.intervals import Interval
 from vitral.utils.progress import LogFn, no_log
 from vitral.utils.serialization import to_dict
 
@@ -104,9 +105,8 @@ def evaluate_multilabel(
     report = build_multilabel_report(
         logits, target.split.labels, config.classes, config.calibration, config.thresholds, split=target.split_name
     )
-    matches = find_leaks(target)
-    leak = None if matches is None else leak_report(matches, target.split)
-    return replace(report, engine=target.predictor.engine.info(), notes=target.notes, leak=leak), logits
+    engine = target.predictor.engine.info()
+    return replace(report, engine=engine, notes=target.notes, leak=find_leaks(target)), logits
 
 
 def build_multilabel_report(
@@ -213,10 +213,6 @@ def fit_multilabel_calibration(logits_NK: Tensor, labels_NK: Tensor, engine: str
 
     A label with fewer than MIN_POSITIVES images keeps the threshold 0.5.
     """
-    if not len(logits_NK):
-        raise VitralError(
-            "no validation images to fit thresholds on", "Hold some out: vitral train DATA --data.validation 0.1"
-        )
     logits, labels = logits_NK.detach().double().cpu(), labels_NK.cpu() > 0
     temperature = fit_sigmoid_temperature(logits, labels) if len(logits) >= MIN_IMAGES else 1.0
     calibration = Calibration(temperature=temperature, activation="sigmoid", engine=engine)

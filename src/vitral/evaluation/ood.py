@@ -7,18 +7,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitral.data.datasets import load_builtin_dataset
+from vitral.data.files.walk import SkippedFiles, find_images
+from vitral.data.lazy_images import Images
+from vitral.data.names import is_file_dataset
+from vitral.data.preprocess import to_model_input
+from vitral.data.variable_images import stack_images
 from vitral.errors import VitralError
-from vitral.evaluation.bootstrap import Interval, bootstrap, intervals
+from vitral.evaluation.bootstrap import bootstrap, intervals
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, fit_ood_threshold
+from vitral.evaluation.data import EvalTarget, evenly_spaced_indices, load_dataset_for, load_split, unreadable_note
+from vitral.inference.predictor import Predictor
+from vitral.models.calibration import LogitScore, id_score
+from vitral.utils.intervals import Interval
+from vitral.utils.progress import LogFn
 
 ScoreName = Literal["max-logit", "energy", "mahalanobis"]
 NUM_HISTOGRAM_BINS = 40
+MAX_IMAGES = 10_000  # OOD images, and training images for the Mahalanobis distance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +151,59 @@ def auroc_and_fpr95(id_N: Tensor, ood_M: Tensor) -> tuple[Interval, Interval]:
     values = statistics(torch.ones(1, len(id_scores)), torch.ones(1, len(ood_scores)))[0]
     auroc, fpr95 = intervals(values, bootstrap(statistics, len(id_scores), len(ood_scores)))
     return auroc, fpr95
+
+
+def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn, notes: list[str]) -> OODResult:
+    """Compare three OOD scores on the target's images and on images of another dataset or folder.
+
+    Sentences about skipped and unreadable files are added to `notes`.
+    """
+    log(f"Evaluating OOD detection on {ood_data}")
+    predictor, validation = target.predictor, target.validation_split
+    trained_on = predictor.model_config.trained_on
+    if ood_data == trained_on:
+        raise VitralError(f"the model was trained on {ood_data}", "Pass --ood images that it was not trained on")
+    ood_images = load_ood_images(ood_data, predictor, notes)
+    dataset = load_dataset_for(trained_on, predictor, target.recipe)
+    train = load_split(dataset.train, predictor, indices=evenly_spaced_indices(len(dataset.train), MAX_IMAGES))
+    mahalanobis = Mahalanobis(predictor.features(train.images), train.labels)
+    has_validation = len(validation) > 0
+    ood_logits = predictor.logits(ood_images)
+    calibration = predictor.model_config.calibration
+    fallback_thresholds = {} if has_validation else {calibration.ood_score: calibration.ood_threshold}
+    names: tuple[LogitScore, ...] = ("max-logit", "energy")
+    scores = [
+        evaluate_score(
+            name,
+            (id_score(target.validation_logits, name), id_score(logits, name), id_score(ood_logits, name)),
+            threshold=fallback_thresholds.get(name),
+        )
+        for name in names
+    ]
+    validation_score = mahalanobis.score(predictor.features(validation.images)) if has_validation else torch.empty(0)
+    id_scores, ood_scores = (
+        mahalanobis.score(predictor.features(images)) for images in (target.split.images, ood_images)
+    )
+    scores.append(evaluate_score("mahalanobis", (validation_score, id_scores, ood_scores)))
+    return OODResult(dataset=ood_data, ood_images=len(ood_images), id_images=len(logits), scores=tuple(scores))
+
+
+def load_ood_images(name: str, predictor: Predictor, notes: list[str] | None = None) -> Images:
+    """Evenly spaced images of a built-in test set, or of a folder in any layout, at the model's input size."""
+    if not is_file_dataset(name):
+        test = load_builtin_dataset(name).test
+        indices = evenly_spaced_indices(len(test), MAX_IMAGES)
+        return to_model_input(test.images[indices], predictor.model_config.preprocessing)
+    if not Path(name).exists():
+        raise VitralError(f"no such folder: {name}", "Pass --ood a folder of images or a built-in dataset")
+    skipped = SkippedFiles()
+    files = find_images([Path(name)], skipped.add)
+    selected = (files[index] for index in evenly_spaced_indices(len(files), MAX_IMAGES).tolist())
+    decoded = [pixels for batch in predictor.decode_batches(selected) for _, pixels in batch]
+    images = [pixels for pixels in decoded if isinstance(pixels, Tensor)]
+    errors = [message for message in decoded if isinstance(message, str)]
+    if not images:
+        raise VitralError(f"no readable images in {name}", "Pass --ood a folder of images or a built-in dataset")
+    if notes is not None:
+        notes += [note for note in (skipped.summary(), unreadable_note(errors) if errors else None) if note]
+    return stack_images(images)

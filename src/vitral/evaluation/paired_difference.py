@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.cross_validation import student_interval
-from vitral.utils.intervals import wilson_interval
+from vitral.utils.intervals import Interval, student_quantile, wilson_interval
 
 Array = np.ndarray[Any, Any]
 
@@ -51,19 +50,19 @@ def paired_difference(before_SM: Array, after_SM: Array, *, varies: bool = True)
     S, M = differences_SM.shape
     value = float(differences_SM.mean())
     images_variance = _images_variance(differences_SM.mean(axis=0))
-    images_margin = _student_quantile(M) * math.sqrt(images_variance)
+    images_margin = student_quantile(M) * math.sqrt(images_variance)
     if S == 1 and varies:
         return PairedDifference(value=value, low=None, high=None, seeds_margin=None, images_margin=images_margin)
     seeds_variance = float(np.var(differences_SM.mean(axis=1), ddof=1)) / S if S > 1 else 0.0
     freedom = (seeds_variance + images_variance) ** 2 / (
         (seeds_variance**2 / (S - 1) if S > 1 else 0.0) + images_variance**2 / M
     )
-    half = _student_quantile(freedom) * math.sqrt(seeds_variance + images_variance)
+    half = student_quantile(freedom) * math.sqrt(seeds_variance + images_variance)
     return PairedDifference(
         value=value,
         low=max(value - half, -1.0),
         high=min(value + half, 1.0),
-        seeds_margin=_student_quantile(S - 1) * math.sqrt(seeds_variance) if S > 1 else 0.0,
+        seeds_margin=student_quantile(S - 1) * math.sqrt(seeds_variance) if S > 1 else 0.0,
         images_margin=images_margin,
     )
 
@@ -77,12 +76,6 @@ def _images_variance(differences_M: Array) -> float:
     M = len(differences_M) + 2
     mean, mean_square = differences_M.sum() / M, (np.square(differences_M).sum() + 1) / M
     return float(mean_square - mean**2) / M
-
-
-def _student_quantile(freedom: float) -> float:
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, 0.975))
 
 
 def accuracy_interval(correct_SM: Array) -> Interval:

@@ -36,7 +36,7 @@ from vitral.evaluation.feature_classifiers import (
     vote,
 )
 from vitral.evaluation.leaks import LeakReport
-from vitral.utils.intervals import wilson_interval
+from vitral.utils.intervals import student_quantile, wilson_interval
 from vitral.utils.serialization import to_dict
 
 Method = Literal["nearest neighbours", "linear", "least squares"]
@@ -241,11 +241,9 @@ def full_data_row(
 
 def mean_and_interval(accuracies: Sequence[float]) -> tuple[float, float, float]:
     """Mean and its 95% interval by Student's t distribution."""
-    from scipy.special import stdtrit
-
     n = len(accuracies)
     mean = math.fsum(accuracies) / n
-    half = float(stdtrit(n - 1, 0.975)) * float(np.std(accuracies, ddof=1)) / math.sqrt(n)
+    half = student_quantile(n - 1) * float(np.std(accuracies, ddof=1)) / math.sqrt(n)
     return mean, max(mean - half, 0.0), min(mean + half, 1.0)
 
 

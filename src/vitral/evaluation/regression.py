@@ -1,4 +1,4 @@
-"""Errors of a regression per target, and the coverage of its prediction intervals.
+"""Evaluate regression models: errors per target, and the coverage of the prediction intervals.
 
 Shapes:  N images   T targets   R resamples
 """
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.evaluation.bootstrap import Interval, bootstrap, intervals
-from vitral.evaluation.conformal import conformal_quantile
-from vitral.evaluation.leaks import LeakReport
-from vitral.evaluation.selective_prediction import proportion_interval
+from vitral.evaluation.bootstrap import bootstrap, intervals
+from vitral.evaluation.conformal import check_image_count, conformal_quantile
+from vitral.evaluation.data import EvalTarget
+from vitral.evaluation.leaks import LeakReport, find_leaks
+from vitral.evaluation.target_logits import compute_target_logits
 from vitral.models.conformal import ConformalIntervals
+from vitral.utils.intervals import Interval, proportion_interval
+from vitral.utils.progress import LogFn, no_log
 from vitral.utils.serialization import to_dict
 
 MAX_SCATTER_POINTS = 2_000
@@ -72,6 +75,41 @@ class RegressionReport:
             for name, value in (("mae", target.mae), ("rmse", target.rmse), ("r2", target.r2))
             if value is not None
         }
+
+
+def evaluate_regression(
+    target: EvalTarget, *, coverage: float | None = None, log: LogFn = no_log, note: LogFn | None = None
+) -> tuple[RegressionReport, Tensor]:
+    """Errors and coverage of the prediction intervals. Returns the report and the predicted values (N, T).
+
+    Args:
+        coverage: fit prediction intervals for this coverage on the validation images. Default: those stored with the
+            model, if any.
+        note: called first with the expected duration.
+    """
+    predictor = target.predictor
+    predicted = predictor.to_units(compute_target_logits(target, log, note))
+    conformal = intervals_for(target, coverage)
+    report = RegressionReport(
+        images=len(target.split),
+        targets=regression_metrics(predicted, target.split.labels, predictor.classes, conformal),
+        split=target.split_name,
+        fitted_images=0 if conformal is None else conformal.images,
+        engine=predictor.engine.info(),
+        notes=target.notes,
+        leak=find_leaks(target),
+    )
+    return report, predicted
+
+
+def intervals_for(target: EvalTarget, coverage: float | None) -> ConformalIntervals | None:
+    """Prediction intervals fitted for `coverage` on the validation images, or those stored with the model."""
+    if coverage is None:
+        return target.predictor.model_config.calibration.prediction_intervals
+    target.require_validation_images("--coverage")
+    check_image_count(len(target.validation_split), coverage)
+    predicted = target.predictor.to_units(target.validation_logits)
+    return fit_prediction_intervals(predicted, target.validation_split.labels, coverage)
 
 
 def regression_metrics(

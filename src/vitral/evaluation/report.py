@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitral.evaluation.bootstrap import Interval, bootstrap, intervals, percentile_interval
+from vitral.evaluation.bootstrap import bootstrap, intervals, percentile_interval
 from vitral.evaluation.conformal import PredictionSetReport
 from vitral.evaluation.leaks import LeakReport
 from vitral.evaluation.metrics import Metrics, compute_metrics, label_ranks
@@ -28,7 +28,6 @@ from vitral.evaluation.robustness import Robustness
 from vitral.evaluation.selective_prediction import (
     ConfidenceThreshold,
     RiskCoverage,
-    proportion_interval,
     resampled_aurc,
     risk_coverage,
     sort_by_confidence,
@@ -36,6 +35,7 @@ from vitral.evaluation.selective_prediction import (
 from vitral.evaluation.tta import TTA_DESCRIPTIONS
 from vitral.models.calibration import Calibration
 from vitral.recipes.options import TTA
+from vitral.utils.intervals import Interval, proportion_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +95,8 @@ class EvaluationReport(Metrics):
         if self.tta == "none":
             return []
         sentences = [f"This is with test-time augmentation ({TTA_DESCRIPTIONS[self.tta]})."]
-        if (plain := self.accuracy_without_tta) is not None:
-            interval = f"95% CI {100 * plain.low:.2f}-{plain.high:.2%}"
-            sentences.append(f"predict, evaluate and serve do not use it: {plain.value:.2%} ({interval}).")
+        if self.accuracy_without_tta is not None:
+            sentences.append(f"predict, evaluate and serve do not use it: {self.accuracy_without_tta.percent()}.")
         return sentences
 
 

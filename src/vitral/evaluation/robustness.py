@@ -13,9 +13,10 @@ from torch import Tensor
 
 from vitral.data.lazy_images import Images
 from vitral.data.variable_images import VariableSizeImages
-from vitral.evaluation.bootstrap import Interval, bootstrap, intervals
+from vitral.evaluation.bootstrap import bootstrap, intervals
 from vitral.evaluation.corruptions import CORRUPTIONS, SEVERITIES, CorruptionInput, corruption_inputs
 from vitral.inference.parallel_batches import parallel_map
+from vitral.utils.intervals import Interval
 from vitral.utils.progress import ProgressFn, no_progress
 
 PredictFn = Callable[[Tensor], Tensor]  # uint8 images (B, C, H, W) to class indices (B,)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from vitral.errors import VitralError
-from vitral.evaluation.bootstrap import Interval
-from vitral.utils.intervals import wilson_interval
+from vitral.utils.intervals import Interval, proportion_interval
 
 MAX_CURVE_POINTS = 100
 
@@ -105,9 +104,3 @@ def evaluate_threshold(
         coverage=proportion_interval(num_covered, len(covered)),
         error_rate=proportion_interval(num_errors, num_covered) if num_covered else None,
     )
-
-
-def proportion_interval(count: int, total: int) -> Interval:
-    """Wilson interval: a bootstrap interval is empty for proportions of 0 and 1."""
-    low, high = wilson_interval(count / total, total)
-    return Interval(value=count / total, low=low, high=high)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitral.utils.intervals import wilson_interval
+from vitral.utils.intervals import Interval, proportion_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,23 +24,15 @@ class Agreement:
 
     @property
     def value(self) -> float:
-        return self.same / self.images
+        return self.interval.value
 
     @property
-    def low(self) -> float:
-        """Lower end of the 95% Wilson interval."""
-        return wilson_interval(self.value, self.images)[0]
-
-    @property
-    def high(self) -> float:
-        return wilson_interval(self.value, self.images)[1]
+    def interval(self) -> Interval:
+        return proportion_interval(self.same, self.images)
 
     def __str__(self) -> str:
         what = "same top-1 label" if self.label is None else f"label {self.label}, the worst: same decision"
-        return (
-            f"{what} on {self.same:,} of {self.images:,} images, {self.value:.2%} "
-            f"(95% CI {100 * self.low:.2f}-{self.high:.2%})"
-        )
+        return f"{what} on {self.same:,} of {self.images:,} images, {self.interval.percent()}"
 
 
 def top1_agreement(expected_NK: Tensor, actual_NK: Tensor) -> Agreement:

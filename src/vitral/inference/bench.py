@@ -256,8 +256,8 @@ def run_bench(
             **speed,
             memory_mb=round(built.engines[name].nbytes / 1e6, 1),
             agreement=agreement[name].value,
-            agreement_low=agreement[name].low,
-            agreement_high=agreement[name].high,
+            agreement_low=agreement[name].interval.low,
+            agreement_high=agreement[name].interval.high,
             recheck_rate=recheck_rate.get(name, 0.0),
         )
         for (num_threads, batch_size, name), speed in speeds.items()

@@ -79,8 +79,8 @@ def run_gpu_bench(
                 **speed_columns(batch_size, times[name]),
                 memory_mb=round(getattr(engine, "nbytes", 0) / 1e6, 1),
                 agreement=agreement[name].value,
-                agreement_low=agreement[name].low,
-                agreement_high=agreement[name].high,
+                agreement_low=agreement[name].interval.low,
+                agreement_high=agreement[name].interval.high,
                 recheck_rate=recheck_rate if name == "fp8-cascade" else 0.0,
             )
             for name, engine in engines.items()
@@ -156,6 +156,6 @@ def recommend_gpu_engine(
             f"{speed}; FP8 is not used: at least {needed} images are needed to show an agreement of {MIN_AGREEMENT:.0%}"
         )
     allowed = max(1, int(MAX_DISAGREEMENT * num_images))
-    if num_images - agreement.same > allowed or agreement.low < MIN_AGREEMENT:
+    if num_images - agreement.same > allowed or agreement.interval.low < MIN_AGREEMENT:
         return bf16, f"{speed}; FP8 is not used: {comparison}, not {1 - MAX_DISAGREEMENT:.1%}"
     return best, f"{best.images_per_second:,.0f} images/s, {comparison}"

@@ -28,7 +28,6 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.doctor import diagnose
 from vitral.errors import VitralError
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.data import load_eval_target
 from vitral.evaluation.evaluate import evaluate
 from vitral.evaluation.ood import OODResult, evaluate_score
@@ -40,11 +39,17 @@ from vitral.models.vit import ViT, ViTConfig
 from vitral.reporting.html.charts import Chart, nice_ticks, padded_range
 from vitral.reporting.html.confusion_matrix import spectral_order
 from vitral.reporting.html.report import render_report, write_report
-from vitral.reporting.html.report_data import ReportData, collect_report_data, issue_text
+from vitral.reporting.html.report_data import ReportData, issue_text
 from vitral.reporting.html.run_sections import summary_section
 from vitral.runs.model_io import ModelConfig
+from vitral.utils.intervals import Interval
 
 MARKUP_NAMES = ("<script>alert(1)</script>", '"quoted" & <b>bold</b>', "</script><img src=x onerror=alert(2)>", "plain")
+
+
+def save_report(data: ReportData, path: Path) -> Path:
+    path.write_text(render_report(data), encoding="utf-8")
+    return path
 
 
 def make_report_data(
@@ -181,7 +186,7 @@ def test_content_security_policy_matches_script_and_style(cpu: Hardware) -> None
 @pytest.mark.slow
 def test_report_of_a_hundred_classes_of_photographs_is_below_5_mb(cpu: Hardware, tmp_path: Path) -> None:
     names = tuple(f"a class with a rather long name, number {k}" for k in range(100))
-    path = write_report(make_report_data(cpu, names, images=400, size=120, channels=3), tmp_path / "report.html")
+    path = save_report(make_report_data(cpu, names, images=400, size=120, channels=3), tmp_path / "report.html")
     assert path.stat().st_size < 5_000_000
     assert "The 40 classes with the most errors" in path.read_text()
 
@@ -274,7 +279,7 @@ def test_quick_report_takes_less_than_two_seconds(run: Path, tmp_path: Path) -> 
     target = load_eval_target(run)
     evaluation, logits = evaluate(target)
     start = time.process_time()
-    write_report(collect_report_data(target, evaluation, logits, run), tmp_path / "report.html")
+    write_report(target, evaluation, logits, run, tmp_path / "report.html")
     assert time.process_time() - start < 2
 
 
@@ -451,7 +456,7 @@ def test_no_table_or_number_is_cut_off(cpu: Hardware, tmp_path: Path, open_page:
     scores = tuple(replace(ood.scores[0], name=name) for name in ("max-logit", "energy", "mahalanobis"))
     ood = replace(ood, dataset="/home/alice/photographs/of/something/else", scores=scores)
     data = replace(data, evaluation=replace(data.evaluation, ood=ood))
-    path = write_report(data, tmp_path / "report.html")
+    path = save_report(data, tmp_path / "report.html")
     tab = open_page(path, viewport={"width": width, "height": 900}, color_scheme=scheme)
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     clipped = "e => e.scrollWidth > e.clientWidth"
@@ -462,7 +467,7 @@ def test_no_table_or_number_is_cut_off(cpu: Hardware, tmp_path: Path, open_page:
 
 
 def test_class_names_with_markup_are_shown_as_text(cpu: Hardware, tmp_path: Path, open_page: Any) -> None:
-    tab = open_page(write_report(make_report_data(cpu, MARKUP_NAMES), tmp_path / "nasty.html"))
+    tab = open_page(save_report(make_report_data(cpu, MARKUP_NAMES), tmp_path / "nasty.html"))
     button = tab.locator('#matrix button[data-cell^="0,"]').first
     button.click()
     assert tab.locator("#cell h3").inner_text().startswith(MARKUP_NAMES[0])

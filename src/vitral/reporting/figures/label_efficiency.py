@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.label_efficiency import LabelEfficiency, LabelEfficiencyRow, Method
 from vitral.evaluation.label_subsets import fraction_text
 from vitral.reporting.figures.style import BLUE, ORANGE, save, shorten, style_axes
+from vitral.utils.intervals import Interval
 
 # Method -> marker, line style and horizontal shift, as a factor, so that intervals do not cover each other.
 STYLES: dict[Method, tuple[str, str, float]] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from vitral.evaluation.bootstrap import Interval
+from vitral.utils.intervals import Interval
 from vitral.utils.json_toml import dump_json
 
 

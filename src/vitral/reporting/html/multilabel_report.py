@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.multilabel import MultiLabelReport
 from vitral.reporting.html.markup import definition_table, interval, note, percent, table, text
 from vitral.reporting.html.report_data import ReportData
 from vitral.reporting.html.run_sections import data_section, reproduction_section, training_section
+from vitral.utils.intervals import Interval
 
 MAX_COOCCURRENCE_CLASSES = 60
 Section = tuple[str, str, str]  # name, title, content

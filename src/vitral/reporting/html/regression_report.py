@@ -8,18 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.data import EvalTarget, evenly_spaced_indices
 from vitral.evaluation.regression import MAX_SCATTER_POINTS, RegressionReport, TargetMetrics
 from vitral.reporting.figures.images import overlay_heatmap, to_rgb
 from vitral.reporting.html import charts
-from vitral.reporting.html.charts import Chart, padded_range
-from vitral.reporting.html.document import leak_banner, render_page
+from vitral.reporting.html.charts import Chart, number, padded_range
+from vitral.reporting.html.document import figure_boxes, leak_banner, render_page
 from vitral.reporting.html.gallery import GALLERY_SIZE, image_data_uri, is_pixelated, relevance_heatmaps
 from vitral.reporting.html.markup import definition_table, interval, note, percent, table, text
 from vitral.reporting.html.report_data import RunData, collect_run_data
 from vitral.reporting.html.run_sections import reproduction_section, training_section
-from vitral.utils.atomic import atomic_write
+from vitral.utils.intervals import Interval
 
 NUM_BINS = 30
 
@@ -30,12 +29,10 @@ class RegressionReportData(RunData):
     predicted: Tensor  # (N, T) in units of the targets
 
 
-def write_regression_report(
-    target: EvalTarget, evaluation: RegressionReport, predicted: Tensor, run: Path, out: Path
-) -> Path:
-    data = RegressionReportData(evaluation=evaluation, predicted=predicted, **collect_run_data(target, run))
-    atomic_write(out, render_regression_report(data))
-    return out
+def collect_regression_data(
+    target: EvalTarget, evaluation: RegressionReport, predicted: Tensor, run: Path
+) -> RegressionReportData:
+    return RegressionReportData(evaluation=evaluation, predicted=predicted, **collect_run_data(target, run))
 
 
 def render_regression_report(data: RegressionReportData) -> str:
@@ -51,10 +48,6 @@ def render_regression_report(data: RegressionReportData) -> str:
     return render_page(data.title, sections, leak_banner(data.evaluation.leak) + _key_figures(data))
 
 
-def number(value: float) -> str:
-    return charts.number(value)
-
-
 def number_interval(value: Interval) -> str:
     return f"{number(value.low)} to {number(value.high)}"
 
@@ -65,8 +58,7 @@ def _key_figures(data: RegressionReportData) -> str:
         boxes.append(
             (number(metrics.mae.value), f"{metrics.name}: mean absolute error ({number_interval(metrics.mae)})")
         )
-    items = "".join(f"<div><b>{text(value)}</b><span>{text(label)}</span></div>" for value, label in boxes)
-    return f'<div class="key-figures">{items}</div>'
+    return figure_boxes(boxes)
 
 
 def _summary_section(data: RegressionReportData) -> str:

@@ -1,9 +1,13 @@
-"""The report of a classifier."""
+"""The report of a run or a model: one HTML file, with the sections of its task."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from vitral.evaluation.data import EvalTarget
 from vitral.reporting.html.confusion_matrix import ConfusionExamples, confusion_section
 from vitral.reporting.html.document import figure_boxes, leak_banner, render_page
 from vitral.reporting.html.evaluation_sections import (
@@ -15,14 +19,30 @@ from vitral.reporting.html.evaluation_sections import (
 from vitral.reporting.html.gallery import gallery_section
 from vitral.reporting.html.markup import interval, percent
 from vitral.reporting.html.multilabel_report import multilabel_figures, multilabel_sections
-from vitral.reporting.html.report_data import ReportData
+from vitral.reporting.html.regression_report import collect_regression_data, render_regression_report
+from vitral.reporting.html.report_data import ReportData, collect_report_data
 from vitral.reporting.html.run_sections import data_section, reproduction_section, summary_section, training_section
 from vitral.utils.atomic import atomic_write
 
 
-def write_report(data: ReportData, path: Path) -> Path:
-    atomic_write(path, render_report(data))
-    return path
+def write_report(
+    target: EvalTarget, evaluation: Any, outputs: Tensor, run: Path, out: Path, *, thorough: bool = False
+) -> Path:
+    """Write the report of a run or model folder.
+
+    Args:
+        evaluation: the report of `vitral.evaluation.by_task.evaluate_model`.
+        outputs: its logits (N, K), or predicted values (N, T) of a regression.
+        run: the run or model folder.
+        out: file to write.
+        thorough: also check the images of a dataset folder of a classifier with the doctor.
+    """
+    if target.predictor.is_regression:
+        page = render_regression_report(collect_regression_data(target, evaluation, outputs, run))
+    else:
+        page = render_report(collect_report_data(target, evaluation, outputs, run, thorough))
+    atomic_write(out, page)
+    return out
 
 
 def render_report(data: ReportData) -> str:

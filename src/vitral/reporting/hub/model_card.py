@@ -13,11 +13,11 @@ from typing import Any
 
 from vitral import __version__
 from vitral.errors import VitralError, error_reason
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.metrics import Metrics
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.model_io import ModelConfig, published_name
 from vitral.runs.run import Run
+from vitral.utils.intervals import Interval
 from vitral.utils.json_toml import dump_json, read_json_object
 from vitral.utils.serialization import field_names, from_dict, to_dict
 from vitral.weights.checkpoint import describe_architecture

@@ -12,7 +12,8 @@ from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, evaluation_warning
 from vitral.evaluation.report import EvaluationReport
 from vitral.recipes.schema import Recipe
 from vitral.reporting.terminal.evaluation import percent
-from vitral.reporting.terminal.training import class_accuracy_text, vitral_command
+from vitral.reporting.terminal.result import class_accuracy_text
+from vitral.reporting.terminal.training import vitral_command
 from vitral.utils.progress import format_duration
 
 
@@ -36,13 +37,13 @@ def print_fold(console: Console, fold: FoldResult) -> None:
 
 
 def print_result(console: Console, result: CrossValidation, folder: Path) -> None:
-    value, interval = percent(result.accuracy)
-    pooled_value, pooled_interval = percent(result.pooled.headline.accuracy)
     confused = ", ".join(f"{true} as {other} ({count}x)" for true, other, count in result.pooled.most_confused(3))
     model = shell_quote(folder)
     is_constant = result.accuracy.low == result.accuracy.high
     over = f"over {len(result.folds)} folds"
+    value, interval = percent(result.accuracy)
     spread = f"equal in all folds, so no interval {over}" if is_constant else f"95% CI {interval}, Student's t {over}"
+    pooled_value, pooled_interval = percent(result.pooled.headline.accuracy)
     lines = [
         f"\nMean of the folds   {value} ({spread})",
         f"All images          {pooled_value} (95% CI {pooled_interval}, Wilson over {result.pooled.images:,} "
@@ -66,9 +67,8 @@ def print_result(console: Console, result: CrossValidation, folder: Path) -> Non
 def test_lines(test: EvaluationReport | None) -> list[str]:
     if test is None:
         return []
-    value, interval = percent(test.headline.accuracy)
     warning = evaluation_warning(test.leak)
-    lines = [f"Test images         {value} (95% CI {interval}), {test.images:,} images that are in no fold"]
+    lines = [f"Test images         {test.headline.accuracy.percent()}, {test.images:,} images that are in no fold"]
     return [*lines, *([f"                    warning: {warning} ({ALLOW_LEAK_NOTE})"] if warning else [])]
 
 

@@ -6,21 +6,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.compare import PairedComparison
 from vitral.evaluation.conformal import PredictionSetReport
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, new_images_text
+from vitral.evaluation.multilabel import MultiLabelReport
 from vitral.evaluation.ood import OODResult
+from vitral.evaluation.regression import RegressionReport
 from vitral.evaluation.report import EvaluationReport
 from vitral.evaluation.robustness import Robustness
 from vitral.evaluation.selective_prediction import ConfidenceThreshold
 from vitral.reporting.terminal.tables import print_class_metrics, print_confusion_matrix
+from vitral.utils.intervals import Interval
 
 MAX_DIFFERING_CLASSES = 8
 
 
 def print_leak(console: Console, leak: LeakReport | None, model: str | None = None) -> None:
-    """Warn about evaluated images that were used for training. model: the one that was trained on them."""
+    """Warn about evaluated images that were used to train `model`."""
     if leak is None or (warning := evaluation_warning(leak)) is None:
         return
     name = f"{model}: " if model else ""
@@ -30,16 +32,27 @@ def print_leak(console: Console, leak: LeakReport | None, model: str | None = No
     console.print()
 
 
-def print_evaluation(report: EvaluationReport, full: bool, allow_leak: bool = False) -> None:
-    """Print the metrics with intervals. full: also metrics per class and the confusion matrix."""
-    console = Console(highlight=False)
+def print_header(
+    console: Console,
+    report: EvaluationReport | MultiLabelReport | RegressionReport,
+    allow_leak: bool,
+    caveat: str,
+    width: int = 30,
+) -> None:
+    """Print what was evaluated, above the metrics. `caveat` concerns results on validation images."""
     if not allow_leak:
         print_leak(console, report.leak)
     if report.split == "validation":
-        message = "Validation images; the best epoch was selected on them, so new images will score slightly lower.\n"
-        console.print(message, soft_wrap=True)
+        console.print(f"Validation images; {caveat}.\n", soft_wrap=True)
     images = f"{report.split.capitalize()}, {report.images:,} images"
-    console.print(f"{images:<30}[dim]95% interval[/dim]")
+    console.print(f"{images:<{width}}[dim]95% interval[/dim]")
+
+
+def print_evaluation(report: EvaluationReport, full: bool, allow_leak: bool = False) -> None:
+    """Print the metrics with intervals. full: also metrics per class and the confusion matrix."""
+    console = Console(highlight=False)
+    caveat = "the best epoch was selected on them, so new images will score slightly lower"
+    print_header(console, report, allow_leak, caveat)
     for name, value, interval, note in metric_rows(report):
         shown = f"[bold]{value:>8}[/bold]" if name == "Accuracy" else f"{value:>8}"
         console.print(f"  {name:<20}{shown}  {interval:<18}[dim]{escape(note)}[/dim]".rstrip(), soft_wrap=True)
@@ -89,7 +102,8 @@ def metric_rows(report: EvaluationReport) -> list[tuple[str, str, str, str]]:
 
 
 def percent(value: Interval) -> tuple[str, str]:
-    return f"{value.value:.2%}", f"{100 * value.low:.2f}-{value.high:.2%}"
+    """The value and its interval."""
+    return f"{value.value:.2%}", value.percent_range()
 
 
 def decimal(value: Interval) -> tuple[str, str]:
@@ -163,7 +177,7 @@ def print_robustness(result: Robustness, console: Console) -> None:
     relative = result.relative_accuracy
     console.print(
         f"\nCorrupted images: {relative.value:.1%} of the clean accuracy "
-        f"({100 * relative.low:.1f}-{relative.high:.1%}), {result.images:,} images, "
+        f"({relative.percent_range(1)}), {result.images:,} images, "
         f"clean accuracy {result.clean_accuracy:.2%}",
         soft_wrap=True,
     )

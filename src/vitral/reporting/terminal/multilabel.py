@@ -5,32 +5,20 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from vitral.evaluation.bootstrap import Interval
 from vitral.evaluation.multilabel import MultiLabelReport
-from vitral.reporting.terminal.evaluation import print_leak
+from vitral.reporting.terminal.evaluation import percent, print_header
+from vitral.utils.intervals import Interval
 
 MAX_COOCCURRENCE_CLASSES = 20  # a larger table does not fit a terminal
-
-
-def interval_text(interval: Interval) -> str:
-    return f"{interval.value:.2%} (95% CI {100 * interval.low:.2f}-{interval.high:.2%})"
 
 
 def print_multilabel(report: MultiLabelReport, full: bool, allow_leak: bool = False) -> None:
     """Print the metrics with intervals. full: also the metrics of each label and the co-occurrence table."""
     console = Console(highlight=False)
-    if not allow_leak:
-        print_leak(console, report.leak)
-    if report.split == "validation":
-        message = (
-            "Validation images; the best epoch and the thresholds were selected on them, so new images will score "
-            "slightly lower.\n"
-        )
-        console.print(message, soft_wrap=True)
-    images = f"{report.split.capitalize()}, {report.images:,} images"
-    console.print(f"{images:<30}[dim]95% interval[/dim]")
+    caveat = "the best epoch and the thresholds were selected on them, so new images will score slightly lower"
+    print_header(console, report, allow_leak, caveat)
     for name, interval, note in metric_rows(report):
-        value, bounds = f"{interval.value:.2%}", f"{100 * interval.low:.2f}-{interval.high:.2%}"
+        value, bounds = percent(interval)
         shown = f"[bold]{value:>8}[/bold]" if name == "mAP" else f"{value:>8}"
         console.print(f"  {name:<20}{shown}  {bounds:<18}[dim]{note}[/dim]".rstrip(), soft_wrap=True)
     console.print(
@@ -75,10 +63,10 @@ def label_table(report: MultiLabelReport) -> Table:
         ap = label.average_precision
         table.add_row(
             label.name,
-            percent(None if ap is None else ap.value),
-            "" if ap is None else f"{100 * ap.low:.1f}-{ap.high:.1%}",
+            share(None if ap is None else ap.value),
+            "" if ap is None else ap.percent_range(1),
             f"{label.threshold:.2f}",
-            *(percent(value) for value in (label.precision, label.recall, label.f1)),
+            *(share(value) for value in (label.precision, label.recall, label.f1)),
             f"{label.support:,}",
         )
     return table
@@ -94,5 +82,5 @@ def cooccurrence_table(report: MultiLabelReport) -> Table:
     return table
 
 
-def percent(value: float | None) -> str:
+def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"

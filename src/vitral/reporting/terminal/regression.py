@@ -5,25 +5,16 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from vitral.errors import shell_quote
-from vitral.evaluation.bootstrap import Interval
-from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, evaluation_warning
 from vitral.evaluation.regression import RegressionReport, TargetMetrics
-from vitral.reporting.terminal.evaluation import percent, print_leak
-from vitral.reporting.terminal.training import vitral_command
-from vitral.runs.run import EXAMPLE, Run
+from vitral.reporting.terminal.evaluation import percent, print_header
+from vitral.utils.intervals import Interval
 
 
 def print_regression(report: RegressionReport, allow_leak: bool = False) -> None:
     """Print the metrics of each target with intervals."""
     console = Console(highlight=False)
-    if not allow_leak:
-        print_leak(console, report.leak)
-    if report.split == "validation":
-        message = "Validation images; the best epoch was selected on them, so new images will have larger errors.\n"
-        console.print(message, soft_wrap=True)
-    images = f"{report.split.capitalize()}, {report.images:,} images"
-    console.print(f"{images:<32}[dim]95% interval[/dim]")
+    caveat = "the best epoch was selected on them, so new images will have larger errors"
+    print_header(console, report, allow_leak, caveat, width=32)
     for metrics in report.targets:
         if len(report.targets) > 1:
             console.print(escape(metrics.name))
@@ -61,37 +52,3 @@ def metric_rows(metrics: TargetMetrics) -> list[tuple[str, str, str, str]]:
 
 def decimal(value: Interval) -> tuple[str, str]:
     return f"{value.value:.4g}", f"{value.low:.4g} to {value.high:.4g}"
-
-
-def print_regression_result(
-    console: Console, run: Run, dataset: str, epochs: int, report: RegressionReport, allow_leak: bool = False
-) -> None:
-    """Errors, files and next steps after a run."""
-    warning = None if allow_leak else evaluation_warning(report.leak)
-    lines = [f"\nwarning: {warning} ({ALLOW_LEAK_NOTE})"] if warning else []
-    lines.append(f"\n{report.split.capitalize()} results, {report.images:,} images, with 95% intervals")
-    for metrics in report.targets:
-        r2 = "" if metrics.r2 is None else f", R² {metrics.r2.value:.3f}"
-        fitted = metrics.interval
-        width = "" if fitted is None else f"; {fitted.coverage.value:.1%} within ± {fitted.half_width:.4g}"
-        mae, interval = decimal(metrics.mae)
-        lines.append(f"  {metrics.name:<14}MAE {mae} ({interval}), RMSE {metrics.rmse.value:.4g}{r2}{width}")
-    if report.split == "validation":
-        lines.append("  There are no test images; the epoch was selected on these.")
-    example = shell_quote(run.figure_dir / EXAMPLE)
-    steps = [
-        (f"predict {shell_quote(run)} {example}", ""),
-        (f"evaluate {shell_quote(run)} --coverage 0.95", "wider prediction intervals"),
-        (
-            f"train {shell_quote(dataset)} --recipe {shell_quote(run.recipe_file)} --epochs {2 * epochs}",
-            "train for longer",
-        ),
-    ]
-    width_of_steps = max(len(words) for words, purpose in steps if purpose)
-    lines += [
-        f"\nReport            {run.report_file}",
-        f"Figures           {run.figure_dir}/  (scatter.png, curves.png, augmented.png)",
-        "\nNext steps",
-        *(f"  {vitral_command()} {words:<{width_of_steps}}    {purpose}".rstrip() for words, purpose in steps),
-    ]
-    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)

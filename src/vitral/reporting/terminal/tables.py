@@ -16,6 +16,7 @@ from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, evaluation_warning
 from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.training.comparison.strategies import StrategyComparison
+from vitral.utils.intervals import percent_range
 
 MAX_CLASSES = 20  # a larger confusion matrix does not fit a terminal
 
@@ -26,10 +27,6 @@ def make_table(columns: tuple[str, ...], left: tuple[str, ...], padding: int = 1
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", header_style="dim", no_wrap=True)
     return table
-
-
-def interval_text(low: float, high: float) -> str:
-    return f"{100 * low:.2f}-{high:.2%}"
 
 
 def print_class_metrics(metrics: Metrics, console: Console) -> None:
@@ -70,7 +67,7 @@ def print_probe(result: ProbeResult, allow_leak: bool = False) -> None:
             "all" if row.shots is None else str(row.shots),
             f"{row.images:,}",
             f"[bold]{accuracy}[/bold]" if row.accuracy == best else accuracy,
-            interval_text(row.low, row.high),
+            percent_range(row.low, row.high),
             row.hyperparameter,
         )
     console.print(table)
@@ -93,7 +90,7 @@ def print_strategy_comparison(result: StrategyComparison) -> None:
         table.add_row(
             row.name,
             f"[bold]{accuracy}[/bold]" if row.name == result.verdict.recommended else accuracy,
-            interval_text(row.low, row.high),
+            percent_range(row.low, row.high),
             str(row.seeds),
             f"{row.seconds:,.0f} s",
             result.descriptions[row.name],

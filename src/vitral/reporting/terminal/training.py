@@ -1,4 +1,4 @@
-"""What `vitral train` and `vitral demo` print before and after training."""
+"""The summary that `vitral train` and `vitral demo` print before training."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from pathlib import Path
 from rich.console import Console
 
 from vitral import __version__
-from vitral.data.datasets import Dataset
-from vitral.data.names import SEQUENCE_PREFIX
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.doctor.tuning import advise_tuning
 from vitral.errors import shell_quote
-from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, split_warning
-from vitral.evaluation.multilabel import MultiLabelReport
-from vitral.evaluation.report import EvaluationReport
+from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, split_warning
 from vitral.recipes.schema import Recipe
-from vitral.reporting.terminal.multilabel import interval_text, pairs_text
-from vitral.runs.run import ARRAY_EXAMPLE, EXAMPLE, Run
-from vitral.training.class_balance import describe_class_balance, training_imbalance
+from vitral.runs.run import Run
+from vitral.training.class_balance import describe_class_balance
 from vitral.training.setup import TrainingSetup
 from vitral.training.tuning import count_trained
 
@@ -121,94 +116,6 @@ def print_leaks(console: Console, dataset_name: str, leaks: Mapping[str, LeakRep
         cleaned = shell_quote(f"{dataset_name.rstrip('/')}-clean")
         fix = f"Write a cleaned copy: vitral doctor {shell_quote(dataset_name)} --clean {cleaned}"
         console.print(f"         {fix} ({ALLOW_LEAK_NOTE})\n", soft_wrap=True, markup=False)
-
-
-def print_result(
-    console: Console,
-    run: Run,
-    recipe: Recipe,
-    dataset: Dataset,
-    evaluation: EvaluationReport,
-    allow_leak: bool = False,
-) -> None:
-    """Accuracy, confusions, files and next steps after a run."""
-    low, high = evaluation.top1_low, evaluation.top1_high
-    confused = ", ".join(f"{true} as {predicted} ({count}x)" for true, predicted, count in evaluation.most_confused(3))
-    warning = None if allow_leak else evaluation_warning(evaluation.leak)
-    lines = [
-        *([f"\nwarning: {warning} ({ALLOW_LEAK_NOTE})"] if warning else []),
-        f"\n{evaluation.split.capitalize()} accuracy   {evaluation.top1:.2%} (95% CI {100 * low:.2f}-{high:.2%}), "
-        f"{evaluation.images:,} images",
-    ]
-    if evaluation.split == "validation":
-        lines.append("                There are no test images; the epoch was selected on these.")
-    lines += [f"                {sentence}" for sentence in evaluation.tta_sentences()]
-    if evaluation.is_imbalanced or training_imbalance(dataset) is not None:
-        lines.append(class_accuracy_text(evaluation))
-    lines += [
-        f"\nMost confused     {confused or 'none'}",
-        f"Report            {run.report_file}",
-        f"Figures           {run.figure_dir}/  (confusion.png, attention.png, curves.png, augmented.png)",
-    ]
-    lines += next_steps(run, recipe, dataset, "calibration, robustness, OOD detection")
-    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
-
-
-def print_multilabel_result(
-    console: Console, run: Run, recipe: Recipe, dataset: Dataset, report: MultiLabelReport, allow_leak: bool = False
-) -> None:
-    """Metrics, files and next steps after a run of a multi-label model."""
-    warning = None if allow_leak else evaluation_warning(report.leak)
-    lines = [
-        *([f"\nwarning: {warning} ({ALLOW_LEAK_NOTE})"] if warning else []),
-        f"\n{report.split.capitalize()} mAP   {interval_text(report.mean_average_precision)}, {report.images:,} images",
-        f"Micro F1   {interval_text(report.micro_f1)}, at thresholds fitted on the {report.calibrated_on} images",
-    ]
-    if report.split == "validation":
-        lines.append("           There are no test images; the epoch and the thresholds were selected on these.")
-    known = [label for label in report.per_class if label.average_precision is not None]
-    worst = sorted(known, key=lambda label: label.average_precision.value if label.average_precision else 0.0)[:3]
-    names = ", ".join(
-        f"{label.name} (AP {label.average_precision.value:.1%})" for label in worst if label.average_precision
-    )
-    lines += [
-        f"\nWeakest labels    {names or 'none'}",
-        f"Often together    {pairs_text(report) or 'none'}",
-        f"Report            {run.report_file}",
-        f"Figures           {run.figure_dir}/  (curves.png, augmented.png, attention_overview.png)",
-    ]
-    lines += next_steps(run, recipe, dataset, "every label with its threshold", "--full")
-    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
-
-
-def next_steps(run: Run, recipe: Recipe, dataset: Dataset, evaluation: str, flags: str = "") -> list[str]:
-    """Commands to continue with. `evaluation` says what `evaluate` with `flags` shows."""
-    is_array = (run.figure_dir / ARRAY_EXAMPLE).is_file()
-    example = shell_quote(run.figure_dir / (ARRAY_EXAMPLE if is_array else EXAMPLE))
-    steps = [
-        (f"predict {shell_quote(run)} {example}", ""),
-        (f"walk {example} --model {shell_quote(run)}", "follow an image through the model"),
-    ]
-    if not dataset.name.startswith(SEQUENCE_PREFIX):  # a sequence can only be passed again from Python
-        longer = f"train {shell_quote(dataset.name)} --recipe {shell_quote(run.recipe_file)} --epochs"
-        steps += [
-            (f"evaluate {shell_quote(run)} {flags}".rstrip(), evaluation),
-            (f"{longer} {2 * recipe.epochs}", "train for longer"),
-        ]
-    width = max(len(words) for words, purpose in steps if purpose)
-    return [
-        "\nNext steps",
-        *(f"  {vitral_command()} {words:<{width}}    {purpose}".rstrip() for words, purpose in steps),
-    ]
-
-
-def class_accuracy_text(evaluation: EvaluationReport) -> str:
-    """Balanced accuracy and worst class, which the accuracy on imbalanced classes hides."""
-    balanced, worst, recall = evaluation.headline.balanced_accuracy, evaluation.worst_class, evaluation.worst_recall
-    return (
-        f"Balanced        {balanced.value:.2%} (95% CI {100 * balanced.low:.2f}-{balanced.high:.2%}), the mean over "
-        f"the classes; worst: {worst.name} {recall.value:.2%} of {worst.support:,} images"
-    )
 
 
 def print_finished(console: Console, run: Run, recipe: Recipe) -> None:
