@@ -99,7 +99,7 @@ class _ShapeGraph:
 
 
 def capture_error_mode() -> str:
-    """Which threads may not synchronise with the GPU during a capture: with NCCL, whose watchdog does, only this one"""
+    """Whether all threads or only this one must not synchronise with the GPU during a capture: NCCL's watchdog does."""
     return "thread_local" if dist.is_initialized() else "global"
 
 

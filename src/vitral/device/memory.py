@@ -1,4 +1,4 @@
-"""GPU memory: copies to pinned host memory, defragmentation, the budget for a data set."""
+"""GPU memory: copies to pinned host memory, defragmentation, measurements, the budget for a dataset."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def defragment(tensors: Sequence[Tensor], device: torch.device) -> None:
 
 
 def dataset_budget_bytes(device: torch.device) -> float:
-    """Bytes a data set may occupy on the device: half of the free GPU memory, unlimited on a CPU (no copy is made)."""
+    """Bytes a dataset may occupy on the device: half of the free GPU memory, unlimited on a CPU (no copy is made)."""
     return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else torch.inf
 
 

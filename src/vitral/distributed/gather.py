@@ -1,7 +1,7 @@
-"""All-gather of sharded tensors, several as one message, with the next message under way.
+"""All-gather of sharded tensors: a group of tensors per message, and the next group is prefetched.
 
 A tensor is sharded along one dimension as FSDP2 shards parameters along the first: rank r holds the r-th of equal
-chunks, the last ranks perhaps fewer rows or none. Tensors of all dtypes travel as bytes.
+chunks; the last chunks may be smaller or empty. Tensors of all dtypes are sent as bytes.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class ShardGather:
 
 
 class GatherRing:
-    """Gathered tensors of the groups that are needed next, in a few buffers that are used again.
+    """A few buffers for gathered tensors, reused for one group after another.
 
-    `fetch` returns the full tensors of a group and starts to gather another one, which overlaps with the computation.
+    `fetch` returns the full tensors of a group and starts to gather the next one, which overlaps with computation.
     """
 
     def __init__(self, groups: Sequence[ShardGather], num_slots: int = 3) -> None:
@@ -107,7 +107,7 @@ class GatherRing:
         return tensors
 
     def discard(self) -> None:
-        """Forget all gathered tensors, because the shards have changed."""
+        """Drop all gathered tensors, after the shards have changed."""
         for slot in self.slots.values():
             slot.wait()
         self.free += self.slots.values()
@@ -149,7 +149,7 @@ def carve(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def aligned_offsets(sizes: Sequence[int]) -> list[int]:
-    """Where parts of these sizes begin in a buffer, and its length."""
+    """Offsets of parts of these sizes in a buffer; the last one is the length of the buffer."""
     offsets = [0]
     for size in sizes:
         offsets.append(-(-(offsets[-1] + size) // ALIGNMENT) * ALIGNMENT)
@@ -157,5 +157,5 @@ def aligned_offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def as_copyable(tensor: Tensor) -> Tensor:
-    """FP8 as bytes, which every device can copy."""
+    """View FP8 as bytes, which every device can copy."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

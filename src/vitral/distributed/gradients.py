@@ -37,7 +37,7 @@ class Bucket(Protocol):
         """Pack the gradients and start the collective."""
 
     def finish(self) -> None:
-        """Wait for the collective and hand out the reduced gradients."""
+        """Wait for the collective and set the reduced gradients."""
 
 
 class GradientReducer:
@@ -61,7 +61,7 @@ class GradientReducer:
         self.pending, self.num_started = [set(bucket.parameters) for bucket in self.buckets], 0
         try:
             yield
-            for bucket in self.buckets[self.num_started :]:  # of parameters that did not take part
+            for bucket in self.buckets[self.num_started :]:  # with parameters that the loss does not depend on
                 bucket.start()
             for bucket in self.buckets:
                 bucket.finish()
@@ -74,9 +74,9 @@ class GradientReducer:
         return bool(self.pending)
 
     def collect(self, parameter: Tensor, grad: Tensor) -> None:
-        """Take a gradient that is final before autograd accumulates it. Only while `is_active`."""
+        """Accumulate a gradient of a fused backward pass, earlier than autograd would. Only while `is_active`."""
         if parameter.grad is None:
-            parameter.grad = grad.to(parameter.dtype)  # autograd would convert it, too
+            parameter.grad = grad.to(parameter.dtype)  # as autograd does
         else:
             parameter.grad.add_(grad)
         self.mark_ready(parameter)
@@ -197,7 +197,7 @@ def make_fsdp_reducer(
 
 
 class ScatterInputs:
-    """Two input buffers that all buckets share: full gradients exist only while they are on their way."""
+    """Two input buffers that all buckets share, so that full gradients exist for two buckets at a time."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.size, self.turn = dtype, 0, 0
@@ -208,7 +208,7 @@ class ScatterInputs:
         self.size = max(self.size, size)
 
     def next_buffer(self, size: int, device: torch.device) -> tuple[int, Tensor]:
-        """The index of a buffer and its beginning, after the collective that has used it last."""
+        """Index and first `size` elements of a buffer, after waiting for the last collective that used it."""
         if not self.buffers:
             self.buffers = [torch.zeros(self.size, dtype=self.dtype, device=device) for _ in self.works]
         self.turn = 1 - self.turn

@@ -96,7 +96,7 @@ def place_model(
 def make_reducer(
     model: nn.Module, plan: ParallelPlan, world: World, reduce_dtype: ReduceDtype = "fp32"
 ) -> GradientReducer | None:
-    """With DDP, give all ranks the weights of rank 0 and return what reduces their gradients; None otherwise."""
+    """With DDP, copy the weights of rank 0 to all ranks and return the reducer of their gradients; None otherwise."""
     if plan.mode != "ddp":
         return None
     for tensor in model.state_dict().values():
@@ -104,10 +104,10 @@ def make_reducer(
     return make_ddp_reducer(list(model.parameters()), world, reduce_dtype)
 
 
-def gradient_sync(forward: Any, reducer: GradientReducer | None, is_last: bool) -> AbstractContextManager[None]:
+def gradient_sync(model: Any, reducer: GradientReducer | None, is_last: bool) -> AbstractContextManager[None]:
     """Context of one micro-batch: ranks exchange gradients only in the last backward pass of an accumulated batch."""
-    if hasattr(forward, "set_requires_gradient_sync"):  # FSDP
-        forward.set_requires_gradient_sync(is_last)
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP
+        model.set_requires_gradient_sync(is_last)
     return nullcontext() if reducer is None else reducer.sync(is_last)
 
 

@@ -1,7 +1,7 @@
 """The ranks of a distributed run: this process's rank, its part of the work, and the collectives.
 
 torchrun sets RANK and WORLD_SIZE, also under Slurm and Kubernetes. A process started without it is a world of size 1,
-in which all of this costs nothing.
+in which nothing is communicated.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class World:
         return [item for rank_items in gathered for item in rank_items]
 
     def first_reason(self, reason: str | None) -> str | None:
-        """A reason against something that any rank has: all ranks must then decide alike."""
+        """The first rank's reason that is not None, so that all ranks take the same decision."""
         return next((item for item in self.all_gather_objects([reason]) if item is not None), None)
 
     def broadcast_from_rank0(self, function: Callable[[], T]) -> T:
@@ -105,9 +105,9 @@ class World:
         return torch.cat(gathered)
 
     def all_gather_rows(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """Concatenate every rank's rows, of which ranks may have different numbers; and the index of this rank's first.
+        """Concatenate the ranks' tensors, whose numbers of rows may differ; returns the index of this rank's first row.
 
-        The numbers are exchanged by the hosts, so that the device is not synchronised.
+        The numbers of rows are exchanged on the CPU, so that the device is not synchronised.
         """
         counts: list[int] = self.all_gather(torch.tensor([len(tensor)])).tolist()
         if len({*counts}) == 1:
@@ -236,7 +236,7 @@ class _Attempt:
         except OSError as error:
             self.failure = f"{error.filename or 'system error'}: {error.strerror or error}", ""
             self.error = VitralError(*self.failure)
-        except BaseException as error:  # whatever it is, the other ranks wait for the outcome
+        except BaseException as error:  # of any kind: the other ranks wait for the outcome
             cause = ": ".join(filter(None, (type(error).__name__, str(error))))
             self.error = error
             self.failure = f"rank {rank} failed with {cause}", f"The traceback is in the output of rank {rank}"

@@ -28,8 +28,8 @@ class Calibration:
     engine: str = "fp32"  # name of the engine whose logits it was fitted to
     prediction_sets: ConformalSets | None = None  # None: predictions are single labels
     prediction_intervals: ConformalIntervals | None = None  # of a regression; None: predictions are single values
-    activation: Activation = "softmax"  # sigmoid: every class is a label of its own
-    thresholds: tuple[float, ...] = ()  # with sigmoid: the probability from which a label is predicted, per class
+    activation: Activation = "softmax"  # sigmoid: labels are independent of each other
+    thresholds: tuple[float, ...] = ()  # with sigmoid: minimum probability of a predicted label, per class
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ConformalSets:
-    """Which classes belong to the prediction set of an image: split conformal prediction with the score 1 - p (LAC).
+    """Prediction sets of classes: split conformal prediction with the score 1 - p (LAC).
 
     Fitted on held-out images and stored in the model's config.json as part of its calibration.
     """
 
-    coverage: float  # share of new images whose set shall contain the true class
+    coverage: float  # target fraction of new images whose set contains the true class
     threshold: float  # a set holds the classes with at least this calibrated probability
     images: int  # number of held-out images on which the threshold was fitted
 
@@ -36,7 +36,7 @@ class ConformalIntervals:
     The interval of a target is its predicted value plus or minus its half-width.
     """
 
-    coverage: float  # share of new images whose true value shall be in the interval, for each target
+    coverage: float  # target fraction of new images whose true value is in the interval, for each target
     half_widths: tuple[float, ...]  # per target, in its units
     images: int  # number of held-out images on which the half-widths were fitted
 

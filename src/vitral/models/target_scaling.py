@@ -6,6 +6,7 @@ Shapes:  B images   R targets
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +28,13 @@ class TargetScaling:
 
     def standardise(self, values_BR: Tensor) -> Tensor:
         """Values in their units to zero mean and unit variance."""
-        mean, std = (torch.tensor(values, dtype=torch.float64, device=values_BR.device) for values in self._values)
+        mean, std = self._tensors(values_BR.device)
         return ((values_BR.double() - mean) / std).float()
 
     def to_units(self, outputs_BR: Tensor) -> Tensor:
         """Outputs of the model to values in their units."""
-        mean, std = (torch.tensor(values, dtype=torch.float64, device=outputs_BR.device) for values in self._values)
+        mean, std = self._tensors(outputs_BR.device)
         return (outputs_BR.double() * std + mean).float()
 
-    @property
-    def _values(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return self.mean, self.std
+    def _tensors(self, device: torch.device) -> Iterator[Tensor]:
+        return (torch.tensor(values, dtype=torch.float64, device=device) for values in (self.mean, self.std))

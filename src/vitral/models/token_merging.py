@@ -27,7 +27,7 @@ from vitral.models.vit import Encoder, EncoderBlock, Grid, MultiHeadAttention, V
 class Matching(NamedTuple):
     """Which tokens are merged: indices among the patches of an image."""
 
-    kept: Tensor  # (B, |A| - r): tokens of A that stay as they are
+    kept: Tensor  # (B, |A| - r): tokens of A that are not merged
     merged: Tensor  # (B, r): tokens of A that are merged
     target: Tensor  # (B, r): the position in B of the token that each is merged into
     b: Tensor  # (|B|,): tokens of B, the same for all images
@@ -51,7 +51,7 @@ def match_tokens(keys_BTd: Tensor, r: int, num_prefix_tokens: int) -> Matching:
 
 
 def merge_tokens(z_BTD: Tensor, size_BT: Tensor, matching: Matching, num_prefix_tokens: int) -> tuple[Tensor, Tensor]:
-    """Tokens (B, T - r, D) and their sizes: prefix tokens, tokens of A that stay, tokens of B."""
+    """Tokens (B, T - r, D) and their sizes: prefix tokens, tokens of A that are not merged, tokens of B."""
     p, D = num_prefix_tokens, z_BTD.shape[2]
     z_BND, size_BN = z_BTD[:, p:], size_BT[:, p:]
 

@@ -16,9 +16,9 @@ INIT_FUNCTIONS = ("uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", 
 
 
 class SkipInit(TorchFunctionMode):
-    """Skip random initialization: it takes a second for B/16, and on the meta device it loads a compiler.
+    """Skip random initialization, which takes a second for B/16 and loads a compiler on the meta device.
 
-    So does torch.arange, of the positions, which is computed on the CPU instead of the meta device.
+    torch.arange, which tables of positions need, would load it too; it runs on the CPU instead of the meta device.
     """
 
     def __torch_function__(

@@ -401,10 +401,10 @@ class Encoder(nn.Module):
         drops = [config.drop_path * block / max(config.depth - 1, 1) for block in range(config.depth)]
         self.blocks = nn.ModuleList(EncoderBlock(config, drop) for drop in drops)
         self.norm: nn.Module = nn.LayerNorm(config.width, config.norm_eps) if config.final_norm else nn.Identity()
-        self.activation_checkpointing = False  # set where the blocks are made to save only their inputs
+        self.activation_checkpointing = False  # set when the blocks are wrapped to save only their inputs
 
     def forward(self, z_BTD: Tensor, grid: Grid, trace: Trace | None = None, kept_BT: Tensor | None = None) -> Tensor:
-        """`kept_BT`: which tokens these are, if patches were dropped; the same for all images if they are rotated."""
+        """`kept_BT`: indices of the tokens, if patches were dropped; equal for all images with rotary positions."""
         rope = None if self.rotary_position is None else self.rotary_position(grid)
         if rope is not None and kept_BT is not None:
             rope = rope[:, kept_BT[0]]

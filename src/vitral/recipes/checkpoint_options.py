@@ -1,4 +1,4 @@
-"""What a user states about a checkpoint of another library: input of `vitral.weights` and part of a recipe."""
+"""Options for reading checkpoints of other libraries (`vitral.weights`), stored in recipes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PREPROCESSING_FIELDS = ("mean", "std", "crop", "interpolation")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Facts about a checkpoint that its files do not contain. Without them they are assumed, and the notes say so.
+    """Properties of a checkpoint that its files do not contain. Omitted ones are assumed, which the notes say.
 
-    Architecture fields must agree with config.json if it states them; preprocessing fields replace what it states.
+    Architecture fields must agree with the checkpoint's config.json; preprocessing fields override it.
     """
 
     heads: int | None = None  # attention heads per block

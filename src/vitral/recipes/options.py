@@ -1,4 +1,4 @@
-"""Values of recipe fields that other packages implement, and which of them a model supports."""
+"""Values of recipe fields that other packages implement, and checks of these values."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_tune(tune: str, depth: int | None = None) -> None:
 
 
 def tune_from_freeze(freeze: str, depth: int) -> str:
-    """The `tune` that a recipe of an older version means with its field `freeze`."""
+    """The `tune` that is equivalent to the field `freeze` of older recipes."""
     if freeze in ("", "backbone"):
         return "head" if freeze else "full"
     return f"{LAST_BLOCKS}{depth - int(freeze)}" if freeze.isdecimal() and int(freeze) <= depth else freeze

@@ -112,7 +112,7 @@ class DataConfig:
 
     @property
     def read_options(self) -> ReadOptions:
-        """How files are read, which does not affect the result."""
+        """Options for reading files. They do not affect the result."""
         return ReadOptions(pack=self.pack, unreadable=self.unreadable, workers=self.workers)
 
 
@@ -267,7 +267,7 @@ class Recipe:
         return LabelOptions(task=task, targets=self.data.targets, separator=self.data.label_separator)
 
     def with_task(self, task: TaskName) -> Recipe:
-        """The recipe for data of this task, with its loss filled in. Other tasks than classification smooth no labels.
+        """The recipe for data of this task, with its loss filled in. Label smoothing is kept for classification only.
 
         Raises:
             VitralError: The recipe has fields that do not apply to the task.
@@ -393,7 +393,7 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
 
 
 def _upgrade_freeze(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as a file of an older version contains them, with `freeze` replaced by `tune`."""
+    """Replace the field `freeze`, which older versions wrote, by `tune`."""
     upgraded, freeze = {name: value for name, value in values.items() if name != "freeze"}, str(values["freeze"])
     model = values.get("model")
     depth = model.get("depth") if isinstance(model, Mapping) else None

@@ -1,4 +1,4 @@
-"""Losses of a student that learns the predictions of a teacher.
+"""Losses for learning the predictions of a teacher.
 
 With the student's logits z_s, the teacher's z_t, softmax ψ and label y, DeiT (arXiv 2012.12877) defines
 

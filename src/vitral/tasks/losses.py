@@ -102,7 +102,7 @@ def balanced_class_weights(labels_N: Tensor, num_classes: int) -> Tensor:
 
 
 def class_balance_terms(recipe: Recipe, labels: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The class weights (K,) and the logit offsets (K,) of a recipe's loss; None where it has none."""
+    """Class weights (K,) and logit offsets (K,) of a recipe's loss; None if the recipe does not use them."""
     num_classes = recipe.model.num_classes
     return (
         balanced_class_weights(labels, num_classes) if recipe.class_weights == "balanced" else None,
@@ -113,8 +113,8 @@ def class_balance_terms(recipe: Recipe, labels: Tensor) -> tuple[Tensor | None, 
 def logit_adjustment_offsets(labels_N: Tensor, num_classes: int, tau: float) -> Tensor:
     """Logit offsets (K,) for the loss: tau times the log of the class frequencies (arXiv 2007.07314).
 
-    A model trained with them leaves the frequencies out of its own logits, which therefore rank the classes as if all
-    were equally frequent. A class without images counts as one image, because log 0 is not finite.
+    The model's own logits then do not contain the frequencies: they rank the classes as if all were equally frequent. A
+    class without images counts as one image, because log 0 is not finite.
     """
     counts_K = torch.bincount(labels_N, minlength=num_classes)
     return tau * (counts_K.clamp(min=1).float() / len(labels_N)).log()

@@ -29,7 +29,7 @@ class Task(Protocol):
         ...
 
     def uniform_loss(self, num_outputs: int, loss: LossName) -> float:
-        """Loss of a model that has learned nothing, the scale on which a loss counts as diverged."""
+        """Loss of an untrained model. A loss far above it counts as diverged."""
         ...
 
     def scores(self, logits_BK: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Variants of the plain ViT, one per file, and the table of their names, which saved models refer to."""
+"""Variants of the plain ViT, one per file, by the names that recipes and saved models use."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def config_class(variant: Any) -> type[ViTConfig]:
 
 
 def upgrade_architecture(fields: Any) -> Any:
-    """Fields of an architecture as a file contains them, with `gelu`, as older versions wrote it, renamed."""
+    """Fields of an architecture from a file. Replaces `gelu`, which older versions wrote, by `activation`."""
     if not isinstance(fields, Mapping) or "gelu" not in fields or "activation" in fields:
         return fields
     activation = {"exact": "gelu", "tanh": "gelu_tanh"}.get(str(fields["gelu"]), fields["gelu"])
     return {**{name: value for name, value in fields.items() if name != "gelu"}, "activation": activation}
 
 
-def check_variant(variant: str, config: ViTConfig, known: Collection[str] = tuple(VARIANTS)) -> None:
-    """Raise ValueError if the variant is not one of the `known` ones or does not support `config`."""
-    if variant not in known:
-        raise ValueError(f"variant must be one of {', '.join(known)}, got {variant!r}")
+def check_variant(variant: str, config: ViTConfig, allowed: Collection[str] = tuple(VARIANTS)) -> None:
+    """Raise ValueError if the variant is not one of the `allowed` ones or does not support `config`."""
+    if variant not in allowed:
+        raise ValueError(f"variant must be one of {', '.join(allowed)}, got {variant!r}")
     expected, actual = config_class(variant).__name__, type(config).__name__
     if expected != actual:
         presets = f"; use a hybrid preset: {', '.join(HYBRIDS)}" if variant == "hybrid" else ""

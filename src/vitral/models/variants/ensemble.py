@@ -1,7 +1,7 @@
-"""An ensemble: several ViTs of one architecture whose probabilities are averaged, such as those of a cross-validation.
+"""An ensemble: the mean probabilities of several ViTs of one architecture, such as the folds of a cross-validation.
 
-It is a model like any other for inference, export and serving. It has no attention maps and features of its own kind:
-its features are those of its members, concatenated.
+Inference, export and serving treat it as a single model. Its features are those of its members, concatenated; it has no
+attention maps.
 """
 
 from __future__ import annotations
