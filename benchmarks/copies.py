@@ -59,7 +59,7 @@ def write_copies(files: Sequence[Path], name: str, folder: Path) -> list[Path]:
 
 def fingerprint(files: Sequence[Path]) -> Any:
     from vitral.data.files.fingerprints import fingerprint_files
-    from vitral.data.files.workers import ImageLocation
+    from vitral.data.files.location import ImageLocation
 
     return fingerprint_files([ImageLocation(str(file)) for file in files])
 

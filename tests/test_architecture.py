@@ -132,7 +132,12 @@ def test_torch_cuda_is_used_only_in_device_code() -> None:
 
 
 # Messages between vitral's own processes, and files with a known checksum.
-PLAIN_JSON = ("utils/json_toml.py", "data/files/worker.py", "data/files/workers.py", "data/registry/convert.py")
+PLAIN_JSON = (
+    "utils/json_toml.py",
+    "data/files/decode_process.py",
+    "data/files/decode_pool.py",
+    "data/registry/convert.py",
+)
 
 
 def test_json_is_written_and_read_with_the_helpers_that_are_strict_and_bounded() -> None:

@@ -18,7 +18,7 @@ from support.common import skip_figures
 from vitral import weights
 from vitral.api import export
 from vitral.data.files.fingerprints import fingerprint_files
-from vitral.data.files.workers import ImageLocation
+from vitral.data.files.location import ImageLocation
 from vitral.data.pixels import PixelFormat
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError

@@ -7,7 +7,7 @@ from pathlib import Path
 from vitral.data.datasets import Dataset, load_builtin_dataset
 from vitral.data.files.file_dataset import ReadOptions, list_images, load_file_dataset, read_listing
 from vitral.data.files.packed import is_packed, read_index, read_split
-from vitral.data.files.pixel_formats import detect_listing_pixels
+from vitral.data.files.pixel_detection import detect_listing_pixels
 from vitral.data.files.walk import IMAGE_SUFFIXES
 from vitral.data.names import SEQUENCE_PREFIX, check_dataset_exists, is_file_dataset
 from vitral.data.pixels import PixelFormat

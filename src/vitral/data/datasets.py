@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.files.fingerprints import ImageFingerprints
-from vitral.data.files.workers import ImageLocation
+from vitral.data.files.location import ImageLocation
 from vitral.data.folds import ALL_FOLDS, Fold, assign_folds
 from vitral.data.lazy_images import Images
 from vitral.data.preprocess import Preprocessing, to_model_input

@@ -27,7 +27,7 @@ from vitral.data.files.fingerprints import ImageFingerprints, empty_fingerprints
 from vitral.data.files.image_fingerprint import THUMBNAIL_SIZE, thumbnail
 from vitral.data.files.image_sizes import stored_size
 from vitral.data.files.listing import SPLIT_NAMES
-from vitral.data.files.pixel_formats import DetectedPixels, detect_item_pixels
+from vitral.data.files.pixel_detection import DetectedPixels, detect_item_pixels
 from vitral.data.files.unreadable import (
     check_unreadable_fraction,
     replace_or_drop_unreadable,

@@ -28,7 +28,7 @@ from torch import Tensor
 from vitral.data.datasets import Dataset, Split
 from vitral.data.files.file_dataset import ReadOptions, storage_preprocessing
 from vitral.data.files.image_sizes import stored_size
-from vitral.data.files.pixel_formats import PHOTO, DetectedPixels, describe_format, detect_pixels
+from vitral.data.files.pixel_detection import PHOTO, DetectedPixels, describe_format, detect_pixels
 from vitral.data.files.unlabelled_files import join_names, merge_image_files
 from vitral.data.lazy_images import Images, MappedImages
 from vitral.data.pixels import ArrayLayout

@@ -20,7 +20,7 @@ from vitral.data.datasets import Split, load_builtin_dataset
 from vitral.data.files.file_dataset import ReadOptions, read_listing, read_packed, storage_preprocessing
 from vitral.data.files.listing import DatasetListing
 from vitral.data.files.packed import is_packed, read_index
-from vitral.data.files.pixel_formats import PHOTO, DetectedPixels, packed_pixels
+from vitral.data.files.pixel_detection import PHOTO, DetectedPixels, packed_pixels
 from vitral.data.files.unlabelled_files import ImageFiles, list_image_files, list_single_files
 from vitral.data.files.walk import is_image_file
 from vitral.data.names import SOURCES_HINT, check_source_exists

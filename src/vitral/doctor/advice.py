@@ -6,8 +6,8 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vitral.data.files.pixel_formats import PHOTO, detect_pixels
-from vitral.data.files.workers import ImageLocation
+from vitral.data.files.location import ImageLocation
+from vitral.data.files.pixel_detection import PHOTO, detect_pixels
 from vitral.data.imbalance import REMEDY, find_imbalance
 from vitral.data.pixels import PixelFormat
 from vitral.device.cpu import busy_warning

@@ -19,7 +19,6 @@ from vitral.analysis.cost import count_parameters, multiply_adds
 from vitral.data.decode import ImageDecodeError, read_header
 from vitral.data.files.file_dataset import list_images
 from vitral.data.files.packed import is_packed
-from vitral.data.files.worker import read_location
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset
 from vitral.device.select import Hardware
 from vitral.doctor.estimates import OVERHEAD_SECONDS, estimate_memory, estimate_seconds
@@ -121,7 +120,7 @@ def read_data_facts(data: DataConfig) -> DataFacts:
     sides = []
     for location, *_ in train[:: max(len(train) // SAMPLED_IMAGES, 1)]:
         try:
-            header = read_header(read_location(*location))
+            header = read_header(location.read())
         except (ImageDecodeError, OSError):  # reported when the images are loaded
             continue
         sides.append(min(header.width, header.height))

@@ -15,7 +15,6 @@ from vitral.data.datasets import Dataset, Split
 from vitral.data.decode import SUPPORTED_FORMATS
 from vitral.data.files.packed import is_packed
 from vitral.data.files.walk import SkippedFiles, find_images, subfolders
-from vitral.data.files.worker import read_location
 from vitral.data.preprocess import to_model_input
 from vitral.errors import VitralError
 from vitral.evaluation.data import (
@@ -172,7 +171,7 @@ def _split_sources(split: Split, indices: Tensor, predictor: Predictor) -> list[
     if not len(indices):
         return []
     if isinstance(split.images, FileImages):
-        return [read_location(*split.images.locations[index]) for index in indices.tolist()]
+        return [split.images.locations[index].read() for index in indices.tolist()]
     images = split.images[indices].unbind(0)
     # Packed validation images are cropped already: pad them, so that decoding returns exactly their pixels.
     pad = predictor.model_config.preprocessing.pad_for_roundtrip

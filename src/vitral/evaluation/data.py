@@ -20,10 +20,9 @@ from vitral.data.datasets import Dataset, Split, load_builtin_dataset
 from vitral.data.files.file_dataset import list_images, load_file_dataset
 from vitral.data.files.folders import check_single_label
 from vitral.data.files.listing import DatasetListing
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.packed import is_packed
 from vitral.data.files.unreadable import check_unreadable_fraction
-from vitral.data.files.worker import read_location
-from vitral.data.files.workers import ImageLocation
 from vitral.data.lazy_images import Images, LazyImages
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset, is_shard_pattern
 from vitral.data.preprocess import Preprocessing
@@ -70,7 +69,7 @@ class FileImages(LazyImages):
 
         def decode_one(position: int, location: ImageLocation) -> None:
             try:
-                source = read_location(*location)
+                source = location.read()
             except (OSError, VitralError) as error:
                 errors[position] = str(error)
                 return

@@ -27,7 +27,7 @@ from vitral.data.files.file_dataset import (
 from vitral.data.files.folders import check_single_label
 from vitral.data.files.listing import DatasetListing
 from vitral.data.files.packed import is_packed, read_index
-from vitral.data.files.pixel_formats import detect_listing_pixels, packed_pixels
+from vitral.data.files.pixel_detection import detect_listing_pixels, packed_pixels
 from vitral.data.loader import Loader, to_device_if_fits, training_images
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset
 from vitral.data.preprocess import Preprocessing, channel_stats

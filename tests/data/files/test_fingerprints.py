@@ -21,8 +21,7 @@ from vitral.data.files.fingerprints import (
     fingerprint_tensor,
     load_fingerprints,
 )
-from vitral.data.files.worker import read_location
-from vitral.data.files.workers import ImageLocation
+from vitral.data.files.location import ImageLocation
 from vitral.errors import VitralError
 
 
@@ -96,11 +95,13 @@ def test_recompressed_copies_of_images_similar_by_nature_are_found(tmp_path: Pat
 def test_only_new_and_changed_files_are_read_again(photos: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
 
-    def counted(*location: object) -> Path | bytes:
-        reads.append(location[0])
-        return read_location(*location)  # type: ignore[arg-type]
+    read = ImageLocation.read
 
-    monkeypatch.setattr(module, "read_location", counted)
+    def counted(location: ImageLocation) -> Path | bytes:
+        reads.append(location.path)
+        return read(location)
+
+    monkeypatch.setattr(ImageLocation, "read", counted)
     first = fingerprints(*photos[:6])
     assert len(reads) == 6
     save_random_image(photos[0], 77)

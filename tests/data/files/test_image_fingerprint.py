@@ -16,13 +16,14 @@ from PIL import Image
 from support.photos import PREPROCESSING, save_class_folders
 from support.random_classes import save_random_image
 from vitral.data.datasets import Dataset
-from vitral.data.files import file_dataset, fingerprints, image_fingerprint, pack_writer, worker
+from vitral.data.files import decode_process, file_dataset, image_fingerprint, pack_writer
+from vitral.data.files.decode_pool import DecodeWorkers
+from vitral.data.files.decode_process import DecodeOptions, RowFile, decode_into
 from vitral.data.files.file_dataset import ReadOptions, list_images, read_listing
 from vitral.data.files.fingerprints import CachedFingerprints, ImageFingerprints, fingerprint_files
 from vitral.data.files.image_fingerprint import Fingerprint, fingerprint_pixels, hash_bytes
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.pack_writer import PackWriter
-from vitral.data.files.worker import DecodeOptions, RowFile, decode_into
-from vitral.data.files.workers import DecodeWorkers, ImageLocation
 from vitral.data.lazy_images import iter_batches
 from vitral.data.pixels import ChannelImage
 from vitral.data.registry.cache import cache_dir
@@ -75,7 +76,7 @@ def test_fingerprint_is_the_same_while_decoding_and_on_its_own(
     assert (file.stat().st_size > 20_000) == kind.startswith("large")
     options = DecodeOptions("bilinear", allow_reduced_jpeg=split == "train", fingerprints=True)
     with (tmp_path / "rows").open("w+b") as rows:
-        decoded = decode_into(RowFile(rows.fileno(), SHAPE), [0], [(str(file), 0, -1)], options)
+        decoded = decode_into(RowFile(rows.fileno(), SHAPE), [0], [ImageLocation(str(file))], options)
     alone = fingerprint_files([ImageLocation(str(file))])
     assert not decoded.errors
     together = Fingerprint.from_hex(decoded.fingerprints[0])
@@ -96,7 +97,7 @@ def test_file_is_not_decoded_twice_if_the_model_gets_the_same_pixels(
     monkeypatch.setattr(image_fingerprint, "decode_native", lambda *_, **__: pytest.fail("decoded twice"))
     options = DecodeOptions("bilinear", fingerprints=True)
     with (tmp_path / "rows").open("w+b") as rows:
-        location = (str(FILES[kind](tmp_path)), 0, -1)
+        location = ImageLocation(str(FILES[kind](tmp_path)))
         assert 0 in decode_into(RowFile(rows.fileno(), SHAPE), [0], [location], options).fingerprints
 
 
@@ -157,7 +158,7 @@ def test_packing_caches_the_fingerprints_of_its_files(
     if decoder == "during the epoch":
         _ = list(iter_batches(dataset.train.images, [torch.arange(24)]))
     expected = without_cache(locations_of(dataset), tmp_path, monkeypatch)
-    monkeypatch.setattr(fingerprints, "read_location", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(ImageLocation, "read", lambda *_: pytest.fail("read again"))
     assert_equal(fingerprint_files(locations_of(dataset)), expected)
 
 
@@ -175,7 +176,7 @@ def test_cached_fingerprints_are_not_computed_again_while_packing(
     locations = locations_of(load(photos, fingerprints=False))
     fingerprint_files(locations)
     shutil.rmtree(cache_dir() / "packed")
-    monkeypatch.setattr(worker, "fingerprint_decoded", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(decode_process, "fingerprint_decoded", lambda *_: pytest.fail("computed again"))
     load(photos)
 
 

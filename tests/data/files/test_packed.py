@@ -335,16 +335,16 @@ def test_invalid_read_options_are_errors(changes):
 PACK_SCRIPT = """
 import sys
 from pathlib import Path
-from vitral.data.files import pack_writer, workers
+from vitral.data.files import decode_pool, pack_writer
 from vitral.data.files.file_dataset import load_file_dataset
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 pack_writer.MIN_FILES_FOR_WORKERS = pack_writer.MAX_THREADS = 0
-start = workers.DecodeWorkers.__init__
+start = decode_pool.DecodeWorkers.__init__
 def start_and_print_pids(self, *args, **kwargs):
     start(self, *args, **kwargs)
     print(*[process.pid for process in self.processes], flush=True)
-workers.DecodeWorkers.__init__ = start_and_print_pids
+decode_pool.DecodeWorkers.__init__ = start_and_print_pids
 preprocessing = Preprocessing(image_size=(64, 64), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
 try:
     load_file_dataset(sys.argv[1], preprocessing)

@@ -19,12 +19,12 @@ import vitral
 from support.common import identical
 from support.photos import PREPROCESSING, save_class_folders
 from vitral.data.files import file_dataset, pack_writer, packing_images
+from vitral.data.files.decode_pool import DecodeThreads
 from vitral.data.files.file_dataset import ReadOptions, load_file_dataset
 from vitral.data.files.packed import is_packed, read_split
 from vitral.data.files.packing_images import PackingImages
 from vitral.data.files.row_checksums import join_checksums
 from vitral.data.files.stream import StreamedImages
-from vitral.data.files.workers import DecodeThreads
 from vitral.data.loader import Loader
 from vitral.data.registry.cache import cache_dir
 from vitral.errors import VitralError

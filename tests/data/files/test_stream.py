@@ -14,9 +14,9 @@ import vitral
 from support.common import identical
 from support.photos import PREPROCESSING, save_class_folders
 from vitral.data.files import stream
+from vitral.data.files.decode_pool import DecodeWorkers
 from vitral.data.files.file_dataset import ReadOptions, load_file_dataset
 from vitral.data.files.stream import StreamedImages
-from vitral.data.files.workers import DecodeWorkers
 from vitral.data.lazy_images import LazyImages
 from vitral.data.loader import Loader, to_device_if_fits
 from vitral.data.preprocess import channel_stats, to_model_input

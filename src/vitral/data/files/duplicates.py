@@ -27,9 +27,8 @@ from torch import Tensor
 from vitral.data.decode import ImageDecodeError
 from vitral.data.files.fingerprints import ImageFingerprints, ReportProgress
 from vitral.data.files.image_fingerprint import THUMBNAIL_SIZE, Array, decode_small, thumbnail
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.walk import irregular_file_kind
-from vitral.data.files.worker import read_location
-from vitral.data.files.workers import ImageLocation
 from vitral.device.cpu import available_cpus
 
 MIN_SIGNATURE_SIMILARITY = 0.72  # of candidate pairs; different photographs reached 0.73
@@ -74,7 +73,7 @@ def thumbnails(locations: Sequence[ImageLocation], report_progress: ReportProgre
 
     def fill(index: int) -> None:
         try:
-            array[index] = thumbnail(decode_small(read_location(*locations[index])))
+            array[index] = thumbnail(decode_small(locations[index].read()))
         except ImageDecodeError:
             return
 

@@ -18,6 +18,7 @@ import torch
 from vitral.data.datasets import Dataset, Split
 from vitral.data.files.folders import check_single_label, list_folder
 from vitral.data.files.listing import DatasetListing
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.pack_writer import PackJob, pack_split
 from vitral.data.files.packed import (
     FORMAT,
@@ -35,7 +36,6 @@ from vitral.data.files.packing_images import packing_images
 from vitral.data.files.remote import is_url
 from vitral.data.files.shards import list_shards
 from vitral.data.files.stream import StreamedImages
-from vitral.data.files.workers import ImageLocation
 from vitral.data.folds import Fold
 from vitral.data.lazy_images import Images, MappedImages
 from vitral.data.names import SEQUENCE_PREFIX, is_shard_pattern

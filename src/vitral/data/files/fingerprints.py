@@ -30,8 +30,7 @@ from vitral.data.files.image_fingerprint import (
     fingerprint_pixels,
     hash_bytes,
 )
-from vitral.data.files.worker import read_location
-from vitral.data.files.workers import ImageLocation
+from vitral.data.files.location import ImageLocation
 from vitral.data.pixels import ChannelImage, PixelSource
 from vitral.data.registry.cache import cache_dir
 from vitral.device.cpu import available_cpus
@@ -170,13 +169,13 @@ def _for_all(rows: Sequence[int], fill: Callable[[int], None], report_progress: 
 
 def _hash_file(fingerprints: ImageFingerprints, row: int, location: ImageLocation) -> None:
     with suppress(OSError, VitralError):
-        fingerprints.file_hashes[row] = hash_bytes(read_content(read_location(*location)))
+        fingerprints.file_hashes[row] = hash_bytes(read_content(location.read()))
 
 
 def _read_fingerprint(location: ImageLocation) -> Fingerprint | None:
     """The fingerprint of a file; None if it is unreadable."""
     with suppress(OSError, VitralError):
-        return fingerprint_content(read_content(read_location(*location)))
+        return fingerprint_content(read_content(location.read()))
     return None
 
 

@@ -31,9 +31,9 @@ from vitral.data.files.listing import (
     merge_validation,
     needs_holdout,
 )
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.packed import fingerprint
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason, irregular_file_kind, iter_images
-from vitral.data.files.workers import ImageLocation
 from vitral.data.folds import Fold
 from vitral.data.names import LAYOUT_HINT
 from vitral.data.progress_bars import progress_bars

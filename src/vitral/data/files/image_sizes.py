@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from vitral.data.decode import ImageDecodeError, read_upright_size
-from vitral.data.files.worker import read_location
-from vitral.data.files.workers import ImageLocation
+from vitral.data.files.location import ImageLocation
 from vitral.data.geometry import Size, bucket_sizes, nearest_bucket
 from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import available_cpus
@@ -30,7 +29,7 @@ def read_stored_sizes(
 
     def size_of(location: ImageLocation) -> Size:
         try:
-            height, width = read_upright_size(read_location(*location), stored.pixel_format)
+            height, width = read_upright_size(location.read(), stored.pixel_format)
         except (ImageDecodeError, VitralError, OSError):
             height, width = 1, 1  # reported when it is decoded
         return stored_size(height, width, stored, is_train=is_train)

@@ -13,7 +13,7 @@ import numpy as np
 
 from vitral.data.classes import class_index_map
 from vitral.data.datasets import fold_text, holdout_masks
-from vitral.data.files.workers import ImageLocation
+from vitral.data.files.location import ImageLocation
 from vitral.data.folds import ALL_FOLDS, Fold
 from vitral.data.targets import LabelValue, TaskName, labels_array
 from vitral.errors import VitralError, did_you_mean, truncate_list

@@ -23,20 +23,15 @@ from typing import Any
 import numpy as np
 
 from vitral.data.files.checked_json import read_checked_json, warn_rebuilt, write_checked_json
+from vitral.data.files.decode_pool import THREADS_PER_PROCESS, DecodeThreads, DecodeWorkers, decode_options
+from vitral.data.files.decode_process import Decoded, RowFile
 from vitral.data.files.fingerprints import MAX_THUMBNAILS, CachedFingerprints
 from vitral.data.files.image_fingerprint import Fingerprint
 from vitral.data.files.image_sizes import read_stored_sizes
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.packed import DamagedPackError, PackedSplit, PackIndex, read_split, write_split_metadata
 from vitral.data.files.row_checksums import join_checksums, row_checksum
 from vitral.data.files.unreadable import check_unreadable_fraction, replace_or_drop_unreadable
-from vitral.data.files.worker import Decoded, RowFile
-from vitral.data.files.workers import (
-    THREADS_PER_PROCESS,
-    DecodeThreads,
-    DecodeWorkers,
-    ImageLocation,
-    decode_options,
-)
 from vitral.data.preprocess import Preprocessing
 from vitral.data.progress_bars import progress_bars
 from vitral.data.targets import Labels, TaskName

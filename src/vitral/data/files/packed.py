@@ -31,8 +31,8 @@ from filelock import Timeout
 from torch import Tensor
 
 from vitral.data.files.checked_json import read_checked_json, write_checked_json
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.row_checksums import file_checksum
-from vitral.data.files.workers import ImageLocation
 from vitral.data.geometry import Size
 from vitral.data.lazy_images import Images
 from vitral.data.preprocess import Preprocessing

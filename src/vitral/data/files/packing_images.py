@@ -21,9 +21,9 @@ import torch
 from filelock import Timeout
 from torch import Tensor
 
+from vitral.data.files.decode_process import Decoded
 from vitral.data.files.pack_writer import PackJob, PackWriter
 from vitral.data.files.unreadable import check_unreadable_fraction, replacement_for, warn_unreadable
-from vitral.data.files.worker import Decoded
 from vitral.data.lazy_images import Images, LazyImages, iter_batches
 from vitral.errors import VitralError
 from vitral.utils.locks import file_lock

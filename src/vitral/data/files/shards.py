@@ -33,9 +33,9 @@ from vitral.data.files.listing import (
     merge_validation,
     needs_holdout,
 )
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.remote import MAX_IMAGE_BYTES, is_url, open_url, read_range, url_version
 from vitral.data.files.walk import IMAGE_SUFFIXES
-from vitral.data.files.workers import ImageLocation
 from vitral.data.folds import Fold
 from vitral.data.registry.cache import cache_dir
 from vitral.errors import VitralError

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitral.data.files.decode_pool import DecodeWorkers, decode_options, shared_buffer
+from vitral.data.files.decode_process import Decoded, RowFile
 from vitral.data.files.image_sizes import read_stored_sizes
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.unreadable import check_unreadable_fraction, replacement_for, warn_unreadable
-from vitral.data.files.worker import Decoded, RowFile
-from vitral.data.files.workers import DecodeWorkers, ImageLocation, decode_options, shared_buffer
 from vitral.data.lazy_images import LazyImages
 from vitral.data.preprocess import Preprocessing
 from vitral.data.targets import Labels

@@ -20,10 +20,10 @@ from pathlib import Path
 from vitral.data.files.csv_list import read_csv_files
 from vitral.data.files.exclude import exclude_files
 from vitral.data.files.listing import SPLIT_NAMES, DatasetListing
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.remote import is_url
 from vitral.data.files.shards import read_shard_indices
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason
-from vitral.data.files.workers import ImageLocation
 from vitral.data.names import is_shard_pattern
 from vitral.data.pixels import SUPPORTED_FORMATS
 from vitral.errors import VitralError, truncate_list

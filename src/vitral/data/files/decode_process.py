@@ -1,6 +1,6 @@
 """A decoding worker process: reads requests from sockets, decodes images into a shared file, replies with the errors.
 
-    python -m vitral.data.files.worker FD OFFSET C H W OPTIONS SOCKET [SOCKET ...]
+    python -m vitral.data.files.decode_process FD OFFSET C H W OPTIONS SOCKET [SOCKET ...]
 
     → ready
     ← {"rows": [7, 8], "locations": [["a.jpg", 0, -1], ["shard.tar", 1536, 20481]], "sizes": null}
@@ -28,7 +28,7 @@ import numpy as np
 
 from vitral.data.decode import ImageDecodeError, decode_pixels, read_content
 from vitral.data.files.image_fingerprint import fingerprint_decoded
-from vitral.data.files.remote import is_url, read_range
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.row_checksums import row_checksum
 from vitral.data.geometry import Geometry, Resize, Size, input_geometry
 from vitral.data.pixels import ArrayLayout, PixelFormat, PixelSource, PixelType
@@ -77,21 +77,10 @@ class Decoded(NamedTuple):
     fingerprints: dict[int, str]  # of their files, in hexadecimal; not of those that can only be decoded for the model
 
 
-def read_location(path: str, offset: int, size: int) -> Path | bytes:
-    """A whole file as a path; a part of a local or remote shard as bytes."""
-    if size < 0:
-        return Path(path)
-    if is_url(path):
-        return read_range(path, offset, size)
-    with Path(path).open("rb") as file:
-        file.seek(offset)
-        return file.read(size)
-
-
 def decode_into(
     target: RowFile,
     rows: Sequence[int],
-    locations: Sequence[tuple[str, int, int]],
+    locations: Sequence[ImageLocation],
     options: DecodeOptions,
     sizes: Sequence[Size] | None = None,
 ) -> Decoded:
@@ -100,13 +89,12 @@ def decode_into(
     `sizes` are those that the images are resized to, if they differ (variable_images.py).
     """
     decoded = Decoded({}, {}, {})
-    for position, (row, (path, offset, length)) in enumerate(zip(rows, locations, strict=True)):
-        name = path if length < 0 else f"{path} at byte {offset}"
+    for position, (row, location) in enumerate(zip(rows, locations, strict=True)):
         try:
-            source = read_location(path, offset, length)
+            source = location.read()
             if options.fingerprints:
                 source = read_content(source)
-            image = _decode(source, name, target.shape, options)
+            image = _decode(source, str(location), target.shape, options)
             pixels = _to_row(image, target.shape, options, None if sizes is None else sizes[position])
             target.write(row, pixels)
             if options.checksums:
@@ -118,7 +106,7 @@ def decode_into(
         except VitralError as error:
             decoded.errors[row] = error.what
         except OSError as error:
-            decoded.errors[row] = f"{name}: {error.strerror or error}"
+            decoded.errors[row] = f"{location}: {error.strerror or error}"
     return decoded
 
 
@@ -159,7 +147,8 @@ def serve_requests(connection: socket.socket, target: RowFile, options: DecodeOp
         stream.flush()
         for line in stream:
             request = json.loads(line)
-            decoded = decode_into(target, request["rows"], request["locations"], options, request["sizes"])
+            locations = [ImageLocation(*fields) for fields in request["locations"]]
+            decoded = decode_into(target, request["rows"], locations, options, request["sizes"])
             stream.write(json.dumps(decoded._asdict()) + "\n")
             stream.flush()
 

@@ -11,7 +11,8 @@ import pytest
 
 from support.photos import save_photo
 from vitral.data.decode import decode_image
-from vitral.data.files.worker import DecodeOptions, RowFile, decode_into
+from vitral.data.files.decode_process import DecodeOptions, RowFile, decode_into
+from vitral.data.files.location import ImageLocation
 from vitral.data.geometry import input_geometry
 from vitral.data.resize_crop import resize_and_crop
 
@@ -29,7 +30,7 @@ def test_rows_are_written_at_their_place_with_their_checksums(tmp_path: Path, mo
     file.write_bytes(b"header" + bytes(range(250)) * 30)
     untouched = file.read_bytes()[6 + 4 * 1800 :]
     fd = os.open(file, os.O_RDWR)
-    locations = [(str(tmp_path / f"{index}.png"), 0, -1) for index in range(3)]
+    locations = [ImageLocation(str(tmp_path / f"{index}.png")) for index in range(3)]
     decoded = decode_into(RowFile(fd, SHAPE, 6), [3, 0, 1], locations, DecodeOptions("bilinear", checksums=True))
     os.close(fd)
     assert list(decoded.errors) == [0]

@@ -18,10 +18,9 @@ from PIL import Image
 
 from vitral.data.decode import ImageDecodeError, read_format
 from vitral.data.files.listing import DatasetListing
+from vitral.data.files.location import ImageLocation
 from vitral.data.files.packed import is_packed, read_index
 from vitral.data.files.remote import is_url
-from vitral.data.files.worker import read_location
-from vitral.data.files.workers import ImageLocation
 from vitral.data.pixels import ArrayLayout, PixelFormat, to_channels_first
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError, truncate_list
@@ -47,7 +46,7 @@ def detect_pixels(locations: Sequence[ImageLocation], name: str, layout: ArrayLa
 
     def read(location: ImageLocation) -> PixelFormat | None:
         try:
-            file_format = read_format(read_location(*location), str(location), layout=layout)
+            file_format = read_format(location.read(), str(location), layout=layout)
         except (OSError, VitralError) as error:
             if "ambiguous" in str(error):
                 raise

@@ -26,7 +26,8 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from vitral.data.files.worker import Decoded, DecodeOptions, RowFile, decode_into
+from vitral.data.files.decode_process import Decoded, DecodeOptions, RowFile, decode_into
+from vitral.data.files.location import ImageLocation
 from vitral.data.geometry import Size
 from vitral.data.pixels import PixelType
 from vitral.data.preprocess import Preprocessing
@@ -56,17 +57,6 @@ def decode_options(split: str, stored: Preprocessing) -> DecodeOptions:
         layout=stored.layout,
         channel_names=stored.channel_names,
     )
-
-
-class ImageLocation(NamedTuple):
-    """Where the bytes of an image are: a whole file, or a byte range of a local or remote shard."""
-
-    path: str  # or URL
-    offset: int = 0
-    size: int = -1  # -1: the whole file
-
-    def __str__(self) -> str:
-        return self.path if self.size < 0 else f"{self.path} at byte {self.offset}"
 
 
 OnDecoded = Callable[[Decoded], None]  # called in any thread
@@ -218,7 +208,7 @@ def _start_process(args: Sequence[str], fd: int, num_threads: int) -> list[Conne
     pairs = [socket.socketpair() for _ in range(num_threads)]
     numbers = [theirs.fileno() for _, theirs in pairs]
     process = subprocess.Popen(
-        [sys.executable, "-m", "vitral.data.files.worker", *args, *map(str, numbers)],
+        [sys.executable, "-m", "vitral.data.files.decode_process", *args, *map(str, numbers)],
         stdin=subprocess.DEVNULL,
         pass_fds=[fd, *numbers],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # parallelism is across threads and workers
