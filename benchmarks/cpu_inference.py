@@ -40,8 +40,8 @@ from vitral import data, weights
 from vitral.data.preprocess import to_model_input
 from vitral.device.cpu import cpu_has_bf16, cpu_name
 from vitral.inference.bench import SETTLE_SECONDS, CpuEngines, build_engines, run_batched, shared
+from vitral.inference.cascade import CascadeEngine
 from vitral.inference.cpu_engine import CpuEngine
-from vitral.inference.engine import CascadeEngine
 from vitral.inference.openvino_engine import openvino_core
 from vitral.inference.parallel_batches import share_batch
 from vitral.inference.predictor import Predictor

@@ -33,8 +33,8 @@ from cpu_inference import PACKAGES, WIDTH_FACTORS, ForwardFn, openvino_graphs, o
 from vitral.device.cpu import cpu_name
 from vitral.inference.agreement import Agreement
 from vitral.inference.bench import SETTLE_SECONDS, build_engines, recommend, shared, speed_columns
-from vitral.inference.engine import CascadeEngine
-from vitral.inference.engine_selection import BenchRow
+from vitral.inference.bench_results import BenchRow
+from vitral.inference.cascade import CascadeEngine
 from vitral.inference.parallel_batches import share_batch
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT

@@ -30,7 +30,7 @@ from torch import Tensor
 from _output import add_output_arguments, write_results
 from fp8_predictions import compute_logits, load_images, with_fp8_rounding
 from vitral.inference.agreement import Agreement, top1_agreement
-from vitral.inference.engine import cascade_margin, margin_for_agreement
+from vitral.inference.cascade import cascade_margin, margin_for_agreement
 from vitral.inference.predictor import Predictor
 
 MARGINS: dict[str, Callable[[Tensor, Tensor], float]] = {
@@ -47,7 +47,7 @@ def gpu_engines(predictor: Predictor) -> dict[str, Any]:
     from vitral.inference.cuda_cascade import build_recheck_engine, fp8_hardware
     from vitral.inference.cuda_engine import CudaEngine
     from vitral.inference.engine import ReferenceEngine
-    from vitral.inference.engine_selection import cuda_hardware
+    from vitral.inference.gpu_selection import cuda_hardware
 
     model, preprocessing = predictor.model, predictor.model_config.preprocessing
     return {

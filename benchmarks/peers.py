@@ -183,7 +183,7 @@ def make_vitral_inference(case: Case, info: Info) -> StepFn:
     import torch
 
     from vitral.data.preprocess import Preprocessing
-    from vitral.inference.engine_selection import select_cuda_engine
+    from vitral.inference.gpu_selection import select_cuda_engine
     from vitral.models.token_merging import TokenMergingViT
     from vitral.models.vit import ViT
 

@@ -235,7 +235,7 @@ def test_fields_read_from_source_match_the_imported_class(module: str, name: str
 def test_shared_choices_match_the_types_of_the_library() -> None:
     from vitral.device.select import DeviceOption
     from vitral.evaluation.data import SplitName
-    from vitral.inference.engine_selection import EngineName
+    from vitral.inference.engine import EngineName
 
     assert set(typing.get_args(options.DeviceFlag)) == set(typing.get_args(DeviceOption))
     assert set(typing.get_args(options.SplitFlag)) == set(typing.get_args(SplitName))

@@ -12,8 +12,8 @@ from support.models import save_random_model, smooth_images
 from vitral.device.cpu import cpu_has_bf16
 from vitral.evaluation.class_engine import class_engine
 from vitral.evaluation.corruptions import SEVERITIES, corrupt
-from vitral.inference.engine import CascadeEngine
-from vitral.inference.engine_selection import EngineName
+from vitral.inference.cascade import CascadeEngine
+from vitral.inference.engine import EngineName
 from vitral.inference.predictor import Predictor
 
 

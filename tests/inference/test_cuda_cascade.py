@@ -15,16 +15,12 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import cpu_name
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
-from vitral.inference import cuda_cascade, engine_selection, gpu_calibration
+from vitral.inference import cuda_cascade, gpu_selection, job_bench
+from vitral.inference.bench_results import BenchRow, delete_bench_result, load_bench_results, save_bench_result
 from vitral.inference.cuda_cascade import CudaCascadeEngine, build_fp8_cascade, build_recheck_engine
 from vitral.inference.cuda_engine import CudaEngine
-from vitral.inference.engine_selection import (
-    BenchRow,
-    delete_bench_result,
-    load_bench_results,
-    select_gpu_engine,
-)
 from vitral.inference.gpu_bench import recommend_gpu_engine, run_gpu_bench
+from vitral.inference.gpu_selection import select_gpu_engine
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig
@@ -45,7 +41,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def select_hardware(*, precision: str, **_: Any) -> Hardware:
         return fake_gpu(precision="fp32" if precision == "fp32" else "bf16")
 
-    for module in (cuda_cascade, engine_selection):
+    for module in (cuda_cascade, gpu_selection):
         monkeypatch.setattr(module, "select_hardware", select_hardware)
 
 
@@ -108,7 +104,7 @@ def test_a_benchmark_calibrates_and_auto_uses_it(model: ViT, images: Tensor, tmp
     assert (choice.name, result.reason in choice.reason) == ("bf16", True)
 
     stored = replace(result, cpu=cpu_name(), engine="fp8-cascade", reason="1.4x bf16")
-    engine_selection.save_bench_result(tmp_path, stored)
+    save_bench_result(tmp_path, stored)
     choice = select_gpu_engine(model, PREPROCESSING, fake_gpu(), "auto", tmp_path)
     assert (choice.name, choice.precision, choice.reason) == ("fp8-cascade", "fp8", "1.4x bf16")
     assert isinstance(choice.engine, CudaCascadeEngine)
@@ -131,12 +127,12 @@ def test_a_cascade_that_cannot_be_built_is_replaced_by_bf16_with_the_reason(
     model: ViT, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run_gpu_bench(model, PREPROCESSING, fake_gpu(), images, images[:16], None, batch_sizes=(4,), seconds=0.001)
-    engine_selection.save_bench_result(tmp_path, replace(result, cpu=cpu_name(), engine="fp8-cascade"))
+    save_bench_result(tmp_path, replace(result, cpu=cpu_name(), engine="fp8-cascade"))
 
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA out of memory\nand more")
 
-    monkeypatch.setattr(engine_selection, "build_fp8_cascade", fail)
+    monkeypatch.setattr(gpu_selection, "build_fp8_cascade", fail)
     choice = select_gpu_engine(model, PREPROCESSING, fake_gpu(), "auto", tmp_path)
     assert choice.name == "bf16"
     assert choice.reason.endswith("fp8-cascade was fastest, but fp8-cascade engine unavailable: CUDA out of memory")
@@ -195,17 +191,17 @@ def test_a_large_job_is_calibrated_once_on_a_sample_of_its_images(model: ViT, tm
         architecture=model.config, preprocessing=PREPROCESSING, classes=tuple("abcdefg"), trained_on="x", epoch=1
     )
     predictor = Predictor(model, config, fake_gpu())
-    sample = gpu_calibration.load_sample(predictor, [tmp_path / "images"], 40, size=10)
+    sample = job_bench.load_sample(predictor, [tmp_path / "images"], 40, size=10)
     assert sample.shape == (9, 3, 16, 16)  # one of ten is damaged
-    sample = gpu_calibration.load_sample(predictor, [tmp_path / "images"], 40)
+    sample = job_bench.load_sample(predictor, [tmp_path / "images"], 40)
     folder = tmp_path / "model"
     folder.mkdir()
-    gpu_calibration.choose_engine(predictor, sample, folder)
+    job_bench.choose_engine(predictor, sample, folder)
     (result,) = load_bench_results(folder).values()
     assert (result.images, result.calibration_images) == (29, 10)
     assert predictor.engine.name == "bf16"
     assert "FP8 is not used" in predictor.engine.reason
 
     lines: list[str] = []
-    gpu_calibration.calibrate_for_job(predictor, [tmp_path / "images"], folder, lines.append)
+    job_bench.bench_for_job(predictor, [tmp_path / "images"], folder, lines.append)
     assert not lines, "a CPU, a small model, a small job and a stored benchmark: each is enough"

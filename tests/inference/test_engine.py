@@ -26,22 +26,15 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device import cpu as cpu_info
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
-from vitral.inference import engine_selection
+from vitral.inference import bench_results, gpu_selection
+from vitral.inference.bench_results import BenchResult, BenchRow, load_bench_results, save_bench_result
+from vitral.inference.cascade import CascadeEngine, cascade_margin, margin_for_agreement
 from vitral.inference.cpu_blocks import Int8Block
-from vitral.inference.cpu_engine import CpuEngine, CpuPrecision, supported_precisions
+from vitral.inference.cpu_engine import CpuEngine, CpuPrecision
 from vitral.inference.cuda_engine import CudaEngine
-from vitral.inference.engine import CascadeEngine, ReferenceEngine, cascade_margin, margin_for_agreement
-from vitral.inference.engine_selection import (
-    BenchResult,
-    BenchRow,
-    build_engine,
-    cuda_hardware,
-    load_bench_results,
-    save_bench_result,
-    select_cpu_engine,
-    select_cuda_engine,
-    select_engine,
-)
+from vitral.inference.engine import ReferenceEngine
+from vitral.inference.engine_selection import build_engine, select_cpu_engine, select_engine
+from vitral.inference.gpu_selection import cuda_hardware, select_cuda_engine
 from vitral.inference.int8_calibration import collect_activation_ranges, load_activation_ranges, save_activation_ranges
 from vitral.inference.linear import Int8Linear, PackedLinear, PlainLinear, to_uint8
 from vitral.inference.predictor import Predictor
@@ -324,7 +317,7 @@ def test_int8_needs_activation_ranges(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', '{"x": {"margins": {}, "rows": [{"a": 1}]}}'])
 def test_a_corrupt_benchmark_file_is_ignored_and_replaced(model_dir: Path, text: str) -> None:
-    file = model_dir / engine_selection.FILE_NAME
+    file = model_dir / bench_results.FILE_NAME
     file.write_text(text)
     assert load_bench_results(model_dir) == {}
     Predictor.load(model_dir, device="cpu")
@@ -335,7 +328,6 @@ def test_a_corrupt_benchmark_file_is_ignored_and_replaced(model_dir: Path, text:
 def test_unsupported_precisions_are_refused_with_the_reason(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitral.inference.cpu_engine.cpu_has_bf16", lambda: False)
     monkeypatch.setattr("vitral.inference.cpu_engine.cpu_has_int8", lambda: False)
-    assert supported_precisions() == ("fp32",)
     for engine, reason in (
         ("bf16", "no bf16 instructions"),
         ("int8-cascade", "no 8-bit dot products"),
@@ -422,7 +414,7 @@ def test_gpu_kernels_are_used_for_throughput_fp8_or_on_request(
         allowed = arguments["compile"] != "no"
         return fake_gpu(precision="bf16", compile=allowed, use_triton=allowed)
 
-    monkeypatch.setattr(engine_selection, "select_hardware", select_hardware)
+    monkeypatch.setattr(gpu_selection, "select_hardware", select_hardware)
     arguments: dict[str, Any] = {"name": "auto", "compile": "no", "throughput": False} | options
     hardware = cuda_hardware(**arguments)
     precision = {"fp8": "fp8"}.get(arguments["name"], "auto")

@@ -15,7 +15,7 @@ from support.models import save_random_model, smooth_photo
 from support.training import run_vitral
 from vitral.device import cpu as cpu_info
 from vitral.evaluation.data import load_eval_target
-from vitral.inference.engine_selection import EngineName
+from vitral.inference.engine import EngineName
 from vitral.inference.int8_calibration import collect_activation_ranges, save_activation_ranges
 from vitral.inference.predictor import Predictor
 from vitral.runs.model_io import load_model, save_model

@@ -28,9 +28,10 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device import cpu as cpu_info
 from vitral.errors import VitralError
 from vitral.inference import bench
+from vitral.inference.bench_results import BenchResult, BenchRow, save_bench_result
 from vitral.inference.cpu_backends import CpuBackend, PrecisionEngine, throughput_backend
 from vitral.inference.cpu_engine import CpuEngine, CpuPrecision, num_pooled_tokens
-from vitral.inference.engine_selection import BenchResult, BenchRow, save_bench_result, select_engine
+from vitral.inference.engine_selection import select_engine
 from vitral.inference.int8_calibration import collect_activation_ranges
 from vitral.inference.openvino_engine import (
     OpenVinoEngine,

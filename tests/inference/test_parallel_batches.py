@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitral.data.variable_images import VariableSizeImages, map_batches
 from vitral.device.threads import thread_count
-from vitral.inference.engine_selection import EngineChoice
+from vitral.inference.engine import EngineChoice
 from vitral.inference.parallel_batches import MAX_BATCH, MIN_BATCH, cache_batch_size, parallel_map, share_batch
 from vitral.models.vit import ViTConfig
 

@@ -23,7 +23,7 @@ from vitral.evaluation.leaks import probe_leak
 from vitral.evaluation.probe import ProbeResult
 from vitral.evaluation.probe import probe as probe_features
 from vitral.evaluation.time_estimate import duration_text, estimate_feature_seconds
-from vitral.inference.engine_selection import EngineName
+from vitral.inference.engine import EngineName
 from vitral.inference.predictor import Predictor
 from vitral.inference.task_support import require_task
 from vitral.models.calibration import Calibration, LogitScore

@@ -13,13 +13,8 @@ from vitral.device.select import DeviceOption
 from vitral.evaluation.comparison_images import load_comparison_images
 from vitral.inference.bench import BATCH_SIZES as CPU_BATCH_SIZES
 from vitral.inference.bench import run_bench
-from vitral.inference.engine_selection import (
-    BenchResult,
-    EngineName,
-    benched_device,
-    delete_bench_result,
-    load_bench_results,
-)
+from vitral.inference.bench_results import BenchResult, benched_device, delete_bench_result, load_bench_results
+from vitral.inference.engine import EngineName
 from vitral.inference.gpu_bench import BATCH_SIZES as GPU_BATCH_SIZES
 from vitral.inference.gpu_bench import run_gpu_bench
 from vitral.inference.predictor import Predictor

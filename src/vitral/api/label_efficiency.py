@@ -30,7 +30,7 @@ from vitral.evaluation.labelled_images import (
     without_validation_split,
 )
 from vitral.evaluation.leaks import LeakReport
-from vitral.inference.engine_selection import EngineName
+from vitral.inference.engine import EngineName
 from vitral.inference.predictor import Predictor
 from vitral.inference.task_support import require_task
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions

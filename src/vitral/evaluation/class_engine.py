@@ -12,10 +12,10 @@ from dataclasses import replace
 from vitral.data.lazy_images import Images
 from vitral.data.variable_images import images_of_one_size, select_rows
 from vitral.evaluation.data import evenly_spaced_indices
+from vitral.inference.cascade import CascadeEngine, cascade_margin
 from vitral.inference.cpu_backends import CpuBackend, backend_unsupported_reason, build_precision_engine
 from vitral.inference.cpu_engine import CpuEngine
-from vitral.inference.engine import CascadeEngine, cascade_margin
-from vitral.inference.engine_selection import EngineChoice
+from vitral.inference.engine import EngineChoice
 from vitral.inference.openvino_engine import OpenVinoEngine
 from vitral.inference.predictor import Predictor
 

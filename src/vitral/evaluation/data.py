@@ -32,7 +32,7 @@ from vitral.data.targets import LabelOptions
 from vitral.data.variable_images import VariableSizeImages, concat_images
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError, nearest_name, truncate_list
-from vitral.inference.engine_selection import EngineName
+from vitral.inference.engine import EngineName
 from vitral.inference.predictor import Predictor
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.weights.io import FORMATS

@@ -31,7 +31,7 @@ from vitral.evaluation.robustness import Robustness, measure_robustness
 from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate_threshold
 from vitral.evaluation.time_estimate import duration_text, estimate_corrupted_seconds, estimate_logit_seconds
 from vitral.evaluation.tta import tta_logits
-from vitral.inference.engine_selection import EngineChoice
+from vitral.inference.engine import EngineChoice
 from vitral.inference.predictor import Predictor
 from vitral.recipes.options import TTA
 from vitral.utils.intervals import Interval, proportion_interval

@@ -19,6 +19,8 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device.cpu import busy_warning, cpu_name
 from vitral.errors import VitralError
 from vitral.inference.agreement import Agreement, top1_agreement
+from vitral.inference.bench_results import BenchResult, BenchRow, save_bench_result
+from vitral.inference.cascade import CascadeEngine, cascade_margin
 from vitral.inference.cpu_backends import (
     BACKEND_TITLES,
     CPU_BACKENDS,
@@ -29,8 +31,7 @@ from vitral.inference.cpu_backends import (
     fp32_difference,
 )
 from vitral.inference.cpu_engine import CPU_PRECISIONS, CpuPrecision, unsupported_reason
-from vitral.inference.engine import CascadeEngine, cascade_margin
-from vitral.inference.engine_selection import BenchResult, BenchRow, check_threads, save_bench_result
+from vitral.inference.engine_selection import check_threads
 from vitral.inference.int8_calibration import ActivationRanges, collect_activation_ranges, save_activation_ranges
 from vitral.inference.openvino_engine import (
     INSTALL_COMMAND,
@@ -241,7 +242,7 @@ def run_bench(
         if warning := busy_warning():
             log(warning)
         built = build_engines(model, preprocessing, calibration_images_NCHW, folder, log, log_estimate)
-        speeds = measure_speeds(built.engines, images_NCHW, plan, log)
+        times = measure_times(built.engines, images_NCHW, plan, log)
         torch.set_num_threads(max(threads))
         if len(built.engines) > 1:
             log(f"Comparing with fp32 on {len(images_NCHW):,} images")
@@ -249,18 +250,16 @@ def run_bench(
     finally:
         torch.set_num_threads(threads_before)
     rows = [
-        BenchRow(
-            engine=name,
-            threads=num_threads,
-            batch_size=batch_size,
-            **speed,
-            memory_mb=round(built.engines[name].nbytes / 1e6, 1),
-            agreement=agreement[name].value,
-            agreement_low=agreement[name].interval.low,
-            agreement_high=agreement[name].interval.high,
+        make_row(
+            name,
+            num_threads,
+            batch_size,
+            engine_times,
+            nbytes=built.engines[name].nbytes,
+            agreement=agreement[name],
             recheck_rate=recheck_rate.get(name, 0.0),
         )
-        for (num_threads, batch_size, name), speed in speeds.items()
+        for (num_threads, batch_size, name), engine_times in times.items()
     ]
     result = make_result(rows, built, plan)
     if folder is not None:
@@ -290,19 +289,18 @@ def make_result(rows: Sequence[BenchRow], built: BenchEngines, plan: BenchPlan) 
     )
 
 
-def measure_speeds(
+def measure_times(
     engines: CpuEngines, images_NCHW: Tensor, plan: BenchPlan, log: LogFn
-) -> dict[tuple[int, int, str], dict[str, float]]:
-    """Latency and throughput by number of threads, batch size and engine."""
-    speeds = {}
+) -> dict[tuple[int, int, str], list[float]]:
+    """Seconds per batch by number of threads, batch size and engine."""
+    times: dict[tuple[int, int, str], list[float]] = {}
     for num_threads in plan.threads:
         torch.set_num_threads(num_threads)
         for batch_size in plan.batch_sizes:
             log(f"{num_threads} thread{'s' if num_threads > 1 else ''}, batch size {batch_size}")
-            times = time_in_turns(shared(engines), repeat_to(images_NCHW, batch_size), batch_size, plan.seconds)
-            for name in engines:
-                speeds[num_threads, batch_size, name] = speed_columns(batch_size, times[name])
-    return speeds
+            by_name = time_in_turns(shared(engines), repeat_to(images_NCHW, batch_size), batch_size, plan.seconds)
+            times |= {(num_threads, batch_size, name): seconds for name, seconds in by_name.items()}
+    return times
 
 
 def seconds_per_image(engine: Callable[[Tensor], Tensor], images_NCHW: Tensor) -> float:
@@ -365,7 +363,7 @@ def time_in_turns(
     return times
 
 
-def speed_columns(batch_size: int, times: list[float]) -> dict[str, float]:
+def speed_columns(batch_size: int, times: Sequence[float]) -> dict[str, float]:
     """Latency percentiles, and throughput from the mean, which includes the batches that a cascade computes twice."""
     percentiles = statistics.quantiles(times, n=100, method="inclusive")
     return {
@@ -374,6 +372,30 @@ def speed_columns(batch_size: int, times: list[float]) -> dict[str, float]:
         "p99_ms": round(percentiles[98] * 1e3, 3),
         "images_per_second": round(batch_size / statistics.mean(times), 1),
     }
+
+
+def make_row(
+    name: str,
+    threads: int,
+    batch_size: int,
+    times: Sequence[float],
+    *,
+    nbytes: int,
+    agreement: Agreement,
+    recheck_rate: float,
+) -> BenchRow:
+    """`times` are seconds per batch."""
+    return BenchRow(
+        engine=name,
+        threads=threads,
+        batch_size=batch_size,
+        **speed_columns(batch_size, times),
+        memory_mb=round(nbytes / 1e6, 1),
+        agreement=agreement.value,
+        agreement_low=agreement.interval.low,
+        agreement_high=agreement.interval.high,
+        recheck_rate=recheck_rate,
+    )
 
 
 def recommend(rows: Sequence[BenchRow], num_images: int) -> tuple[BenchRow, str]:

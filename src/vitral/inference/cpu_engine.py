@@ -63,11 +63,6 @@ def cpu_unsupported_reason(precision: CpuPrecision) -> str | None:
     return None
 
 
-def supported_precisions() -> tuple[CpuPrecision, ...]:
-    """The precisions that this CPU supports; fp32 is the first."""
-    return tuple(precision for precision in CPU_PRECISIONS if cpu_unsupported_reason(precision) is None)
-
-
 class CpuEngine:
     """`CpuEngine(model, preprocessing, "bf16")(images)`: uint8 images (B, C, H, W) to logits (B, K).
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from vitral.data.preprocess import Preprocessing
 from vitral.device.memory import to_pinned_cpu
 from vitral.device.select import Hardware, select_hardware
+from vitral.inference.cascade import CascadeEngine
 from vitral.inference.cuda_engine import CudaEngine
-from vitral.inference.engine import CascadeEngine, ReferenceEngine
+from vitral.inference.engine import ReferenceEngine
 from vitral.inference.forward import compute_logits
 from vitral.models.vit import ViT
 

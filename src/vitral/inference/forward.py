@@ -48,11 +48,11 @@ def compute_logits_distributed(
     progress: ProgressFn = no_progress,
 ) -> Tensor:
     """Logits (N, K) computed by all ranks together. Every rank must call it and receives all logits."""
-    world = hardware.world
-    if world.size == 1 or not len(images_NCHW):
-        return compute_logits(model, images_NCHW, preprocessing, hardware, batch_size, progress)
-    forward, rows = partial(_forward, model, preprocessing, hardware), batch_size or default_batch_size(hardware)
-    return gather_shards(images_NCHW, hardware.world, lambda shard: map_batches(shard, forward, rows, progress))
+
+    def shard_logits(shard: Images) -> Tensor:
+        return compute_logits(model, shard, preprocessing, hardware, batch_size, progress)
+
+    return gather_shards(images_NCHW, hardware.world, shard_logits)
 
 
 def default_batch_size(hardware: Hardware) -> int:
@@ -65,6 +65,8 @@ def gather_shards(images_NCHW: Images, world: World, function: Callable[[Images]
 
     All shares have the same length, padded with the last image: a sharded model needs every rank in every batch.
     """
+    if world.size == 1 or not len(images_NCHW):
+        return function(images_NCHW)
     rows = torch.arange(len(images_NCHW))
     groups = images_NCHW.group_rows(rows) if isinstance(images_NCHW, LazyImages) else [rows]
     results = []
@@ -78,7 +80,7 @@ def gather_shards(images_NCHW: Images, world: World, function: Callable[[Images]
 
 
 def padded_shard(count: int, rank: int, world_size: int) -> Tensor:
-    """Indices of a rank's contiguous share of `count` images, padded with the last image to the length of the others"""
+    """Indices of a rank's contiguous share of `count` images, padded with the last one to the length of the others."""
     length = -(-count // world_size)
     return torch.arange(length * rank, length * (rank + 1)).clamp(max=count - 1)
 
@@ -95,11 +97,7 @@ def compute_features(
     model: ViT, images_NCHW: Images, preprocessing: Preprocessing, hardware: Hardware, batch_size: int = 64
 ) -> Tensor:
     """Pooled features (N, D), the input of the classification head, in fp32 on the CPU."""
-    if not len(images_NCHW):
-        raise VitralError(
-            "no images to compute features of",
-            "Very small or very similar sets have no validation split: add images, or create a folder named val",
-        )
+    require_images(images_NCHW)
 
     def features(images: Tensor) -> Tensor:
         with hardware.autocast():
@@ -111,6 +109,15 @@ def compute_features(
         return map_batches(images_NCHW, features, batch_size)
     finally:
         model.train(was_training)
+
+
+def require_images(images_NCHW: Images) -> None:
+    """Raise VitralError if there are no images to compute features of."""
+    if not len(images_NCHW):
+        raise VitralError(
+            "no images to compute features of",
+            "Very small or very similar sets have no validation split: add images, or create a folder named val",
+        )
 
 
 def check_images(images_NCHW: Images, preprocessing: Preprocessing) -> None:

@@ -1,4 +1,4 @@
-"""Benchmark of the GPU engines over batch sizes, and whether FP8 with a re-check of close calls replaces bf16.
+"""Benchmark of the GPU engines over batch sizes. Recommends FP8 with a re-check of close calls where it replaces bf16.
 
 Unlike in `bench.py`, the baseline of the speed is bf16: that is what a GPU computes without a benchmark.
 """
@@ -17,17 +17,13 @@ from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
 from vitral.inference.agreement import Agreement, top1_agreement
-from vitral.inference.bench import (
-    MIN_AGREEMENT,
-    BenchPlan,
-    repeat_to,
-    speed_columns,
-    time_in_turns,
-)
+from vitral.inference.bench import MIN_AGREEMENT, BenchPlan, make_row, repeat_to, time_in_turns
+from vitral.inference.bench_results import BenchResult, BenchRow, benched_device, save_bench_result
+from vitral.inference.cascade import margin_for_agreement
 from vitral.inference.cuda_cascade import CudaCascadeEngine, build_recheck_engine, fp8_hardware
 from vitral.inference.cuda_engine import CudaEngine
-from vitral.inference.engine import ReferenceEngine, margin_for_agreement
-from vitral.inference.engine_selection import BenchResult, BenchRow, benched_device, cuda_hardware, save_bench_result
+from vitral.inference.engine import ReferenceEngine
+from vitral.inference.gpu_selection import cuda_hardware
 from vitral.models.vit import ViT
 from vitral.utils.intervals import images_to_show
 from vitral.utils.progress import LogFn, no_log
@@ -72,15 +68,13 @@ def run_gpu_bench(
         log(f"Batch size {batch_size}")
         times = time_in_turns(engines, repeat_to(images_NCHW, batch_size), batch_size, seconds)
         rows += [
-            BenchRow(
-                engine=name,
-                threads=1,
-                batch_size=batch_size,
-                **speed_columns(batch_size, times[name]),
-                memory_mb=round(getattr(engine, "nbytes", 0) / 1e6, 1),
-                agreement=agreement[name].value,
-                agreement_low=agreement[name].interval.low,
-                agreement_high=agreement[name].interval.high,
+            make_row(
+                name,
+                1,
+                batch_size,
+                times[name],
+                nbytes=getattr(engine, "nbytes", 0),
+                agreement=agreement[name],
                 recheck_rate=recheck_rate if name == "fp8-cascade" else 0.0,
             )
             for name, engine in engines.items()

@@ -29,8 +29,9 @@ from vitral.device.cpu import available_cpus
 from vitral.device.select import CompileOption, DeviceOption, Hardware, select_hardware
 from vitral.distributed.world import init_distributed
 from vitral.errors import VitralError, shell_quote, truncate_list
-from vitral.inference.engine_selection import EngineChoice, EngineName, reference_engine, select_engine
-from vitral.inference.forward import check_images, gather_shards
+from vitral.inference.engine import EngineChoice, EngineName, reference_engine
+from vitral.inference.engine_selection import select_engine
+from vitral.inference.forward import check_images, gather_shards, require_images
 from vitral.inference.inputs import ImageInput as ImageInput
 from vitral.inference.inputs import is_single_image, iter_inputs
 from vitral.inference.prediction import Label as Label
@@ -130,10 +131,10 @@ class Predictor:
             model_config = replace(model_config, classes=classes)
         hardware = select_hardware(device=device, precision="fp32", compile="no")
         init_distributed(hardware.world, hardware.device)
-        model = model.to(hardware.device).eval()
-        model.accepts_any_grid = model_config.preprocessing.resize == "native"
-        choice = select_engine(
-            model,
+        predictor = cls(model, model_config, hardware, Path(options.adapter or source))
+        predictor.notes = tuple(notes)
+        predictor.engine = select_engine(
+            predictor.model,
             model_config.preprocessing,
             hardware,
             engine,
@@ -143,8 +144,6 @@ class Predictor:
             throughput=throughput,
             tome_r=tome_r,
         )
-        predictor = cls(model, model_config, hardware, Path(options.adapter or source), choice)
-        predictor.notes = tuple(notes)
         return predictor
 
     def reference(self) -> Predictor:
@@ -292,11 +291,7 @@ class Predictor:
 
     def features(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
         """Images (uint8 for photographs) of the model's input size to pooled features (N, D), the input of the head."""
-        if not len(images_NCHW):
-            raise VitralError(
-                "no images to compute features of",
-                "Very small or very similar sets have no validation split: add images, or create a folder named val",
-            )
+        require_images(images_NCHW)
         return self.engine.features(images_NCHW, progress)
 
     @torch.inference_mode()
@@ -309,7 +304,7 @@ class Predictor:
     def logits_distributed(self, images_NCHW: Images, progress: ProgressFn = no_progress) -> Tensor:
         """Logits (N, K) computed by all ranks together. Every rank must call it and receives all logits."""
         world, device = self.hardware.world, self.hardware.device
-        if world.size == 1 or not len(images_NCHW):
+        if world.size == 1:
             return self.logits(images_NCHW, progress)
         return gather_shards(images_NCHW, world, lambda shard: self.logits(shard, progress).to(device)).cpu()
 

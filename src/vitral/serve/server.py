@@ -21,7 +21,7 @@ from PIL import Image
 from vitral.device.cpu import available_cpus
 from vitral.device.select import DeviceOption
 from vitral.errors import VitralError
-from vitral.inference.engine_selection import EngineName
+from vitral.inference.engine import EngineName
 from vitral.inference.predictor import Predictor
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.serve.app import create_app

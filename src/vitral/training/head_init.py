@@ -117,7 +117,7 @@ def head_features(
     def pooled(shard: Images) -> Tensor:
         return compute_features(model, shard, preprocessing, hardware, BATCH_SIZE).to(hardware.device)
 
-    features = gather_shards(images, hardware.world, pooled) if hardware.world.size > 1 else pooled(images)
+    features = gather_shards(images, hardware.world, pooled)
     hidden = model.head.hidden if isinstance(model.head, ClassificationHead) else None
     with torch.no_grad():
         return (features if hidden is None else torch.tanh(hidden(features))).cpu()

@@ -75,9 +75,9 @@ def predict(args: PredictArgs) -> int:
 
         if args.engine == "auto" and not args.tome_r:
             from vitral.api.inference import bench_folder
-            from vitral.inference.gpu_calibration import calibrate_for_job
+            from vitral.inference.job_bench import bench_for_job
 
-            calibrate_for_job(predictor, args.files, bench_folder(predictor), lambda line: print(line, file=sys.stderr))
+            bench_for_job(predictor, args.files, bench_folder(predictor), lambda line: print(line, file=sys.stderr))
         return predict_to_file(predictor, args.files, args.out, top=args.top)
     return print_predictions(list(predictor.predict_many(find_image_files(args.files), top=args.top)), output_format)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from vitral.errors import shell_quote
-from vitral.inference.engine_selection import BenchResult, BenchRow
+from vitral.inference.bench_results import BenchResult, BenchRow
 from vitral.reporting.terminal.tables import make_table
 
 # Short names: ten columns have to fit 80 characters.

@@ -14,8 +14,9 @@ from torch import Tensor
 from vitral.data.files.walk import iter_images
 from vitral.errors import VitralError
 from vitral.inference.bench import CALIBRATION_STRIDE
-from vitral.inference.engine_selection import benched_device, load_bench_results, select_gpu_engine
+from vitral.inference.bench_results import benched_device, load_bench_results
 from vitral.inference.gpu_bench import run_gpu_bench
+from vitral.inference.gpu_selection import select_gpu_engine
 from vitral.inference.predictor import Predictor
 from vitral.utils.progress import LogFn, no_log
 
@@ -24,7 +25,7 @@ SAMPLE_SIZE = 1024  # a quarter calibrates the margin, the others are compared w
 MIN_WIDTH = 384  # FP8 was slower than bf16 at width 192 (H200)
 
 
-def calibrate_for_job(predictor: Predictor, paths: Sequence[Path], folder: Path | None, log: LogFn = no_log) -> None:
+def bench_for_job(predictor: Predictor, paths: Sequence[Path], folder: Path | None, log: LogFn = no_log) -> None:
     """Choose between bf16 and fp8-cascade on a sample of the job's images, and store the choice in `folder`.
 
     Does nothing on a CPU, for small jobs, with several processes, for other tasks than classification, where FP8 has no
