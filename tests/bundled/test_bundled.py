@@ -425,7 +425,7 @@ def finished_run(train_tiny: Fit, dataset: Dataset, monkeypatch, tmp_path) -> Ru
 
 
 def use_dataset(monkeypatch: pytest.MonkeyPatch, dataset: Dataset) -> None:
-    for module in ("data", "evaluate"):
+    for module in ("data", "ood"):
         monkeypatch.setattr(f"vitral.evaluation.{module}.load_builtin_dataset", lambda name, **_: dataset)
 
 
