@@ -1,6 +1,6 @@
 """Report which of timm's registered architectures vitral reads, and why it refuses the others.
 
-python tools/timm_coverage.py [PATTERN ...]
+PYTHONPATH=benchmarks python tools/timm_coverage.py [PATTERN ...]
 
 Models are built with two blocks on the meta device; their tensors are zeros that take no memory. Default: vit_*
 """

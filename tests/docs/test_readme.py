@@ -17,15 +17,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"`(vitral [^`]+)`", README)
 SLOW_COMMANDS = {  # these have other tests
     "vitral evaluate runs/mine --max-error 0.01 --ood folder/ --robustness",
-    "vitral explain runs/mine --faithfulness digits --images 16",
     "vitral explorer --out site",
     "vitral export runs/mine --to onnx",
     "vitral figures runs/mine",
     "vitral report runs/mine",
     "vitral train digits --epochs 20 --optim.lr 3e-3 --model.depth 6",
     "vitral train photos/ --folds 3",
-    "vitral train photos/ --init-from model.safetensors --compare --seeds 2",
-    "vitral train photos/ --init-from model.safetensors --tune lora",
 }
 SMALL_MODEL = ["--model.width", "32", "--model.heads", "2"]  # for training from scratch
 PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
