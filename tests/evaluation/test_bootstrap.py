@@ -42,5 +42,6 @@ def test_a_statistic_is_evaluated_on_every_resample() -> None:
 
 def test_an_interval_is_printed_with_its_bounds() -> None:
     interval = Interval(value=0.5, low=0.25, high=0.75)
+    assert str(interval) == "0.5000 (0.2500-0.7500)"
     assert interval.percent() == "50.00% (95% CI 25.00-75.00%)"
     assert interval.percent_range(1) == "25.0-75.0%"

@@ -14,6 +14,9 @@ class Interval:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.4f} ({self.low:.4f}-{self.high:.4f})"
+
     def percent(self, digits: int = 2) -> str:
         """`98.75% (95% CI 98.51-98.95%)`"""
         return f"{self.value:.{digits}%} (95% CI {percent_range(self.low, self.high, digits)})"
