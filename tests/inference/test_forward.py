@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.models import build_model, cpu_fp32, smooth_images
 from vitral.data.preprocess import Preprocessing
@@ -20,6 +24,35 @@ def test_logits_do_not_depend_on_the_batch_size(batch_size: int) -> None:
     logits = compute_logits(nn.Flatten(), images, PREPROCESSING, cpu_fp32(), batch_size=batch_size)
     torch.testing.assert_close(logits, (images.flatten(1) / 255 - 0.2) / 0.5)
     assert logits.dtype == torch.float32
+
+
+class FloatBatches(TorchDispatchMode):
+    """Counts the allocated fp32 tensors of the size of `images`."""
+
+    def __init__(self, images: Tensor) -> None:
+        super().__init__()
+        self.images = images
+        self.alive: list[Tensor] = []  # so that no memory is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if isinstance(result, Tensor) and result.dtype == torch.float32 and result.numel() == self.images.numel():
+            self.alive.append(result)
+        return result
+
+    @property
+    def count(self) -> int:
+        return len({tensor.data_ptr() for tensor in self.alive} - {self.images.data_ptr()})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_batch_is_normalised_in_the_memory_of_its_fp32_copy(dtype: torch.dtype) -> None:
+    images = torch.randint(0, 256, (6, 1, 4, 4), dtype=torch.uint8).to(dtype)
+    original, preprocessing = images.clone(), replace(PREPROCESSING, dtype=str(dtype).removeprefix("torch."))
+    with FloatBatches(images) as batches:
+        compute_logits(lambda batch: batch.mean(dim=(2, 3)), images, preprocessing, cpu_fp32())
+    assert batches.count == 1
+    assert torch.equal(images, original)
 
 
 def test_progress_is_reported_between_batches() -> None:
