@@ -327,6 +327,8 @@ def test_commands_that_need_classes_say_so_in_two_lines(
     lines = [line for line in err.splitlines() if not line.startswith("  ") or "error" in line]
     assert message in lines[0]
     assert len(err.splitlines()) <= 3
+    if message.startswith("--"):  # the command itself supports the model
+        assert err.splitlines()[-1].strip() == f"Omit {message.split()[0]}"
 
 
 @pytest.mark.parametrize(

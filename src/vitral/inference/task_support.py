@@ -14,11 +14,11 @@ TASK_TEXTS: dict[TaskName, str] = {
 
 
 def require_task(predictor: Predictor, what: str, *tasks: TaskName) -> None:
-    """Raise VitralError unless the model's task is one of `tasks`; `what` names the feature."""
+    """Raise VitralError unless the model's task is one of `tasks`; `what` is the command, or a flag to omit."""
     task = predictor.model_config.task
     if task not in tasks:
         supported = " or ".join(TASK_TEXTS[name] for name in tasks)
         raise VitralError(
             f"{what} supports models that predict {supported}; this one predicts {TASK_TEXTS[task]} ({task})",
-            "Evaluate it with: vitral evaluate MODEL",
+            f"Omit {what}" if what.startswith("--") else "Evaluate it with: vitral evaluate MODEL",
         )
