@@ -12,6 +12,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from support.clock import FakeClock
 from support.common import Fit, identical
 from support.training import (
     TRAIN_COMMAND,
@@ -24,8 +25,9 @@ from support.training import (
 )
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import Interrupted, VitralError
+from vitral.recipes.schema import Recipe
 from vitral.runs.run import Run
-from vitral.training import checkpoint, step
+from vitral.training import checkpoint, step, timing
 from vitral.training.callbacks import Callback
 from vitral.training.nan_debug import is_finite
 from vitral.training.optim.schedule import set_learning_rate
@@ -126,7 +128,8 @@ class PoisonedTrainer(Trainer):
     def poison(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         if self.kind == "activation":
             return output + math.nan
-        output.register_hook(lambda gradient: gradient * math.nan)
+        if output.requires_grad:  # not in validation
+            output.register_hook(lambda gradient: gradient * math.nan)
         return None
 
 
@@ -219,6 +222,60 @@ def test_a_rollback_works_in_the_first_epoch_and_after_a_bad_validation(
     assert f"rolled back to step {0 if index < 6 else 6} with 1/4 of" in callback.messages[1]
     assert run.has_model
     assert len(run.load_metrics()) == 4
+
+
+def test_a_rollback_when_the_time_limit_is_reached_still_ends_with_a_model(
+    train_tiny: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation of the first step finds out that it destroyed the weights."""
+
+    class Late(Trainer):
+        def start(self) -> None:
+            super().start()
+            self.deadline = 0.0
+
+    diverge_above(monkeypatch, index=0, max_lr=0.6)
+    run = train_tiny("run", trainer_class=Late, on_nan="rollback")
+    assert run.has_model
+    assert [row["step"] for row in run.load_metrics()] == [1]
+
+
+def test_a_divergence_right_before_the_time_limit_is_reported(train_tiny: Fit) -> None:
+    class Poisoned(PoisonedTrainer):
+        module_name, kind = "head.out", "gradient"
+
+        def train_step(self, images: Tensor, labels: Tensor) -> None:
+            super().train_step(images, labels)
+            if self.state.step == 9:  # before the device is read
+                self.deadline = 0.0
+
+    with pytest.raises(VitralError, match="not finite at step 8"):
+        train_tiny("run", trainer_class=Poisoned)
+
+
+def test_repeated_steps_count_in_the_time_of_a_run_and_not_in_its_speed(
+    train_tiny: Fit, monkeypatch: pytest.MonkeyPatch, recipe: Recipe
+) -> None:
+    """A run that was resumed at step 8 rolls back to step 8 and then to step 6, where another process was."""
+    clock = FakeClock()
+    monkeypatch.setattr(timing, "time", clock)
+
+    class OneSecondSteps(Trainer):
+        def train_step(self, images: Tensor, labels: Tensor) -> None:
+            clock.sleep(1.0)
+            super().train_step(images, labels)
+
+    diverge_above(monkeypatch, index=8, max_lr=0.3)
+    with pytest.raises(Interrupted):
+        train_tiny("run", RaiseSigint(8), trainer_class=OneSecondSteps, on_nan="rollback")
+    callback = RecordMessages()
+    run = train_tiny("run", callback, trainer_class=OneSecondSteps, on_nan="rollback")
+    assert [message.split("rolled back to ")[-1].split(" with")[0] for message in callback.messages[1:]] == [
+        "step 8", "step 6"
+    ]  # fmt: skip
+    rows = run.load_metrics()
+    assert [row["seconds"] for row in rows] == [6, 18, 24, 30]
+    assert [row["images_per_second"] for row in rows] == [recipe.batch_size] * 4
 
 
 def test_a_second_rollback_goes_to_an_older_checkpoint(train_tiny: Fit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from vitral.device.select import Hardware
 from vitral.training.state import TrainState
 
-WARMUP_STEPS = 5  # steps of a process that may compile kernels or capture CUDA graphs
+WARMUP_STEPS = 5  # first steps of a clock, which may compile kernels or capture CUDA graphs
 
 
 class TrainingClock:
-    """Training time, accumulated in `TrainState.elapsed_seconds` across interruptions, and speeds derived from it."""
+    """Training time, accumulated in `TrainState.elapsed_seconds` across interruptions, and speeds derived from it.
+
+    Started with each process, and again after each rollback.
+    """
 
     def __init__(self, state: TrainState, batch_size: int) -> None:
-        self.process_start = self.last_stop = time.perf_counter()
+        self.start = self.last_stop = time.perf_counter()
         self.first_step, self.batch_size = state.step, batch_size
-        self.timed_from = self.process_start, state.step  # time and step from which the epoch's steps are timed
+        self.timed_from = self.start, state.step  # time and step from which the epoch's steps are timed
 
     def after_step(self, state: TrainState, hardware: Hardware) -> None:
         """Call after each step, before `state.step` is incremented. Timing starts after the warm-up steps."""
@@ -31,9 +34,7 @@ class TrainingClock:
 
         If there were only warm-up steps, the duration of those.
         """
-        started, first_step = (
-            self.timed_from if self.timed_from[1] < state.step else (self.process_start, self.first_step)
-        )
+        started, first_step = self.timed_from if self.timed_from[1] < state.step else (self.start, self.first_step)
         return (time.perf_counter() - started) / max(state.step - first_step, 1) * state.batch_in_epoch
 
     def stop(self, state: TrainState) -> None:
@@ -50,8 +51,8 @@ class TrainingClock:
         return time.perf_counter() > deadline
 
     def seconds_per_step(self, state: TrainState) -> float:
-        """Mean over this process, including validation."""
-        return (time.perf_counter() - self.process_start) / max(state.step - self.first_step, 1)
+        """Mean since the clock was started, including validation."""
+        return (time.perf_counter() - self.start) / max(state.step - self.first_step, 1)
 
     def images_per_second(self, state: TrainState) -> float:
         return self.batch_size / self.seconds_per_step(state)

@@ -147,9 +147,9 @@ class Trainer:
         if self.teacher is not None:
             self.teacher.to(hardware.device)
         self.backend = self.make_backend()
-        if self.backend.hardware != hardware:  # FP8 was selected automatically but is unavailable
+        if self.backend.hardware != hardware:  # FP8 or CUDA graphs are unavailable
             self.hardware = self.backend.hardware
-            record_precision(self.run, self.hardware)
+            self.world.broadcast_from_rank0(lambda: record_precision(self.run, self.hardware))
         mix_off = recipe.augment.mix_off_last
         mix_off_step = round((1 - mix_off) * self.total_steps) if mix_off else None
         self.context = StepContext(recipe, self.backend, mix_off_step)
@@ -302,6 +302,7 @@ class Trainer:
             if should_stop:
                 raise self.interrupted()
             if self.time_is_over:
+                self.check_finite()
                 return
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
@@ -333,7 +334,7 @@ class Trainer:
             validation_metrics = self._validation_metrics()
             metrics = {f"validation_{name}": value for name, value in validation_metrics.items()}
             best |= {name: validation_metrics[name] for name in (self.task.metric, "loss")}
-            is_best = not state.best or self._rank(best) > self._rank(state.best)
+            is_best = not state.best or self._quality(best) > self._quality(state.best)
         else:
             is_best = epoch == self.recipe.epochs or self.time_is_over
         if is_best:
@@ -368,7 +369,7 @@ class Trainer:
         self.clock.stop(state)
         return self.clock.metrics(state, training_seconds)
 
-    def _rank(self, metrics: dict[str, float]) -> tuple[float, float]:
+    def _quality(self, metrics: dict[str, float]) -> tuple[float, float]:
         """Sort key of epochs: the task's metric, then the loss. The highest is the best."""
         value = metrics[self.task.metric]
         return value if self.task.higher_is_better else -value, -metrics["loss"]
@@ -400,11 +401,11 @@ class Trainer:
             raise self.interrupted()
 
     def deadline_has_passed(self) -> bool:
-        """Whether to stop between two epochs.
+        """Whether to stop between two epochs, by the clock of rank 0. All ranks must call this.
 
         As long as no weights are saved, training continues for one more step, so that the run has a model.
         """
-        return bool(self.state.best) and self.clock.is_after(self.deadline)
+        return bool(self.state.best) and self.world.broadcast_from_rank0(lambda: self.clock.is_after(self.deadline))
 
     def handle_divergence(self, error: Diverged) -> None:
         """Locate the first non-finite value; then stop, or roll back and halve the learning rate.
@@ -449,7 +450,9 @@ class Trainer:
 
     def _roll_back(self) -> None:
         state, folder = self.state, self.run.checkpoint_dir
-        rollbacks, best = state.rollbacks + 1, state.best  # the best weights stay, even if their epoch is repeated
+        self.clock.stop(state)
+        rollbacks, elapsed_seconds = state.rollbacks + 1, state.elapsed_seconds
+        best = state.best  # these weights stay, even if their epoch is repeated
         load = partial(checkpoint.load_newest, folder, state.tensor_like, self.world, log=self.callbacks.on_message)
         loaded = load()
         assert loaded is not None
@@ -458,7 +461,10 @@ class Trainer:
             _, saved = older
             self.world.broadcast_from_rank0(lambda: checkpoint.delete(newest))
         state.load_state_dict(saved, self.hardware)
-        state.rollbacks, state.last_rollback_step, state.best = rollbacks, state.step, best
+        state.rollbacks, state.last_rollback_step = rollbacks, state.step
+        state.elapsed_seconds, state.best = elapsed_seconds, best
+        self.clock = TrainingClock(state, self.batch_size)
+        self.time_is_over = self.deadline_has_passed()
         state.model.train()  # validation may have raised in evaluation mode
         self._write_checkpoint()
         self.rng_snapshots.clear()
