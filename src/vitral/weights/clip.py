@@ -22,6 +22,7 @@ from vitral.weights.key_mapping import KeyMapping, State, add_zero_qkv_bias, fus
 from vitral.weights.preprocessing import CLIP, HALF, MeanStd
 from vitral.weights.reading import (
     PATCH_KERNEL,
+    RenamedTensors,
     build_checkpoint,
     channels_first,
     channels_last,
@@ -30,6 +31,7 @@ from vitral.weights.reading import (
     flatten_patch_kernel,
     incomplete_error,
     infer_config,
+    rename_tensors,
 )
 from vitral.weights.transformers_files import (
     ACTIVATIONS,
@@ -132,22 +134,19 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     reading = Interpretation(source=raw.source, options=options)
     drop_tensors(raw.tensors, IGNORED_KEYS, reading.notes)
     prefix = next(name for name in raw.tensors if name.endswith(PATCH_NAME)).removesuffix(PATCH_NAME)
-    tensors = {name.removeprefix(prefix): raw.tensors.pop(name) for name in list(raw.tensors)}
-    family_name = _family_name(raw, tensors)
+    stored_tensors = {name.removeprefix(prefix): raw.tensors.pop(name) for name in list(raw.tensors)}
+    family_name = _family_name(raw, stored_tensors)
     family, stored = FAMILIES[family_name], _vision_config(raw.config, family_name)
-    state, unexpected = KEYS.rename_to_vitral(tensors)
+    tensors = rename_tensors("transformers", raw, stored_tensors, KEYS)
+    state = tensors.state
     fuse_qkv(state)
-    check_has_blocks(raw.source, "transformers", state, unexpected, KEYS.from_vitral)
+    check_has_blocks(tensors)
     pooling = _read_head(family_name, state, reading)
-    patch, channels = _read_patches(raw, state, reading)
-    size = _read_positions(raw, state, unexpected, patch, stored, family, reading)
+    patch, channels = _read_patches(tensors)
+    size = _read_positions(tensors, patch, stored, family, reading)
     width = state[PATCH_KERNEL].shape[0]
     config = infer_config(
-        "transformers",
-        raw,
-        state,
-        unexpected,
-        KEYS.from_vitral,
+        tensors,
         image_size=size,
         patch_size=patch,
         channels=channels,
@@ -162,17 +161,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     if family_name == "siglip2":  # NaFlex keeps the aspect ratio of each image and limits the number of patches
         preprocessing = replace(preprocessing, resize="native", patch_size=patch, crop=1.0)
         reading.notes.append(f"NaFlex: images keep their aspect ratio, with at most {math.prod(config.grid)} patches")
-    return build_checkpoint(
-        "transformers",
-        raw,
-        state,
-        unexpected,
-        config,
-        KEYS.from_vitral,
-        preprocessing,
-        reading,
-        classes=read_labels(raw.config),
-    )
+    return build_checkpoint(tensors, config, preprocessing, reading, classes=read_labels(raw.config))
 
 
 def _family_name(raw: RawCheckpoint, tensors: State) -> str:
@@ -232,11 +221,11 @@ def _names(keys: list[str]) -> list[str]:
     return [KEYS.from_vitral(key) or key for key in keys]
 
 
-def _read_patches(raw: RawCheckpoint, state: State, reading: Interpretation) -> tuple[int, int]:
+def _read_patches(tensors: RenamedTensors) -> tuple[int, int]:
     """Flatten the patch embedding, linear with channels last in SigLIP 2; returns patch size and channels."""
-    kernel = state[PATCH_KERNEL]
+    kernel, raw = tensors.state[PATCH_KERNEL], tensors.raw
     if kernel.ndim == 4:
-        _, channels, patch = flatten_patch_kernel(raw, state, "patch_embedding.weight")
+        _, channels, patch = flatten_patch_kernel(tensors)
         return patch, channels
     if kernel.ndim != 2:
         raise unsupported_model_error(raw.source, f"{PATCH_NAME} has shape {tuple(kernel.shape)}")
@@ -244,23 +233,18 @@ def _read_patches(raw: RawCheckpoint, state: State, reading: Interpretation) -> 
     side = math.isqrt(kernel.shape[1] // max(int(channels), 1))
     if int(channels) * side**2 != kernel.shape[1]:
         raise unsupported_model_error(raw.source, f"patches of {kernel.shape[1]} values are not square")
-    state[PATCH_KERNEL] = channels_first(kernel, int(channels), side)
+    tensors.state[PATCH_KERNEL] = channels_first(kernel, int(channels), side)
     return side, int(channels)
 
 
 def _read_positions(
-    raw: RawCheckpoint,
-    state: State,
-    unexpected: list[str],
-    patch: int,
-    stored: dict[str, Any],
-    family: TowerFamily,
-    reading: Interpretation,
+    tensors: RenamedTensors, patch: int, stored: dict[str, Any], family: TowerFamily, reading: Interpretation
 ) -> tuple[int, int]:
     """Reshape class token and positions as in vitral; returns the image size."""
+    state = tensors.state
     table = state.get("position_embedding.table")
     if table is None or table.ndim != 2:
-        raise incomplete_error(raw.source, "transformers", "embeddings.position_embedding.weight", unexpected)
+        raise incomplete_error(tensors, "embeddings.position_embedding.weight")
     state["position_embedding.table"] = table[None]
     num_cls = int("class_token.token" in state)
     if num_cls:

@@ -20,6 +20,7 @@ from vitral.weights.key_mapping import State, fuse_qkv
 from vitral.weights.preprocessing import HALF
 from vitral.weights.reading import (
     PATCH_KERNEL,
+    RenamedTensors,
     build_checkpoint,
     channels_first,
     infer_config,
@@ -75,12 +76,9 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions, custom_map: Custom
     for leaf in ("weight", "bias"):
         if f"pooled_norm.{leaf}" in state and not is_late_norm:  # selecting the class token commutes with the norm
             state[f"encoder.norm.{leaf}"] = state.pop(f"pooled_norm.{leaf}")
+    tensors = RenamedTensors(format="custom", raw=raw, state=state, unexpected=(), source_key=names.get)
     config = infer_config(
-        "custom",
-        raw,
-        state,
-        [],
-        names.get,
+        tensors,
         image_size=size,
         patch_size=patch,
         channels=channels,
@@ -93,12 +91,8 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions, custom_map: Custom
     )
     preprocessing = reading.preprocessing(size, channels, mean_std=HALF, crop=1.0, interpolation="bilinear")
     return build_checkpoint(
-        "custom",
-        raw,
-        state,
-        [],
+        tensors,
         config,
-        names.get,
         preprocessing,
         reading,
         variant="late-norm" if is_late_norm else "patch-norm" if "patch_embedding.norm.weight" in state else "plain",

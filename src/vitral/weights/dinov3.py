@@ -21,6 +21,7 @@ from vitral.weights.reading import (
     flatten_patch_kernel,
     infer_config,
     is_gated,
+    rename_tensors,
 )
 from vitral.weights.timm_eva import DINOV3_HEADS
 from vitral.weights.transformers_files import ACTIVATIONS, preprocessor_json, read_preprocessing
@@ -67,7 +68,8 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     if model_type != "dinov3_vit":
         raise unsupported_model_error(raw.source, f"model_type {model_type}")
     drop_tensors(raw.tensors, TRAINING_ONLY_KEYS, reading.notes)
-    state, unexpected = KEYS.rename_to_vitral(raw.tensors)
+    tensors = rename_tensors("transformers", raw, raw.tensors, KEYS)
+    state = tensors.state
     if "registers" in state and not state["registers"].numel():
         del state["registers"]
     if not any(".mlp.gate." in key for key in state):
@@ -75,15 +77,11 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
             state[key.replace("value", "expand")] = state.pop(key)
     has_key_bias = not add_zero_key_bias(state)
     fuse_qkv(state)
-    check_has_blocks(raw.source, "transformers", state, unexpected, KEYS.from_vitral)
-    width, channels, patch = flatten_patch_kernel(raw, state, "embeddings.patch_embeddings.weight")
+    check_has_blocks(tensors)
+    width, channels, patch = flatten_patch_kernel(tensors)
     norm_eps = float(stored.get("layer_norm_eps", DEFAULT_EPS)) if stored else None
     config = infer_config(
-        "transformers",
-        raw,
-        state,
-        unexpected,
-        KEYS.from_vitral,
+        tensors,
         image_size=_image_size(stored, reading),
         patch_size=patch,
         channels=channels,
@@ -97,16 +95,8 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         activation=_activation(raw.source, stored, state, reading),
         norm_eps=reading.setting("norm_eps", DEFAULT_EPS, f"norm eps {DEFAULT_EPS:g}", stored=norm_eps),
     )
-    return build_checkpoint(
-        "transformers",
-        raw,
-        state,
-        unexpected,
-        config,
-        KEYS.from_vitral,
-        read_preprocessing(raw.preprocessor_config, config, IMAGENET, "bilinear", reading),
-        reading,
-    )
+    preprocessing = read_preprocessing(raw.preprocessor_config, config, IMAGENET, "bilinear", reading)
+    return build_checkpoint(tensors, config, preprocessing, reading)
 
 
 def _heads(width: int, stored: dict[str, Any], reading: Interpretation) -> int:

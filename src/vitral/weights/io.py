@@ -28,7 +28,7 @@ from vitral.weights.detect import detect_format
 from vitral.weights.files import RawCheckpoint, check_storage, error_in_one_line, load_raw, save_tensors
 from vitral.weights.interpretation import Interpretation, check_options
 from vitral.weights.preprocessing import describe_preprocessing
-from vitral.weights.reading import build_checkpoint
+from vitral.weights.reading import RenamedTensors, build_checkpoint
 
 READERS = {
     "timm": timm.to_vitral,
@@ -122,12 +122,8 @@ def _read_vitral(raw: RawCheckpoint, path: Path, options: CheckpointOptions) -> 
     reading = Interpretation(source=raw.source, options=options)
     reading.notes.append(f"preprocessing from config.json: {describe_preprocessing(preprocessing)}")
     checkpoint = build_checkpoint(
-        "vitral",
-        raw,
-        raw.tensors,
-        [],
+        RenamedTensors(format="vitral", raw=raw, state=raw.tensors, unexpected=(), source_key=lambda key: key),
         model_config.architecture,
-        lambda key: key,
         preprocessing,
         reading,
         variant=model_config.variant,

@@ -15,7 +15,7 @@ from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import KeyMapping, State, add_zero_qkv_bias, fuse_qkv, split_qkv
 from vitral.weights.preprocessing import HALF, describe_preprocessing
-from vitral.weights.reading import build_checkpoint, infer_config
+from vitral.weights.reading import PATCH_KERNEL, build_checkpoint, infer_config, rename_tensors
 from vitral.weights.writing import exportable_state, fold_unsupported_layer_scale, resampling_notes
 
 BLOCK = "Transformer/encoderblock_{i}"
@@ -81,11 +81,12 @@ HEAD_OUTPUT_KEYS = r".*attention(_pooling)?\.project\.weight"  # kernels (heads,
 
 def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     reading = Interpretation(source=raw.source, options=options)
-    tensors = _unstack_blocks(_select_image_model(raw.tensors, reading.notes))
-    query = next((tensors[name] for name in tensors if re.search(r"/query/kernel$", name)), None)
+    selected = _unstack_blocks(_select_image_model(raw.tensors, reading.notes))
+    query = next((selected[name] for name in selected if re.search(r"/query/kernel$", name)), None)
     stored_heads = query.shape[1] if query is not None and query.ndim == 3 else None  # (D, heads, head_dim)
-    state, unexpected = KEYS.rename_to_vitral(tensors)
-    kernel = state["patch_embedding.project.weight"]
+    tensors = rename_tensors("npz", raw, selected, KEYS)
+    state = tensors.state
+    kernel = state[PATCH_KERNEL]
     if kernel.ndim != 4 or kernel.shape[0] != kernel.shape[1]:
         raise unsupported_model_error(
             raw.source, f"patches are not square: embedding/kernel has shape {tuple(kernel.shape)}"
@@ -97,11 +98,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     pooling = "attention" if "attention_pooling.probe" in state else "class" if "class_token.token" in state else "mean"
     positions, size = _read_positions(state, pooling, patch, reading)
     config = infer_config(
-        "npz",
-        raw,
-        state,
-        unexpected,
-        KEYS.from_vitral,
+        tensors,
         image_size=size,
         patch_size=patch,
         channels=channels,
@@ -114,7 +111,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     )
     # big_vision's default
     preprocessing = reading.preprocessing(size, channels, mean_std=HALF, crop=0.875, interpolation="bilinear")
-    return build_checkpoint("npz", raw, state, unexpected, config, KEYS.from_vitral, preprocessing, reading)
+    return build_checkpoint(tensors, config, preprocessing, reading)
 
 
 def _read_positions(state: State, pooling: str, patch: int, reading: Interpretation) -> tuple[str, tuple[int, int]]:
@@ -156,7 +153,7 @@ def _unstack_blocks(tensors: State) -> State:
 
 def _from_flax(key: str, tensor: Tensor) -> Tensor:
     """Flax kernels are (in, out), with a separate axis for the heads; PyTorch weights are (out, in)."""
-    if key == "patch_embedding.project.weight":
+    if key == PATCH_KERNEL:
         return tensor.permute(3, 2, 0, 1).flatten(1).contiguous()  # (P, P, C, D) to (D, C·P·P)
     if re.fullmatch(HEAD_INPUT_KEYS, key):
         tensor = tensor.flatten(-2)
@@ -166,7 +163,7 @@ def _from_flax(key: str, tensor: Tensor) -> Tensor:
 
 
 def _to_flax(key: str, tensor: Tensor, config: ViTConfig) -> Tensor:
-    if key == "patch_embedding.project.weight":
+    if key == PATCH_KERNEL:
         return tensor.unflatten(1, (config.channels, config.patch_size, -1)).permute(2, 3, 1, 0)
     tensor = tensor.mT if tensor.ndim == 2 else tensor
     if re.fullmatch(HEAD_INPUT_KEYS, key):

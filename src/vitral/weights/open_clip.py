@@ -13,15 +13,18 @@ from vitral.weights import timm
 from vitral.weights.checkpoint import Checkpoint, ConvertedModel, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
-from vitral.weights.key_mapping import KeyMapping, State, add_zero_qkv_bias
+from vitral.weights.key_mapping import KeyMapping, add_zero_qkv_bias
 from vitral.weights.preprocessing import CLIP, HALF, describe_preprocessing
 from vitral.weights.reading import (
+    PATCH_KERNEL,
+    RenamedTensors,
     build_checkpoint,
     check_has_blocks,
     drop_tensors,
     flatten_patch_kernel,
     incomplete_error,
     infer_config,
+    rename_tensors,
 )
 from vitral.weights.writing import NotRepresentableError, exportable_state, resampling_notes, unflatten_patch_kernel
 
@@ -67,21 +70,17 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     for name in UNSUPPORTED_SETTINGS:
         if stored.get(name) not in (None, False):
             raise unsupported_model_error(raw.source, f"open_clip_config.json sets {name} to {stored[name]!r}")
-    state, unexpected = KEYS.rename_to_vitral(raw.tensors)
-    check_has_blocks(raw.source, "open-clip", state, unexpected, KEYS.from_vitral)
-    width, channels, patch = flatten_patch_kernel(raw, state, "visual.conv1.weight")
-    size = _read_tokens(raw, state, unexpected, patch, stored, reading)
+    tensors = rename_tensors("open-clip", raw, raw.tensors, KEYS)
+    check_has_blocks(tensors)
+    width, channels, patch = flatten_patch_kernel(tensors)
+    size = _read_tokens(tensors, patch, stored, reading)
     pooling = "mean" if stored.get("pool_type") == "avg" else "class"
-    if "pre_norm.weight" not in state:  # vitral's patch embedding has a bias unless a norm follows it
-        state["patch_embedding.project.bias"] = state["patch_embedding.project.weight"].new_zeros(width)
+    if "pre_norm.weight" not in tensors.state:  # vitral's patch embedding has a bias unless a norm follows it
+        tensors.state["patch_embedding.project.bias"] = tensors.state[PATCH_KERNEL].new_zeros(width)
     activation = ("quick_gelu" if model_cfg.get("quick_gelu") else "gelu") if model_cfg else None
     heads = width // stored.get("head_width", HEAD_WIDTH) if stored else None
     config = infer_config(
-        "open-clip",
-        raw,
-        state,
-        unexpected,
-        KEYS.from_vitral,
+        tensors,
         image_size=size,
         patch_size=patch,
         channels=channels,
@@ -97,7 +96,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     preprocessing = reading.preprocessing(
         size, channels, mean_std=CLIP, crop=1.0, interpolation="bicubic", **_preprocess_cfg(raw)
     )
-    return build_checkpoint("open-clip", raw, state, unexpected, config, KEYS.from_vitral, preprocessing, reading)
+    return build_checkpoint(tensors, config, preprocessing, reading)
 
 
 def _read_trunk(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
@@ -124,18 +123,13 @@ def _preprocess_cfg(raw: RawCheckpoint) -> dict[str, Any]:
 
 
 def _read_tokens(
-    raw: RawCheckpoint,
-    state: State,
-    unexpected: list[str],
-    patch: int,
-    stored: dict[str, Any],
-    reading: Interpretation,
+    tensors: RenamedTensors, patch: int, stored: dict[str, Any], reading: Interpretation
 ) -> tuple[int, int]:
     """Reshape class token and positions as in vitral; returns the image size."""
+    state = tensors.state
     table, token = state.get("position_embedding.table"), state.get("class_token.token")
     if table is None or table.ndim != 2 or token is None:
-        missing = "visual.positional_embedding and visual.class_embedding"
-        raise incomplete_error(raw.source, "open-clip", missing, unexpected)
+        raise incomplete_error(tensors, "visual.positional_embedding and visual.class_embedding")
     state["position_embedding.table"], state["class_token.token"] = table[None], token.reshape(1, 1, -1)
     size = stored.get("image_size")
     stored_size = (size, size) if isinstance(size, int) else tuple(size) if size else None

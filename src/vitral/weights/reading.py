@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,32 +22,51 @@ from vitral.runs.model_io import check_depth, check_finite
 from vitral.weights.checkpoint import NO_HEAD, Checkpoint, describe_architecture, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
-from vitral.weights.key_mapping import State
+from vitral.weights.key_mapping import KeyMapping, State
 
 PATCH_KERNEL = "patch_embedding.project.weight"
 SourceKeyFn = Callable[[str], str | None]  # vitral's tensor name to the source's, for error messages
 
 
-def incomplete_error(source: str, library: str, missing: str, unexpected: Sequence[str]) -> VitralError:
+@dataclass(kw_only=True)
+class RenamedTensors:
+    """The tensors of a checkpoint under vitral's names, and what messages about them need."""
+
+    format: str  # one of vitral.weights.FORMATS
+    raw: RawCheckpoint
+    state: State
+    unexpected: Sequence[str]  # names in the source that its key mapping does not contain
+    source_key: SourceKeyFn
+
+    @property
+    def source(self) -> str:
+        return self.raw.source
+
+
+def rename_tensors(format_name: str, raw: RawCheckpoint, tensors: State, keys: KeyMapping) -> RenamedTensors:
+    """Rename `tensors` as `keys` says. Empties `tensors` to save memory, except for unexpected ones."""
+    state, unexpected = keys.rename_to_vitral(tensors)
+    return RenamedTensors(format=format_name, raw=raw, state=state, unexpected=unexpected, source_key=keys.from_vitral)
+
+
+def incomplete_error(tensors: RenamedTensors, missing: str) -> VitralError:
     """The error for a tensor without which the architecture cannot be inferred.
 
-    unexpected: Tensor names that the format does not have; with any, the file is of another model, not incomplete.
+    With unexpected tensors, the file is of another model, not incomplete.
     """
-    if not unexpected:
-        return VitralError(f"{source} is not a complete {library} model", f"Missing: {missing}")
+    if not tensors.unexpected:
+        return VitralError(f"{tensors.source} is not a complete {tensors.format} model", f"Missing: {missing}")
     return VitralError(
-        f"the tensors of {source} are not those of a {library} ViT",
-        f"Expected {missing}; found {_list_names(unexpected, 4)}",
+        f"the tensors of {tensors.source} are not those of a {tensors.format} ViT",
+        f"Expected {missing}; found {_list_names(tensors.unexpected, 4)}",
     )
 
 
-def check_has_blocks(
-    source: str, library: str, state: State, unexpected: Sequence[str], source_key: SourceKeyFn
-) -> None:
+def check_has_blocks(tensors: RenamedTensors) -> None:
     """Refuse files without the encoder blocks of the library, before anything else is concluded from their tensors."""
     key = "encoder.blocks.0.mlp.expand.weight"
-    if key not in state:
-        raise incomplete_error(source, library, source_key(key) or key, unexpected)
+    if key not in tensors.state:
+        raise incomplete_error(tensors, tensors.source_key(key) or key)
 
 
 def drop_tensors(tensors: State, patterns: Mapping[str, str], notes: list[str]) -> None:
@@ -58,12 +78,13 @@ def drop_tensors(tensors: State, patterns: Mapping[str, str], notes: list[str]) 
             notes.append(f"{part} is not needed: ignored {_list_names(names, 3)}")
 
 
-def flatten_patch_kernel(raw: RawCheckpoint, state: State, name: str) -> tuple[int, int, int]:
+def flatten_patch_kernel(tensors: RenamedTensors) -> tuple[int, int, int]:
     """Flatten the patch convolution (D, C, P, P) to (D, C·P·P); returns width, channels and patch size."""
-    kernel = state[PATCH_KERNEL]
+    kernel = tensors.state[PATCH_KERNEL]
     if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3]:
-        raise unsupported_model_error(raw.source, f"patches are not square: {name} has shape {tuple(kernel.shape)}")
-    state[PATCH_KERNEL] = kernel.flatten(1)
+        name = tensors.source_key(PATCH_KERNEL) or PATCH_KERNEL
+        raise unsupported_model_error(tensors.source, f"patches are not square: {name} has shape {tuple(kernel.shape)}")
+    tensors.state[PATCH_KERNEL] = kernel.flatten(1)
     return kernel.shape[0], kernel.shape[1], kernel.shape[2]
 
 
@@ -110,35 +131,28 @@ def channels_last(tensor: Tensor, channels: int, patch: int) -> Tensor:
     return tensor.unflatten(-1, (channels, patch, patch)).movedim(-3, -1).flatten(-3).contiguous()
 
 
-def infer_config(
-    format_name: str,
-    raw: RawCheckpoint,
-    state: State,
-    unexpected: list[str],
-    source_key: SourceKeyFn,
-    layer_scale: float | None = None,
-    **settings: Any,
-) -> ViTConfig:
+def infer_config(tensors: RenamedTensors, *, layer_scale: float | None = None, **settings: Any) -> ViTConfig:
     """Infer the remaining fields of the config from the tensors; `settings` are the fields set by the reader."""
+    state, source = tensors.state, tensors.source
 
     def shape(key: str) -> tuple[int, ...]:
         if key not in state or state[key].ndim == 0:
-            raise incomplete_error(raw.source, format_name, source_key(key) or key, unexpected)
+            raise incomplete_error(tensors, tensors.source_key(key) or key)
         return tuple(state[key].shape)
 
     first = "encoder.blocks.0"
     width, hidden = shape(PATCH_KERNEL)[0], shape(f"{first}.mlp.contract.weight")[-1]
     if is_gated(state) and settings.get("activation") != "swiglu":
-        raise unsupported_model_error(raw.source, "SwiGLU MLP")
+        raise unsupported_model_error(source, "SwiGLU MLP")
     if f"{first}.norm1.weight" in state and f"{first}.norm1.bias" not in state:
-        raise unsupported_model_error(raw.source, "norms without bias (RMS norm)")
+        raise unsupported_model_error(source, "norms without bias (RMS norm)")
     classifiers, registers = _classifier_keys(state), shape("registers")[1] if "registers" in state else 0
     num_cls = int("class_token.token" in state)
     has_layer_scale = any(key.endswith("residual1.scale") for key in state)
     try:
         return ViTConfig(
             width=width,
-            depth=count_blocks(raw.source, state),
+            depth=count_blocks(source, state),
             mlp_width=None if hidden == 4 * width else hidden,
             num_classes=shape(classifiers[0])[0] if classifiers else 1,
             head="mlp" if any("hidden" in key for key in state) else "linear",
@@ -152,7 +166,7 @@ def infer_config(
             **settings,
         )
     except ValueError as error:
-        raise _invalid_config_error(raw.source, error) from error
+        raise _invalid_config_error(source, error) from error
 
 
 def is_gated(state: State) -> bool:
@@ -189,22 +203,16 @@ def _classifier_keys(state: State) -> list[str]:
 
 
 def build_checkpoint(
-    format_name: str,
-    raw: RawCheckpoint,
-    state: State,
-    unexpected: list[str],
+    tensors: RenamedTensors,
     config: ViTConfig,
-    source_key: SourceKeyFn,
     preprocessing: Preprocessing,
     reading: Interpretation,
     *,
     variant: str = "plain",
     classes: Sequence[str] | None = None,
 ) -> Checkpoint:
-    """Compare the tensors with the model that the config describes and collect everything in a `Checkpoint`.
-
-    unexpected: Tensor names of the source that its key mapping does not contain.
-    """
+    """Compare the tensors with the model that the config describes and collect everything in a `Checkpoint`."""
+    raw, state, format_name = tensors.raw, tensors.state, tensors.format
     check_depth(raw.source, config, state)
     try:
         expected = meta_state_dict(variant, config)
@@ -215,7 +223,7 @@ def build_checkpoint(
         reading.notes.append("no classifier in the file: usable for features and fine-tuning (a zero head was added)")
         like = state[PATCH_KERNEL]
         state |= {key: like.new_zeros(tensor.shape) for key, tensor in expected.items() if ".out." in f".{key}"}
-    _check_tensors(format_name, raw.source, state, unexpected, expected, source_key)
+    _check_tensors(tensors, expected)
     if preprocessing.image_size != config.image_size and "position_embedding.table" in state:
         (height, width), (old_height, old_width) = preprocessing.image_size, config.image_size
         reading.notes.append(
@@ -244,22 +252,16 @@ def build_checkpoint(
     )
 
 
-def _check_tensors(
-    format_name: str,
-    source: str,
-    state: State,
-    unexpected: list[str],
-    expected: State,
-    source_key: SourceKeyFn,
-) -> None:
+def _check_tensors(tensors: RenamedTensors, expected: State) -> None:
     def shape_text(tensor: Tensor) -> str:
         return "×".join(map(str, tensor.shape))
 
+    state = tensors.state
     common = [key for key in expected if key in state]
-    names = {key: source_key(key) or key for key in expected.keys() | state.keys()}
+    names = {key: tensors.source_key(key) or key for key in expected.keys() | state.keys()}
     problems = {
         "missing": [names[key] for key in expected if key not in state],
-        "unexpected": [*unexpected, *(names[key] for key in state if key not in expected)],
+        "unexpected": [*tensors.unexpected, *(names[key] for key in state if key not in expected)],
         "with a wrong shape": [
             f"{names[key]} ({shape_text(state[key])}, expected {shape_text(expected[key])})"
             for key in common
@@ -273,8 +275,9 @@ def _check_tensors(
     if problems:
         counts = ", ".join(f"{len(keys)} {problem}" for problem, keys in problems.items())
         lists = "; ".join(f"{problem}: {_list_names(keys, 8)}" for problem, keys in problems.items())
-        raise VitralError(f"the tensors of {source} do not match a {format_name} ViT: {counts}", _capitalize(lists))
-    check_finite(source, {names[key]: tensor for key, tensor in state.items()})
+        what = f"the tensors of {tensors.source} do not match a {tensors.format} ViT: {counts}"
+        raise VitralError(what, _capitalize(lists))
+    check_finite(tensors.source, {names[key]: tensor for key, tensor in state.items()})
 
 
 def _list_names(names: Sequence[str], limit: int) -> str:

@@ -28,6 +28,7 @@ from vitral.weights.reading import (
     flatten_patch_kernel,
     infer_config,
     is_gated,
+    rename_tensors,
     split_position_table,
 )
 from vitral.weights.writing import exportable_state, resampling_notes, unflatten_patch_kernel
@@ -113,12 +114,13 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     has_mask_token = raw.tensors.pop("mask_token", None) is not None
     drop_tensors(raw.tensors, PRETRAINING_KEYS, reading.notes)
     is_eva = any(re.search(r"\.(gamma_[12]|q_bias)$", name) for name in raw.tensors)
-    state, unexpected = KEYS.rename_to_vitral(raw.tensors)
+    tensors = rename_tensors("timm", raw, raw.tensors, KEYS)
+    state = tensors.state
     _drop_clip_projection(name, raw.config, state, reading.notes)
     has_key_bias = not add_zero_key_bias(state)
     fuse_qkv(state)
-    check_has_blocks(raw.source, "timm", state, unexpected, KEYS.from_vitral)
-    width, channels, patch = flatten_patch_kernel(raw, state, "patch_embed.proj.weight")
+    check_has_blocks(tensors)
+    width, channels, patch = flatten_patch_kernel(tensors)
     is_distilled = "distillation_token" in state
     pooling = _pooling(raw, state, model_args, reading)
     if is_distilled:
@@ -129,19 +131,11 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     _check_positions(raw.source, state, rope, model_args)
     if has_mask_token:
         reading.notes.append("mask_token is used in training only: ignored")
-    stored_heads = model_args.get("num_heads", _registered_heads(name, width))
-    origin = f"config.json ({name or 'model_args'})"
-    if not name and rope is not None and options.heads is None:
-        stored_heads, origin = timm_eva.DINOV3_HEADS.get(width), "the sizes of DINOv3"
-    heads = reading.heads(width, stored_heads, origin)
+    heads = _heads(name, model_args, width, rope, reading)
     if rope is not None:
         timm_eva.permute_heads(state, rope, heads)
     config = infer_config(
-        "timm",
-        raw,
-        state,
-        unexpected,
-        KEYS.from_vitral,
+        tensors,
         image_size=size,
         patch_size=patch,
         channels=channels,
@@ -159,12 +153,8 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     is_late_norm = "pooled_norm.weight" in state
     has_imagenet_default = has_mask_token or is_distilled or rope is not None
     return build_checkpoint(
-        "timm",
-        raw,
-        state,
-        unexpected,
+        tensors,
         config,
-        KEYS.from_vitral,
         _read_preprocessing(raw.config, config, has_imagenet_default, reading),
         reading,
         variant="distilled" if is_distilled else "late-norm" if is_late_norm else "plain",
@@ -208,6 +198,16 @@ def _norm_eps(name: str, state: State, rope: timm_eva.RopeLayout | None, reading
     default = 1e-5 if is_large else 1e-6
     stored = (1e-5 if any(part in name for part in LARGE_EPS_NAMES) else 1e-6) if name else None
     return float(reading.setting("norm_eps", default, f"norm eps {default:g}", stored=stored))
+
+
+def _heads(
+    name: str, model_args: dict[str, Any], width: int, rope: timm_eva.RopeLayout | None, reading: Interpretation
+) -> int:
+    """Attention heads: as config.json states or its architecture has, or those of DINOv3 for a model like it."""
+    if not name and rope is not None and reading.options.heads is None:
+        return reading.heads(width, timm_eva.DINOV3_HEADS.get(width), "the sizes of DINOv3")
+    stored = model_args.get("num_heads", _registered_heads(name, width))
+    return reading.heads(width, stored, f"config.json ({name or 'model_args'})")
 
 
 def _registered_heads(name: str, width: int) -> int | None:

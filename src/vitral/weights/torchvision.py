@@ -14,6 +14,7 @@ from vitral.weights.reading import (
     flatten_patch_kernel,
     incomplete_error,
     infer_config,
+    rename_tensors,
 )
 from vitral.weights.writing import (
     NotRepresentableError,
@@ -45,19 +46,15 @@ KEYS = KeyMapping(
 
 def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     reading = Interpretation(source=raw.source, options=options)
-    state, unexpected = KEYS.rename_to_vitral(raw.tensors)
-    check_has_blocks(raw.source, "torchvision", state, unexpected, KEYS.from_vitral)
-    width, channels, patch = flatten_patch_kernel(raw, state, "conv_proj.weight")
-    table = state.get("position_embedding.table")
+    tensors = rename_tensors("torchvision", raw, raw.tensors, KEYS)
+    check_has_blocks(tensors)
+    width, channels, patch = flatten_patch_kernel(tensors)
+    table = tensors.state.get("position_embedding.table")
     if table is None or table.ndim != 3:
-        raise incomplete_error(raw.source, "torchvision", "encoder.pos_embedding", unexpected)
+        raise incomplete_error(tensors, "encoder.pos_embedding")
     _, size = reading.position_table(table.shape[1], [1], patch)
     config = infer_config(
-        "torchvision",
-        raw,
-        state,
-        unexpected,
-        KEYS.from_vitral,
+        tensors,
         image_size=size,
         patch_size=patch,
         channels=channels,
@@ -69,7 +66,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     # IMAGENET1K_V1 weights are for 224 px; the larger ones are SWAG's, which resize without a margin.
     crop, interpolation = (0.875, "bilinear") if min(size) <= 224 else (1.0, "bicubic")
     preprocessing = reading.preprocessing(size, channels, mean_std=IMAGENET, crop=crop, interpolation=interpolation)
-    return build_checkpoint("torchvision", raw, state, unexpected, config, KEYS.from_vitral, preprocessing, reading)
+    return build_checkpoint(tensors, config, preprocessing, reading)
 
 
 def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:

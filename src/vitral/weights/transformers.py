@@ -19,6 +19,8 @@ from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import KeyMapping, State, fuse_qkv, split_qkv
 from vitral.weights.preprocessing import HALF, IMAGENET
 from vitral.weights.reading import (
+    PATCH_KERNEL,
+    RenamedTensors,
     build_checkpoint,
     check_has_blocks,
     drop_tensors,
@@ -26,6 +28,7 @@ from vitral.weights.reading import (
     incomplete_error,
     infer_config,
     is_gated,
+    rename_tensors,
 )
 from vitral.weights.transformers_files import ACTIVATIONS, preprocessor_json, read_labels, read_preprocessing
 from vitral.weights.writing import (
@@ -125,30 +128,27 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     if dinov3.is_dinov3(raw):
         return dinov3.to_vitral(raw, options)
     stored, reading = raw.config, Interpretation(source=raw.source, options=options)
-    tensors = _without_model_prefix(raw.tensors)
-    drop_tensors(tensors, PRETRAINING_KEYS, reading.notes)
-    is_dinov2 = any("layer_scale" in name or ".norm1." in name for name in tensors)
+    stored_tensors = _without_model_prefix(raw.tensors)
+    drop_tensors(stored_tensors, PRETRAINING_KEYS, reading.notes)
+    is_dinov2 = any("layer_scale" in name or ".norm1." in name for name in stored_tensors)
     model_type = _check_model_type(raw.source, stored, is_dinov2)
-    keys = DINOV2 if is_dinov2 else VIT
-    state, unexpected = keys.rename_to_vitral(_rename_to_file_names(tensors, is_dinov2, reading.notes))
+    stored_tensors = _rename_to_file_names(stored_tensors, is_dinov2, reading.notes)
+    tensors = rename_tensors("transformers", raw, stored_tensors, DINOV2 if is_dinov2 else VIT)
+    state = tensors.state
     fuse_qkv(state)
     if "head.out.weight" in state and "head.hidden.weight" in state:
         for leaf in ("weight", "bias"):
             state.pop(f"head.hidden.{leaf}", None)
         reading.notes.append("the classifier does not use the pooler: ignored")
-    check_has_blocks(raw.source, "transformers", state, unexpected, keys.from_vitral)
-    width, channels, patch = flatten_patch_kernel(raw, state, "projection.weight")
-    size = _read_tokens(raw, state, unexpected, patch, reading)
+    check_has_blocks(tensors)
+    width, channels, patch = flatten_patch_kernel(tensors)
+    size = _read_tokens(tensors, patch, reading)
     variant = "distilled" if "distillation_token" in state else _head_variant(state)
     default_eps = 1e-6 if is_dinov2 or model_type == "vit_msn" else 1e-12
     activation = ACTIVATIONS[stored.get("hidden_act", "gelu")] if stored else None
     norm_eps = float(stored.get("layer_norm_eps", default_eps)) if stored else None
     config = infer_config(
-        "transformers",
-        raw,
-        state,
-        unexpected,
-        keys.from_vitral,
+        tensors,
         image_size=size,
         patch_size=patch,
         channels=channels,
@@ -163,12 +163,8 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     )
     default_mean_std, interpolation = (HALF, "bilinear") if model_type == "vit" else (IMAGENET, "bicubic")
     return build_checkpoint(
-        "transformers",
-        raw,
-        state,
-        unexpected,
+        tensors,
         config,
-        keys.from_vitral,
         read_preprocessing(raw.preprocessor_config, config, default_mean_std, interpolation, reading),
         reading,
         variant=variant,
@@ -210,14 +206,13 @@ def _check_model_type(source: str, config: dict[str, Any], is_dinov2: bool) -> s
     return model_type
 
 
-def _read_tokens(
-    raw: RawCheckpoint, state: State, unexpected: list[str], patch: int, reading: Interpretation
-) -> tuple[int, int]:
+def _read_tokens(tensors: RenamedTensors, patch: int, reading: Interpretation) -> tuple[int, int]:
     """Rearrange distillation token and positions as in vitral; returns the image size."""
+    state = tensors.state
     table = state.get("position_embedding.table")
     if table is None or table.ndim != 3:
-        raise incomplete_error(raw.source, "transformers", "embeddings.position_embeddings", unexpected)
-    image_size = raw.config.get("image_size")
+        raise incomplete_error(tensors, "embeddings.position_embeddings")
+    image_size = tensors.raw.config.get("image_size")
     stored_size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size) if image_size else None
     num_prefix = 2 if "distillation_token" in state else int("class_token.token" in state)
     _, size = reading.position_table(table.shape[1], [num_prefix], patch, stored_size)
@@ -236,7 +231,7 @@ def _head_variant(state: State) -> str:
 
     If its weights for the mean are zero, they are removed and the model is a plain one.
     """
-    weight, width = state.get("head.out.weight"), state["patch_embedding.project.weight"].shape[0]
+    weight, width = state.get("head.out.weight"), state[PATCH_KERNEL].shape[0]
     if weight is None or weight.ndim != 2 or weight.shape[1] != 2 * width:
         return "plain"
     if weight[:, width:].any():
@@ -269,7 +264,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
         notes += fold_unsupported_layer_scale(checkpoint, state)
     if model_type == "deit":
         _to_deit(state)
-    kernel = state["patch_embedding.project.weight"]
+    kernel = state[PATCH_KERNEL]
     unflatten_patch_kernel(state, config)
     split_qkv(state)
     tensors = (DINOV2 if is_dinov2 else VIT).rename_from_vitral(state, spelling=int(config.activation == "swiglu"))

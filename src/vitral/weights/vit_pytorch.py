@@ -12,6 +12,7 @@ from vitral.weights.interpretation import Interpretation
 from vitral.weights.key_mapping import KeyMapping, State
 from vitral.weights.preprocessing import HALF, describe_preprocessing
 from vitral.weights.reading import (
+    RenamedTensors,
     build_checkpoint,
     channels_first,
     channels_last,
@@ -54,9 +55,16 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
     reading = Interpretation(source=raw.source, options=options)
     is_simple = "pos_embedding" not in raw.tensors
     state, unexpected = KEYS.rename_to_vitral(raw.tensors)
+    tensors = RenamedTensors(
+        format="vit-pytorch",
+        raw=raw,
+        state=state,
+        unexpected=unexpected,
+        source_key=lambda key: KEYS.from_vitral(key, int(is_simple)),
+    )
     project, qkv = state.get("patch_embedding.project.weight"), state.get("encoder.blocks.0.attention.qkv.weight")
     if project is None or project.ndim != 2 or qkv is None:
-        raise incomplete_error(raw.source, "vit-pytorch", "to_patch_embedding.2.weight and to_qkv.weight", unexpected)
+        raise incomplete_error(tensors, "to_patch_embedding.2.weight and to_qkv.weight")
     width, attention_width = project.shape[0], qkv.shape[0] // 3
     if attention_width != width:
         raise unsupported_model_error(raw.source, f"attention of width {attention_width} in a model of width {width}")
@@ -68,16 +76,8 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         pooling, size = "mean", _read_simple_vit(state, width, reading)
     else:
         pooling, size = _read_tokens(state, width, patch, reading)
-
-    def source_key(key: str) -> str | None:
-        return KEYS.from_vitral(key, int(is_simple))
-
     config = infer_config(
-        "vit-pytorch",
-        raw,
-        state,
-        unexpected,
-        source_key,
+        tensors,
         image_size=size,
         patch_size=patch,
         channels=channels,
@@ -88,9 +88,7 @@ def to_vitral(raw: RawCheckpoint, options: CheckpointOptions) -> Checkpoint:
         norm_eps=options.norm_eps or 1e-5,  # PyTorch's default
     )
     preprocessing = reading.preprocessing(size, channels, mean_std=HALF, crop=1.0, interpolation="bilinear")
-    return build_checkpoint(
-        "vit-pytorch", raw, state, unexpected, config, source_key, preprocessing, reading, variant="patch-norm"
-    )
+    return build_checkpoint(tensors, config, preprocessing, reading, variant="patch-norm")
 
 
 def _read_simple_vit(state: State, width: int, reading: Interpretation) -> tuple[int, int]:
