@@ -30,7 +30,7 @@ from vitral.utils.json_toml import dump_json, parse_json, read_bytes, read_json_
 from vitral.utils.locks import file_lock
 
 RUNS = Path("runs")  # default parent of new run folders
-CHECKPOINT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")  # those of vitral.weights.files
+CHECKPOINT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")  # weight files that vitral.weights reads
 EXAMPLE, ARRAY_EXAMPLE = "example.png", "example.npy"  # figures: a photograph, or an image with other channels
 RUN_FORMAT = 2  # of run and model folders; increased when files of older versions can no longer be read
 

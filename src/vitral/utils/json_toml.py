@@ -78,12 +78,16 @@ def read_json(path: Path) -> Any:
     return parse_json(read_text(path))
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON object, for files that are described by their field names."""
-    value = read_json(path)
+def parse_json_object(text: str) -> dict[str, Any]:
+    """A JSON object, for texts that are described by their field names."""
+    value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    return parse_json_object(read_text(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:

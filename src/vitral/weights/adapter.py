@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -26,7 +25,7 @@ from vitral.runs.model_io import (
     published_name,
     save_weights,
 )
-from vitral.utils.json_toml import dump_json, parse_json
+from vitral.utils.json_toml import dump_json, parse_json_object
 from vitral.utils.serialization import from_dict, to_dict
 from vitral.weights.adapt import adapt_weights
 from vitral.weights.checkpoint import Checkpoint
@@ -91,20 +90,20 @@ def read_adapter(path: Path) -> Adapter:
     except (OSError, SafetensorError) as error:
         raise VitralError(f"cannot read the adapter {path}: {error_reason(error)}", "Copy it again") from error
     if metadata.get("format") != ADAPTER_FORMAT or DIGEST not in metadata:
-        found = "peft's format" if metadata.get("format") == "pt" else f"format {metadata.get('format')!r}"
+        actual = "peft's format" if metadata.get("format") == "pt" else f"format {metadata.get('format')!r}"
         raise VitralError(
-            f"{path} is not an adapter of vitral ({found}, expected {ADAPTER_FORMAT!r})",
+            f"{path} is not an adapter of vitral ({actual}, expected {ADAPTER_FORMAT!r})",
             f"Pass the {ADAPTER_FILE} that vitral train --tune wrote to the run's model/ folder",
         )
     tensors = load_weights(path)
     check_finite(path, tensors)
     try:
-        lora = from_dict(LoRAConfig, _json_object(metadata["lora"])) if "lora" in metadata else None
+        lora = from_dict(LoRAConfig, parse_json_object(metadata["lora"])) if "lora" in metadata else None
         return Adapter(
             tune=metadata["tune"],
             lora=lora,
             base=BaseWeights(source=metadata["base"], sha256=metadata["base_sha256"]),
-            config=model_config_from_dict(_json_object(metadata["config"])),
+            config=model_config_from_dict(parse_json_object(metadata["config"])),
             tensors=tensors,
         )
     except (LookupError, ValueError, VitralError) as error:
@@ -112,20 +111,8 @@ def read_adapter(path: Path) -> Adapter:
         raise VitralError(f"cannot interpret the metadata of {path}: {reason}", "Copy it again") from error
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    content = parse_json(text)
-    if not isinstance(content, dict):
-        raise ValueError(f"expected a JSON object, got {type(content).__name__}")
-    return content
-
-
 def apply_adapter(checkpoint: Checkpoint, path: Path) -> Checkpoint:
-    """The model that was trained: the base weights with the adapter merged into them.
-
-    Args:
-        checkpoint: The base weights.
-        path: An adapter.safetensors.
-    """
+    """The model that was trained: `checkpoint`, the base weights, with the adapter at `path` merged into them."""
     adapter = read_adapter(path)
     if checkpoint.sha256() != adapter.base.sha256:
         raise VitralError(

@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
-
 from vitral.models.vit import ViTConfig
 from vitral.recipes.checkpoint_options import CheckpointOptions
 from vitral.weights.checkpoint import Checkpoint, ConvertedModel, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
-from vitral.weights.key_mapping import KeyMapping, State, add_zero_key_bias, fuse_qkv, split_qkv, split_swiglu
+from vitral.weights.key_mapping import (
+    KeyMapping,
+    State,
+    add_unit_layer_scale,
+    add_zero_key_bias,
+    fuse_qkv,
+    split_qkv,
+    split_swiglu,
+)
 from vitral.weights.preprocessing import IMAGENET
 from vitral.weights.reading import (
     build_checkpoint,
@@ -146,9 +152,7 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     if config.pooling != "class":
         notes.append("transformers' pooler_output is the class token; this model pools the mean of the patches")
     like = state["encoder.norm.weight"]
-    for i in range(config.depth):
-        for residual in ("residual1", "residual2"):
-            state.setdefault(f"encoder.blocks.{i}.{residual}.scale", torch.ones_like(like))
+    add_unit_layer_scale(state, config.depth)
     state.setdefault("registers", like.new_zeros(1, 0, config.width))
     unflatten_patch_kernel(state, config)
     split_qkv(state)

@@ -82,10 +82,6 @@ def _name(group: TensorGroup) -> str:
     return name if len(name) <= MAX_NAME_WIDTH else f"{name[: MAX_NAME_WIDTH - 1]}…"
 
 
-def _shape_text(group: TensorGroup) -> str:
-    return "×".join(map(str, group.shape)) or "scalar"
-
-
 def _role(group: TensorGroup) -> str:
     role = "?" if group.target is None else group.target + (" (transposed)" if group.transpose else "")
     if not group.blocks:
@@ -102,12 +98,7 @@ def write_starting_map(explanation: CheckpointExplanation, path: Path) -> None:
     """Write a key map with the guesses, for the user to check and complete."""
     if path.exists():
         raise VitralError(f"{path} already exists", "Choose another name; existing files are not overwritten")
-    try:
-        atomic_write(path, starting_map(explanation, path))
-    except OSError as error:
-        raise VitralError(
-            f"cannot write {path}: {error.strerror or error}", "Check permissions and free space"
-        ) from error
+    atomic_write(path, starting_map(explanation, path))
 
 
 def starting_map(explanation: CheckpointExplanation, path: Path) -> str:

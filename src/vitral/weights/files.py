@@ -25,10 +25,10 @@ from torch import Tensor
 
 from vitral import bundled
 from vitral.errors import VitralError
+from vitral.runs.run import CHECKPOINT_SUFFIXES
 from vitral.utils.atomic import atomic_writer
 from vitral.utils.json_toml import read_json
 
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 EXPORT_SUFFIXES = (".onnx", ".pt2")  # exported models, which can only predict
 HUB_FILE_NAMES = (  # next to their config.json
     "model.safetensors", "pytorch_model.bin", "weights.safetensors",
@@ -82,9 +82,9 @@ def _load_folder(folder: Path) -> RawCheckpoint:
                 _load_file(raw, folder / shard)
             return raw
     files = [folder / name for name in HUB_FILE_NAMES if (folder / name).is_file()][:1]
-    files = files or sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    files = files or sorted(file for file in folder.iterdir() if file.suffix in CHECKPOINT_SUFFIXES and file.is_file())
     if not files:
-        expected = f"Expected one of {', '.join('*' + suffix for suffix in SUFFIXES)}"
+        expected = f"Expected one of {', '.join('*' + suffix for suffix in CHECKPOINT_SUFFIXES)}"
         raise VitralError(f"{folder} contains no weights", "; ".join((expected, *bundled.shadowing_notes(folder))))
     if len(files) > 1:
         raise VitralError(

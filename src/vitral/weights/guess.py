@@ -5,6 +5,7 @@ The result is a starting point for a key map, never loaded without the user's co
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -170,7 +171,7 @@ def _guess_outside(groups: list[TensorGroup], width: int) -> None:
             group.target = "position_embedding.table"
         elif re.search(r"reg", name) and len(shape) == 3 and shape[-1] == D:
             group.target = "registers"
-        elif group.leaf not in ("weight", "bias") and shape and shape[-1] == D and _numel(shape) == D:
+        elif group.leaf not in ("weight", "bias") and shape and shape[-1] == D and math.prod(shape) == D:
             group.target = "class_token.token"
         elif len(shape) == 2 and shape[0] == D and re.search(r"patch|embed|input|stem", name):
             modules.setdefault(group.stem, "patch_embedding.project")
@@ -189,13 +190,6 @@ def _guess_outside(groups: list[TensorGroup], width: int) -> None:
 
 def _set(group: TensorGroup, module: str, *, transpose: bool = False) -> None:
     group.target, group.transpose = f"{BLOCK}.{module}.weight", transpose
-
-
-def _numel(shape: Shape) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _missing(targets: set[str]) -> list[str]:

@@ -11,7 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from vitral.errors import VitralError
-from vitral.weights.files import SUFFIXES, error_in_one_line
+from vitral.runs.run import CHECKPOINT_SUFFIXES
+from vitral.weights.files import error_in_one_line
 
 SCHEME = "hf:"
 CONFIG_PATTERNS = ["config.json", "preprocessor_config.json", "open_clip_config.json"]
@@ -60,7 +61,7 @@ def download(source: str) -> Path:
     try:
         for patterns in WEIGHT_PATTERNS:
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=CONFIG_PATTERNS + patterns))
-            if any(file.suffix in SUFFIXES for file in folder.iterdir()):
+            if any(file.suffix in CHECKPOINT_SUFFIXES for file in folder.iterdir()):
                 return folder
     except Exception as error:  # huggingface_hub does not wrap the errors of its HTTP client
         is_offline = "LocalEntryNotFoundError" in _class_names(error)

@@ -116,6 +116,13 @@ def fold_layer_scale(state: State) -> None:
             state[f"{branch}.bias"] = state[f"{branch}.bias"] * scale
 
 
+def add_unit_layer_scale(state: State, depth: int) -> None:
+    """Add a layer scale of 1 to blocks without one, for models that always have it."""
+    for index in range(depth):
+        for residual in ("residual1", "residual2"):
+            state.setdefault(f"encoder.blocks.{index}.{residual}.scale", torch.ones_like(state["encoder.norm.weight"]))
+
+
 def add_zero_key_bias(state: State) -> bool:
     """Add the zero bias of keys where only queries and values have one; returns whether there are any."""
     keys = [key for key in state if key.endswith("attention.q.bias")]

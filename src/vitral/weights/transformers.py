@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from vitral.models.vit import Resampling, ViTConfig
 from vitral.recipes.checkpoint_options import CheckpointOptions
@@ -16,7 +17,7 @@ from vitral.weights import clip, dinov3
 from vitral.weights.checkpoint import Checkpoint, ConvertedModel, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
-from vitral.weights.key_mapping import KeyMapping, State, fuse_qkv, split_qkv
+from vitral.weights.key_mapping import KeyMapping, State, add_unit_layer_scale, fuse_qkv, split_qkv
 from vitral.weights.preprocessing import HALF, IMAGENET
 from vitral.weights.reading import (
     PATCH_KERNEL,
@@ -259,7 +260,9 @@ def from_vitral(checkpoint: Checkpoint) -> ConvertedModel:
     is_dinov2 = model_type.startswith("dinov2")
     notes += resampling_notes(config, "transformers", RESAMPLING[model_type])
     if is_dinov2:
-        _to_dinov2(state, config.width, config.depth, variant)
+        add_unit_layer_scale(state, config.depth)
+        if variant == "plain" and "head.out.weight" in state:  # its classifier uses the mean of the patches too
+            state["head.out.weight"] = F.pad(state["head.out.weight"], (0, config.width))
     else:
         notes += fold_unsupported_layer_scale(checkpoint, state)
     if model_type == "deit":
@@ -350,14 +353,3 @@ def _to_deit(state: State) -> None:
         state["distillation_token"] = state.pop("registers")
     row = state.pop("distillation_position_table", torch.zeros_like(table[:, :1]))
     state["position_embedding.table"] = torch.cat([table[:, :1], row, table[:, 1:]], dim=1)
-
-
-def _to_dinov2(state: State, width: int, depth: int, variant: str) -> None:
-    """Add what DINOv2 always has: layer scale, as ones, and classifier weights for the mean, as zeros."""
-    like = state["encoder.norm.weight"]
-    for i in range(depth):
-        for residual in ("residual1", "residual2"):
-            state.setdefault(f"encoder.blocks.{i}.{residual}.scale", torch.ones_like(like))
-    if variant == "plain" and "head.out.weight" in state:
-        weight = state["head.out.weight"]
-        state["head.out.weight"] = torch.cat([weight, weight.new_zeros(weight.shape[0], width)], dim=1)
