@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vitral.data.datasets import Dataset, load_builtin_dataset
+from vitral.data.datasets import Dataset, check_validation, load_builtin_dataset
 from vitral.data.files.file_dataset import ReadOptions, list_images, load_file_dataset, read_listing
 from vitral.data.files.packed import is_packed, read_index, read_split
 from vitral.data.files.pixel_detection import detect_listing_pixels
@@ -41,11 +41,8 @@ def load(
     path, size = str(name), (image_size, image_size) if isinstance(image_size, int) else image_size
     if size is not None and min(size) < 1:
         raise VitralError(f"image_size must be at least 1, got {image_size}", f"The default is {DEFAULT_IMAGE_SIZE}")
-    if validation is not None and not 0 <= validation < 1:
-        raise VitralError(
-            f"validation is {validation}, expected a fraction of the training images from 0 to below 1",
-            "For example 0.1",
-        )
+    if validation is not None:
+        check_validation(validation)
     if is_file_dataset(path):
         fraction = 0.15 if validation is None else validation
         if is_packed(Path(path)):

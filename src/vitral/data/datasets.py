@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vitral.data.files.fingerprints import ImageFingerprints
 from vitral.data.files.location import ImageLocation
-from vitral.data.folds import ALL_FOLDS, Fold, assign_folds
+from vitral.data.folds import ALL_FOLDS, Fold, assign_folds, group_members
 from vitral.data.lazy_images import Images
 from vitral.data.preprocess import Preprocessing, to_model_input
 from vitral.data.registry.fetch import check_dataset_name, fetch_files
@@ -90,11 +90,7 @@ def load_builtin_dataset(
     training images is the test split, and the official one is not used.
     """
     check_dataset_name(name)
-    if not 0 <= validation < 1:
-        raise VitralError(
-            f"validation is {validation}, expected a fraction of the training images from 0 to below 1",
-            "For example 0.1",
-        )
+    check_validation(validation)
     if name == "digits":
         images, labels = load_digits()
         train_all, test = _partition(_to_split((images, labels)), stratified_holdout(labels, 0.2, seed=TEST_SEED))
@@ -125,6 +121,14 @@ def load_builtin_dataset(
         load_test=load_test if fold_split is None else lambda: fold_split,
         held_out=("validation",) if fold is None else ("validation", "test"),
     )
+
+
+def check_validation(fraction: float) -> None:
+    """Raise VitralError for a value that is not a fraction of the training images."""
+    if not 0 <= fraction < 1:
+        raise VitralError(
+            f"validation is {fraction}, expected a fraction of the training images from 0 to below 1", "For example 0.1"
+        )
 
 
 def stratified_holdout(
@@ -196,7 +200,7 @@ def holdout_masks(
 
 
 def fold_text(fold: Fold) -> str:
-    """What a dataset says about its splits in the run of a fold."""
+    """The part of `Dataset.source` that names the fold."""
     if fold == ALL_FOLDS:
         return "trained on all folds"
     return f"tested on fold {fold.number} of {fold.total}"
@@ -210,12 +214,11 @@ def _hold_out_groups(
 ) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Hold out whole groups in random order, as long as no class exceeds its quota."""
     held_out = np.zeros(len(labels), dtype=np.bool_)
-    order = np.argsort(groups, kind="stable")
-    group_members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
-    for index in random.permutation(len(group_members)):
-        class_counts = Counter(labels[group_members[index]].tolist())
+    members = group_members(groups)
+    for index in random.permutation(len(members)):
+        class_counts = Counter(labels[members[index]].tolist())
         if all(count <= quotas[label] for label, count in class_counts.items()):
-            held_out[group_members[index]] = True
+            held_out[members[index]] = True
             for label, count in class_counts.items():
                 quotas[label] -= count
     return held_out

@@ -56,7 +56,7 @@ def assign_folds(labels: Array, count: int, *, groups: Array | None = None, seed
         groups: (N,) numbers; images with equal numbers are copies of one image and stay in one fold.
     """
     random = np.random.RandomState(seed)
-    members = _group_members(groups, len(labels))
+    members = [np.array([row]) for row in range(len(labels))] if groups is None else group_members(groups)
     if len(members) < count:
         raise VitralError(
             f"{len(members)} different images cannot be divided into {count} folds", "Use fewer --folds, or add images"
@@ -80,10 +80,8 @@ def assign_folds(labels: Array, count: int, *, groups: Array | None = None, seed
     return folds
 
 
-def _group_members(groups: Array | None, num_images: int) -> list[Array]:
-    """The rows of each group."""
-    if groups is None:
-        return [np.array([row]) for row in range(num_images)]
+def group_members(groups: Array) -> list[Array]:
+    """The rows of each group: those with equal numbers in `groups` (N,)."""
     order = np.argsort(groups, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
 

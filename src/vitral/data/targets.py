@@ -4,7 +4,7 @@
 |----------------|-------------------------------|-------------------------------------------|
 | classification | class index                   | int64 (N,)                                |
 | multilabel     | tuple of class indices        | float32 (N, K), 1 for each of its classes |
-| regression     | tuple of values, one a target | float32 (N, R)                            |
+| regression     | tuple of values, per target   | float32 (N, R)                            |
 
 Does not import torch, so that the command line can read a list at once.
 """

@@ -154,13 +154,13 @@ def _find_separator(path: Path, rows: Sequence[_Row], column: str, options: Labe
         separator: next((row.line for row in rows if separator in row.values.get(column, "")), None)
         for separator in SEPARATORS
     }
-    found = [separator for separator, line in lines.items() if line is not None]
-    if len(found) > 1:
+    used = [separator for separator, line in lines.items() if line is not None]
+    if len(used) > 1:
         raise VitralError(
             f"{path} separates labels by | (line {lines['|']}) and by ; (line {lines[';']})",
             "Choose one of them: --data.label-separator '|'",
         )
-    return found[0] if found else SEPARATORS[0]
+    return used[0] if used else SEPARATORS[0]
 
 
 def _class_name(path: Path, row: _Row, column: str) -> str:

@@ -8,6 +8,12 @@ from typing import NamedTuple
 from vitral.data.files.remote import is_url, read_range
 
 
+def file_version(path: Path) -> str:
+    """A string that changes when a file is moved or changed. Raises OSError if there is no such file."""
+    stat = path.stat()
+    return f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+
+
 class ImageLocation(NamedTuple):
     """A whole file, or a byte range of a local or remote shard."""
 

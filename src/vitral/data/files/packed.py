@@ -31,7 +31,7 @@ from filelock import Timeout
 from torch import Tensor
 
 from vitral.data.files.checked_json import read_checked_json, write_checked_json
-from vitral.data.files.location import ImageLocation
+from vitral.data.files.location import ImageLocation, file_version
 from vitral.data.files.row_checksums import file_checksum
 from vitral.data.geometry import Size
 from vitral.data.lazy_images import Images
@@ -81,16 +81,15 @@ class DamagedPackError(VitralError):
 def fingerprint(locations: Iterable[ImageLocation], *parameters: object) -> str:
     """Digest of paths, sizes and modification times, and of parameters that affect the decoded images."""
     digest = hashlib.sha256(repr(parameters).encode())
-    file_states: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for location in locations:
-        if location.path not in file_states or location.size < 0:
+        if location.path not in versions or location.size < 0:
             try:
-                stat = Path(location.path).stat()
-                file_states[location.path] = f"{Path(location.path).resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+                versions[location.path] = file_version(Path(location.path))
             except OSError:
-                # A missing file is reported when it is decoded. The state of remote shards is one of the parameters.
-                file_states[location.path] = location.path
-        line = f"{file_states[location.path]}\0{location.offset}\0{location.size}\n"
+                # Missing files are reported when they are decoded. The versions of remote shards are a parameter.
+                versions[location.path] = location.path
+        line = f"{versions[location.path]}\0{location.offset}\0{location.size}\n"
         digest.update(line.encode(errors="surrogateescape"))
     return digest.hexdigest()[:16]
 

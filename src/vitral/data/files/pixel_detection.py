@@ -67,8 +67,7 @@ def detect_pixels(locations: Sequence[ImageLocation], name: str, layout: ArrayLa
 
 def detect_listing_pixels(listing: DatasetListing, layout: ArrayLayout = "auto") -> DetectedPixels:
     """The pixel format of all splits of a listed dataset."""
-    locations = [location for items in listing.splits.values() for location, _ in items]
-    return detect_pixels(locations, listing.name, layout)
+    return detect_pixels(listing.locations, listing.name, layout)
 
 
 def packed_pixels(folder: Path) -> DetectedPixels:

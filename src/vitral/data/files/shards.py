@@ -33,7 +33,7 @@ from vitral.data.files.listing import (
     merge_validation,
     needs_holdout,
 )
-from vitral.data.files.location import ImageLocation
+from vitral.data.files.location import ImageLocation, file_version
 from vitral.data.files.remote import MAX_IMAGE_BYTES, is_url, open_url, read_range, url_version
 from vitral.data.files.walk import IMAGE_SUFFIXES
 from vitral.data.folds import Fold
@@ -96,7 +96,7 @@ class ShardIndices(NamedTuple):
 def read_shard_indices(pattern: str) -> ShardIndices:
     """Locate the images in the shards that match `pattern`, also those without a label."""
     shards = expand_pattern(pattern)
-    versions = [url_version(shard) if is_url(shard) else _file_version(Path(shard)) for shard in shards]
+    versions = [url_version(shard) if is_url(shard) else file_version(Path(shard)) for shard in shards]
     indices = ShardIndices(shards, versions, {"train": [], "validation": [], "test": []})
     for shard, version, split in zip(shards, versions, shard_splits(shards), strict=True):
         entries = shard_index(shard, version)
@@ -195,11 +195,6 @@ def _parse_label(suffix: str, content: bytes) -> str | None:
 def _numbers_first(name: str) -> tuple[int, int, str]:
     """Sort key: numbers by value, then names."""
     return (0, int(name), name) if name.isdecimal() else (1, 0, name)
-
-
-def _file_version(path: Path) -> str:
-    stat = path.stat()
-    return f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
 
 
 def _duplicate_groups(locations: Sequence[ImageLocation]) -> np.ndarray[Any, Any]:
