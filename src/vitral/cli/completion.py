@@ -15,6 +15,7 @@ from vitral.cli.main import COMMAND_GROUPS, COMMANDS, load_command
 from vitral.cli.parsing import Command, CommandGroup, Flag
 
 MODEL_ARGUMENTS = ("model", "models", "first", "second", "source")
+SUMMARIES = {name: summary for commands in COMMAND_GROUPS.values() for name, _, summary in commands}
 PATH_FLAGS = ("data", "faithfulness", "init_from", "model", "ood", "recipe")  # strings that may be paths
 
 
@@ -40,7 +41,7 @@ def subcommands() -> dict[str, list[str]]:
 def flag_names(command: Command[Any]) -> list[str]:
     """All spellings of a command's flags, `--no-x` included."""
     flags = [flag for flag in command.flags if not flag.is_positional]
-    negatives = [flag.negative_name for flag in flags if flag.is_switch and (flag.config_field or flag.default)]
+    negatives = [flag.negative_name for flag in flags if flag.has_negative]
     return [*(flag.name for flag in flags), *negatives, "--help"]
 
 
@@ -105,7 +106,6 @@ def choice_flags(command: Command[Any]) -> list[Flag]:
 
 
 def zsh_script() -> str:
-    summaries = {name: summary for commands in COMMAND_GROUPS.values() for name, _, summary in commands}
     lines = [
         "#compdef vitral",
         "# zsh completion for vitral:  vitral completion zsh > ~/.zfunc/_vitral",
@@ -113,7 +113,7 @@ def zsh_script() -> str:
         '    local command="${words[2]}"',
         "    if (( CURRENT == 2 )); then",
         "        local -a commands=(",
-        *(f"            {_quote(f'{name}:{summary}')}" for name, summary in summaries.items()),
+        *(f"            {_quote(f'{name}:{summary}')}" for name, summary in SUMMARIES.items()),
         "        )",
         "        _describe 'command' commands",
         "        return",
@@ -151,7 +151,7 @@ def _zsh_specs(command: Command[Any]) -> Iterator[str]:
         help_text = _escape(_first_sentence(flag.help), "[]:")
         if flag.is_switch:
             yield _quote(f"{flag.name}[{help_text}]")
-            if flag.config_field or flag.default:
+            if flag.has_negative:
                 yield _quote(f"{flag.negative_name}[{help_text}]")
         else:
             values = f"({' '.join(flag.choices)})" if flag.choices else "_files" if _takes_path(flag) else ""
@@ -160,9 +160,8 @@ def _zsh_specs(command: Command[Any]) -> Iterator[str]:
 
 
 def fish_script() -> str:
-    summaries = {name: summary for commands in COMMAND_GROUPS.values() for name, _, summary in commands}
     lines = ["# fish completion for vitral:  vitral completion fish | source", "complete -c vitral -f"]
-    for name, summary in summaries.items():
+    for name, summary in SUMMARIES.items():
         lines.append(f"complete -c vitral -n __fish_use_subcommand -a {name} -d {_quote(summary, 'fish')}")
     for name, choices in subcommands().items():
         condition = f"__fish_seen_subcommand_from {name}; and not __fish_seen_subcommand_from {' '.join(choices)}"
@@ -180,7 +179,7 @@ def fish_script() -> str:
             values = f" -x -a {_quote(' '.join(flag.choices), 'fish')}" if flag.choices else ""
             requires = "" if flag.is_switch or values else " -r"
             lines.append(f"{start} -l {flag.name.removeprefix('--')}{requires}{values} {description}")
-            if flag.is_switch and (flag.config_field or flag.default):
+            if flag.has_negative:
                 lines.append(f"{start} -l {flag.negative_name.removeprefix('--')} {description}")
     return "\n".join(lines) + "\n"
 

@@ -71,7 +71,7 @@ def spelling(flag: Flag) -> str:
     if flag.is_positional:
         return flag.name
     if flag.is_switch:
-        return f"{flag.name}, {flag.negative_name}" if flag.config_field or flag.default is not False else flag.name
+        return f"{flag.name}, {flag.negative_name}" if flag.has_negative else flag.name
     return f"{flag.name} {metavar(flag)}"
 
 

@@ -73,6 +73,11 @@ class Flag:
         return self.value_type is bool
 
     @property
+    def has_negative(self) -> bool:
+        """Whether the flag can be given as `--no-x`, which a switch that is off by default does not need."""
+        return self.is_switch and (self.config_field is not None or self.default is not False)
+
+    @property
     def is_tuple(self) -> bool:
         return typing.get_origin(self.value_type) is tuple
 

@@ -109,8 +109,6 @@ def evaluate(args: EvaluateArgs) -> int:
         if args.coverage is not None and not args.calibrate:
             command = f"vitral evaluate {shell_quote(args.model)} --calibrate --coverage {args.coverage:g}"
             print(f"  To store this coverage for predict and serve: {command}")
-    if args.figures is not None and predictor.is_regression:
-        raise VitralError("--figures is for classifiers", f"The scatter plot is in: vitral report {args.model}")
     if args.figures is not None:
         from vitral.reporting.figures import evaluation as evaluation_figures
 

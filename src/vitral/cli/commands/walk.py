@@ -50,13 +50,12 @@ def walk(args: WalkArgs) -> int:
     # Without --model, decode first: an unreadable image is reported before a model is chosen.
     if not args.model:
         decode_native(args.image)
-    image: Any = args.image
     source = args.model or default_model(args.image)
     predictor = load_explainable(source, args.labels, checkpoint_options(args.checkpoint))
     predictor.require_head()
     require_task(predictor, "vitral walk", "classification", "multilabel")
     print_notes(predictor.notes if args.model else [f"using {source}; choose another model with --model"])
-    steps = build_walk(predictor, image, args.lang, args.layer, args.head)
+    steps = build_walk(predictor, args.image, args.lang, args.layer, args.head)
     if args.out is None:
         terminal.print_walk(steps, code=args.code)
         return 0
