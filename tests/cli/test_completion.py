@@ -21,6 +21,7 @@ COMPLETIONS = [
     ("vitral train --optim.sche", "--optim.schedule"),
     ("vitral train --optim.schedule cos", "cosine"),
     ("vitral train --augment.no-fl", "--augment.no-flip"),
+    ("vitral probe --no-fi", "--no-fine-tuning"),
     ("vitral data pac", "pack"),
     ("vitral data pack --image-s", "--image-size"),
     ("vitral predict photo.", "photo.png"),

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.models import lora_layers
 from support.triton_interpreter import relative_difference, requires_interpreter
 from vitral.kernels.encoder import MAX_WIDTH, FusedEncoder, unsupported_architecture
-from vitral.models.lora import LoRAConfig, add_lora, lora_layers
+from vitral.models.lora import LoRAConfig, add_lora
 from vitral.models.vit import ViT, ViTConfig
 from vitral.training.optim.param_groups import set_trainable
 
@@ -189,7 +190,7 @@ def tuned_model(tune: str, **overrides: Any) -> ViT:
     model = make_model(**overrides)
     if tune == "lora":
         add_lora(model, LoRAConfig(rank=3, targets=("qkv", "expand", "contract")))
-        for _, layer in lora_layers(model):
+        for layer in lora_layers(model).values():
             torch.nn.init.normal_(layer.lora_B.weight, std=0.1)
     set_trainable(model, tune)
     return model
@@ -256,7 +257,7 @@ def test_lora_and_bf16_weights_follow_the_factors() -> None:
     """The frozen weight is cast once, the sum with the low-rank update in every step."""
     model = tuned_model("lora", depth=1)
     encoder = FusedEncoder(model.encoder)
-    layer = next(layer for _, layer in lora_layers(model))
+    layer = next(iter(lora_layers(model).values()))
     torch.nn.init.ones_(layer.lora_B.weight)
     encoder.weights.cast(training=True)
     torch.testing.assert_close(encoder.weights.compute[layer.weight], layer.merged_weight().bfloat16())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.models import lora_layers
 from support.triton_interpreter import (
     emulate_fp8_gemms,
     relative_difference,
@@ -20,7 +21,7 @@ from support.triton_interpreter import (
 from vitral.kernels.dropout.op import Dropout, apply_dropout, draw_seeds
 from vitral.kernels.dropout.reference import same_dropout
 from vitral.kernels.encoder import FusedEncoder, unsupported_architecture
-from vitral.models.lora import LoRAConfig, add_lora, lora_layers
+from vitral.models.lora import LoRAConfig, add_lora
 from vitral.models.vit import ViT, ViTConfig
 from vitral.training.activation_checkpointing import checkpoint_activations
 from vitral.training.optim.param_groups import set_trainable
@@ -38,7 +39,7 @@ def make_model(tune: str = "full", lora_dropout: float = 0.0, noise: float = 0.1
     model = ViT(ViTConfig(**sizes | overrides)).eval()
     if tune == "lora":
         add_lora(model, LoRAConfig(rank=3, dropout=lora_dropout))
-        for _, layer in lora_layers(model):
+        for layer in lora_layers(model).values():
             torch.nn.init.normal_(layer.lora_B.weight, std=noise)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from vitral.models.lora import LoRAConfig, LoRALinear, add_lora, lora_layers, merge_lora
+from support.models import lora_layers
+from vitral.models.lora import LoRAConfig, LoRALinear, add_lora, merge_lora
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
 from vitral.training.optim.param_groups import set_trainable
@@ -50,7 +51,7 @@ def test_training_starts_from_the_model_itself() -> None:
 
 
 def test_a_is_random_within_one_over_the_root_of_its_inputs_and_b_is_zero() -> None:
-    for _, layer in lora_layers(_with_lora()):
+    for layer in lora_layers(_with_lora()).values():
         A, limit = layer.lora_A.weight, layer.in_features**-0.5
         assert 0.5 * limit < A.abs().max() <= limit
         assert not layer.lora_B.weight.any()
@@ -65,7 +66,7 @@ def _with_lora() -> ViT:
 def test_targets_select_the_layers_of_every_block() -> None:
     model = lora_model(targets=("qkv", "contract"))
     expected = [f"encoder.blocks.{b}.{layer}" for b in (0, 1) for layer in ("attention.qkv", "mlp.contract")]
-    assert [name for name, _ in lora_layers(model)] == expected
+    assert list(lora_layers(model)) == expected
 
 
 def test_merged_weights_give_the_same_logits_and_have_the_names_of_the_plain_model() -> None:
@@ -99,7 +100,7 @@ def test_variants_are_adapted_and_merged(variant: str, options: dict[str, Any]) 
     config = ViTConfig(**SMALL, **options)
     model = VARIANTS[variant](config).eval()
     add_lora(model, LoRAConfig(rank=2))
-    for _, layer in lora_layers(model):
+    for layer in lora_layers(model).values():
         nn.init.normal_(layer.lora_B.weight)
         if layer.bias is not None:
             nn.init.normal_(layer.bias)

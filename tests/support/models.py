@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitral.data.decode import decode_image
 from vitral.data.preprocess import Preprocessing
@@ -18,6 +18,7 @@ from vitral.evaluation.comparison_images import ComparisonImages
 from vitral.inference.predictor import Predictor
 from vitral.models.calibration import Calibration
 from vitral.models.conformal import ConformalSets
+from vitral.models.lora import LoRALinear
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig, save_model
@@ -153,3 +154,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """RMS error relative to the spread of the expected values over the batch."""
     spread = (expected - expected.mean(dim=0)).square().mean().sqrt()
     return float((actual - expected).square().mean().sqrt() / spread)
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """The layers with a low-rank update, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}

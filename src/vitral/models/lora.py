@@ -7,7 +7,6 @@ initialisation of A and B are those of the peft library: `encoder.blocks.0.atten
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,11 +85,6 @@ def add_lora(model: ViT, config: LoRAConfig) -> None:
                 raise ValueError(f"lora.targets: {target} {kind} in block {index} of this model")
             parent, _, attribute = name.rpartition(".")
             setattr(block.get_submodule(parent), attribute, LORA_CLASSES[type(layer)](layer, config))
-
-
-def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
-    """The adapted layers and their names."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
 @torch.no_grad()
