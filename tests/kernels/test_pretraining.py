@@ -146,6 +146,21 @@ def test_a_kernel_that_fails_the_check_of_local_views_is_not_used(monkeypatch: p
     assert "fused kernels: " in messages[-1]
 
 
+def test_a_failed_check_of_local_views_leaves_mode_and_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("does not work here")
+
+    monkeypatch.setattr(pretraining, "make_encode", lambda *_: fail)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    method, messages = tiny_method("dino", MODEL).train(), list[str]()
+    torch.set_rng_state(before)
+    assert not fuse_encoders(method, GPU, 4, messages.append)
+    assert "does not work here" in messages[-1]
+    assert all(module.training for module in method.student.modules())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_broken_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("does not work here")

@@ -6,13 +6,13 @@ they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitral.device.select import Hardware
 from vitral.kernels import encoder as fused_encoder
@@ -51,11 +51,18 @@ def run_self_check(
     model: ViT, hardware: Hardware, dry_run: Callable[[], None], error: Callable[[], float], tolerance: float
 ) -> str | None:
     """Precompile what `dry_run` launches, then return why `error` fails or exceeds the tolerance, or None."""
-    rng_state, was_training = hardware.rng_state(), model.training
-    precompile(dry_run)
-    try:
+    with preserved_state(model, hardware):
+        precompile(dry_run)
         model.eval()
         return self_check_failure(error, tolerance)
+
+
+@contextmanager
+def preserved_state(model: nn.Module, hardware: Hardware) -> Iterator[None]:
+    """Restore the mode of the model and the random state when the context ends."""
+    rng_state, was_training = hardware.rng_state(), model.training
+    try:
+        yield
     finally:
         model.train(was_training)
         hardware.set_rng_state(rng_state)

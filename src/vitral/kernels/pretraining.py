@@ -17,6 +17,7 @@ from vitral.kernels.encoder_checks import (
     ENCODER_TOLERANCE,
     fused_block_min_tokens,
     pools_class_token,
+    preserved_state,
     unsupported_reason,
 )
 from vitral.kernels.self_check import max_relative_error, self_check_failure
@@ -47,7 +48,9 @@ def fuse_encoders(method: PretrainMethod, hardware: Hardware, batch_size: int, l
         for branch in filter(None, (method.student, method.teacher)):
             branch.encode_fn = make_encode(branch, hardware, stem is not None, cls_only, min_tokens)
         if method.views.local_views:
-            reason = self_check_failure(partial(local_view_error, method, hardware), ENCODER_TOLERANCE[False])
+            with preserved_state(method, hardware):
+                method.eval()
+                reason = self_check_failure(partial(local_view_error, method, hardware), ENCODER_TOLERANCE[False])
     if reason is not None:
         for branch in filter(None, (method.student, method.teacher)):
             branch.encode_fn = None
@@ -79,19 +82,14 @@ def local_view_error(method: PretrainMethod, hardware: Hardware) -> float:
     """Largest relative error, of tokens and of the encoder's gradients, for random images of the local views' size."""
     student, vit = method.student, method.student.vit
     size = method.views.local_image_size(vit.config.image_size, vit.config.patch_size)
-    rng_state = hardware.rng_state()
     images = torch.randn(CHECK_IMAGES, vit.config.channels, *size, device=hardware.device)
     grad_out = torch.randn(CHECK_IMAGES, vit.config.width, device=hardware.device)
     assert student.encode_fn is not None
     parameters, results = list(vit.encoder.parameters()), []
-    was_training = method.training
-    method.eval()
     for encode in (student.encode_fn, student.encode):
         with hardware.autocast():
             pooled = vit.pool(encode(images, None)).float()
         grads = torch.autograd.grad(pooled, parameters, grad_out, allow_unused=True)
         flat = torch.cat([grad.flatten().float() for grad in grads if grad is not None])
         results.append([pooled.detach(), flat])
-    method.train(was_training)
-    hardware.set_rng_state(rng_state)
     return max_relative_error(*results)
