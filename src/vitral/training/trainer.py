@@ -546,7 +546,7 @@ class Trainer:
         if self.time_is_over and not self.patience_is_over():
             self.callbacks.on_message(
                 f"Stopped after step {step:,} of {self.total_steps:,}: the time limit of {self.recipe.time_limit} is "
-                "reached. Training was slower than measured, so the learning rate had not finished its schedule"
+                "reached, before the learning rate has finished its schedule"
             )
         else:
             patience = f"{self.recipe.patience} epoch{'s' if self.recipe.patience > 1 else ''}"
