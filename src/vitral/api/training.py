@@ -212,6 +212,7 @@ def find_lr(
     init_from: str | Path | None = None,
     preset: str | None = None,
     options: CheckpointOptions = NO_OPTIONS,
+    exclude: str | Path | None = None,
     out: str | Path | None = None,
     **overrides: Any,
 ) -> LRSweep:
@@ -223,11 +224,12 @@ def find_lr(
         init_from: Checkpoint to fine-tune.
         preset: Model size instead of the recipe's.
         options: What the files of a checkpoint of another library do not contain.
+        exclude: List of files that are not used.
         out: Folder for figures/lr_finder.png. Default: no figure.
         overrides: Recipe fields.
     """
     name = None if data is None else str(data)
-    setup = setup_training(resolve_run_recipe(name, recipe, init_from, preset, options, None, True, overrides))
+    setup = setup_training(resolve_run_recipe(name, recipe, init_from, preset, options, exclude, True, overrides))
     hardware, threads = with_threads(setup, training_hardware(setup))
     with thread_count(threads):
         sweep = sweep_lr(setup, hardware)

@@ -27,6 +27,20 @@ def test_the_suggestion_stays_a_factor_of_ten_below_the_lowest_loss() -> None:
     assert sweep.suggestion == 1e-2
 
 
+def test_excluded_files_are_not_swept(command: Command, tmp_path: Path) -> None:
+    """A built-in dataset has no files to exclude, which is an error, as in training."""
+    (tmp_path / "list.txt").write_text("a.jpg\n")
+    code, _, err = command(*SMALL_DIGITS, "--out", tmp_path / "sweep", "--exclude", tmp_path / "list.txt")
+    assert code == 2
+    assert "--exclude needs a folder or CSV file of images" in err
+
+
+def test_a_sweep_is_not_a_comparison(command: Command) -> None:
+    code, _, err = command(*SMALL_DIGITS, "--compare")
+    assert code == 2
+    assert "--compare and --find-lr exclude each other" in err
+
+
 @pytest.mark.slow
 def test_the_command_suggests_a_learning_rate_and_writes_only_the_figure(command: Command, tmp_path: Path) -> None:
     code, out, err = command(*SMALL_DIGITS, "--out", tmp_path / "sweep")

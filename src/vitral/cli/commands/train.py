@@ -107,35 +107,46 @@ def train(args: TrainArgs) -> int:
         from vitral.runs.run import Run
 
         Run.open(args.resume)
-    check_fold_flags(args)
-    from vitral import api
-
+    check_mode_flags(args)
     data_fields = {"data.test_split": args.test_split, "data.resize": args.resize}
     given = {path: value for path, value in data_fields.items() if value is not None}
     args = replace(args, overrides={**args.overrides, **given})
     if args.resume is not None:
-        check_resume_flags(args)
-        if is_cross_validation(args.resume):
-            return print_cross_validation(args, {"resume": args.resume})
-        api.train(resume=args.resume, allow_leak=args.allow_leak, quiet=False, **args.overrides)
-        return 0
+        return resume(args, args.resume)
     check_checkpoint_flags(args.checkpoint, args.overrides)
-    if args.seeds is not None and not args.compare:
-        raise VitralError(
-            "--seeds is the number of runs per strategy of --compare",
-            f"Compare strategies with: --init-from CHECKPOINT --compare --seeds {args.seeds}. "
-            f"Set the seed of one run with: --seed {args.seeds}",
-        )
-    options = checkpoint_options(args.checkpoint)
-    start: dict[str, Any] = {"recipe": args.recipe, "preset": args.preset, "options": options, "out": args.out}
+    start: dict[str, Any] = {
+        "recipe": args.recipe,
+        "preset": args.preset,
+        "options": checkpoint_options(args.checkpoint),
+        "exclude": args.exclude,
+        "out": args.out,
+    }
     if args.find_lr:
         return print_lr_sweep(args, start)
-    start |= {"exclude": args.exclude, "allow_leak": args.allow_leak}
+    start["allow_leak"] = args.allow_leak
     if args.folds is not None:
         return print_cross_validation(args, {**start, "folds": args.folds, "fold_model": args.fold_model or "refit"})
-    if not args.compare:
-        api.train(args.data, quiet=False, **start, **args.overrides)
-        return 0
+    if args.compare:
+        return print_comparison(args, start)
+    from vitral import api
+
+    api.train(args.data, quiet=False, **start, **args.overrides)
+    return 0
+
+
+def resume(args: TrainArgs, folder: Path) -> int:
+    from vitral import api
+
+    check_resume_flags(args)
+    if is_cross_validation(folder):
+        return print_cross_validation(args, {"resume": folder})
+    api.train(resume=folder, allow_leak=args.allow_leak, quiet=False, **args.overrides)
+    return 0
+
+
+def print_comparison(args: TrainArgs, start: Mapping[str, Any]) -> int:
+    from vitral import api
+
     result = api.compare(
         args.data, seeds=3 if args.seeds is None else args.seeds, quiet=args.json, **start, **args.overrides
     )
@@ -163,19 +174,22 @@ def is_cross_validation(folder: Path) -> bool:
     return (folder / "folds.json").is_file()
 
 
-def check_fold_flags(args: TrainArgs) -> None:
-    """Refuse flags that do not go together with --folds."""
-    if args.folds is None:
-        if args.fold_model is not None:
-            raise VitralError("--fold-model is the model of a cross-validation", "Add --folds 5")
-        return
-    if args.folds < 2:
+def check_mode_flags(args: TrainArgs) -> None:
+    """Refuse flags of --compare and --folds without them, and several of --folds, --compare, --find-lr and --resume."""
+    if args.folds is None and args.fold_model is not None:
+        raise VitralError("--fold-model is the model of a cross-validation", "Add --folds 5")
+    if args.seeds is not None and not args.compare:
+        raise VitralError(
+            "--seeds is the number of runs per strategy of --compare",
+            f"Compare strategies with: --init-from CHECKPOINT --compare --seeds {args.seeds}. "
+            f"Set the seed of one run with: --seed {args.seeds}",
+        )
+    if args.folds is not None and args.folds < 2:
         raise VitralError(f"expected at least 2 folds, got {args.folds}", "Five or ten are usual: --folds 5")
-    for name in ("compare", "find_lr", "resume"):
-        if getattr(args, name):
-            flag = f"--{name.replace('_', '-')}"
-            hint = "A resumed cross-validation keeps its folds" if name == "resume" else "Use one of them"
-            raise VitralError(f"--folds and {flag} exclude each other", hint)
+    modes = {"--folds": args.folds, "--compare": args.compare, "--find-lr": args.find_lr, "--resume": args.resume}
+    if len(used := [flag for flag, value in modes.items() if value]) > 1:
+        hint = "A resumed cross-validation keeps its folds" if used == ["--folds", "--resume"] else "Use one of them"
+        raise VitralError(f"{used[0]} and {used[1]} exclude each other", hint)
 
 
 def print_cross_validation(args: TrainArgs, start: Mapping[str, Any]) -> int:
@@ -207,7 +221,7 @@ def check_resume_flags(args: TrainArgs) -> None:
     """A resumed run keeps its recipe; only a few fields may change."""
     from vitral.recipes.schema import RESUMABLE_FIELDS
 
-    names = ("data", "recipe", "preset", "out", "compare", "exclude", "find_lr")
+    names = ("data", "recipe", "preset", "out", "exclude")
     fixed = [name for name in names if getattr(args, name)]
     fixed += [*args.checkpoint, *(path for path in args.overrides if path not in RESUMABLE_FIELDS)]
     if fixed:
