@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
-from support.models import ANIMALS, reference_logits, save_random_model, smooth_photo
+from support.models import ANIMALS, cpu_fp32, reference_logits, save_random_model, smooth_photo
 from vitral.data.datasets import Split
 from vitral.data.decode import ImageDecodeError
+from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.inference.prediction import (
     CSV_COLUMNS,
@@ -26,8 +29,12 @@ from vitral.inference.prediction import (
     prediction_from_dict,
     prediction_to_dict,
     rank_labels,
+    table_row,
 )
 from vitral.inference.predictor import Predictor
+from vitral.models.target_scaling import TargetScaling
+from vitral.models.vit import ViT, ViTConfig
+from vitral.runs.model_io import ModelConfig
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +78,27 @@ def test_labels_are_the_softmax_of_the_logits_in_descending_order(rgb_predictor:
     assert prediction.best == prediction.labels[0]
     assert prediction.best.name == ANIMALS[int(expected.argmax())]
     assert prediction.engine == rgb_predictor.engine.name
+
+
+def test_a_regression_predicts_native_images_of_several_sizes_as_it_does_single_ones() -> None:
+    torch.manual_seed(0)
+    config = ViTConfig(image_size=(16, 16), patch_size=8, num_classes=2, width=16, depth=1, heads=2)
+    preprocessing = Preprocessing(image_size=(16, 16), channels=3, mean=(0.5,) * 3, std=(0.25,) * 3)
+    model_config = ModelConfig(
+        architecture=config,
+        preprocessing=replace(preprocessing, resize="native", patch_size=8),
+        classes=("age", "mass"),
+        trained_on="nothing",
+        epoch=1,
+        task="regression",
+        target_scaling=TargetScaling(mean=(30.0, 900.0), std=(9.0, 300.0)),
+    )
+    predictor = Predictor(ViT(config), model_config, cpu_fp32())
+    photos = [smooth_photo(0, 16, 16), smooth_photo(1, 10, 40), smooth_photo(2, 40, 10)]
+    assert len({pixels.shape for _, pixels in map(predictor.decode_image, photos) if isinstance(pixels, Tensor)}) == 3
+    together = [[value.value for value in prediction.values] for prediction in predictor.predict(photos)]
+    single = [[value.value for value in predictor.predict(photo).values] for photo in photos]
+    np.testing.assert_allclose(together, single, rtol=1e-5)
 
 
 def test_predictions_differ_between_images(rgb_predictor: Predictor) -> None:
@@ -282,3 +310,9 @@ def test_csv_has_one_row_per_label_or_error() -> None:
     assert [row["engine"] for row in rows] == ["fp32", "fp32", "fp32", ""]
     assert json.loads(rows[-1]["prediction_set"]) == ["cat", 'a "dog"']
     assert [row["coverage"] for row in rows] == ["", "", "", "0.95"]
+
+
+def test_a_label_with_threshold_zero_is_present_in_a_table() -> None:
+    labels = (Label(name="cat", probability=0.2, threshold=0.0), Label(name="dog", probability=0.1, threshold=0.5))
+    assert table_row(Prediction(source="a.png", labels=labels))["present"] == ["cat"]
+    assert table_row(Prediction(source="a.png", labels=(Label(name="cat", probability=0.2),)))["present"] is None

@@ -178,7 +178,9 @@ def table_row(prediction: Prediction) -> dict[str, Any]:
         "engine": prediction.engine,
         "prediction_set": None if prediction.prediction_set is None else list(prediction.prediction_set.labels),
         "coverage": None if prediction.prediction_set is None else prediction.prediction_set.coverage,
-        "present": [label.name for label in prediction.present] if best is not None and best.threshold else None,
+        "present": [label.name for label in prediction.present]
+        if best is not None and best.threshold is not None
+        else None,
     }
 
 

@@ -315,7 +315,7 @@ class Predictor:
         return self.model_config.calibration.probabilities(self.logits(images_NCHW))
 
     def values(self, images_NCHW: Images) -> Tensor:
-        """uint8 images of the model's input size to the values of a regression (N, T), in units of the targets."""
+        """Images of the model's input size to the values of a regression (N, T), in units of the targets."""
         return self.to_units(self.logits(images_NCHW))
 
     def to_units(self, outputs_NT: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ class Predictor:
         self.require_head()
         readable = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
         if self.is_regression:
-            values = self.values(torch.stack(readable)).tolist() if readable else []
+            values = self.values(stack_images(readable)).tolist() if readable else []
             intervals = self.model_config.calibration.prediction_intervals
             yield from assemble_values(batch, values, self.classes, self.engine.name, intervals)
             return
