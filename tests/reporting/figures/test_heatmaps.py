@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 from support.vit_kinds import KINDS, predictor_for, random_model
 from vitral.device.select import Hardware
 from vitral.explain import Explanation, explain
+from vitral.inference.predictor import Predictor
 from vitral.reporting.figures import heatmaps
 
 
@@ -52,3 +54,15 @@ def test_positive_and_negative_evidence_have_different_colours() -> None:
     assert for_it[2] > for_it[0] + 0.3
     assert against[0] > against[2] + 0.3
     assert np.ptp(neither) == 0
+
+
+def test_the_json_form_has_one_mean_per_patch_of_a_native_image(cpu: Hardware) -> None:
+    predictor = predictor_for(random_model(*KINDS["mean, rotary"]), cpu)
+    preprocessing = replace(predictor.model_config.preprocessing, resize="native", patch_size=4)
+    predictor = Predictor(predictor.model, replace(predictor.model_config, preprocessing=preprocessing), cpu)
+    explanation = explain(predictor, Image.new("RGB", (10, 40), "gray"), ["rollout"])
+    (heat,) = explanation.heatmaps
+    assert heat.values.shape[0] > heat.values.shape[1], "unlike the 8 x 12 pixels of the configuration"
+    patches = np.array(heatmaps.explanation_to_dict(explanation, predictor, [])["heatmaps"][0]["patches"])
+    assert patches.shape == tuple(side // 4 for side in heat.values.shape)
+    assert patches.mean() == pytest.approx(float(heat.values.mean()))

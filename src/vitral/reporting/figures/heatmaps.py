@@ -181,7 +181,8 @@ def label_to_dict(label: Label | TargetValue | None) -> dict[str, Any]:
 
 
 def patch_means(heat: Heatmap, config: ViTConfig) -> list[list[float]]:
-    (rows, columns), P, margin = config.grid, config.patch_size, config.margin_for(*config.image_size)
+    H, W = heat.values.shape  # of native images not that of the configuration
+    (rows, columns), P, margin = config.grid_for(H, W), config.patch_size, config.margin_for(H, W)
     values = heat.values[margin : margin + rows * P, margin : margin + columns * P]
     means: list[list[float]] = values.reshape(rows, P, columns, P).mean(axis=(1, 3)).tolist()
     return means
