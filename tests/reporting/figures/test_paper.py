@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,9 +18,12 @@ from support.vit_kinds import KINDS, TINY, predictor_for, random_model
 from vitral.cli.commands import figures as command
 from vitral.device.select import Hardware
 from vitral.errors import VitralError
+from vitral.inference.predictor import Predictor
+from vitral.models.target_scaling import TargetScaling
 from vitral.models.vit import ViT, ViTConfig, apply_rope
 from vitral.reporting.figures import paper
 from vitral.runs.model_io import save_model
+from vitral.weights.checkpoint import NO_HEAD
 
 # ── filters ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -135,6 +139,23 @@ def test_figures_of_every_kind_of_vit(kind: str, tmp_path: Path, cpu: Hardware) 
         else:
             with Image.open(file) as picture:
                 assert min(picture.size) > 150
+
+
+def test_examples_of_a_regression_show_its_values_and_those_of_features_nothing(cpu: Hardware) -> None:
+    classifier = predictor_for(random_model(*KINDS["class"]), cpu)
+    images = torch.randint(0, 255, (2, 3, 8, 12), dtype=torch.uint8)
+    best = [prediction.best for prediction in classifier.predict(images)]
+    assert paper.prediction_titles(classifier, images) == [f"{x.name} ({x.probability:.1%})" for x in best]
+    scaling = TargetScaling(mean=(30.0,) * 5, std=(9.0,) * 5)
+    config = replace(classifier.model_config, task="regression", target_scaling=scaling)
+    regression = Predictor(classifier.model, config, cpu)
+    values = [f"a {value:.4g}" for value in regression.values(images)[:, 0].tolist()]
+    assert paper.prediction_titles(regression, images) == values
+    assert len(paper.plot_rollout_examples(regression, images).axes) == 4
+    architecture = replace(classifier.model.config, num_classes=1)
+    config = replace(classifier.model_config, architecture=architecture, classes=(NO_HEAD,))
+    features = Predictor(random_model("plain", architecture), config, cpu)
+    assert paper.prediction_titles(features, images) == ["", ""]
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def plot_attention_distance(model: ViT, images_BCHW: Tensor) -> Figure:
 
 def plot_rollout_examples(predictor: Predictor, images_NCHW: Tensor) -> Figure:
     """Images and their attention rollout (figure 6)."""
-    heatmaps, probabilities = rollout_heatmaps(predictor, images_NCHW), predictor.probabilities(images_NCHW)
+    heatmaps, titles = rollout_heatmaps(predictor, images_NCHW), prediction_titles(predictor, images_NCHW)
     N, (H, W) = len(images_NCHW), images_NCHW.shape[2:]
     columns = min(3, N)
     rows = -(-N // columns)
@@ -232,10 +232,19 @@ def plot_rollout_examples(predictor: Predictor, images_NCHW: Tensor) -> Figure:
         image = to_rgb(images_NCHW[index])
         draw_image(image_axes, image)
         draw_image(attention_axes, overlay_heatmap(image, heatmaps[index]))
-        best = int(probabilities[index].argmax())
-        title = f"{shorten(predictor.classes[best], 18)} ({format_percent(float(probabilities[index, best]))})"
-        image_axes.set_title(title, fontsize=8, loc="left", pad=3, parse_math=False)
+        image_axes.set_title(titles[index], fontsize=8, loc="left", pad=3, parse_math=False)
     return figure
+
+
+def prediction_titles(predictor: Predictor, images_NCHW: Tensor) -> list[str]:
+    """`bee (97.1%)`, or `age 31.4` for a regression; empty for a model without a classifier."""
+    if not predictor.has_head:
+        return [""] * len(images_NCHW)
+    if predictor.is_regression:
+        name = shorten(predictor.classes[0], 18)
+        return [f"{name} {value:.4g}" for value in predictor.values(images_NCHW)[:, 0].tolist()]
+    rows = predictor.probabilities(images_NCHW)
+    return [f"{shorten(predictor.classes[int(p.argmax())], 18)} ({format_percent(p.max().item())})" for p in rows]
 
 
 def load_sample_images(predictor: Predictor, files: Sequence[Path], max_count: int) -> Tensor:
