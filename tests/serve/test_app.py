@@ -24,6 +24,7 @@ from starlette.testclient import TestClient
 
 from support.served import make_image, tiny_model, tiny_multilabel, tiny_regression
 from vitral.cli import main as cli
+from vitral.device.threads import thread_count
 from vitral.errors import VitralError
 from vitral.explain import METHODS, rescale_for_display
 from vitral.inference.predictor import Predictor
@@ -36,7 +37,7 @@ from vitral.serve.logs import LogFormatter
 from vitral.serve.middleware import ServerState, hash_keys
 from vitral.serve.models import ServedModel, model_names, start_model_threads
 from vitral.serve.request_parsing import parse_uploads
-from vitral.serve.server import concurrent_batches
+from vitral.serve.server import concurrent_batches, divide_cpus
 
 PREDICT, EXPLAIN = "/v1/models/insects/predict", "/v1/models/insects/explain"
 
@@ -706,6 +707,15 @@ def test_cpus_are_divided_among_concurrent_batches(monkeypatch):
     assert [concurrent_batches(16, requested) for requested in (1, 8, 32)] == [16, 2, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert concurrent_batches(7, None) == 2
+
+
+def test_engines_state_the_threads_of_a_batch(monkeypatch, tmp_path):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with thread_count(torch.get_num_threads()):
+        predictor = Predictor.load(tiny_model(tmp_path), device="cpu", threads=5)
+        assert predictor.engine.info()["threads"] == 5
+        divide_cpus([predictor], None)
+        assert predictor.engine.info()["threads"] == torch.get_num_threads() < 5
 
 
 def test_model_names_are_derived_from_the_sources(tmp_path):

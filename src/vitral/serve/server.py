@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -96,6 +97,14 @@ def concurrent_batches(cpus: int, threads: int | None) -> int:
     return max(cpus // threads, 1)
 
 
+def divide_cpus(predictors: Sequence[Predictor], threads: int | None) -> int:
+    """`concurrent_batches` of this machine. The engines then state the number of threads that each batch has."""
+    workers = concurrent_batches(available_cpus(), threads)
+    for predictor in predictors:
+        predictor.engine = replace(predictor.engine, threads=torch.get_num_threads())
+    return workers
+
+
 def serve(
     sources: Sequence[str],
     *,
@@ -149,10 +158,9 @@ def serve(
         ]
         for predictor in predictors:
             predictor.require_head()
-        cpus = available_cpus()
         on_cpu = all(predictor.hardware.device.type == "cpu" for predictor in predictors)
-        workers = concurrent_batches(cpus, threads) if on_cpu else 1
-        decoders = max(2, min(cpus, 8))
+        workers = divide_cpus(predictors, threads) if on_cpu else 1
+        decoders = max(2, min(available_cpus(), 8))
         model_threads = stack.enter_context(start_model_threads(decoders=decoders, workers=workers, on_cpu=on_cpu))
         models = [
             ServedModel(name, predictor, limits, model_threads, state.metrics)
