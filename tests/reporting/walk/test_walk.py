@@ -109,6 +109,20 @@ def test_last_equation_gives_the_probabilities_of_the_table(lang: str, cpu: Hard
         assert result.top_classes[0].probability == pytest.approx(float(best), rel=1e-5)
 
 
+def test_last_equation_of_a_multi_label_model_is_a_sigmoid(cpu: Hardware) -> None:
+    _, predictor, picture = make_walk("MNIST", cpu)
+    for temperature, equation in ((1.0, "p = sigmoid(logits)"), (2.0, "p = sigmoid(logits/2)")):
+        calibration = Calibration(temperature=temperature, activation="sigmoid")
+        predictor.model_config = replace(predictor.model_config, task="multilabel", calibration=calibration)
+        result = walk(predictor, picture)
+        last = result.steps[-1]
+        assert last.key == "logits"
+        assert last.equation.endswith(equation)
+        assert "softmax" not in last.text
+        best = (torch.from_numpy(np.asarray(last.figures[0].values))[0] / temperature).sigmoid().max()
+        assert result.top_classes[0].probability == pytest.approx(float(best), rel=1e-5)
+
+
 def test_out_of_distribution_image_is_called_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cpu: Hardware
 ) -> None:

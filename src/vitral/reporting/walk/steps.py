@@ -257,9 +257,12 @@ class WalkBuilder:
             *(["unknown"] if bool(calibration.is_ood(logits[None].cpu())) else []),
         ]
         shape = f"{pooled.shape[1]} → {n['K']}"
-        head = self.step("logits", shape, [type(model.head).forward], [self.matrix("logits", logits[None])], extra)
+        figures = [self.matrix("logits", logits[None])]
+        key = "logits" if calibration.activation == "softmax" else "labels"
+        head = replace(self.step(key, shape, [type(model.head).forward], figures, extra), key="logits")
         if is_calibrated:
-            head = replace(head, equation=STEP_TEXTS["en"]["calibrated"]["equation"].format(**n))
+            equation = STEP_TEXTS["en"]["calibrated"]["equation"].format(**n)
+            head = replace(head, equation=equation.replace("softmax", calibration.activation))
         return [self.step(self.pooling_key(), str(pooled.shape[1]), pooling_code, self.pooling_figures()), head]
 
     def pooling_key(self) -> str:
